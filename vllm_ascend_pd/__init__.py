@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill/decode KV connector for vLLM on Ascend NPUs: prefill pushes KV layer by layer into decode's cache."""
+
+__version__ = "0.1.0"
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`: makes `LayerwisePushConnector` known to vLLM. Safe to call twice."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if "LayerwisePushConnector" not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(
+            "LayerwisePushConnector", "vllm_ascend_pd.connector", "LayerwisePushConnector"
+        )
