@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts one prefill engine, one decode engine and the proxy, and compares them with a single vLLM instance."""
+
+import dataclasses
+import enum
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import httpx
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from harness import ascend
+from harness.client import Client, Completion, StreamError, random_prompt
+from harness.engines import Cluster, ClusterConfig, Engine, EngineConfig, Role, running_cluster, running_engines
+from harness.models import TINY, make_model
+from harness.ports import is_free
+from harness.processes import ManagedProcess, StartupError, interrupt_on_sigterm
+
+T = TypeVar("T")
+
+PROMPT_TOKENS = (16, 128, 500, 1000, 2000)
+OUTPUT_TOKENS = 32
+
+console = Console()
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Device(str, enum.Enum):
+    CPU = "cpu"
+    NPU = "npu"
+
+
+class DemoError(RuntimeError):
+    """Ends the program with its message."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """Sizes of one engine."""
+
+    tp: int
+    pp: int
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the result."""
+
+    prompt_tokens: int
+    streamed: Completion
+    whole: Completion
+    decode_seconds: float
+    """Of both requests, from the first to the last token as the decode engine measures it: a busy server may hand
+    several tokens to its client at once."""
+    equal: bool
+
+    def cells(self) -> tuple[str, ...]:
+        transfer = self.whole.kv_transfer_params or {}
+        received = transfer.get("received_bytes")
+        early = f"{transfer['bytes_before_prefill_end'] / received:.0%}" if received else "-"
+        return (
+            str(self.prompt_tokens),
+            f"{self.streamed.ttft * 1000:.0f}",
+            f"{2 * (OUTPUT_TOKENS - 1) / self.decode_seconds:.0f}",
+            early,
+            "[green]yes[/]" if self.equal else "[red]no[/]",
+        )
+
+
+@app.command()
+def main(
+    device: Annotated[Device, typer.Option(help="Where the engines run.")] = Device.CPU,
+    model: Annotated[str | None, typer.Option(help="Model folder or name; default: a small random one.")] = None,
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the prefill engine.")] = 2,
+    prefill_pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size of the prefill engine.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the decode engine.")] = 1,
+    decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size of the decode engine.")] = 1,
+    port: Annotated[
+        int, typer.Option(min=1024, max=53000, help="The proxy's; engines: +100, +200, and +12001, +12101 for KV.")
+    ] = 8000,
+    keep: Annotated[bool, typer.Option("--keep", help="Stay up until Ctrl-C.")] = False,
+    prefill_args: Annotated[str, typer.Option(help="More arguments for the prefill engine's vLLM.")] = "",
+    decode_args: Annotated[str, typer.Option(help="More for the decode engine's, and the single instance's.")] = "",
+    start_seconds: Annotated[float, typer.Option(help="How long an engine may take to start.")] = 600,
+) -> None:
+    """Start one prefill and one decode engine behind the proxy, and compare them with a single vLLM instance.
+
+    Exits with 0 only if every output is equal, token by token.
+    """
+    interrupt_on_sigterm()
+    folder = Path(tempfile.mkdtemp(prefix="vllm-ascend-pd-"))
+    succeeded = False
+    try:
+        prefill, decode = engine_configs(
+            device,
+            tiny=model is None,
+            sizes=(Parallel(prefill_tp, prefill_pp), Parallel(decode_tp, decode_pp)),
+            port=port,
+            args=(prefill_args, decode_args),
+        )
+        check_ports(port, prefill, decode)
+        with console.status("making a small random model") if model is None else nullcontext():
+            path = model or str(make_model(TINY, folder))
+        demo = Demo(path, prefill, decode, port, folder, start_seconds)
+        succeeded = demo.run(keep)
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        shutil.rmtree(folder, ignore_errors=True)
+        raise typer.Exit(130) from None
+    except (DemoError, StartupError, StreamError, ValueError, OSError, httpx.HTTPError) as error:
+        console.print(f"[red]error:[/] {escape(str(error))}")
+    if succeeded:
+        shutil.rmtree(folder, ignore_errors=True)
+    elif any(folder.glob("*.log")):
+        console.print(f"the engines' logs: {folder}")
+    raise typer.Exit(0 if succeeded else 1)
+
+
+def engine_configs(
+    device: Device, *, tiny: bool, sizes: tuple[Parallel, Parallel], port: int, args: tuple[str, str]
+) -> tuple[EngineConfig, EngineConfig]:
+    """The prefill and the decode engine."""
+    if device is Device.NPU and (problems := ascend.problems()):
+        raise DemoError("cannot run on NPUs here:\n" + "\n".join(f"- {problem}" for problem in problems))
+    configs = []
+    first_device = 0
+    for i, (role, size) in enumerate(zip((Role.PREFILL, Role.DECODE), sizes, strict=True)):
+        config = EngineConfig(
+            role=role,
+            tp=size.tp,
+            pp=size.pp,
+            device=device.value,
+            port=port + 100 * (i + 1),
+            kv_port=port + 12001 + 100 * i,
+            args=tuple(shlex.split(args[i])),
+        )
+        if not tiny:  # a real model decides its sizes itself
+            config = dataclasses.replace(
+                config, dtype="auto", max_model_len=None, max_num_batched_tokens=None, eager=False
+            )
+        if device is Device.NPU:
+            env = ascend.engine_env(first_device, size.devices)
+            config = dataclasses.replace(config, block_size=None, kv_cache_bytes=None, env=tuple(env.items()))
+        elif not tiny:
+            config = dataclasses.replace(config, kv_cache_bytes=2 << 30)
+        first_device += size.devices
+        configs.append(config)
+    return configs[0], configs[1]
+
+
+def check_ports(port: int, *engines: EngineConfig) -> None:
+    ports = [port, *(p for engine in engines for p in (engine.port, engine.kv_port) if p)]
+    if taken := [str(p) for p in ports if not is_free(p)]:
+        raise DemoError(f"ports in use: {', '.join(taken)}; choose others with --port")
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """The comparison: first a single instance, then prefill and decode."""
+
+    model: str
+    prefill: EngineConfig
+    decode: EngineConfig
+    port: int
+    folder: Path
+    start_seconds: float
+
+    def run(self, keep: bool) -> bool:
+        """Print the table; return whether every output is equal."""
+        single = dataclasses.replace(self.decode, role=Role.SINGLE, port=None, kv_port=None)
+        with running_engines(self.model, [single], self.folder, print_ready, self.start_seconds) as [engine]:
+            pairs = self.prompts(engine.url)
+            with Client(engine.url, self.model) as client:
+                expected = [
+                    tuple(client.complete(prompt, OUTPUT_TOKENS).token_ids for prompt in pair)
+                    for pair in track(pairs, "single instance")
+                ]
+        config = ClusterConfig("1p1d", prefill=(self.prefill,), decode=(self.decode,))
+        with running_cluster(self.model, config, self.folder, self.port, print_ready, self.start_seconds) as cluster:
+            with Client(cluster.url, self.model) as client:
+                client.complete(random_prompt(200, "warm-up"), OUTPUT_TOKENS)
+                rows = [
+                    measure(client, cluster.decode[0], pair, outputs)
+                    for pair, outputs in track(list(zip(pairs, expected, strict=True)), "prefill and decode")
+                ]
+            console.print(table(rows))
+            if keep:
+                console.print(f"serving at {cluster.url}, logs in {self.folder}; Ctrl-C ends it. Try:")
+                console.print(curl(cluster.url, self.model), soft_wrap=True, highlight=False)
+                wait_for_failure(cluster)
+        equal = all(row.equal for row in rows)
+        if not equal:
+            console.print("[red]outputs differ from the single instance's[/]")
+        return equal
+
+    def prompts(self, url: str) -> list[tuple[list[int], list[int]]]:
+        """Two prompts of each length, as long as the model takes."""
+        card = httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status().json()["data"][0]
+        longest = card["max_model_len"] - OUTPUT_TOKENS
+        vocabulary = vocab_size(self.model)
+        return [
+            (random_prompt(tokens, "streamed", vocabulary), random_prompt(tokens, "whole", vocabulary))
+            for tokens in PROMPT_TOKENS
+            if tokens <= longest
+        ]
+
+
+def vocab_size(model: str) -> int:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    return config.get_text_config().vocab_size
+
+
+def measure(
+    client: Client, decode: Engine, prompts: tuple[list[int], list[int]], expected: tuple[tuple[int, ...], ...]
+) -> Row:
+    """One streaming request for TTFT, another one for what the decode engine reports about the transfer."""
+    before = decode.metric("vllm:request_decode_time_seconds_sum")
+    streamed = client.complete(prompts[0], OUTPUT_TOKENS, stream=True)
+    whole = client.complete(prompts[1], OUTPUT_TOKENS)
+    decode_seconds = decode.metric("vllm:request_decode_time_seconds_sum") - before
+    equal = (streamed.token_ids, whole.token_ids) == expected
+    return Row(len(prompts[0]), streamed, whole, decode_seconds, equal)
+
+
+def track(items: Sequence[T], what: str) -> Iterator[T]:
+    """Iterate, with a progress line of the requests."""
+    columns = (SpinnerColumn(), TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        yield from progress.track(items)
+
+
+def table(rows: list[Row]) -> Table:
+    """The result."""
+    result = Table(title="prefill and decode apart, through the proxy")
+    headings = (
+        "prompt tokens",
+        "TTFT (ms)",
+        "decode tokens/s",
+        "KV in D before prefill ended",
+        "equal to a single instance",
+    )
+    for heading in headings:
+        result.add_column(heading, justify="right")
+    for row in rows:
+        result.add_row(*row.cells())
+    return result
+
+
+def print_ready(process: ManagedProcess, seconds: float) -> None:
+    console.print(f"{process.name} ready after {seconds:.0f} s")
+
+
+def curl(url: str, model: str) -> str:
+    body = json.dumps({"model": model, "prompt": [5, 6, 7], "max_tokens": 8})
+    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+
+
+def wait_for_failure(cluster: Cluster) -> None:
+    """Return only by an exception: Ctrl-C, or a process that ended by itself."""
+    processes = [server.process for server in (*cluster.prefill, *cluster.decode, cluster.proxy)]
+    while True:
+        for process in processes:
+            if process.exit_code is not None:
+                raise DemoError(f"{process.name} ended with code {process.exit_code}:\n{process.tail()}")
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    app()

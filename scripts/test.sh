@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Sets everything up and runs all checks and tests.
+#
+#   scripts/test.sh [--quick] [-k EXPRESSION] [-- PYTEST_ARGUMENT...]
+#
+#   --quick         leave out the end-to-end tests (real vLLM engines, most of the time)
+#   -k EXPRESSION   only the tests that match, as in pytest
+#   -- ...          everything after it goes to each pytest run, for example: -- -x --durations=5
+#
+# VENV and PYTHON as in scripts/setup_env.sh. Every stage runs even if an earlier one failed; the exit code is 0
+# if none did, 130 after Ctrl-C.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export VENV=${VENV:-$root/.venv}
+
+quick=
+pytest_args=()
+filtered=
+while (($#)); do
+  case $1 in
+    --quick) quick=1 ;;
+    -k)
+      (($# > 1)) || {
+        echo "test: -k needs an expression; see --help" >&2
+        exit 2
+      }
+      pytest_args+=(-k "$2")
+      filtered=1
+      shift
+      ;;
+    --)
+      shift
+      pytest_args+=("$@")
+      (($# == 0)) || filtered=1
+      break
+      ;;
+    -h | --help)
+      sed -n '3,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+      exit
+      ;;
+    *)
+      echo "test: unknown option $1; see --help" >&2
+      exit 2
+      ;;
+  esac
+  shift
+done
+
+scratch=$(mktemp -d "${TMPDIR:-/tmp}/vllm-ascend-pd-test.XXXXXX")
+child=
+finish() {
+  if [[ $child ]]; then # interrupted: a stage is still running
+    kill -TERM -- "-$child" 2>/dev/null || true
+    wait "$child" || true
+    kill -KILL -- "-$child" 2>/dev/null || true
+  fi
+  rm -rf "$scratch"
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# Each stage is a background job with a process group of its own: Ctrl-C reaches this script at once, and ends
+# the whole group.
+set -m
+run() { # run COMMAND...
+  local status=0
+  "$@" </dev/null &
+  child=$!
+  wait "$child" || status=$?
+  child=
+  return "$status"
+}
+
+summary=()
+failed=0
+stage() { # stage TITLE COMMAND...
+  local title=$1 start=$SECONDS status=0 verdict=ok
+  shift
+  printf '\n=== %s\n' "$title"
+  run "$@" || status=$?
+  if ((status)); then
+    verdict=FAILED
+    failed=1
+  fi
+  summary+=("$(printf '%-7s %-48s %4d s' "$verdict" "$title" $((SECONDS - start)))")
+}
+
+# pytest's code 5 means that no test was selected: right for a filtered run, an error otherwise.
+tests() { # tests TITLE PATH...
+  local title=$1
+  shift
+  # shellcheck disable=SC2016  # the inner shell expands these
+  stage "$title" env TMPDIR="$scratch" bash -c \
+    'status=0; "$@" || status=$?; [[ $status = 5 && $0 ]] && status=0; exit "$status"' "$filtered" \
+    "$VENV/bin/python" -m pytest --quiet -p no:cacheprovider "${pytest_args[@]}" "$@"
+}
+
+cd "$root"
+run scripts/setup_env.sh --with-compat
+
+stage "ruff check" "$VENV/bin/ruff" check
+stage "ruff format" "$VENV/bin/ruff" format --check
+stage "mypy" "$VENV/bin/mypy"
+tests "unit tests" tests/unit
+tests "integration tests" tests/integration
+PYTHONPATH="$VENV/vllm-0.23${PYTHONPATH:+:$PYTHONPATH}" \
+  tests "unit and integration tests with vLLM 0.23.0" tests/unit tests/integration
+[[ $quick ]] || tests "end-to-end tests" tests/e2e
+
+printf '\n'
+printf '%s\n' "${summary[@]}"
+if ((failed)); then
+  printf 'FAILED after %d s\n' "$SECONDS"
+  exit 1
+fi
+printf 'passed in %d s\n' "$SECONDS"

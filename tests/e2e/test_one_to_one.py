@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One prefill and one decode engine give, token by token, what a single vLLM instance gives.
+
+Greedy, float32, prefill in chunks of 512 tokens. Prefix caching is on, as it is by default; each test has
+prompts of its own, so that only those that mean to find cached blocks do.
+"""
+
+import pytest
+from harness.client import Client, Messages, at_once, random_prompt
+from harness.engines import ClusterConfig, EngineConfig, Role
+
+PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
+"""Around a block's end (128), several blocks, several chunks (512)."""
+
+STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+def one_to_one(prefill_tp: int, decode_tp: int, *, token_major: bool) -> ClusterConfig:
+    order = "token-major" if token_major else "head-major"
+    return ClusterConfig(
+        name=f"{order}-tp{prefill_tp}-to-tp{decode_tp}",
+        prefill=(EngineConfig(Role.PREFILL, tp=prefill_tp, token_major=token_major),),
+        decode=(EngineConfig(Role.DECODE, tp=decode_tp, token_major=token_major),),
+    )
+
+
+HEAD_MAJOR = [one_to_one(p, d, token_major=False) for p, d in [(1, 1), (2, 1), (1, 2), (2, 2)]]
+TOKEN_MAJOR = [one_to_one(p, d, token_major=True) for p, d in [(2, 1), (1, 2), (4, 1)]]
+
+pytestmark = [
+    pytest.mark.parametrize("cluster", HEAD_MAJOR + TOKEN_MAJOR, ids=str, indirect=True),
+    pytest.mark.timeout(600),  # the first test of a cluster starts it
+]
+
+
+@STREAM
+def test_alone(client: Client, reference, stream: bool) -> None:
+    prompts = {tokens: random_prompt(tokens, f"alone-{stream}") for tokens in PROMPT_TOKENS}
+    outputs = {n: client.complete(prompt, stream=stream).token_ids for n, prompt in prompts.items()}
+    assert outputs == {n: reference.complete(prompt) for n, prompt in prompts.items()}
+
+
+@STREAM
+def test_eight_at_a_time(client: Client, reference, stream: bool) -> None:
+    lengths = 3 * PROMPT_TOKENS
+    prompts = [random_prompt(tokens, f"eight-{stream}-{i}") for i, tokens in enumerate(lengths)]
+    completions = at_once(lambda prompt: client.complete(prompt, stream=stream), prompts, concurrency=8)
+    outputs = [completion.token_ids for completion in completions]
+    assert outputs == [reference.complete(prompt) for prompt in prompts]
+
+
+def test_chunks_arrive_while_later_ones_are_computed(client: Client, reference) -> None:
+    prompt = random_prompt(2500, "chunks")
+    completion = client.complete(prompt)
+    assert completion.token_ids == reference.complete(prompt)
+    transfer = completion.kv_transfer_params
+    assert 0 < transfer["bytes_before_prefill_end"] <= transfer["received_bytes"]
+
+
+def test_cached_blocks_are_not_fetched_again(client: Client, reference) -> None:
+    prompt = random_prompt(1000, "cached")
+    longer = prompt + random_prompt(200, "cached-tail")
+    completions = [client.complete(prompt), client.complete(prompt), client.complete(longer)]
+    assert [c.token_ids for c in completions] == [reference.complete(p) for p in (prompt, prompt, longer)]
+    first, again, extended = (c.kv_transfer_params["received_bytes"] for c in completions)
+    # 8 blocks of 128 tokens, of which 7 are full and therefore found again; `longer` ends in block 10.
+    assert again == pytest.approx(first / 8)
+    assert extended == pytest.approx(first * 3 / 8)
+
+
+def test_list_of_prompts(client: Client, reference) -> None:
+    prompts = [random_prompt(tokens, "list") for tokens in (5, 300, 129)]
+    outputs = [completion.token_ids for completion in client.complete_many(prompts)]
+    assert outputs == [reference.complete(prompt) for prompt in prompts]
+
+
+def test_two_choices(client: Client, reference) -> None:
+    prompts = [random_prompt(300, "two")]
+    outputs = [completion.token_ids for completion in client.complete_many(prompts, n=2)]
+    assert outputs == reference.complete_many(prompts, n=2)
+
+
+@STREAM
+def test_chat(client: Client, reference, stream: bool) -> None:
+    messages: Messages = [
+        {"role": "system", "content": "Answer in one word."},
+        {"role": "user", "content": f"Which layer comes {'after' if stream else 'before'} layer 7? " * 10},
+    ]
+    assert client.chat(messages, stream=stream).token_ids == reference.chat(messages)
+
+
+def test_text_prompt(client: Client, reference) -> None:
+    prompt = "While layer two is computed, layer one is on its way. " * 5
+    assert client.complete(prompt).token_ids == reference.complete(prompt)

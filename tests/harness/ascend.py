@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment that vllm-ascend engines need on one machine with NPUs.
+
+What the user has set already stays: these are the values that vllm-ascend's guides for prefill/decode
+disaggregation start from, not the best ones for a certain machine.
+"""
+
+import os
+import socket
+from importlib.util import find_spec
+
+import psutil
+
+TRANSFER_TIMEOUT_MS = 10_000
+
+
+def problems() -> list[str]:
+    """What is missing to run on NPUs here, each with what to do; empty if nothing is."""
+    found = []
+    if not os.environ.get("ASCEND_HOME_PATH"):
+        found.append("CANN's environment is not loaded: `source` set_env.sh of the toolkit, and of nnal/atb")
+    for module, package in (
+        ("torch_npu", "torch_npu"),
+        ("vllm_ascend", "vllm-ascend"),
+        ("mooncake", "mooncake-transfer-engine-npu"),
+        ("vllm_ascend_pd", "vllm-ascend-pd (pip install --no-build-isolation -e '.[npu]')"),
+    ):
+        if find_spec(module) is None:
+            found.append(f"{package} is not installed in this Python environment")
+    return found
+
+
+def engine_env(first_device: int, devices: int) -> dict[str, str]:
+    """Environment of an engine on `devices` NPUs, counting from `first_device` of the visible ones."""
+    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    available = visible.split(",") if visible else [str(i) for i in range(first_device + devices)]
+    chosen = available[first_device : first_device + devices]
+    if len(chosen) < devices:
+        raise ValueError(f"needs {first_device + devices} NPUs, ASCEND_RT_VISIBLE_DEVICES has {len(available)}")
+    interface, address = _network()
+    defaults = {
+        "VLLM_HOST_IP": address,
+        "HCCL_IF_IP": address,
+        "HCCL_SOCKET_IFNAME": interface,
+        "GLOO_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+        "ASCEND_CONNECT_TIMEOUT": str(TRANSFER_TIMEOUT_MS),
+        "ASCEND_TRANSFER_TIMEOUT": str(TRANSFER_TIMEOUT_MS),
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+    }
+    kept = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    return kept | {"ASCEND_RT_VISIBLE_DEVICES": ",".join(chosen)}
+
+
+def _network() -> tuple[str, str]:
+    """Name and IPv4 address of the first interface that is up, loopback only if there is no other."""
+    states = psutil.net_if_stats()
+    addresses = {
+        name: entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and states[name].isup
+    }
+    return min(addresses.items(), key=lambda item: item[1].startswith("127."))

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI requests to an engine or a proxy, with the generated token ids in the answers."""
+
+import dataclasses
+import json
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import httpx
+
+from harness.models import FIRST_TEXT_TOKEN, TINY
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+TIMEOUT = httpx.Timeout(120, connect=5)
+
+Prompt = Sequence[int] | str
+Messages = list[dict[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One choice of an answer."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the decode engine says about the transfer; not in streams."""
+    arrivals: tuple[float, ...] = ()
+    """Streams only: seconds from the request to each piece that carried tokens."""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token of a stream."""
+        return self.arrivals[0]
+
+
+class Client:
+    """Greedy requests that always run to `max_tokens`, so that outputs can be compared token by token."""
+
+    def __init__(self, url: str, model: str | None = None, timeout: httpx.Timeout = TIMEOUT) -> None:
+        limits = httpx.Limits(max_connections=None)
+        self.http = httpx.Client(base_url=url, timeout=timeout, limits=limits, trust_env=False)
+        self._model = model
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
+
+    @property
+    def model(self) -> str:
+        """The served model's name: asked from `/v1/models` unless given."""
+        if self._model is None:
+            response = self.http.get("/v1/models")
+            response.raise_for_status()
+            self._model = response.json()["data"][0]["id"]
+        return self._model
+
+    def complete(self, prompt: Prompt, max_tokens: int = 16, *, stream: bool = False, **fields: Any) -> Completion:
+        """`/v1/completions` of one prompt with one choice; `fields` are added to the body."""
+        body = self._body(max_tokens, fields) | {"prompt": prompt}
+        if stream:
+            return self._stream("/v1/completions", body)
+        return self._choices("/v1/completions", body)[0]
+
+    def complete_many(
+        self, prompts: Sequence[Prompt], max_tokens: int = 16, n: int = 1, **fields: Any
+    ) -> list[Completion]:
+        """`/v1/completions` of a list of prompts: `n` choices of the first prompt, then of the second, ..."""
+        body = self._body(max_tokens, fields) | {"prompt": list(prompts), "n": n}
+        if n > 1:  # vLLM refuses temperature 0 here; top_k 1 takes the same tokens
+            body |= {"temperature": 1, "top_k": 1}
+        return self._choices("/v1/completions", body)
+
+    def chat(self, messages: Messages, max_tokens: int = 16, *, stream: bool = False, **fields: Any) -> Completion:
+        """`/v1/chat/completions` with one choice."""
+        body = self._body(max_tokens, fields) | {"messages": messages}
+        if stream:
+            return self._stream("/v1/chat/completions", body)
+        return self._choices("/v1/chat/completions", body)[0]
+
+    def _body(self, max_tokens: int, fields: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **fields,
+        }
+
+    def _choices(self, path: str, body: dict[str, Any]) -> list[Completion]:
+        response = self.http.post(path, json=body)
+        _raise_for_status(response)
+        answer = response.json()
+        return [
+            Completion(
+                token_ids=tuple(choice["token_ids"]),
+                text=_text(choice, "message"),
+                finish_reason=choice["finish_reason"],
+                kv_transfer_params=answer.get("kv_transfer_params"),
+            )
+            for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
+        ]
+
+    def _stream(self, path: str, body: dict[str, Any]) -> Completion:
+        start = time.perf_counter()
+        token_ids: list[int] = []
+        text = ""
+        finish_reason = None
+        arrivals = []
+        with self.http.stream("POST", path, json=body | {"stream": True}) as response:
+            if response.is_error:
+                response.read()
+            _raise_for_status(response)
+            for event in _events(response.iter_lines()):
+                for choice in event["choices"]:
+                    if choice.get("token_ids"):
+                        arrivals.append(time.perf_counter() - start)
+                        token_ids += choice["token_ids"]
+                    text += _text(choice, "delta")
+                    finish_reason = choice.get("finish_reason") or finish_reason
+        if finish_reason is None:
+            raise StreamError("the stream ended without a finish reason")
+        return Completion(tuple(token_ids), text, finish_reason, arrivals=tuple(arrivals))
+
+
+class StreamError(RuntimeError):
+    """A stream carried an error, or ended too early."""
+
+
+def random_prompt(tokens: int, seed: int | str, vocab_size: int = TINY.vocab_size) -> list[int]:
+    """Token ids without special tokens; different lengths of one seed share no prefix."""
+    rng = random.Random(f"{tokens} {seed}")
+    return [rng.randrange(FIRST_TEXT_TOKEN, vocab_size) for _ in range(tokens)]
+
+
+def at_once(function: Callable[[T], R], items: Iterable[T], concurrency: int) -> list[R]:
+    """`[function(item) for item in items]`, `concurrency` calls at a time; the first error is raised."""
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(function, items))
+
+
+def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream, up to `[DONE]`."""
+    for line in lines:
+        data = line.removeprefix("data: ")
+        if not line or data == line:
+            continue
+        if data == "[DONE]":
+            return
+        event = json.loads(data)
+        if "error" in event:
+            raise StreamError(json.dumps(event["error"]))
+        yield event
+    raise StreamError("the stream ended without [DONE]")
+
+
+def _text(choice: dict[str, Any], part: str) -> str:
+    """Of a completion, or of a chat's `message` or `delta`."""
+    return (choice["text"] if "text" in choice else choice[part].get("content")) or ""
+
+
+def _raise_for_status(response: httpx.Response) -> None:
+    if response.is_error:
+        raise httpx.HTTPStatusError(
+            f"{response.request.url}: HTTP {response.status_code}: {response.text[:2000]}",
+            request=response.request,
+            response=response,
+        )

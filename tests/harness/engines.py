@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM engines and prefill/decode clusters, started with the documented `vllm serve` command line."""
+
+import contextlib
+import dataclasses
+import enum
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+
+from harness.ports import release_port, reserve_port
+from harness.processes import ManagedProcess, wait_all_healthy
+
+HOST = "127.0.0.1"
+PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
+START_SECONDS = 240.0
+"""An engine alone starts in 15 s, four at once on two busy cores in two minutes."""
+
+CPU_ENV = {
+    "VLLM_HOST_IP": HOST,
+    "VLLM_LOOPBACK_IP": HOST,
+    "GLOO_SOCKET_IFNAME": "lo",
+    # Several workers share few cores: one thread each, not bound to a core.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_COLOR": "0",
+    "VLLM_ASCEND_PD_TEST_SHORT_SPIN": "1",
+}
+
+
+class Role(str, enum.Enum):
+    """`kv_role` of an engine; a `SINGLE` one has no connector."""
+
+    SINGLE = "single"
+    PREFILL = "kv_producer"
+    DECODE = "kv_consumer"
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is started with, apart from its model and its ports."""
+
+    role: Role = Role.SINGLE
+    tp: int = 1
+    pp: int = 1
+    device: str = "cpu"
+    token_major: bool = False
+    prefix_caching: bool = True
+    dtype: str = "float32"
+    """float32: greedy tokens stay equal across tensor-parallel sizes."""
+    block_size: int | None = 128
+    """Tokens; None leaves it, as the other optional sizes, to vLLM."""
+    max_model_len: int | None = 4096
+    max_num_batched_tokens: int | None = 512
+    kv_cache_bytes: int | None = 64 << 20
+    """Per rank."""
+    eager: bool = True
+    """No compilation: quick to start. PP > 1 on vLLM's CPU backend runs compiled whatever is set here."""
+    port: int | None = None
+    """None: a free one, as for `kv_port`."""
+    kv_port: int | None = None
+    connector_extra: tuple[tuple[str, object], ...] = ()
+    """`kv_connector_extra_config`, as pairs so that the config stays hashable."""
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """For logs: `prefill-tp2`."""
+        parallel = f"tp{self.tp}" + (f"pp{self.pp}" if self.pp > 1 else "")
+        name = {Role.SINGLE: "single", Role.PREFILL: "prefill", Role.DECODE: "decode"}[self.role]
+        return f"{name}-{parallel}"
+
+    def command(self, model: Path | str, port: int, kv_port: int | None) -> list[str]:
+        """The `vllm serve` command line."""
+        command = [script("vllm"), "serve", str(model), "--host", HOST, "--port", str(port)]
+        command += ["--tensor-parallel-size", str(self.tp), "--dtype", self.dtype]
+        command += ["--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"]
+        sizes = {
+            "--block-size": self.block_size,
+            "--max-model-len": self.max_model_len,
+            "--max-num-batched-tokens": self.max_num_batched_tokens,
+            "--kv-cache-memory-bytes": self.kv_cache_bytes,
+        }
+        for option, size in sizes.items():
+            if size is not None:
+                command += [option, str(size)]
+        if self.pp > 1:
+            command += ["--pipeline-parallel-size", str(self.pp)]
+        elif self.eager:
+            command += ["--enforce-eager"]
+        if self.role is not Role.SINGLE:
+            command += ["--kv-transfer-config", json.dumps(self.transfer_config(kv_port))]
+        return [*command, *self.args]
+
+    def transfer_config(self, kv_port: int | None) -> dict[str, object]:
+        """`--kv-transfer-config`."""
+        config: dict[str, object] = {
+            "kv_connector": "LayerwisePushConnector",
+            "kv_role": self.role.value,
+            "kv_port": kv_port,
+        }
+        if self.connector_extra:
+            config["kv_connector_extra_config"] = dict(self.connector_extra)
+        return config
+
+    def environment(self) -> dict[str, str]:
+        """The whole environment of the engine's processes."""
+        env = dict(os.environ)
+        if self.device == "cpu":
+            env |= CPU_ENV
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGINS), env.get("PYTHONPATH")]))
+        if self.token_major:
+            env["VLLM_ASCEND_PD_TEST_TOKEN_MAJOR"] = "1"
+        return env | dict(self.env)
+
+
+class Server:
+    """A process that serves HTTP, and the ports that are its own until `stop`."""
+
+    def __init__(self, name: str, port: int | None, logs: Path) -> None:
+        self.name = name
+        self._reserved: list[int] = []
+        self.port = self._reserve() if port is None else port
+        self.url = f"http://{HOST}:{self.port}"
+        self.log = logs / f"{name}-{self.port}.log"
+        self.process: ManagedProcess
+
+    def _reserve(self) -> int:
+        self._reserved.append(reserve_port())
+        return self._reserved[-1]
+
+    def stop(self, grace: float = 10) -> None:
+        self.process.stop(grace)
+        while self._reserved:
+            release_port(self._reserved.pop())
+
+
+class Engine(Server):
+    """A `vllm serve` process."""
+
+    def __init__(self, config: EngineConfig, model: Path | str, logs: Path) -> None:
+        super().__init__(config.label, config.port, logs)
+        self.config = config
+        self.kv_port = config.kv_port
+        if self.kv_port is None and config.role is not Role.SINGLE:
+            self.kv_port = self._reserve()
+        command = config.command(model, self.port, self.kv_port)
+        self.process = ManagedProcess(self.name, command, config.environment(), self.log)
+
+    def metric(self, name: str) -> float:
+        """The sum of a Prometheus metric's samples, whatever their labels; 0 if it has none yet."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False).text
+        samples = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, samples))
+
+
+class Proxy(Server):
+    """A `vllm-ascend-pd proxy` process in front of running engines."""
+
+    def __init__(
+        self,
+        prefill: Sequence[Engine],
+        decode: Sequence[Engine],
+        logs: Path,
+        port: int | None = None,
+        args: Sequence[str] = (),
+    ) -> None:
+        super().__init__("proxy", port, logs)
+        command = [script("vllm-ascend-pd"), "proxy", "--host", HOST, "--port", str(self.port)]
+        for option, engines in (("--prefill", prefill), ("--decode", decode)):
+            for engine in engines:
+                command += [option, engine.url]
+        self.process = ManagedProcess(self.name, [*command, *args], os.environ, self.log)
+
+
+OnHealthy = Callable[[ManagedProcess, float], None]
+
+
+def _ignore(process: ManagedProcess, seconds: float) -> None:
+    pass
+
+
+def wait_ready(servers: Sequence[Server], on_healthy: OnHealthy = _ignore, seconds: float = START_SECONDS) -> None:
+    """Return once every server answers `GET /health`; where one cannot, stop all and raise `StartupError`."""
+    try:
+        health = {server.process: f"{server.url}/health" for server in servers}
+        wait_all_healthy(health, seconds, on_healthy)
+    except BaseException:
+        stop_all(servers, grace=0)
+        raise
+
+
+def stop_all(servers: Sequence[Server], grace: float = 10) -> None:
+    """Stop several at once: takes no longer than the slowest."""
+    if servers:
+        with ThreadPoolExecutor(len(servers)) as pool:
+            list(pool.map(lambda server: server.stop(grace), servers))
+
+
+@contextlib.contextmanager
+def running_engines(
+    model: Path | str,
+    configs: Sequence[EngineConfig],
+    logs: Path,
+    on_healthy: OnHealthy = _ignore,
+    seconds: float = START_SECONDS,
+) -> Iterator[list[Engine]]:
+    """Engines of one model, started side by side and stopped together."""
+    engines = [Engine(config, model, logs) for config in configs]
+    wait_ready(engines, on_healthy, seconds)
+    try:
+        yield engines
+    finally:
+        stop_all(engines)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterConfig:
+    """Prefill and decode engines of one model behind a proxy."""
+
+    name: str
+    prefill: tuple[EngineConfig, ...]
+    decode: tuple[EngineConfig, ...]
+    proxy_args: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """A running one."""
+
+    config: ClusterConfig
+    prefill: list[Engine]
+    decode: list[Engine]
+    proxy: Proxy
+
+    @property
+    def url(self) -> str:
+        return self.proxy.url
+
+
+@contextlib.contextmanager
+def running_cluster(
+    model: Path | str,
+    config: ClusterConfig,
+    logs: Path,
+    port: int | None = None,
+    on_healthy: OnHealthy = _ignore,
+    seconds: float = START_SECONDS,
+) -> Iterator[Cluster]:
+    """A cluster whose engines start side by side; `port` is the proxy's."""
+    with running_engines(model, [*config.prefill, *config.decode], logs, on_healthy, seconds) as engines:
+        prefill, decode = engines[: len(config.prefill)], engines[len(config.prefill) :]
+        proxy = Proxy(prefill, decode, logs, port, config.proxy_args)
+        wait_ready([proxy], on_healthy)
+        try:
+            yield Cluster(config, prefill, decode, proxy)
+        finally:
+            proxy.stop()
+
+
+def script(name: str) -> str:
+    """The path of a command: the running interpreter's own where it has one, else the one on PATH."""
+    own = Path(sys.executable).with_name(name)
+    found = str(own) if own.exists() else shutil.which(name)
+    if found is None:
+        raise FileNotFoundError(f"command {name!r} not found beside {sys.executable} or on PATH")
+    return found

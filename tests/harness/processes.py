@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server processes that end completely, with every process that they started themselves.
+
+Each runs in a session of its own. vLLM's workers outlive an API server that was killed, so "ended" means here
+that the whole process group is gone. What is still running when Python exits is killed then; call
+`interrupt_on_sigterm` to make that hold for SIGTERM too.
+"""
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+import psutil
+
+POLL_SECONDS = 0.1
+TAIL_LINES = 40
+
+_running: "set[ManagedProcess]" = set()
+
+
+class ManagedProcess:
+    """One command in its own session, its output in a log file."""
+
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self.name = name
+        self.log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        _running.add(self)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while the process itself runs; negative for a signal."""
+        return self._process.poll()
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def members(self) -> list[int]:
+        """The living processes of the group, oldest first."""
+        return sorted(p.pid for p in psutil.process_iter() if _is_alive_in_group(p, self.pid))
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to every process of the group, if any is left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def stop(self, grace: float = 10) -> None:
+        """SIGTERM, up to `grace` seconds, SIGKILL: returns when no process of the group is left.
+
+        Only the leader gets the SIGTERM: a vLLM server shuts its own workers down, in order.
+        """
+        self._process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while time.monotonic() < deadline and (self.exit_code is None or self.members()):
+            time.sleep(POLL_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group: returns when no process of it is left."""
+        while True:
+            self.signal_group(signal.SIGKILL)
+            if self.exit_code is not None and not self.members():
+                break
+            time.sleep(0.02)
+        _running.discard(self)
+
+
+class StartupError(RuntimeError):
+    """A process ended, or took too long, before it was healthy. The message ends with its log's last lines."""
+
+    def __init__(self, process: ManagedProcess, what: str) -> None:
+        super().__init__(f"{process.name} {what}; the end of {process.log}:\n{process.tail()}")
+
+
+def wait_all_healthy(
+    urls: Mapping[ManagedProcess, str],
+    seconds: float,
+    on_healthy: Callable[[ManagedProcess, float], None] = lambda process, elapsed: None,
+) -> None:
+    """Return once every `GET url` answered 200; raise `StartupError` as soon as one process cannot.
+
+    `on_healthy` is called for each process when it is, with the seconds that it took.
+    """
+    start = time.monotonic()
+    waiting = dict(urls)
+    with httpx.Client(timeout=2, trust_env=False) as client:
+        while True:
+            elapsed = time.monotonic() - start
+            for process, url in list(waiting.items()):
+                if process.exit_code is not None:
+                    raise StartupError(process, f"ended with code {process.exit_code} while starting")
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get(url).status_code == httpx.codes.OK:
+                        del waiting[process]
+                        on_healthy(process, elapsed)
+            if not waiting:
+                return
+            if elapsed > seconds:
+                raise StartupError(next(iter(waiting)), f"was not healthy after {seconds:.0f} s")
+            time.sleep(POLL_SECONDS)
+
+
+def interrupt_on_sigterm() -> None:
+    """Make SIGTERM end this process as Ctrl-C does: through `finally` blocks and exit handlers."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _is_alive_in_group(process: psutil.Process, group: int) -> bool:
+    try:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
+
+
+@atexit.register
+def _stop_leftovers() -> None:
+    for process in list(_running):
+        process.kill()

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker ranks without a model: real processes, real collectives, real Mooncake, our real worker classes.
+
+The test plays both engines' schedulers: it issues tickets, sends steps to the ranks and reads what they report.
+Every rank fills its cache from one function of (request, layer, part, token, head), so that the truth about any
+byte is known everywhere.
+"""
+
+import multiprocessing
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tests.harness.ports import reserve_port
+from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.protocol import EngineDescription
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.topology import owned_heads
+
+HOST = "127.0.0.1"
+MODEL = "a model of random numbers"
+
+
+@dataclass(frozen=True)
+class Model:
+    """`widths`: bytes-carrying elements per head and token of each part: (head size, head size) for K and V,
+    (512, 64) for MLA's latent and rope parts, (2 * head size,) where K and V are packed."""
+
+    layers: int = 3
+    heads: int = 4
+    widths: tuple[int, ...] = (32, 32)
+    dtype: torch.dtype = torch.bfloat16
+    order: Order = Order.TOKEN_MAJOR
+    replicated: bool = False  # MLA: every rank holds everything
+
+    def heads_of(self, rank: int, tp: int) -> range:
+        return range(1) if self.replicated else owned_heads(rank, tp, self.heads)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine's shape. `stages`: how many layers each pipeline stage has; empty for one stage."""
+
+    tp: int
+    num_blocks: int = 64
+    block_size: int = 16
+    stages: tuple[int, ...] = ()
+
+    def layers_of(self, pp_rank: int, model: Model) -> range:
+        stages = self.stages or (model.layers,)
+        first = sum(stages[:pp_rank])
+        return range(first, first + stages[pp_rank])
+
+    @property
+    def pp(self) -> int:
+        return max(1, len(self.stages))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request: its seed makes its KV."""
+
+    request_id: str
+    seed: int
+    num_tokens: int
+    p_blocks: list[int]
+    d_blocks: list[int]
+    cached: int = 0
+
+
+def layer_name(index: int) -> str:
+    return f"model.layers.{index}.self_attn.attn"
+
+
+def truth(model: Model, seed: int, layer: int, part: int, num_tokens: int) -> torch.Tensor:
+    """KV of one request: `[num_tokens, heads, width]`."""
+    generator = torch.Generator().manual_seed(seed * 1009 + layer * 31 + part)
+    heads = 1 if model.replicated else model.heads
+    return torch.randn(num_tokens, heads, model.widths[part], generator=generator).to(model.dtype)
+
+
+def make_caches(model: Model, side: Side, tp_rank: int, pp_rank: int) -> dict[str, tuple[torch.Tensor, ...]]:
+    """vllm-ascend's shape: per layer a tuple of `[num_blocks, block_size, heads, width]`, each with an offset into
+    its allocation; head-major: `[num_blocks, heads, block_size, width]`."""
+    heads = len(model.heads_of(tp_rank, side.tp))
+    caches = {}
+    for layer in side.layers_of(pp_rank, model):
+        parts = []
+        for width in model.widths:
+            shape = (
+                (side.num_blocks, side.block_size, heads, width)
+                if model.order is Order.TOKEN_MAJOR
+                else (side.num_blocks, heads, side.block_size, width)
+            )
+            skip = 64
+            numel = torch.Size(shape).numel()
+            parts.append(torch.zeros(numel + skip, dtype=model.dtype)[skip:].view(shape))
+        caches[layer_name(layer)] = tuple(parts)
+    return caches
+
+
+def by_token(model: Model, cache: torch.Tensor) -> torch.Tensor:
+    """A view `[num_blocks, tokens, heads, width]`, whatever the order."""
+    return cache if model.order is Order.TOKEN_MAJOR else cache.transpose(1, 2)
+
+
+class Rank:
+    """A rank's process, driven by calls: `rank.call("name", ...)` runs the method of its program and returns."""
+
+    def __init__(self, program: Callable[..., Any], *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        self.process = context.Process(target=_serve, args=(child, program, args), daemon=True)
+        self.process.start()
+        child.close()
+
+    def send(self, name: str, *args: Any) -> None:
+        self._pipe.send((name, args))
+
+    def receive(self, timeout_s: float = 60.0) -> Any:
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError("the rank did not answer")
+        ok, value = self._pipe.recv()
+        if not ok:
+            raise RuntimeError(f"in the rank's process: {value}")
+        return value
+
+    def call(self, name: str, *args: Any) -> Any:
+        self.send(name, *args)
+        return self.receive()
+
+    def stop(self) -> None:
+        if self.process.is_alive():
+            try:
+                self.send("stop")
+                self.process.join(10)
+            except OSError:
+                pass
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(10)
+        self._pipe.close()
+
+
+def _serve(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        served = program(*args)
+        pipe.send((True, None))
+    except Exception as error:
+        pipe.send((False, f"{type(error).__name__}: {error}"))
+        return
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, getattr(served, name)(*arguments)))
+        except Exception as error:
+            import traceback
+
+            pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        if name == "stop":
+            return
+
+
+@dataclass
+class _RankBase:
+    model: Model
+    side: Side
+    tp_rank: int
+    pp_rank: int
+    init: str
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        from vllm_ascend_pd.config import parse_config
+        from vllm_ascend_pd.device.cpu import CpuDevice
+        from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
+        from vllm_ascend_pd.worker.caches import LayerSpec, describe
+        from vllm_ascend_pd.worker.identity import Identity
+
+        world = self.side.tp * self.side.pp
+        rank = self.pp_rank * self.side.tp + self.tp_rank
+        torch.distributed.init_process_group("gloo", init_method=self.init, world_size=world, rank=rank)
+        self.parsed = parse_config(self.config)
+        self.device = CpuDevice()
+        self.caches = make_caches(self.model, self.side, self.tp_rank, self.pp_rank)
+        heads = len(self.model.heads_of(self.tp_rank, self.side.tp))
+        total = 1 if self.model.replicated else self.model.heads
+        specs = {name: LayerSpec(0, self.side.block_size, heads, total) for name in self.caches}
+        self.registered = describe(self.caches, specs, heads_first=self.model.order is Order.HEAD_MAJOR)
+        self.engine = TransferEngine(HOST, "tcp", TransferLimits(timeout_s=self.parsed.write_timeout_s))
+        self.engine.register(self.registered.regions())
+        first = self.pp_rank * self.side.tp
+        self.identity = Identity(
+            engine_id=self.engine_id,
+            model=MODEL,
+            host=HOST,
+            tp_rank=self.tp_rank,
+            tp=self.side.tp,
+            pp_rank=self.pp_rank,
+            pp=self.side.pp,
+            tp_ranks=tuple(range(first, first + self.side.tp)),
+        )
+
+    def stop(self) -> None:
+        self.worker.close(5.0)
+        self.device.close()
+        self.engine.close()
+        torch.distributed.destroy_process_group()
+
+
+class PrefillRank(_RankBase):
+    engine_id = "prefill"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        from vllm_ascend_pd.worker.producer import ProducerWorker
+
+        self.worker = ProducerWorker(
+            self.identity, self.parsed, self.device, self.engine, self.registered, step_tokens=128
+        )
+
+    def step(self, step: Any, prompts: dict[str, Prompt], skip_save: frozenset[int] = frozenset()) -> None:
+        """One forward pass: each layer's KV is computed (copied from the truth), then announced."""
+        self.worker.preempted(step.preempted)
+        self.worker.start_step(step)
+        for layer in self.side.layers_of(self.pp_rank, self.model):
+            for send in step.sends:
+                self._compute(layer, prompts[send.request_id], send.start, send.stop)
+            if layer not in skip_save:
+                self.worker.layer_computed(layer_name(layer))
+        self.worker.end_step()
+
+    def _compute(self, layer: int, prompt: Prompt, start: int, stop: int) -> None:
+        own = self.model.heads_of(self.tp_rank, self.side.tp)
+        for part, cache in enumerate(self.caches[layer_name(layer)]):
+            values = truth(self.model, prompt.seed, layer, part, prompt.num_tokens)
+            view = by_token(self.model, cache)
+            for token in range(start, stop):
+                block = prompt.p_blocks[token // self.side.block_size]
+                view[block, token % self.side.block_size] = values[token, own.start : own.stop]
+
+    def sent(self) -> tuple[set[str], dict[str, str]]:
+        report = self.worker.take_report()
+        return self.worker.take_sent(), report.failed if report else {}
+
+    def open_transfers(self) -> int:
+        return len(self.worker._transfers)
+
+
+class DecodeRank(_RankBase):
+    engine_id = "decode"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        from vllm_ascend_pd.worker.consumer import ConsumerWorker
+
+        self.worker = ConsumerWorker(self.identity, self.parsed, self.engine, self.registered)
+
+    def description(self) -> Any:
+        return self.worker.description
+
+    def step(self, step: Any) -> None:
+        self.worker.start_step(step)
+
+    def arrivals(self) -> tuple[set[str], set[str], dict[str, str]]:
+        report = self.worker.take_report()
+        arrivals = self.worker.take_arrivals()
+        return arrivals.finished, arrivals.failed, report.failed if report else {}
+
+    def differences(self, prompts: list[Prompt]) -> list[str]:
+        """Every place where the cache is not what it must be: the prompts' KV from their first uncached token on,
+        zeros in all blocks that belong to nobody."""
+        found = []
+        own = self.model.heads_of(self.tp_rank, self.side.tp)
+        for layer in self.side.layers_of(self.pp_rank, self.model):
+            for part, cache in enumerate(self.caches[layer_name(layer)]):
+                view = by_token(self.model, cache)
+                used = set()
+                for prompt in prompts:
+                    values = truth(self.model, prompt.seed, layer, part, prompt.num_tokens)
+                    first = prompt.cached // self.side.block_size
+                    used |= set(prompt.d_blocks[first:])
+                    for token in range(prompt.cached, prompt.num_tokens):
+                        block = prompt.d_blocks[token // self.side.block_size]
+                        got = view[block, token % self.side.block_size]
+                        if not torch.equal(got, values[token, own.start : own.stop]):
+                            found.append(f"{prompt.request_id} layer {layer} part {part} token {token}")
+                            break
+                for block in range(self.side.num_blocks):
+                    if block not in used and view[block].any():
+                        found.append(f"layer {layer} part {part}: block {block} belongs to nobody")
+        return found
+
+
+class Pair:
+    """A prefill and a decode engine's ranks, and the test's own listener for decode's description."""
+
+    def __init__(
+        self,
+        model: Model,
+        prefill: Side,
+        decode: Side,
+        config: dict[str, Any] | None = None,
+        p_model: Model | None = None,
+    ) -> None:
+        from vllm_ascend_pd.scheduler.listener import DescriptionListener
+
+        self.model, self.prefill, self.decode = model, prefill, decode
+        config = config or {}
+        self.p_ranks = _start(PrefillRank, p_model or model, prefill, config)
+        self.d_ranks = _start(DecodeRank, model, decode, config)
+        for rank in self.p_ranks + self.d_ranks:
+            rank.receive(120.0)
+        descriptions = tuple(rank.call("description") for rank in self.d_ranks)
+        description = EngineDescription("decode", MODEL, decode.tp, decode.pp, descriptions)
+        self.listener = DescriptionListener(description, HOST, 0)
+        self.port = int(self.listener.endpoint.rpartition(":")[2])
+
+    def ticket(self, prompt: Prompt) -> Ticket:
+        return Ticket(
+            request_id=prompt.request_id,
+            remote_block_ids=[prompt.d_blocks],
+            remote_block_size=[self.decode.block_size],
+            remote_engine_id="decode",
+            remote_host=HOST,
+            remote_port=self.port,
+            remote_tp_size=self.decode.tp,
+            remote_cached_tokens=prompt.cached,
+            ticket_id=secrets.token_hex(16),
+            num_tokens=prompt.num_tokens,
+        )
+
+    def each(self, ranks: list[Rank], name: str, *args: Any) -> list[Any]:
+        for rank in ranks:
+            rank.send(name, *args)
+        return [rank.receive() for rank in ranks]
+
+    def wait_arrivals(self, count: int, timeout_s: float = 30.0) -> tuple[set[str], dict[str, str]]:
+        """Until every decode rank has ended `count` requests: (received by all, failed -> reason)."""
+        finished: list[set[str]] = [set() for _ in self.d_ranks]
+        failed: dict[str, str] = {}
+        deadline = time.monotonic() + timeout_s
+        while any(len(f) < count for f in finished):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"only {finished} ended, failed {failed}")
+            for mine, (ended, lost, reasons) in zip(finished, self.each(self.d_ranks, "arrivals"), strict=True):
+                mine |= ended
+                failed.update({request: next(iter(reasons.values()), "failed elsewhere") for request in lost})
+            time.sleep(0.01)
+        return set.intersection(*finished) - failed.keys(), failed
+
+    def wait_sent(self, count: int, timeout_s: float = 30.0) -> dict[str, str]:
+        """Until every prefill rank has let go of `count` requests; returns failures."""
+        done: list[set[str]] = [set() for _ in self.p_ranks]
+        failed: dict[str, str] = {}
+        deadline = time.monotonic() + timeout_s
+        while any(len(d) < count for d in done):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"only {done} were sent")
+            for mine, (sent, reasons) in zip(done, self.each(self.p_ranks, "sent"), strict=True):
+                mine |= sent
+                failed.update(reasons)
+            time.sleep(0.01)
+        return failed
+
+    def differences(self, prompts: list[Prompt]) -> list[str]:
+        return [
+            f"decode rank {i}: {what}"
+            for i, found in enumerate(self.each(self.d_ranks, "differences", prompts))
+            for what in found
+        ]
+
+    def close(self) -> None:
+        for rank in self.p_ranks + self.d_ranks:
+            rank.stop()
+        self.listener.close(5.0)
+
+
+def _start(program: Any, model: Model, side: Side, config: dict[str, Any]) -> list[Rank]:
+    init = f"tcp://{HOST}:{reserve_port()}"
+    return [
+        Rank(program, model, side, tp_rank, pp_rank, init, config)
+        for pp_rank in range(side.pp)
+        for tp_rank in range(side.tp)
+    ]

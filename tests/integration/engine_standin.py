@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM engines as the proxy sees them: real HTTP servers that speak vLLM's wire format and play the decode or
+the prefill part of the ticket protocol. They compute nothing; a test sets what they do next."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple
+
+import anyio
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+# What vLLM answers when an engine request fails inside.
+INTERNAL_ERROR = {
+    "error": {
+        "message": "Internal server error",
+        "type": "InternalServerError",
+        "param": None,
+        "code": 500,
+    }
+}
+PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+class Received(NamedTuple):
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+
+class Servers:
+    """ASGI applications behind real HTTP, each in a thread of its own; all stop together."""
+
+    def __init__(self) -> None:
+        self._running: list[tuple[uvicorn.Server, threading.Thread, socket.socket]] = []
+
+    def start(self, make_app: Callable[[str], ASGIApp]) -> str:
+        """Serves `make_app(url)` on a free port of 127.0.0.1; returns the URL once it answers."""
+        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        config = uvicorn.Config(make_app(url), log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        self._running.append((server, thread, listener))
+        deadline = time.monotonic() + 10
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.005)
+        return url
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server, _thread, _listener in self._running:
+            server.should_exit = True
+        for _server, thread, listener in self._running:
+            thread.join(timeout=10)
+            listener.close()
+            assert not thread.is_alive(), "the server did not stop"
+
+
+class _Engine:
+    def __init__(self) -> None:
+        self.received: list[Received] = []
+        self.refusal: tuple[int, dict[str, Any]] | None = None
+        """Answer every request with this status and body."""
+        self.hangs = False
+        """Accept requests and never answer them."""
+        self.healthy = True
+        self.working = threading.Event()
+        """A request has arrived."""
+        self.cancelled = threading.Event()
+        """The sender of a request left before it was answered."""
+        self.app = Starlette(
+            routes=[
+                *(Route(path, self._generate, methods=["POST"]) for path in PATHS),
+                Route("/health", self._health),
+                Route("/v1/models", self._models),
+            ]
+        )
+
+    async def _generate(self, request: Request) -> Response:
+        received = Received(request.url.path, dict(request.headers), await request.json())
+        self.received.append(received)
+        self.working.set()
+        if self.refusal is not None:
+            status, body = self.refusal
+            return JSONResponse(body, status_code=status)
+        if received.body.get("stream"):
+            return StreamingResponse(self._stream(received), media_type="text/event-stream")
+        return await self._unless_disconnected(request, self._answer(received))
+
+    async def _unless_disconnected(self, request: Request, work: Awaitable[Response]) -> Response:
+        """vLLM's `with_cancellation`: aborts the work when the sender leaves."""
+        response = Response(status_code=499)
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self.cancelled.set()
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            response = await work
+            tasks.cancel_scope.cancel()
+        return response
+
+    async def _answer(self, received: Received) -> Response:
+        raise NotImplementedError
+
+    def _stream(self, received: Received) -> AsyncIterator[bytes]:
+        raise NotImplementedError
+
+    async def _health(self, _: Request) -> Response:
+        return Response(status_code=200 if self.healthy else 503)
+
+    async def _models(self, request: Request) -> Response:
+        self.received.append(Received(request.url.path, dict(request.headers), {}))
+        return JSONResponse({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+
+
+class PrefillEngine(_Engine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transfer_error: str | None = None
+        """Answer with a token, and with this as the reason why its KV did not reach the decode engine."""
+
+    async def _answer(self, received: Received) -> Response:
+        if self.hangs:
+            await anyio.sleep_forever()
+        ticket = received.body["kv_transfer_params"]
+        assert ticket["do_remote_decode"] is True
+        assert received.body["max_tokens"] == 1
+        transfer = None if self.transfer_error is None else {"error": self.transfer_error}
+        choices = [{"index": 0, "text": "x", "finish_reason": "length"}]
+        return JSONResponse({"object": "text_completion", "choices": choices, "kv_transfer_params": transfer})
+
+
+class DecodeEngine(_Engine):
+    """Posts one ticket per prompt and sample, waits for the metaserver's answers, then emits its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs_after_first_token = False
+        self.dies_after_first_token = False
+        self.hangs_when_prefill_fails = False
+        """Keep waiting for KV although the metaserver has reported a failure."""
+        self.needs_prefill = True
+        """False: every prompt is in the prefix cache."""
+        self.metaserver_answers: list[tuple[int, Any]] = []
+
+    def expected_stream(self, received: Received) -> bytes:
+        tokens = (event(token) for token in self._tokens(received))
+        return b"".join(tokens) + b"data: [DONE]\n\n"
+
+    async def _answer(self, received: Received) -> Response:
+        if self.hangs:
+            await anyio.sleep_forever()
+        if not await self._prefill(received):
+            return JSONResponse(INTERNAL_ERROR, status_code=500)
+        return JSONResponse({"object": "text_completion", "choices": self._tokens(received)})
+
+    async def _stream(self, received: Received) -> AsyncIterator[bytes]:
+        try:
+            if self.hangs:
+                await anyio.sleep_forever()
+            if not await self._prefill(received):
+                yield event(INTERNAL_ERROR)
+                yield b"data: [DONE]\n\n"
+                return
+            for token in self._tokens(received):
+                yield event(token)
+                if self.dies_after_first_token:
+                    raise RuntimeError("this engine dies now")
+                if self.hangs_after_first_token:
+                    await anyio.sleep_forever()
+            yield b"data: [DONE]\n\n"
+        except anyio.get_cancelled_exc_class():
+            self.cancelled.set()
+            raise
+
+    def _tokens(self, received: Received) -> list[dict[str, Any]]:
+        return [{"index": i, "text": f"ÿ {i}"} for i in range(len(self._engine_request_ids(received)))]
+
+    async def _prefill(self, received: Received) -> bool:
+        """True when the metaserver reports success for every ticket."""
+        if not self.needs_prefill:
+            return True
+        transfer = received.body["kv_transfer_params"]
+        assert transfer["do_remote_prefill"] is True
+        assert transfer["do_remote_decode"] is False
+        answers: list[tuple[int, Any]] = []
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=30) as client:
+
+            async def post(ticket: dict[str, Any]) -> None:
+                response = await client.post(transfer["metaserver"], json=ticket)
+                answers.append((response.status_code, response.json()))
+                self.metaserver_answers.append(answers[-1])
+
+            async with anyio.create_task_group() as tasks:
+                for number, request_id in enumerate(self._engine_request_ids(received)):
+                    tasks.start_soon(post, make_ticket(request_id, f"ticket-{number}"))
+        succeeded = all(status == 200 for status, _ in answers)
+        if not succeeded and self.hangs_when_prefill_fails:
+            await anyio.sleep_forever()
+        return succeeded
+
+    @staticmethod
+    def _engine_request_ids(received: Received) -> list[str]:
+        request_id, n = received.headers["x-request-id"], received.body.get("n", 1)
+        if received.path == "/v1/chat/completions":
+            return [f"chatcmpl-{request_id}"] * n
+        prompt = received.body["prompt"]
+        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        return [f"cmpl-{request_id}-{i}" for i in range(len(prompt) if several else 1) for _ in range(n)]
+
+
+def make_ticket(request_id: str, ticket_id: str) -> dict[str, Any]:
+    return {
+        "request_id": request_id,
+        "token_ids": [],
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+        "remote_block_ids": [[3, 4, 5]],
+        "remote_block_size": [128],
+        "remote_engine_id": "decode-engine",
+        "remote_host": "127.0.0.1",
+        "remote_port": 30100,
+        "remote_tp_size": 1,
+        "remote_pcp_size": 1,
+        "remote_dcp_size": 1,
+        "remote_cached_tokens": 0,
+        "ticket_id": ticket_id,
+    }
+
+
+def event(data: object) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"

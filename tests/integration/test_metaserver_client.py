@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metaserver client against real HTTP servers on the loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from vllm_ascend_pd.scheduler.metaserver_client import (
+    METASERVER_PATH,
+    MetaserverClient,
+    MetaserverError,
+    MetaserverSettings,
+    Outcome,
+)
+
+QUICK = MetaserverSettings(deadline_s=10, backoff_base_s=0.01, backoff_max_s=0.02)
+HELD_BACK = 64
+
+
+class Metaserver:
+    """Behaves as the posted body's `do` says."""
+
+    def __init__(self) -> None:
+        self.attempts: Counter[str] = Counter()
+        self.tokens: set[str | None] = set()
+        self.waiting = 0
+        self.all_wait: asyncio.Event | None = None
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}{METASERVER_PATH}"
+        routes = [Route(METASERVER_PATH, self.answer, methods=["POST"])]
+        config = uvicorn.Config(Starlette(routes=routes), log_level="critical", timeout_graceful_shutdown=1)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+        self.thread.start()
+
+    async def answer(self, request: Request) -> Response:
+        body = await request.json()
+        self.attempts[body["id"]] += 1
+        self.tokens.add(request.headers.get("authorization"))
+        match body["do"]:
+            case "ok":
+                return Response("whatever")
+            case "hold back":
+                self.all_wait = self.all_wait or asyncio.Event()
+                self.waiting += 1
+                if self.waiting == HELD_BACK:
+                    self.all_wait.set()
+                await self.all_wait.wait()
+                return Response()
+            case "hang":
+                await asyncio.sleep(30)
+                return Response()
+            case "redirect":
+                return RedirectResponse("http://127.0.0.1:1/v1/metaserver", status_code=307)
+            case "500 once" if self.attempts[body["id"]] > 1:
+                return Response()
+            case "500 once":
+                return Response("out of\nluck", status_code=500)
+            case "prefill failed":
+                return JSONResponse({"error": "out of blocks\n" + "x" * 10_000}, status_code=502)
+            case "bad gateway":
+                return Response("<html>bad gateway</html>", status_code=502)
+            case _:
+                return Response("unknown \x1b[31mid", status_code=404)
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def metaserver() -> Iterator[Metaserver]:
+    metaserver = Metaserver()
+    yield metaserver
+    metaserver.stop()
+
+
+@pytest.fixture
+def client() -> Iterator[MetaserverClient]:
+    client = MetaserverClient(QUICK, own_host="127.0.0.1")
+    yield client
+    client.close()
+
+
+@contextlib.contextmanager
+def raw_server(answer: bytes, linger_s: float = 0.0) -> Iterator[tuple[str, list[None]]]:
+    """A server that reads a little, sends `answer` and closes: its URL and one entry per connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    connections: list[None] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = listener.accept()
+                connections.append(None)
+                with peer:
+                    peer.recv(65536)
+                    time.sleep(linger_s)
+                    peer.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}{METASERVER_PATH}", connections
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join(5)
+
+
+def outcomes(client: MetaserverClient, count: int, timeout_s: float = 10.0) -> list[Outcome]:
+    got: list[Outcome] = []
+    deadline = time.monotonic() + timeout_s
+    while len(got) < count and time.monotonic() < deadline:
+        got += client.poll()
+        time.sleep(0.005)
+    assert len(got) == count
+    return got
+
+
+def outcome_of(client: MetaserverClient, url: str, do: str) -> Outcome:
+    client.post(do, url, {"id": do, "do": do})
+    [outcome] = outcomes(client, 1)
+    assert outcome.key == do
+    assert "\n" not in outcome.reason
+    assert len(outcome.reason) < 500
+    return outcome
+
+
+def test_success(client: MetaserverClient, metaserver: Metaserver) -> None:
+    assert outcome_of(client, metaserver.url, "ok") == Outcome("ok", ok=True)
+
+
+def test_answers_held_back_for_many_requests_at_once(client: MetaserverClient, metaserver: Metaserver) -> None:
+    started = time.monotonic()
+    for i in range(HELD_BACK):
+        client.post(str(i), metaserver.url, {"id": "held", "do": "hold back"})
+    assert time.monotonic() - started < 0.5
+    assert {outcome.key for outcome in outcomes(client, HELD_BACK) if outcome.ok} == set(map(str, range(HELD_BACK)))
+
+
+@pytest.mark.parametrize(
+    ("do", "attempts", "ok", "text"),
+    [
+        ("unknown", 1, False, "answered 404: unknown [31mid: it does not know this request"),
+        ("500 once", 2, True, ""),
+        ("prefill failed", 1, False, "prefill failed, says metaserver"),
+        ("bad gateway", 4, False, "answered 502: <html>bad gateway</html>; see the proxy's log (4 attempts)"),
+        ("redirect", 1, False, "redirects are not followed"),
+    ],
+)
+def test_answers(client: MetaserverClient, metaserver: Metaserver, do: str, attempts: int, ok: bool, text: str) -> None:
+    outcome = outcome_of(client, metaserver.url, do)
+    assert outcome.ok is ok
+    assert text in outcome.reason
+    assert metaserver.attempts[do] == attempts
+
+
+@pytest.mark.parametrize(
+    ("answer", "connections", "text"),
+    [
+        (b"\x00\xffSSH-2.0 hello\r\n\r\n", 1, "does not speak HTTP"),
+        (b"", 4, "closed the connection without an answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc", 1, "peer closed connection"),
+    ],
+)
+def test_broken_servers(client: MetaserverClient, answer: bytes, connections: int, text: str) -> None:
+    with raw_server(answer) as (url, seen):
+        outcome = outcome_of(client, url, "ok")
+        assert not outcome.ok
+        assert text in outcome.reason
+        assert len(seen) == connections
+
+
+def test_endless_body_is_cut(client: MetaserverClient) -> None:
+    endless = b"HTTP/1.1 400 Bad\r\nContent-Length: 100000000\r\n\r\n" + b"y" * 200_000
+    with raw_server(endless) as (url, _):
+        assert "answered 400: yyy" in outcome_of(client, url, "ok").reason
+
+
+def test_unreachable_port(client: MetaserverClient) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    outcome = outcome_of(client, f"http://127.0.0.1:{port}{METASERVER_PATH}", "ok")
+    assert "unreachable" in outcome.reason
+    assert "(4 attempts)" in outcome.reason
+
+
+def test_hang_past_the_deadline(metaserver: Metaserver) -> None:
+    client = MetaserverClient(msgspec.structs.replace(QUICK, deadline_s=0.3), own_host="127.0.0.1")
+    started = time.monotonic()
+    assert "did not answer within 0.3 s" in outcome_of(client, metaserver.url, "hang").reason
+    assert time.monotonic() - started < 2
+    client.close()
+
+
+def test_read_timeout_below_the_deadline(metaserver: Metaserver) -> None:
+    client = MetaserverClient(msgspec.structs.replace(QUICK, read_timeout_s=0.2), own_host="127.0.0.1")
+    assert "did not answer within 0.2 s" in outcome_of(client, metaserver.url, "hang").reason
+    client.close()
+
+
+def test_waiting_for_a_connection_counts_towards_the_deadline(metaserver: Metaserver) -> None:
+    settings = msgspec.structs.replace(QUICK, deadline_s=0.5, max_connections=1)
+    client = MetaserverClient(settings, own_host="127.0.0.1")
+    started = time.monotonic()
+    for key in "abc":
+        client.post(key, metaserver.url, {"id": key, "do": "hang"})
+    assert not any(outcome.ok for outcome in outcomes(client, 3))
+    assert time.monotonic() - started < 1.5
+    client.close()
+
+
+def test_too_many_pending(metaserver: Metaserver) -> None:
+    client = MetaserverClient(msgspec.structs.replace(QUICK, max_pending=2), own_host="127.0.0.1")
+    for key in "abc":
+        client.post(key, metaserver.url, {"id": key, "do": "hang"})
+    [overflow] = client.poll()
+    assert overflow.key == "c"
+    assert "2 posts wait already" in overflow.reason
+    client.cancel("a")
+    client.post("d", metaserver.url, {"id": "d", "do": "ok"})
+    assert outcomes(client, 1) == [Outcome("d", ok=True)]
+    client.close()
+
+
+def test_cancelled_post_has_no_outcome_and_frees_its_key(client: MetaserverClient, metaserver: Metaserver) -> None:
+    client.post("key", metaserver.url, {"id": "cancelled", "do": "hang"})
+    with pytest.raises(ValueError, match="under way"):
+        client.post("key", metaserver.url, {})
+    client.cancel("key")
+    client.cancel("never posted")
+    client.post("key", metaserver.url, {"id": "again", "do": "ok"})
+    assert outcomes(client, 1) == [Outcome("key", ok=True)]
+    time.sleep(0.1)
+    assert client.poll() == []
+
+
+def test_token_is_sent(metaserver: Metaserver, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    settings = msgspec.structs.replace(QUICK, token_file=str(token))
+    client = MetaserverClient(settings, own_host="127.0.0.1")
+    assert outcome_of(client, metaserver.url, "ok").ok
+    assert "Bearer secret" in metaserver.tokens
+    client.close()
+
+
+def test_close_is_quick_and_leaves_no_thread(metaserver: Metaserver) -> None:
+    before = set(threading.enumerate())
+    client = MetaserverClient(QUICK, own_host="127.0.0.1")
+    for i in range(10):
+        client.post(str(i), metaserver.url.replace("127.0.0.1", "localhost"), {"id": "x", "do": "hang"})
+    time.sleep(0.2)
+    started = time.monotonic()
+    client.close()
+    client.close()
+    assert time.monotonic() - started < 2
+    assert set(threading.enumerate()) <= before
+    client.post("late", metaserver.url, {})
+    assert "shutting down" in client.poll()[0].reason
+
+
+LOCAL_ONLY: tuple[str, ...] = ()
+LISTED = ("https://proxy.example:8443/pd", "http://10.0.0.5:8000", "http://[fd00::1]/")
+
+
+@pytest.mark.parametrize(
+    ("allowlist", "url", "allowed"),
+    [
+        (LOCAL_ONLY, "http://127.0.0.1:8000/v1/metaserver", True),
+        (LOCAL_ONLY, "http://127.8.8.8/v1/metaserver", True),
+        (LOCAL_ONLY, "https://localhost:1/v1/metaserver", True),
+        (LOCAL_ONLY, "HTTP://LocalHost:1/v1/metaserver", True),
+        (LOCAL_ONLY, "http://[::1]:8000/v1/metaserver", True),
+        (LOCAL_ONLY, "http://[0:0:0:0:0:0:0:1]:8000/v1/metaserver", True),
+        (LOCAL_ONLY, "http://decode-7:8000/v1/metaserver", True),
+        (LOCAL_ONLY, "http://DECODE-7:8000/v1/metaserver", True),
+        (LOCAL_ONLY, "http://decode-77:8000/v1/metaserver", False),
+        (LOCAL_ONLY, "http://127.0.0.1.evil.com/v1/metaserver", False),
+        (LOCAL_ONLY, "http://127.0.0.1@evil.com/v1/metaserver", False),
+        (LOCAL_ONLY, "http://evil.com@127.0.0.1/v1/metaserver", False),
+        (LOCAL_ONLY, "http://evil.com#@127.0.0.1/v1/metaserver", False),
+        (LOCAL_ONLY, "http://evil.com\\@127.0.0.1/v1/metaserver", False),
+        (LOCAL_ONLY, "http://evil.com?127.0.0.1/v1/metaserver", False),
+        (LOCAL_ONLY, "http://127.0.0.1/v1/metaserver#x", False),
+        (LOCAL_ONLY, "http://127.0.0.1/v1/metaserver?x=1", False),
+        (LOCAL_ONLY, "http://127.0.0.1/v1/metaserver/", False),
+        (LOCAL_ONLY, "http://127.0.0.1/v1/metaserver/x", False),
+        (LOCAL_ONLY, "http://127.0.0.1/v1/metaserve%72", False),
+        (LOCAL_ONLY, "http://127.0.0.1/", False),
+        (LOCAL_ONLY, "http://127.0.0.1", False),
+        (LOCAL_ONLY, "http://127.0.0.1./v1/metaserver", False),
+        (LOCAL_ONLY, "http://localhost./v1/metaserver", False),
+        (LOCAL_ONLY, "http://0.0.0.0/v1/metaserver", False),
+        (LOCAL_ONLY, "http://127.1/v1/metaserver", False),
+        (LOCAL_ONLY, "http://2130706433/v1/metaserver", False),
+        (LOCAL_ONLY, "http://169.254.169.254/v1/metaserver", False),
+        (LOCAL_ONLY, "http://127.0.0.1:0/v1/metaserver", False),
+        (LOCAL_ONLY, "http://127.0.0.1:99999999/v1/metaserver", False),
+        (LOCAL_ONLY, "http://127.0.0.1 /v1/metaserver", False),
+        (LOCAL_ONLY, "http://127.0.0.1/v1/metaserver\r\nX: y", False),
+        (LOCAL_ONLY, "http://ⓛocalhost/v1/metaserver", False),
+        (LOCAL_ONLY, "//127.0.0.1/v1/metaserver", False),
+        (LOCAL_ONLY, "ftp://127.0.0.1/v1/metaserver", False),
+        (LOCAL_ONLY, "file:///v1/metaserver", False),
+        (LOCAL_ONLY, "http:127.0.0.1/v1/metaserver", False),
+        (LOCAL_ONLY, "http:///v1/metaserver", False),
+        (LOCAL_ONLY, "http://[::1/v1/metaserver", False),
+        (LOCAL_ONLY, "", False),
+        (LOCAL_ONLY, "http://127.0.0.1/" + "a" * 5000, False),
+        (LISTED, "https://proxy.example:8443/pd", True),
+        (LISTED, "https://PROXY.example:8443/pd/v1/metaserver", True),
+        (LISTED, "https://proxy.example:8443/pd/../admin", False),
+        (LISTED, "https://proxy.example:8443/pdx", False),
+        (LISTED, "https://proxy.example:8443/", False),
+        (LISTED, "http://proxy.example:8443/pd", False),
+        (LISTED, "https://proxy.example/pd", False),
+        (LISTED, "https://proxy.example.evil:8443/pd", False),
+        (LISTED, "http://10.0.0.5:8000/v1/metaserver", True),
+        (LISTED, "http://10.0.0.5:8000/admin", False),
+        (LISTED, "http://[fd00:0::1]:80/anything", True),
+        (LISTED, "http://127.0.0.1:8000/v1/metaserver", False),
+    ],
+)
+def test_allowlist(
+    client_for: Callable[[tuple[str, ...]], MetaserverClient], allowlist: tuple[str, ...], url: str, allowed: bool
+) -> None:
+    client = client_for(allowlist)
+    reason = client.check(url)
+    assert (reason is None) is allowed, reason
+    if not allowed:
+        client.post("key", url, {})
+        [outcome] = client.poll()
+        assert "refused" in outcome.reason
+        assert len(outcome.reason) < 500
+
+
+@pytest.fixture(scope="module")
+def client_for() -> Iterator[Callable[[tuple[str, ...]], MetaserverClient]]:
+    clients: dict[tuple[str, ...], MetaserverClient] = {}
+
+    def get(allowlist: tuple[str, ...]) -> MetaserverClient:
+        if allowlist not in clients:
+            settings = MetaserverSettings(allowlist=allowlist)
+            clients[allowlist] = MetaserverClient(settings, own_host="Decode-7")
+        return clients[allowlist]
+
+    yield get
+    for client in clients.values():
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        MetaserverSettings(allowlist=("proxy:8000",)),
+        MetaserverSettings(allowlist=("http://user@proxy",)),
+        MetaserverSettings(token_file="/nonexistent/token"),
+        MetaserverSettings(ca_file="/nonexistent/ca.pem"),
+    ],
+)
+def test_unusable_settings(settings: MetaserverSettings) -> None:
+    before = threading.active_count()
+    with pytest.raises(MetaserverError):
+        MetaserverClient(settings, own_host="127.0.0.1")
+    assert threading.active_count() == before
+
+
+def test_impossible_settings() -> None:
+    with pytest.raises(ValueError, match="deadline_s must be positive"):
+        MetaserverSettings(deadline_s=0)

@@ -1,0 +1,509 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy over real HTTP, between clients and stand-ins for vLLM engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from typing import Any
+
+import httpx
+import pytest
+from engine_standin import DecodeEngine, PrefillEngine, Servers, make_ticket
+
+from vllm_ascend_pd.proxy.app import create_app
+from vllm_ascend_pd.proxy.settings import METASERVER_PATH, ProxySettings
+
+COMPLETION = {"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 8}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 8}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+@dataclass
+class Cluster:
+    """A proxy, its engines, and a client of it."""
+
+    prefill: PrefillEngine = field(default_factory=PrefillEngine)
+    decode: DecodeEngine = field(default_factory=DecodeEngine)
+    client: httpx.Client = field(default_factory=httpx.Client)
+
+    def send_only(self, path: str, body: dict[str, Any]) -> HTTPConnection:
+        """Sends a request and returns without waiting for an answer."""
+        connection = HTTPConnection(self.client.base_url.host, self.client.base_url.port, timeout=10)
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return connection
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        return self.client.post("/v1/completions", json={**COMPLETION, **fields})
+
+
+@contextmanager
+def running_cluster(
+    other_prefill: tuple[str, ...] = (),
+    other_decode: tuple[str, ...] = (),
+    only_prefill: tuple[str, ...] | None = None,
+    **settings: Any,
+) -> Iterator[Cluster]:
+    """`other_*` engines come first in line; `only_prefill` replaces the cluster's own."""
+    cluster = Cluster()
+    with Servers() as servers:
+        prefill_url = servers.start(lambda _: cluster.prefill.app)
+        decode_url = servers.start(lambda _: cluster.decode.app)
+        proxy_url = servers.start(
+            lambda url: create_app(
+                ProxySettings(
+                    prefill=only_prefill or (*other_prefill, prefill_url),
+                    decode=(*other_decode, decode_url),
+                    metaserver_url=url + METASERVER_PATH,
+                    **settings,
+                )
+            )
+        )
+        with httpx.Client(base_url=proxy_url, trust_env=False, timeout=10) as cluster.client:
+            yield cluster
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def idle_cluster() -> Iterator[Cluster]:
+    """Shared by tests whose requests never get to an engine."""
+    with running_cluster() as running:
+        yield running
+        assert running.decode.received == []
+        assert running.prefill.received == []
+
+
+@pytest.fixture
+def refusing_url() -> Iterator[str]:
+    """An address that refuses connections, and that nobody else can take meanwhile."""
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{unheard.getsockname()[1]}"
+
+
+# --- a request that works ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
+@pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+def test_answer_is_decodes_byte_for_byte(
+    cluster: Cluster, path: str, body: dict[str, Any], stream: dict[str, Any]
+) -> None:
+    response = cluster.client.post(path, json={**body, **stream}, headers={"Authorization": "Bearer secret"})
+    assert response.status_code == 200
+    (at_decode,), (at_prefill,) = cluster.decode.received, cluster.prefill.received
+    if stream:
+        assert response.content == cluster.decode.expected_stream(at_decode)
+        assert response.headers["content-type"].startswith("text/event-stream")
+    else:
+        assert response.json()["choices"] == [{"index": 0, "text": "ÿ 0"}]
+    assert cluster.decode.metaserver_answers == [(200, {"status": "ok"})]
+
+    request_id = at_decode.headers["x-request-id"]
+    assert UUID.fullmatch(request_id)
+    assert at_prefill.path == at_decode.path == path
+    assert at_prefill.headers["x-request-id"] == request_id
+    for received in (at_decode, at_prefill):
+        assert received.headers["authorization"] == "Bearer secret"
+    transfer = at_decode.body.pop("kv_transfer_params")
+    assert at_decode.body == {**body, **stream}
+    assert transfer["metaserver"].endswith("/v1/metaserver")
+
+
+def test_prefill_runs_one_token_under_the_ticket(cluster: Cluster) -> None:
+    extras = {"n": 1, "min_tokens": 4, "logprobs": 3, "echo": True, "seed": 2**62 + 1, "temperature": 0.1}
+    assert cluster.complete(**STREAM, **extras, max_completion_tokens=8).status_code == 200
+    (at_decode,), (at_prefill,) = cluster.decode.received, cluster.prefill.received
+    assert at_prefill.body == {
+        "model": "tiny",
+        "prompt": COMPLETION["prompt"],
+        "stream": False,
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "min_tokens": 1,
+        "n": 1,
+        "seed": 2**62 + 1,
+        "temperature": 0.1,
+        "kv_transfer_params": make_ticket(f"cmpl-{at_decode.headers['x-request-id']}-0", "ticket-0"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prefilled"),
+    [
+        ("one text", ["one text"]),
+        (["one text"], ["one text"]),
+        (["a", "b", "c"], ["a", "b", "c"]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([[1, 2], [3], [4, 5]], [[1, 2], [3], [4, 5]]),
+    ],
+)
+def test_each_prompt_is_prefilled_by_itself(cluster: Cluster, prompt: Any, prefilled: list[Any]) -> None:
+    response = cluster.complete(prompt=prompt)
+    assert response.status_code == 200
+    assert len(response.json()["choices"]) == len(prefilled)
+    by_index = {
+        int(received.body["kv_transfer_params"]["request_id"].rsplit("-", 1)[1]): received.body["prompt"]
+        for received in cluster.prefill.received
+    }
+    assert [by_index[i] for i in range(len(prefilled))] == prefilled
+    assert cluster.decode.received[0].body["prompt"] == prompt
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
+def test_each_sample_is_prefilled_under_its_own_ticket(cluster: Cluster, path: str, body: dict[str, Any]) -> None:
+    assert cluster.client.post(path, json={**body, "n": 2}).status_code == 200
+    at_prefill = [received.body for received in cluster.prefill.received]
+    assert [sent["n"] for sent in at_prefill] == [1, 1]
+    assert sorted(sent["kv_transfer_params"]["ticket_id"] for sent in at_prefill) == ["ticket-0", "ticket-1"]
+
+
+def test_answer_without_ticket_is_passed_on(cluster: Cluster) -> None:
+    cluster.decode.needs_prefill = False
+    assert cluster.complete().status_code == 200
+    assert cluster.prefill.received == []
+
+
+def test_client_gets_its_own_request_id_back(cluster: Cluster) -> None:
+    response = cluster.client.post("/v1/completions", json=COMPLETION, headers={"X-Request-Id": "mine"})
+    assert response.headers.get_list("x-request-id") == ["mine"]
+    assert UUID.fullmatch(cluster.decode.received[0].headers["x-request-id"])
+    assert UUID.fullmatch(cluster.complete().headers["x-request-id"])
+
+
+def test_hop_by_hop_headers_stop_at_the_proxy(cluster: Cluster) -> None:
+    headers = {"Connection": "keep-alive, X-Mine", "X-Mine": "1", "X-Kept": "2", "TE": "trailers"}
+    cluster.client.post("/v1/completions", json=COMPLETION, headers=headers)
+    for received in (cluster.decode.received[0], cluster.prefill.received[0]):
+        assert received.headers["x-kept"] == "2"
+        assert not {"x-mine", "te"} & received.headers.keys()
+
+
+def test_models_come_from_a_decode_engine(cluster: Cluster) -> None:
+    response = cluster.client.get("/v1/models", headers={"Authorization": "Bearer secret"})
+    assert response.json()["data"][0]["id"] == "tiny"
+    assert cluster.decode.received[0].headers["authorization"] == "Bearer secret"
+
+
+def test_engines_take_turns() -> None:
+    prefill, decode = PrefillEngine(), DecodeEngine()
+    with Servers() as others:
+        urls = {
+            "other_prefill": (others.start(lambda _: prefill.app),),
+            "other_decode": (others.start(lambda _: decode.app),),
+        }
+        with running_cluster(**urls) as cluster:
+            for _ in range(4):
+                assert cluster.complete().status_code == 200
+            assert [len(engine.received) for engine in (prefill, cluster.prefill)] == [2, 2]
+            assert [len(engine.received) for engine in (decode, cluster.decode)] == [2, 2]
+
+
+# --- engines that fail ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+def test_prefills_refusal_is_passed_through(cluster: Cluster, stream: dict[str, Any]) -> None:
+    refusal = {"error": {"message": "prompt too long", "type": "BadRequestError", "param": None, "code": 400}}
+    cluster.prefill.refusal = (400, refusal)
+    response = cluster.complete(**stream)
+    assert (response.status_code, response.json()) == (400, refusal)
+    assert response.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+def test_failed_prefill_is_named_to_the_client(cluster: Cluster, stream: dict[str, Any]) -> None:
+    cluster.prefill.refusal = (500, {"error": {"message": "out of blocks"}})
+    response = cluster.complete(**stream)
+    assert response.status_code == 502
+    error = response.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("BadGatewayError", None, 502)
+    assert "prefill failed: HTTP 500" in error["message"]
+    assert "out of blocks" in error["message"]
+
+
+def test_failed_transfer_is_a_failed_prefill(cluster: Cluster) -> None:
+    cluster.prefill.transfer_error = "rank 1: session lost"
+    response = cluster.complete(stream=True)
+    assert response.status_code == 502
+    assert response.json()["error"]["message"] == "prefill failed: rank 1: session lost"
+
+
+def test_failed_prefill_is_told_to_decode(cluster: Cluster) -> None:
+    """Decode is already answering prompt 0 when prompt 1 fails: decode ends the stream itself."""
+    cluster.prefill.transfer_error = "rank 1: session lost"
+    cluster.decode.hangs_after_first_token = True
+    cluster.decode.needs_prefill = False
+    with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}) as response:
+        tokens = response.iter_raw()
+        next(tokens)
+        request_id = cluster.decode.received[0].headers["x-request-id"]
+        answer = cluster.client.post(METASERVER_PATH, json=make_ticket(f"cmpl-{request_id}-0", "t"))
+        assert (answer.status_code, answer.json()) == (502, {"error": "rank 1: session lost"})
+        assert not cluster.decode.cancelled.is_set()
+
+
+def test_unreachable_engines_are_passed_over(refusing_url: str) -> None:
+    with running_cluster(other_prefill=(refusing_url,), other_decode=(refusing_url,)) as cluster:
+        for _ in range(2):
+            assert cluster.complete().status_code == 200
+
+
+def test_no_reachable_prefill_engine(refusing_url: str) -> None:
+    with running_cluster(only_prefill=(refusing_url,)) as cluster:
+        cluster.decode.hangs_when_prefill_fails = True
+        response = cluster.complete(stream=True)
+        assert response.status_code == 502
+        assert "prefill engine: ConnectError" in response.json()["error"]["message"]
+        assert refusing_url not in response.text
+        assert cluster.decode.cancelled.wait(5)
+
+
+@pytest.mark.parametrize("status", [400, 404, 503])
+def test_decodes_refusal_is_passed_through(cluster: Cluster, status: int) -> None:
+    cluster.decode.refusal = (status, {"error": {"message": "no", "code": status}})
+    response = cluster.complete(stream=True)
+    assert (response.status_code, response.json()) == cluster.decode.refusal
+
+
+def test_silent_decode_engine_times_out() -> None:
+    with running_cluster(read_timeout=0.3) as cluster:
+        cluster.decode.hangs = True
+        response = cluster.complete()
+        assert response.status_code == 504
+        assert "decode engine" in response.json()["error"]["message"]
+        assert cluster.decode.cancelled.wait(5)
+
+
+def test_decode_dying_in_a_stream_ends_it_with_an_error(cluster: Cluster) -> None:
+    cluster.decode.dies_after_first_token = True
+    response = cluster.complete(stream=True)
+    *_, last = response.text.strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == 502
+    assert "[DONE]" not in response.text
+
+
+# --- the metaserver ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("request_id", ["cmpl-00000000-0000-4000-8000-000000000000-0", "chatcmpl-", "cmpl-x-0", ""])
+def test_ticket_for_no_request(idle_cluster: Cluster, request_id: str) -> None:
+    answer = idle_cluster.client.post(METASERVER_PATH, json=make_ticket(request_id, "t"))
+    assert answer.status_code == 404
+    assert "error" in answer.json()
+
+
+def test_ticket_must_fit_its_request(cluster: Cluster) -> None:
+    cluster.decode.needs_prefill = False
+    cluster.decode.hangs_after_first_token = True
+    with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
+        request_id = cluster.decode.received[0].headers["x-request-id"]
+        for wrong in (f"cmpl-{request_id}-1", f"chatcmpl-{request_id}"):
+            assert cluster.client.post(METASERVER_PATH, json=make_ticket(wrong, "t")).status_code == 404
+    assert cluster.prefill.received == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"\xff", b'{"request_id": 7}', b'{"request_id": "cmpl-x-0"}', b'{"remote_engine_id": "d"}'],
+)
+def test_garbage_is_no_ticket(idle_cluster: Cluster, body: bytes) -> None:
+    answer = idle_cluster.client.post(METASERVER_PATH, content=body)
+    assert answer.status_code == 400
+    assert "not a ticket" in answer.json()["error"]
+
+
+def test_oversized_ticket() -> None:
+    with running_cluster(max_ticket_bytes=1000) as cluster:
+        assert cluster.client.post(METASERVER_PATH, content=b" " * 1001).status_code == 400
+
+
+# --- clients that leave or ask for too much ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["json", "stream"])
+def test_client_leaving_during_prefill_cancels_both_engines(cluster: Cluster, stream: bool) -> None:
+    cluster.prefill.hangs = True
+    with closing(cluster.send_only("/v1/completions", {**COMPLETION, "stream": stream})):
+        assert cluster.prefill.working.wait(5)
+    assert cluster.prefill.cancelled.wait(5)
+    assert cluster.decode.cancelled.wait(5)
+
+
+def test_client_leaving_in_the_stream_cancels_decode(cluster: Cluster) -> None:
+    cluster.decode.hangs_after_first_token = True
+    with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as response:
+        tokens = response.iter_raw()
+        next(tokens)
+    assert cluster.decode.cancelled.wait(5)
+
+
+def test_failed_prefill_cancels_decode_and_the_other_prefills() -> None:
+    failing = PrefillEngine()
+    failing.transfer_error = "session lost"
+    with Servers() as others, running_cluster(other_prefill=(others.start(lambda _: failing.app),)) as cluster:
+        cluster.prefill.hangs = True
+        assert cluster.complete(prompt=["a", "b"]).status_code == 502
+        assert cluster.decode.cancelled.wait(5)
+        # The failure may come before the other prefill was even sent.
+        assert not cluster.prefill.working.is_set() or cluster.prefill.cancelled.wait(5)
+
+
+def test_decode_giving_up_a_ticket_cancels_its_prefill(cluster: Cluster) -> None:
+    cluster.prefill.hangs = True
+    cluster.decode.needs_prefill = False
+    cluster.decode.hangs_after_first_token = True
+    with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
+        request_id = cluster.decode.received[0].headers["x-request-id"]
+        with closing(cluster.send_only(METASERVER_PATH, make_ticket(f"cmpl-{request_id}-0", "t"))):
+            assert cluster.prefill.working.wait(5)
+        assert cluster.prefill.cancelled.wait(5)
+        assert not cluster.decode.cancelled.is_set()
+
+
+def test_overload_is_answered_429_at_once() -> None:
+    with running_cluster(max_concurrent=1) as cluster:
+        cluster.decode.hangs_after_first_token = True
+        with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as response:
+            tokens = response.iter_raw()
+            next(tokens)
+            refused = cluster.complete()
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert refused.json()["error"]["code"] == 429
+        assert cluster.decode.cancelled.wait(5)
+        cluster.decode.hangs_after_first_token = False
+        assert cluster.complete().status_code == 200
+
+
+def test_too_large_body() -> None:
+    with running_cluster(max_body_bytes=1000) as cluster:
+        assert cluster.complete(prompt="x" * 1001).status_code == 413
+        assert cluster.complete().status_code == 200
+        assert len(cluster.decode.received) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+    ],
+)
+def test_refused_fields(idle_cluster: Cluster, fields: dict[str, Any], param: str) -> None:
+    response = idle_cluster.complete(**fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"text"', b'{"prompt": }'])
+def test_garbage_is_no_request(idle_cluster: Cluster, body: bytes) -> None:
+    response = idle_cluster.client.post("/v1/completions", content=body)
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "BadRequestError")
+
+
+def test_unknown_path_is_an_openai_style_error(idle_cluster: Cluster) -> None:
+    response = idle_cluster.client.post("/v1/embeddings", json={})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, 404)
+
+
+# --- operation --------------------------------------------------------------------------------------------
+
+
+def test_health_lists_every_engine(refusing_url: str) -> None:
+    with running_cluster(other_prefill=(refusing_url,)) as cluster:
+        response = cluster.client.get("/health")
+        assert response.status_code == 200
+        states = response.json()
+        assert states["status"] == "ok"
+        assert states["prefill"].pop(refusing_url).startswith("ConnectError")
+        assert [*states["prefill"].values(), *states["decode"].values()] == ["ok", "ok"]
+
+
+def test_health_needs_both_roles(cluster: Cluster) -> None:
+    cluster.decode.healthy = False
+    response = cluster.client.get("/health")
+    assert response.status_code == 503
+    assert list(response.json()["decode"].values()) == ["HTTP 503"]
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "vllm_ascend_pd.cli", "proxy", *options]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
+    prefill, decode = PrefillEngine(), DecodeEngine()
+    decode.hangs_after_first_token = True
+    with Servers() as servers:
+        prefill_url, decode_url = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
+        process = subprocess.Popen(
+            command("--port", "0", "--prefill", prefill_url, "--decode", decode_url),
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        try:
+            assert process.stderr is not None
+            port = re.search(r"port (\d+)", process.stderr.readline())
+            assert port is not None
+            url = f"http://127.0.0.1:{port[1]}/v1/completions"
+            body = {**COMPLETION, "stream": True}
+            headers = {"Authorization": "Bearer secret"}
+            with httpx.stream("POST", url, json=body, headers=headers, trust_env=False) as response:
+                events = response.iter_raw()
+                next(events)
+                process.send_signal(number)
+                stopped_at = time.monotonic()
+                assert b"the proxy is shutting down" in b"".join(events)
+            _, log = process.communicate(timeout=5)
+        finally:
+            process.kill()
+        assert time.monotonic() - stopped_at < 3
+        assert process.returncode == 0
+        assert "Traceback" not in log
+        assert "secret" not in log
+        assert decode.cancelled.wait(5)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--prefill", "http://p:1"), "--decode"),
+        (("--prefill", "p:1", "--decode", "http://d:1"), "prefill engine 'p:1' is not a URL"),
+        (("--prefill", "http://p:1/v1", "--decode", "http://d:1"), "without a path"),
+        (("--prefill", "http://p:1", "--decode", "http://d:1", "--max-concurrent", "0"), "max concurrent"),
+        (("--prefill", "http://p:1", "--decode", "http://d:1", "--host", "0.0.0.0"), "--metaserver-url"),
+        (("--prefil", "http://p:1"), "--prefil"),
+    ],
+)
+def test_wrong_option_is_one_clear_line(options: tuple[str, ...], reason: str) -> None:
+    run = subprocess.run(command("--port", "0", *options), capture_output=True, text=True, timeout=20, check=False)
+    assert run.returncode == 2
+    assert run.stdout == ""
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("vllm-ascend-pd: ")
+    assert reason in line
+
+
+def test_taken_port_is_one_clear_line(idle_cluster: Cluster) -> None:
+    options = ("--port", str(idle_cluster.client.base_url.port), "--prefill", "http://p:1", "--decode", "http://d:1")
+    run = subprocess.run(command(*options), capture_output=True, text=True, timeout=20, check=False)
+    assert run.returncode == 1
+    assert "cannot listen" in run.stderr
+    assert len(run.stderr.splitlines()) == 1

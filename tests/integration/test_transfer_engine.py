@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real Mooncake engine over TCP on the loopback interface, between real processes."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("mooncake.engine")
+
+from vllm_ascend_pd.transport.engine import (
+    MIB,
+    TransferEngine,
+    TransferError,
+    TransferLimits,
+    merge_regions,
+    split_batches,
+)
+
+LIMITS = TransferLimits(timeout_s=2)
+BUFFER_BYTES = 16 * MIB
+
+RECEIVER = """
+import ctypes, sys
+from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
+size = int(sys.argv[1])
+buffer = ctypes.create_string_buffer(size)
+engine = TransferEngine("127.0.0.1", "tcp", TransferLimits(timeout_s=2))
+engine.register([(ctypes.addressof(buffer), size)])
+print("READY", engine.session, ctypes.addressof(buffer), flush=True)
+for line in sys.stdin:
+    offset, length = map(int, line.split())
+    print("BYTES", buffer.raw[offset:offset + length].hex(), flush=True)
+engine.close()
+print("CLOSED", flush=True)
+"""
+
+
+class Receiver:
+    """A process with one registered buffer that others write to."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RECEIVER, str(BUFFER_BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.session, address = self.answer("READY")
+        self.address = int(address)
+
+    def answer(self, word: str) -> list[str]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            first, *rest = line.split() or [""]
+            if first == word:
+                return rest
+        raise AssertionError(f"receiver ended without saying {word}")
+
+    def read(self, offset: int, length: int) -> bytes:
+        assert self.process.stdin is not None
+        print(offset, length, file=self.process.stdin, flush=True)
+        return bytes.fromhex(self.answer("BYTES")[0])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Source:
+    """An engine in this process and the memory it sends from."""
+
+    def __init__(self) -> None:
+        self.engine = TransferEngine("127.0.0.1", "tcp", LIMITS)
+        self.memory = ctypes.create_string_buffer(bytes(range(256)) * (BUFFER_BYTES // 256), BUFFER_BYTES)
+        self.address = ctypes.addressof(self.memory)
+        self.engine.register([(self.address, BUFFER_BYTES)])
+
+    def write(self, receiver: Receiver, offset: int, length: int) -> None:
+        self.engine.write(receiver.session, [self.address + offset], [receiver.address + offset], [length])
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[Source]:
+    source = Source()
+    yield source
+    source.engine.close()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.kill()
+
+
+def elapsed_until_error(source: Source, receiver: Receiver) -> float:
+    started = time.monotonic()
+    with pytest.raises(TransferError) as raised:
+        source.write(receiver, 0, 4096)
+    assert raised.value.session == receiver.session
+    assert raised.value.retryable
+    return time.monotonic() - started
+
+
+def test_bytes_arrive(source: Source, receiver: Receiver) -> None:
+    source.write(receiver, 1000, 3000)
+    assert receiver.read(999, 3002) == b"\0" + source.memory.raw[1000:4000] + b"\0"
+
+
+def test_descriptor_longer_than_the_limit_arrives(source: Source, receiver: Receiver) -> None:
+    source.write(receiver, 0, BUFFER_BYTES)
+    assert receiver.read(BUFFER_BYTES - 512, 512) == source.memory.raw[-512:]
+
+
+def test_nothing_to_write(source: Source, receiver: Receiver) -> None:
+    source.engine.write(receiver.session, [], [], [])
+    with pytest.raises(ValueError, match="1 sources, 2 destinations"):
+        source.engine.write(receiver.session, [1], [1, 2], [1])
+
+
+def test_three_threads_with_5000_tiny_descriptors_each(source: Source, receiver: Receiver) -> None:
+    count, size = 5000, 64
+    errors: list[BaseException] = []
+
+    def send(thread: int) -> None:
+        offsets = [(thread * count + i) * size for i in range(count)]
+        try:
+            source.engine.write(
+                receiver.session,
+                [source.address + offset for offset in offsets],
+                [receiver.address + offset for offset in offsets],
+                [size] * count,
+            )
+        except TransferError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=send, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert receiver.read(0, 3 * count * size) == source.memory.raw[: 3 * count * size]
+
+
+def test_address_outside_the_registered_memory_is_refused(source: Source, receiver: Receiver) -> None:
+    with pytest.raises(TransferError, match="refuses the addresses"):
+        source.engine.write(receiver.session, [source.address], [receiver.address + BUFFER_BYTES], [64])
+    source.write(receiver, 0, 64)  # and the session lives on
+    assert receiver.read(0, 64) == source.memory.raw[:64]
+
+
+def test_session_that_never_existed(source: Source) -> None:
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="unreachable"):
+        source.engine.write("127.0.0.1:1", [source.address], [4096], [64])
+    assert time.monotonic() - started < 1
+
+
+def test_dead_peer_fails_fast(source: Source, receiver: Receiver) -> None:
+    source.write(receiver, 0, 64)
+    receiver.kill()
+    for _ in range(3):
+        assert elapsed_until_error(source, receiver) < 1.5
+
+
+def test_stopped_peer_is_bounded_and_blocks_nobody_else(source: Source, receiver: Receiver) -> None:
+    other = Receiver()
+    try:
+        for peer in (receiver, other):
+            source.write(peer, 0, 64)
+        receiver.process.send_signal(signal.SIGSTOP)
+        first = elapsed_until_error(source, receiver)
+        assert LIMITS.timeout_s - 0.2 < first < LIMITS.timeout_s + 1.5
+
+        hanging = threading.Thread(target=elapsed_until_error, args=(source, receiver))
+        hanging.start()
+        started = time.monotonic()
+        source.write(other, 0, 4096)
+        assert time.monotonic() - started < 0.5
+        hanging.join(LIMITS.timeout_s + 1.5)
+        assert not hanging.is_alive()
+
+        receiver.process.send_signal(signal.SIGCONT)
+        time.sleep(LIMITS.settle_s - LIMITS.timeout_s)
+        source.write(receiver, 8192, 64)
+        assert receiver.read(8192, 64) == source.memory.raw[8192:8256]
+    finally:
+        other.kill()
+
+
+def test_stopped_peer_before_the_first_contact(source: Source, receiver: Receiver) -> None:
+    receiver.process.send_signal(signal.SIGSTOP)
+    assert elapsed_until_error(source, receiver) < LIMITS.timeout_s + 1
+
+
+def test_failed_batch_stops_within_settle_time(source: Source, receiver: Receiver) -> None:
+    """Of 512 descriptors to a stopped peer only those on the wire or next in line may still arrive."""
+    source.write(receiver, BUFFER_BYTES - 64, 64)
+    receiver.process.send_signal(signal.SIGSTOP)
+    size = 16 * 1024
+    offsets = [i * size for i in range(512)]
+    with pytest.raises(TransferError):
+        source.engine.write(
+            receiver.session,
+            [source.address + 1 + offset for offset in offsets],  # the first byte of each is not 0
+            [receiver.address + offset for offset in offsets],
+            [size - 1] * 512,
+        )
+    time.sleep(LIMITS.settle_s)
+    receiver.process.send_signal(signal.SIGCONT)
+    time.sleep(0.5)
+    arrived = sum(receiver.read(offset, 1) != b"\0" for offset in offsets)
+    assert arrived <= 16
+    time.sleep(2)
+    assert sum(receiver.read(offset, 1) != b"\0" for offset in offsets) == arrived
+
+
+def test_registering_again_and_closing() -> None:
+    memory = ctypes.create_string_buffer(64 * 1024)
+    address = ctypes.addressof(memory)
+    engine = TransferEngine("127.0.0.1", "tcp", LIMITS)
+    engine.register([(address, 4096), (address + 4096, 4096), (address + 2048, 1024)])
+    engine.register([(address + 100, 100)])
+    with pytest.raises(TransferError, match="overlaps"):
+        engine.register([(address + 8000, 4096)])
+    engine.close()
+    engine.close()
+    with pytest.raises(TransferError, match="closed"):
+        engine.write("127.0.0.1:1", [address], [address], [1])
+
+
+def test_receiver_closes_cleanly(source: Source, receiver: Receiver) -> None:
+    source.write(receiver, 0, 64)
+    output, _ = receiver.process.communicate(timeout=20)
+    assert "CLOSED" in output
+    assert receiver.process.returncode == 0
+
+
+def test_merge_regions() -> None:
+    assert merge_regions([(30, 5), (0, 10), (10, 10), (2, 3), (34, 2)]) == [(0, 20), (30, 6)]
+    with pytest.raises(ValueError, match="0 bytes"):
+        merge_regions([(1, 0)])
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes"),
+    [
+        (TransferLimits(max_descriptors=2), [[10, 20], [30]]),
+        (TransferLimits(max_bytes=30), [[10, 20], [30]]),
+        (TransferLimits(max_bytes=25), [[10], [20], [25], [5]]),
+        (TransferLimits(max_descriptor_bytes=15), [[10, 15, 5, 15, 15]]),
+        (TransferLimits(), [[10, 20, 30]]),
+    ],
+)
+def test_split_batches(limits: TransferLimits, sizes: list[list[int]]) -> None:
+    lengths = [10, 20, 30]
+    sources, destinations = [0, 1000, 2000], [5000, 6000, 7000]
+    batches = list(split_batches(sources, destinations, lengths, limits))
+    assert [lengths for _, _, lengths in batches] == sizes
+
+    def touched(starts: list[int], lengths: list[int]) -> list[int]:
+        return [start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]
+
+    assert [byte for s, _, n in batches for byte in touched(s, n)] == touched(sources, lengths)
+    assert [byte for _, d, n in batches for byte in touched(d, n)] == touched(destinations, lengths)

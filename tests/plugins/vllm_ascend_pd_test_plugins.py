@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM plugins that only the tests use: with this folder on PYTHONPATH, vLLM loads them in every process.
+
+Each is off unless its environment variable is `1`, so the folder alone changes nothing.
+"""
+
+import os
+
+TOKEN_MAJOR = "VLLM_ASCEND_PD_TEST_TOKEN_MAJOR"
+"""The KV cache in vllm-ascend's token-major order, read and written by `token_major.py`."""
+
+SHORT_SPIN = "VLLM_ASCEND_PD_TEST_SHORT_SPIN"
+"""Idle workers sleep after 10 ms without work. vLLM lets them poll for 1 s, which suits a machine with a
+core per worker; where several engines share two cores, the idle ones take those from the busy ones."""
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`."""
+    if os.environ.get(TOKEN_MAJOR) == "1":
+        _use_token_major_cache()
+    if os.environ.get(SHORT_SPIN) == "1":
+        _shorten_spin(seconds=0.01)
+
+
+def _use_token_major_cache() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CPU_ATTN, "token_major.TokenMajorBackend")
+
+
+def _shorten_spin(seconds: float) -> None:
+    import functools
+
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.SpinCondition = functools.partial(shm_broadcast.SpinCondition, busy_loop_s=seconds)

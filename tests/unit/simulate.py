@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries out a plan on plain byte arrays: all ranks of a prefill and a decode engine, step by step.
+
+What ends up in decode's caches is compared with the cache of a single engine that holds every head and layer.
+That truth, and which rank holds which heads, is worked out here without the code under test.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
+from vllm_ascend_pd.core.plan import (
+    Descriptors,
+    Offsets,
+    Regroup,
+    Route,
+    concatenate,
+    descriptors,
+    make_route,
+    staged_units,
+    unit_offsets,
+)
+
+Bytes = np.ndarray  # uint8
+Name = tuple[str, int]  # (layer, part)
+
+
+@dataclass(frozen=True)
+class Model:
+    """`part_bytes`: bytes of one head of one token, per cache tensor of a layer (K and V apart, or packed)."""
+
+    heads: int
+    part_bytes: tuple[int, ...] = (3,)
+    order: Order = Order.TOKEN_MAJOR
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`stages`: the layers of each pipeline stage. `gap`: bytes between the end of a block and the next."""
+
+    tp: int
+    block_size: int
+    num_blocks: int
+    stages: tuple[tuple[int, ...], ...] = ((0,),)
+    gap: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """`cached`: tokens decode already has. `steps`: tokens prefill has computed after each step but the last."""
+
+    num_tokens: int
+    p_blocks: tuple[int, ...]
+    d_blocks: tuple[int, ...]
+    cached: int = 0
+    salt: int = 0
+    steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Model
+    prefill: Engine
+    decode: Engine
+    requests: tuple[Request, ...]
+    seed: int = 0
+
+    @property
+    def unit(self) -> int:
+        """Tokens: what travels, and is complete or not, as a whole."""
+        return min(self.prefill.block_size, self.decode.block_size)
+
+
+@dataclass(frozen=True)
+class Result:
+    """`copies`: how many descriptors each push of one tensor to one decode rank came to. `writers`: the prefill
+    tensor-parallel ranks that wrote for a request (its index) to a decode tensor-parallel rank."""
+
+    copies: tuple[int, ...]
+    writers: dict[tuple[int, int], set[int]]
+
+
+@dataclass
+class Tensor:
+    """`where[block, token, head, byte]` is that byte's place in `memory`; `writes` counts writes per byte."""
+
+    geometry: Geometry
+    memory: Bytes
+    where: np.ndarray
+    writes: np.ndarray
+
+    def places(self, blocks: tuple[int, ...], start: int, stop: int) -> np.ndarray:
+        """`[tokens, heads, bytes]` for tokens `[start, stop)` of a request with these blocks."""
+        by_token = self.where[list(blocks)].reshape(-1, *self.where.shape[2:])
+        return by_token[start:stop]
+
+
+@dataclass
+class Rank:
+    pp_rank: int
+    tp_rank: int
+    heads: slice
+    tensors: dict[Name, Tensor]
+    caches: RankCaches
+
+
+def heads_of(tp_rank: int, tp: int, total: int) -> slice:
+    """As vLLM shards KV heads: dealt out evenly, or each held by neighbouring ranks."""
+    if tp <= total:
+        return slice(tp_rank * total // tp, (tp_rank + 1) * total // tp)
+    head = tp_rank * total // tp
+    return slice(head, head + 1)
+
+
+def make_rank(model: Model, engine: Engine, pp_rank: int, tp_rank: int, rng: np.random.Generator) -> Rank:
+    """A rank whose caches hold noise."""
+    heads = heads_of(tp_rank, engine.tp, model.heads)
+    count = heads.stop - heads.start
+    geometries = tuple(
+        Geometry(
+            group=0,
+            order=model.order,
+            dtype="uint8",
+            block_size=engine.block_size,
+            block_stride=engine.block_size * count * head_bytes + engine.gap,
+            heads=count,
+            total_heads=model.heads,
+            head_bytes=head_bytes,
+        )
+        for head_bytes in model.part_bytes
+    )
+    tensors = {}
+    for layer in engine.stages[pp_rank]:
+        for part, geometry in enumerate(geometries):
+            inner = geometry.head_bytes
+            if model.order is Order.TOKEN_MAJOR:
+                token, head = count * inner, inner
+            else:
+                token, head = inner, engine.block_size * inner
+            block, slot, own, byte = np.ix_(
+                np.arange(engine.num_blocks), np.arange(engine.block_size), np.arange(count), np.arange(inner)
+            )
+            where = block * geometry.block_stride + slot * token + own * head + byte
+            size = int(where.max()) + 1
+            memory = rng.integers(0, 256, size, dtype=np.uint8)
+            tensors[f"layers.{layer}", part] = Tensor(geometry, memory, where, np.zeros(size, dtype=np.int64))
+    described = tuple(CacheTensor(layer, part, 0, engine.num_blocks, part) for layer, part in tensors)
+    return Rank(pp_rank, tp_rank, heads, tensors, RankCaches(geometries, described))
+
+
+def make_ranks(model: Model, engine: Engine, rng: np.random.Generator) -> list[list[Rank]]:
+    """Per pipeline stage, the tensor-parallel ranks."""
+    return [
+        [make_rank(model, engine, pp_rank, tp_rank, rng) for tp_rank in range(engine.tp)]
+        for pp_rank in range(len(engine.stages))
+    ]
+
+
+def simulate(case: Case) -> Result:
+    """Runs `case` to its end; asserts that decode's caches are right and that no copy was wasted."""
+    rng = np.random.default_rng(case.seed)
+    prefill, decode = (make_ranks(case.model, engine, rng) for engine in (case.prefill, case.decode))
+    # What a single engine would hold in prefill's blocks: [blocks, tokens, all heads, bytes].
+    truth = {
+        name: rng.integers(
+            0,
+            256,
+            (case.prefill.num_blocks, case.prefill.block_size, case.model.heads, case.model.part_bytes[name[1]]),
+            dtype=np.uint8,
+        )
+        for stage in prefill
+        for name in stage[0].tensors
+    }
+    before = [[{n: t.memory.copy() for n, t in rank.tensors.items()} for rank in stage] for stage in decode]
+    copies: list[int] = []
+    writers: dict[tuple[int, int], set[int]] = {}
+    sent = [request.cached for request in case.requests]
+    for step in range(1 + max((len(request.steps) for request in case.requests), default=0)):
+        ranges = []
+        for i, request in enumerate(case.requests):
+            computed = request.steps[step] if step < len(request.steps) else request.num_tokens
+            _compute(case, prefill, truth, request, computed)
+            complete = computed if computed == request.num_tokens else computed // case.unit * case.unit
+            ranges.append((sent[i], max(sent[i], complete)))
+            sent[i] = ranges[i][1]
+        for stage in prefill:
+            for name in stage[0].tensors:
+                _push(case, stage, decode, name, ranges, rng, copies, writers)
+    for stage, stage_before in zip(decode, before, strict=True):
+        for rank, rank_before in zip(stage, stage_before, strict=True):
+            for name, tensor in rank.tensors.items():
+                _check(case, rank, tensor, rank_before[name], truth[name])
+    return Result(tuple(copies), writers)
+
+
+def _compute(case: Case, prefill: list[list[Rank]], truth: dict[Name, Bytes], request: Request, computed: int) -> None:
+    for stage in prefill:
+        for rank in stage:
+            for name, tensor in rank.tensors.items():
+                kv = truth[name][list(request.p_blocks)].reshape(-1, *truth[name].shape[2:])
+                tensor.memory[tensor.places(request.p_blocks, 0, computed)] = kv[:computed, rank.heads]
+
+
+def _push(
+    case: Case,
+    stage: list[Rank],
+    decode: list[list[Rank]],
+    name: Name,
+    ranges: list[tuple[int, int]],
+    rng: np.random.Generator,
+    copies: list[int],
+    writers: dict[tuple[int, int], set[int]],
+) -> None:
+    """One tensor's push on all ranks of a stage at once, because some exchange heads."""
+    routes: list[Route] = []
+    served: list[list[int]] = []
+    units: list[Offsets] = []
+    for rank in stage:
+        at = rank.caches.by_name()[name]
+        geometry = rank.caches.geometry_of(rank.caches.tensors[at])
+        route = make_route(geometry, rank.tp_rank, len(stage), case.decode.tp, case.decode.block_size)
+        mine = [i for i, (start, stop) in enumerate(ranges) if start < stop and route.serves(case.requests[i].salt)]
+        routes.append(route)
+        served.append(mine)
+        units.append(concatenate([_offsets(case.requests[i].p_blocks, geometry, route.unit, *ranges[i]) for i in mine]))
+    sends = [
+        gather(rank.tensors[name].memory, unit, route) for rank, unit, route in zip(stage, units, routes, strict=True)
+    ]
+    d_stage = next(stage for stage in decode if name in stage[0].tensors)
+    for rank, route, mine, unit in zip(stage, routes, served, units, strict=True):
+        memory, planes = rank.tensors[name].memory, None
+        if route.regroup is Regroup.GATHER:
+            assert route.ranks[route.index] == rank.tp_rank
+            received = [sends[r][route.index] for r in route.ranks]  # the all-to-all
+            planes = [interleave(received, route)]
+        elif route.regroup is Regroup.SPLIT:
+            planes = split(memory, unit, route)
+        if planes is not None:
+            capacity = len(unit) + 1  # staging may be larger than what it holds
+            memory = stage_planes(planes, route, capacity, len(unit), rng)
+        for target in route.targets:
+            peer = d_stage[target.tp_rank]
+            tensor = peer.tensors[name]
+            dst = concatenate(
+                [_offsets(case.requests[i].d_blocks, tensor.geometry, route.unit, *ranges[i]) for i in mine]
+            )
+            src = unit if planes is None else staged_units(route, target.plane, capacity, len(unit))
+            todo = descriptors(target, src, dst)
+            assert_nothing_left_to_merge(todo)
+            assert todo.total_bytes == len(dst) * target.rows * target.nbytes
+            execute(todo, memory, tensor)
+            copies.append(len(todo.src))
+            for i in mine:
+                writers.setdefault((i, target.tp_rank), set()).add(rank.tp_rank)
+
+
+def _offsets(blocks: tuple[int, ...], geometry: Geometry, unit: int, start: int, stop: int) -> Offsets:
+    """With only the blocks that the range needs, as a step's metadata brings them."""
+    first = start // geometry.block_size
+    last = -(-stop // geometry.block_size)
+    return unit_offsets(np.array(blocks[first:last], dtype=np.int64), first, geometry, unit, start, stop)
+
+
+def gather(memory: Bytes, units: Offsets, route: Route) -> list[Bytes]:
+    """What goes to each rank of the all-to-all: its token slice of every unit."""
+    size = route.unit * route.row_bytes // max(1, len(route.ranks))
+    return [concatenate([memory[at + j * size : at + (j + 1) * size] for at in units]) for j in range(len(route.ranks))]
+
+
+def interleave(received: list[Bytes], route: Route) -> Bytes:
+    """`[ranks][tokens, row]` -> `[tokens, ranks, row]`."""
+    rows = [part.astype(np.uint8).reshape(-1, route.row_bytes) for part in received]
+    return np.stack(rows, axis=1).ravel()
+
+
+def split(memory: Bytes, units: Offsets, route: Route) -> list[Bytes]:
+    """Per plane, its rows of every token of every unit."""
+    starts = [
+        units[:, None] + (np.arange(route.unit) * route.planes + plane) * route.row_bytes
+        for plane in range(route.planes)
+    ]
+    return [memory[(start[..., None] + np.arange(route.row_bytes)).ravel()] for start in starts]
+
+
+def stage_planes(planes: list[Bytes], route: Route, capacity: int, count: int, rng: np.random.Generator) -> Bytes:
+    assert len(planes) == route.planes
+    staging = rng.integers(0, 256, len(planes) * capacity * route.staged_bytes, dtype=np.uint8)
+    for k, plane in enumerate(planes):
+        assert plane.size == count * route.staged_bytes
+        staging[k * capacity * route.staged_bytes :][: plane.size] = plane
+    return staging
+
+
+def execute(todo: Descriptors, memory: Bytes, destination: Tensor) -> None:
+    for src, dst, nbytes in zip(todo.src.tolist(), todo.dst.tolist(), todo.nbytes.tolist(), strict=True):
+        assert 0 <= src <= src + nbytes <= len(memory)
+        assert 0 <= dst <= dst + nbytes <= len(destination.memory)
+        destination.memory[dst : dst + nbytes] = memory[src : src + nbytes]
+        destination.writes[dst : dst + nbytes] += 1
+
+
+def assert_nothing_left_to_merge(todo: Descriptors) -> None:
+    begins = set(zip(todo.src.tolist(), todo.dst.tolist(), strict=True))
+    ends = set(zip((todo.src + todo.nbytes).tolist(), (todo.dst + todo.nbytes).tolist(), strict=True))
+    assert not begins & ends
+
+
+def _check(case: Case, rank: Rank, tensor: Tensor, before: Bytes, truth: Bytes) -> None:
+    """Written bytes hold the truth, were written once, and no other byte was touched."""
+    expected, writes = before.copy(), np.zeros_like(tensor.writes)
+    for request in case.requests:
+        kv = truth[list(request.p_blocks)].reshape(-1, *truth.shape[2:])[:, rank.heads]
+        prompt = tensor.places(request.d_blocks, request.cached, request.num_tokens)
+        expected[prompt] = kv[request.cached : request.num_tokens]
+        writes[prompt] += 1
+        # A last, partly filled unit travels whole; what follows the prompt in it does not matter.
+        covered = -(-request.num_tokens // case.unit) * case.unit
+        rest = tensor.places(request.d_blocks, request.num_tokens, covered)
+        expected[rest] = tensor.memory[rest]
+        writes[rest] += 1
+    np.testing.assert_array_equal(tensor.memory, expected)
+    np.testing.assert_array_equal(tensor.writes, writes)

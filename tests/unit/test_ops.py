@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The regroup ops against a line of torch each, then chained as prefill ranks chain them."""
+
+import ctypes
+import importlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_pd import ops
+
+GIB = 1 << 30
+DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Every bit pattern, NaNs included: the ops move bytes."""
+    return torch.randint(256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype)
+
+
+def raw_view(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A cache cut out of a raw allocation behind its first 64 bytes, as vllm-ascend aligns its caches."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return random_tensor((64 + size + 32,))[64 : 64 + size].view(dtype).view(shape)
+
+
+# [num_blocks, block_size, heads, head_size] caches as they lie in memory.
+CACHES: dict[str, Callable[[tuple[int, ...], torch.dtype], torch.Tensor]] = {
+    "own tensor": random_tensor,
+    "V of [2, num_blocks, ...]": lambda shape, dtype: random_tensor((2, *shape), dtype)[1],
+    "K of [num_blocks, 2, ...]": lambda shape, dtype: random_tensor((shape[0], 2, *shape[1:]), dtype)[:, 0],
+    "V of [num_blocks, 2, ...]": lambda shape, dtype: random_tensor((shape[0], 2, *shape[1:]), dtype)[:, 1],
+    "raw allocation": raw_view,
+}
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Some units of a paged cache, and how far apart the results go."""
+
+    cache: torch.Tensor
+    unit_offsets: torch.Tensor
+    units: torch.Tensor  # their bytes, [num_units, tokens, heads, head bytes]
+    splits: int
+    out_offset: int
+    gap: int  # bytes between sections of the output
+
+
+@st.composite
+def paged(draw: st.DrawFn) -> Paged:
+    splits = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    parts, num_blocks = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    tokens, heads = splits * draw(st.integers(1, 4)), splits * draw(st.integers(1, 3))
+    # Rows of all sorts: odd, one vector, several; 32 and 256 bytes and what lies between take paths of their own.
+    head_size = draw(st.sampled_from([1, 3, 16, 24, 32, 64, 128]))
+    dtype, make = draw(st.sampled_from(DTYPES)), CACHES[draw(st.sampled_from(sorted(CACHES)))]
+    cache = make((num_blocks, parts * tokens, heads, head_size), dtype)
+
+    ids = torch.tensor(draw(st.lists(st.integers(0, num_blocks * parts - 1), max_size=8)), dtype=torch.int64)
+    block, part = ids // parts, ids % parts
+    in_bytes = cache.view(torch.uint8)
+    offsets = block * in_bytes.stride(0) + part * tokens * in_bytes.stride(1)
+    units = in_bytes.unflatten(1, (parts, tokens))[block, part]
+    return Paged(cache, offsets, units, splits, draw(st.integers(0, 9)), draw(st.integers(0, 9)))
+
+
+def guarded(case: Paged, sections: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """An output buffer, the same with `sections` [k, ...] where the op should write them, and their stride."""
+    size = sections[0].numel()
+    stride = size + case.gap
+    out = random_tensor((case.out_offset + len(sections) * stride + 5,))
+    expected = out.clone()
+    expected.as_strided((len(sections), size), (stride, 1), case.out_offset).copy_(sections.flatten(1))
+    return out, expected, stride
+
+
+@given(paged())
+def test_gather_slices(case: Paged) -> None:
+    slices = case.units.unflatten(1, (case.splits, -1)).transpose(0, 1)
+    out, expected, stride = guarded(case, slices)
+    slice_bytes = slices[0, 0].numel() if len(case.units) else 1
+    ops.gather_slices(case.cache, case.unit_offsets, case.splits, slice_bytes, out, case.out_offset, stride)
+    assert torch.equal(out, expected)
+
+
+@given(paged())
+def test_split_heads(case: Paged) -> None:
+    groups = case.units.unflatten(2, (case.splits, -1)).permute(2, 0, 1, 3, 4)
+    out, expected, stride = guarded(case, groups)
+    tokens, row_bytes = groups.shape[2], groups.shape[3] * groups.shape[4]
+    ops.split_heads(case.cache, case.unit_offsets, case.splits, tokens, row_bytes, out, case.out_offset, stride)
+    assert torch.equal(out, expected)
+
+
+@given(st.sampled_from(DTYPES), *[st.integers(*bounds) for bounds in ((1, 8), (0, 9), (1, 70), (0, 9), (0, 9))])
+def test_interleave_heads(dtype: torch.dtype, ranks: int, tokens: int, row: int, offset: int, gap: int) -> None:
+    src = random_tensor((offset + ranks * (tokens * row + gap),), dtype)
+    sections = src.as_strided((ranks, tokens, row), (tokens * row + gap, row, 1), offset)
+    out = random_tensor((offset + ranks * tokens * row + 5,), dtype)
+    expected = out.clone()
+    expected[offset:-5] = sections.transpose(0, 1).flatten()
+    size = dtype.itemsize
+    ops.interleave_heads(src, offset * size, (tokens * row + gap) * size, out, offset * size, ranks, tokens, row * size)
+    assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """Prefill TP to decode TP, `ratio` to 1; heads are one prefill rank's."""
+
+    ratio: int
+    num_blocks: int
+    block_size: int
+    heads: int
+    head_size: int
+    num_ids: int
+
+
+TP2_TO_TP1 = Regroup(ratio=2, num_blocks=40, block_size=128, heads=4, head_size=128, num_ids=21)
+TP4_TO_TP1 = Regroup(ratio=4, num_blocks=9, block_size=16, heads=1, head_size=64, num_ids=3)
+TP8_TO_TP1 = Regroup(ratio=8, num_blocks=20, block_size=128, heads=1, head_size=128, num_ids=7)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("cfg", [TP2_TO_TP1, TP4_TO_TP1, TP8_TO_TP1], ids=lambda cfg: f"TP{cfg.ratio}_TO_TP1")
+def test_gather_all_to_all_interleave_yields_decode_blocks(cfg: Regroup) -> None:
+    r, block_size = cfg.ratio, cfg.block_size
+    shape = (cfg.num_blocks, block_size, cfg.heads, cfg.head_size)
+    caches = [random_tensor(shape, torch.bfloat16) for _ in range(r)]
+    ids = torch.randperm(cfg.num_blocks)[: cfg.num_ids]
+    row_bytes = cfg.heads * cfg.head_size * 2
+    slice_bytes = block_size // r * row_bytes
+    section = cfg.num_ids * slice_bytes
+
+    sends = [torch.empty(r, section, dtype=torch.uint8) for _ in range(r)]
+    for cache, send in zip(caches, sends, strict=True):
+        ops.gather_slices(cache, ids * block_size * row_bytes, r, slice_bytes, send, 0, section)
+    received = [torch.stack([send[rank] for send in sends]) for rank in range(r)]
+    staged = [torch.empty(cfg.num_ids, r * slice_bytes, dtype=torch.uint8) for _ in range(r)]
+    for src, out in zip(received, staged, strict=True):
+        ops.interleave_heads(src, 0, section, out, 0, r, cfg.num_ids * block_size // r, row_bytes)
+
+    # Rank j writes its contiguous 1/r, token slice j, of every decode block.
+    decode = torch.stack(staged, dim=1).flatten().view(torch.bfloat16)
+    truth = torch.cat([cache[ids] for cache in caches], dim=2)
+    assert torch.equal(decode.view(torch.uint8), truth.flatten().view(torch.uint8))
+
+
+@pytest.mark.usefixtures("threads")
+def test_split_yields_decode_blocks() -> None:
+    splits, block_size, heads, head_bytes = 2, 128, 8, 256
+    cache = random_tensor((30, block_size, heads, head_bytes))
+    ids = torch.randperm(30)[:17]
+    out = torch.empty(splits, len(ids), block_size, heads // splits, head_bytes, dtype=torch.uint8)
+    row_bytes = heads // splits * head_bytes
+    ops.split_heads(cache, ids * cache.stride(0), splits, block_size, row_bytes, out, 0, out[0].numel())
+    for decode, truth in zip(out, cache[ids].chunk(splits, dim=2), strict=True):
+        assert torch.equal(decode, truth)
+
+
+def test_offsets_past_4_gib() -> None:
+    """The buffers are never touched outside of a few pages, so they cost address space, not memory."""
+    far, row = 4 * GIB + 4096, 64
+    big, other = (torch.empty(far + 4096, dtype=torch.uint8) for _ in range(2))
+    small = torch.zeros(2 * row, dtype=torch.uint8)
+    near_row, far_row = random_tensor((2, row))
+    big[:row], big[far : far + row] = near_row, far_row
+
+    ops.gather_slices(big, torch.tensor([far, 0]), 1, row, small, 0, 0)
+    assert torch.equal(small, torch.cat([far_row, near_row]))
+    ops.gather_slices(small, torch.tensor([0]), 2, row, other, 0, far)
+    assert torch.equal(other[far : far + row], near_row)
+    ops.split_heads(small, torch.tensor([0]), 1, 2, row, other, far, 0)
+    assert torch.equal(other[far : far + 2 * row], small)
+    ops.interleave_heads(big, 0, far, small, 0, 2, 1, row)
+    assert torch.equal(small, torch.cat([near_row, far_row]))
+
+
+GATHER: dict[str, Any] = {
+    "cache": torch.zeros(4, 64, dtype=torch.uint8),
+    "unit_offsets": torch.tensor([0, 192]),
+    "splits": 2,
+    "slice_bytes": 32,
+    "out": torch.zeros(128, dtype=torch.uint8),
+    "out_offset": 0,
+    "out_split_stride": 64,
+}
+SPLIT: dict[str, Any] = {k: v for k, v in GATHER.items() if k != "slice_bytes"} | {"tokens": 4, "row_bytes": 8}
+INTERLEAVE: dict[str, Any] = {
+    "src": torch.zeros(128, dtype=torch.uint8),
+    "src_offset": 0,
+    "src_rank_stride": 64,
+    "out": torch.zeros(128, dtype=torch.uint8),
+    "out_offset": 0,
+    "ranks": 2,
+    "tokens": 8,
+    "row_bytes": 8,
+}
+SHARED = torch.zeros(256, dtype=torch.uint8)
+OVERLAP = {"out": SHARED[63:191]}
+STRIDED = torch.zeros(256, dtype=torch.uint8)[::2]
+HUGE = 2**62
+
+# Of gather_slices and split_heads: their cache, units and sections are the same 4 * 64 and 2 * 64 bytes.
+SPLIT_ERRORS = [
+    ({"splits": 0}, "splits is 0, must be at least 1"),
+    ({"out_offset": -1}, "out_offset is -1, must be at least 0"),
+    ({"out_offset": 1}, r"end of the last split in out is 129, must be at most 128 \(bytes of out\)"),
+    ({"out_offset": HUGE, "out_split_stride": HUGE}, "end of the last split in out is 9223372036854775807"),
+    ({"out_split_stride": -1}, "out_split_stride is -1, must be at least 0"),
+    ({"out_split_stride": 63}, "out_split_stride is 63, must be at least 64"),
+    ({"out_split_stride": 65}, "end of the last split in out is 129"),
+    ({"unit_offsets": torch.tensor([0, -1])}, r"unit_offsets\[1\] is -1, must be at least 0"),
+    ({"unit_offsets": torch.tensor([193, 0])}, r"unit_offsets\[0\] is 193, must be at most 192 "),
+    ({"unit_offsets": torch.tensor([0, 2**63 - 1])}, r"unit_offsets\[1\] is 9223372036854775807"),
+    ({"unit_offsets": torch.tensor([0, 1], dtype=torch.int32)}, "1-d tensor of Int, must be 1-d of Long"),
+    ({"unit_offsets": torch.tensor([[0, 1]])}, "2-d tensor of Long, must be 1-d of Long"),
+    ({"unit_offsets": torch.arange(4)[::2]}, r"unit_offsets has shape \[2\] and strides \[2\]"),
+    ({"cache": torch.zeros(63, dtype=torch.uint8)}, r"a unit's size is 64, must be at most 63"),
+    ({"cache": torch.zeros(0, dtype=torch.uint8)}, r"a unit's size is 64, must be at most 0"),
+    ({"out": STRIDED}, r"out has shape \[128\] and strides \[2\], must be contiguous"),
+    ({"cache": SHARED[:64]} | OVERLAP, r"out \(128 bytes\) overlaps cache \(64 bytes\)"),
+    ({"unit_offsets": SHARED[:16].view(torch.int64), "out": SHARED[8:136]}, "overlaps unit_offsets"),
+]
+ERRORS = [
+    *[("gather_slices", GATHER, bad, message) for bad, message in SPLIT_ERRORS],
+    ("gather_slices", GATHER, {"slice_bytes": 0}, "slice_bytes is 0, must be at least 1"),
+    ("gather_slices", GATHER, {"slice_bytes": HUGE}, "out_split_stride is 64, must be at least"),
+    *[("split_heads", SPLIT, bad, message) for bad, message in SPLIT_ERRORS],
+    ("split_heads", SPLIT, {"tokens": -1}, "tokens is -1, must be at least 0"),
+    ("split_heads", SPLIT, {"row_bytes": 0}, "row_bytes is 0, must be at least 1"),
+    ("split_heads", SPLIT, {"tokens": HUGE, "row_bytes": HUGE}, "out_split_stride is 64, must be at least"),
+    *[
+        ("interleave_heads", INTERLEAVE, bad, message)
+        for bad, message in [
+            ({"src_offset": -1}, "src_offset is -1, must be at least 0"),
+            ({"src_offset": 1}, r"end of the last rank in src is 129, must be at most 128 \(bytes of src\)"),
+            ({"src_rank_stride": -1}, "src_rank_stride is -1, must be at least 0"),
+            ({"src_rank_stride": 63}, "src_rank_stride is 63, must be at least 64"),
+            ({"src_rank_stride": HUGE, "ranks": 8}, "end of the last rank in src is 9223372036854775807"),
+            ({"out_offset": -1}, "out_offset is -1, must be at least 0"),
+            ({"out_offset": 1}, r"end of the last token in out is 129, must be at most 128 \(bytes of out\)"),
+            ({"ranks": 0}, "ranks is 0, must be at least 1"),
+            ({"tokens": -1}, "tokens is -1, must be at least 0"),
+            ({"row_bytes": 0}, "row_bytes is 0, must be at least 1"),
+            ({"tokens": HUGE, "row_bytes": HUGE}, "src_rank_stride is 64, must be at least"),
+            ({"src": STRIDED}, r"src has shape \[128\] and strides \[2\], must be contiguous"),
+            ({"out": STRIDED}, r"out has shape \[128\] and strides \[2\], must be contiguous"),
+            ({"src": SHARED[:128]} | OVERLAP, r"out \(128 bytes\) overlaps src \(128 bytes\)"),
+        ]
+    ],
+]
+
+
+@pytest.mark.parametrize(("op", "good", "bad", "message"), ERRORS)
+def test_bad_arguments(op: str, good: dict[str, Any], bad: dict[str, Any], message: str) -> None:
+    getattr(ops, op)(**good)
+    out = (good | bad)["out"].fill_(7)
+    with pytest.raises(ValueError, match=f"^{op}: .*{message}"):
+        getattr(ops, op)(**good | bad)
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("op", "good", "empty"),
+    [
+        ("gather_slices", GATHER, {"unit_offsets": torch.tensor([], dtype=torch.int64)}),
+        ("split_heads", SPLIT, {"unit_offsets": torch.tensor([], dtype=torch.int64)}),
+        ("split_heads", SPLIT, {"tokens": 0}),
+        ("interleave_heads", INTERLEAVE, {"tokens": 0}),
+    ],
+)
+def test_nothing_to_copy(op: str, good: dict[str, Any], empty: dict[str, Any]) -> None:
+    getattr(ops, op)(**good | empty | {"out": torch.empty(0)})
+
+
+def test_a_unit_may_end_where_a_strided_cache_ends() -> None:
+    cache = random_tensor((4, 2, 64))[:, 0]  # 64 bytes every 128: addressable to 3 * 128 + 64
+    out = torch.zeros(64, dtype=torch.uint8)
+    ops.gather_slices(cache, torch.tensor([384]), 1, 64, out, 0, 0)
+    assert torch.equal(out, cache[3])
+    with pytest.raises(ValueError, match=r"unit_offsets\[0\] is 385, must be at most 384"):
+        ops.gather_slices(cache, torch.tensor([385]), 1, 64, out, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("op", "kwargs"), [("gather_slices", GATHER), ("split_heads", SPLIT), ("interleave_heads", INTERLEAVE)]
+)
+def test_ops_trace(op: str, kwargs: dict[str, Any]) -> None:
+    torch.library.opcheck(getattr(torch.ops.vllm_ascend_pd, op).default, (), kwargs)
+
+
+def ticks_during(call: Callable[[], object]) -> int:
+    """How often another Python thread ran during a call that gives up the GIL only if it means to."""
+    ticks: list[float] = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # nobody is forced to hand over the GIL
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    try:
+        start = time.perf_counter()
+        call()
+        end = time.perf_counter()
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        ticker.join()
+    return sum(start < at < end for at in ticks)
+
+
+def test_ops_release_the_gil() -> None:
+    """The connector runs them on a side thread while the model computes."""
+    size = 256 << 20
+    src, out = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
+    holding_it = ctypes.PyDLL(None).memmove
+    holding_it.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    assert ticks_during(lambda: holding_it(out.data_ptr(), src.data_ptr(), size)) == 0
+    offsets, half = torch.tensor([0]), size // 2
+    assert ticks_during(lambda: ops.gather_slices(src, offsets, 2, half, out, 0, half)) > 0
+    assert ticks_during(lambda: ops.split_heads(src, offsets, 2, 1, half, out, 0, half)) > 0
+    assert ticks_during(lambda: ops.interleave_heads(src, 0, half, out, 0, 2, half // 256, 256)) > 0
+
+
+def test_a_missing_build_says_how_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vllm_ascend_pd.ops")
+    monkeypatch.setitem(sys.modules, "vllm_ascend_pd._C", None)
+    with pytest.raises(ImportError, match="pip install --no-build-isolation"):
+        importlib.import_module("vllm_ascend_pd.ops")

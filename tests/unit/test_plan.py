@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Executing the plan gives decode exactly the cache that a single engine would have, in as few copies as can be."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulate import Case, Engine, Model, Request, simulate
+
+from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order
+from vllm_ascend_pd.core.plan import (
+    Regroup,
+    Target,
+    concatenate,
+    descriptors,
+    make_route,
+    merge,
+    staged_units,
+    unit_offsets,
+)
+from vllm_ascend_pd.core.topology import TopologyError, regroup_groups, writers_to
+
+MAX_HEADS = 8
+MAX_TP = 8
+
+
+def sizes(heads: int) -> list[int]:
+    """The tensor-parallel sizes that `heads` KV heads allow."""
+    return [tp for tp in range(1, MAX_TP + 1) if tp % heads == 0 or heads % tp == 0]
+
+
+def all_sizes() -> Iterator[tuple[int, int, int]]:
+    """(heads, prefill TP, decode TP), every one that can be."""
+    for heads in range(1, MAX_HEADS + 1):
+        for p_tp in sizes(heads):
+            for d_tp in sizes(heads):
+                yield heads, p_tp, d_tp
+
+
+def run(case: Case) -> tuple[int, ...]:
+    """Simulates `case`; checks who wrote against the topology. Returns the numbers of copies."""
+    result = simulate(case)
+    p_tp, d_tp, heads = case.prefill.tp, case.decode.tp, case.model.heads
+    for i, request in enumerate(case.requests):
+        for d_rank in range(d_tp):
+            wrote = result.writers.get((i, d_rank), set())
+            nothing_to_send = request.cached == request.num_tokens
+            assert wrote == (set() if nothing_to_send else {*writers_to(d_rank, d_tp, p_tp, heads, request.salt)})
+    return result.copies
+
+
+# --- named configurations ------------------------------------------------------------------------------------
+
+SCATTERED = Request(num_tokens=11, p_blocks=(5, 2, 3), d_blocks=(1, 6, 4), salt=5)
+CHUNKED = dataclasses.replace(SCATTERED, steps=(3, 4, 9))
+PREFIX_CACHED_ON_D = dataclasses.replace(SCATTERED, cached=4, steps=(6,))
+ALL_CACHED_ON_D = Request(num_tokens=8, p_blocks=(0, 1), d_blocks=(0, 2), cached=8)
+OTHER = Request(num_tokens=7, p_blocks=(0, 1), d_blocks=(3, 0), salt=2, steps=(7,))
+# Prefill has the same prompt prefix in the same blocks; decode keeps its own copy.
+SAME_PREFIX = Request(num_tokens=10, p_blocks=(5, 2, 7), d_blocks=(2, 5, 7), salt=6)
+
+FINER_BLOCKS_ON_P = Request(11, p_blocks=(5, 2, 3, 8, 0, 7), d_blocks=(1, 6, 4), cached=4, steps=(6,))
+FINER_BLOCKS_ON_D = Request(11, p_blocks=(1, 6, 4), d_blocks=(5, 2, 3, 8, 0, 7), cached=4, steps=(6,))
+
+ONE_LAYER = Engine(tp=1, block_size=4, num_blocks=8)
+K_AND_V = (3, 5)
+
+
+def case(
+    heads: int,
+    p_tp: int,
+    d_tp: int,
+    *requests: Request,
+    part_bytes: tuple[int, ...] = K_AND_V,
+    order: Order = Order.TOKEN_MAJOR,
+    prefill: Engine = ONE_LAYER,
+    decode: Engine = ONE_LAYER,
+) -> Case:
+    return Case(
+        Model(heads, part_bytes, order),
+        dataclasses.replace(prefill, tp=p_tp),
+        dataclasses.replace(decode, tp=d_tp),
+        requests,
+    )
+
+
+FOUR_LAYERS_IN_TWO_STAGES = dataclasses.replace(ONE_LAYER, stages=((0, 1), (2, 3)))
+FOUR_LAYERS_UNEVENLY = dataclasses.replace(ONE_LAYER, stages=((0,), (1, 2), (3,)))
+
+NAMED = {
+    "TP1_TO_TP1": case(2, 1, 1, SCATTERED),
+    "TP2_TO_TP1": case(2, 2, 1, SCATTERED, OTHER),
+    "TP4_TO_TP1": case(4, 4, 1, SCATTERED, OTHER),
+    "TP1_TO_TP4": case(4, 1, 4, SCATTERED, OTHER),
+    "TP3_TO_TP2_OF_6_HEADS": case(6, 3, 2, SCATTERED),
+    "TP2_TO_TP3_OF_6_HEADS": case(6, 2, 3, SCATTERED),
+    "REPLICATED_ON_P": case(2, 8, 1, SCATTERED, OTHER),
+    "REPLICATED_ON_D": case(2, 1, 8, SCATTERED, OTHER),
+    "REPLICATED_ON_BOTH": case(2, 4, 8, SCATTERED, OTHER),
+    "MLA_TP4_TO_TP2": case(1, 4, 2, SCATTERED, OTHER, part_bytes=(16, 2)),
+    "HEAD_MAJOR_TP4_TO_TP2": case(4, 4, 2, SCATTERED, part_bytes=(8,), order=Order.HEAD_MAJOR),
+    "HEAD_MAJOR_TP2_TO_TP3": case(6, 2, 3, SCATTERED, part_bytes=(8,), order=Order.HEAD_MAJOR),
+    "CHUNKED_PREFILL": case(2, 2, 1, CHUNKED),
+    "CHUNKED_AND_WHOLE": case(4, 1, 2, CHUNKED, OTHER),
+    "PREFIX_CACHED_ON_D": case(2, 2, 1, PREFIX_CACHED_ON_D, OTHER),
+    "ALL_CACHED_ON_D": case(2, 2, 1, ALL_CACHED_ON_D),
+    "SHARED_PREFIX_BLOCKS_ON_P": case(2, 1, 1, SCATTERED, SAME_PREFIX),
+    "BLOCK_STRIDE_LARGER": case(
+        2, 2, 1, SCATTERED, prefill=dataclasses.replace(ONE_LAYER, gap=7), decode=dataclasses.replace(ONE_LAYER, gap=2)
+    ),
+    "PP2_TO_PP3": case(2, 1, 2, SCATTERED, prefill=FOUR_LAYERS_IN_TWO_STAGES, decode=FOUR_LAYERS_UNEVENLY),
+    "D_BLOCK_LARGER": case(2, 2, 1, FINER_BLOCKS_ON_P, prefill=Engine(tp=1, block_size=2, num_blocks=9)),
+    "P_BLOCK_LARGER": case(4, 1, 2, FINER_BLOCKS_ON_D, decode=Engine(tp=1, block_size=2, num_blocks=9)),
+    "RATIO_ABOVE_BLOCK_SIZE": case(8, 8, 1, SCATTERED, part_bytes=(2,)),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_configuration(name):
+    run(NAMED[name])
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("heads", range(1, MAX_HEADS + 1))
+def test_every_combination_of_sizes(heads, order):
+    for p_tp in sizes(heads):
+        for d_tp in sizes(heads):
+            for salt in range(max(1, p_tp // heads)):
+                request = dataclasses.replace(CHUNKED, salt=salt)
+                run(case(heads, p_tp, d_tp, request, part_bytes=(2,), order=order))
+
+
+# --- any configuration ---------------------------------------------------------------------------------------
+
+
+def stages(draw: st.DrawFn, layers: int) -> tuple[tuple[int, ...], ...]:
+    """Layers 0..layers-1 cut into pipeline stages."""
+    cuts = sorted(draw(st.sets(st.integers(1, layers - 1)))) if layers > 1 else []
+    return tuple(tuple(range(a, b)) for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
+
+
+def block_ids(rng: np.random.Generator, count: int, num_blocks: int, scattered: bool) -> list[int]:
+    """Distinct ids: in any order, or mostly neighbours as an idle engine hands them out."""
+    if scattered:
+        return rng.permutation(num_blocks)[:count].tolist()
+    first = int(rng.integers(0, num_blocks - count + 1))
+    return list(range(first, first + count))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    heads = draw(st.integers(1, MAX_HEADS))
+    order = draw(st.sampled_from(Order))
+    layers = draw(st.integers(1, 3))
+    parts = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
+    p_block = d_block = draw(st.integers(1, 6))
+    if order is Order.TOKEN_MAJOR:
+        factor = draw(st.integers(1, 3))
+        p_block, d_block = draw(st.sampled_from([(p_block * factor, d_block), (p_block, d_block * factor)]))
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=3))
+    p_needs, d_needs = ([-(-n // size) for n in lengths] for size in (p_block, d_block))
+    p_spare, d_spare = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    scattered = draw(st.booleans())
+    p_ids = block_ids(rng, sum(p_needs), sum(p_needs) + p_spare, scattered)
+    d_ids = block_ids(rng, sum(d_needs), sum(d_needs) + d_spare, scattered)
+    shares_prefix = draw(st.booleans())
+    requests: list[Request] = []
+    for num_tokens, p_need, d_need in zip(lengths, p_needs, d_needs, strict=True):
+        p_blocks, p_ids = p_ids[:p_need], p_ids[p_need:]
+        d_blocks, d_ids = d_ids[:d_need], d_ids[d_need:]
+        if shares_prefix and requests:
+            # Only blocks that both prompts fill can be shared.
+            shared = min(num_tokens, requests[0].num_tokens) // p_block
+            p_blocks[:shared] = requests[0].p_blocks[:shared]
+        requests.append(
+            Request(
+                num_tokens,
+                tuple(p_blocks),
+                tuple(d_blocks),
+                cached=draw(st.integers(0, num_tokens // d_block)) * d_block,
+                salt=draw(st.integers(0, 2**32 - 1)),
+                steps=tuple(sorted(draw(st.sets(st.integers(1, num_tokens), max_size=3)))),
+            )
+        )
+    return Case(
+        Model(heads, parts, order),
+        Engine(
+            draw(st.sampled_from(sizes(heads))),
+            p_block,
+            sum(p_needs) + p_spare,
+            stages(draw, layers),
+            draw(st.sampled_from([0, 0, 1, 5])),
+        ),
+        Engine(
+            draw(st.sampled_from(sizes(heads))),
+            d_block,
+            sum(d_needs) + d_spare,
+            stages(draw, layers),
+            draw(st.sampled_from([0, 0, 1, 5])),
+        ),
+        tuple(requests),
+        seed,
+    )
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_any_configuration(case):
+    run(case)
+
+
+# --- how few copies ------------------------------------------------------------------------------------------
+
+THREE_BLOCKS = Request(12, p_blocks=(2, 5, 1), d_blocks=(7, 0, 3))
+THREE_NEIGHBOURS = Request(12, p_blocks=(2, 3, 4), d_blocks=(5, 6, 7))
+
+
+@pytest.mark.parametrize(
+    ("heads", "p_tp", "d_tp", "order", "scattered", "neighbours"),
+    [
+        pytest.param(2, 1, 1, Order.TOKEN_MAJOR, 3, 1, id="same heads"),
+        pytest.param(2, 2, 1, Order.HEAD_MAJOR, 3, 3, id="head-major"),
+        pytest.param(2, 2, 1, Order.TOKEN_MAJOR, 3, 3, id="gather"),
+        pytest.param(2, 1, 2, Order.TOKEN_MAJOR, 3, 1, id="split"),
+        pytest.param(6, 3, 2, Order.TOKEN_MAJOR, 12, 12, id="ratio does not divide"),
+        pytest.param(1, 4, 2, Order.TOKEN_MAJOR, 3, 1, id="MLA"),
+    ],
+)
+def test_copies_per_tensor_and_decode_rank(heads, p_tp, d_tp, order, scattered, neighbours):
+    for request, expected in ((THREE_BLOCKS, scattered), (THREE_NEIGHBOURS, neighbours)):
+        copies = run(case(heads, p_tp, d_tp, request, part_bytes=(2,), order=order))
+        assert {*copies} - {0} == {expected}
+
+
+def fewest(pairs: list[tuple[int, int]], nbytes: int) -> int:
+    """How many maximal runs the byte-by-byte copies form: no list of copies can be shorter."""
+    source_of = {dst + i: src + i for src, dst in pairs for i in range(nbytes)}
+    return sum(source_of.get(dst - 1, -2) != src - 1 for dst, src in source_of.items())
+
+
+def byte_copies(pairs: Iterator[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    return sorted((src + i, dst + i) for src, dst, nbytes in pairs for i in range(nbytes))
+
+
+@given(
+    st.integers(1, 4),
+    st.lists(st.integers(0, 8), max_size=12),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
+def test_merge_is_minimal(nbytes, sources, random, aligned):
+    """Sources may repeat (two requests share a prefix in prefill's cache), destinations never do."""
+    places = random.sample(range(2 * len(sources)), len(sources))
+    if random.random() < 0.5:
+        places.sort()
+    dst = [place * nbytes if aligned else place * (nbytes + 1) for place in places]
+    pairs = list(zip([source * nbytes for source in sources], dst, strict=True))
+    merged = (
+        merge(*(np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True)), nbytes)
+        if pairs
+        else (merge(concatenate([]), concatenate([]), nbytes))
+    )
+    assert byte_copies(zip(merged.src, merged.dst, merged.nbytes, strict=True)) == byte_copies(
+        (src, dst, nbytes) for src, dst in pairs
+    )
+    assert len(merged.src) == fewest(pairs, nbytes)
+    assert merged.total_bytes == len(pairs) * nbytes
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [([0, 8, 0, 8], [0, 8, 100, 108]), ([0, 0, 8, 8], [0, 100, 8, 108]), ([8, 8, 0, 0], [108, 8, 0, 100])],
+)
+def test_merge_of_a_prefix_that_two_requests_share(src, dst):
+    merged = merge(np.array(src), np.array(dst), 8)
+    assert sorted(zip(merged.src, merged.dst, merged.nbytes, strict=True)) == [(0, 0, 16), (0, 100, 16)]
+
+
+# --- routes --------------------------------------------------------------------------------------------------
+
+
+def geometry(heads: int, total: int, *, block_size: int = 4, order: Order = Order.TOKEN_MAJOR) -> Geometry:
+    return Geometry(
+        group=0,
+        order=order,
+        dtype="uint8",
+        block_size=block_size,
+        block_stride=block_size * heads * 2,
+        heads=heads,
+        total_heads=total,
+        head_bytes=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "p_tp", "d_tp", "order", "regroup", "planes", "ranks"),
+    [
+        (4, 2, 2, Order.TOKEN_MAJOR, Regroup.NONE, 1, ()),
+        (4, 4, 2, Order.TOKEN_MAJOR, Regroup.GATHER, 1, (0, 1)),
+        (4, 4, 1, Order.TOKEN_MAJOR, Regroup.GATHER, 1, (0, 1, 2, 3)),
+        (2, 4, 1, Order.TOKEN_MAJOR, Regroup.GATHER, 1, (0, 2)),
+        (4, 2, 4, Order.TOKEN_MAJOR, Regroup.SPLIT, 2, ()),
+        (4, 2, 8, Order.TOKEN_MAJOR, Regroup.SPLIT, 2, ()),
+        (6, 3, 2, Order.TOKEN_MAJOR, Regroup.NONE, 1, ()),
+        (8, 8, 1, Order.TOKEN_MAJOR, Regroup.NONE, 1, ()),  # 8 slices of a block of 4 tokens: none
+        (1, 4, 2, Order.TOKEN_MAJOR, Regroup.NONE, 1, ()),
+        (4, 4, 2, Order.HEAD_MAJOR, Regroup.NONE, 1, ()),
+        (4, 2, 4, Order.HEAD_MAJOR, Regroup.NONE, 1, ()),
+    ],
+)
+def test_what_rank_0_does(heads, p_tp, d_tp, order, regroup, planes, ranks):
+    route = make_route(geometry(max(1, heads // p_tp), heads, order=order), 0, p_tp, d_tp, 4)
+    assert (route.regroup, route.planes, route.ranks) == (regroup, planes, ranks)
+
+
+@pytest.mark.parametrize("order", Order)
+def test_equal_heads_travel_as_whole_units(order):
+    assert make_route(geometry(2, 4, order=order), 1, 2, 2, 4).targets == (Target(tp_rank=1, nbytes=16),)
+
+
+def test_every_exchange_has_its_process_group():
+    for heads, p_tp, d_tp in all_sizes():
+        groups = regroup_groups(p_tp, heads)
+        for rank in range(p_tp):
+            # Blocks of 840 tokens: every ratio up to 8 divides them, so every exchange that can be, is.
+            own = geometry(max(1, heads // p_tp), heads, block_size=840)
+            route = make_route(own, rank, p_tp, d_tp, 840)
+            if route.regroup is Regroup.GATHER:
+                assert route.ranks in groups
+                assert route.ranks[route.index] == rank
+
+
+def test_writers_are_those_whose_routes_lead_to_the_rank():
+    for heads, p_tp, d_tp in all_sizes():
+        for order in Order:
+            own = geometry(max(1, heads // p_tp), heads, order=order)
+            routes = [make_route(own, rank, p_tp, d_tp, 4) for rank in range(p_tp)]
+            for salt in range(p_tp + 1):
+                for d_rank in range(d_tp):
+                    lead_there = tuple(
+                        rank
+                        for rank, route in enumerate(routes)
+                        if route.serves(salt) and any(t.tp_rank == d_rank for t in route.targets)
+                    )
+                    assert writers_to(d_rank, d_tp, p_tp, heads, salt) == lead_there
+
+
+def test_replicas_share_the_requests():
+    routes = [make_route(geometry(1, 2), rank, 8, 1, 4) for rank in range(8)]
+    served = [[salt for salt in range(8) if route.serves(salt)] for route in routes]
+    assert served == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
+
+
+def test_head_major_needs_equal_block_sizes():
+    with pytest.raises(LayoutError, match="both sides need the same block size"):
+        make_route(geometry(2, 2, block_size=4, order=Order.HEAD_MAJOR), 0, 1, 1, 8)
+
+
+@pytest.mark.parametrize(("p_block", "d_block"), [(4, 6), (6, 4)])
+def test_block_sizes_must_be_multiples(p_block, d_block):
+    with pytest.raises(LayoutError, match="one must be a multiple of the other"):
+        make_route(geometry(2, 2, block_size=p_block), 0, 1, 1, d_block)
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 4), (4, 1)])
+def test_sizes_that_heads_do_not_allow(p_tp, d_tp):
+    with pytest.raises(TopologyError):
+        make_route(geometry(6, 6), 0, p_tp, d_tp, 4)
+
+
+# --- offsets -------------------------------------------------------------------------------------------------
+
+STRIDED = Geometry(
+    group=0,
+    order=Order.TOKEN_MAJOR,
+    dtype="uint8",
+    block_size=4,
+    block_stride=100,
+    heads=2,
+    total_heads=2,
+    head_bytes=10,
+)
+
+
+@pytest.mark.parametrize(
+    ("first_block", "unit", "start", "stop", "expected"),
+    [
+        (0, 4, 0, 12, [700, 100, 300]),
+        (0, 4, 4, 12, [100, 300]),
+        (0, 4, 4, 5, [100]),
+        (0, 4, 8, 8, []),
+        (5, 4, 20, 32, [700, 100, 300]),
+        (0, 2, 0, 8, [700, 740, 100, 140]),
+        (0, 2, 2, 7, [740, 100, 140]),
+        (5, 2, 22, 25, [740, 100]),
+    ],
+)
+def test_unit_offsets(first_block, unit, start, stop, expected):
+    blocks = np.array([7, 1, 3])
+    assert unit_offsets(blocks, first_block, STRIDED, unit, start, stop).tolist() == expected
+
+
+def test_units_begin_on_their_boundary():
+    with pytest.raises(ValueError, match="token 3 is not on the boundary of a unit of 2 tokens"):
+        unit_offsets(np.array([0]), 0, STRIDED, 2, 3, 4)
+
+
+def test_units_beyond_the_blocks():
+    with pytest.raises(IndexError):
+        unit_offsets(np.array([0]), 0, STRIDED, 4, 0, 5)
+
+
+def test_strided_target():
+    target = Target(0, nbytes=3, src_offset=1, dst_offset=2, rows=2, src_pitch=10, dst_pitch=20)
+    copies = descriptors(target, np.array([0, 100]), np.array([500, 1000]))
+    assert copies.src.tolist() == [1, 11, 101, 111]
+    assert copies.dst.tolist() == [502, 522, 1002, 1022]
+    assert copies.nbytes.tolist() == [3, 3, 3, 3]
+
+
+def test_staged_units_of_a_plane():
+    route = make_route(geometry(2, 2), 0, 1, 2, 4)
+    assert (route.staged_bytes, route.planes) == (8, 2)
+    assert staged_units(route, 1, capacity=5, count=2).tolist() == [40, 48]

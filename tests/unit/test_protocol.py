@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every message survives the wire; nothing that arrives there raises anything but ProtocolError."""
+
+import typing
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
+from vllm_ascend_pd.core.protocol import (
+    MAX_DESCRIPTION_BYTES,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Acknowledged,
+    Describe,
+    EngineDescription,
+    Granted,
+    GrantRequest,
+    Message,
+    Problem,
+    ProtocolError,
+    RankDescription,
+    Refused,
+    Report,
+    Revoke,
+    Writer,
+    decode,
+    encode,
+)
+
+WRITER = Writer("prefill-0", 1, 3)
+CACHES = RankCaches(
+    (Geometry(0, Order.TOKEN_MAJOR, "bfloat16", 128, 32768, 2, 8, 128),),
+    (CacheTensor("model.layers.0.attn", 0, 2**47, 1000, 0), CacheTensor("model.layers.0.attn", 1, 2**48, 1000, 0)),
+)
+EXAMPLES = [
+    Describe("decode-0"),
+    EngineDescription(
+        "decode-0", "llama", 1, 1, (RankDescription(0, 0, "tcp://10.0.0.1:5555", "10.0.0.1:7777", CACHES),)
+    ),
+    GrantRequest("0" * 32, 0, "f" * 32, WRITER, 4, (0, 1, 2)),
+    Granted(10.0),
+    Refused("the ticket is not known", retry=True),
+    Report("0" * 32, 0, WRITER, None, num_bytes=2**40, bytes_before_end=2**39),
+    Report("0" * 32, 1, WRITER, "the transfer engine failed"),
+    Acknowledged(),
+    Revoke("0" * 32, "the request was aborted"),
+    Problem("malformed message"),
+]
+
+
+def body(message: object) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def frame(body: bytes, version: int = PROTOCOL_VERSION, seq: int = 0) -> bytes:
+    return msgspec.msgpack.encode((version, seq, msgspec.Raw(body)))
+
+
+def test_the_examples_are_all_messages():
+    assert {type(message) for message in EXAMPLES} == set(typing.get_args(Message))
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("seq", [0, 1, 2**63 - 1])
+def test_round_trip(message, seq):
+    assert decode(encode(seq, message)) == (seq, message)
+
+
+TEXT = st.text()
+INTS = st.integers(-(2**63), 2**63 - 1)
+WRITERS = st.builds(Writer, TEXT, INTS, INTS)
+GEOMETRIES = st.builds(Geometry, INTS, st.sampled_from(Order), TEXT, INTS, INTS, INTS, INTS, INTS)
+TENSORS = st.builds(CacheTensor, TEXT, INTS, INTS, INTS, INTS)
+
+
+def tuples(elements: st.SearchStrategy, max_size: int = 3) -> st.SearchStrategy:
+    return st.lists(elements, max_size=max_size).map(tuple)
+
+
+RANKS = st.builds(RankDescription, INTS, INTS, TEXT, TEXT, st.builds(RankCaches, tuples(GEOMETRIES), tuples(TENSORS)))
+MESSAGES = st.one_of(
+    st.builds(Describe, TEXT),
+    st.builds(EngineDescription, TEXT, TEXT, INTS, INTS, tuples(RANKS)),
+    st.builds(GrantRequest, TEXT, INTS, TEXT, WRITERS, INTS, tuples(INTS, max_size=20)),
+    st.builds(Granted, st.floats(allow_nan=False)),
+    st.builds(Refused, TEXT, st.booleans()),
+    st.builds(Report, TEXT, INTS, WRITERS, st.none() | TEXT, INTS, INTS),
+    st.builds(Acknowledged),
+    st.builds(Revoke, TEXT, TEXT),
+    st.builds(Problem, TEXT),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**63 - 1), MESSAGES)
+def test_any_message_makes_the_round_trip(seq, message):
+    assert decode(encode(seq, message)) == (seq, message)
+
+
+# --- what a peer may get wrong -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [0, PROTOCOL_VERSION + 1, -1, 2**63])
+def test_another_version_is_named(version):
+    with pytest.raises(ProtocolError, match=f"protocol version {version}, this side speaks {PROTOCOL_VERSION}"):
+        decode(frame(body(Acknowledged()), version))
+
+
+def test_another_version_may_have_bodies_unknown_here():
+    with pytest.raises(ProtocolError, match="protocol version 2"):
+        decode(frame(body({"type": "Greeting"}), version=2))
+
+
+GRANT_REQUEST = msgspec.to_builtins(EXAMPLES[2])
+REPORT = msgspec.to_builtins(EXAMPLES[5])
+DESCRIPTION = msgspec.to_builtins(EXAMPLES[1])
+
+
+def altered(message: dict, **fields: object) -> bytes:
+    return body({**message, **fields})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(altered(GRANT_REQUEST, ticket_id=1), id="int for str"),
+        pytest.param(altered(GRANT_REQUEST, attempt="0"), id="str for int"),
+        pytest.param(altered(GRANT_REQUEST, attempt=True), id="bool for int"),
+        pytest.param(altered(GRANT_REQUEST, attempt=0.5), id="float for int"),
+        pytest.param(altered(GRANT_REQUEST, digest=b"f"), id="bytes for str"),
+        pytest.param(altered(GRANT_REQUEST, covers=None), id="nil for array"),
+        pytest.param(altered(GRANT_REQUEST, covers=["0"]), id="array of str"),
+        pytest.param(altered(GRANT_REQUEST, writer=["prefill-0", 1]), id="writer without tp_rank"),
+        pytest.param(altered(GRANT_REQUEST, writer={"engine_id": "e"}), id="writer as a map"),
+        pytest.param(altered(REPORT, reason=0), id="int for optional str"),
+        pytest.param(altered(REPORT, num_bytes=None), id="nil for int"),
+        pytest.param(altered(DESCRIPTION, ranks=[{}]), id="empty rank"),
+        pytest.param(body({"type": "Refused", "reason": "", "retry": 1}), id="int for bool"),
+        pytest.param(body({"type": "Granted", "lease_s": "10"}), id="str for float"),
+        pytest.param(body({"type": "Granted"}), id="field missing"),
+        pytest.param(body({"type": "Greeting"}), id="unknown message"),
+        pytest.param(body({"type": 1}), id="message type not a name"),
+        pytest.param(body({}), id="no message type"),
+        pytest.param(body([]), id="array"),
+        pytest.param(body(None), id="nil"),
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"\xc1", id="byte that msgpack never uses"),
+        pytest.param(b"\x82\xa4type\xa8Describe\xa9engine_id\xa1\xff", id="str that is not UTF-8"),
+        pytest.param(b"\x82\xa4type\xa8Describe\xa9engine_id\xdb\xff\xff\xff\xff", id="str of 4 GiB"),
+        pytest.param(b"\x82\xa4type\xaaEngineDesc", id="cut off"),
+        pytest.param(b"\xdd\xff\xff\xff\xff", id="array of 4 Gi elements"),
+        pytest.param(b"\xdf\xff\xff\xff\xff", id="map of 4 Gi entries"),
+        pytest.param(b"\xd4\x01\x00", id="extension type"),
+    ],
+)
+def test_malformed_bodies(body):
+    with pytest.raises(ProtocolError, match="malformed message"):
+        decode(frame(body))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"\x90", id="empty array"),
+        pytest.param(b"\x92\x01\x00", id="no body"),
+        pytest.param(b"\x80", id="map"),
+        pytest.param(msgspec.msgpack.encode(("1", 0, {})), id="version not a number"),
+        pytest.param(msgspec.msgpack.encode((1, None, {})), id="seq not a number"),
+        pytest.param(encode(0, EXAMPLES[0]) + b"\x00", id="trailing byte"),
+        pytest.param(encode(0, EXAMPLES[0]) * 2, id="two frames"),
+        pytest.param(b"\xff" * 100, id="noise"),
+    ],
+)
+def test_malformed_frames(frame):
+    with pytest.raises(ProtocolError, match="malformed message"):
+        decode(frame)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_no_prefix_of_a_frame_is_a_message(message):
+    whole = encode(7, message)
+    for length in range(len(whole)):
+        with pytest.raises(ProtocolError):
+            decode(whole[:length])
+
+
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa0", b"\xdd\x00\x00\x00\x01"], ids=["array", "map", "array32"])
+@pytest.mark.parametrize(
+    "before",
+    [b"", b"\x93\x01\x00", b"\x93\x01\x00\x82\xa4type\xacAcknowledged\xa5extra"],
+    ids=["as frame", "as body", "as unknown field"],
+)
+def test_deep_nesting(before, opening):
+    depth = (MAX_MESSAGE_BYTES - len(before)) // len(opening)
+    for end in (b"", b"\xc0"):
+        with pytest.raises(ProtocolError, match="malformed message"):
+            decode(before + opening * depth + end)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=200))
+def test_noise_raises_nothing_but_protocol_error(noise):
+    for data in (noise, frame(noise), b"\x93\x01\x00" + noise):
+        _decode_or_protocol_error(data)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_damaged_messages_raise_nothing_but_protocol_error(message, data):
+    damaged = bytearray(encode(1, message))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(damaged) - 1))
+        damaged[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
+    _decode_or_protocol_error(bytes(damaged))
+
+
+def _decode_or_protocol_error(data: bytes) -> None:
+    try:
+        seq, message = decode(data)
+    except ProtocolError:
+        return
+    assert isinstance(seq, int)
+    assert isinstance(message, typing.get_args(Message))
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------
+
+
+def test_large_engines_stay_within_the_bounds():
+    """64 ranks of 61 layers with K and V: still far from what a listener accepts."""
+    layers = tuple(
+        CacheTensor(f"model.layers.{n}.self_attn.attn", part, 2**47, 100_000, 0) for n in range(61) for part in (0, 1)
+    )
+    caches = RankCaches(CACHES.geometries, layers)
+    ranks = tuple(RankDescription(0, n, "tcp://10.0.0.1:55555", "10.0.0.1:55555", caches) for n in range(64))
+    assert len(encode(0, EngineDescription("decode-0", "large", 64, 1, ranks))) < MAX_DESCRIPTION_BYTES / 4
+    request = GrantRequest("0" * 32, 0, "f" * 32, WRITER, 64, tuple(range(10_000)))
+    assert len(encode(0, request)) < 1024 + 5 * len(request.covers) < MAX_MESSAGE_BYTES

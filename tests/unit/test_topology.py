@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who owns which heads, and who writes to whom, for every size that vLLM allows."""
+
+import pytest
+
+from vllm_ascend_pd.core.topology import (
+    TopologyError,
+    holders,
+    owned_heads,
+    regroup_groups,
+    replicas,
+    writers_to,
+)
+
+MAX = 16
+FITTING = [(tp, heads) for tp in range(1, MAX + 1) for heads in range(1, MAX + 1) if tp % heads == 0 or heads % tp == 0]
+NOT_FITTING = [pair for pair in ((tp, heads) for tp in range(1, MAX) for heads in range(1, MAX)) if pair not in FITTING]
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads", "owned"),
+    [
+        (1, 4, [[0, 1, 2, 3]]),
+        (2, 4, [[0, 1], [2, 3]]),
+        (3, 6, [[0, 1], [2, 3], [4, 5]]),
+        (4, 4, [[0], [1], [2], [3]]),
+        (4, 2, [[0], [0], [1], [1]]),
+        (3, 1, [[0], [0], [0]]),
+    ],
+)
+def test_owned_heads(tp, heads, owned):
+    assert [list(owned_heads(rank, tp, heads)) for rank in range(tp)] == owned
+
+
+@pytest.mark.parametrize(("tp", "heads"), FITTING)
+def test_heads_are_dealt_out_as_in_vllm(tp, heads):
+    """vLLM: max(1, heads // tp) heads a rank; of replicated heads, rank r loads shard r // (tp // heads)."""
+    for rank in range(tp):
+        owned = owned_heads(rank, tp, heads)
+        assert len(owned) == max(1, heads // tp)
+        assert owned.start == (rank // (tp // heads) if tp >= heads else rank * (heads // tp))
+
+
+@pytest.mark.parametrize(("tp", "heads"), FITTING)
+def test_holders_are_the_owners(tp, heads):
+    for head in range(heads):
+        assert [*holders(head, tp, heads)] == [r for r in range(tp) if head in owned_heads(r, tp, heads)]
+        assert len(holders(head, tp, heads)) == replicas(tp, heads)
+
+
+@pytest.mark.parametrize(("tp", "heads"), [*NOT_FITTING, (0, 1), (1, 0), (-1, 2), (2, -1)])
+def test_sizes_that_do_not_fit(tp, heads):
+    for use in (
+        lambda: replicas(tp, heads),
+        lambda: owned_heads(0, tp, heads),
+        lambda: holders(0, tp, heads),
+        lambda: regroup_groups(tp, heads),
+        lambda: writers_to(0, tp, 1, heads, 0),
+        lambda: writers_to(0, 1, tp, heads, 0),
+    ):
+        with pytest.raises(TopologyError):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("heads", "p_tp", "d_tp", "salt", "writers"),
+    [
+        (4, 2, 2, 0, [(0,), (1,)]),
+        (4, 4, 2, 0, [(0, 1), (2, 3)]),
+        (4, 1, 2, 0, [(0,), (0,)]),
+        (6, 3, 2, 0, [(0, 1), (1, 2)]),
+        (2, 4, 1, 0, [(0, 2)]),
+        (2, 4, 1, 1, [(1, 3)]),
+        (2, 4, 1, 2, [(0, 2)]),
+        (1, 4, 2, 3, [(3,), (3,)]),
+        (2, 1, 4, 0, [(0,), (0,), (0,), (0,)]),
+        (2, 4, 8, 1, [(1,)] * 4 + [(3,)] * 4),
+    ],
+)
+def test_writers_to(heads, p_tp, d_tp, salt, writers):
+    assert [writers_to(d_rank, d_tp, p_tp, heads, salt) for d_rank in range(d_tp)] == writers
+
+
+@pytest.mark.parametrize("heads", range(1, 9))
+def test_each_head_has_one_writer(heads):
+    """The writers hold, without overlap, all heads of the decode rank."""
+    fitting = [tp for tp, h in FITTING if h == heads]
+    for p_tp in fitting:
+        for d_tp in fitting:
+            for salt in range(p_tp):
+                for d_rank in range(d_tp):
+                    needed = owned_heads(d_rank, d_tp, heads)
+                    brought = [
+                        head
+                        for writer in writers_to(d_rank, d_tp, p_tp, heads, salt)
+                        for head in owned_heads(writer, p_tp, heads)
+                        if head in needed
+                    ]
+                    assert brought == [*needed]
+
+
+@pytest.mark.parametrize(("tp", "heads"), FITTING)
+def test_replicas_take_turns(tp, heads):
+    """Over as many consecutive salts as there are replicas, every prefill rank writes exactly once."""
+    turns = [rank for salt in range(replicas(tp, heads)) for rank in writers_to(0, 1, tp, heads, salt)]
+    assert sorted(turns) == [*range(tp)]
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads", "groups"),
+    [
+        (1, 4, []),
+        (2, 4, [(0, 1)]),
+        (4, 4, [(0, 1), (2, 3), (0, 1, 2, 3)]),
+        (4, 2, [(0, 2), (1, 3)]),
+        (4, 1, []),
+        (6, 6, [(0, 1), (2, 3), (4, 5), (0, 1, 2), (3, 4, 5), (0, 1, 2, 3, 4, 5)]),
+        (8, 4, [(0, 2), (1, 3), (4, 6), (5, 7), (0, 2, 4, 6), (1, 3, 5, 7)]),
+    ],
+)
+def test_regroup_groups(tp, heads, groups):
+    assert regroup_groups(tp, heads) == groups
+
+
+@pytest.mark.parametrize(("tp", "heads"), FITTING)
+def test_a_group_holds_neighbouring_heads_in_order(tp, heads):
+    groups = regroup_groups(tp, heads)
+    assert len(set(groups)) == len(groups)
+    for group in groups:
+        held = [head for rank in group for head in owned_heads(rank, tp, heads)]
+        assert held == [*range(held[0], held[0] + len(held))]
+        assert held[0] % len(held) == 0

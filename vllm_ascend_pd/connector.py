@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LayerwisePushConnector`: vLLM's KV connector interface, handed on to the part that does the work.
+
+vLLM builds one per process: in the engine core with the scheduler's role, in every rank with the worker's. What
+each does depends on whether the engine prefills (producer) or decodes (consumer).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.utils.network_utils import get_ip
+
+from vllm_ascend_pd import compat
+from vllm_ascend_pd.config import ConfigError, ConnectorConfig, TlsConfig, parse_config
+from vllm_ascend_pd.core.protocol import EngineDescription
+from vllm_ascend_pd.device import current_device
+from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener
+from vllm_ascend_pd.scheduler.listener import DescriptionListener
+from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.scheduler.producer import ProducerScheduler
+from vllm_ascend_pd.step import ConsumerStep, ProducerStep, RankHandshake, WorkerReport
+from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
+from vllm_ascend_pd.worker.caches import KVCache, describe
+from vllm_ascend_pd.worker.consumer import ConsumerWorker, decode_description, encode_description
+from vllm_ascend_pd.worker.identity import Identity
+from vllm_ascend_pd.worker.producer import ProducerWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig | None" = None
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_role not in ("kv_producer", "kv_consumer"):
+            raise ConfigError(
+                f"kv_role is {transfer.kv_role}: LayerwisePushConnector prefills (kv_producer) or decodes (kv_consumer)"
+            )
+        self._config = parse_config(transfer.kv_connector_extra_config)
+        self._engine_id: str = transfer.engine_id
+        self._is_producer = bool(transfer.is_kv_producer)
+        self._host: str = get_ip()
+        self._worker: ProducerWorker | ConsumerWorker | None = None
+        self._engine: TransferEngine | None = None
+        self._device: Any = None
+        self._listener: DescriptionListener | None = None
+        self._scheduler: ProducerScheduler | ConsumerScheduler | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = self._make_scheduler()
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, KVCache]) -> None:
+        assert self._kv_cache_config is not None
+        self._device = current_device()
+        caches = describe(
+            kv_caches,
+            compat.layer_specs(self._kv_cache_config, self._vllm_config),
+            heads_first=self._device.name == "cpu",
+        )
+        tp, pp = get_tp_group(), get_pp_group()
+        identity = Identity(
+            engine_id=self._engine_id,
+            model=compat.model_summary(self._vllm_config),
+            host=self._host,
+            tp_rank=tp.rank_in_group,
+            tp=tp.world_size,
+            pp_rank=pp.rank_in_group,
+            pp=pp.world_size,
+            tp_ranks=tuple(tp.ranks),
+        )
+        self._check_declared("prefill" if self._is_producer else "decode", identity)
+        protocol = self._config.transfer_protocol or self._device.transfer_protocol
+        limits = TransferLimits(
+            max_descriptors=self._config.max_batch_descriptors,
+            max_bytes=self._config.max_batch_bytes,
+            timeout_s=self._config.write_timeout_s,
+        )
+        self._engine = TransferEngine(self._host, protocol, limits)
+        self._engine.register(caches.regions())
+        if self._is_producer:
+            step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+            self._worker = ProducerWorker(identity, self._config, self._device, self._engine, caches, step_tokens)
+        else:
+            self._worker = ConsumerWorker(identity, self._config, self._engine, caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        if isinstance(self._worker, ConsumerWorker):
+            return RankHandshake(encode_description(self._worker.description))
+        return None
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(self._worker, ProducerWorker):
+            assert isinstance(kv_connector_metadata, ProducerStep)
+            self._worker.preempted(kv_connector_metadata.preempted)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        # Not in start_load_kv: vLLM 0.32 calls that after the forward pass.
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(self._worker, ProducerWorker):
+            assert isinstance(connector_metadata, ProducerStep)
+            self._worker.start_step(connector_metadata)
+        elif self._worker is not None:
+            assert isinstance(connector_metadata, ConsumerStep)
+            self._worker.start_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Nothing to load: decode is written to."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request runs only once all its KV is there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: KVCache, attn_metadata: Any, **kwargs: Any) -> None:
+        if isinstance(self._worker, ProducerWorker) and self.has_connector_metadata():
+            self._worker.layer_computed(layer_name)
+
+    def wait_for_save(self) -> None:
+        if isinstance(self._worker, ProducerWorker) and self.has_connector_metadata():
+            self._worker.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Before vLLM 0.32; failed requests' blocks go by `get_block_ids_with_load_errors`."""
+        if isinstance(self._worker, ProducerWorker):
+            return self._worker.take_sent() or None, None
+        if self._worker is None:
+            return None, None
+        arrivals = self._worker.take_arrivals()
+        self._lost_blocks = arrivals.lost_blocks
+        return None, arrivals.finished or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        lost, self._lost_blocks = self._lost_blocks, set()
+        return lost
+
+    _lost_blocks: set[int] = frozenset()  # type: ignore[assignment]
+
+    if compat.HAS_TRANSFER_RESULTS:
+
+        def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+            from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+            if isinstance(self._worker, ProducerWorker):
+                return KVConnectorTransferResults(finished_sending=self._worker.take_sent())
+            if self._worker is None:
+                return KVConnectorTransferResults()
+            arrivals = self._worker.take_arrivals()
+            return KVConnectorTransferResults(finished_recving=arrivals.finished, failed_recving=arrivals.failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return None if self._worker is None else self._worker.take_report()
+
+    # Scheduler side.
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        if self._is_producer:
+            return
+        ranks = []
+        for _, handshake in sorted(metadata.items()):
+            assert isinstance(handshake, RankHandshake)
+            ranks.append(decode_description(handshake.encoded))
+        parallel = self._vllm_config.parallel_config
+        description = EngineDescription(
+            engine_id=self._engine_id,
+            model=compat.model_summary(self._vllm_config),
+            tp=parallel.tensor_parallel_size,
+            pp=parallel.pipeline_parallel_size,
+            ranks=tuple(ranks),
+        )
+        self._listener = DescriptionListener(description, self._host, self._port)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        self.set_xfer_handshake_metadata_pp_aware({(0, tp_rank): m for tp_rank, m in metadata.items()})
+
+    def get_finished_count(self) -> int | None:
+        """Every rank reports every request exactly once, whether it had anything to send or receive or not."""
+        return int(self._vllm_config.parallel_config.world_size)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        if not isinstance(self._scheduler, ConsumerScheduler):
+            return 0, False
+        tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        if isinstance(self._scheduler, ProducerScheduler):
+            self._scheduler.allocated(request, blocks.get_block_ids())
+        else:
+            assert self._scheduler is not None
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        if isinstance(self._scheduler, ProducerScheduler):
+            return self._scheduler.build_step(scheduler_output)
+        assert self._scheduler is not None
+        return self._scheduler.build_step(idle=scheduler_output.total_num_scheduled_tokens == 0)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        report = connector_output.kv_connector_worker_meta
+        assert report is None or isinstance(report, WorkerReport)
+        if isinstance(self._scheduler, ProducerScheduler):
+            self._scheduler.update(report, set(connector_output.finished_sending or ()))
+        else:
+            assert self._scheduler is not None
+            self._scheduler.update(report, set(connector_output.finished_recving or ()))
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if isinstance(self._scheduler, ProducerScheduler):
+            return self._scheduler.finished(request)
+        assert self._scheduler is not None
+        return False, self._scheduler.finished(request)
+
+    def has_pending_push_work(self) -> bool:
+        return isinstance(self._scheduler, ProducerScheduler) and self._scheduler.has_pending_pushes
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A layer's hook must run when the layer has run."""
+        return True
+
+    # Both.
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close(_CLOSE_TIMEOUT_S)
+        if self._device is not None:
+            self._device.close()
+        if self._engine is not None:
+            self._engine.close()
+        if self._listener is not None:
+            self._listener.close(_CLOSE_TIMEOUT_S)
+        if isinstance(self._scheduler, ConsumerScheduler):
+            self._scheduler.close()
+        self._worker = self._engine = self._device = self._listener = None
+
+    @property
+    def _port(self) -> int:
+        """Each data-parallel engine of a node has its own listener."""
+        index = getattr(self._vllm_config.parallel_config, "data_parallel_index", 0)
+        return int(self._vllm_config.kv_transfer_config.kv_port) + int(index)
+
+    def _make_scheduler(self) -> ProducerScheduler | ConsumerScheduler:
+        assert self._kv_cache_config is not None
+        block_sizes = compat.group_block_sizes(self._kv_cache_config)
+        if self._is_producer:
+            return ProducerScheduler(block_sizes)
+        tp = self._vllm_config.parallel_config.tensor_parallel_size
+        listener = Listener(self._engine_id, self._host, self._port, tp)
+        client = MetaserverClient(_metaserver_settings(self._config), own_host=self._host)
+        return ConsumerScheduler(listener, block_sizes, client)
+
+    def _check_declared(self, side: str, identity: Identity) -> None:
+        declared = getattr(self._config, side)
+        for name, found in (("tp_size", identity.tp), ("pp_size", identity.pp)):
+            if declared is not None and getattr(declared, name) not in (None, found):
+                raise ConfigError(
+                    f"kv_connector_extra_config: {side}.{name} is {getattr(declared, name)}, this engine's is {found}"
+                )
+
+
+def _metaserver_settings(config: ConnectorConfig) -> MetaserverSettings:
+    tls = config.tls_config or TlsConfig()
+    return MetaserverSettings(
+        allowlist=config.metaserver_allowlist,
+        connect_timeout_s=config.metaserver_connect_timeout_s,
+        deadline_s=config.transfer_timeout_s,
+        max_connections=config.metaserver_max_connections,
+        max_pending=config.max_pending_tickets,
+        retries=config.metaserver_retries,
+        ca_file=tls.ca_path,
+        cert_file=tls.cert_path,
+        key_file=tls.key_path,
+        token_file=config.metaserver_token_file,
+    )

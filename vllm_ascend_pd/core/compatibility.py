@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do a prefill rank and a decode engine fit together? Checked at first contact, before a byte moves."""
+
+from vllm_ascend_pd.core.layout import LayoutError, RankCaches
+from vllm_ascend_pd.core.plan import make_route
+from vllm_ascend_pd.core.protocol import EngineDescription
+from vllm_ascend_pd.core.topology import TopologyError
+
+
+def mismatch(
+    caches: RankCaches, model: str, tp_rank: int, tp: int, whole_model: bool, decode: EngineDescription
+) -> str | None:
+    """Why prefill rank `tp_rank` of `tp` cannot send to `decode`, with both sides' values; None if it can.
+
+    `whole_model`: this rank holds every layer (no pipeline parallelism), so layers that only decode has count too.
+    """
+    if model != decode.model:
+        return f"prefill serves {model}, decode serves {decode.model}"
+    ranks = {(rank.pp_rank, rank.tp_rank) for rank in decode.ranks}
+    if ranks != {(pp, t) for pp in range(decode.pp) for t in range(decode.tp)}:
+        return f"decode describes ranks {sorted(ranks)} but says tp {decode.tp}, pp {decode.pp}"
+    theirs = {}
+    for rank in decode.ranks:
+        for tensor in rank.caches.tensors:
+            theirs[tensor.layer, tensor.part] = rank.caches.geometry_of(tensor)
+    ours = caches.by_name()
+    if missing := sorted(ours.keys() - theirs.keys()):
+        return f"prefill has cache {missing[0]} that decode lacks ({len(ours)} against {len(theirs)} tensors)"
+    if whole_model and (missing := sorted(theirs.keys() - ours.keys())):
+        return f"decode has cache {missing[0]} that prefill lacks ({len(theirs)} against {len(ours)} tensors)"
+    for name, index in ours.items():
+        mine = caches.geometry_of(caches.tensors[index])
+        other = theirs[name]
+        for what in ("dtype", "order", "total_heads", "head_bytes", "group"):
+            if getattr(mine, what) != getattr(other, what):
+                values = [getattr(g, what) for g in (mine, other)]
+                named = [getattr(value, "value", value) for value in values]
+                return f"{name[0]}: {what} is {named[0]} on prefill, {named[1]} on decode"
+        try:
+            make_route(mine, tp_rank, tp, decode.tp, other.block_size)
+        except (LayoutError, TopologyError) as error:
+            return f"{name[0]}: {error}"
+    return None

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From block ids to copies: what one prefill rank sends of a step, as arrays of byte offsets.
+
+A `Route` says, once per decode engine's shape and cache geometry, what happens to every unit of KV on its
+way: is it regrouped, and which bytes of it go to which decode ranks. A unit is the smaller of the two sides'
+blocks. Per step only block ids change, per layer only base addresses: routes and offsets are shared by all
+layers.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order
+
+Offsets = npt.NDArray[np.int64]
+
+
+class Regroup(enum.Enum):
+    """What the sender does to units before it writes them."""
+
+    NONE = "none"  # written straight from the paged cache
+    GATHER = "gather"  # heads of several prefill ranks brought together by an all-to-all
+    SPLIT = "split"  # heads of this rank dealt out over several decode ranks
+
+
+@dataclass(frozen=True)
+class Target:
+    """What of every source unit goes to one decode rank: `rows` runs of `nbytes`.
+
+    Offsets count from the start of the unit, on either side. `plane` is the staging plane the bytes come from
+    (always 0 unless the route splits).
+    """
+
+    tp_rank: int
+    nbytes: int
+    plane: int = 0
+    src_offset: int = 0
+    dst_offset: int = 0
+    rows: int = 1
+    src_pitch: int = 0
+    dst_pitch: int = 0
+
+
+@dataclass(frozen=True)
+class Route:
+    """How units of one geometry travel from one prefill rank to a decode engine.
+
+    `unit`: tokens. `staged_bytes`: what a unit takes in each of the `planes` of the staging buffer (0 when
+    nothing is staged). `ranks`: the all-to-all group in the order of its heads, `index`: our place in it.
+    A rank that is one of several holding the same heads serves the tickets whose salt falls on its `lane`.
+    """
+
+    regroup: Regroup
+    unit: int
+    targets: tuple[Target, ...]
+    lane: int = 0
+    lanes: int = 1
+    staged_bytes: int = 0
+    planes: int = 1
+    ranks: tuple[int, ...] = ()
+    index: int = 0
+    row_bytes: int = 0  # of one token on the finer side: the run that regrouping moves
+
+    def serves(self, salt: int) -> bool:
+        return salt % self.lanes == self.lane
+
+
+def make_route(source: Geometry, tp_rank: int, tp: int, d_tp: int, d_block_size: int) -> Route:
+    """The route of `source`'s units from prefill rank `tp_rank` of `tp` to a decode engine of `d_tp` ranks.
+
+    Raises LayoutError or TopologyError where the two sides cannot fit.
+    """
+    total = source.total_heads
+    lanes = topology.replicas(tp, total)
+    lane = tp_rank % lanes
+    d_heads = len(topology.owned_heads(0, d_tp, total))
+    unit = _common_unit(source, d_block_size)
+    token = source.head_bytes
+    if source.order is Order.TOKEN_MAJOR and d_heads > source.heads and d_heads % source.heads == 0:
+        ratio = d_heads // source.heads
+        if unit % ratio == 0:
+            owner = tp_rank // lanes
+            first = owner - owner % ratio
+            staged = unit // ratio * d_heads * token
+            index = owner - first
+            target = Target(tp_rank=owner // ratio, nbytes=staged, dst_offset=index * staged)
+            ranks = tuple(o * lanes + lane for o in range(first, first + ratio))
+            return Route(Regroup.GATHER, unit, (target,), lane, lanes, staged, 1, ranks, index, source.token_bytes)
+    own = topology.owned_heads(tp_rank, tp, total)
+    if source.order is Order.TOKEN_MAJOR and source.heads > d_heads and source.heads % d_heads == 0:
+        row = d_heads * token
+        targets = tuple(
+            Target(tp_rank=d_rank, nbytes=unit * row, plane=plane)
+            for plane in range(source.heads // d_heads)
+            for d_rank in topology.holders(own[plane * d_heads], d_tp, total)
+        )
+        return Route(Regroup.SPLIT, unit, targets, lane, lanes, unit * row, source.heads // d_heads, row_bytes=row)
+    overlaps = (
+        _overlap(source, unit, own, d_rank, topology.owned_heads(d_rank, d_tp, total)) for d_rank in range(d_tp)
+    )
+    targets = tuple(target for target in overlaps if target is not None)
+    return Route(Regroup.NONE, unit, targets, lane, lanes)
+
+
+def _common_unit(source: Geometry, d_block_size: int) -> int:
+    small, large = sorted((source.block_size, d_block_size))
+    if small == large:
+        return small
+    if source.order is Order.HEAD_MAJOR:
+        raise LayoutError(
+            f"block sizes {source.block_size} (prefill) and {d_block_size} (decode): a head-major cache "
+            "packs each head's tokens together, so both sides need the same block size"
+        )
+    if large % small:
+        raise LayoutError(
+            f"block sizes {source.block_size} (prefill) and {d_block_size} (decode): "
+            "one must be a multiple of the other"
+        )
+    return small
+
+
+def _overlap(source: Geometry, unit: int, own: range, d_rank: int, theirs: range) -> Target | None:
+    """What goes straight from the cache to `d_rank`: the heads both hold, in as few runs as can be."""
+    first, last = max(own.start, theirs.start), min(own.stop, theirs.stop)
+    if first >= last:
+        return None
+    head = source.head_bytes
+    if source.order is Order.TOKEN_MAJOR and own != theirs:
+        return Target(
+            tp_rank=d_rank,
+            nbytes=(last - first) * head,
+            src_offset=(first - own.start) * head,
+            dst_offset=(first - theirs.start) * head,
+            rows=unit,
+            src_pitch=len(own) * head,
+            dst_pitch=len(theirs) * head,
+        )
+    per_head = unit * head
+    return Target(
+        tp_rank=d_rank,
+        nbytes=(last - first) * per_head,
+        src_offset=(first - own.start) * per_head,
+        dst_offset=(first - theirs.start) * per_head,
+    )
+
+
+def unit_offsets(blocks: Offsets, first_block: int, geometry: Geometry, unit: int, start: int, stop: int) -> Offsets:
+    """Byte offsets, from block 0, of the units that hold tokens `[start, stop)` of a request.
+
+    `blocks` are block ids from the request's block number `first_block` on. `start` must be a multiple of
+    `unit`; a last, partly filled unit counts.
+    """
+    if start % unit:
+        raise ValueError(f"token {start} is not on the boundary of a unit of {unit} tokens")
+    tokens = np.arange(start, stop, unit, dtype=np.int64)
+    block, within = np.divmod(tokens, geometry.block_size)
+    offsets: Offsets = blocks[block - first_block] * geometry.block_stride + within * geometry.token_bytes
+    return offsets
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """Copies as three arrays of equal length: source offset, destination offset, bytes."""
+
+    src: Offsets
+    dst: Offsets
+    nbytes: Offsets
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.nbytes.sum())
+
+
+def descriptors(target: Target, src_units: Offsets, dst_units: Offsets) -> Descriptors:
+    """The copies that bring every unit's share to `target`, neighbours merged to the minimum."""
+    src = src_units + target.src_offset
+    dst = dst_units + target.dst_offset
+    if target.rows > 1:
+        rows = np.arange(target.rows, dtype=np.int64)
+        src = (src[:, None] + rows * target.src_pitch).ravel()
+        dst = (dst[:, None] + rows * target.dst_pitch).ravel()
+    return merge(src, dst, target.nbytes)
+
+
+def merge(src: Offsets, dst: Offsets, nbytes: int) -> Descriptors:
+    """Merges copies of `nbytes` each that continue each other on both sides. Destinations must not overlap.
+
+    The result is minimal: a copy has at most one successor, and after sorting by destination it is its
+    neighbour. (Sources may repeat: requests that share a prefix in prefill's cache.)
+    """
+    if len(src) == 0:
+        return Descriptors(src, dst, src)
+    if np.any(dst[1:] < dst[:-1]):
+        order = np.argsort(dst, kind="stable")
+        src, dst = src[order], dst[order]
+    starts_run = np.empty(len(src), dtype=np.bool_)
+    starts_run[0] = True
+    np.logical_or(src[1:] != src[:-1] + nbytes, dst[1:] != dst[:-1] + nbytes, out=starts_run[1:])
+    first = np.flatnonzero(starts_run)
+    count = np.diff(np.append(first, len(src)))
+    return Descriptors(src[first], dst[first], count * nbytes)
+
+
+def staged_units(route: Route, plane: int, capacity: int, count: int) -> Offsets:
+    """Offsets of `count` units in `plane` of a staging buffer whose planes hold `capacity` units each."""
+    return (plane * capacity + np.arange(count, dtype=np.int64)) * route.staged_bytes
+
+
+def concatenate(parts: Sequence[Offsets]) -> Offsets:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every message between prefill and decode engines, and its encoding.
+
+Three conversations (P: prefill rank, D: decode side):
+
+    P -> D's listener (engine core)   Describe      -> EngineDescription
+    P -> D's rank                     GrantRequest  -> Granted | Refused
+    P -> D's rank                     Report        -> Acknowledged
+    D's rank -> P, unasked            Revoke
+
+A frame is `[version, seq, body]` in msgpack; a reply carries the `seq` of its request, an unasked message 0.
+Anything that cannot be read is answered with `Problem`.
+"""
+
+import msgspec
+
+from vllm_ascend_pd.core.layout import RankCaches
+
+PROTOCOL_VERSION = 1
+
+# Bounds of what a listener accepts, far above what real engines send: a description holds about 100 bytes per
+# tensor (8 MiB is some 80,000 tensors), any other message less than a kilobyte plus 5 bytes per tensor.
+MAX_DESCRIPTION_BYTES = 8 << 20
+MAX_MESSAGE_BYTES = 1 << 20
+
+
+class ProtocolError(ValueError):
+    """A frame that is malformed, too new or too old."""
+
+
+class Writer(msgspec.Struct, frozen=True, array_like=True):
+    """A prefill rank, as decode ranks know it."""
+
+    engine_id: str
+    pp_rank: int
+    tp_rank: int
+
+
+class RankDescription(msgspec.Struct, frozen=True):
+    """One decode rank. `control`: where it takes grant requests and reports (`tcp://host:port`);
+    `session`: its transfer engine (`host:port`)."""
+
+    pp_rank: int
+    tp_rank: int
+    control: str
+    session: str
+    caches: RankCaches
+
+
+class Describe(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the description of the engine that issued a ticket."""
+
+    engine_id: str
+
+
+class EngineDescription(msgspec.Struct, frozen=True, tag=True):
+    """All ranks of a decode engine. `model`: a readable summary of the model's shape, equal on both sides."""
+
+    engine_id: str
+    model: str
+    tp: int
+    pp: int
+    ranks: tuple[RankDescription, ...]
+
+
+class GrantRequest(msgspec.Struct, frozen=True, tag=True):
+    """May I write for this ticket? `digest` is the ticket's content as the writer has it, `tp` the prefill
+    engine's size, `covers` the indices of the decode rank's tensors that this writer will fill. Repeated
+    while the transfer lasts, to renew the lease."""
+
+    ticket_id: str
+    attempt: int
+    digest: str
+    writer: Writer
+    tp: int
+    covers: tuple[int, ...]
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """The writer may write for `lease_s` seconds, counted from when it sent its request."""
+
+    lease_s: float
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """No. With `retry` the ticket is merely not known yet."""
+
+    reason: str
+    retry: bool
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """The writer has stopped writing for this ticket, for good: everything it covers is written (`reason` is
+    None), or not. `num_bytes` were written, `bytes_before_end` of them before prefill's last layer ended."""
+
+    ticket_id: str
+    attempt: int
+    writer: Writer
+    reason: str | None
+    num_bytes: int = 0
+    bytes_before_end: int = 0
+
+
+class Acknowledged(msgspec.Struct, frozen=True, tag=True):
+    """The report was taken note of."""
+
+
+class Revoke(msgspec.Struct, frozen=True, tag=True):
+    """Stop writing for this ticket and report."""
+
+    ticket_id: str
+    reason: str
+
+
+class Problem(msgspec.Struct, frozen=True, tag=True):
+    """The message could not be read or served."""
+
+    reason: str
+
+
+Message = Describe | EngineDescription | GrantRequest | Granted | Refused | Report | Acknowledged | Revoke | Problem
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    seq: int
+    body: msgspec.Raw
+
+
+_encoder = msgspec.msgpack.Encoder()
+_frame_decoder = msgspec.msgpack.Decoder(_Frame)
+_body_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(seq: int, message: Message) -> bytes:
+    return _encoder.encode(_Frame(PROTOCOL_VERSION, seq, msgspec.Raw(_encoder.encode(message))))
+
+
+def decode(frame: bytes) -> tuple[int, Message]:
+    """Returns (seq, message). Raises ProtocolError, never anything else, whatever the bytes."""
+    try:
+        header = _frame_decoder.decode(frame)
+        if header.version != PROTOCOL_VERSION:
+            raise ProtocolError(f"protocol version {header.version}, this side speaks {PROTOCOL_VERSION}")
+        return header.seq, _body_decoder.decode(header.body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed message: {error}") from None

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ticket: decode's promise that a prefill engine may fill these blocks of this request, once.
+
+The decode side's state machine, one per decode rank and ticket:
+
+    OPEN --every writer wrote everything--> RECEIVED
+      |---a writer failed, cancelled, deadline, lease ran out--> FAILED
+    RECEIVED and FAILED are final; blocks may be released when no writer can still write (`quiet`).
+
+A writer holds a lease from its grant until it reports. `quiet` is rule R2: every granted writer has reported
+or its lease, and the time one write may take beyond it, has passed.
+"""
+
+import enum
+import hashlib
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from vllm_ascend_pd.core.protocol import Granted, GrantRequest, Refused, Report, Writer
+
+# What a rank remembers of tickets it has closed, so that late requests are refused, not asked to retry.
+MAX_TOMBSTONES = 16384
+
+# Numbers of blocks and tokens from outside: whatever passes fits offset arithmetic and messages.
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class TicketError(ValueError):
+    """A ticket that is malformed or does not fit the request it came with."""
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """The ticket as it travels in `kv_transfer_params`, from decode over the metaserver to prefill.
+
+    The names that vllm-ascend's layerwise connector uses keep their meaning; the last block are our own.
+    Block ids are per cache group and cover the whole prompt; prefill writes tokens
+    `[remote_cached_tokens, num_tokens)` only.
+    """
+
+    request_id: str
+    do_remote_prefill: bool = False
+    do_remote_decode: bool = True
+    token_ids: list[int] = []
+    remote_block_ids: list[list[_Count]]
+    remote_block_size: list[_Count]
+    remote_engine_id: str
+    remote_host: str
+    remote_port: int
+    remote_tp_size: int
+    remote_pcp_size: int = 1
+    remote_dcp_size: int = 1
+    remote_cached_tokens: _Count
+
+    ticket_id: str
+    attempt: _Count = 0
+    num_tokens: _Count
+
+    @property
+    def salt(self) -> int:
+        """A number that spreads tickets over replicas, the same on both sides."""
+        return salt_of(self.ticket_id)
+
+    @property
+    def endpoint(self) -> str:
+        """Decode's listener."""
+        return f"tcp://{self.remote_host}:{self.remote_port}"
+
+    def digest(self) -> str:
+        """Fingerprint of all that decides where bytes go."""
+        content = (
+            self.ticket_id,
+            self.attempt,
+            self.remote_engine_id,
+            self.remote_cached_tokens,
+            self.num_tokens,
+            self.remote_block_ids,
+            self.remote_block_size,
+        )
+        return hashlib.blake2b(msgspec.msgpack.encode(content), digest_size=16).hexdigest()
+
+
+def salt_of(ticket_id: str) -> int:
+    return int(ticket_id[:8], 16)
+
+
+def parse_ticket(params: object, num_tokens: int, num_groups: int) -> Ticket:
+    """The ticket in a request's `kv_transfer_params`, checked. Raises TicketError naming what is wrong.
+
+    `num_tokens`: the request's prompt length; `num_groups`: how many cache groups this engine has.
+    """
+    try:
+        ticket = msgspec.convert(params, Ticket)
+    except msgspec.ValidationError as error:
+        raise TicketError(f"kv_transfer_params is not a ticket: {error}") from None
+    if len(ticket.ticket_id) != 32 or not set(ticket.ticket_id) <= set("0123456789abcdef"):
+        raise TicketError("ticket_id is not 32 hexadecimal digits")
+    if not (0 < ticket.remote_port < 65536 and ticket.remote_host and ticket.remote_tp_size > 0):
+        raise TicketError("remote_host, remote_port or remote_tp_size is out of range")
+    if ticket.num_tokens != num_tokens:
+        raise TicketError(f"the ticket is for {ticket.num_tokens} prompt tokens, the prompt has {num_tokens}")
+    if not len(ticket.remote_block_ids) == len(ticket.remote_block_size) == num_groups:
+        raise TicketError(f"the ticket has {len(ticket.remote_block_ids)} cache groups, this engine has {num_groups}")
+    if not 0 <= ticket.remote_cached_tokens <= num_tokens:
+        raise TicketError(f"remote_cached_tokens {ticket.remote_cached_tokens} is out of range")
+    for blocks, size in zip(ticket.remote_block_ids, ticket.remote_block_size, strict=True):
+        if size < 1 or ticket.remote_cached_tokens % size:
+            raise TicketError(f"remote_block_size {size} does not fit remote_cached_tokens")
+        if len(blocks) * size < num_tokens or any(block < 0 for block in blocks):
+            raise TicketError(f"remote_block_ids: {len(blocks)} blocks of {size} for {num_tokens} tokens")
+    if ticket.remote_pcp_size != 1 or ticket.remote_dcp_size != 1:
+        raise TicketError("context parallelism on the decode side is not supported")
+    return ticket
+
+
+class State(enum.Enum):
+    OPEN = "open"
+    RECEIVED = "received"
+    FAILED = "failed"
+
+
+@dataclass
+class _Lease:
+    covers: frozenset[int]
+    until: float
+    reported: bool = False
+
+
+@dataclass
+class ConsumerTicket:
+    """What a decode rank knows of a ticket. Times are seconds of one monotonic clock, passed in.
+
+    `lease_s`: how long a grant lasts. `write_s`: how long a write begun within the lease may outlast it.
+    """
+
+    ticket_id: str
+    attempt: int
+    digest: str
+    deadline: float
+    lease_s: float
+    write_s: float
+    state: State = State.OPEN
+    reason: str = ""
+    num_bytes: int = 0
+    bytes_before_end: int = 0
+    settle_by: float | None = None
+    _engine: tuple[str, int] | None = None
+    _leases: dict[Writer, _Lease] = field(default_factory=dict)
+    _missing: set[tuple[int, int]] = field(default_factory=set)
+
+    @property
+    def engine_known(self) -> bool:
+        return self._engine is not None
+
+    def expect(self, engine_id: str, tp: int, expected: frozenset[tuple[int, int]]) -> None:
+        """Fixes who must write what: pairs (index of our tensor, tensor-parallel rank of the writer)."""
+        assert self._engine is None
+        self._engine = (engine_id, tp)
+        self._missing = set(expected)
+
+    def grant(self, request: GrantRequest, now: float) -> Granted | Refused:
+        """Decides a grant request, or a renewal. `expect` must have been called."""
+        if self.state is not State.OPEN:
+            return Refused(f"the ticket is {self.state.value} {self.reason}".strip(), retry=False)
+        if (request.attempt, request.digest) != (self.attempt, self.digest):
+            return Refused("the ticket was altered or is of another attempt", retry=False)
+        if self._engine != (request.writer.engine_id, request.tp):
+            return Refused("another prefill engine is writing for this ticket", retry=False)
+        lease = self._leases.get(request.writer)
+        if lease is not None and lease.reported:
+            return Refused("this writer has already reported", retry=False)
+        covers = frozenset(request.covers)
+        if lease is not None and lease.covers != covers:
+            return Refused("a renewal must cover what the grant covered", retry=False)
+        until = now + self.lease_s + self.write_s
+        if lease is None:
+            if not {(tensor, request.writer.tp_rank) for tensor in covers} <= self._missing:
+                return Refused("the writer covers tensors that are not its to write", retry=False)
+            self._leases[request.writer] = _Lease(covers, until)
+        else:
+            lease.until = until
+        return Granted(self.lease_s)
+
+    def report(self, report: Report) -> bool:
+        """A writer has stopped. Returns False for a report that is not to be believed.
+
+        A writer that was never granted anything may say that it cannot serve the ticket, nothing else.
+        """
+        if report.attempt != self.attempt:
+            return False
+        lease = self._leases.get(report.writer)
+        if lease is None:
+            if report.reason is None:
+                return False
+            self.fail(f"prefill rank {report.writer.tp_rank}: {report.reason}")
+            return True
+        if lease.reported:
+            return True
+        lease.reported = True
+        if self.state is not State.OPEN:
+            return True
+        if report.reason is not None:
+            self.fail(f"prefill rank {report.writer.tp_rank}: {report.reason}")
+            return True
+        self.num_bytes += report.num_bytes
+        self.bytes_before_end += report.bytes_before_end
+        self._missing -= {(tensor, report.writer.tp_rank) for tensor in lease.covers}
+        if not self._missing:
+            self.state = State.RECEIVED
+        return True
+
+    def fail(self, reason: str) -> None:
+        """Final unless the ticket already ended."""
+        if self.state is State.OPEN:
+            self.state = State.FAILED
+            self.reason = reason
+
+    def prefill_has_ended(self, settle_by: float) -> None:
+        """Whoever wants to write has asked for it by now, or will until `settle_by`; else nobody will."""
+        self.settle_by = settle_by
+
+    def tick(self, now: float) -> None:
+        """Lets time pass: a writer whose lease ran out is lost, and so is a ticket past its deadline."""
+        if self.state is not State.OPEN:
+            return
+        lost = [w for w, lease in self._leases.items() if not lease.reported and now >= lease.until]
+        if lost:
+            self.fail(f"prefill rank {lost[0].tp_rank} of engine {lost[0].engine_id} went silent")
+        elif now >= self.deadline:
+            self.fail("nothing was received" if not self._leases else "the transfer took too long")
+        elif self.settle_by is not None and now >= self.settle_by and not self.live_writers():
+            self.fail("prefill ended without writing everything")
+
+    def quiet(self, now: float) -> bool:
+        """No writer can still write, nor be granted to."""
+        return self.state is not State.OPEN and all(
+            lease.reported or now >= lease.until for lease in self._leases.values()
+        )
+
+    def live_writers(self) -> list[Writer]:
+        return [writer for writer, lease in self._leases.items() if not lease.reported]

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of a device: one side stream, events, registrable buffers and collectives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+class DeviceError(Exception):
+    """Something queued on the device failed, or the device takes no more work. The cause is chained."""
+
+
+class Event(ABC):
+    """A point in the order of a stream. Any thread may wait for it, any number of times."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> None:
+        """Block the calling thread until everything before this point is done.
+
+        Raises `TimeoutError` when that takes longer than `timeout_s` seconds (the work goes on), and
+        `DeviceError` from its cause when the work that this event ends has failed.
+        """
+
+
+class Device(ABC):
+    """The device of this process. `record_event` and `submit` belong to the model thread."""
+
+    name: str
+    """As in `torch.device`: "npu" or "cpu"."""
+    transfer_protocol: str
+    """Mooncake's protocol for memory of this device: "ascend" or "tcp"."""
+    collective_backend: str
+    """torch.distributed's backend for tensors of this device: "hccl" or "gloo"."""
+
+    @abstractmethod
+    def record_event(self) -> Event:
+        """The end of everything that the calling (model) thread has queued on the device so far."""
+
+    @abstractmethod
+    def submit(self, work: Callable[[], None], after: Event) -> Event:
+        """Run `work` on the side stream, after `after` and after all work submitted earlier; return its end.
+
+        `after` is an event of this device. It only orders: `work` runs even if what `after` ends has failed,
+        so that every rank takes part in every collective. `work` must not wait for events itself, and the
+        memory it touches must stay as it is until the returned event. It is called on another thread (CPU)
+        or on this one under the side stream (NPU); what it raises is delivered by the returned event alone.
+        Blocks no longer than it takes to enqueue, bounded; raises `DeviceError` when nothing can be queued.
+        """
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """An uninitialised uint8 buffer `[n]`, n >= `nbytes`, whose whole memory the transfer engine can register."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the side stream: running work ends, work that has not begun fails. Bounded; twice is safe."""
+
+    def new_groups(
+        self, rank_lists: Sequence[tuple[int, ...]], timeout_s: float
+    ) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """Create one process group for each list of global ranks; return those this rank belongs to.
+
+        A collective of the whole default group: every rank calls it with the same lists in the same order.
+        A collective in such a group fails after `timeout_s` seconds; the group is unusable from then on.
+        """
+        rank = dist.get_rank()
+        groups = {
+            ranks: dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=self.collective_backend)
+            for ranks in rank_lists
+        }
+        return {ranks: group for ranks, group in groups.items() if rank in ranks}
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Send the j-th of `inp`'s equal parts to rank j of `group`; part i of `out` comes from rank i.
+
+        Call it in submitted work: it runs on the current stream. `out` and `inp` are contiguous uint8 tensors
+        of the same size, a multiple of the group's size.
+        """
+        parts = dist.get_world_size(group)
+        for tensor in (out, inp):
+            if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
+                raise ValueError("all_to_all takes contiguous uint8 tensors")
+        if out.numel() != inp.numel() or inp.numel() % parts != 0:
+            raise ValueError(f"{inp.numel()} bytes to {out.numel()}: must be equal and divisible by {parts} ranks")
+        dist.all_to_all_single(out, inp, group=group)
+
+
+def aligned_buffer(nbytes: int, alignment: int, device: str) -> torch.Tensor:
+    """An uninitialised uint8 tensor `[nbytes]` on `device` whose address is a multiple of `alignment`."""
+    buffer = torch.empty(nbytes + alignment, dtype=torch.uint8, device=device)
+    start = -buffer.data_ptr() % alignment
+    return buffer[start : start + nbytes]

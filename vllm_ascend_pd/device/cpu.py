@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU as a device: what the model thread calls is done when it returns; the side stream is a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from vllm_ascend_pd.device.base import Device, DeviceError, Event, aligned_buffer
+
+PAGE_BYTES = 4096
+
+
+class CpuEvent(Event):
+    """Set once, with the error of the work that it ends or None."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def set(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._done.set()
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(f"the side stream did not get there within {timeout_s:g} s")
+        if self._error is not None:
+            raise DeviceError(f"work on the side stream failed: {self._error}") from self._error
+
+
+class CpuDevice(Device):
+    name = "cpu"
+    transfer_protocol = "tcp"
+    collective_backend = "gloo"
+
+    def __init__(self, queue_depth: int = 1024, timeout_s: float = 5.0) -> None:
+        """At most `queue_depth` submitted works wait; `timeout_s` bounds `submit` when full, and `close`."""
+        self._queue_depth = queue_depth
+        self._timeout_s = timeout_s
+        self._condition = threading.Condition()
+        self._queue: deque[tuple[Callable[[], None], CpuEvent]] = deque()
+        self._closed = False
+        # A daemon: work that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="cpu-side-stream", daemon=True)
+        self._thread.start()
+
+    def record_event(self) -> Event:
+        event = CpuEvent()
+        event.set()
+        return event
+
+    def submit(self, work: Callable[[], None], after: Event) -> Event:
+        # Nothing to do about `after`: it is complete (record_event), or its work comes earlier in the queue.
+        event = CpuEvent()
+        with self._condition:
+            has_room = self._condition.wait_for(
+                lambda: self._closed or len(self._queue) < self._queue_depth, self._timeout_s
+            )
+            if self._closed:
+                raise DeviceError("the device is closed")
+            if not has_room:
+                raise DeviceError(
+                    f"{self._queue_depth} works wait on the side stream and none began in {self._timeout_s:g} s"
+                )
+            self._queue.append((work, event))
+            self._condition.notify_all()
+        return event
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return aligned_buffer(nbytes, PAGE_BYTES, self.name)
+
+    def close(self) -> None:
+        with self._condition:
+            self._closed = True
+            dropped = list(self._queue)
+            self._queue.clear()
+            self._condition.notify_all()
+        for _, event in dropped:
+            event.set(DeviceError("the device was closed before this work began"))
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            raise DeviceError(f"work on the side stream did not end within {self._timeout_s:g} s of closing")
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._closed or self._queue)
+                if self._closed:
+                    return
+                work, event = self._queue.popleft()
+                self._condition.notify_all()
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - delivered by the event
+                event.set(error)
+            else:
+                event.set()
+            del work, event  # they hold tensors

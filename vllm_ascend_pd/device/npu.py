@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Ascend NPU as a device: torch_npu streams and events. Importable without torch_npu."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_ascend_pd.device.base import Device, DeviceError, Event, aligned_buffer
+
+REGISTRATION_BYTES = 2 * 1024 * 1024
+"""Memory registered for HCCS transfers begins and ends at a multiple of 2 MiB (Mooncake's Ascend transport)."""
+
+_POLL_S = 50e-6
+"""Between two looks at an event: small beside a layer's compute time of some milliseconds."""
+
+
+class NpuEvent(Event):
+    """A recorded `torch.npu.Event`, with the error that kept work from being queued before it, if any."""
+
+    def __init__(self, device: NpuDevice, event: Any, error: Exception | None = None) -> None:
+        self._device = device
+        self.event = event
+        self._error = error
+
+    def wait(self, timeout_s: float) -> None:
+        self._device.bind_thread()
+        deadline = time.monotonic() + timeout_s
+        while not self._reached():  # torch.npu.Event.synchronize has no timeout
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"the NPU stream did not get there within {timeout_s:g} s")
+            time.sleep(_POLL_S)
+        if self._error is not None:
+            raise DeviceError(f"work could not be queued on the side stream: {self._error}") from self._error
+
+    def _reached(self) -> bool:
+        try:
+            return bool(self.event.query())
+        except RuntimeError as error:
+            raise DeviceError(f"the NPU reported an error: {error}") from error
+
+
+class NpuDevice(Device):
+    name = "npu"
+    transfer_protocol = "ascend"
+    collective_backend = "hccl"
+
+    def __init__(self) -> None:
+        """On the NPU that is current in the calling thread."""
+        import torch_npu  # noqa: F401 - makes torch.npu
+
+        self._index = torch.npu.current_device()
+        self._side = torch.npu.Stream(device=self._index)
+        self._threads = threading.local()
+        self._threads.bound = True  # the caller's
+        self._closed = False
+
+    def bind_thread(self) -> None:
+        """Make this NPU current in the calling thread: a new thread has none, or number 0."""
+        if not getattr(self._threads, "bound", False):
+            torch.npu.set_device(self._index)
+            self._threads.bound = True
+
+    def record_event(self) -> Event:
+        return NpuEvent(self, torch.npu.current_stream().record_event())
+
+    def submit(self, work: Callable[[], None], after: Event) -> Event:
+        if self._closed:
+            raise DeviceError("the device is closed")
+        if not isinstance(after, NpuEvent):
+            raise TypeError(f"not an event of this device: {after!r}")
+        failure: Exception | None = None
+        with torch.npu.stream(self._side):
+            self._side.wait_event(after.event)
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - delivered by the event
+                failure = error
+            return NpuEvent(self, self._side.record_event(), failure)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        whole = -(-nbytes // REGISTRATION_BYTES) * REGISTRATION_BYTES
+        return aligned_buffer(whole, REGISTRATION_BYTES, self.name)
+
+    def close(self) -> None:
+        """No thread to stop: what was queued runs to its end on the NPU."""
+        self._closed = True

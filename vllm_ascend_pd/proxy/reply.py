@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has been sent to one client, over ASGI."""
+
+from __future__ import annotations
+
+import anyio
+import httpx
+from starlette.datastructures import MutableHeaders
+from starlette.types import Message, Send
+
+from .headers import client_response_headers
+
+# For the last words on a stream that failed: its client may have stopped reading.
+_BREAK_OFF_SECONDS = 1.0
+
+
+class Reply:
+    """A write raises TimeoutError when the client did not read for `timeout` seconds."""
+
+    def __init__(self, send: Send, *, request_id: str | None, timeout: float) -> None:
+        self.request_id = request_id
+        self.started = False
+        self.finished = False
+        self._send = send
+        self._timeout = timeout
+        self._is_event_stream = False
+
+    async def send(self, message: Message) -> None:
+        """ASGI's send; adds the request id that the client knows."""
+        if message["type"] == "http.response.start":
+            if self.request_id is not None:
+                MutableHeaders(scope=message)["X-Request-Id"] = self.request_id
+            self.started = True
+        with anyio.fail_after(self._timeout):
+            await self._send(message)
+        self.finished = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+    async def start(self, answer: httpx.Response) -> None:
+        """Status and headers as the engine gave them."""
+        self._is_event_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
+        await self.send(
+            {
+                "type": "http.response.start",
+                "status": answer.status_code,
+                "headers": client_response_headers(answer.headers.raw),
+            }
+        )
+
+    async def write(self, chunk: bytes) -> None:
+        await self.send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def finish(self) -> None:
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def break_off(self, error: bytes) -> None:
+        """Ends an answer that cannot be completed: a stream with an error event, as vLLM does. Any other body
+        stays short of its announced length, so the server closes the connection and the client sees that."""
+        if self._is_event_stream:
+            with anyio.move_on_after(_BREAK_OFF_SECONDS):
+                await self.write(b"\n\ndata: " + error + b"\n\n")
+                await self.finish()

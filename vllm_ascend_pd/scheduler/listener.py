@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode's one well-known port: tells prefill ranks what this engine's ranks look like."""
+
+from vllm_ascend_pd.core.protocol import Describe, EngineDescription, Message, Problem
+from vllm_ascend_pd.transport.side_channel import Peer, Server
+
+
+class DescriptionListener:
+    """Answers `Describe` on `host:port`. Raises SideChannelError when it cannot listen there."""
+
+    def __init__(self, description: EngineDescription, host: str, port: int) -> None:
+        self._description = description
+        self._server = Server(host, port, self._handle, name="pd-listener")
+        self.endpoint = self._server.endpoint
+
+    def _handle(self, message: Message, peer: Peer) -> Message:
+        if not isinstance(message, Describe):
+            return Problem(f"this port answers Describe, not {type(message).__name__}")
+        if message.engine_id != self._description.engine_id:
+            return Problem(f"engine {message.engine_id} is not here; this is {self._description.engine_id}")
+        return self._description
+
+    def close(self, timeout_s: float) -> None:
+        self._server.close(timeout_s)

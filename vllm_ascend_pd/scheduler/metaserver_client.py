@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Posts tickets from the decode engine's scheduler to the metaserver, without ever blocking the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import random
+import re
+import ssl
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import msgspec
+
+METASERVER_PATH = "/v1/metaserver"
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_MAX_URL_CHARS = 2048
+_MAX_BODY_BYTES = 64 * 1024
+_MAX_SHOWN_CHARS = 200
+_IDLE_CONNECTION_S = 2.0
+"""Below the 5 s after which uvicorn closes idle connections, so that a post hardly ever meets a closing one."""
+
+
+class MetaserverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to reach the metaserver. Times in seconds."""
+
+    allowlist: tuple[str, ...] = ()
+    """`scheme://host[:port][/path-prefix]`; without a port the scheme's own, without a path `/v1/metaserver`
+    alone. Empty: `/v1/metaserver` on any port of this host's loopback addresses and own address."""
+    connect_timeout_s: float = 5.0
+    read_timeout_s: float | None = None
+    """None: as long as the deadline, since the answer is held back until prefill has ended."""
+    write_timeout_s: float = 10.0
+    pool_timeout_s: float = 10.0
+    deadline_s: float = 300.0
+    """For a whole post, from `post` to its outcome, with waiting and retries."""
+    max_connections: int = 256
+    """Posts under way at once; others wait."""
+    max_pending: int = 4096
+    """Posts without an outcome; further ones fail at once."""
+    retries: int = 3
+    backoff_base_s: float = 0.1
+    backoff_max_s: float = 2.0
+    ca_file: str | None = None
+    """Certificate authorities to trust instead of the system's."""
+    cert_file: str | None = None
+    """This engine's certificate, for mutual TLS."""
+    key_file: str | None = None
+    token_file: str | None = None
+    """Its content is sent as bearer token."""
+
+    def __post_init__(self) -> None:
+        positive = {
+            "connect_timeout_s": self.connect_timeout_s,
+            "write_timeout_s": self.write_timeout_s,
+            "pool_timeout_s": self.pool_timeout_s,
+            "deadline_s": self.deadline_s,
+            "max_connections": self.max_connections,
+            "max_pending": self.max_pending,
+        }
+        for name, value in positive.items():
+            if value <= 0:
+                raise ValueError(f"{name} must be positive, not {value}")
+        if self.retries < 0 or self.backoff_base_s < 0 or self.backoff_max_s < 0:
+            raise ValueError("retries, backoff_base_s and backoff_max_s must not be negative")
+        if self.key_file is not None and self.cert_file is None:
+            raise ValueError("key_file is set without cert_file")
+
+
+class MetaserverError(Exception):
+    """The client could not be started or stopped."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the post of `key` ended. `reason` is one line: what, where, what to do; empty when `ok`."""
+
+    key: str
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The parts of a URL that are compared. `host` is in normal form, without brackets."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+    @classmethod
+    def parse(cls, url: str) -> _Target:
+        """Raises `ValueError` with the reason. The parser is the one that the HTTP client connects with."""
+        if len(url) > _MAX_URL_CHARS:
+            raise ValueError(f"longer than {_MAX_URL_CHARS} characters")
+        if not re.fullmatch(r"[!-~]+", url):
+            raise ValueError("contains spaces, control or non-ASCII characters")
+        for character in "@#?%\\":
+            if character in url:
+                raise ValueError(f"contains {character!r}")
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"not a URL: {error}") from error
+        if parsed.scheme not in _DEFAULT_PORTS:
+            raise ValueError("not http or https")
+        if not parsed.host or parsed.host.endswith("."):
+            raise ValueError("has no host, or one that ends in a dot")
+        port = _DEFAULT_PORTS[parsed.scheme] if parsed.port is None else parsed.port
+        if not 0 < port < 65536:
+            raise ValueError(f"port {port} does not exist")
+        path = parsed.path if "/" in url.partition("://")[2] else ""
+        return cls(parsed.scheme, _normal_host(parsed.host), port, path)
+
+    def admits(self, other: _Target) -> bool:
+        """Whether this allow-list entry admits the URL `other`."""
+        if (self.scheme, self.host, self.port) != (other.scheme, other.host, other.port):
+            return False
+        if not self.path:
+            return other.path == METASERVER_PATH
+        return other.path == self.path or other.path.startswith(self.path.rstrip("/") + "/")
+
+
+@dataclass(eq=False)
+class _Post:
+    key: str
+    url: str
+    content: bytes
+    deadline: float
+    """On the event loop's clock, which is `time.monotonic`."""
+    task: asyncio.Task[None] | None = field(default=None)
+
+
+class _FinalError(Exception):
+    """The post failed for good; the text is the outcome's reason."""
+
+
+class _RetryableError(Exception):
+    """This attempt failed, the next may not."""
+
+
+class MetaserverClient:
+    """One thread with one event loop and one bounded pool of connections.
+
+    `post`, `cancel` and `poll` may be called from any thread; none of them waits for the network.
+    """
+
+    def __init__(self, settings: MetaserverSettings, own_host: str) -> None:
+        """Raises `MetaserverError` for an allow-list entry, certificate or token that cannot be used."""
+        self._settings = settings
+        self._own_host = _normal_host(own_host)
+        self._allowed = [_parse_entry(entry) for entry in settings.allowlist]
+        self._lock = threading.Lock()
+        self._posts: dict[str, _Post] = {}
+        self._outcomes: deque[Outcome] = deque()
+        self._closed = False
+        self._client = _http_client(settings)
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._free = asyncio.Semaphore(settings.max_connections)
+        self._thread = threading.Thread(target=self._run, name="metaserver-client", daemon=True)
+        self._thread.start()
+
+    def check(self, url: str) -> str | None:
+        """Why `url` must not be posted to, or None when it may."""
+        try:
+            target = _Target.parse(url)
+        except ValueError as error:
+            return str(error)
+        if self._allowed:
+            if any(entry.admits(target) for entry in self._allowed):
+                return None
+            return "matches no entry of the metaserver allow-list"
+        if target.path != METASERVER_PATH:
+            return f"its path is not {METASERVER_PATH}"
+        if target.host != self._own_host and not _is_loopback(target.host):
+            return "neither loopback nor this host; name it in the metaserver allow-list if it is yours"
+        return None
+
+    def post(self, key: str, url: str, body: dict[str, object]) -> None:
+        """Send `body` as JSON to `url`; `poll` returns the outcome. `key` must not be under way already."""
+        content = msgspec.json.encode(body)
+        refused = self.check(url)
+        with self._lock:
+            if key in self._posts:
+                raise ValueError(f"a post for {key!r} is under way")
+            if refused is not None:
+                reason = f"metaserver URL {_clean(url)!r} refused: {refused}"
+            elif self._closed:
+                reason = f"not posted to metaserver {url}: the engine is shutting down"
+            elif len(self._posts) >= self._settings.max_pending:
+                reason = (
+                    f"not posted to metaserver {url}: {len(self._posts)} posts wait already; "
+                    "prefill does not keep up or the proxy hangs"
+                )
+            else:
+                post = _Post(key, url, content, time.monotonic() + self._settings.deadline_s)
+                self._posts[key] = post
+                self._loop.call_soon_threadsafe(self._begin, post)
+                return
+        self._outcomes.append(Outcome(key, ok=False, reason=reason))
+
+    def cancel(self, key: str) -> None:
+        """Give up the post of `key`, if one is under way: it gets no outcome and `key` is free again.
+
+        If it has ended already, `poll` still returns its outcome.
+        """
+        with self._lock:
+            post = self._posts.pop(key, None)
+            if post is not None and not self._closed:
+                self._loop.call_soon_threadsafe(self._abandon, post)
+
+    def poll(self) -> list[Outcome]:
+        """The outcomes since the last call, in the order in which posts ended."""
+        outcomes = []
+        while self._outcomes:
+            outcomes.append(self._outcomes.popleft())
+        return outcomes
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Drop what is under way, without outcomes, and end thread and connections. Twice is safe."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._posts.clear()
+                self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise MetaserverError(f"the metaserver client did not stop within {timeout_s:g} s")
+
+    # Everything below runs on the event loop's thread.
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        try:
+            await self._stop.wait()
+        finally:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._client.aclose()
+            await self._loop.shutdown_default_executor()  # name resolution runs there
+
+    def _begin(self, post: _Post) -> None:
+        with self._lock:
+            wanted = self._posts.get(post.key) is post
+        if wanted:
+            post.task = self._loop.create_task(self._end(post))
+
+    def _abandon(self, post: _Post) -> None:
+        if post.task is not None:
+            post.task.cancel()
+
+    async def _end(self, post: _Post) -> None:
+        """Run `post` to its outcome."""
+        reason = ""
+        try:
+            await asyncio.wait_for(self._in_turn(post), post.deadline - self._loop.time())
+        except _FinalError as error:
+            reason = str(error)
+        except asyncio.TimeoutError:  # not TimeoutError before Python 3.11
+            reason = _no_answer(post.url, self._settings.deadline_s)
+        except Exception as error:  # noqa: BLE001 - becomes the outcome
+            reason = f"post to metaserver {post.url} failed: {type(error).__name__}: {_clean(str(error))}"
+        with self._lock:
+            if self._posts.get(post.key) is post:
+                del self._posts[post.key]
+                self._outcomes.append(Outcome(post.key, ok=not reason, reason=reason))
+
+    async def _in_turn(self, post: _Post) -> None:
+        async with self._free:
+            await self._attempts(post)
+
+    async def _attempts(self, post: _Post) -> None:
+        """Post until answered. Raises `_FinalError` when it failed or there are no attempts left."""
+        settings = self._settings
+        for attempt in range(settings.retries + 1):
+            try:
+                return await self._attempt(post)
+            except _RetryableError as error:
+                failure = error
+            if attempt < settings.retries:
+                ceiling = min(settings.backoff_max_s, settings.backoff_base_s * 2**attempt)
+                await asyncio.sleep(random.uniform(0, ceiling))
+        raise _FinalError(f"metaserver {post.url} {failure} ({settings.retries + 1} attempts)")
+
+    async def _attempt(self, post: _Post) -> None:
+        try:
+            async with self._client.stream("POST", post.url, content=post.content) as response:
+                body = await _read(response)
+        except (httpx.NetworkError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            raise _RetryableError(
+                f"is unreachable: {_describe(error)}; is the proxy running, and reachable from here?"
+            ) from error
+        except httpx.ReadTimeout as error:
+            seconds = self._settings.read_timeout_s or self._settings.deadline_s
+            raise _FinalError(_no_answer(post.url, seconds)) from error
+        except httpx.RemoteProtocolError as error:
+            if "disconnected without sending a response" in str(error):
+                raise _RetryableError("closed the connection without an answer; did it restart?") from error
+            raise _FinalError(
+                f"metaserver {post.url} does not speak HTTP ({_describe(error)}): check scheme and port"
+            ) from error
+        _judge(post.url, response.status_code, body)
+
+
+def _no_answer(url: str, seconds: float) -> str:
+    return f"metaserver {url} did not answer within {seconds:g} s: prefill is overloaded or the proxy hangs"
+
+
+def _judge(url: str, status: int, body: bytes) -> None:
+    """Return when the metaserver accepted the post, raise what its answer means otherwise."""
+    if 200 <= status < 300:
+        return
+    failure = _metaserver_error(body) if status == 502 else None
+    if failure is not None:
+        raise _FinalError(f"prefill failed, says metaserver {url}: {failure}")
+    answer = f"answered {status}: {_clean(body.decode(errors='replace')) or '(empty)'}"
+    if status >= 500:
+        raise _RetryableError(f"{answer}; see the proxy's log")
+    if status < 400:
+        raise _FinalError(f"metaserver {url} {answer}: redirects are not followed, give the final URL")
+    raise _FinalError(
+        f"metaserver {url} {answer}: it does not know this request or refuses this engine; see the proxy's log"
+    )
+
+
+def _metaserver_error(body: bytes) -> str | None:
+    """The text of `{"error": ...}`: how a metaserver, unlike a gateway before it, reports a failed prefill."""
+    try:
+        answer = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if not isinstance(answer, dict) or "error" not in answer:
+        return None
+    error = answer["error"]
+    return _clean(error if isinstance(error, str) else msgspec.json.encode(error).decode())
+
+
+async def _read(response: httpx.Response) -> bytes:
+    """At most the first 64 KiB of the body."""
+    body = bytearray()
+    async for chunk in response.aiter_raw():
+        body += chunk
+        if len(body) >= _MAX_BODY_BYTES:
+            break
+    return bytes(body[:_MAX_BODY_BYTES])
+
+
+def _http_client(settings: MetaserverSettings) -> httpx.AsyncClient:
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    try:
+        context = ssl.create_default_context(cafile=settings.ca_file)
+        if settings.cert_file is not None:
+            context.load_cert_chain(settings.cert_file, settings.key_file)
+        if settings.token_file is not None:
+            token = Path(settings.token_file).read_text(encoding="ascii").strip()
+            headers["Authorization"] = f"Bearer {token}"
+    except (OSError, UnicodeDecodeError) as error:  # ssl.SSLError is an OSError
+        raise MetaserverError(f"a certificate or token of the metaserver cannot be read: {error}") from error
+    return httpx.AsyncClient(
+        verify=context,
+        headers=headers,
+        timeout=httpx.Timeout(
+            connect=settings.connect_timeout_s,
+            read=settings.read_timeout_s or settings.deadline_s,
+            write=settings.write_timeout_s,
+            pool=settings.pool_timeout_s,
+        ),
+        limits=httpx.Limits(max_connections=settings.max_connections, keepalive_expiry=_IDLE_CONNECTION_S),
+        follow_redirects=False,
+        trust_env=False,  # no HTTP_PROXY: what the allow-list admits is reached directly
+    )
+
+
+def _parse_entry(entry: str) -> _Target:
+    try:
+        return _Target.parse(entry)
+    except ValueError as error:
+        raise MetaserverError(f"metaserver allow-list entry {_clean(entry)!r}: {error}") from error
+
+
+def _normal_host(host: str) -> str:
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host.lower()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _describe(error: Exception) -> str:
+    return _clean(str(error)) or type(error).__name__
+
+
+def _clean(text: str) -> str:
+    """Text from outside as one short printable line."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * _MAX_SHOWN_CHARS]).split())
+    return line if len(line) <= _MAX_SHOWN_CHARS else line[:_MAX_SHOWN_CHARS] + "..."

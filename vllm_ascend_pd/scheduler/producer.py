@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill side of the scheduler: says which blocks become complete in which step, and holds them until sent."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd.core.ticket import Ticket, TicketError, parse_ticket
+from vllm_ascend_pd.step import ProducerStep, Send, WorkerReport
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Sending:
+    """A request with a ticket. `sent`: tokens up to here were handed to the ranks; `align`: what a part that is not
+    the last must be a multiple of."""
+
+    ticket: Ticket
+    blocks: list[list[int]]
+    align: int
+    sent: int
+    announced: bool = False
+    sealed: bool = False
+
+
+class ProducerScheduler:
+    """`block_sizes`: tokens per block of each cache group."""
+
+    def __init__(self, block_sizes: Sequence[int]) -> None:
+        self._block_sizes = list(block_sizes)
+        self._sending: dict[str, _Sending] = {}
+        self._tickets: set[str] = set()
+        self._errors: dict[str, str] = {}
+        self._awaiting: set[str] = set()
+        self._step = ProducerStep()
+
+    @property
+    def has_pending_pushes(self) -> bool:
+        return bool(self._awaiting)
+
+    def allocated(self, request: "Request", blocks: tuple[list[int], ...]) -> None:
+        """The request is about to run, for the first time or again after preemption."""
+        sending = self._sending.get(request.request_id)
+        if sending is not None:
+            sending.blocks = [list(ids) for ids in blocks]
+            return
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_decode") or request.request_id in self._errors:
+            return
+        try:
+            ticket = parse_ticket(params, request.num_prompt_tokens, len(self._block_sizes))
+            if ticket.ticket_id in self._tickets:
+                raise TicketError("this ticket is being served already")
+        except TicketError as error:
+            logger.warning("request %s: no KV will be sent: %s", request.request_id, error)
+            self._errors[request.request_id] = str(error)
+            return
+        self._tickets.add(ticket.ticket_id)
+        self._sending[request.request_id] = _Sending(
+            ticket,
+            [list(ids) for ids in blocks],
+            math.lcm(*self._block_sizes, *ticket.remote_block_size),
+            ticket.remote_cached_tokens,
+        )
+
+    def build_step(self, output: "SchedulerOutput") -> ProducerStep:
+        step, self._step = self._step, ProducerStep()
+        step.idle = output.total_num_scheduled_tokens == 0
+        step.preempted = {r for r in output.preempted_req_ids or () if r in self._sending}
+        for new in output.scheduled_new_reqs:
+            if sending := self._sending.get(new.req_id):
+                sending.blocks = [list(ids) for ids in new.block_ids]
+                self._advance(step, new.req_id, sending, new.num_computed_tokens, output)
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            sending = self._sending.get(request_id)
+            if sending is None:
+                continue
+            if request_id in cached.resumed_req_ids and blocks is not None:
+                sending.blocks = [list(ids) for ids in blocks]
+            else:
+                for known, ids in zip(sending.blocks, blocks or (), strict=False):
+                    known.extend(ids)
+            self._advance(step, request_id, sending, computed, output)
+        return step
+
+    def update(self, report: WorkerReport | None, finished_sending: set[str]) -> None:
+        """Takes note of what the ranks reported."""
+        if report is not None:
+            for request_id, reason in report.failed.items():
+                if request_id in self._sending:
+                    self._errors.setdefault(request_id, reason)
+        for request_id in finished_sending:
+            self._awaiting.discard(request_id)
+            self._errors.pop(request_id, None)
+
+    def finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
+        """The request ended. Returns whether its blocks must be kept until all ranks have reported it as sent, and
+        what its response says."""
+        sending = self._sending.pop(request.request_id, None)
+        error = self._errors.pop(request.request_id, None)
+        params = {"error": error} if error is not None else None
+        if sending is None:
+            return False, params
+        self._tickets.discard(sending.ticket.ticket_id)
+        if not sending.announced:
+            return False, params
+        aborted = None if sending.sealed else "the prefill request was aborted"
+        self._step.finished[request.request_id] = aborted
+        self._awaiting.add(request.request_id)
+        return True, params
+
+    def _advance(
+        self, step: ProducerStep, request_id: str, sending: _Sending, computed: int, output: "SchedulerOutput"
+    ) -> None:
+        """Hands out what this step completes: whole units as they fill, the rest with the prompt's last token."""
+        if not sending.announced:
+            sending.announced = True
+            step.tickets[request_id] = sending.ticket
+        if sending.sealed:
+            return
+        total = sending.ticket.num_tokens
+        done = computed + output.num_scheduled_tokens[request_id]
+        last = done >= total
+        start, stop = sending.sent, total if last else done - done % sending.align
+        if stop <= start and not last:
+            return
+        stop = max(start, stop)
+        blocks = tuple(
+            ids[start // size : math.ceil(stop / size)]
+            for ids, size in zip(sending.blocks, self._block_sizes, strict=True)
+        )
+        step.sends.append(Send(request_id, start, stop, blocks, last))
+        sending.sent = stop
+        sending.sealed = last

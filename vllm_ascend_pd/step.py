@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scheduler and workers of one engine tell each other, step by step.
+
+Plain data that vLLM carries: downwards as connector metadata, upwards as worker metadata.
+"""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from vllm_ascend_pd.core.ticket import Ticket
+
+
+@dataclass(frozen=True)
+class Send:
+    """Tokens `[start, stop)` of a request become complete in this step. `blocks`: per cache group, the ids of
+    the blocks that hold them, from block `start // block_size` on. `last`: the prompt ends here."""
+
+    request_id: str
+    start: int
+    stop: int
+    blocks: tuple[list[int], ...]
+    last: bool
+
+
+@dataclass
+class ProducerStep(KVConnectorMetadata):
+    """A prefill step. `finished`: request id -> None, or why it ended before its prompt was computed."""
+
+    tickets: dict[str, Ticket] = field(default_factory=dict)
+    sends: list[Send] = field(default_factory=list)
+    finished: dict[str, str | None] = field(default_factory=dict)
+    preempted: set[str] = field(default_factory=set)
+    idle: bool = False
+
+
+@dataclass(frozen=True)
+class Expect:
+    """A ticket that decode issued. `blocks`: what is lost if it fails (first cache group, uncached part)."""
+
+    request_id: str
+    ticket_id: str
+    attempt: int
+    digest: str
+    blocks: list[int]
+
+
+@dataclass
+class ConsumerStep(KVConnectorMetadata):
+    """A decode step. `cancelled`: ticket id -> reason; `prefilled`: tickets whose prefill ended."""
+
+    expects: list[Expect] = field(default_factory=list)
+    cancelled: dict[str, str] = field(default_factory=dict)
+    prefilled: list[str] = field(default_factory=list)
+    idle: bool = False
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What ranks report upwards. `failed`: request id (prefill) or ticket id (decode) -> reason.
+    `received`: ticket id -> (bytes, bytes that were here before prefill ended), summed over ranks."""
+
+    failed: dict[str, str] = field(default_factory=dict)
+    received: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
+        assert isinstance(other, WorkerReport)
+        received = dict(self.received)
+        for ticket_id, (num_bytes, before_end) in other.received.items():
+            mine = received.get(ticket_id, (0, 0))
+            received[ticket_id] = (mine[0] + num_bytes, mine[1] + before_end)
+        return WorkerReport({**other.failed, **self.failed}, received)
+
+
+@dataclass
+class RankHandshake(KVConnectorHandshakeMetadata):
+    """A decode rank's `RankDescription`, encoded: it crosses processes and is read by no one in between."""
+
+    encoded: bytes

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill side of a worker: plans each step, and pushes each layer as soon as it is computed."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from vllm_ascend_pd.config import ConnectorConfig
+from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.compatibility import mismatch
+from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.plan import Regroup, Route, make_route
+from vllm_ascend_pd.core.protocol import EngineDescription
+from vllm_ascend_pd.device.base import Device, DeviceError, Event
+from vllm_ascend_pd.step import ProducerStep, WorkerReport
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.worker.caches import RegisteredCaches
+from vllm_ascend_pd.worker.identity import Identity
+from vllm_ascend_pd.worker.peer import DecodeLayout
+from vllm_ascend_pd.worker.peers import Peers
+from vllm_ascend_pd.worker.regroup import Regrouper
+from vllm_ascend_pd.worker.sender import Barrier, Finish, LayerPush, Sender, Source
+from vllm_ascend_pd.worker.shipment import Item, Shipment
+from vllm_ascend_pd.worker.staging import StagingRing
+from vllm_ascend_pd.worker.transfer import Destination, RankKey, Transfer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _StepPlan:
+    """What this rank does in one step: shipments by the geometry they read, layers that still have to be pushed,
+    transfers whose prompt ends."""
+
+    shipments: dict[int, list[tuple[Sender, Shipment]]] = field(default_factory=dict)
+    unsaved: dict[str, None] = field(default_factory=dict)  # an ordered set
+    last: list[Transfer] = field(default_factory=list)
+
+
+class ProducerWorker:
+    """`step_tokens`: most tokens one step computes, which sizes the staging ring."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        config: ConnectorConfig,
+        device: Device,
+        engine: TransferEngine,
+        caches: RegisteredCaches,
+        step_tokens: int,
+    ) -> None:
+        self._identity = identity
+        self._config = config
+        self._device = device
+        self._engine = engine
+        self._caches = caches
+        self._geometries = caches.description.geometries
+        self._ring, self._regrouper = self._make_regrouper(step_tokens)
+        # layer -> geometry -> indices of the layer's tensors that lie so; and how many at most of each geometry
+        self._by_geometry = {layer: self._group_by_geometry(indices) for layer, indices in caches.layers.items()}
+        self._parts = [
+            max((len(groups.get(g, ())) for groups in self._by_geometry.values()), default=0)
+            for g in range(len(self._geometries))
+        ]
+        self._routes: dict[tuple[int, int, tuple[int, ...]], Route] = {}
+        self._senders: dict[str, Sender] = {}  # by ticket id
+        self._transfers: dict[str, Transfer] = {}  # by request id
+        self._plan = _StepPlan()
+        self._idle = False
+        self._changed = threading.Condition()
+        self._done: set[str] = set()
+        self._failed: dict[str, str] = {}
+        self._peers = Peers(
+            identity, config, self._make_sender, self._check, self._destinations, self._finish, self._on_reported
+        )
+
+    # Called by vLLM, on the model's thread.
+
+    def start_step(self, step: ProducerStep) -> None:
+        """Opens new transfers and plans the step. Blocks for nothing."""
+        self._idle = step.idle
+        for request_id, ticket in step.tickets.items():
+            transfer = Transfer(
+                request_id,
+                ticket,
+                ticket.digest(),
+                tuple(np.asarray(blocks, dtype=np.int64) for blocks in ticket.remote_block_ids),
+                time.monotonic() + self._config.grant_timeout_s,
+            )
+            self._transfers[request_id] = transfer
+            self._senders[ticket.ticket_id] = self._peers.sender_for(ticket)
+            self._peers.open(transfer)
+        for request_id, aborted in step.finished.items():
+            self._release(request_id, aborted)
+        self._plan = self._make_plan(step)
+
+    def layer_computed(self, layer: str) -> None:
+        """The cache of `layer` holds this step's tokens, or will once what the model queued so far has run."""
+        if self._plan.shipments:
+            self._push_layer(layer, self._device.record_event())
+
+    def end_step(self) -> None:
+        """The forward pass is over: layers nobody announced are pushed, and prompts that end are sealed."""
+        plan, self._plan = self._plan, _StepPlan()
+        if plan.unsaved and plan.shipments:
+            event = self._device.record_event()
+            self._plan = plan
+            for layer in list(plan.unsaved):
+                self._push_layer(layer, event)
+            self._plan = _StepPlan()
+        for transfer in plan.last:
+            transfer.bytes_at_end = transfer.num_bytes
+            self._finish(transfer)
+
+    def preempted(self, request_ids: set[str]) -> None:
+        """Their blocks are about to be reused: waits until no push reads them any more (R3)."""
+        barriers = []
+        for request_id in request_ids:
+            transfer = self._transfers.get(request_id)
+            if transfer is not None:
+                barriers.append((transfer, Barrier(threading.Event())))
+                self._senders[transfer.ticket.ticket_id].put(barriers[-1][1])
+        deadline = time.monotonic() + self._config.write_timeout_s
+        for transfer, barrier in barriers:
+            if not barrier.passed.wait(max(0.0, deadline - time.monotonic())):
+                transfer.fail("the request was preempted while its KV could not be sent")
+
+    def take_sent(self) -> set[str]:
+        """Requests whose blocks vLLM may free: those it is done with and no push reads any more."""
+        with self._changed:
+            if self._idle and not self._done and self._transfers:
+                self._changed.wait_for(lambda: bool(self._done), self._config.idle_wait_s)
+            done, self._done = self._done, set()
+        for request_id in done:
+            self._senders.pop(self._transfers.pop(request_id).ticket.ticket_id)
+        return done
+
+    def take_report(self) -> WorkerReport | None:
+        with self._changed:
+            failed, self._failed = self._failed, {}
+        return WorkerReport(failed=failed) if failed else None
+
+    def close(self, timeout_s: float) -> None:
+        self._peers.close(timeout_s)
+
+    # Planning.
+
+    def _make_plan(self, step: ProducerStep) -> _StepPlan:
+        plan = _StepPlan()
+        if not step.sends:
+            return plan
+        plan.unsaved = dict.fromkeys(self._caches.layers)
+        items: dict[tuple[str, int, tuple[int, ...]], list[Item]] = {}
+        for send in step.sends:
+            transfer = self._transfers[send.request_id]
+            if send.last:
+                plan.last.append(transfer)
+            if send.start >= send.stop:
+                continue
+            ticket = transfer.ticket
+            blocks = tuple(np.asarray(ids, dtype=np.int64) for ids in send.blocks)
+            # Engines are told apart by what their tickets say, not by what they answered: every rank must arrive
+            # at the same plan, whatever it has learnt so far (R5).
+            key = (
+                ticket.endpoint + ticket.remote_engine_id,
+                ticket.remote_tp_size,
+                tuple(ticket.remote_block_size),
+            )
+            items.setdefault(key, []).append(Item(transfer, send.start, send.stop, blocks))
+        for (_, d_tp, d_block_sizes), group in items.items():
+            sender = self._senders[group[0].transfer.ticket.ticket_id]
+            for index in range(len(self._geometries)):
+                shipment = self._make_shipment(index, d_tp, d_block_sizes, group)
+                if shipment is not None:
+                    plan.shipments.setdefault(index, []).append((sender, shipment))
+        return plan
+
+    def _make_shipment(
+        self, index: int, d_tp: int, d_block_sizes: tuple[int, ...], items: list[Item]
+    ) -> Shipment | None:
+        geometry = self._geometries[index]
+        try:
+            route = self._route(index, d_tp, d_block_sizes)
+        except ValueError as error:  # the two sides cannot fit; the same on every rank
+            for item in items:
+                item.transfer.fail(str(error))
+            return None
+        served = [item for item in items if route.serves(item.transfer.ticket.salt)]
+        if not served:
+            return None
+        chunk_units = 0
+        if route.regroup is not Regroup.NONE:
+            assert self._ring is not None
+            per_unit = self._parts[index] * route.planes * route.staged_bytes
+            chunk_units = self._ring.slot_bytes // per_unit
+            assert chunk_units > 0
+        device = self._caches.tensors[0].device
+        return Shipment.build(route, geometry, served, device, chunk_units)
+
+    def _route(self, index: int, d_tp: int, d_block_sizes: tuple[int, ...]) -> Route:
+        key = (index, d_tp, d_block_sizes)
+        if key not in self._routes:
+            geometry = self._geometries[index]
+            self._routes[key] = make_route(
+                geometry, self._identity.tp_rank, self._identity.tp, d_tp, d_block_sizes[geometry.group]
+            )
+        return self._routes[key]
+
+    # Pushing.
+
+    def _push_layer(self, layer: str, computed: Event) -> None:
+        self._plan.unsaved.pop(layer, None)
+        for geometry, indices in self._by_geometry.get(layer, {}).items():
+            for sender, shipment in self._plan.shipments.get(geometry, ()):
+                for push in self._prepare(layer, shipment, indices, computed):
+                    try:
+                        sender.put_layer(push, self._config.write_timeout_s)
+                    except TimeoutError as error:
+                        _fail(shipment, str(error))
+
+    def _prepare(self, layer: str, shipment: Shipment, indices: tuple[int, ...], computed: Event) -> list[LayerPush]:
+        described = self._caches.description.tensors
+        route = shipment.route
+        if route.regroup is Regroup.NONE:
+            sources = tuple(Source(described[i], described[i].base) for i in indices)
+            return [LayerPush(layer, shipment, chunk, sources, computed) for chunk in shipment.chunks]
+        pushes = []
+        tensors = [self._caches.tensors[i] for i in indices]
+        for chunk in shipment.chunks:
+            bytes_each = route.planes * chunk.count * route.staged_bytes
+            sources = tuple(Source(described[i], n * bytes_each) for n, i in enumerate(indices))
+            push = LayerPush(layer, shipment, chunk, sources, computed)
+            try:
+                push.ready = self._device.submit(self._regrouping(push, tensors), computed)
+            except DeviceError as error:
+                _fail(shipment, f"layer {layer} could not be regrouped: {error}")
+                continue
+            pushes.append(push)
+        return pushes
+
+    def _regrouping(self, push: LayerPush, tensors: list[torch.Tensor]) -> Callable[[], None]:
+        regrouper = self._regrouper
+        assert regrouper is not None
+
+        def work() -> None:
+            push.slot = regrouper.run(push.shipment.route, push.chunk, tensors)
+
+        return work
+
+    # The end of a transfer.
+
+    def _release(self, request_id: str, aborted: str | None) -> None:
+        """vLLM is done with the request."""
+        transfer = self._transfers.get(request_id)
+        if transfer is None:
+            return
+        if aborted is not None:
+            transfer.fail(aborted)
+        self._finish(transfer)
+        with self._changed:
+            transfer.released = True
+            if transfer.reported:
+                self._done.add(request_id)
+
+    def _finish(self, transfer: Transfer) -> None:
+        """Nothing more will be pushed. Called on any thread, any number of times."""
+        with self._changed:
+            if transfer.finishing:
+                return
+            transfer.finishing = True
+        self._senders[transfer.ticket.ticket_id].put(Finish(transfer))
+
+    def _on_finished(self, transfer: Transfer) -> None:
+        """On the sender's thread: no write can follow."""
+        transfer.finish()
+        self._peers.report(transfer)
+
+    def _on_reported(self, transfer: Transfer) -> None:
+        """On the control thread: decode was told, or cannot be reached."""
+        if transfer.failure is not None:
+            logger.warning("request %s: KV was not delivered: %s", transfer.request_id, transfer.failure)
+        with self._changed:
+            transfer.reported = True
+            if transfer.failure is not None:
+                self._failed[transfer.request_id] = transfer.failure
+            if transfer.released:
+                self._done.add(transfer.request_id)
+            self._changed.notify_all()
+
+    # What Peers asks for.
+
+    def _make_sender(self, name: str) -> Sender:
+        return Sender(
+            name,
+            self._engine,
+            self._ring,
+            self._on_finished,
+            queue_size=self._config.push_queue_size,
+            ready_timeout_s=self._config.collective_timeout_s + self._config.write_timeout_s,
+        )
+
+    def _check(self, description: EngineDescription) -> str | None:
+        identity = self._identity
+        declared = self._config.decode
+        if declared is not None and declared.tp_size not in (None, description.tp):
+            return f"config says decode's tp_size is {declared.tp_size}, decode's is {description.tp}"
+        if declared is not None and declared.pp_size not in (None, description.pp):
+            return f"config says decode's pp_size is {declared.pp_size}, decode's is {description.pp}"
+        whole = identity.pp == 1
+        return mismatch(self._caches.description, identity.model, identity.tp_rank, identity.tp, whole, description)
+
+    def _destinations(self, layout: DecodeLayout, transfer: Transfer) -> dict[RankKey, Destination]:
+        """The decode ranks this rank writes to for the ticket, and which of their tensors it covers."""
+        ticket = transfer.ticket
+        covers: dict[RankKey, list[int]] = {}
+        ranks = {}
+        for tensor in self._caches.description.tensors:
+            route = self._route(tensor.geometry, ticket.remote_tp_size, tuple(ticket.remote_block_size))
+            if not route.serves(ticket.salt):
+                continue
+            for target in route.targets:
+                remote = layout.locate(tensor, target.tp_rank)
+                indices = covers.setdefault(remote.key, [])
+                if remote.index not in indices:
+                    indices.append(remote.index)
+                ranks[remote.key] = remote.rank
+        return {key: Destination(ranks[key], tuple(indices)) for key, indices in covers.items()}
+
+    # Set-up.
+
+    def _make_regrouper(self, step_tokens: int) -> tuple[StagingRing | None, Regrouper | None]:
+        """A ring and all-to-all groups, where this engine's layout may ever need regrouping.
+
+        The same on all ranks: it depends on the model, the layout and the parallel sizes alone.
+        """
+        movable = [g for g in self._geometries if g.order is Order.TOKEN_MAJOR and g.total_heads > 1]
+        if not movable:
+            return None, None
+        layer_bytes = max(
+            sum(self._geometries[self._caches.description.tensors[i].geometry].token_bytes for i in indices)
+            for indices in self._caches.layers.values()
+        )
+        # Every request may end in a unit that is filled only in part; what does not fit goes in a further chunk.
+        slot_tokens = step_tokens + 2 * max(g.block_size for g in movable)
+        slot_bytes = slot_tokens * layer_bytes
+        slots = self._config.staging_slots
+        buffer = self._device.allocate(slot_bytes * slots)
+        self._engine.register([(buffer.data_ptr(), buffer.numel())])
+        wanted = sorted({r for g in movable for r in topology.regroup_groups(self._identity.tp, g.total_heads)})
+        groups = self._device.new_groups(self._world_groups(wanted), self._config.collective_timeout_s)
+        mine = {ranks: groups[self._in_world(ranks)] for ranks in wanted if self._identity.tp_rank in ranks}
+        ring = StagingRing(buffer, slot_bytes, slots)
+        patience = self._config.write_timeout_s + self._config.grant_timeout_s
+        return ring, Regrouper(self._device, ring, mine, patience)
+
+    def _in_world(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self._identity.tp_ranks[rank] for rank in ranks)
+
+    def _world_groups(self, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """`wanted` within every tensor-parallel group of the world: creating a group takes all ranks, in one order.
+
+        vLLM numbers the world with tensor-parallel ranks running fastest.
+        """
+        tp = self._identity.tp
+        world = torch.distributed.get_world_size() if wanted else 0
+        return [tuple(first + rank for rank in ranks) for first in range(0, world, tp) for ranks in wanted]
+
+    def _group_by_geometry(self, indices: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+        groups: dict[int, list[int]] = {}
+        for index in indices:
+            groups.setdefault(self._caches.description.tensors[index].geometry, []).append(index)
+        return {geometry: tuple(members) for geometry, members in groups.items()}
+
+
+def _fail(shipment: Shipment, reason: str) -> None:
+    for item in shipment.items:
+        item.transfer.fail(reason)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings KV into decode's layout on its way: gather + all-to-all + interleave, or split.
+
+Everything here runs in order on the device's side stream. Every rank of a group runs the same chunks in the same
+order whatever became of the requests in them, so collectives stay aligned (R5).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from vllm_ascend_pd import ops
+from vllm_ascend_pd.core.plan import Regroup, Route
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.worker.shipment import Chunk
+from vllm_ascend_pd.worker.staging import Slot, StagingRing
+
+
+class Regrouper:
+    """Regroups chunks of a layer's tensors into slots of a staging ring.
+
+    `groups`: all-to-all groups by the tensor-parallel ranks in them.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        ring: StagingRing,
+        groups: dict[tuple[int, ...], dist.ProcessGroup],
+        slot_timeout_s: float,
+    ) -> None:
+        self._slot_timeout_s = slot_timeout_s
+        self._device = device
+        self._groups = groups
+        self._ring = ring
+        # Used on the side stream only, where one chunk follows another: one pair serves all.
+        self._send = device.allocate(ring.slot_bytes)
+        self._received = device.allocate(ring.slot_bytes)
+
+    def run(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
+        """Returns the slot it filled with tensor after tensor, each `[planes, units, staged_bytes]`."""
+        if route.regroup is Regroup.GATHER:
+            return self._gather(route, chunk, tensors)
+        return self._split(route, chunk, tensors)
+
+    def _gather(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
+        assert chunk.unit_offsets is not None
+        ratio = len(route.ranks)
+        tokens = route.unit // ratio  # of every unit, per rank
+        slice_bytes = tokens * route.row_bytes
+        section = chunk.count * slice_bytes  # one tensor's share for one rank
+        per_rank = section * len(tensors)
+        for i, cache in enumerate(tensors):
+            ops.gather_slices(cache, chunk.unit_offsets, ratio, slice_bytes, self._send, i * section, per_rank)
+        total = per_rank * ratio
+        self._device.all_to_all(self._received[:total], self._send[:total], self._groups[route.ranks])
+        # Only now: a rank that finds no slot has still taken part in the collective.
+        slot = self._ring.acquire(self._slot_timeout_s)
+        for i in range(len(tensors)):
+            ops.interleave_heads(
+                self._received,
+                i * section,
+                per_rank,
+                self._ring.buffer,
+                slot.offset + i * section * ratio,
+                ratio,
+                chunk.count * tokens,
+                route.row_bytes,
+            )
+        return slot
+
+    def _split(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
+        assert chunk.unit_offsets is not None
+        slot = self._ring.acquire(self._slot_timeout_s)
+        plane = chunk.count * route.staged_bytes
+        for i, cache in enumerate(tensors):
+            ops.split_heads(
+                cache,
+                chunk.unit_offsets,
+                route.planes,
+                route.unit,
+                route.row_bytes,
+                self._ring.buffer,
+                slot.offset + i * plane * route.planes,
+                plane,
+            )
+        return slot

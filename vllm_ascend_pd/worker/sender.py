@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that writes to one decode engine: layer by layer, one batch per decode rank for all requests.
+
+Tasks run in the order they were put, so when a transfer's `Finish` comes up, all its writes are behind it.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_ascend_pd.core.layout import CacheTensor
+from vllm_ascend_pd.core.plan import Target
+from vllm_ascend_pd.device.base import DeviceError, Event
+from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
+from vllm_ascend_pd.worker.peer import DecodeLayout, Remote
+from vllm_ascend_pd.worker.shipment import Chunk, Shipment
+from vllm_ascend_pd.worker.staging import Slot, StagingRing
+from vllm_ascend_pd.worker.transfer import RankKey, Transfer
+
+logger = logging.getLogger(__name__)
+
+# Pause before a request's own write is tried for the last time.
+_RETRY_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a tensor's bytes are: `base` is the address of its block 0, or, where the layer was regrouped, its
+    offset in the staging slot."""
+
+    tensor: CacheTensor
+    base: int
+
+
+@dataclass
+class LayerPush:
+    """A chunk of a shipment, for the tensors of one layer. `ready`: when the bytes can be read; `slot`: where
+    they are, if they were regrouped (set by then)."""
+
+    layer: str
+    shipment: Shipment
+    chunk: Chunk
+    sources: tuple[Source, ...]
+    ready: Event
+    slot: Slot | None = None
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Nothing more will be put for this transfer."""
+
+    transfer: Transfer
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """Set once everything put before it was dealt with."""
+
+    passed: threading.Event
+
+
+Task = LayerPush | Finish | Barrier
+
+
+@dataclass(frozen=True)
+class _Write:
+    """Part of a batch: a source's share for one target of the route, and where it goes."""
+
+    base: int
+    target: Target
+    remote: Remote
+
+
+class Sender:
+    """`layout` is set by the owner when the decode engine has described itself; transfers know to wait for it.
+    `finished(transfer)` is called on this thread once a transfer's writes are over."""
+
+    layout: DecodeLayout | None = None
+    _closing = False
+
+    def __init__(
+        self,
+        name: str,
+        engine: TransferEngine,
+        ring: StagingRing | None,
+        finished: Callable[[Transfer], None],
+        *,
+        queue_size: int,
+        ready_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._ring = ring
+        self._finished = finished
+        self._ready_timeout_s = ready_timeout_s
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        # Bounds the layers that wait; the other tasks are bounded by the number of transfers.
+        self._room = threading.Semaphore(queue_size)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put_layer(self, push: LayerPush, timeout_s: float) -> None:
+        """Raises TimeoutError if the queue stays full that long."""
+        if not self._room.acquire(timeout=timeout_s):
+            raise TimeoutError(f"the push queue stayed full for {timeout_s} s: the link does not keep up")
+        self._tasks.put(push)
+
+    def put(self, task: Finish | Barrier) -> None:
+        self._tasks.put(task)
+
+    def close(self, timeout_s: float) -> None:
+        """Stops after the task at hand; what is still queued is dropped."""
+        self._closing = True
+        self._tasks.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None and not self._closing:
+            if isinstance(task, LayerPush):
+                self._push(task)
+                self._room.release()
+            elif isinstance(task, Finish):
+                self._finished(task.transfer)
+            else:
+                task.passed.set()
+
+    def _push(self, task: LayerPush) -> None:
+        try:
+            self._push_ready(task)
+        except (DeviceError, TimeoutError) as error:
+            self._fail(task, f"layer {task.layer} could not be read: {error}")
+        except Exception as error:
+            # Whatever it is, it ends in the requests it belongs to, and the thread lives on for the others.
+            logger.exception("pushing layer %s failed", task.layer)
+            self._fail(task, f"pushing layer {task.layer} failed: {error}")
+        finally:
+            if task.slot is not None and self._ring is not None:
+                self._ring.release(task.slot)
+
+    def _push_ready(self, task: LayerPush) -> None:
+        task.ready.wait(self._ready_timeout_s)
+        for item in task.shipment.items:
+            item.transfer.await_destinations()
+        if self.layout is None:
+            return  # then every transfer has failed above
+        slot_address = 0 if task.slot is None else task.slot.address
+        writes: dict[RankKey, list[_Write]] = {}
+        for source in task.sources:
+            for target in task.shipment.route.targets:
+                remote = self.layout.locate(source.tensor, target.tp_rank)
+                writes.setdefault(remote.key, []).append(_Write(slot_address + source.base, target, remote))
+        for key, batch in writes.items():
+            live = frozenset(i for i, item in enumerate(task.shipment.items) if item.transfer.await_grant(key))
+            if live:
+                self._write_fused(task, key, batch, live)
+
+    def _write_fused(self, task: LayerPush, key: RankKey, batch: list[_Write], live: frozenset[int]) -> None:
+        """One write for all live items; if it fails, one for each, so that only those at fault suffer."""
+        everyone = len(live) == len(task.shipment.items)
+        try:
+            self._write(task, batch, None if everyone else live)
+        except TransferError as error:
+            logger.warning("layer %s to decode rank %s: %s; trying each request by itself", task.layer, key, error)
+            for i in live:
+                transfer = task.shipment.items[i].transfer
+                try:
+                    self._write_retrying(task, key, batch, i)
+                except TransferError as final:
+                    transfer.fail(str(final))
+        for i in live:
+            transfer = task.shipment.items[i].transfer
+            if transfer.failure is None:
+                units = task.shipment.units(task.chunk)[i]
+                transfer.num_bytes += units * sum(write.target.rows * write.target.nbytes for write in batch)
+
+    def _write_retrying(self, task: LayerPush, key: RankKey, batch: list[_Write], item: int) -> None:
+        try:
+            self._write(task, batch, frozenset((item,)))
+        except TransferError as error:
+            if not error.retryable:
+                raise
+            time.sleep(_RETRY_PAUSE_S)
+            if task.shipment.items[item].transfer.await_grant(key):
+                self._write(task, batch, frozenset((item,)))
+
+    def _write(self, task: LayerPush, batch: list[_Write], only: frozenset[int] | None) -> None:
+        sources: list[int] = []
+        destinations: list[int] = []
+        lengths: list[int] = []
+        for write in batch:
+            copies = task.shipment.copies(task.chunk, write.target, write.remote.geometry, only)
+            sources += (copies.src + write.base).tolist()
+            destinations += (copies.dst + write.remote.tensor.base).tolist()
+            lengths += copies.nbytes.tolist()
+        self._engine.write(batch[0].remote.rank.session, sources, destinations, lengths)
+
+    @staticmethod
+    def _fail(task: LayerPush, reason: str) -> None:
+        for item in task.shipment.items:
+            item.transfer.fail(reason)

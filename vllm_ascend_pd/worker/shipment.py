@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's work for one decode engine and one cache geometry: the units of all requests, in one set of arrays.
+
+Built once per step; every layer adds its base addresses and is done.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from vllm_ascend_pd.core.layout import Geometry
+from vllm_ascend_pd.core.plan import (
+    Descriptors,
+    Offsets,
+    Regroup,
+    Route,
+    Target,
+    concatenate,
+    descriptors,
+    staged_units,
+    unit_offsets,
+)
+from vllm_ascend_pd.worker.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Item:
+    """Tokens `[start, stop)` of one request. `blocks`: this rank's ids per cache group, from block
+    `start // block_size` on."""
+
+    transfer: Transfer
+    start: int
+    stop: int
+    blocks: tuple[Offsets, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Units `[first, stop)` of a shipment: as many as a staging slot holds, or all when nothing is staged."""
+
+    first: int
+    stop: int
+    unit_offsets: torch.Tensor | None  # int64 on the cache's device, only where units are regrouped
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.first
+
+
+@dataclass
+class Shipment:
+    """Items that travel by the same route. `owner[n]` is the index of the item that unit `n` belongs to."""
+
+    route: Route
+    geometry: Geometry
+    items: list[Item]
+    src_units: Offsets
+    owner: Offsets
+    chunks: list[Chunk] = field(default_factory=list)
+    _d_units: dict[Geometry, Offsets] = field(default_factory=dict)
+    _units: dict[Chunk, list[int]] = field(default_factory=dict)
+    _copies: dict[tuple[Chunk, Target, Geometry], Descriptors] = field(default_factory=dict)
+
+    @classmethod
+    def build(
+        cls, route: Route, geometry: Geometry, items: list[Item], device: torch.device, chunk_units: int
+    ) -> "Shipment":
+        """`chunk_units`: how many units may be regrouped at once."""
+        src = [
+            unit_offsets(
+                item.blocks[geometry.group],
+                item.start // geometry.block_size,
+                geometry,
+                route.unit,
+                item.start,
+                item.stop,
+            )
+            for item in items
+        ]
+        owner = np.repeat(np.arange(len(items), dtype=np.int64), [len(units) for units in src])
+        shipment = cls(route, geometry, items, concatenate(src), owner)
+        total = len(shipment.src_units)
+        if route.regroup is Regroup.NONE:
+            shipment.chunks.append(Chunk(0, total, None))
+        else:
+            offsets = torch.from_numpy(shipment.src_units).to(device)
+            for first in range(0, total, chunk_units):
+                stop = min(total, first + chunk_units)
+                shipment.chunks.append(Chunk(first, stop, offsets[first:stop]))
+        return shipment
+
+    def copies(self, chunk: Chunk, target: Target, theirs: Geometry, only: frozenset[int] | None) -> Descriptors:
+        """The copies of a chunk to `target`, whose cache lies as `theirs` says; `only` the items named, or all.
+
+        Source offsets count from the tensor's block 0, or from the chunk's place in the staging slot.
+        """
+        key = (chunk, target, theirs)
+        if only is None and key in self._copies:
+            return self._copies[key]
+        if self.route.regroup is Regroup.NONE:
+            src = self.src_units[chunk.first : chunk.stop]
+        else:
+            src = staged_units(self.route, target.plane, chunk.count, chunk.count)
+        dst = self._destination_units(theirs)[chunk.first : chunk.stop]
+        if only is not None:
+            chosen = np.isin(self.owner[chunk.first : chunk.stop], list(only))
+            return descriptors(target, src[chosen], dst[chosen])
+        self._copies[key] = descriptors(target, src, dst)
+        return self._copies[key]
+
+    def units(self, chunk: Chunk) -> list[int]:
+        """How many units of the chunk each item has."""
+        if chunk not in self._units:
+            counts = np.bincount(self.owner[chunk.first : chunk.stop], minlength=len(self.items))
+            self._units[chunk] = counts.tolist()
+        return self._units[chunk]
+
+    def _destination_units(self, theirs: Geometry) -> Offsets:
+        units = self._d_units.get(theirs)
+        if units is None:
+            units = concatenate(
+                [
+                    unit_offsets(
+                        item.transfer.d_blocks[theirs.group], 0, theirs, self.route.unit, item.start, item.stop
+                    )
+                    for item in self.items
+                ]
+            )
+            self._d_units[theirs] = units
+        return units

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The staging ring: registered memory where regrouped KV waits to be sent, a slot per layer in flight."""
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Slot:
+    """`offset` bytes into the ring's buffer, at `address`."""
+
+    index: int
+    offset: int
+    address: int
+
+
+class StagingRing:
+    """`slots` slots of `slot_bytes` each in `buffer`, handed out and taken back in any order."""
+
+    def __init__(self, buffer: torch.Tensor, slot_bytes: int, slots: int) -> None:
+        assert buffer.numel() >= slot_bytes * slots
+        self.buffer = buffer
+        self.slot_bytes = slot_bytes
+        self._free = list(range(slots))
+        self._changed = threading.Condition()
+
+    def acquire(self, timeout_s: float) -> Slot:
+        """Waits for a free slot. Raises TimeoutError."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
+                raise TimeoutError(f"no staging slot became free in {timeout_s} s: the link does not keep up")
+            index = self._free.pop()
+        offset = index * self.slot_bytes
+        return Slot(index, offset, self.buffer.data_ptr() + offset)
+
+    def release(self, slot: Slot) -> None:
+        with self._changed:
+            assert slot.index not in self._free
+            self._free.append(slot.index)
+            self._changed.notify()

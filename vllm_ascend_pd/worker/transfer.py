@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request's transfer as a prefill rank sees it: a ticket, the decode ranks it writes to, and their grants."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vllm_ascend_pd.core.plan import Offsets
+from vllm_ascend_pd.core.protocol import RankDescription
+from vllm_ascend_pd.core.ticket import Ticket
+
+RankKey = tuple[int, int]  # (pp_rank, tp_rank)
+
+
+@dataclass
+class Destination:
+    """A decode rank. `covers`: indices of its tensors that this rank fills; `until`: when the lease ends on this
+    side's clock, counted from the request's departure, so never later than on the other side; `told`: it knows
+    how the transfer ended."""
+
+    rank: RankDescription
+    covers: tuple[int, ...]
+    granted: bool = False
+    until: float = 0.0
+    lease_s: float = 0.0
+    asked_at: float = 0.0
+    asking: bool = False
+    told: bool = False
+
+
+@dataclass(eq=False)
+class Transfer:
+    """State of one ticket on one prefill rank.
+
+    `failure` is set once and never cleared: from then on nothing more is written (R1, R2). The peer's sender
+    alone writes for the transfer, and counts `num_bytes`. Its life: pushes, then `finishing` (a Finish task is
+    queued), `finished` (no write can follow), `reported` (decode was told); `released`: vLLM is done with it too.
+    """
+
+    request_id: str
+    ticket: Ticket
+    digest: str
+    d_blocks: tuple[Offsets, ...]
+    grant_deadline: float
+    failure: str | None = None
+    num_bytes: int = 0
+    bytes_at_end: int = 0
+    destinations: dict[RankKey, Destination] | None = None
+    finishing: bool = False
+    finished: bool = False
+    reported: bool = False
+    released: bool = False
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def fail(self, reason: str) -> None:
+        """Records the first reason. Has no effect on a transfer that has already finished."""
+        with self._changed:
+            if self.failure is None and not self.finished:
+                self.failure = reason
+            self._changed.notify_all()
+
+    def set_destinations(self, destinations: dict[RankKey, Destination]) -> None:
+        with self._changed:
+            self.destinations = destinations
+            self._changed.notify_all()
+
+    def granted(self, key: RankKey, until: float) -> None:
+        with self._changed:
+            assert self.destinations is not None
+            destination = self.destinations[key]
+            destination.granted = True
+            destination.until = max(destination.until, until)
+            self._changed.notify_all()
+
+    def await_destinations(self) -> bool:
+        """Waits until it is known where to write, at most until the grant deadline; False if never."""
+        with self._changed:
+            self._await(lambda: self.destinations is not None)
+            if self.failure is None and self.destinations is None:
+                self.failure = "the decode engine did not describe itself in time"
+            return self.failure is None
+
+    def await_grant(self, key: RankKey) -> bool:
+        """May this rank write to `key` now? Waits for the grant, at most until the grant deadline."""
+        with self._changed:
+            self._await(lambda: self._destination(key).granted)
+            destination = self._destination(key)
+            if self.failure is None and not destination.granted:
+                self.failure = f"decode rank {key} gave no grant in time"
+            elif self.failure is None and time.monotonic() >= destination.until:
+                self.failure = f"the lease for decode rank {key} ran out"
+            return self.failure is None
+
+    def finish(self) -> None:
+        """No write will follow."""
+        with self._changed:
+            self.finished = True
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        timeout_s = max(0.0, self.grant_deadline - time.monotonic())
+        self._changed.wait_for(lambda: self.failure is not None or condition(), timeout_s)
+
+    def _destination(self, key: RankKey) -> Destination:
+        assert self.destinations is not None
+        return self.destinations[key]
