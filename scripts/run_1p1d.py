@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -79,7 +79,7 @@ class Row:
         return (
             str(self.prompt_tokens),
             f"{self.streamed.ttft * 1000:.0f}",
-            f"{2 * (OUTPUT_TOKENS - 1) / self.decode_seconds:.0f}",
+            f"{2 * (OUTPUT_TOKENS - 1) / self.decode_seconds:.0f}" if self.decode_seconds else "-",
             early,
             "[green]yes[/]" if self.equal else "[red]no[/]",
         )
@@ -88,7 +88,10 @@ class Row:
 @app.command()
 def main(
     device: Annotated[Device, typer.Option(help="Where the engines run.")] = Device.CPU,
-    model: Annotated[str | None, typer.Option(help="Model folder or name; default: a small random one.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Model folder; default: a small random model."),
+    ] = None,
     prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the prefill engine.")] = 2,
     prefill_pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size of the prefill engine.")] = 1,
     decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the decode engine.")] = 1,
@@ -118,7 +121,7 @@ def main(
         )
         check_ports(port, prefill, decode)
         with console.status("making a small random model") if model is None else nullcontext():
-            path = model or str(make_model(TINY, folder))
+            path = model or make_model(TINY, folder)
         demo = Demo(path, prefill, decode, port, folder, start_seconds)
         succeeded = demo.run(keep)
     except KeyboardInterrupt:
@@ -176,7 +179,7 @@ def check_ports(port: int, *engines: EngineConfig) -> None:
 class Demo:
     """The comparison: first a single instance, then prefill and decode."""
 
-    model: str
+    model: Path
     prefill: EngineConfig
     decode: EngineConfig
     port: int
@@ -188,14 +191,14 @@ class Demo:
         single = dataclasses.replace(self.decode, role=Role.SINGLE, port=None, kv_port=None)
         with running_engines(self.model, [single], self.folder, print_ready, self.start_seconds) as [engine]:
             pairs = self.prompts(engine.url)
-            with Client(engine.url, self.model) as client:
+            with Client(engine.url, str(self.model)) as client:
                 expected = [
                     tuple(client.complete(prompt, OUTPUT_TOKENS).token_ids for prompt in pair)
                     for pair in track(pairs, "single instance")
                 ]
         config = ClusterConfig("1p1d", prefill=(self.prefill,), decode=(self.decode,))
         with running_cluster(self.model, config, self.folder, self.port, print_ready, self.start_seconds) as cluster:
-            with Client(cluster.url, self.model) as client:
+            with Client(cluster.url, str(self.model)) as client:
                 client.complete(random_prompt(200, "warm-up"), OUTPUT_TOKENS)
                 rows = [
                     measure(client, cluster.decode[0], pair, outputs)
@@ -205,7 +208,8 @@ class Demo:
             if keep:
                 console.print(f"serving at {cluster.url}, logs in {self.folder}; Ctrl-C ends it. Try:")
                 console.print(curl(cluster.url, self.model), soft_wrap=True, highlight=False)
-                wait_for_failure(cluster)
+                with suppress(KeyboardInterrupt):
+                    wait_for_failure(cluster)
         equal = all(row.equal for row in rows)
         if not equal:
             console.print("[red]outputs differ from the single instance's[/]")
@@ -223,7 +227,7 @@ class Demo:
         ]
 
 
-def vocab_size(model: str) -> int:
+def vocab_size(model: Path) -> int:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model)
@@ -270,8 +274,8 @@ def print_ready(process: ManagedProcess, seconds: float) -> None:
     console.print(f"{process.name} ready after {seconds:.0f} s")
 
 
-def curl(url: str, model: str) -> str:
-    body = json.dumps({"model": model, "prompt": [5, 6, 7], "max_tokens": 8})
+def curl(url: str, model: Path) -> str:
+    body = json.dumps({"model": str(model), "prompt": [5, 6, 7], "max_tokens": 8})
     return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 

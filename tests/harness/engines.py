@@ -81,7 +81,7 @@ class EngineConfig:
         name = {Role.SINGLE: "single", Role.PREFILL: "prefill", Role.DECODE: "decode"}[self.role]
         return f"{name}-{parallel}"
 
-    def command(self, model: Path | str, port: int, kv_port: int | None) -> list[str]:
+    def command(self, model: Path, port: int, kv_port: int | None) -> list[str]:
         """The `vllm serve` command line."""
         command = [script("vllm"), "serve", str(model), "--host", HOST, "--port", str(port)]
         command += ["--tensor-parallel-size", str(self.tp), "--dtype", self.dtype]
@@ -149,7 +149,7 @@ class Server:
 class Engine(Server):
     """A `vllm serve` process."""
 
-    def __init__(self, config: EngineConfig, model: Path | str, logs: Path) -> None:
+    def __init__(self, config: EngineConfig, model: Path, logs: Path) -> None:
         super().__init__(config.label, config.port, logs)
         self.config = config
         self.kv_port = config.kv_port
@@ -210,7 +210,7 @@ def stop_all(servers: Sequence[Server], grace: float = 10) -> None:
 
 @contextlib.contextmanager
 def running_engines(
-    model: Path | str,
+    model: Path,
     configs: Sequence[EngineConfig],
     logs: Path,
     on_healthy: OnHealthy = _ignore,
@@ -254,7 +254,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def running_cluster(
-    model: Path | str,
+    model: Path,
     config: ClusterConfig,
     logs: Path,
     port: int | None = None,

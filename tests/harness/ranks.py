@@ -24,6 +24,12 @@ from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import owned_heads
 
 HOST = "127.0.0.1"
+
+# Importing torch and vLLM takes seconds: a server process does it once and every rank is forked from it.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(
+    ["tests.harness.ranks", "vllm_ascend_pd.worker.producer", "vllm_ascend_pd.worker.consumer"]
+)
 MODEL = "a model of random numbers"
 
 
@@ -114,9 +120,8 @@ class Rank:
     """A rank's process, driven by calls: `rank.call("name", ...)` runs the method of its program and returns."""
 
     def __init__(self, program: Callable[..., Any], *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, child = context.Pipe()
-        self.process = context.Process(target=_serve, args=(child, program, args), daemon=True)
+        self._pipe, child = _processes.Pipe()
+        self.process = _processes.Process(target=_serve, args=(child, program, args), daemon=True)
         self.process.start()
         child.close()
 
