@@ -2,6 +2,7 @@
 """What we read from vLLM's insides, and what differs between the versions supported (0.23.0 and 0.32.0)."""
 
 import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import vllm.envs as envs
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 
 # From 0.32 on a worker reports completions and failed requests in one object; before, failed blocks beside them.
 HAS_TRANSFER_RESULTS = hasattr(base, "KVConnectorTransferResults")
+
+
+def transfer_results(sent: Collection[str] = (), received: Collection[str] = (), failed: Collection[str] = ()) -> Any:
+    return base.KVConnectorTransferResults(set(sent), set(received), set(failed))
+
 
 # vLLM names child `i` of a request with n > 1 `i_<id>`, and appends 8 random characters to every id.
 _CHILD_PREFIX = re.compile(r"^\d+_(?=(cmpl|chatcmpl|resp)-)")

@@ -54,7 +54,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_timeout_s: float = 480.0
     settle_timeout_s: float = 15.0
     lease_s: float = 10.0
-    write_timeout_s: float = 10.0
+    write_timeout_s: float = 5.0
     grant_timeout_s: float = 5.0
     control_timeout_s: float = 3.0
     collective_timeout_s: float = 60.0

@@ -29,7 +29,7 @@ from vllm_ascend_pd.scheduler.producer import ProducerScheduler
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep, RankHandshake, WorkerReport
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
 from vllm_ascend_pd.worker.caches import KVCache, describe
-from vllm_ascend_pd.worker.consumer import ConsumerWorker, decode_description, encode_description
+from vllm_ascend_pd.worker.consumer import Arrivals, ConsumerWorker, decode_description, encode_description
 from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.producer import ProducerWorker
 
@@ -60,6 +60,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_producer = bool(transfer.is_kv_producer)
         self._host: str = get_ip()
         self._worker: ProducerWorker | ConsumerWorker | None = None
+        self._lost_blocks: set[int] = set()
         self._engine: TransferEngine | None = None
         self._device: Any = None
         self._listener: DescriptionListener | None = None
@@ -138,32 +139,36 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Before vLLM 0.32; failed requests' blocks go by `get_block_ids_with_load_errors`."""
+        """(sent, received or failed), as vLLM before 0.32 asks for them."""
         if isinstance(self._worker, ProducerWorker):
             return self._worker.take_sent() or None, None
-        if self._worker is None:
-            return None, None
-        arrivals = self._worker.take_arrivals()
-        self._lost_blocks = arrivals.lost_blocks
+        arrivals = self._take_arrivals()
         return None, arrivals.finished or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of requests that have just failed. vLLM ends or reschedules those at once, and keeps their blocks
+        until they are reported as received."""
         lost, self._lost_blocks = self._lost_blocks, set()
         return lost
-
-    _lost_blocks: set[int] = frozenset()  # type: ignore[assignment]
 
     if compat.HAS_TRANSFER_RESULTS:
 
         def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-            from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
             if isinstance(self._worker, ProducerWorker):
-                return KVConnectorTransferResults(finished_sending=self._worker.take_sent())
-            if self._worker is None:
-                return KVConnectorTransferResults()
-            arrivals = self._worker.take_arrivals()
-            return KVConnectorTransferResults(finished_recving=arrivals.finished, failed_recving=arrivals.failed)
+                return compat.transfer_results(sent=self._worker.take_sent())
+            arrivals = self._take_arrivals()
+            return compat.transfer_results(received=arrivals.finished, failed=arrivals.failed)
+
+    def _take_arrivals(self) -> Arrivals:
+        if not isinstance(self._worker, ConsumerWorker):
+            return Arrivals(set(), set(), set())
+        arrivals = self._worker.take_arrivals()
+        assert self._kv_cache_config is not None
+        if len(self._kv_cache_config.kv_cache_groups) > 1:
+            # Block ids of several cache groups are not told apart: vLLM learns of failures as the requests end.
+            return arrivals
+        self._lost_blocks |= arrivals.lost_blocks
+        return Arrivals(arrivals.finished, set(), set())
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return None if self._worker is None else self._worker.take_report()

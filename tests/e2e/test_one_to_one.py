@@ -6,6 +6,7 @@ prompts of its own, so that only those that mean to find cached blocks do.
 """
 
 import pytest
+
 from harness.client import Client, Messages, at_once, random_prompt
 from harness.engines import ClusterConfig, EngineConfig, Role
 

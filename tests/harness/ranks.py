@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import secrets
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.harness.ports import reserve_port
+from harness.ports import reserve_port
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.ticket import Ticket
@@ -27,9 +28,7 @@ HOST = "127.0.0.1"
 
 # Importing torch and vLLM takes seconds: a server process does it once and every rank is forked from it.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["tests.harness.ranks", "vllm_ascend_pd.worker.producer", "vllm_ascend_pd.worker.consumer"]
-)
+_processes.set_forkserver_preload(["harness.ranks", "vllm_ascend_pd.worker.producer", "vllm_ascend_pd.worker.consumer"])
 MODEL = "a model of random numbers"
 
 
@@ -156,25 +155,26 @@ class Rank:
 def _serve(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    try:
-        served = program(*args)
-        pipe.send((True, None))
-    except Exception as error:
-        pipe.send((False, f"{type(error).__name__}: {error}"))
-        return
-    while True:
+    served = _answer(pipe, lambda: program(*args), keep=True)
+    while served is not None:
         try:
             name, arguments = pipe.recv()
         except EOFError:
             return
-        try:
-            pipe.send((True, getattr(served, name)(*arguments)))
-        except Exception as error:
-            import traceback
-
-            pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        _answer(pipe, lambda: getattr(served, name)(*arguments))  # noqa: B023 - called at once
         if name == "stop":
             return
+
+
+def _answer(pipe: Connection, action: Callable[[], Any], keep: bool = False) -> Any:
+    """Sends (True, what `action` returned) or (False, its traceback); with `keep`, keeps the value here."""
+    try:
+        value = action()
+    except Exception:  # noqa: BLE001 - the caller raises it in the test's process
+        pipe.send((False, traceback.format_exc()))
+        return None
+    pipe.send((True, None if keep else value))
+    return value
 
 
 @dataclass

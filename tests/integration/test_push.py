@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.ranks import Model, Pair, Prompt, Side
+from harness.ranks import Model, Pair, Prompt, Side
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.step import ConsumerStep, Expect, ProducerStep, Send
 

@@ -17,7 +17,8 @@ def mismatch(
     if model != decode.model:
         return f"prefill serves {model}, decode serves {decode.model}"
     ranks = {(rank.pp_rank, rank.tp_rank) for rank in decode.ranks}
-    if ranks != {(pp, t) for pp in range(decode.pp) for t in range(decode.tp)}:
+    complete = len(decode.ranks) == decode.pp * decode.tp
+    if not complete or ranks != {(pp, t) for pp in range(decode.pp) for t in range(decode.tp)}:
         return f"decode describes ranks {sorted(ranks)} but says tp {decode.tp}, pp {decode.pp}"
     theirs = {}
     for rank in decode.ranks:

@@ -111,7 +111,8 @@ def block_geometry(
     actual = (strides[head_dim], strides[token_dim])
     # A dimension of size 1 may carry any stride.
     fits = (heads == 1 or actual[0] == expected[0]) and (block_size == 1 or actual[1] == expected[1])
-    if strides[3] != 1 or not fits:
+    apart = strides[0] >= heads * block_size * content
+    if strides[3] != 1 or not fits or not apart:
         raise LayoutError(
             f"cache tensor of shape {tuple(shape)}, strides {tuple(strides)}: a block is not one run of bytes"
         )

@@ -157,6 +157,8 @@ def unit_offsets(blocks: Offsets, first_block: int, geometry: Geometry, unit: in
     """
     if start % unit:
         raise ValueError(f"token {start} is not on the boundary of a unit of {unit} tokens")
+    if not first_block * geometry.block_size <= start <= stop <= (first_block + len(blocks)) * geometry.block_size:
+        raise ValueError(f"tokens [{start}, {stop}) are not all in {len(blocks)} blocks from block {first_block} on")
     tokens = np.arange(start, stop, unit, dtype=np.int64)
     block, within = np.divmod(tokens, geometry.block_size)
     offsets: Offsets = blocks[block - first_block] * geometry.block_stride + within * geometry.token_bytes

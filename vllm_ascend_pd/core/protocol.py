@@ -12,6 +12,8 @@ A frame is `[version, seq, body]` in msgpack; a reply carries the `seq` of its r
 Anything that cannot be read is answered with `Problem`.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from vllm_ascend_pd.core.layout import RankCaches
@@ -64,9 +66,12 @@ class EngineDescription(msgspec.Struct, frozen=True, tag=True):
 
 
 class GrantRequest(msgspec.Struct, frozen=True, tag=True):
-    """May I write for this ticket? `digest` is the ticket's content as the writer has it, `tp` the prefill
-    engine's size, `covers` the indices of the decode rank's tensors that this writer will fill. Repeated
-    while the transfer lasts, to renew the lease."""
+    """May I write for this ticket? Repeated while the transfer lasts, to renew the lease.
+
+    `digest` is the ticket's content as the writer has it, `tp` the prefill engine's size, `covers` the indices of
+    the decode rank's tensors that this writer will fill, `settle_s` how long bytes of a write that was given up
+    may go on arriving.
+    """
 
     ticket_id: str
     attempt: int
@@ -74,12 +79,13 @@ class GrantRequest(msgspec.Struct, frozen=True, tag=True):
     writer: Writer
     tp: int
     covers: tuple[int, ...]
+    settle_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
     """The writer may write for `lease_s` seconds, counted from when it sent its request."""
 
-    lease_s: float
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -91,14 +97,16 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 class Report(msgspec.Struct, frozen=True, tag=True):
     """The writer has stopped writing for this ticket, for good: everything it covers is written (`reason` is
-    None), or not. `num_bytes` were written, `bytes_before_end` of them before prefill's last layer ended."""
+    None), or not. `num_bytes` were written, `bytes_before_end` of them before prefill's last layer ended. After
+    a failure, bytes already on their way may arrive for `settle_s` seconds more."""
 
     ticket_id: str
     attempt: int
     writer: Writer
     reason: str | None
-    num_bytes: int = 0
-    bytes_before_end: int = 0
+    num_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    bytes_before_end: Annotated[int, msgspec.Meta(ge=0)] = 0
+    settle_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):

@@ -8,7 +8,7 @@ The decode side's state machine, one per decode rank and ticket:
     RECEIVED and FAILED are final; blocks may be released when no writer can still write (`quiet`).
 
 A writer holds a lease from its grant until it reports. `quiet` is rule R2: every granted writer has reported
-or its lease, and the time one write may take beyond it, has passed.
+or its lease has passed, and with it the time that bytes already on their way may take to arrive.
 """
 
 import enum
@@ -25,6 +25,10 @@ MAX_TOMBSTONES = 16384
 
 # Numbers of blocks and tokens from outside: whatever passes fits offset arithmetic and messages.
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+# More ranks than any engine has: bounds what a ticket or a grant request can make us compute.
+MAX_TP = 1024
 
 
 class TicketError(ValueError):
@@ -96,7 +100,9 @@ def parse_ticket(params: object, num_tokens: int, num_groups: int) -> Ticket:
         raise TicketError(f"kv_transfer_params is not a ticket: {error}") from None
     if len(ticket.ticket_id) != 32 or not set(ticket.ticket_id) <= set("0123456789abcdef"):
         raise TicketError("ticket_id is not 32 hexadecimal digits")
-    if not (0 < ticket.remote_port < 65536 and ticket.remote_host and ticket.remote_tp_size > 0):
+    if not (ticket.remote_host.isprintable() and ticket.remote_engine_id.isprintable()):
+        raise TicketError("remote_host or remote_engine_id has unprintable characters")
+    if not (0 < ticket.remote_port < 65536 and ticket.remote_host and 0 < ticket.remote_tp_size <= MAX_TP):
         raise TicketError("remote_host, remote_port or remote_tp_size is out of range")
     if ticket.num_tokens != num_tokens:
         raise TicketError(f"the ticket is for {ticket.num_tokens} prompt tokens, the prompt has {num_tokens}")
@@ -125,13 +131,14 @@ class _Lease:
     covers: frozenset[int]
     until: float
     reported: bool = False
+    settling: bool = False  # has reported a failure; `until` is when its last bytes have arrived
 
 
 @dataclass
 class ConsumerTicket:
     """What a decode rank knows of a ticket. Times are seconds of one monotonic clock, passed in.
 
-    `lease_s`: how long a grant lasts. `write_s`: how long a write begun within the lease may outlast it.
+    `lease_s`: how long a grant lasts; each writer says how long a write begun within it may outlast it.
     """
 
     ticket_id: str
@@ -139,7 +146,6 @@ class ConsumerTicket:
     digest: str
     deadline: float
     lease_s: float
-    write_s: float
     state: State = State.OPEN
     reason: str = ""
     num_bytes: int = 0
@@ -161,6 +167,7 @@ class ConsumerTicket:
 
     def grant(self, request: GrantRequest, now: float) -> Granted | Refused:
         """Decides a grant request, or a renewal. `expect` must have been called."""
+        self.tick(now)
         if self.state is not State.OPEN:
             return Refused(f"the ticket is {self.state.value} {self.reason}".strip(), retry=False)
         if (request.attempt, request.digest) != (self.attempt, self.digest):
@@ -168,21 +175,22 @@ class ConsumerTicket:
         if self._engine != (request.writer.engine_id, request.tp):
             return Refused("another prefill engine is writing for this ticket", retry=False)
         lease = self._leases.get(request.writer)
-        if lease is not None and lease.reported:
+        if lease is not None and (lease.reported or lease.settling):
             return Refused("this writer has already reported", retry=False)
         covers = frozenset(request.covers)
         if lease is not None and lease.covers != covers:
             return Refused("a renewal must cover what the grant covered", retry=False)
-        until = now + self.lease_s + self.write_s
+        until = now + self.lease_s + request.settle_s
         if lease is None:
-            if not {(tensor, request.writer.tp_rank) for tensor in covers} <= self._missing:
+            claimed = {(t, w.tp_rank) for w, other in self._leases.items() for t in other.covers}
+            if not {(tensor, request.writer.tp_rank) for tensor in covers} <= self._missing - claimed:
                 return Refused("the writer covers tensors that are not its to write", retry=False)
             self._leases[request.writer] = _Lease(covers, until)
         else:
             lease.until = until
         return Granted(self.lease_s)
 
-    def report(self, report: Report) -> bool:
+    def report(self, report: Report, now: float) -> bool:
         """A writer has stopped. Returns False for a report that is not to be believed.
 
         A writer that was never granted anything may say that it cannot serve the ticket, nothing else.
@@ -191,13 +199,18 @@ class ConsumerTicket:
             return False
         lease = self._leases.get(report.writer)
         if lease is None:
-            if report.reason is None:
+            stranger = self._engine is not None and self._engine[0] != report.writer.engine_id
+            if report.reason is None or stranger:
                 return False
             self.fail(f"prefill rank {report.writer.tp_rank}: {report.reason}")
             return True
-        if lease.reported:
+        if lease.reported or lease.settling:
             return True
-        lease.reported = True
+        if report.settle_s > 0:
+            lease.until = now + report.settle_s
+            lease.settling = True
+        else:
+            lease.reported = True
         if self.state is not State.OPEN:
             return True
         if report.reason is not None:
@@ -239,4 +252,4 @@ class ConsumerTicket:
         )
 
     def live_writers(self) -> list[Writer]:
-        return [writer for writer, lease in self._leases.items() if not lease.reported]
+        return [w for w, lease in self._leases.items() if not (lease.reported or lease.settling)]

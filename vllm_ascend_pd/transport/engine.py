@@ -28,13 +28,14 @@ _TCP_LANES = 4
 class TransferError(Exception):
     """A registration or a write failed. Bytes of a failed write may have arrived, entirely or in part.
 
-    They may also still arrive, and sources may still be read: see `TransferLimits.settle_s`.
+    With `may_arrive` they may also still arrive, and sources may still be read: see `TransferLimits.settle_s`.
     """
 
-    def __init__(self, session: str, reason: str, retryable: bool) -> None:
+    def __init__(self, session: str, reason: str, retryable: bool, may_arrive: bool = False) -> None:
         super().__init__(f"transfer to {session} failed: {reason}")
         self.session = session
         self.reason = reason
+        self.may_arrive = may_arrive
         self.retryable = retryable
         """Whether the same write may succeed later. Mooncake answers most failures with a bare -1, so an
         address that the peer refuses counts as retryable too: bound the number of retries."""
@@ -238,6 +239,7 @@ class TransferEngine:
                 f"{time.monotonic() - started:.1f} s: the peer is gone, hangs or refuses the addresses "
                 "(Mooncake's log on standard error says which)",
                 retryable=True,
+                may_arrive=True,
             )
 
     def _reach(self, session: str) -> _Peer:

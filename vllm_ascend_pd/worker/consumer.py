@@ -27,7 +27,7 @@ from vllm_ascend_pd.core.protocol import (
     Revoke,
     Writer,
 )
-from vllm_ascend_pd.core.ticket import MAX_TOMBSTONES, ConsumerTicket, State, salt_of
+from vllm_ascend_pd.core.ticket import MAX_TOMBSTONES, MAX_TP, ConsumerTicket, State, salt_of
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.side_channel import Peer, Server
@@ -35,8 +35,6 @@ from vllm_ascend_pd.worker.caches import RegisteredCaches
 from vllm_ascend_pd.worker.identity import Identity
 
 logger = logging.getLogger(__name__)
-
-_MAX_TP = 1024
 
 
 @dataclass
@@ -49,8 +47,9 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Requests whose wait is over in this step. `failed` is a subset of `finished`; `lost_blocks` are the blocks
-    of failed requests."""
+    """What this step learns. `lost_blocks`: blocks of requests that have just failed, so that vLLM can say so at
+    once. `finished`: requests that nobody can write for any more, whose blocks may be used or freed; `failed` is
+    a subset of it."""
 
     finished: set[str]
     failed: set[str]
@@ -69,6 +68,7 @@ class ConsumerWorker:
         self._closed: OrderedDict[str, str] = OrderedDict()  # ticket id -> how it ended
         self._expected: dict[tuple[int, int], frozenset[tuple[int, int]]] = {}
         self._ended: list[_Entry] = []
+        self._lost: set[int] = set()
         self._report = WorkerReport()
         self._idle = False
         self._server = Server(identity.host, 0, self._handle, self._tick, name="pd-grants")
@@ -89,7 +89,6 @@ class ConsumerWorker:
                     expect.digest,
                     now + self._config.transfer_timeout_s,
                     self._config.lease_s,
-                    self._config.write_timeout_s,
                 )
                 self._entries[expect.ticket_id] = _Entry(expect, ticket, {})
             for ticket_id in step.prefilled:
@@ -101,16 +100,17 @@ class ConsumerWorker:
             self._settle(now)
 
     def take_arrivals(self) -> Arrivals:
-        """Each ticket ends here once: received, or failed with no writer left that could still write."""
+        """Each ticket ends here once. With nothing to compute, waits a moment for one."""
         with self._changed:
-            if self._idle and self._entries and not self._ended:
-                self._changed.wait_for(lambda: bool(self._ended), self._config.idle_wait_s)
+            if self._idle and self._entries:
+                self._changed.wait_for(lambda: bool(self._ended or self._lost), self._config.idle_wait_s)
             ended, self._ended = self._ended, []
+            lost, self._lost = self._lost, set()
         failed = [entry for entry in ended if entry.ticket.state is State.FAILED]
         return Arrivals(
             {entry.expect.request_id for entry in ended},
             {entry.expect.request_id for entry in failed},
-            {block for entry in failed for block in entry.expect.blocks},
+            lost,
         )
 
     def take_report(self) -> WorkerReport | None:
@@ -129,7 +129,7 @@ class ConsumerWorker:
             if isinstance(message, GrantRequest):
                 return self._grant(message, peer, now)
             if isinstance(message, Report):
-                if (entry := self._entries.get(message.ticket_id)) and entry.ticket.report(message):
+                if (entry := self._entries.get(message.ticket_id)) and entry.ticket.report(message, now):
                     self._settle(now)
                 return Acknowledged()
         return Problem(f"a decode rank does not serve {type(message).__name__}")
@@ -142,7 +142,7 @@ class ConsumerWorker:
                 return Refused(f"the ticket is closed: {ended}", retry=False)
             return Refused("the ticket is not known here", retry=True)
         ticket = entry.ticket
-        if not 0 < request.tp <= _MAX_TP:
+        if not 0 < request.tp <= MAX_TP:
             return Refused(f"a tensor-parallel size of {request.tp}", retry=False)
         if not ticket.engine_known:
             try:
@@ -184,7 +184,10 @@ class ConsumerWorker:
             ticket = entry.ticket
             if ticket.state is State.FAILED and not entry.revoked:
                 entry.revoked = True
+                logger.warning("request %s: no KV received: %s", entry.expect.request_id, ticket.reason)
                 self._report.failed[ticket_id] = ticket.reason
+                self._lost.update(entry.expect.blocks)
+                self._changed.notify_all()
                 for writer in ticket.live_writers():
                     entry.peers[writer].send(Revoke(ticket_id, ticket.reason))
             if ticket.state is State.OPEN or not ticket.quiet(now):
@@ -195,8 +198,6 @@ class ConsumerWorker:
                 self._closed.popitem(last=False)
             if ticket.state is State.RECEIVED:
                 self._report.received[ticket_id] = (ticket.num_bytes, ticket.bytes_before_end)
-            else:
-                logger.warning("request %s: no KV received: %s", entry.expect.request_id, ticket.reason)
             self._ended.append(entry)
             self._changed.notify_all()
 

@@ -59,6 +59,7 @@ class Peers:
         self,
         identity: Identity,
         config: ConnectorConfig,
+        settle_s: float,
         make_sender: Callable[[str], Sender],
         check: Callable[[EngineDescription], str | None],
         destinations: Callable[[DecodeLayout, Transfer], dict[RankKey, Destination]],
@@ -68,6 +69,7 @@ class Peers:
         self._config = config
         self._writer = Writer(identity.engine_id, identity.pp_rank, identity.tp_rank)
         self._tp = identity.tp
+        self._settle_s = settle_s
         self._make_sender = make_sender
         self._check = check
         self._destinations = destinations
@@ -76,6 +78,7 @@ class Peers:
         self._lock = threading.Lock()  # guards the two maps; their values belong to the channel's thread
         self._peers: dict[tuple[str, str], Peer] = {}
         self._transfers: dict[str, Transfer] = {}
+        self._settling: list[Transfer] = []  # written, but with bytes of an earlier attempt on their way
         self._client = Client(self._on_unasked, self._on_tick, name="pd-control")
 
     def sender_for(self, ticket: Ticket) -> Sender:
@@ -176,7 +179,13 @@ class Peers:
         destination.asked_at = asked_at = time.monotonic()
         ticket = transfer.ticket
         request = GrantRequest(
-            ticket.ticket_id, ticket.attempt, transfer.digest, self._writer, self._tp, destination.covers
+            ticket.ticket_id,
+            ticket.attempt,
+            transfer.digest,
+            self._writer,
+            self._tp,
+            destination.covers,
+            self._settle_s,
         )
         self._client.request(
             destination.rank.control,
@@ -207,9 +216,12 @@ class Peers:
         with self._lock:
             transfers = list(self._transfers.values())
             idle = [key for key, peer in self._peers.items() if now - peer.used_at > _FORGET_AFTER_S]
+        for transfer in [t for t in self._settling if t.settled_at <= now]:
+            self._settling.remove(transfer)
+            self._report(transfer)
         for transfer in transfers:
             for key, destination in (transfer.destinations or {}).items():
-                if destination.asking or transfer.failure is not None or transfer.finished:
+                if destination.asking or transfer.failure is not None or transfer.reporting:
                     continue
                 pause = destination.lease_s / 3 if destination.granted else _GRANT_RETRY_S
                 if now - destination.asked_at >= pause:
@@ -229,7 +241,13 @@ class Peers:
         self._client.forget(peer.endpoint)
 
     def _report(self, transfer: Transfer, attempt: int = 1) -> None:
+        """A failure is told at once, success only when no byte can arrive any more: decode goes on with the blocks."""
         ticket = transfer.ticket
+        settle_s = max(0.0, transfer.settled_at - time.monotonic())
+        if settle_s > 0 and transfer.failure is None:
+            self._settling.append(transfer)
+            return
+        transfer.reporting = True
         report = Report(
             ticket.ticket_id,
             ticket.attempt,
@@ -237,6 +255,7 @@ class Peers:
             transfer.failure,
             transfer.num_bytes,
             transfer.bytes_at_end,
+            settle_s,
         )
         open_ = [d for d in (transfer.destinations or {}).values() if not d.told]
         if not open_ or attempt > _REPORT_ATTEMPTS:

@@ -76,7 +76,14 @@ class ProducerWorker:
         self._done: set[str] = set()
         self._failed: dict[str, str] = {}
         self._peers = Peers(
-            identity, config, self._make_sender, self._check, self._destinations, self._finish, self._on_reported
+            identity,
+            config,
+            engine.limits.settle_s,
+            make_sender=self._make_sender,
+            check=self._check,
+            destinations=self._destinations,
+            revoked=self._finish,
+            reported=self._on_reported,
         )
 
     # Called by vLLM, on the model's thread.

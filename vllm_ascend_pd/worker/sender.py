@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Pause before a request's own write is tried for the last time.
 _RETRY_PAUSE_S = 0.05
+# How often slots of failed writes are looked at while nothing else is to do.
+_SETTLE_CHECK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class LayerPush:
     sources: tuple[Source, ...]
     ready: Event
     slot: Slot | None = None
+    settled_at: float = 0.0  # after a failed write: until then the slot may still be read
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class Sender:
         self._ready_timeout_s = ready_timeout_s
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         # Bounds the layers that wait; the other tasks are bounded by the number of transfers.
+        self._unsettled: list[LayerPush] = []
         self._room = threading.Semaphore(queue_size)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -117,13 +121,18 @@ class Sender:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None and not self._closing:
+        while not self._closing:
+            self._release_settled()
+            try:
+                task = self._tasks.get(timeout=_SETTLE_CHECK_S if self._unsettled else None)
+            except queue.Empty:
+                continue
             if isinstance(task, LayerPush):
                 self._push(task)
                 self._room.release()
             elif isinstance(task, Finish):
                 self._finished(task.transfer)
-            else:
+            elif isinstance(task, Barrier):
                 task.passed.set()
 
     def _push(self, task: LayerPush) -> None:
@@ -136,8 +145,10 @@ class Sender:
             logger.exception("pushing layer %s failed", task.layer)
             self._fail(task, f"pushing layer {task.layer} failed: {error}")
         finally:
-            if task.slot is not None and self._ring is not None:
-                self._ring.release(task.slot)
+            if task.settled_at > 0:
+                self._unsettled.append(task)
+            else:
+                self._release(task)
 
     def _push_ready(self, task: LayerPush) -> None:
         task.ready.wait(self._ready_timeout_s)
@@ -162,12 +173,14 @@ class Sender:
         try:
             self._write(task, batch, None if everyone else live)
         except TransferError as error:
+            self._unsettle(task, live, error)
             logger.warning("layer %s to decode rank %s: %s; trying each request by itself", task.layer, key, error)
             for i in live:
                 transfer = task.shipment.items[i].transfer
                 try:
                     self._write_retrying(task, key, batch, i)
                 except TransferError as final:
+                    self._unsettle(task, live, final)
                     transfer.fail(str(final))
         for i in live:
             transfer = task.shipment.items[i].transfer
@@ -181,6 +194,7 @@ class Sender:
         except TransferError as error:
             if not error.retryable:
                 raise
+            self._unsettle(task, frozenset((item,)), error)
             time.sleep(_RETRY_PAUSE_S)
             if task.shipment.items[item].transfer.await_grant(key):
                 self._write(task, batch, frozenset((item,)))
@@ -195,6 +209,24 @@ class Sender:
             destinations += (copies.dst + write.remote.tensor.base).tolist()
             lengths += copies.nbytes.tolist()
         self._engine.write(batch[0].remote.rank.session, sources, destinations, lengths)
+
+    def _unsettle(self, task: LayerPush, items: frozenset[int], error: TransferError) -> None:
+        """Bytes of a failed write may still leave from where they were read and arrive where they were sent."""
+        if error.may_arrive:
+            task.settled_at = time.monotonic() + self._engine.limits.settle_s
+            for i in items:
+                task.shipment.items[i].transfer.unsettle(task.settled_at)
+
+    def _release_settled(self) -> None:
+        now = time.monotonic()
+        for push in [push for push in self._unsettled if push.settled_at <= now]:
+            self._unsettled.remove(push)
+            self._release(push)
+
+    def _release(self, push: LayerPush) -> None:
+        if push.slot is not None:
+            assert self._ring is not None
+            self._ring.release(push.slot)
 
     @staticmethod
     def _fail(task: LayerPush, reason: str) -> None:

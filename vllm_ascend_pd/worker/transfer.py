@@ -34,8 +34,10 @@ class Transfer:
     """State of one ticket on one prefill rank.
 
     `failure` is set once and never cleared: from then on nothing more is written (R1, R2). The peer's sender
-    alone writes for the transfer, and counts `num_bytes`. Its life: pushes, then `finishing` (a Finish task is
-    queued), `finished` (no write can follow), `reported` (decode was told); `released`: vLLM is done with it too.
+    alone writes for the transfer, and counts `num_bytes`. Bytes of a failed write may leave and arrive until
+    `settled_at`. Its life: pushes, then `finishing` (a Finish task is queued), `finished` (no write can follow),
+    `reporting` (decode is being told), `reported` (it knows, or cannot be reached). `released`: vLLM is done
+    with the request.
     """
 
     request_id: str
@@ -44,11 +46,13 @@ class Transfer:
     d_blocks: tuple[Offsets, ...]
     grant_deadline: float
     failure: str | None = None
+    settled_at: float = 0.0
     num_bytes: int = 0
     bytes_at_end: int = 0
     destinations: dict[RankKey, Destination] | None = None
     finishing: bool = False
     finished: bool = False
+    reporting: bool = False
     reported: bool = False
     released: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -59,6 +63,11 @@ class Transfer:
             if self.failure is None and not self.finished:
                 self.failure = reason
             self._changed.notify_all()
+
+    def unsettle(self, until: float) -> None:
+        """A write was given up: what is on its way arrives by `until`."""
+        with self._changed:
+            self.settled_at = max(self.settled_at, until)
 
     def set_destinations(self, destinations: dict[RankKey, Destination]) -> None:
         with self._changed:
