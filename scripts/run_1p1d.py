@@ -130,10 +130,10 @@ def main(
         raise typer.Exit(130) from None
     except (DemoError, StartupError, StreamError, ValueError, OSError, httpx.HTTPError) as error:
         console.print(f"[red]error:[/] {escape(str(error))}")
-    if succeeded:
-        shutil.rmtree(folder, ignore_errors=True)
-    elif any(folder.glob("*.log")):
+    if not succeeded and any(folder.glob("*.log")):
         console.print(f"the engines' logs: {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
     raise typer.Exit(0 if succeeded else 1)
 
 

@@ -5,6 +5,7 @@ Every key has a default that works; an unknown key or a value of the wrong type 
 """
 
 import difflib
+import math
 from typing import Any
 
 import msgspec
@@ -77,10 +78,15 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, (int, float)) and value <= 0 and name != "metaserver_retries":
-                raise ValueError(f"`{name}` must be positive, not {value}")
-        if self.lease_s < 1.0:
-            raise ValueError(f"`lease_s` must be at least 1 second, not {self.lease_s}")
+            if isinstance(value, (int, float)) and not 0 < value < math.inf and name != "metaserver_retries":
+                raise ValueError(f"`{name}` must be positive and finite, not {value}")
+        if self.metaserver_retries < 0:
+            raise ValueError(f"`metaserver_retries` must not be negative, not {self.metaserver_retries}")
+        # Upper bounds: what the messages that carry these times (or multiples of them) allow.
+        if not 1.0 <= self.lease_s <= 86400.0:
+            raise ValueError(f"`lease_s` must be from 1 second to a day, not {self.lease_s}")
+        if self.write_timeout_s > 600.0:
+            raise ValueError(f"`write_timeout_s` must be at most 600 seconds, not {self.write_timeout_s}")
 
 
 def parse_config(extra: dict[str, Any]) -> ConnectorConfig:

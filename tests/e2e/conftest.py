@@ -36,6 +36,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Add the end of its servers' logs to a failed test: their folder may be gone when one wants to read it."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("cluster")
+    if report.failed and cluster is not None:
+        for server in (*cluster.prefill, *cluster.decode, cluster.proxy):
+            report.sections.append((f"end of {server.log.name}", server.process.tail()))
+    return report
+
+
 class Reference:
     """A single engine without connector: every cluster's output must equal its own. Remembers its answers."""
 

@@ -5,6 +5,7 @@ What ends up in decode's caches is compared with the cache of a single engine th
 That truth, and which rank holds which heads, is worked out here without the code under test.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,22 @@ from vllm_ascend_pd.core.plan import (
 
 Bytes = np.ndarray  # uint8
 Name = tuple[str, int]  # (layer, part)
+
+MAX_HEADS = 8
+MAX_TP = 8
+
+
+def sizes(heads: int) -> list[int]:
+    """The tensor-parallel sizes that `heads` KV heads allow."""
+    return [tp for tp in range(1, MAX_TP + 1) if tp % heads == 0 or heads % tp == 0]
+
+
+def all_sizes() -> Iterator[tuple[int, int, int]]:
+    """(heads, prefill TP, decode TP), every one that can be."""
+    for heads in range(1, MAX_HEADS + 1):
+        for p_tp in sizes(heads):
+            for d_tp in sizes(heads):
+                yield heads, p_tp, d_tp
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,11 @@ def test_caches_of_vllm_and_vllm_ascend(name, order, block_stride, head_bytes):
         (Cache(torch.empty(5, 2, 128, 16).transpose(2, 3), 16, 2, True), "not one run of bytes"),
         (Cache(torch.empty(2, 5, 16, 64).transpose(0, 1), 16, 2, True), "not one run of bytes"),
         (Cache(torch.empty(16, 5, 2, 64).transpose(0, 1), 16, 2, False), "not one run of bytes"),
+        (Cache(torch.empty(2, 16, 64).expand(5, 2, 16, 64), 16, 2, True), "not one run of bytes"),
+        (
+            Cache(torch.empty(20000).as_strided((5, 16, 2, 64), (2047, 128, 64, 1)), 16, 2, False),  # blocks overlap
+            "not one run of bytes",
+        ),
     ],
 )
 def test_what_is_refused(cache, complaint):

@@ -40,11 +40,11 @@ EXAMPLES = [
     EngineDescription(
         "decode-0", "llama", 1, 1, (RankDescription(0, 0, "tcp://10.0.0.1:5555", "10.0.0.1:7777", CACHES),)
     ),
-    GrantRequest("0" * 32, 0, "f" * 32, WRITER, 4, (0, 1, 2)),
+    GrantRequest("0" * 32, 0, "f" * 32, WRITER, 4, (0, 1, 2), 5.0),
     Granted(10.0),
     Refused("the ticket is not known", retry=True),
     Report("0" * 32, 0, WRITER, None, num_bytes=2**40, bytes_before_end=2**39),
-    Report("0" * 32, 1, WRITER, "the transfer engine failed"),
+    Report("0" * 32, 1, WRITER, "the transfer engine failed", settle_s=2.5),
     Acknowledged(),
     Revoke("0" * 32, "the request was aborted"),
     Problem("malformed message"),
@@ -71,6 +71,8 @@ def test_round_trip(message, seq):
 
 TEXT = st.text()
 INTS = st.integers(-(2**63), 2**63 - 1)
+COUNTS = st.integers(0, 2**63 - 1)
+SETTLE = st.floats(0, 3600)
 WRITERS = st.builds(Writer, TEXT, INTS, INTS)
 GEOMETRIES = st.builds(Geometry, INTS, st.sampled_from(Order), TEXT, INTS, INTS, INTS, INTS, INTS)
 TENSORS = st.builds(CacheTensor, TEXT, INTS, INTS, INTS, INTS)
@@ -84,10 +86,10 @@ RANKS = st.builds(RankDescription, INTS, INTS, TEXT, TEXT, st.builds(RankCaches,
 MESSAGES = st.one_of(
     st.builds(Describe, TEXT),
     st.builds(EngineDescription, TEXT, TEXT, INTS, INTS, tuples(RANKS)),
-    st.builds(GrantRequest, TEXT, INTS, TEXT, WRITERS, INTS, tuples(INTS, max_size=20)),
-    st.builds(Granted, st.floats(allow_nan=False)),
+    st.builds(GrantRequest, TEXT, INTS, TEXT, WRITERS, INTS, tuples(INTS, max_size=20), SETTLE),
+    st.builds(Granted, st.floats(0, 86400, exclude_min=True)),
     st.builds(Refused, TEXT, st.booleans()),
-    st.builds(Report, TEXT, INTS, WRITERS, st.none() | TEXT, INTS, INTS),
+    st.builds(Report, TEXT, INTS, WRITERS, st.none() | TEXT, COUNTS, COUNTS, SETTLE),
     st.builds(Acknowledged),
     st.builds(Revoke, TEXT, TEXT),
     st.builds(Problem, TEXT),
@@ -137,6 +139,19 @@ def altered(message: dict, **fields: object) -> bytes:
         pytest.param(altered(GRANT_REQUEST, writer={"engine_id": "e"}), id="writer as a map"),
         pytest.param(altered(REPORT, reason=0), id="int for optional str"),
         pytest.param(altered(REPORT, num_bytes=None), id="nil for int"),
+        pytest.param(altered(REPORT, num_bytes=-1), id="negative count"),
+        pytest.param(altered(REPORT, bytes_before_end=-1), id="negative count before the end"),
+        pytest.param(altered(REPORT, settle_s=-0.5), id="settling before now"),
+        pytest.param(altered(REPORT, settle_s=3601), id="settling for hours"),
+        pytest.param(altered(REPORT, settle_s=float("nan")), id="settling for nan"),
+        pytest.param(altered(GRANT_REQUEST, settle_s=-1), id="negative seconds"),
+        pytest.param(altered(GRANT_REQUEST, settle_s=float("inf")), id="endless seconds"),
+        pytest.param(altered(GRANT_REQUEST, settle_s=float("nan")), id="nan seconds"),
+        pytest.param(altered(GRANT_REQUEST, settle_s=None), id="nil for float"),
+        pytest.param(body({"type": "Granted", "lease_s": 0}), id="empty lease"),
+        pytest.param(body({"type": "Granted", "lease_s": -10.0}), id="negative lease"),
+        pytest.param(body({"type": "Granted", "lease_s": 86401}), id="lease of more than a day"),
+        pytest.param(body({"type": "Granted", "lease_s": float("nan")}), id="lease of nan"),
         pytest.param(altered(DESCRIPTION, ranks=[{}]), id="empty rank"),
         pytest.param(body({"type": "Refused", "reason": "", "retry": 1}), id="int for bool"),
         pytest.param(body({"type": "Granted", "lease_s": "10"}), id="str for float"),
@@ -238,5 +253,5 @@ def test_large_engines_stay_within_the_bounds():
     caches = RankCaches(CACHES.geometries, layers)
     ranks = tuple(RankDescription(0, n, "tcp://10.0.0.1:55555", "10.0.0.1:55555", caches) for n in range(64))
     assert len(encode(0, EngineDescription("decode-0", "large", 64, 1, ranks))) < MAX_DESCRIPTION_BYTES / 4
-    request = GrantRequest("0" * 32, 0, "f" * 32, WRITER, 64, tuple(range(10_000)))
+    request = GrantRequest("0" * 32, 0, "f" * 32, WRITER, 64, tuple(range(10_000)), 5.0)
     assert len(encode(0, request)) < 1024 + 5 * len(request.covers) < MAX_MESSAGE_BYTES

@@ -72,6 +72,8 @@ class Forward:
             return
 
         def client_left() -> None:
+            if reply.finished:
+                return
             log.info("request %s: the client left: stopping its engines", exchange.request_id)
             exchange.end(None)
 

@@ -31,9 +31,10 @@ class Reply:
             if self.request_id is not None:
                 MutableHeaders(scope=message)["X-Request-Id"] = self.request_id
             self.started = True
+        # Before the send: the server takes a completed answer for a client that left.
+        self.finished = message["type"] == "http.response.body" and not message.get("more_body", False)
         with anyio.fail_after(self._timeout):
             await self._send(message)
-        self.finished = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def start(self, answer: httpx.Response) -> None:
         """Status and headers as the engine gave them."""

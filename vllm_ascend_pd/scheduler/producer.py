@@ -73,7 +73,8 @@ class ProducerScheduler:
     def build_step(self, output: "SchedulerOutput") -> ProducerStep:
         step, self._step = self._step, ProducerStep()
         step.idle = output.total_num_scheduled_tokens == 0
-        step.preempted = {r for r in output.preempted_req_ids or () if r in self._sending}
+        # Preempted between two steps (a prefix cache reset) and then aborted, a request is not in `_sending` any more.
+        step.preempted = {r for r in output.preempted_req_ids or () if r in self._sending or r in self._awaiting}
         for new in output.scheduled_new_reqs:
             if sending := self._sending.get(new.req_id):
                 sending.blocks = [list(ids) for ids in new.block_ids]

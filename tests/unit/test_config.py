@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kv_connector_extra_config`: what is understood, and what an error says."""
+
+import msgspec
+import pytest
+
+from vllm_ascend_pd.config import ConfigError, ConnectorConfig, PeerParallel, TlsConfig, parse_config
+
+TIMES_AND_SIZES = [
+    name
+    for name, value in msgspec.structs.asdict(ConnectorConfig()).items()
+    if isinstance(value, int | float) and name != "metaserver_retries"
+]
+
+
+def test_every_key_has_a_default():
+    config = parse_config({})
+    assert config == ConnectorConfig()
+    assert (config.prefill, config.decode, config.tls_config) == (None, None, None)
+    assert config.metaserver_allowlist == ()
+    assert config.metaserver_token_file is None
+
+
+def test_defaults_fit_together():
+    """A grant must not outlast a transfer, and a renewal must come well before the lease ends."""
+    config = ConnectorConfig()
+    assert config.control_timeout_s < config.lease_s < config.transfer_timeout_s
+    assert config.write_timeout_s < config.lease_s
+    assert config.grant_timeout_s < config.settle_timeout_s < config.transfer_timeout_s
+
+
+def test_values_as_json_brings_them():
+    config = parse_config(
+        {
+            "lease_s": 5,
+            "max_batch_bytes": 1 << 20,
+            "metaserver_allowlist": ["http://10.0.0.1:8000", "https://proxy/pd"],
+            "metaserver_retries": 0,
+            "metaserver_token_file": "/run/token",
+            "transfer_protocol": "tcp",
+        }
+    )
+    assert config.lease_s == 5.0
+    assert isinstance(config.lease_s, float)
+    assert config.metaserver_allowlist == ("http://10.0.0.1:8000", "https://proxy/pd")
+    assert (config.max_batch_bytes, config.metaserver_retries) == (1 << 20, 0)
+    assert (config.metaserver_token_file, config.transfer_protocol) == ("/run/token", "tcp")
+
+
+def test_keys_of_vllm_ascends_layerwise_connector():
+    config = parse_config(
+        {
+            "prefill": {"dp_size": 2, "tp_size": 4},
+            "decode": {"dp_size": 2, "tp_size": 2, "pp_size": 1},
+            "tls_config": {"ca_path": "/ca.pem", "cert_path": "/cert.pem", "key_path": "/key.pem"},
+        }
+    )
+    assert config.prefill == PeerParallel(tp_size=4, dp_size=2)
+    assert config.decode == PeerParallel(tp_size=2, dp_size=2, pp_size=1)
+    assert config.tls_config == TlsConfig("/ca.pem", "/cert.pem", "/key.pem")
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("lease", "lease_s"),
+        ("lease_ms", "lease_s"),
+        ("transfer_timeout", "transfer_timeout_s"),
+        ("metaserver_allow_list", "metaserver_allowlist"),
+        ("Decode", "decode"),
+        ("stagingslots", "staging_slots"),
+        ("tls", "tls_config"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one(key, near):
+    with pytest.raises(ConfigError, match=f"unknown key `{key}`; did you mean `{near}`?"):
+        parse_config({"lease_s": 5.0, key: 1})
+
+
+@pytest.mark.parametrize("key", ["", "x", "完全不同"])
+def test_an_unknown_key_unlike_any_other(key):
+    with pytest.raises(ConfigError, match="unknown key") as error:
+        parse_config({key: None})
+    assert any(f"`{known}`" in str(error.value) for known in ConnectorConfig.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lease_s", "10"),
+        ("lease_s", None),
+        ("lease_s", True),
+        ("staging_slots", 2.5),
+        ("staging_slots", [4]),
+        ("metaserver_allowlist", "http://10.0.0.1:8000"),
+        ("metaserver_allowlist", [1]),
+        ("metaserver_token_file", 7),
+        ("prefill", 2),
+        ("tls_config", "/ca.pem"),
+    ],
+)
+def test_a_value_of_the_wrong_type(key, value):
+    with pytest.raises(ConfigError, match=rf"kv_connector_extra_config: .*\$\.{key}"):
+        parse_config({key: value})
+
+
+@pytest.mark.parametrize(("side", "key"), [("prefill", "tp_size"), ("decode", "pp_size")])
+def test_a_declared_size_of_the_wrong_type(side, key):
+    with pytest.raises(ConfigError, match=rf"\$\.{side}\.{key}"):
+        parse_config({side: {key: "2"}})
+
+
+@pytest.mark.parametrize("name", TIMES_AND_SIZES)
+@pytest.mark.parametrize("value", [0, -1])
+def test_times_and_sizes_are_positive(name, value):
+    with pytest.raises(ConfigError, match=f"`{name}` must be positive"):
+        parse_config({name: value})
+
+
+@pytest.mark.parametrize("name", [name for name in TIMES_AND_SIZES if name.endswith("_s")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_times_are_finite(name, value):
+    with pytest.raises(ConfigError, match=f"`{name}` must be positive and finite"):
+        parse_config({name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"lease_s": 0.5}, "`lease_s` must be from 1 second to a day, not 0.5"),
+        ({"lease_s": 86401}, "`lease_s` must be from 1 second to a day"),
+        ({"write_timeout_s": 601}, "`write_timeout_s` must be at most 600 seconds"),
+        ({"metaserver_retries": -1}, "`metaserver_retries` must not be negative"),
+    ],
+)
+def test_values_out_of_range(changes, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        parse_config(changes)

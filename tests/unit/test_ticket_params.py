@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What prefill accepts as a ticket in a request's `kv_transfer_params`."""
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ascend_pd.core.ticket import MAX_TP, Ticket, TicketError, parse_ticket, salt_of
+
+TICKET_ID = "0123456789abcdef" * 2
+PARAMS = {
+    "request_id": "chatcmpl-1",
+    "do_remote_prefill": False,
+    "do_remote_decode": True,
+    "token_ids": [],
+    "remote_block_ids": [[7, 3, 9]],
+    "remote_block_size": [4],
+    "remote_engine_id": "decode-0",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5555,
+    "remote_tp_size": 2,
+    "remote_pcp_size": 1,
+    "remote_dcp_size": 1,
+    "remote_cached_tokens": 4,
+    "ticket_id": TICKET_ID,
+    "attempt": 0,
+    "num_tokens": 10,
+}
+TWO_GROUPS = {**PARAMS, "remote_block_ids": [[7, 3, 9], [1, 2]], "remote_block_size": [4, 8], "remote_cached_tokens": 8}
+REQUIRED = (
+    "request_id",
+    "remote_block_ids",
+    "remote_block_size",
+    "remote_engine_id",
+    "remote_host",
+    "remote_port",
+    "remote_tp_size",
+    "remote_cached_tokens",
+    "ticket_id",
+    "num_tokens",
+)
+
+
+def test_a_ticket_comes_back_as_it_was_sent():
+    sent = Ticket(**PARAMS)
+    received = parse_ticket(json.loads(json.dumps(msgspec.to_builtins(sent))), 10, 1)
+    assert received == sent
+    assert received.digest() == sent.digest()
+    assert received.endpoint == "tcp://10.0.0.1:5555"
+
+
+def test_fields_of_others_are_left_alone():
+    assert parse_ticket({**PARAMS, "metaserver": "http://proxy/v1/metaserver", "x": None}, 10, 1) == Ticket(**PARAMS)
+
+
+def test_a_ticket_per_cache_group():
+    assert parse_ticket(TWO_GROUPS, 10, 2).remote_block_ids == [[7, 3, 9], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"remote_cached_tokens": 0},
+        {"remote_cached_tokens": 8},
+        {"num_tokens": 10, "remote_block_ids": [[7, 3, 9, 11]]},  # more blocks than the prompt needs
+        {"remote_port": 1},
+        {"remote_port": 65535},
+        {"remote_tp_size": MAX_TP},
+        {"remote_host": "décodeur.example"},
+        {"remote_block_ids": [[0, 2**31 - 1, 1]]},
+    ],
+    ids=str,
+)
+def test_what_is_accepted(changes):
+    ticket = parse_ticket({**PARAMS, **changes}, 10, 1)
+    assert {name: getattr(ticket, name) for name in changes} == changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        *(({field: None}, "not a ticket") for field in REQUIRED),
+        ({"ticket_id": TICKET_ID[:-1]}, "ticket_id"),
+        ({"ticket_id": TICKET_ID + "0"}, "ticket_id"),
+        ({"ticket_id": TICKET_ID.upper()}, "ticket_id"),
+        ({"ticket_id": "g" * 32}, "ticket_id"),
+        ({"ticket_id": "٣" * 32}, "ticket_id"),
+        ({"remote_host": ""}, "remote_host"),
+        ({"remote_port": 0}, "remote_port"),
+        ({"remote_port": -1}, "remote_port"),
+        ({"remote_port": 65536}, "remote_port"),
+        ({"remote_port": "5555"}, "remote_port"),
+        ({"remote_tp_size": 0}, "remote_tp_size"),
+        ({"remote_tp_size": MAX_TP + 1}, "remote_tp_size"),
+        ({"remote_tp_size": 2**64}, "remote_tp_size"),
+        ({"remote_host": "decode\n10.0.0.1"}, "unprintable"),
+        ({"remote_host": "decode\0"}, "unprintable"),
+        ({"remote_host": "\x1b[31m"}, "unprintable"),
+        ({"remote_host": "\ud800"}, "unprintable"),
+        ({"remote_engine_id": "decode-0\r"}, "unprintable"),
+        ({"remote_engine_id": "decode\u202e0"}, "unprintable"),
+        ({"num_tokens": 9}, "the ticket is for 9 prompt tokens, the prompt has 10"),
+        ({"num_tokens": 11}, "the ticket is for 11 prompt tokens, the prompt has 10"),
+        ({"num_tokens": True}, "num_tokens"),
+        ({"remote_block_ids": []}, "0 cache groups, this engine has 1"),
+        ({"remote_block_ids": [[7, 3, 9]] * 2, "remote_block_size": [4] * 2}, "2 cache groups, this engine has 1"),
+        ({"remote_block_size": [4, 4]}, "cache groups"),
+        ({"remote_block_ids": [7, 3, 9]}, r"remote_block_ids\[0\]"),
+        ({"remote_block_ids": [[7, 3]]}, "2 blocks of 4 for 10 tokens"),
+        ({"remote_block_ids": [[]]}, "0 blocks of 4 for 10 tokens"),
+        ({"remote_block_ids": [[7, -3, 9]]}, r"remote_block_ids\[0\]\[1\]"),
+        ({"remote_block_ids": [[7, 3.0, 9]]}, r"remote_block_ids\[0\]\[1\]"),
+        ({"remote_block_ids": [[7, 2**31, 9]]}, r"remote_block_ids\[0\]\[1\]"),
+        ({"remote_block_ids": [[7, 2**64, 9]]}, r"remote_block_ids\[0\]\[1\]"),
+        ({"remote_block_size": [0], "remote_cached_tokens": 0}, "remote_block_size 0"),
+        ({"remote_block_size": [-4]}, r"remote_block_size\[0\]"),
+        ({"remote_block_size": [2**64], "remote_cached_tokens": 0}, r"remote_block_size\[0\]"),
+        ({"remote_cached_tokens": 3}, "does not fit remote_cached_tokens"),
+        ({"remote_cached_tokens": 12}, "remote_cached_tokens 12 is out of range"),
+        ({"remote_cached_tokens": -4}, "remote_cached_tokens"),
+        ({"attempt": -1}, "attempt"),
+        ({"attempt": 2**64}, "attempt"),
+        ({"remote_pcp_size": 2}, "context parallelism"),
+        ({"remote_dcp_size": 2}, "context parallelism"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(changes, complaint):
+    with pytest.raises(TicketError, match=complaint):
+        parse_ticket({**PARAMS, **changes}, 10, 1)
+
+
+@pytest.mark.parametrize("field", REQUIRED)
+def test_no_field_may_be_missing(field):
+    with pytest.raises(TicketError, match=field):
+        parse_ticket({name: value for name, value in PARAMS.items() if name != field}, 10, 1)
+
+
+@pytest.mark.parametrize("params", [None, [], "ticket", 1, {}, {1: 2}, object()], ids=repr)
+def test_what_is_not_a_ticket_at_all(params):
+    with pytest.raises(TicketError, match="kv_transfer_params is not a ticket"):
+        parse_ticket(params, 10, 1)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(PARAMS)), JSON, max_size=4), st.booleans())
+def test_whatever_passes_can_be_used(changes, replaces):
+    """A client's JSON raises nothing but TicketError, then or later."""
+    params = {**PARAMS, **changes} if replaces else changes
+    try:
+        ticket = parse_ticket(params, 10, 1)
+    except TicketError:
+        return
+    assert len(ticket.digest()) == 32
+    assert ticket.salt >= 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ticket_id": "f" * 32},
+        {"attempt": 1},
+        {"remote_engine_id": "decode-1"},
+        {"remote_cached_tokens": 0},
+        {"num_tokens": 9},
+        {"remote_block_ids": [[7, 3, 8]]},
+        {"remote_block_ids": [[3, 7, 9]]},
+        {"remote_block_ids": [[7, 3, 9, 0]]},
+        {"remote_block_ids": [[7, 3], [9]]},
+        {"remote_block_size": [8]},
+    ],
+    ids=str,
+)
+def test_the_digest_changes_with(changes):
+    assert Ticket(**{**PARAMS, **changes}).digest() != Ticket(**PARAMS).digest()
+
+
+@pytest.mark.parametrize("changes", [{"request_id": "cmpl-2"}, {"remote_host": "decode"}, {"token_ids": [1]}], ids=str)
+def test_the_digest_does_not_change_with(changes):
+    assert Ticket(**{**PARAMS, **changes}).digest() == Ticket(**PARAMS).digest()
+
+
+def test_salt_is_drawn_from_the_ticket_id():
+    assert salt_of("00000010" + "f" * 24) == 16
+    assert Ticket(**PARAMS).salt == salt_of(TICKET_ID) == 0x01234567

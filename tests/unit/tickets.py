@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode rank's ticket, and what writers say to it."""
+
+import msgspec
+
+from vllm_ascend_pd.core.protocol import GrantRequest, Report, Writer
+from vllm_ascend_pd.core.ticket import ConsumerTicket
+
+TICKET_ID = "0123456789abcdef" * 2
+LEASE_S = 10.0
+SETTLE_S = 3.0
+DEADLINE = 60.0
+DIGEST = "d" * 32
+P_TP = 2
+
+# Two prefill stages of two ranks would be four writers; two suffice: one brings tensors 0 and 2, the other 1 and 2.
+LEFT = Writer("prefill-0", 0, 0)
+RIGHT = Writer("prefill-0", 1, 1)
+TWIN = Writer("prefill-0", 1, 0)  # LEFT's tensor-parallel rank in the other stage
+COVERS = {LEFT: (0, 2), RIGHT: (1, 2), TWIN: (2,)}
+EXPECTED = frozenset({(0, 0), (2, 0), (1, 1), (2, 1)})
+STRANGER = Writer("prefill-9", 0, 0)
+
+
+def opened(deadline: float = DEADLINE) -> ConsumerTicket:
+    ticket = ConsumerTicket(TICKET_ID, 0, DIGEST, deadline, LEASE_S)
+    assert not ticket.engine_known
+    ticket.expect("prefill-0", P_TP, EXPECTED)
+    assert ticket.engine_known
+    return ticket
+
+
+def asks(writer: Writer, covers: tuple[int, ...] | None = None, /, **changes: object) -> GrantRequest:
+    request = GrantRequest(TICKET_ID, 0, DIGEST, writer, P_TP, COVERS[writer] if covers is None else covers, SETTLE_S)
+    return msgspec.structs.replace(request, **changes)
+
+
+def wrote(writer: Writer, num_bytes: int = 0, bytes_before_end: int = 0) -> Report:
+    return Report(TICKET_ID, 0, writer, None, num_bytes, bytes_before_end)
+
+
+def failed(writer: Writer, reason: str = "it broke", settle_s: float = 0.0) -> Report:
+    return Report(TICKET_ID, 0, writer, reason, settle_s=settle_s)
