@@ -6,9 +6,12 @@ Every rank fills its cache from one function of (request, layer, part, token, he
 byte is known everywhere.
 """
 
+import contextlib
 import multiprocessing
 import os
+import random
 import secrets
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +19,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import torch
 
 from harness.ports import reserve_port
@@ -23,6 +27,7 @@ from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import owned_heads
+from vllm_ascend_pd.step import ConsumerStep, Expect, ProducerStep, Send
 
 HOST = "127.0.0.1"
 
@@ -139,17 +144,18 @@ class Rank:
         self.send(name, *args)
         return self.receive()
 
-    def stop(self) -> None:
+    def stop(self) -> list[str]:
+        """Ends the process; returns what the rank could not clean up itself."""
+        left: list[str] = []
         if self.process.is_alive():
-            try:
-                self.send("stop")
-                self.process.join(10)
-            except OSError:
-                pass
+            with contextlib.suppress(OSError, EOFError):
+                left = self.call("stop")
+            self.process.join(10)
         if self.process.is_alive():
             self.process.kill()
         self.process.join(10)
         self._pipe.close()
+        return left
 
 
 def _serve(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -217,11 +223,19 @@ class _RankBase:
             tp_ranks=tuple(range(first, first + self.side.tp)),
         )
 
-    def stop(self) -> None:
+    def stop(self) -> list[str]:
+        """Closes everything; returns our threads and listening sockets that are left."""
         self.worker.close(5.0)
         self.device.close()
         self.engine.close()
         torch.distributed.destroy_process_group()
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("pd-")]
+        listening = {c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+        # Mooncake and gloo have listeners of their own, which live as long as the process.
+        return threads + [f"port {port}" for port in self.own_ports() & listening]
+
+    def own_ports(self) -> set[int]:
+        return set()
 
 
 class PrefillRank(_RankBase):
@@ -262,6 +276,19 @@ class PrefillRank(_RankBase):
     def open_transfers(self) -> int:
         return len(self.worker._transfers)
 
+    def poison(self, ranges: list[tuple[int, int]]) -> None:
+        """From now on the transfer engine fails every write into one of `ranges` (address, bytes) of decode's."""
+        from vllm_ascend_pd.transport.engine import TransferError
+
+        healthy = self.engine.write
+
+        def write(session: str, sources: list[int], destinations: list[int], lengths: list[int]) -> None:
+            if any(begin <= d < begin + size for d in destinations for begin, size in ranges):
+                raise TransferError(session, "injected by the test", retryable=True)
+            healthy(session, sources, destinations, lengths)
+
+        self.engine.write = write
+
 
 class DecodeRank(_RankBase):
     engine_id = "decode"
@@ -272,11 +299,19 @@ class DecodeRank(_RankBase):
 
         self.worker = ConsumerWorker(self.identity, self.parsed, self.engine, self.registered)
 
+    def own_ports(self) -> set[int]:
+        return {int(self.worker.description.control.rpartition(":")[2])}
+
     def description(self) -> Any:
         return self.worker.description
 
     def step(self, step: Any) -> None:
         self.worker.start_step(step)
+
+    def clear(self) -> None:
+        for parts in self.caches.values():
+            for cache in parts:
+                cache.zero_()
 
     def arrivals(self) -> tuple[set[str], set[str], dict[str, str]]:
         report = self.worker.take_report()
@@ -308,6 +343,59 @@ class DecodeRank(_RankBase):
         return found
 
 
+def run(
+    pair: "Pair", requests: list[Prompt], chunk: int | None = None, skip_save: frozenset[int] = frozenset()
+) -> dict[str, Ticket]:
+    """Prefills all requests at once, each step computing up to `chunk` tokens of each; returns their tickets."""
+    tickets = {prompt.request_id: pair.ticket(prompt) for prompt in requests}
+    pair.expect(requests, tickets)
+    prefill(pair, requests, tickets, chunk, skip_save)
+    return tickets
+
+
+def prefill(
+    pair: "Pair",
+    requests: list[Prompt],
+    tickets: dict[str, Ticket],
+    chunk: int | None = None,
+    skip_save: frozenset[int] = frozenset(),
+) -> None:
+    by_id = {prompt.request_id: prompt for prompt in requests}
+    cursor = {prompt.request_id: prompt.cached for prompt in requests}
+    align = max(pair.prefill.block_size, pair.decode.block_size)
+    size = pair.prefill.block_size
+    announced: dict[str, Ticket] = tickets
+    while any(cursor[p.request_id] < p.num_tokens for p in requests):
+        step = ProducerStep(tickets=announced)
+        announced = {}
+        for p in requests:
+            start = cursor[p.request_id]
+            if start == p.num_tokens:
+                continue
+            done = min(p.num_tokens, start + (chunk or p.num_tokens))
+            stop = done if done == p.num_tokens else done - done % align
+            blocks = (p.p_blocks[start // size : -(-stop // size)],)
+            step.sends.append(Send(p.request_id, start, stop, blocks, last=stop == p.num_tokens))
+            cursor[p.request_id] = stop
+        pair.each(pair.p_ranks, "step", step, by_id, skip_save)
+    pair.each(pair.p_ranks, "step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
+
+
+def prompts(pair: "Pair", lengths: list[int], cached: int = 0) -> list[Prompt]:
+    """Requests with random, disjoint blocks on either side. `cached`: tokens decode has already."""
+    chance = random.Random(7)
+    p_free = chance.sample(range(pair.prefill.num_blocks), pair.prefill.num_blocks)
+    d_free = chance.sample(range(pair.decode.num_blocks), pair.decode.num_blocks)
+    made = []
+    for i, length in enumerate(lengths):
+        p_blocks = [p_free.pop() for _ in range(-(-length // pair.prefill.block_size))]
+        d_blocks = [d_free.pop() for _ in range(-(-length // pair.decode.block_size))]
+        held = min(cached, length - 1)
+        held -= held % pair.decode.block_size
+        made.append(Prompt(f"request-{i}", i, length, p_blocks, d_blocks, held))
+    return made
+
+
 class Pair:
     """A prefill and a decode engine's ranks, and the test's own listener for decode's description."""
 
@@ -327,8 +415,8 @@ class Pair:
         self.d_ranks = _start(DecodeRank, model, decode, config)
         for rank in self.p_ranks + self.d_ranks:
             rank.receive(120.0)
-        descriptions = tuple(rank.call("description") for rank in self.d_ranks)
-        description = EngineDescription("decode", MODEL, decode.tp, decode.pp, descriptions)
+        self.descriptions = tuple(rank.call("description") for rank in self.d_ranks)
+        description = EngineDescription("decode", MODEL, decode.tp, decode.pp, self.descriptions)
         self.listener = DescriptionListener(description, HOST, 0)
         self.port = int(self.listener.endpoint.rpartition(":")[2])
 
@@ -345,6 +433,25 @@ class Pair:
             ticket_id=secrets.token_hex(16),
             num_tokens=prompt.num_tokens,
         )
+
+    def expect(self, requests: list[Prompt], tickets: dict[str, Ticket]) -> None:
+        """Tells decode's ranks about the tickets."""
+        expects = [
+            Expect(p.request_id, t.ticket_id, t.attempt, t.digest(), p.d_blocks)
+            for p in requests
+            for t in [tickets[p.request_id]]
+        ]
+        self.each(self.d_ranks, "step", ConsumerStep(expects))
+
+    def addresses(self, layer: int, blocks: list[int]) -> list[tuple[int, int]]:
+        """(address, bytes) of blocks of a layer on all decode ranks."""
+        found = []
+        for rank in self.descriptions:
+            for tensor in rank.caches.tensors:
+                geometry = rank.caches.geometry_of(tensor)
+                if tensor.layer == layer_name(layer):
+                    found += [(tensor.base + b * geometry.block_stride, geometry.block_bytes) for b in blocks]
+        return found
 
     def each(self, ranks: list[Rank], name: str, *args: Any) -> list[Any]:
         for rank in ranks:
@@ -386,10 +493,10 @@ class Pair:
             for what in found
         ]
 
-    def close(self) -> None:
-        for rank in self.p_ranks + self.d_ranks:
-            rank.stop()
+    def close(self) -> list[str]:
+        left = [what for rank in self.p_ranks + self.d_ranks for what in rank.stop()]
         self.listener.close(5.0)
+        return left
 
 
 def _start(program: Any, model: Model, side: Side, config: dict[str, Any]) -> list[Rank]:

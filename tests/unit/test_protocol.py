@@ -74,15 +74,18 @@ INTS = st.integers(-(2**63), 2**63 - 1)
 COUNTS = st.integers(0, 2**63 - 1)
 SETTLE = st.floats(0, 3600)
 WRITERS = st.builds(Writer, TEXT, INTS, INTS)
-GEOMETRIES = st.builds(Geometry, INTS, st.sampled_from(Order), TEXT, INTS, INTS, INTS, INTS, INTS)
-TENSORS = st.builds(CacheTensor, TEXT, INTS, INTS, INTS, INTS)
+INDICES, SIZES, ADDRESSES = st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1), st.integers(0, 2**62 - 1)
+GEOMETRIES = st.builds(Geometry, INDICES, st.sampled_from(Order), TEXT, SIZES, SIZES, SIZES, SIZES, SIZES)
+TENSORS = st.builds(CacheTensor, TEXT, INDICES, ADDRESSES, INDICES, st.integers(0, 1))
 
 
 def tuples(elements: st.SearchStrategy, max_size: int = 3) -> st.SearchStrategy:
     return st.lists(elements, max_size=max_size).map(tuple)
 
 
-RANKS = st.builds(RankDescription, INTS, INTS, TEXT, TEXT, st.builds(RankCaches, tuples(GEOMETRIES), tuples(TENSORS)))
+NO_CACHES = st.just(RankCaches((), ()))
+CACHES_OF_TWO = st.builds(RankCaches, st.tuples(GEOMETRIES, GEOMETRIES), tuples(TENSORS))
+RANKS = st.builds(RankDescription, INTS, INTS, TEXT, TEXT, NO_CACHES | CACHES_OF_TWO)
 MESSAGES = st.one_of(
     st.builds(Describe, TEXT),
     st.builds(EngineDescription, TEXT, TEXT, INTS, INTS, tuples(RANKS)),
@@ -125,6 +128,14 @@ def altered(message: dict, **fields: object) -> bytes:
     return body({**message, **fields})
 
 
+def described(part: str, **fields: object) -> bytes:
+    """A description with other `fields` in the first of its `geometries` or `tensors`."""
+    [rank] = DESCRIPTION["ranks"]
+    [first, *others] = rank["caches"][part]
+    caches = {**rank["caches"], part: [{**first, **fields}, *others]}
+    return altered(DESCRIPTION, ranks=[{**rank, "caches": caches}])
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -153,6 +164,15 @@ def altered(message: dict, **fields: object) -> bytes:
         pytest.param(body({"type": "Granted", "lease_s": 86401}), id="lease of more than a day"),
         pytest.param(body({"type": "Granted", "lease_s": float("nan")}), id="lease of nan"),
         pytest.param(altered(DESCRIPTION, ranks=[{}]), id="empty rank"),
+        pytest.param(described("geometries", block_size=0), id="empty blocks"),
+        pytest.param(described("geometries", block_stride=-32768), id="blocks in reverse"),
+        pytest.param(described("geometries", total_heads=0), id="no heads"),
+        pytest.param(described("geometries", head_bytes=2**31), id="heads of 2 GiB"),
+        pytest.param(described("geometries", group=-1), id="negative cache group"),
+        pytest.param(described("tensors", geometry=1), id="geometry that is not described"),
+        pytest.param(described("tensors", geometry=-1), id="negative geometry"),
+        pytest.param(described("tensors", base=2**63), id="address beyond int64"),
+        pytest.param(described("tensors", num_blocks=2**31), id="more blocks than ids"),
         pytest.param(body({"type": "Refused", "reason": "", "retry": 1}), id="int for bool"),
         pytest.param(body({"type": "Granted", "lease_s": "10"}), id="str for float"),
         pytest.param(body({"type": "Granted"}), id="field missing"),

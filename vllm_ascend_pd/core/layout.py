@@ -3,8 +3,14 @@
 
 import enum
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+
+# Descriptions come from other engines: whatever passes fits offset arithmetic (an id times a size below 2**62).
+_Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Size = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+_Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class LayoutError(ValueError):
@@ -30,14 +36,14 @@ class Geometry(msgspec.Struct, frozen=True):
     `head_bytes` is what one head of one token takes; `block_stride` the bytes from one block to the next.
     """
 
-    group: int
+    group: _Index
     order: Order
     dtype: str
-    block_size: int
-    block_stride: int
-    heads: int
-    total_heads: int
-    head_bytes: int
+    block_size: _Size
+    block_stride: _Size
+    heads: _Size
+    total_heads: _Size
+    head_bytes: _Size
 
     @property
     def token_bytes(self) -> int:
@@ -53,10 +59,10 @@ class CacheTensor(msgspec.Struct, frozen=True):
     `geometry` indexes the rank's geometries; `base` is the address of block 0."""
 
     layer: str
-    part: int
-    base: int
-    num_blocks: int
-    geometry: int
+    part: _Index
+    base: _Address
+    num_blocks: _Index
+    geometry: _Index
 
 
 class RankCaches(msgspec.Struct, frozen=True):
@@ -64,6 +70,10 @@ class RankCaches(msgspec.Struct, frozen=True):
 
     geometries: tuple[Geometry, ...]
     tensors: tuple[CacheTensor, ...]
+
+    def __post_init__(self) -> None:
+        if any(tensor.geometry >= len(self.geometries) for tensor in self.tensors):
+            raise LayoutError(f"a cache tensor of a geometry beyond the {len(self.geometries)} described")
 
     def geometry_of(self, tensor: CacheTensor) -> Geometry:
         return self.geometries[tensor.geometry]

@@ -46,7 +46,7 @@ class Peer:
     engine_id: str
     sender: Sender
     layout: DecodeLayout | None = None
-    waiting: list[Transfer] = field(default_factory=list)
+    waiting: list[Transfer] = field(default_factory=list)  # for its description
     describing: bool = False
     used_at: float = 0.0
 
@@ -128,16 +128,29 @@ class Peers:
         with self._lock:
             waiting, peer.waiting = peer.waiting, []
         for transfer in waiting:
-            if (reason := peer.layout.unfit(transfer.ticket)) is not None:
-                self._refuse(transfer, reason)
-                continue
-            transfer.set_destinations(self._destinations(peer.layout, transfer))
-            assert transfer.destinations is not None
-            for key in transfer.destinations:
+            self._contact(transfer, peer.layout, peer.layout.unfit(transfer.ticket))
+
+    def _contact(self, transfer: Transfer, layout: DecodeLayout | None, refused: str | None) -> None:
+        """The decode engine has described itself (`layout`), or will not. One that gets nothing is told why."""
+        if refused is not None:
+            self._refuse(transfer, refused)
+        if layout is not None and transfer.failure is None:
+            destinations = self._destinations(layout, transfer)
+            transfer.set_destinations(destinations)
+            for key in destinations:
                 self._ask(transfer, key)
+        elif layout is not None:
+            ranks = layout.description.ranks
+            transfer.set_destinations({(rank.pp_rank, rank.tp_rank): Destination(rank, ()) for rank in ranks})
+        transfer.contacted = True
+        if transfer.finished:
+            self._report(transfer)
 
     def _on_described(self, peer: Peer, answer: Message | SideChannelError) -> None:
         peer.describing = False
+        if isinstance(answer, SideChannelError):
+            self._describe_again(peer, str(answer))
+            return
         reason: str | None
         if isinstance(answer, EngineDescription):
             if answer.engine_id == peer.engine_id:
@@ -156,16 +169,18 @@ class Peers:
         with self._lock:
             waiting, peer.waiting = peer.waiting, []
         for transfer in waiting:
-            if layout is not None:
-                # So that decode learns why it gets nothing: the ranks it would have come to are told.
-                transfer.set_destinations(self._everyone(layout))
-            self._refuse(transfer, reason)
+            self._contact(transfer, layout, reason)
 
-    def _everyone(self, layout: DecodeLayout) -> dict[RankKey, Destination]:
-        return {
-            (rank.pp_rank, rank.tp_rank): Destination(rank, (), asked_at=time.monotonic())
-            for rank in layout.description.ranks
-        }
+    def _describe_again(self, peer: Peer, reason: str) -> None:
+        """No answer: asks on, for those whose time to be granted is not over."""
+        now = time.monotonic()
+        with self._lock:
+            late = [transfer for transfer in peer.waiting if now >= transfer.grant_deadline]
+            peer.waiting = [transfer for transfer in peer.waiting if now < transfer.grant_deadline]
+        for transfer in late:
+            self._contact(transfer, None, reason)
+        if peer.waiting:
+            self._advance(peer)
 
     def _refuse(self, transfer: Transfer, reason: str) -> None:
         transfer.fail(reason)
@@ -240,14 +255,19 @@ class Peers:
                 self._client.forget(rank.control)
         self._client.forget(peer.endpoint)
 
-    def _report(self, transfer: Transfer, attempt: int = 1) -> None:
+    def _report(self, transfer: Transfer) -> None:
         """A failure is told at once, success only when no byte can arrive any more: decode goes on with the blocks."""
-        ticket = transfer.ticket
+        if not transfer.contacted or transfer.reporting:
+            return  # `_contact` comes back to it; or it did while this call was on its way
         settle_s = max(0.0, transfer.settled_at - time.monotonic())
         if settle_s > 0 and transfer.failure is None:
             self._settling.append(transfer)
             return
         transfer.reporting = True
+        self._tell(transfer, settle_s)
+
+    def _tell(self, transfer: Transfer, settle_s: float, attempt: int = 1) -> None:
+        ticket = transfer.ticket
         report = Report(
             ticket.ticket_id,
             ticket.attempt,
@@ -270,7 +290,7 @@ class Peers:
             answers += 1
             destination.told = not isinstance(answer, SideChannelError)
             if answers == len(open_):
-                self._report(transfer, attempt + 1)
+                self._tell(transfer, settle_s, attempt + 1)
 
         for destination in open_:
             self._client.request(
@@ -281,9 +301,5 @@ class Peers:
             )
 
 
-def _reason(answer: Message | SideChannelError) -> str:
-    if isinstance(answer, Problem):
-        return answer.reason
-    if isinstance(answer, SideChannelError):
-        return str(answer)
-    return f"unexpected answer {type(answer).__name__}"
+def _reason(answer: Message) -> str:
+    return answer.reason if isinstance(answer, Problem) else f"unexpected answer {type(answer).__name__}"

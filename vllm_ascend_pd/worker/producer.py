@@ -283,7 +283,8 @@ class ProducerWorker:
         self._senders[transfer.ticket.ticket_id].put(Finish(transfer))
 
     def _on_finished(self, transfer: Transfer) -> None:
-        """On the sender's thread: no write can follow."""
+        """On the sender's thread: no write can follow. Only a writer that holds its grants may claim success."""
+        transfer.await_all_grants()
         transfer.finish()
         self._peers.report(transfer)
 

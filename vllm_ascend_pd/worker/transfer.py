@@ -35,9 +35,11 @@ class Transfer:
 
     `failure` is set once and never cleared: from then on nothing more is written (R1, R2). The peer's sender
     alone writes for the transfer, and counts `num_bytes`. Bytes of a failed write may leave and arrive until
-    `settled_at`. Its life: pushes, then `finishing` (a Finish task is queued), `finished` (no write can follow),
-    `reporting` (decode is being told), `reported` (it knows, or cannot be reached). `released`: vLLM is done
-    with the request.
+    `settled_at`.
+
+    Its life: `contacted` (the decode engine is known, or will not be), pushes, `finishing` (a Finish task is
+    queued), `finished` (no write can follow), `reporting` (decode is being told), `reported` (it knows, or cannot
+    be reached). `released`: vLLM is done with the request.
     """
 
     request_id: str
@@ -50,6 +52,7 @@ class Transfer:
     num_bytes: int = 0
     bytes_at_end: int = 0
     destinations: dict[RankKey, Destination] | None = None
+    contacted: bool = False
     finishing: bool = False
     finished: bool = False
     reporting: bool = False
@@ -100,6 +103,13 @@ class Transfer:
             elif self.failure is None and time.monotonic() >= destination.until:
                 self.failure = f"the lease for decode rank {key} ran out"
             return self.failure is None
+
+    def await_all_grants(self) -> None:
+        """Leaves the transfer failed unless it may write to all its destinations now."""
+        if self.await_destinations():
+            assert self.destinations is not None
+            for key in self.destinations:
+                self.await_grant(key)
 
     def finish(self) -> None:
         """No write will follow."""

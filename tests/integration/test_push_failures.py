@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong between ranks fails the request it belongs to, with a reason, and no other (R1, R2, R6)."""
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+
+from harness.ranks import Model, Pair, Side, prefill, prompts, run
+from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.step import ConsumerStep, ProducerStep
+
+GQA = Model()
+HEAD_MAJOR = Model(order=Order.HEAD_MAJOR, widths=(64,))
+
+QUICK = {"grant_timeout_s": 2.0, "control_timeout_s": 1.0}
+SHAPES = {
+    "gathered": (GQA, Side(2), Side(1), QUICK),
+    "direct": (HEAD_MAJOR, Side(2), Side(1), QUICK),
+    "split": (GQA, Side(1), Side(2), QUICK),
+}
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(*request.param)
+    yield made
+    assert made.close() == []
+
+
+def test_a_write_that_fails_fails_its_request_alone(pair: Pair) -> None:
+    requests = prompts(pair, [40, 50, 60])
+    victim = requests[1]
+    pair.each(pair.p_ranks, "poison", pair.addresses(1, victim.d_blocks))
+    run(pair, requests)
+    received, failed = pair.wait_arrivals(3)
+    assert received == {"request-0", "request-2"}
+    assert failed.keys() == {"request-1"}
+    assert "injected by the test" in failed["request-1"]
+    rest = [p for p in requests if p is not victim]
+    strays = [d for d in pair.differences(rest) if "belongs to nobody" not in d]
+    assert strays == []
+    assert pair.wait_sent(3).keys() == {"request-1"}
+
+
+def test_a_cancelled_ticket_is_written_no_more(pair: Pair) -> None:
+    requests = prompts(pair, [64])
+    tickets = {p.request_id: pair.ticket(p) for p in requests}
+    pair.expect(requests, tickets)
+    cancelled = {t.ticket_id: "the test lost interest" for t in tickets.values()}
+    pair.each(pair.d_ranks, "step", ConsumerStep(cancelled=cancelled))
+    received, failed = pair.wait_arrivals(1)
+    assert (received, set(failed)) == (set(), {"request-0"})
+    prefill(pair, requests, tickets)
+    assert "the test lost interest" in pair.wait_sent(1)["request-0"]
+    assert pair.differences([]) == []  # not one byte
+
+
+def test_cancelling_between_chunks_stops_the_writers(pair: Pair) -> None:
+    requests = prompts(pair, [96])
+    [prompt] = requests
+    tickets = {prompt.request_id: pair.ticket(prompt)}
+    pair.expect(requests, tickets)
+    first = [*prompts(pair, [96])]
+    step = ProducerStep(tickets=tickets)
+    pair.each(pair.p_ranks, "step", step, {p.request_id: p for p in first})
+    time.sleep(0.3)  # let grants be given: this is the case meant here, but any other must end well too
+    cancelled = {t.ticket_id: "the client left" for t in tickets.values()}
+    pair.each(pair.d_ranks, "step", ConsumerStep(cancelled=cancelled))
+    received, failed = pair.wait_arrivals(1)
+    assert (received, set(failed)) == (set(), {"request-0"})
+    prefill(pair, requests, {})
+    assert "the client left" in pair.wait_sent(1)["request-0"]
+    assert pair.differences([]) == []
+
+
+def test_a_made_up_ticket_gets_no_grant(pair: Pair) -> None:
+    requests = prompts(pair, [64])
+    tickets = {p.request_id: pair.ticket(p) for p in requests}  # decode is never told
+    prefill(pair, requests, tickets)
+    assert "no grant" in pair.wait_sent(1)["request-0"]
+    assert pair.differences([]) == []
+
+
+def test_an_altered_ticket_gets_no_grant(pair: Pair) -> None:
+    requests = prompts(pair, [64])
+    [ticket] = [pair.ticket(p) for p in requests]
+    pair.expect(requests, {"request-0": ticket})
+    elsewhere = [[block + 1 if block + 1 < 64 else 0 for block in ticket.remote_block_ids[0]]]
+    altered = msgspec.structs.replace(ticket, remote_block_ids=elsewhere)
+    prefill(pair, requests, {"request-0": altered})
+    assert "altered" in pair.wait_sent(1)["request-0"]
+    assert pair.differences([]) == []
+
+
+def test_an_aborted_prefill_fails_decode_at_once(pair: Pair) -> None:
+    requests = prompts(pair, [64])
+    tickets = {p.request_id: pair.ticket(p) for p in requests}
+    pair.expect(requests, tickets)
+    by_id = {p.request_id: p for p in requests}
+    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), by_id)
+    pair.each(pair.p_ranks, "step", ProducerStep(finished={"request-0": "the prefill request was aborted"}), by_id)
+    received, failed = pair.wait_arrivals(1)
+    assert received == set()
+    assert "was aborted" in failed["request-0"]
+    pair.wait_sent(1)
+
+
+@pytest.mark.parametrize(
+    ("p_model", "p_side", "d_model", "d_side", "named"),
+    [
+        (Model(dtype=torch.float32), Side(1), GQA, Side(1), ("dtype", "float32", "bfloat16")),
+        (HEAD_MAJOR, Side(1, block_size=32), HEAD_MAJOR, Side(1), ("block sizes", "32", "16")),
+        (GQA, Side(1, block_size=24), GQA, Side(1), ("block sizes", "24", "16")),
+        (Model(heads=8), Side(1), GQA, Side(1), ("total_heads", "8", "4")),
+        (Model(layers=2), Side(1), GQA, Side(1), ("layers.2", "prefill lacks")),
+        (GQA, Side(1), Model(layers=2), Side(1), ("layers.2", "decode lacks")),
+    ],
+    ids=["dtype", "head-major-block-size", "block-size", "heads", "layers", "fewer-layers"],
+)
+def test_engines_that_do_not_fit_are_refused_naming_both_values(
+    p_model: Model, p_side: Side, d_model: Model, d_side: Side, named: tuple[str, ...]
+) -> None:
+    pair = Pair(d_model, p_side, d_side, QUICK, p_model=p_model)
+    try:
+        requests = prompts(pair, [48])
+        pair.model = p_model
+        run(pair, requests)
+        reason = pair.wait_sent(1)["request-0"]
+        assert all(value in reason for value in named), reason
+        _, failed = pair.wait_arrivals(1)
+        assert all(value in failed["request-0"] for value in named), failed
+    finally:
+        pair.close()

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The side channel over real ZMQ sockets on the loopback interface: what is asked, answered and left behind."""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import zmq
+
+from harness.channels import HOST, PATIENCE_S, Answer, MakeSocket, ask, assert_works, echo, endpoint_of, plain_sockets
+from harness.ports import release_port, reserve_port
+from vllm_ascend_pd.core.protocol import Acknowledged, Describe, Message, Problem, Refused, Revoke, decode, encode
+from vllm_ascend_pd.transport.side_channel import Client, Peer, Server, SideChannelError
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server(HOST, 0, echo)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    client = Client()
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def raw() -> Iterator[MakeSocket]:
+    with plain_sockets() as make:
+        yield make
+
+
+@pytest.fixture
+def free_port() -> Iterator[int]:
+    port = reserve_port()
+    yield port
+    release_port(port)
+
+
+def test_a_request_is_answered(client, server):
+    assert server.endpoint.startswith(f"tcp://{HOST}:")
+    assert [ask(client, server.endpoint, str(n)) for n in range(20)] == [
+        Refused(str(n), retry=False) for n in range(20)
+    ]
+    assert server.rejected == 0
+
+
+def test_several_servers_and_clients(server):
+    other = Server(HOST, 0, lambda message, peer: Acknowledged())
+    clients = [Client(), Client()]
+    try:
+        for client in clients:
+            assert_works(client, server)
+            assert ask(client, other.endpoint) == Acknowledged()
+    finally:
+        for channel in (other, *clients):
+            channel.close()
+
+
+def test_a_server_that_never_answers(client, raw):
+    silent = raw(zmq.ROUTER)
+    before = time.monotonic()
+    answer = ask(client, endpoint_of(silent), timeout_s=0.2)
+    assert isinstance(answer, SideChannelError)
+    assert str(answer) == f"{endpoint_of(silent)} did not answer in time"
+    assert time.monotonic() - before >= 0.2
+
+
+def test_an_answer_that_comes_too_late_is_dropped(client, raw):
+    slow = raw(zmq.ROUTER)
+    answers: queue.Queue[Answer] = queue.Queue()
+    client.request(endpoint_of(slow), Describe("late"), 0.1, answers.put)
+    peer, request = slow.recv_multipart()
+    assert isinstance(answers.get(timeout=PATIENCE_S), SideChannelError)
+    slow.send_multipart([peer, encode(decode(request)[0], Acknowledged())])
+    client.request(endpoint_of(slow), Describe("in time"), PATIENCE_S, answers.put)
+    peer, request = slow.recv_multipart()
+    seq, message = decode(request)
+    assert message == Describe("in time")
+    for _ in range(2):  # the second one is of a request that has ended
+        slow.send_multipart([peer, encode(seq, Refused("yes", retry=True))])
+    assert answers.get(timeout=PATIENCE_S) == Refused("yes", retry=True)
+    assert ask(client, endpoint_of(slow), timeout_s=0.1).__class__ is SideChannelError
+    assert answers.empty()
+
+
+def test_an_answer_counts_only_from_where_it_was_asked(client, raw):
+    asked, meddler = raw(zmq.ROUTER), raw(zmq.ROUTER)
+    answers: queue.Queue[Answer] = queue.Queue()
+    client.request(endpoint_of(meddler), Describe("first"), PATIENCE_S, answers.put)
+    client.request(endpoint_of(asked), Describe("second"), PATIENCE_S, answers.put)
+    meddlers_peer, first = meddler.recv_multipart()
+    peer, second = asked.recv_multipart()
+    meddler.send_multipart([meddlers_peer, encode(decode(second)[0], Problem("forged"))])
+    meddler.send_multipart([meddlers_peer, encode(decode(first)[0], Acknowledged())])
+    assert answers.get(timeout=PATIENCE_S) == Acknowledged()
+    asked.send_multipart([peer, encode(decode(second)[0], Refused("genuine", retry=False))])
+    assert answers.get(timeout=PATIENCE_S) == Refused("genuine", retry=False)
+
+
+@pytest.mark.parametrize("endpoint", ["", "nonsense", "tcp://127.0.0.1", "gopher://x:1"])
+def test_an_endpoint_that_cannot_be(client, server, endpoint):
+    answer = ask(client, endpoint)
+    assert isinstance(answer, SideChannelError)
+    assert f"cannot send to {endpoint}" in str(answer)
+    assert_works(client, server)
+
+
+def test_a_server_that_goes_and_comes_back(client, free_port):
+    server = Server(HOST, free_port, echo)
+    assert_works(client, server)
+    server.close()
+    assert isinstance(ask(client, server.endpoint, timeout_s=0.2), SideChannelError)
+    again = Server(HOST, free_port, echo)
+    try:
+        assert again.endpoint == server.endpoint
+        assert_works(client, again)
+    finally:
+        again.close()
+
+
+def test_a_server_that_comes_late(client, free_port):
+    answers: queue.Queue[Answer] = queue.Queue()
+    client.request(f"tcp://{HOST}:{free_port}", Describe("early"), PATIENCE_S, answers.put)
+    server = Server(HOST, free_port, echo)
+    try:
+        assert answers.get(timeout=PATIENCE_S) == Refused("early", retry=False)
+    finally:
+        server.close()
+
+
+def test_forgetting_a_server(client, server, raw):
+    silent = raw(zmq.ROUTER)
+    answers: queue.Queue[Answer] = queue.Queue()
+    for endpoint in (endpoint_of(silent), endpoint_of(silent), server.endpoint):
+        client.request(endpoint, Describe("x"), PATIENCE_S, answers.put)
+    client.forget(endpoint_of(silent))
+    client.forget("tcp://127.0.0.1:1")  # never heard of
+    ended = [answers.get(timeout=PATIENCE_S) for _ in range(3)]
+    errors = [str(answer) for answer in ended if isinstance(answer, SideChannelError)]
+    assert errors == [f"connection to {endpoint_of(silent)} was closed"] * 2
+    client.forget(server.endpoint)
+    assert_works(client, server)
+
+
+def test_messages_that_nobody_asked_for():
+    peers: queue.Queue[Peer] = queue.Queue()
+
+    def handle(message: Message, peer: Peer) -> Message:
+        peers.put(peer)
+        return Acknowledged()
+
+    unasked: queue.Queue[tuple[str, Message]] = queue.Queue()
+    server = Server(HOST, 0, handle)
+    client = Client(lambda endpoint, message: unasked.put((endpoint, message)))
+    try:
+        assert ask(client, server.endpoint) == Acknowledged()
+        peer = peers.get()
+        for reason in ("first", "second"):
+            peer.send(Revoke("0" * 32, reason))
+        for reason in ("first", "second"):
+            assert unasked.get(timeout=PATIENCE_S) == (server.endpoint, Revoke("0" * 32, reason))
+        client.close()
+        peer.send(Revoke("0" * 32, "to nobody"))
+        client = Client()
+        assert ask(client, server.endpoint) == Acknowledged()
+    finally:
+        client.close()
+        server.close()
+    peer.send(Revoke("0" * 32, "from a closed server"))
+
+
+def test_nothing_is_left_after_close(raw):
+    silent = raw(zmq.ROUTER)
+
+    def use_and_close() -> None:
+        server = Server(HOST, 0, echo, name="pd-test-server")
+        clients = [Client(name="pd-test-client") for _ in range(3)]
+        for client in clients:
+            assert_works(client, server)
+            client.request(endpoint_of(silent), Describe("under way"), PATIENCE_S, lambda answer: None)
+        for channel in (server, *clients):
+            channel.close()
+            channel.close()  # twice is safe
+        clients[0].request(server.endpoint, Describe("x"), 0.1, lambda answer: None)
+        clients[0].forget(server.endpoint)
+
+    use_and_close()  # what ZMQ keeps for the whole process, it has now
+    process = psutil.Process()
+    ours = {connection.laddr.port for connection in process.net_connections("tcp") if connection.status == "LISTEN"}
+    threads, descriptors = {thread.id for thread in process.threads()}, process.num_fds()
+    for _ in range(5):
+        use_and_close()
+    deadline = time.monotonic() + PATIENCE_S  # `silent` notices that its peers are gone when it gets to it
+    while process.num_fds() > descriptors and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.num_fds() <= descriptors
+    assert {thread.id for thread in process.threads()} <= threads
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pd-test")]
+    listening = {c.laddr.port for c in process.net_connections("tcp") if c.status == "LISTEN"}
+    assert listening <= ours
+
+
+def test_a_port_that_is_taken(server):
+    port = int(server.endpoint.rpartition(":")[2])
+    before = psutil.Process().num_fds()
+    with pytest.raises(SideChannelError, match=f"cannot listen on {HOST}:{port}: Address already in use"):
+        Server(HOST, port, echo)
+    assert psutil.Process().num_fds() <= before
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
+def test_a_host_that_is_not_this_one(host):
+    with pytest.raises(SideChannelError, match=f"cannot listen on {host}:0"):
+        Server(host, 0, echo)

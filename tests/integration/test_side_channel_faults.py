@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The side channel against peers that misbehave, callers that are many, and callbacks that raise."""
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from harness.channels import HOST, PATIENCE_S, Answer, MakeSocket, ask, assert_works, echo, endpoint_of, plain_sockets
+from vllm_ascend_pd.core.protocol import (
+    MAX_DESCRIPTION_BYTES,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Acknowledged,
+    Describe,
+    Message,
+    Problem,
+    Refused,
+    Revoke,
+    decode,
+    encode,
+)
+from vllm_ascend_pd.transport.side_channel import Client, Peer, Server, SideChannelError
+
+BODY = msgspec.msgpack.encode(Describe("x"))
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server(HOST, 0, echo)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    client = Client()
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def raw() -> Iterator[MakeSocket]:
+    with plain_sockets() as make:
+        yield make
+
+
+@pytest.mark.parametrize(
+    ("frames", "complaint"),
+    [
+        ([b""], "malformed message"),
+        ([b"garbage"], "malformed message"),
+        ([b"\x00" * 1000], "malformed message"),
+        ([encode(1, Describe("x"))[:-1]], "malformed message"),
+        ([b"", encode(1, Describe("x"))], "2 frames, expected 1"),
+        ([b"x"] * 5, "5 frames, expected 1"),
+        ([msgspec.msgpack.encode((PROTOCOL_VERSION + 1, 5, msgspec.Raw(BODY)))], "this side speaks 1"),
+        ([msgspec.msgpack.encode((0, 5, msgspec.Raw(BODY)))], "protocol version 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_read_is_answered_and_counted(client, server, raw, frames, complaint):
+    dealer = raw(zmq.DEALER, server.endpoint)
+    for _ in range(3):
+        dealer.send_multipart(frames)
+        seq, answer = decode(dealer.recv())
+        assert seq == 0
+        assert isinstance(answer, Problem)
+        assert complaint in answer.reason
+    assert server.rejected == 3
+    dealer.send(encode(9, Describe("after all")))
+    assert decode(dealer.recv()) == (9, Refused("after all", retry=False))
+    assert_works(client, server)
+    assert server.rejected == 3
+
+
+def test_a_server_whose_answers_cannot_be_read(client, server, raw):
+    babbling = raw(zmq.ROUTER)
+    answers: queue.Queue[Answer] = queue.Queue()
+    client.request(endpoint_of(babbling), Describe("x"), 0.3, answers.put)
+    peer, _ = babbling.recv_multipart()
+    for frame in (b"", b"garbage", encode(77, Acknowledged()), encode(0, Acknowledged())):
+        babbling.send_multipart([peer, frame])
+    assert isinstance(answers.get(timeout=PATIENCE_S), SideChannelError)
+    assert_works(client, server)
+
+
+def test_a_message_that_is_too_long_costs_only_its_sender_the_connection(client, server, raw):
+    assert_works(client, server)
+    dealer = raw(zmq.DEALER, server.endpoint)
+    events = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    dealer.send(encode(1, Describe("x" * (MAX_MESSAGE_BYTES - 100))))
+    assert decode(dealer.recv())[0] == 1  # just short enough
+    dealer.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+    assert events.poll(PATIENCE_S * 1000)
+    assert_works(client, server)
+    dealer.send(encode(2, Describe("reconnected")))
+    assert decode(dealer.recv()) == (2, Refused("reconnected", retry=False))
+    assert server.rejected == 0
+
+
+def test_an_answer_that_is_too_long(client, server, raw):
+    huge = raw(zmq.ROUTER)
+    answers: queue.Queue[Answer] = queue.Queue()
+    client.request(endpoint_of(huge), Describe("x"), 0.5, answers.put)
+    peer, request = huge.recv_multipart()
+    huge.send_multipart([peer, encode(decode(request)[0], Problem("x" * (MAX_DESCRIPTION_BYTES + 1)))])
+    assert isinstance(answers.get(timeout=PATIENCE_S), SideChannelError)
+    assert_works(client, server)
+
+
+# --- threads and defects -------------------------------------------------------------------------------------
+
+
+def test_every_request_ends_once(client, server, raw):
+    """200 requests from 4 threads: to a server, to one that never answers, to a port where nobody listens, and to an
+    address that is none."""
+    silent = raw(zmq.ROUTER)
+    gone = raw(zmq.ROUTER)
+    endpoints = [server.endpoint, endpoint_of(silent), endpoint_of(gone), "tcp://nowhere"]
+    gone.close(linger=0)
+    ended: Counter[tuple[int, int]] = Counter()
+    right: list[bool] = []
+    all_ended = threading.Semaphore(0)
+
+    def send(thread: int) -> None:
+        for n in range(50):
+            served = n % 5 not in (1, 2, 3)
+            endpoint = endpoints[0] if served else endpoints[n % 5]
+
+            def done(answer: Answer, key: tuple[int, int] = (thread, n), served: bool = served) -> None:
+                ended[key] += 1
+                right.append((answer == Refused(str(key), retry=False)) if served else type(answer) is SideChannelError)
+                all_ended.release()
+
+            client.request(endpoint, Describe(str((thread, n))), PATIENCE_S if served else 0.3, done)
+
+    threads = [threading.Thread(target=send, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        assert all_ended.acquire(timeout=PATIENCE_S)
+    for thread in threads:
+        thread.join()
+    time.sleep(0.2)
+    assert ended == {(thread, n): 1 for thread in range(4) for n in range(50)}
+    assert right == [True] * 200
+
+
+def test_a_callback_that_raises_does_not_end_the_client(client, server, raw):
+    def broken(answer: Answer) -> None:
+        raise RuntimeError("a defect")
+
+    silent = raw(zmq.ROUTER)
+    client.request(server.endpoint, Describe("x"), PATIENCE_S, broken)
+    client.request("nonsense", Describe("x"), PATIENCE_S, broken)
+    client.call(lambda: broken(Acknowledged()))
+    for _ in range(3):
+        client.request(endpoint_of(silent), Describe("x"), 0.1, broken)
+    assert isinstance(ask(client, endpoint_of(silent), timeout_s=0.15), SideChannelError)
+    assert_works(client, server)
+
+
+def test_an_unasked_message_whose_handling_raises(raw):
+    seen = threading.Event()
+
+    def broken(endpoint: str, message: Message) -> None:
+        seen.set()
+        raise RuntimeError("a defect")
+
+    other_side = raw(zmq.ROUTER)
+    client = Client(broken)
+    try:
+        answers: queue.Queue[Answer] = queue.Queue()
+        client.request(endpoint_of(other_side), Describe("x"), PATIENCE_S, answers.put)
+        peer, request = other_side.recv_multipart()
+        other_side.send_multipart([peer, encode(0, Revoke("0" * 32, "x"))])
+        other_side.send_multipart([peer, encode(decode(request)[0], Acknowledged())])
+        assert answers.get(timeout=PATIENCE_S) == Acknowledged()
+        assert seen.is_set()
+    finally:
+        client.close()
+
+
+def test_a_handler_that_raises_does_not_end_the_server(client):
+    ticks = threading.Semaphore(0)
+
+    def handle(message: Message, peer: Peer) -> Message:
+        if message == Describe("defect"):
+            raise RuntimeError("a defect")
+        return Acknowledged()
+
+    def tick(now: float) -> None:
+        ticks.release()
+        raise RuntimeError("a defect")
+
+    server = Server(HOST, 0, handle, tick)
+    try:
+        assert isinstance(ask(client, server.endpoint, "defect", timeout_s=0.3), SideChannelError)
+        assert ask(client, server.endpoint) == Acknowledged()
+        for _ in range(4):
+            assert ticks.acquire(timeout=PATIENCE_S)
+        assert server.rejected == 0
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("make", [lambda tick: Server(HOST, 0, echo, tick), lambda tick: Client(tick=tick)])
+def test_time_passes_without_messages(make):
+    times: queue.Queue[float] = queue.Queue()
+    channel = make(times.put)
+    try:
+        seen = [times.get(timeout=PATIENCE_S) for _ in range(5)]
+        assert seen == sorted(seen)
+        assert abs(time.monotonic() - seen[-1]) < PATIENCE_S
+    finally:
+        channel.close()

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tickets decode's scheduler issues and what becomes of them, with a real metaserver client and server."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from harness.scheduling import make_request, remembered
+from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
+from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener
+from vllm_ascend_pd.scheduler.metaserver_client import METASERVER_PATH, MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.step import ConsumerStep, WorkerReport
+
+BLOCK = 4
+PROMPT = 10
+BLOCKS = ([7, 1, 5],)
+LISTENER = Listener("decode-0", "10.0.0.1", 5555, 2)
+SETTINGS = MetaserverSettings(deadline_s=20, retries=0)
+
+
+class Metaserver:
+    """Answers posts with `status`, once `answering` is set."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.bodies: list[dict] = []
+        self.answering = threading.Event()
+        self.answering.set()
+        metaserver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                metaserver.bodies.append(json.loads(body))
+                metaserver.answering.wait(20)
+                self.send_response(metaserver.status)
+                self.end_headers()
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}{METASERVER_PATH}"
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05})
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.answering.set()
+        self.server.shutdown()
+        self.thread.join(5)
+        self.server.server_close()
+
+
+@pytest.fixture
+def metaserver() -> Iterator[Metaserver]:
+    metaserver = Metaserver()
+    yield metaserver
+    metaserver.stop()
+
+
+@pytest.fixture
+def scheduler() -> Iterator[ConsumerScheduler]:
+    scheduler = ConsumerScheduler(LISTENER, [BLOCK], MetaserverClient(SETTINGS, own_host="127.0.0.1"))
+    yield scheduler
+    scheduler.close()
+
+
+def wanting(url: object, request_id: str = "r", num_tokens: int = PROMPT):
+    """A request as the proxy sends it to decode."""
+    return make_request(request_id, num_tokens, {"do_remote_prefill": True, "metaserver": url})
+
+
+def issue(scheduler: ConsumerScheduler, request, blocks=BLOCKS, computed: int = 0) -> ConsumerStep:
+    """The step in which `request` gets its ticket."""
+    external = scheduler.matched_tokens(request, computed)
+    scheduler.allocated(request, blocks, external)
+    return scheduler.build_step(idle=False)
+
+
+def step_with(scheduler: ConsumerScheduler, what: Callable[[ConsumerStep], object]) -> ConsumerStep:
+    """Runs empty steps until `what` is in one."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        step = scheduler.build_step(idle=True)
+        if what(step):
+            return step
+        time.sleep(0.005)
+    raise AssertionError("no step had it")
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_request_gets_a_ticket(scheduler, metaserver):
+    request = wanting(metaserver.url)
+    assert scheduler.matched_tokens(request, 0) == PROMPT
+    step = issue(scheduler, request)
+    [expect] = step.expects
+    assert (expect.request_id, expect.attempt, expect.blocks) == ("r", 0, [7, 1, 5])
+    assert (step.cancelled, step.prefilled, step.idle) == ({}, [], False)
+    assert step_with(scheduler, lambda step: step.prefilled).prefilled == [expect.ticket_id]
+    [body] = metaserver.bodies
+    ticket = parse_ticket(body, PROMPT, 1)  # as prefill reads it
+    assert ticket == Ticket(
+        request_id="r",
+        remote_block_ids=[[7, 1, 5]],
+        remote_block_size=[BLOCK],
+        remote_engine_id="decode-0",
+        remote_host="10.0.0.1",
+        remote_port=5555,
+        remote_tp_size=2,
+        remote_cached_tokens=0,
+        ticket_id=expect.ticket_id,
+        num_tokens=PROMPT,
+    )
+    assert ticket.digest() == expect.digest
+
+
+def test_the_ticket_leaves_with_the_step_that_tells_the_ranks(scheduler, metaserver):
+    request = wanting(metaserver.url)
+    scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
+    time.sleep(0.1)
+    assert metaserver.bodies == []
+    assert len(scheduler.build_step(idle=False).expects) == 1
+    eventually(lambda: metaserver.bodies)
+
+
+def test_decodes_cached_prefix_is_not_asked_for(scheduler, metaserver):
+    request = wanting(metaserver.url)
+    assert scheduler.matched_tokens(request, 8) == 2
+    [expect] = issue(scheduler, request, computed=8).expects
+    assert expect.blocks == [5]  # the cached ones stay good whatever happens
+    eventually(lambda: metaserver.bodies)
+    assert metaserver.bodies[0]["remote_cached_tokens"] == 8
+    assert metaserver.bodies[0]["remote_block_ids"] == [[7, 1, 5]]
+
+
+def test_cache_groups(metaserver):
+    scheduler = ConsumerScheduler(LISTENER, [4, 8], MetaserverClient(SETTINGS, own_host="127.0.0.1"))
+    try:
+        [expect] = issue(scheduler, wanting(metaserver.url), ([7, 1, 5], [20, 30]), computed=8).expects
+        assert expect.blocks == [5]
+        eventually(lambda: metaserver.bodies)
+        assert parse_ticket(metaserver.bodies[0], PROMPT, 2).remote_block_ids == [[7, 1, 5], [20, 30]]
+    finally:
+        scheduler.close()
+
+
+def test_the_metaserver_knows_the_request_by_its_external_id(scheduler, metaserver, monkeypatch):
+    monkeypatch.delenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", raising=False)
+    step = issue(scheduler, wanting(metaserver.url, "cmpl-42-0-89abcdef"))
+    assert step.expects[0].request_id == "cmpl-42-0-89abcdef"
+    eventually(lambda: metaserver.bodies)
+    assert metaserver.bodies[0]["request_id"] == "cmpl-42-0"
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": True}], ids=str)
+def test_requests_that_decode_prefills_itself(scheduler, params):
+    request = make_request("r", PROMPT, params)
+    assert scheduler.matched_tokens(request, 0) == 0
+    step = issue(scheduler, request)
+    assert (step.expects, step.cancelled) == ([], {})
+    assert scheduler.finished(request) is None
+
+
+def test_asking_for_matched_tokens_changes_nothing(scheduler, metaserver):
+    request = wanting(metaserver.url)
+    assert [scheduler.matched_tokens(request, computed) for computed in (0, 0, 4, 10, 12)] == [10, 10, 6, 0, 0]
+    assert remembered(scheduler) == {}
+
+
+def test_a_request_that_decode_has_completely_needs_no_ticket(scheduler, metaserver):
+    request = wanting(metaserver.url, num_tokens=8)
+    step = issue(scheduler, request, ([7, 1],), computed=8)
+    assert (step.expects, remembered(scheduler)) == ([], {})
+
+
+def test_one_ticket_however_often_blocks_are_allocated(scheduler, metaserver):
+    request = wanting(metaserver.url)
+    [expect] = issue(scheduler, request).expects
+    scheduler.allocated(request, ([7, 1, 5, 9],), 0)  # its KV is here: decode starts
+    scheduler.allocated(request, ([7, 1, 5, 9],), PROMPT)
+    assert scheduler.build_step(idle=False).expects == []
+    scheduler.update(None, {"r"})
+    assert scheduler.matched_tokens(request, 0) == 0  # preempted: it computes its prompt itself
+    assert scheduler.build_step(idle=False).expects == []
+    eventually(lambda: metaserver.bodies)
+    assert [body["ticket_id"] for body in metaserver.bodies] == [expect.ticket_id]
+
+
+def test_tickets_are_not_alike(scheduler, metaserver):
+    tickets = [issue(scheduler, wanting(metaserver.url, str(n))).expects[0].ticket_id for n in range(50)]
+    assert len(set(tickets)) == 50
+
+
+# --- what goes wrong -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        (None, "no metaserver URL"),
+        (8000, "no metaserver URL"),
+        ("http://192.0.2.1/v1/metaserver", "allow-list"),
+        ("http://127.0.0.1:8000/admin", "its path is not /v1/metaserver"),
+        ("ftp://127.0.0.1/v1/metaserver", "not http or https"),
+        ("", ""),
+    ],
+)
+def test_a_metaserver_that_may_not_be_posted_to(scheduler, url, complaint):
+    request = wanting(url)
+    step = issue(scheduler, request)
+    [expect] = step.expects
+    assert set(step.cancelled) == {expect.ticket_id}
+    assert complaint in step.cancelled[expect.ticket_id]
+    scheduler.update(WorkerReport(failed={expect.ticket_id: "as cancelled"}), {"r"})
+    assert scheduler.build_step(idle=True).cancelled == {}
+    assert scheduler.finished(request) == {"error": step.cancelled[expect.ticket_id]}
+    assert remembered(scheduler) == {}
+
+
+def test_params_without_a_metaserver(scheduler):
+    request = make_request("r", PROMPT, {"do_remote_prefill": True})
+    assert len(issue(scheduler, request).cancelled) == 1
+
+
+def test_the_metaserver_does_not_know_the_request(scheduler, metaserver):
+    metaserver.status = 404
+    request = wanting(metaserver.url)
+    step = issue(scheduler, request)
+    [expect] = step.expects
+    assert step.cancelled == {}
+    later = step_with(scheduler, lambda step: step.cancelled)
+    assert set(later.cancelled) == {expect.ticket_id}
+    assert "answered 404" in later.cancelled[expect.ticket_id]
+    assert later.prefilled == []
+    scheduler.update(None, {"r"})
+    answer = scheduler.finished(request)
+    assert answer is not None
+    assert "answered 404" in answer["error"]
+    assert remembered(scheduler) == {}
+
+
+def test_one_rank_fails_and_the_others_are_told(scheduler, metaserver):
+    metaserver.answering.clear()
+    request = wanting(metaserver.url)
+    [expect] = issue(scheduler, request).expects
+    scheduler.update(WorkerReport(failed={expect.ticket_id: "prefill rank 1: it broke", "unknown": "x"}), set())
+    assert scheduler.build_step(idle=True).cancelled == {expect.ticket_id: "prefill rank 1: it broke"}
+    scheduler.update(WorkerReport(failed={expect.ticket_id: "cancelled"}), {"r"})
+    assert scheduler.build_step(idle=True).cancelled == {}
+    assert scheduler.finished(request) == {"error": "prefill rank 1: it broke"}
+    assert remembered(scheduler) == {}
+
+
+def test_an_abort_cancels_the_ticket_and_the_post(scheduler, metaserver):
+    metaserver.answering.clear()
+    request = wanting(metaserver.url)
+    [expect] = issue(scheduler, request).expects
+    eventually(lambda: metaserver.bodies)
+    assert scheduler.finished(request) == {"error": "the request was aborted"}
+    assert scheduler.build_step(idle=True).cancelled == {expect.ticket_id: "the request was aborted"}
+    metaserver.answering.set()
+    time.sleep(0.1)
+    step = scheduler.build_step(idle=True)
+    assert (step.prefilled, step.cancelled) == ([], {})
+    scheduler.update(None, {"r"})  # only now has every rank stopped expecting it
+    assert remembered(scheduler) == {}
+
+
+def test_an_abort_before_the_ticket_left(scheduler, metaserver):
+    request = wanting(metaserver.url)
+    scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
+    scheduler.finished(request)
+    step = scheduler.build_step(idle=True)
+    [expect] = step.expects
+    assert step.cancelled == {expect.ticket_id: "the request was aborted"}
+    time.sleep(0.1)
+    assert metaserver.bodies == []
+    scheduler.update(None, {"r"})
+    assert remembered(scheduler) == {}
+
+
+def test_an_abort_after_a_failure_keeps_the_reason(scheduler):
+    request = wanting(None)
+    step = issue(scheduler, request)
+    assert scheduler.finished(request) == {"error": next(iter(step.cancelled.values()))}
+    assert scheduler.build_step(idle=True).cancelled == {}
+
+
+def test_the_metaserver_answers_after_the_kv_has_arrived(scheduler, metaserver):
+    metaserver.status = 404
+    request = wanting(metaserver.url)
+    [expect] = issue(scheduler, request).expects
+    scheduler.update(WorkerReport(received={expect.ticket_id: (1000, 800)}), {"r"})
+    eventually(lambda: metaserver.bodies)
+    time.sleep(0.1)
+    assert scheduler.build_step(idle=True).cancelled == {}
+    assert scheduler.finished(request) == {"received_bytes": 1000, "bytes_before_prefill_end": 800}
+    assert remembered(scheduler) == {}
+
+
+# --- what goes well ------------------------------------------------------------------------------------------
+
+
+def test_received_bytes_are_in_the_answer(scheduler, metaserver):
+    request = wanting(metaserver.url)
+    [expect] = issue(scheduler, request).expects
+    scheduler.update(WorkerReport(received={expect.ticket_id: (1000, 800)}), set())
+    other_rank = WorkerReport(received={expect.ticket_id: (30, 0)})
+    another = WorkerReport(received={expect.ticket_id: (4, 4), "unknown": (1, 1)})
+    scheduler.update(other_rank.aggregate(another), {"r"})
+    assert scheduler.finished(request) == {"received_bytes": 1034, "bytes_before_prefill_end": 804}
+    assert remembered(scheduler) == {}
+
+
+def test_nothing_is_kept_of_requests_that_ended(scheduler, metaserver):
+    """Whether they end before or after the ranks have, well or not."""
+    requests = [wanting(metaserver.url if n % 3 else None, str(n)) for n in range(60)]
+    tickets = [issue(scheduler, request).expects[0].ticket_id for request in requests]
+    for n, request in enumerate(requests):
+        if n % 2:
+            scheduler.finished(request)
+        scheduler.update(WorkerReport(received={tickets[n]: (1, 1)}), {str(n)})
+        if not n % 2:
+            scheduler.finished(request)
+        assert scheduler.finished(request) is None
+    scheduler.update(WorkerReport(failed={tickets[0]: "late"}, received={tickets[1]: (1, 1)}), {"0", "never seen"})
+    assert remembered(scheduler) == {}
+    assert scheduler.matched_tokens(requests[0], 0) == PROMPT  # the same id may come again

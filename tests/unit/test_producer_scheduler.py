@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks prefill's scheduler sends in which step, and how long it holds them."""
+
+import hashlib
+import math
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.scheduling import Scheduled, make_output, make_request, remembered
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.scheduler.producer import ProducerScheduler
+from vllm_ascend_pd.step import Send, WorkerReport
+
+BLOCK = 4
+PROMPT = 10
+BLOCKS = ([7, 1, 5],)
+
+
+def ticket(request_id="r", num_tokens=PROMPT, cached=0, block_sizes=(BLOCK,)):
+    return Ticket(
+        request_id=request_id,
+        remote_block_ids=[[100 + n for n in range(math.ceil(num_tokens / size))] for size in block_sizes],
+        remote_block_size=list(block_sizes),
+        remote_engine_id="decode-0",
+        remote_host="127.0.0.1",
+        remote_port=5555,
+        remote_tp_size=1,
+        remote_cached_tokens=cached,
+        ticket_id=hashlib.md5(request_id.encode(), usedforsecurity=False).hexdigest(),
+        num_tokens=num_tokens,
+    )
+
+
+def ticketed(request_id="r", num_tokens=PROMPT, **fields):
+    """A request as the proxy sends it to prefill."""
+    return make_request(request_id, num_tokens, msgspec.to_builtins(ticket(request_id, num_tokens, **fields)))
+
+
+def starts(scheduler, request, tokens, blocks=BLOCKS, computed=0):
+    """The step in which `request` runs for the first time."""
+    scheduler.allocated(request, blocks)
+    return scheduler.build_step(make_output(new=[Scheduled(request, blocks, computed, tokens)]))
+
+
+def goes_on(scheduler, request, computed, tokens, blocks=None):
+    return scheduler.build_step(make_output(running=[Scheduled(request, blocks, computed, tokens)]))
+
+
+@pytest.fixture
+def scheduler():
+    return ProducerScheduler([BLOCK])
+
+
+def test_a_prompt_in_one_step(scheduler):
+    step = starts(scheduler, ticketed(), PROMPT)
+    assert step.tickets == {"r": ticket()}
+    assert step.sends == [Send("r", 0, 10, ([7, 1, 5],), last=True)]
+    assert (step.finished, step.preempted, step.idle) == ({}, set(), False)
+
+
+def test_chunks_send_whole_blocks_and_the_rest_at_the_end(scheduler):
+    request = ticketed()
+    step = starts(scheduler, request, 3, ([7],))
+    assert (step.sends, set(step.tickets)) == ([], {"r"})
+    step = goes_on(scheduler, request, 3, 3, ([1],))
+    assert (step.sends, step.tickets) == ([Send("r", 0, 4, ([7],), last=False)], {})
+    assert goes_on(scheduler, request, 6, 3, ([5],)).sends == [Send("r", 4, 8, ([1],), last=False)]
+    assert goes_on(scheduler, request, 9, 1).sends == [Send("r", 8, 10, ([5],), last=True)]
+    assert goes_on(scheduler, request, 10, 1).sends == []
+
+
+def test_a_chunk_that_ends_on_the_last_block_boundary(scheduler):
+    request = ticketed(num_tokens=8)
+    assert starts(scheduler, request, 7, ([7, 1],)).sends == [Send("r", 0, 4, ([7],), last=False)]
+    assert goes_on(scheduler, request, 7, 1).sends == [Send("r", 4, 8, ([1],), last=True)]
+
+
+def test_the_last_part_may_be_a_single_token(scheduler):
+    request = ticketed(num_tokens=9)
+    assert starts(scheduler, request, 8).sends == [Send("r", 0, 8, ([7, 1],), last=False)]
+    assert goes_on(scheduler, request, 8, 1).sends == [Send("r", 8, 9, ([5],), last=True)]
+
+
+def test_what_prefill_has_in_its_prefix_cache_is_sent_at_once(scheduler):
+    step = starts(scheduler, ticketed(), 1, computed=8)
+    assert step.sends == [Send("r", 0, 8, ([7, 1],), last=False)]
+
+
+def test_prefill_has_all_but_one_token_in_its_prefix_cache(scheduler):
+    assert starts(scheduler, ticketed(), 2, computed=8).sends == [Send("r", 0, 10, ([7, 1, 5],), last=True)]
+
+
+def test_what_decode_has_in_its_prefix_cache_is_skipped(scheduler):
+    request = ticketed(cached=4)
+    assert starts(scheduler, request, 4).sends == []
+    assert goes_on(scheduler, request, 4, 6).sends == [Send("r", 4, 10, ([1, 5],), last=True)]
+
+
+def test_both_have_a_cached_prefix(scheduler):
+    assert starts(scheduler, ticketed(cached=4), 2, computed=8).sends == [Send("r", 4, 10, ([1, 5],), last=True)]
+
+
+def test_decode_has_everything_already(scheduler):
+    """There is nothing to write, but ranks must hear of the end."""
+    step = starts(scheduler, ticketed(num_tokens=8, cached=8), 8, ([7, 1],))
+    assert step.sends == [Send("r", 8, 8, ([],), last=True)]
+
+
+@pytest.mark.parametrize(("d_block", "first", "second"), [(8, (0, 8), (8, 16)), (2, (0, 8), (8, 16))])
+def test_parts_end_where_blocks_of_both_sides_end(scheduler, d_block, first, second):
+    request = ticketed(num_tokens=18, block_sizes=(d_block,))
+    blocks = ([7, 1, 5, 3, 9],)
+    assert starts(scheduler, request, 9 if d_block == 2 else 13, blocks).sends == [
+        Send("r", *first, ([7, 1],), last=False)
+    ]
+    assert goes_on(scheduler, request, 13, 3).sends == [Send("r", *second, ([5, 3],), last=False)]
+    assert goes_on(scheduler, request, 16, 2).sends == [Send("r", 16, 18, ([9],), last=True)]
+
+
+def test_a_prefix_on_decode_that_ends_within_a_block_of_prefill(scheduler):
+    request = ticketed(cached=6, block_sizes=(2,))
+    assert starts(scheduler, request, PROMPT).sends == [Send("r", 6, 10, ([1, 5],), last=True)]
+
+
+def test_cache_groups_have_their_own_blocks():
+    scheduler = ProducerScheduler([4, 8])
+    request = ticketed(num_tokens=18, block_sizes=(4, 8))
+    step = starts(scheduler, request, 12, ([7, 1, 5], [20, 30]))
+    assert step.sends == [Send("r", 0, 8, ([7, 1], [20]), last=False)]
+    step = goes_on(scheduler, request, 12, 6, ([2, 3], [40]))
+    assert step.sends == [Send("r", 8, 18, ([5, 2, 3], [30, 40]), last=True)]
+
+
+def test_several_requests_in_one_step(scheduler):
+    a, b, plain = ticketed("a"), ticketed("b", cached=4), make_request("c", PROMPT, None)
+    scheduler.allocated(a, ([1, 2, 3],))
+    scheduler.build_step(make_output(new=[Scheduled(a, ([1, 2, 3],), 0, 6)]))
+    scheduler.allocated(b, ([4, 5, 6],))
+    scheduler.allocated(plain, ([7, 8, 9],))
+    step = scheduler.build_step(
+        make_output(
+            new=[Scheduled(b, ([4, 5, 6],), 0, 10), Scheduled(plain, ([7, 8, 9],), 0, 10)],
+            running=[Scheduled(a, None, 6, 4)],
+        )
+    )
+    assert set(step.tickets) == {"b"}
+    assert step.sends == [Send("b", 4, 10, ([5, 6],), last=True), Send("a", 4, 10, ([2, 3],), last=True)]
+    assert scheduler.finished(plain) == (False, None)
+
+
+def test_a_step_without_tokens_is_idle(scheduler):
+    assert scheduler.build_step(make_output()).idle
+
+
+# --- preemption ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["new", "resumed"], ids=["as with the v2 runner", "as with the v1 runner"])
+def test_after_preemption_only_the_rest_is_sent_from_new_blocks(scheduler, how):
+    request, moved = ticketed(), ([20, 21, 22],)
+    assert starts(scheduler, request, 9).sends == [Send("r", 0, 8, ([7, 1],), last=False)]
+    assert scheduler.build_step(make_output(preempted=[request])).preempted == {"r"}
+    scheduler.allocated(request, moved)
+    step = scheduler.build_step(make_output(**{how: [Scheduled(request, moved, 0, 6)]}))
+    assert (step.sends, step.tickets) == ([], {})
+    assert goes_on(scheduler, request, 6, 4).sends == [Send("r", 8, 10, ([22],), last=True)]
+
+
+@pytest.mark.parametrize("how", ["new", "resumed"])
+def test_preemption_before_anything_was_sent(scheduler, how):
+    request, moved = ticketed(), ([20, 21, 22],)
+    assert starts(scheduler, request, 3, ([7],)).sends == []
+    scheduler.build_step(make_output(preempted=[request]))
+    scheduler.allocated(request, moved)
+    step = scheduler.build_step(make_output(**{how: [Scheduled(request, moved, 4, 6)]}))
+    assert step.sends == [Send("r", 0, 10, ([20, 21, 22],), last=True)]
+
+
+@pytest.mark.parametrize("how", ["new", "resumed"])
+def test_preemption_after_the_last_part(scheduler, how):
+    """It computes its prompt again, to sample its token: decode has everything already."""
+    request, moved = ticketed(), ([20, 21, 22],)
+    starts(scheduler, request, PROMPT)
+    assert scheduler.build_step(make_output(preempted=[request])).preempted == {"r"}
+    scheduler.allocated(request, moved)
+    assert scheduler.build_step(make_output(**{how: [Scheduled(request, moved, 0, 10)]})).sends == []
+    assert scheduler.finished(request) == (True, None)
+
+
+def test_preemption_of_others_is_not_reported(scheduler):
+    plain = make_request("plain", PROMPT, None)
+    assert scheduler.build_step(make_output(preempted=[plain])).preempted == set()
+
+
+def test_preempted_and_aborted_before_the_next_step(scheduler):
+    """Its blocks were freed at once, so ranks must stop reading them."""
+    request = ticketed()
+    starts(scheduler, request, PROMPT)
+    scheduler.finished(request)
+    step = scheduler.build_step(make_output(preempted=[request]))
+    assert (step.preempted, step.finished) == ({"r"}, {"r": None})
+
+
+# --- the end -------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_held_until_sent(scheduler):
+    request = ticketed()
+    starts(scheduler, request, PROMPT)
+    assert not scheduler.has_pending_pushes
+    assert scheduler.finished(request) == (True, None)
+    assert scheduler.has_pending_pushes
+    assert scheduler.build_step(make_output()).finished == {"r": None}
+    assert scheduler.build_step(make_output()).finished == {}
+    assert scheduler.has_pending_pushes
+    scheduler.update(None, {"r"})
+    assert not scheduler.has_pending_pushes
+    assert remembered(scheduler) == {}
+
+
+def test_aborted_in_the_middle_of_its_prompt(scheduler):
+    request = ticketed()
+    starts(scheduler, request, 6)
+    assert scheduler.finished(request) == (True, None)
+    assert scheduler.build_step(make_output()).finished == {"r": "the prefill request was aborted"}
+    scheduler.update(WorkerReport(failed={"r": "the prefill request was aborted"}), {"r"})
+    assert remembered(scheduler) == {}
+
+
+def test_aborted_before_it_was_scheduled(scheduler):
+    never_allocated, allocated = ticketed("a"), ticketed("b")
+    scheduler.allocated(allocated, BLOCKS)
+    assert scheduler.finished(never_allocated) == (False, None)
+    assert scheduler.finished(allocated) == (False, None)
+    step = scheduler.build_step(make_output())
+    assert (step.finished, step.tickets) == ({}, {})
+    assert remembered(scheduler) == {}
+
+
+def test_an_error_that_ranks_report_is_in_the_answer(scheduler):
+    request = ticketed()
+    starts(scheduler, request, PROMPT)
+    scheduler.update(WorkerReport(failed={"r": "decode went away"}), set())
+    scheduler.update(WorkerReport(failed={"r": "a later reason", "unknown": "x"}), set())
+    assert scheduler.finished(request) == (True, {"error": "decode went away"})
+    scheduler.update(WorkerReport(failed={"r": "too late for the answer"}), {"r"})
+    assert remembered(scheduler) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"ticket_id": "x"}, "ticket_id is not 32 hexadecimal digits"),
+        ({"remote_block_ids": [[1]]}, "remote_block_ids"),
+        ({"num_tokens": 11}, "the ticket is for 11 prompt tokens, the prompt has 10"),
+        ({"remote_block_ids": [[1, 2, 3]] * 2, "remote_block_size": [4, 4]}, "2 cache groups, this engine has 1"),
+        ({"remote_port": None}, "not a ticket"),
+    ],
+    ids=str,
+)
+def test_a_malformed_ticket_ends_in_an_error(scheduler, changes, complaint):
+    params = {**msgspec.to_builtins(ticket()), **changes}
+    request = make_request("r", PROMPT, params)
+    step = starts(scheduler, request, PROMPT)
+    assert (step.tickets, step.sends) == ({}, [])
+    scheduler.allocated(request, BLOCKS)  # preempted and resumed
+    delay, answer = scheduler.finished(request)
+    assert not delay
+    assert answer is not None
+    assert complaint in answer["error"]
+    assert scheduler.build_step(make_output()).finished == {}
+    assert remembered(scheduler) == {}
+
+
+def test_a_ticket_is_served_once(scheduler):
+    first, second = ticketed(), make_request("again", PROMPT, msgspec.to_builtins(ticket()))
+    starts(scheduler, first, 6)
+    step = starts(scheduler, second, PROMPT)
+    assert (step.tickets, step.sends) == ({}, [])
+    assert scheduler.finished(second) == (False, {"error": "this ticket is being served already"})
+    assert goes_on(scheduler, first, 6, 4).sends == [Send("r", 4, 10, ([1, 5],), last=True)]
+    assert scheduler.finished(first) == (True, None)
+    scheduler.update(None, {"r"})
+    assert remembered(scheduler) == {}
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": True}], ids=str)
+def test_requests_without_a_ticket(scheduler, params):
+    request = make_request("r", PROMPT, params)
+    step = starts(scheduler, request, PROMPT)
+    assert (step.tickets, step.sends, scheduler.finished(request)) == ({}, [], (False, None))
+    assert remembered(scheduler) == {}
+
+
+# --- any schedule --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_schedule_sends_every_token_once(data):
+    """Chunks, prefix hits on both sides, preemptions: parts follow each other from decode's cached prefix to the end,
+    each from the blocks that hold it at the time."""
+    sizes = data.draw(st.lists(st.sampled_from([2, 4, 8]), min_size=1, max_size=2), label="prefill's block sizes")
+    d_sizes = [data.draw(st.sampled_from([2, 4, 8]), label="decode's block size") for _ in sizes]
+    total = data.draw(st.integers(1, 40), label="prompt tokens")
+    cached = math.lcm(*d_sizes) * data.draw(st.integers(0, total // math.lcm(*d_sizes)), label="cached on decode")
+    fresh = iter(range(10**6))
+    scheduler = ProducerScheduler(sizes)
+    request = ticketed(num_tokens=total, cached=cached, block_sizes=tuple(d_sizes))
+
+    def hit() -> int:
+        """Tokens in prefill's prefix cache: whole blocks, never the whole prompt."""
+        unit = math.lcm(*sizes)
+        return unit * data.draw(st.integers(0, (total - 1) // unit), label="cached on prefill")
+
+    def grown(blocks: tuple[list[int], ...], tokens: int) -> tuple[list[int], ...]:
+        """The blocks missing in `blocks` to hold `tokens`."""
+        return tuple(
+            [next(fresh) for _ in range(math.ceil(tokens / size) - len(ids))]
+            for ids, size in zip(blocks, sizes, strict=True)
+        )
+
+    nothing: tuple[list[int], ...] = tuple([] for _ in sizes)
+    table, computed, how, sends = nothing, hit(), "new", []
+    announced = preemptions = 0
+    while computed <= total:  # one step of decoding, too
+        left = max(1, total - computed)
+        tokens = left - data.draw(st.integers(0, left - 1), label="left for later")
+        more = grown(table, computed + tokens)
+        table = tuple(ids + new for ids, new in zip(table, more, strict=True))
+        if how != "running":
+            scheduler.allocated(request, table)
+        part = Scheduled(request, table if how != "running" else (more if any(more) else None), computed, tokens)
+        step = scheduler.build_step(make_output(**{how: [part]}))
+        announced += len(step.tickets)
+        computed += tokens
+        for send in step.sends:
+            assert send.stop <= computed
+            for ids, blocks, size in zip(send.blocks, table, sizes, strict=True):
+                assert ids == blocks[send.start // size : math.ceil(send.stop / size)]
+            if not send.last:
+                assert all(send.stop % size == 0 for size in (*sizes, *d_sizes))
+            sends.append(send)
+        if preemptions < 3 and data.draw(st.booleans(), label="preempted"):
+            preemptions += 1
+            assert scheduler.build_step(make_output(preempted=[request])).preempted == {"r"}
+            table, computed, how = nothing, hit(), data.draw(st.sampled_from(["new", "resumed"]), label="resumes in")
+        else:
+            how = "running"
+    assert announced == 1
+    edges = [cached, *(send.stop for send in sends)]
+    assert [send.start for send in sends] == edges[:-1]
+    assert edges[-1] == total
+    assert [send.last for send in sends] == [False] * (len(sends) - 1) + [True]
+    assert all(send.start < send.stop for send in sends) or cached == total
+    assert scheduler.finished(request) == (True, None)
+    scheduler.update(None, {"r"})
+    scheduler.build_step(make_output())
+    assert remembered(scheduler) == {}
