@@ -4,21 +4,29 @@
 // every device's implementation can share it. All offsets, strides and sizes are bytes.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace vllm_ascend_pd {
 
-// Paged cache -> `splits` sections, each packed unit by unit, token by token (`split_heads`; `gather_slices`
-// is the same copy with one "token", its row being the slice). For k < splits, n < units, t < tokens:
-//   out[out_offset + k * out_split_stride + (n * tokens + t) * row_bytes :][:row_bytes]
-//     = cache[unit_offsets[n] + (t * splits + k) * row_bytes :][:row_bytes]
+// The memory of one cache tensor that units may lie in.
+struct Cache {
+  const std::byte* data;
+  int64_t bytes;
+};
+
+// Paged caches -> `splits` sections of each, packed unit by unit, token by token (`split_heads`;
+// `gather_slices` is the same copy with one "token", its row being the slice). For c < caches, k < splits,
+// n < units, t < tokens:
+//   out[out_offset + c * out_cache_stride + k * out_split_stride + (n * tokens + t) * row_bytes :][:row_bytes]
+//     = caches[c][unit_offsets[n] + (t * splits + k) * row_bytes :][:row_bytes]
 struct Split {
-  const std::byte* cache;
-  int64_t cache_bytes;
+  std::vector<Cache> caches;
   const int64_t* unit_offsets;
   int64_t units;
   int64_t splits;
@@ -27,10 +35,13 @@ struct Split {
   std::byte* out;
   int64_t out_bytes;
   int64_t out_offset;
+  int64_t out_cache_stride;
   int64_t out_split_stride;
 
-  // Independent pieces of work: one unit.
-  int64_t steps() const { return units; }
+  int64_t num_caches() const { return static_cast<int64_t>(caches.size()); }
+
+  // Independent pieces of work: one unit of one cache.
+  int64_t steps() const { return num_caches() * units; }
   int64_t step_bytes() const { return splits * tokens * row_bytes; }
 };
 
@@ -99,34 +110,56 @@ inline int64_t sections_end(int64_t offset, int64_t count, int64_t stride, int64
   return saturating_add(saturating_add(offset, saturating_mul(count - 1, stride)), section);
 }
 
+// Sections of all caches and splits, `section` bytes each: one stride must step over all that
+// the other one covers.
+inline void check_sections_apart(const char* op, const Split& job, int64_t section) {
+  if (job.num_caches() > 1) check_at_least(op, "out_cache_stride", job.out_cache_stride, section);
+  if (job.splits > 1) check_at_least(op, "out_split_stride", job.out_split_stride, section);
+  if (job.num_caches() == 1 || job.splits == 1) return;
+  if (job.out_cache_stride < job.out_split_stride)
+    check_at_least(op, "out_split_stride", job.out_split_stride,
+                   sections_end(0, job.num_caches(), job.out_cache_stride, section));
+  else
+    check_at_least(op, "out_cache_stride", job.out_cache_stride,
+                   sections_end(0, job.splits, job.out_split_stride, section));
+}
+
 // Checks all but the values in unit_offsets, which may lie in a device's memory. False: there is nothing to
 // copy.
 inline bool check(const char* op, const Split& job) {
+  check_at_least(op, "the number of caches", job.num_caches(), 1);
   check_at_least(op, "splits", job.splits, 1);
   check_at_least(op, "tokens", job.tokens, 0);
   check_at_least(op, "row_bytes", job.row_bytes, 1);
   check_at_least(op, "out_offset", job.out_offset, 0);
+  check_at_least(op, "out_cache_stride", job.out_cache_stride, 0);
   check_at_least(op, "out_split_stride", job.out_split_stride, 0);
   if (job.units == 0 || job.tokens == 0) return false;
 
   const int64_t section = saturating_mul(saturating_mul(job.units, job.tokens), job.row_bytes);
-  if (job.splits > 1) check_at_least(op, "out_split_stride", job.out_split_stride, section);
+  check_sections_apart(op, job, section);
+  const int64_t one_cache = sections_end(0, job.splits, job.out_split_stride, section);
   check_at_most(op, "the end of the last split in out",
-                sections_end(job.out_offset, job.splits, job.out_split_stride, section), job.out_bytes,
+                sections_end(job.out_offset, job.num_caches(), job.out_cache_stride, one_cache), job.out_bytes,
                 "bytes of out");
-  check_disjoint(op, "cache", job.cache, job.cache_bytes, job.out, job.out_bytes);
+  const int64_t unit = job.step_bytes();
+  for (const Cache& cache : job.caches) {
+    check_at_most(op, "a unit's size", unit, cache.bytes, "addressable bytes of cache");
+    check_disjoint(op, "cache", cache.data, cache.bytes, job.out, job.out_bytes);
+  }
   return true;
 }
 
+// Only where unit_offsets lies in host memory.
 inline void check_unit_offsets(const char* op, const Split& job) {
-  const int64_t unit = job.step_bytes();
-  check_at_most(op, "a unit's size", unit, job.cache_bytes, "addressable bytes of cache");
+  int64_t last = std::numeric_limits<int64_t>::max();
+  for (const Cache& cache : job.caches) last = std::min(last, cache.bytes - job.step_bytes());
   for (int64_t n = 0; n < job.units; ++n) {
     const int64_t offset = job.unit_offsets[n];
-    if (offset >= 0 && offset <= job.cache_bytes - unit) continue;
+    if (offset >= 0 && offset <= last) continue;
     const std::string argument = "unit_offsets[" + std::to_string(n) + "]";
     check_at_least(op, argument, offset, 0);
-    check_at_most(op, argument, offset, job.cache_bytes - unit, "addressable bytes of cache less one unit");
+    check_at_most(op, argument, offset, last, "addressable bytes of cache less one unit");
   }
 }
 

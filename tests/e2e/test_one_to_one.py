@@ -8,21 +8,12 @@ prompts of its own, so that only those that mean to find cached blocks do.
 import pytest
 
 from harness.client import Client, Messages, at_once, random_prompt
-from harness.engines import ClusterConfig, EngineConfig, Role
+from harness.engines import one_to_one
 
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 """Around a block's end (128), several blocks, several chunks (512)."""
 
 STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-
-
-def one_to_one(prefill_tp: int, decode_tp: int, *, token_major: bool) -> ClusterConfig:
-    order = "token-major" if token_major else "head-major"
-    return ClusterConfig(
-        name=f"{order}-tp{prefill_tp}-to-tp{decode_tp}",
-        prefill=(EngineConfig(Role.PREFILL, tp=prefill_tp, token_major=token_major),),
-        decode=(EngineConfig(Role.DECODE, tp=decode_tp, token_major=token_major),),
-    )
 
 
 HEAD_MAJOR = [one_to_one(p, d, token_major=False) for p, d in [(1, 1), (2, 1), (1, 2), (2, 2)]]

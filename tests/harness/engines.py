@@ -238,6 +238,21 @@ class ClusterConfig:
         return self.name
 
 
+POISONED_TOKENS = 777
+"""Prompts of this length cannot be sent in any `one_to_one` cluster: see `tests/plugins/faults.py`."""
+
+
+def one_to_one(prefill_tp: int, decode_tp: int, *, token_major: bool) -> ClusterConfig:
+    """One prefill and one decode engine."""
+    order = "token-major" if token_major else "head-major"
+    poison = (("VLLM_ASCEND_PD_TEST_POISON_TOKENS", str(POISONED_TOKENS)),)
+    return ClusterConfig(
+        name=f"{order}-tp{prefill_tp}-to-tp{decode_tp}",
+        prefill=(EngineConfig(Role.PREFILL, tp=prefill_tp, token_major=token_major, env=poison),),
+        decode=(EngineConfig(Role.DECODE, tp=decode_tp, token_major=token_major),),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """A running one."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM plugins that only the tests use: with this folder on PYTHONPATH, vLLM loads them in every process.
 
-Each is off unless its environment variable is `1`, so the folder alone changes nothing.
+Each is off unless its environment variable is set, so the folder alone changes nothing.
 """
 
 import os
@@ -13,6 +13,9 @@ SHORT_SPIN = "VLLM_ASCEND_PD_TEST_SHORT_SPIN"
 """Idle workers sleep after 10 ms without work. vLLM lets them poll for 1 s, which suits a machine with a
 core per worker; where several engines share two cores, the idle ones take those from the busy ones."""
 
+POISON_TOKENS = "VLLM_ASCEND_PD_TEST_POISON_TOKENS"
+"""A number: prompts of that many tokens cannot be sent by prefill, see `faults.py`. Unset: no faults."""
+
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`."""
@@ -20,6 +23,10 @@ def register() -> None:
         _use_token_major_cache()
     if os.environ.get(SHORT_SPIN) == "1":
         _shorten_spin(seconds=0.01)
+    if tokens := os.environ.get(POISON_TOKENS):
+        from faults import poison_prompts_of
+
+        poison_prompts_of(int(tokens))
 
 
 def _use_token_major_cache() -> None:

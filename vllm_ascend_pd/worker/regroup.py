@@ -51,38 +51,31 @@ class Regrouper:
         slice_bytes = tokens * route.row_bytes
         section = chunk.count * slice_bytes  # one tensor's share for one rank
         per_rank = section * len(tensors)
-        for i, cache in enumerate(tensors):
-            ops.gather_slices(cache, chunk.unit_offsets, ratio, slice_bytes, self._send, i * section, per_rank)
+        ops.gather_slices(tensors, chunk.unit_offsets, ratio, slice_bytes, self._send, 0, section, per_rank)
         total = per_rank * ratio
         self._device.all_to_all(self._received[:total], self._send[:total], self._groups[route.ranks])
         # Only now: a rank that finds no slot has still taken part in the collective.
         slot = self._ring.acquire(self._slot_timeout_s)
-        for i in range(len(tensors)):
-            ops.interleave_heads(
-                self._received,
-                i * section,
-                per_rank,
-                self._ring.buffer,
-                slot.offset + i * section * ratio,
-                ratio,
-                chunk.count * tokens,
-                route.row_bytes,
-            )
+        # Tensor after tensor on both sides: to this op they are one run of tokens.
+        all_tokens = len(tensors) * chunk.count * tokens
+        ops.interleave_heads(
+            self._received, 0, per_rank, self._ring.buffer, slot.offset, ratio, all_tokens, route.row_bytes
+        )
         return slot
 
     def _split(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
         assert chunk.unit_offsets is not None
         slot = self._ring.acquire(self._slot_timeout_s)
         plane = chunk.count * route.staged_bytes
-        for i, cache in enumerate(tensors):
-            ops.split_heads(
-                cache,
-                chunk.unit_offsets,
-                route.planes,
-                route.unit,
-                route.row_bytes,
-                self._ring.buffer,
-                slot.offset + i * plane * route.planes,
-                plane,
-            )
+        ops.split_heads(
+            tensors,
+            chunk.unit_offsets,
+            route.planes,
+            route.unit,
+            route.row_bytes,
+            self._ring.buffer,
+            slot.offset,
+            plane * route.planes,
+            plane,
+        )
         return slot

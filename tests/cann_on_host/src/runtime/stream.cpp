@@ -82,6 +82,7 @@ void Stream::record(std::shared_ptr<Event> event) {
   {
     std::lock_guard<std::mutex> lock(event->mutex);
     record = ++event->recorded;
+    event->error = ACL_SUCCESS;
   }
   push(TaskKind::kEvent, "event record", [this, event, record] { event->reach(record, error()); });
 }

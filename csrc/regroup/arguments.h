@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// From the ops' tensors to checked jobs in plain bytes, the same for every device. What is wrong with an
+// argument is a ValueError in Python.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "regroup.h"
+
+namespace vllm_ascend_pd {
+
+// From data_ptr to the end of the farthest element: more than nbytes() when blocks lie apart.
+inline int64_t addressable_bytes(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return 0;
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  return (last + 1) * static_cast<int64_t>(tensor.itemsize());
+}
+
+inline void check_contiguous(const char* op, const char* argument, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), op, ": ", argument, " has shape ", tensor.sizes(),
+                    " and strides ", tensor.strides(), ", must be contiguous");
+}
+
+inline void check_device(const char* op, const char* argument, const at::Tensor& tensor,
+                         const at::Tensor& out) {
+  TORCH_CHECK_VALUE(tensor.device() == out.device(), op, ": ", argument, " is on ", tensor.device(),
+                    ", must be on ", out.device(), " as out is");
+}
+
+// Nothing: there is nothing to copy. Offsets in a device's memory are not looked at.
+inline std::optional<Split> checked_split(const char* op, at::TensorList caches,
+                                          const at::Tensor& unit_offsets, int64_t splits, int64_t tokens,
+                                          int64_t row_bytes, const at::Tensor& out, int64_t out_offset,
+                                          int64_t out_cache_stride, int64_t out_split_stride) {
+  TORCH_CHECK_VALUE(unit_offsets.scalar_type() == at::kLong && unit_offsets.dim() == 1, op,
+                    ": unit_offsets is a ", unit_offsets.dim(), "-d tensor of ", unit_offsets.scalar_type(),
+                    ", must be 1-d of Long");
+  check_contiguous(op, "unit_offsets", unit_offsets);
+  check_contiguous(op, "out", out);
+  check_device(op, "unit_offsets", unit_offsets, out);
+  Split job{{},
+            static_cast<const int64_t*>(unit_offsets.const_data_ptr()),
+            unit_offsets.numel(),
+            splits,
+            tokens,
+            row_bytes,
+            static_cast<std::byte*>(out.mutable_data_ptr()),
+            static_cast<int64_t>(out.nbytes()),
+            out_offset,
+            out_cache_stride,
+            out_split_stride};
+  for (const at::Tensor& cache : caches) {
+    check_device(op, "cache", cache, out);
+    job.caches.push_back({static_cast<const std::byte*>(cache.const_data_ptr()), addressable_bytes(cache)});
+  }
+  if (!check(op, job)) return std::nullopt;
+  check_disjoint(op, "unit_offsets", unit_offsets.const_data_ptr(), unit_offsets.nbytes(), job.out,
+                 job.out_bytes);
+  if (unit_offsets.is_cpu()) check_unit_offsets(op, job);
+  return job;
+}
+
+inline std::optional<Split> checked_gather(at::TensorList caches, const at::Tensor& unit_offsets,
+                                           int64_t splits, int64_t slice_bytes, const at::Tensor& out,
+                                           int64_t out_offset, int64_t out_cache_stride,
+                                           int64_t out_split_stride) {
+  check_at_least("gather_slices", "slice_bytes", slice_bytes, 1);
+  return checked_split("gather_slices", caches, unit_offsets, splits, /*tokens=*/1, slice_bytes, out,
+                       out_offset, out_cache_stride, out_split_stride);
+}
+
+inline std::optional<Interleave> checked_interleave(const at::Tensor& src, int64_t src_offset,
+                                                    int64_t src_rank_stride, const at::Tensor& out,
+                                                    int64_t out_offset, int64_t ranks, int64_t tokens,
+                                                    int64_t row_bytes) {
+  const char* op = "interleave_heads";
+  check_contiguous(op, "src", src);
+  check_contiguous(op, "out", out);
+  check_device(op, "src", src, out);
+  const Interleave job{static_cast<const std::byte*>(src.const_data_ptr()),
+                       static_cast<int64_t>(src.nbytes()),
+                       src_offset,
+                       src_rank_stride,
+                       ranks,
+                       tokens,
+                       row_bytes,
+                       static_cast<std::byte*>(out.mutable_data_ptr()),
+                       static_cast<int64_t>(out.nbytes()),
+                       out_offset};
+  if (!check(op, job)) return std::nullopt;
+  return job;
+}
+
+}  // namespace vllm_ascend_pd

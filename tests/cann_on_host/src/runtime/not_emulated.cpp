@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// What torch_npu links against and is not emulated. Dumps and profiles are empty; kernels cannot run.
+#include <chrono>
+
+#include "acl/acl.h"
+#include "acl/acl_dump.h"
+#include "acl/acl_mdl.h"
+#include "runtime.h"
+
+using namespace cann_on_host;
+
+extern "C" {
+
+aclError aclmdlInitDump() { return ACL_SUCCESS; }
+aclError aclmdlSetDump(const char*) { return ACL_SUCCESS; }
+aclError aclmdlFinalizeDump() { return ACL_SUCCESS; }
+
+uint64_t MsprofGetHashId(const char*, size_t) { return 0; }
+int32_t MsprofRegisterCallback(uint32_t, void*) { return 0; }
+int32_t MsprofReportAdditionalInfo(uint32_t, const void*, uint32_t) { return 0; }
+int32_t MsprofReportApi(uint32_t, const void*) { return 0; }
+int32_t MsprofReportCompactInfo(uint32_t, const void*, uint32_t) { return 0; }
+uint64_t MsprofSysCycleTime() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+
+aclError aclrtBinaryLoadFromData(const void*, size_t, const aclrtBinaryLoadOptions*, aclrtBinHandle*) {
+  fatal("aclrtBinaryLoadFromData: compiled kernels are not emulated");
+}
+
+aclError aclrtBinaryGetFunction(const aclrtBinHandle, const char* name, aclrtFuncHandle*) {
+  fatal("aclrtBinaryGetFunction %s: compiled kernels are not emulated", name);
+}
+
+aclError aclrtGetFunctionAddr(aclrtFuncHandle, void**, void**) {
+  fatal("aclrtGetFunctionAddr: compiled kernels are not emulated");
+}
+
+int rtDevBinaryRegister(const void*, void**) { fatal("rtDevBinaryRegister: compiled kernels are not emulated"); }
+
+int rtFunctionRegister(void*, const void*, const char* name, const void*, uint32_t) {
+  fatal("rtFunctionRegister %s: compiled kernels are not emulated", name);
+}
+
+int rtGetC2cCtrlAddr(uint64_t*, uint32_t*) { return kFeatureNotSupported; }
+
+int rtKernelLaunch(const void*, uint32_t, void*, uint32_t, void*, void*) {
+  fatal("rtKernelLaunch: compiled kernels are not emulated");
+}
+
+}  // extern "C"

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong ends in an error for the client it concerns, and leaves nothing behind in the engines."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+from harness.client import Client, at_once, random_prompt
+from harness.engines import POISONED_TOKENS, Cluster, Engine, one_to_one
+
+pytestmark = [
+    pytest.mark.parametrize("cluster", [one_to_one(2, 1, token_major=False)], ids=str, indirect=True),
+    pytest.mark.timeout(600),
+]
+
+FREE_WITHIN_S = 90.0
+"""Longer than a lease and the time a failed write needs to settle."""
+
+
+def all_blocks_are_free(engine: Engine) -> bool:
+    """By vLLM's own count of its block pool; cached blocks count as free."""
+    busy = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    return all(engine.metric(name) == 0 for name in busy)
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(cluster: Cluster, client: Client, reference) -> Iterator[None]:
+    """After every test here both engines get all their blocks back, and go on serving."""
+    yield
+    deadline = time.monotonic() + FREE_WITHIN_S
+    engines = [*cluster.prefill, *cluster.decode]
+    while not all(all_blocks_are_free(engine) for engine in engines):
+        usage = {engine.name: engine.metric("vllm:kv_cache_usage_perc") for engine in engines}
+        assert time.monotonic() < deadline, f"blocks in use: {usage}"
+        time.sleep(0.2)
+    prompt = random_prompt(300, f"after {time.monotonic()}")
+    assert client.complete(prompt).token_ids == reference.complete(prompt)
+
+
+def test_one_layer_of_one_request_fails_that_request_alone(client: Client, reference) -> None:
+    lengths = [300, 129, POISONED_TOKENS, 1000, 5, 640]
+    prompts = [random_prompt(tokens, "poison") for tokens in lengths]
+
+    def attempt(prompt: list[int]) -> Any:
+        try:
+            return client.complete(prompt).token_ids
+        except httpx.HTTPStatusError as error:
+            return error.response
+
+    answers = at_once(attempt, prompts, concurrency=len(prompts))
+    failed = answers.pop(lengths.index(POISONED_TOKENS))
+    assert isinstance(failed, httpx.Response)
+    assert failed.status_code >= 500
+    assert failed.json()["error"]["message"]
+    del prompts[lengths.index(POISONED_TOKENS)]
+    assert answers == [reference.complete(prompt) for prompt in prompts]
+
+
+def test_clients_that_leave_at_any_moment(cluster: Cluster, client: Client) -> None:
+    chance = random.Random(5)
+
+    def abandon(i: int) -> None:
+        body = {"model": client.model, "prompt": random_prompt(chance.choice([5, 500, 2500]), f"leave {i}")}
+        patience = httpx.Timeout(5, read=chance.uniform(0.01, 1.5))
+        try:
+            with httpx.stream(
+                "POST",
+                f"{cluster.url}/v1/completions",
+                json={**body, "max_tokens": 64, "ignore_eos": True, "stream": True},
+                timeout=patience,
+                trust_env=False,
+            ) as response:
+                for _ in response.iter_lines():
+                    if chance.random() < 0.2:
+                        return
+        except httpx.ReadTimeout:
+            return
+
+    at_once(abandon, range(40), concurrency=8)
+
+
+def ask_decode(cluster: Cluster, client: Client, params: dict[str, Any], timeout: float = 60) -> httpx.Response:
+    """As a proxy would, past our own."""
+    body = {"model": client.model, "prompt": random_prompt(200, repr(params)), "max_tokens": 4}
+    return httpx.post(
+        f"{cluster.decode[0].url}/v1/completions",
+        json={**body, "kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": False, **params}},
+        timeout=timeout,
+        trust_env=False,
+    )
+
+
+@contextmanager
+def metaserver(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    """A metaserver on this host that treats every ticket in one way; yields its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            answer(self)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1/metaserver"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+BAD_METASERVERS: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {
+    "not-found": lambda handler: handler.send_error(404),
+    "broken": lambda handler: handler.send_error(500),
+    "garbage": lambda handler: handler.wfile.write(b"\x00\xff not HTTP at all\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("answer", BAD_METASERVERS.values(), ids=BAD_METASERVERS.keys())
+def test_bad_metaserver(cluster: Cluster, client: Client, answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
+    with metaserver(answer) as url:
+        response = ask_decode(cluster, client, {"metaserver": url})
+    assert response.status_code >= 500
+    assert response.json()["error"]["message"]
+
+
+def test_hanging_metaserver_and_a_client_that_gives_up(cluster: Cluster, client: Client) -> None:
+    released = threading.Event()
+    with metaserver(lambda handler: released.wait(60) and None) as url:  # type: ignore[func-returns-value]
+        with pytest.raises(httpx.ReadTimeout):
+            ask_decode(cluster, client, {"metaserver": url}, timeout=2)
+        released.set()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"metaserver": 7},
+        {"metaserver": "http://127.0.0.1:9/v1/metaserver"},
+        {"metaserver": "http://192.0.2.1/v1/metaserver"},
+        {"metaserver": "http://127.0.0.1:9/admin"},
+    ],
+    ids=["no-metaserver", "not-a-url", "unreachable", "foreign-host", "foreign-path"],
+)
+def test_unusable_metaserver(cluster: Cluster, client: Client, params: dict[str, Any]) -> None:
+    response = ask_decode(cluster, client, params)
+    assert response.status_code >= 500
+    assert response.json()["error"]["message"]
+
+
+def ask_prefill(cluster: Cluster, client: Client, ticket: dict[str, Any]) -> httpx.Response:
+    body = {"model": client.model, "prompt": random_prompt(200, repr(ticket)), "max_tokens": 1}
+    url = f"{cluster.prefill[0].url}/v1/completions"
+    params = {"do_remote_decode": True, "do_remote_prefill": False, **ticket}
+    return httpx.post(url, json={**body, "kv_transfer_params": params}, timeout=60, trust_env=False)
+
+
+def test_malformed_ticket(cluster: Cluster, client: Client) -> None:
+    response = ask_prefill(cluster, client, {"remote_block_ids": "all of them"})
+    assert "not a ticket" in response.json()["kv_transfer_params"]["error"]
+
+
+def test_made_up_ticket(cluster: Cluster, client: Client) -> None:
+    ticket = {
+        "request_id": "cmpl-made-up-0",
+        "remote_block_ids": [[3, 4]],
+        "remote_block_size": [128],
+        "remote_engine_id": "nobody",
+        "remote_host": "127.0.0.1",
+        "remote_port": cluster.decode[0].kv_port,
+        "remote_tp_size": 1,
+        "remote_cached_tokens": 0,
+        "ticket_id": "0" * 32,
+        "num_tokens": 200,
+    }
+    # Prefill itself is fine: the push comes to nothing, and its blocks come back.
+    assert ask_prefill(cluster, client, ticket).status_code == 200
+
+
+def test_prompt_longer_than_the_model_takes(client: Client) -> None:
+    with pytest.raises(httpx.HTTPStatusError) as refused:
+        client.complete(random_prompt(5000, "too long"))
+    assert refused.value.response.status_code == 400
+    assert "4096" in refused.value.response.json()["error"]["message"]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The regroup ops on an NPU without compiled kernels: the same results from torch's own operators.
+
+Per call and cache one `index_select` and one strided `copy_` (splitting) or one strided `copy_` (interleaving).
+They differ from `ops` in one demand: a unit begins at a multiple of the greatest common divisor of a unit's bytes
+and the cache's block stride, as units of a paged cache do. Offsets in device memory cannot be checked for that.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_library: torch.library.Library | None = None
+
+
+def register(reason: str) -> None:
+    """Make these the NPU's implementations; `reason` is why, for the warning at the first call."""
+    global _library  # its registrations last as long as it does
+    _library = torch.library.Library("vllm_ascend_pd", "IMPL")
+
+    @functools.cache
+    def warn() -> None:
+        logger.warning(
+            "The NPU kernels of vllm_ascend_pd are not in use (%s): KV is regrouped by torch_npu's operators, with "
+            "more launches and copies. Where CANN is installed, `pip install -v --no-build-isolation` of "
+            "vllm-ascend-pd builds them or says why it does not.",
+            reason,
+        )
+
+    def warning_first(implementation: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            warn()
+            implementation(*args)
+
+        return call
+
+    for implementation in (gather_slices, split_heads, interleave_heads):
+        _library.impl(implementation.__name__, warning_first(implementation), "PrivateUse1")
+
+
+def gather_slices(
+    caches: Sequence[torch.Tensor],
+    unit_offsets: torch.Tensor,
+    splits: int,
+    slice_bytes: int,
+    out: torch.Tensor,
+    out_offset: int,
+    out_cache_stride: int,
+    out_split_stride: int,
+) -> None:
+    strides = (out_cache_stride, out_split_stride)
+    if torch.ops.vllm_ascend_pd.check_gather_slices(
+        caches, unit_offsets, splits, slice_bytes, out, out_offset, *strides
+    ):
+        _split(caches, unit_offsets, splits, 1, slice_bytes, out, out_offset, *strides)
+
+
+def split_heads(
+    caches: Sequence[torch.Tensor],
+    unit_offsets: torch.Tensor,
+    splits: int,
+    tokens: int,
+    row_bytes: int,
+    out: torch.Tensor,
+    out_offset: int,
+    out_cache_stride: int,
+    out_split_stride: int,
+) -> None:
+    args = (unit_offsets, splits, tokens, row_bytes, out, out_offset, out_cache_stride, out_split_stride)
+    if torch.ops.vllm_ascend_pd.check_split_heads(caches, *args):
+        _split(caches, *args)
+
+
+def interleave_heads(
+    src: torch.Tensor,
+    src_offset: int,
+    src_rank_stride: int,
+    out: torch.Tensor,
+    out_offset: int,
+    ranks: int,
+    tokens: int,
+    row_bytes: int,
+) -> None:
+    if torch.ops.vllm_ascend_pd.check_interleave_heads(
+        src, src_offset, src_rank_stride, out, out_offset, ranks, tokens, row_bytes
+    ):
+        sections = _window(_flat(src), (ranks, tokens, row_bytes), (src_rank_stride, row_bytes, 1), src_offset)
+        result = _flat(out)[out_offset:][: tokens * ranks * row_bytes].view(tokens, ranks, row_bytes)
+        result.copy_(sections.transpose(0, 1))
+
+
+def _split(
+    caches: Sequence[torch.Tensor],
+    unit_offsets: torch.Tensor,
+    splits: int,
+    tokens: int,
+    row_bytes: int,
+    out: torch.Tensor,
+    out_offset: int,
+    out_cache_stride: int,
+    out_split_stride: int,
+) -> None:
+    num_units, unit_bytes = len(unit_offsets), splits * tokens * row_bytes
+    for c, cache in enumerate(caches):
+        units = _units(cache, unit_offsets, unit_bytes).view(num_units, tokens, splits, row_bytes)
+        sections = _window(
+            _flat(out),
+            (splits, num_units, tokens, row_bytes),
+            (out_split_stride, tokens * row_bytes, row_bytes, 1),
+            out_offset + c * out_cache_stride,
+        )
+        sections.copy_(units.permute(2, 0, 1, 3))
+
+
+def _units(cache: torch.Tensor, unit_offsets: torch.Tensor, unit_bytes: int) -> torch.Tensor:
+    """A copy of the units, `[num_units, unit_bytes]`, taken in pieces as large as all of them are made of."""
+    block_stride = cache.stride(0) * cache.itemsize if cache.dim() and cache.shape[0] > 1 else unit_bytes
+    piece = math.gcd(unit_bytes, block_stride)
+    if unit_offsets.is_cpu and (unit_offsets % piece).any():
+        raise ValueError(f"unit_offsets must be multiples of {piece} bytes")
+    memory = _flat(cache)
+    pieces = memory[: memory.numel() // piece * piece].view(-1, piece)
+    first = torch.div(unit_offsets, piece, rounding_mode="floor")
+    steps = torch.arange(unit_bytes // piece, dtype=torch.int64, device=cache.device)
+    return pieces.index_select(0, (first[:, None] + steps).flatten()).view(-1, unit_bytes)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory from its first to its last element as uint8 `[n]`, gaps between its blocks included."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1,), (1,)).view(torch.uint8)
+
+
+def _window(memory: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    return memory.as_strided(shape, strides, memory.storage_offset() + offset)
