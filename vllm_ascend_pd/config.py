@@ -24,7 +24,7 @@ class PeerParallel(msgspec.Struct, frozen=True):
     pp_size: int | None = None
 
 
-class TlsConfig(msgspec.Struct, frozen=True):
+class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Paths of PEM files for the connection to the metaserver: own certificate and key for mutual TLS, and the
     authority that signed the metaserver's certificate."""
 
@@ -53,7 +53,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     transfer_timeout_s: float = 480.0
-    settle_timeout_s: float = 15.0
+    settle_timeout_s: float = 30.0
     lease_s: float = 20.0
     write_timeout_s: float = 5.0
     grant_timeout_s: float = 20.0

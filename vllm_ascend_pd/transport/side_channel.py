@@ -74,13 +74,14 @@ class _Loop:
         socket.setsockopt(zmq.LINGER, 0)
         return socket
 
-    def call(self, action: Callable[[], None]) -> None:
-        """Runs `action` on the thread, soon. Ignored after close."""
+    def call(self, action: Callable[[], None]) -> bool:
+        """Runs `action` on the thread, soon. False after close: then it never runs."""
         with self._mailbox_lock:
             if self._closing.is_set():
-                return
+                return False
             self._mailbox.append(action)
             self._wake()
+            return True
 
     def _wake(self) -> None:
         with contextlib.suppress(zmq.Again):  # then unread wake-ups are waiting already
@@ -93,6 +94,9 @@ class _Loop:
             except Exception:
                 # A defect in a callback must not silence the whole channel: deadlines still have to pass.
                 logger.exception("side channel: a callback failed")
+        while self._mailbox:
+            self._mailbox.popleft()()
+        self._on_close()
 
     def _turn(self) -> None:
         ready = dict(self._poller.poll(int(_TICK_S * 1000)))
@@ -110,6 +114,9 @@ class _Loop:
 
     def _on_tick(self, now: float) -> None:
         raise NotImplementedError
+
+    def _on_close(self) -> None:
+        """The thread is about to end."""
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the thread and closes all sockets. Safe to call twice."""
@@ -188,6 +195,9 @@ class Server(_Loop):
             except ProtocolError as error:
                 self.rejected += 1
                 reply = Problem(str(error))
+            except Exception:
+                logger.exception("side channel: a request could not be served")
+                reply = Problem("internal error, see this side's log")
             self._send(identity, seq, reply)
 
     def _on_tick(self, now: float) -> None:
@@ -229,7 +239,8 @@ class Client(_Loop):
     ) -> None:
         """Sends `message`; `done` gets the answer or a SideChannelError, on the client's thread."""
         deadline = time.monotonic() + timeout_s
-        self.call(lambda: self._start(endpoint, message, deadline, done))
+        if not self.call(lambda: self._start(endpoint, message, deadline, done)):
+            done(SideChannelError("the side channel is closed"))
 
     def forget(self, endpoint: str) -> None:
         """Closes the connection to `endpoint`; requests under way end with an error."""
@@ -298,6 +309,11 @@ class Client(_Loop):
             if pending is not None and pending.endpoint == endpoint:
                 del self._pending[seq]
                 pending.done(message)
+
+    def _on_close(self) -> None:
+        for pending in self._pending.values():
+            pending.done(SideChannelError("the side channel was closed"))
+        self._pending.clear()
 
     def _on_tick(self, now: float) -> None:
         for seq in [seq for seq, pending in self._pending.items() if now >= pending.deadline]:
