@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,8 +32,8 @@ from vllm_ascend_pd.step import ConsumerStep, Expect, ProducerStep, Send
 HOST = "127.0.0.1"
 
 # Importing torch and vLLM takes seconds: a server process does it once and every rank is forked from it.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["harness.ranks", "vllm_ascend_pd.worker.producer", "vllm_ascend_pd.worker.consumer"])
+_forked = multiprocessing.get_context("forkserver")
+_forked.set_forkserver_preload(["harness.ranks", "vllm_ascend_pd.worker.producer", "vllm_ascend_pd.worker.consumer"])
 MODEL = "a model of random numbers"
 
 
@@ -95,7 +95,9 @@ def truth(model: Model, seed: int, layer: int, part: int, num_tokens: int) -> to
     return torch.randn(num_tokens, heads, model.widths[part], generator=generator).to(model.dtype)
 
 
-def make_caches(model: Model, side: Side, tp_rank: int, pp_rank: int) -> dict[str, tuple[torch.Tensor, ...]]:
+def make_caches(
+    model: Model, side: Side, tp_rank: int, pp_rank: int, device: str
+) -> dict[str, tuple[torch.Tensor, ...]]:
     """vllm-ascend's shape: per layer a tuple of `[num_blocks, block_size, heads, width]`, each with an offset into
     its allocation; head-major: `[num_blocks, heads, block_size, width]`."""
     heads = len(model.heads_of(tp_rank, side.tp))
@@ -110,7 +112,7 @@ def make_caches(model: Model, side: Side, tp_rank: int, pp_rank: int) -> dict[st
             )
             skip = 64
             numel = torch.Size(shape).numel()
-            parts.append(torch.zeros(numel + skip, dtype=model.dtype)[skip:].view(shape))
+            parts.append(torch.zeros(numel + skip, dtype=model.dtype, device=device)[skip:].view(shape))
         caches[layer_name(layer)] = tuple(parts)
     return caches
 
@@ -124,8 +126,10 @@ class Rank:
     """A rank's process, driven by calls: `rank.call("name", ...)` runs the method of its program and returns."""
 
     def __init__(self, program: Callable[..., Any], *args: Any) -> None:
-        self._pipe, child = _processes.Pipe()
-        self.process = _processes.Process(target=_serve, args=(child, program, args), daemon=True)
+        # An NPU's runtime has threads, which do not survive a fork.
+        processes = _forked if args[-1] == "cpu" else multiprocessing.get_context("spawn")
+        self._pipe, child = processes.Pipe()
+        self.process = processes.Process(target=_serve, args=(child, program, args), daemon=True)
         self.process.start()
         child.close()
 
@@ -183,6 +187,17 @@ def _answer(pipe: Connection, action: Callable[[], Any], keep: bool = False) -> 
     return value
 
 
+def _make_device(name: str, rank: int) -> Any:
+    if name == "cpu":
+        from vllm_ascend_pd.device.cpu import CpuDevice
+
+        return CpuDevice()
+    from vllm_ascend_pd.device.npu import NpuDevice
+
+    torch.npu.set_device(rank % torch.npu.device_count())
+    return NpuDevice()
+
+
 @dataclass
 class _RankBase:
     model: Model
@@ -190,21 +205,22 @@ class _RankBase:
     tp_rank: int
     pp_rank: int
     init: str
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any]
+    on: str  # "cpu" or "npu"
 
     def __post_init__(self) -> None:
         from vllm_ascend_pd.config import parse_config
-        from vllm_ascend_pd.device.cpu import CpuDevice
         from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
         from vllm_ascend_pd.worker.caches import LayerSpec, describe
         from vllm_ascend_pd.worker.identity import Identity
 
         world = self.side.tp * self.side.pp
         rank = self.pp_rank * self.side.tp + self.tp_rank
-        torch.distributed.init_process_group("gloo", init_method=self.init, world_size=world, rank=rank)
+        self.device = _make_device(self.on, rank)
+        backend = self.device.collective_backend
+        torch.distributed.init_process_group(backend, init_method=self.init, world_size=world, rank=rank)
         self.parsed = parse_config(self.config)
-        self.device = CpuDevice()
-        self.caches = make_caches(self.model, self.side, self.tp_rank, self.pp_rank)
+        self.caches = make_caches(self.model, self.side, self.tp_rank, self.pp_rank, self.on)
         heads = len(self.model.heads_of(self.tp_rank, self.side.tp))
         total = 1 if self.model.replicated else self.model.heads
         specs = {name: LayerSpec(0, self.side.block_size, heads, total) for name in self.caches}
@@ -267,7 +283,7 @@ class PrefillRank(_RankBase):
             view = by_token(self.model, cache)
             for token in range(start, stop):
                 block = prompt.p_blocks[token // self.side.block_size]
-                view[block, token % self.side.block_size] = values[token, own.start : own.stop]
+                view[block, token % self.side.block_size] = values[token, own.start : own.stop].to(self.on)
 
     def sent(self) -> tuple[set[str], dict[str, str]]:
         report = self.worker.take_report()
@@ -325,7 +341,7 @@ class DecodeRank(_RankBase):
         own = self.model.heads_of(self.tp_rank, self.side.tp)
         for layer in self.side.layers_of(self.pp_rank, self.model):
             for part, cache in enumerate(self.caches[layer_name(layer)]):
-                view = by_token(self.model, cache)
+                view = by_token(self.model, cache).cpu()
                 used = set()
                 for prompt in prompts:
                     values = truth(self.model, prompt.seed, layer, part, prompt.num_tokens)
@@ -406,13 +422,15 @@ class Pair:
         decode: Side,
         config: dict[str, Any] | None = None,
         p_model: Model | None = None,
+        device: str = "cpu",
     ) -> None:
         from vllm_ascend_pd.scheduler.listener import DescriptionListener
 
         self.model, self.prefill, self.decode = model, prefill, decode
+        self._request_of: dict[str, str] = {}
         config = config or {}
-        self.p_ranks = _start(PrefillRank, p_model or model, prefill, config)
-        self.d_ranks = _start(DecodeRank, model, decode, config)
+        self.p_ranks = _start(PrefillRank, p_model or model, prefill, config, device)
+        self.d_ranks = _start(DecodeRank, model, decode, config, device)
         for rank in self.p_ranks + self.d_ranks:
             rank.receive(120.0)
         self.descriptions = tuple(rank.call("description") for rank in self.d_ranks)
@@ -436,6 +454,7 @@ class Pair:
 
     def expect(self, requests: list[Prompt], tickets: dict[str, Ticket]) -> None:
         """Tells decode's ranks about the tickets."""
+        self._request_of |= {ticket.ticket_id: request_id for request_id, ticket in tickets.items()}
         expects = [
             Expect(p.request_id, t.ticket_id, t.attempt, t.digest(), p.d_blocks)
             for p in requests
@@ -461,16 +480,18 @@ class Pair:
     def wait_arrivals(self, count: int, timeout_s: float = 30.0) -> tuple[set[str], dict[str, str]]:
         """Until every decode rank has ended `count` requests: (received by all, failed -> reason)."""
         finished: list[set[str]] = [set() for _ in self.d_ranks]
-        failed: dict[str, str] = {}
+        lost: set[str] = set()
+        reasons: dict[str, str] = {}
         deadline = time.monotonic() + timeout_s
         while any(len(f) < count for f in finished):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"only {finished} ended, failed {failed}")
-            for mine, (ended, lost, reasons) in zip(finished, self.each(self.d_ranks, "arrivals"), strict=True):
+                raise TimeoutError(f"only {finished} ended, {reasons}")
+            for mine, (ended, failed, why) in zip(finished, self.each(self.d_ranks, "arrivals"), strict=True):
                 mine |= ended
-                failed.update({request: next(iter(reasons.values()), "failed elsewhere") for request in lost})
+                lost |= failed
+                reasons |= {self._request_of[ticket_id]: reason for ticket_id, reason in why.items()}
             time.sleep(0.01)
-        return set.intersection(*finished) - failed.keys(), failed
+        return set.intersection(*finished) - lost, {request: reasons[request] for request in lost}
 
     def wait_sent(self, count: int, timeout_s: float = 30.0) -> dict[str, str]:
         """Until every prefill rank has let go of `count` requests; returns failures."""
@@ -499,10 +520,10 @@ class Pair:
         return left
 
 
-def _start(program: Any, model: Model, side: Side, config: dict[str, Any]) -> list[Rank]:
+def _start(program: Any, model: Model, side: Side, config: dict[str, Any], device: str) -> list[Rank]:
     init = f"tcp://{HOST}:{reserve_port()}"
     return [
-        Rank(program, model, side, tp_rank, pp_rank, init, config)
+        Rank(program, model, side, tp_rank, pp_rank, init, config, device)
         for pp_rank in range(side.pp)
         for tp_rank in range(side.tp)
     ]
