@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the regroup ops; everything else is in pyproject.toml."""
 
+import importlib.util
 import os
 import sys
+from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, setup
 
@@ -21,15 +24,35 @@ OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
 
 
 def extension() -> Extension:
-    """`vllm_ascend_pd._C`: importing it registers the ops. A device adds its sources and libraries here."""
+    """`vllm_ascend_pd._C`: importing it registers the ops and their CPU implementations."""
     return CppExtension(
         "vllm_ascend_pd._C",
         sources=["csrc/regroup/binding.cpp", "csrc/regroup/cpu/regroup_cpu.cpp"],
-        depends=["csrc/regroup/regroup.h"],
+        depends=["csrc/regroup/regroup.h", "csrc/regroup/arguments.h"],
         # No -march=native: wheels travel.
         extra_compile_args=["-O3", "-g0", "-Wall", "-Wextra", *OPENMP],
         extra_link_args=OPENMP,
     )
 
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
+def npu_build() -> ModuleType:
+    path = Path(__file__).parent / "csrc" / "regroup" / "npu" / "build.py"
+    spec = importlib.util.spec_from_file_location("npu_build", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Build(BuildExtension):
+    """Also builds the NPU's library, beside `_C`, where CANN is."""
+
+    def run(self) -> None:
+        super().run()
+        output = Path(self.get_ext_fullpath("vllm_ascend_pd._C")).resolve().parent
+        npu_build().build_if_possible(Path(self.build_temp).resolve() / "npu", output)
+
+
+setup(ext_modules=[extension()], cmdclass={"build_ext": Build})

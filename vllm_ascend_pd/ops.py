@@ -86,9 +86,7 @@ def gather_slices(
             `num_units * slice_bytes`; the larger stride steps over all sections that the smaller one covers.
             Unused where there is 1 cache or slice.
     """
-    _ops.gather_slices(
-        caches, unit_offsets, splits, slice_bytes, out, out_offset, out_cache_stride, out_split_stride
-    )
+    _ops.gather_slices(caches, unit_offsets, splits, slice_bytes, out, out_offset, out_cache_stride, out_split_stride)
 
 
 def interleave_heads(

@@ -292,6 +292,34 @@ class PrefillRank(_RankBase):
     def open_transfers(self) -> int:
         return len(self.worker._transfers)
 
+    def forget_to_wait(self, where: str) -> None:
+        """Breaks the product on purpose: what follows must then be seen to go wrong. `where`: "for-compute" (pushes
+        do not wait until the layer is computed), "for-regroup" (writes do not wait until it is regrouped)."""
+        import vllm_ascend_pd.worker.sender as sender
+        from vllm_ascend_pd.device.base import Event
+
+        class Passed(Event):
+            def wait(self, timeout_s: float) -> None:
+                pass
+
+        if where == "for-compute":
+            # An event of the past: of the stream as it is now, not as it will be when a layer has run.
+            past = self.device.record_event()
+            past.wait(10.0)
+            self.device.record_event = lambda: past
+        elif where == "for-regroup":
+            push_ready = sender.Sender._push_ready
+
+            def hasty(self: Any, task: Any) -> None:
+                while task.shipment.route.regroup.value != "none" and task.slot is None:
+                    time.sleep(0.001)
+                task.ready = Passed()
+                push_ready(self, task)
+
+            sender.Sender._push_ready = hasty
+        else:
+            raise ValueError(where)
+
     def poison(self, ranges: list[tuple[int, int]]) -> None:
         """From now on the transfer engine fails every write into one of `ranges` (address, bytes) of decode's."""
         from vllm_ascend_pd.transport.engine import TransferError

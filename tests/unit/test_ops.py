@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd import ops
+from vllm_ascend_pd import ops, ops_fallback
 
 GIB = 1 << 30
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
@@ -44,14 +45,29 @@ CACHES: dict[str, Callable[[tuple[int, ...], torch.dtype], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Paged:
-    """Some units of a paged cache, and how far apart the results go."""
+    """Some units of a layer's paged caches, and how the results lie in the output."""
 
-    cache: torch.Tensor
+    caches: list[torch.Tensor]
     unit_offsets: torch.Tensor
-    units: torch.Tensor  # their bytes, [num_units, tokens, heads, head bytes]
+    units: torch.Tensor  # their bytes, [num_caches, num_units, tokens, heads, head bytes]
     splits: int
     out_offset: int
     gap: int  # bytes between sections of the output
+    cache_major: bool  # the splits of a cache one after another, or the caches of a split
+
+    def output(self, sections: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]:
+        """An output buffer, the same with `sections` [caches, splits, ...] where the op should write them, and
+        out_offset, out_cache_stride and out_split_stride."""
+        num_caches, splits = sections.shape[:2]
+        size = sections[0, 0].numel()
+        inner = size + self.gap
+        outer = inner * (splits if self.cache_major else num_caches) + self.gap
+        strides = (outer, inner) if self.cache_major else (inner, outer)
+        out = random_tensor((self.out_offset + num_caches * splits * (inner + self.gap) + 5,))
+        expected = out.clone()
+        window = expected.as_strided((num_caches, splits, size), (*strides, 1), self.out_offset)
+        window.copy_(sections.flatten(2))
+        return out, expected, (self.out_offset, *strides)
 
 
 @st.composite
@@ -62,53 +78,64 @@ def paged(draw: st.DrawFn) -> Paged:
     # Rows of all sorts: odd, one vector, several; 32 and 256 bytes and what lies between take paths of their own.
     head_size = draw(st.sampled_from([1, 3, 16, 24, 32, 64, 128]))
     dtype, make = draw(st.sampled_from(DTYPES)), CACHES[draw(st.sampled_from(sorted(CACHES)))]
-    cache = make((num_blocks, parts * tokens, heads, head_size), dtype)
+    caches = [make((num_blocks, parts * tokens, heads, head_size), dtype) for _ in range(draw(st.integers(1, 3)))]
 
     ids = torch.tensor(draw(st.lists(st.integers(0, num_blocks * parts - 1), max_size=8)), dtype=torch.int64)
     block, part = ids // parts, ids % parts
-    in_bytes = cache.view(torch.uint8)
-    offsets = block * in_bytes.stride(0) + part * tokens * in_bytes.stride(1)
-    units = in_bytes.unflatten(1, (parts, tokens))[block, part]
-    return Paged(cache, offsets, units, splits, draw(st.integers(0, 9)), draw(st.integers(0, 9)))
+    in_bytes = [cache.view(torch.uint8) for cache in caches]
+    offsets = block * in_bytes[0].stride(0) + part * tokens * in_bytes[0].stride(1)
+    units = torch.stack([cache.unflatten(1, (parts, tokens))[block, part] for cache in in_bytes])
+    offset, gap = draw(st.integers(0, 9)), draw(st.integers(0, 9))
+    return Paged(caches, offsets, units, splits, offset, gap, draw(st.booleans()))
 
 
-def guarded(case: Paged, sections: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """An output buffer, the same with `sections` [k, ...] where the op should write them, and their stride."""
-    size = sections[0].numel()
-    stride = size + case.gap
-    out = random_tensor((case.out_offset + len(sections) * stride + 5,))
-    expected = out.clone()
-    expected.as_strided((len(sections), size), (stride, 1), case.out_offset).copy_(sections.flatten(1))
-    return out, expected, stride
+# The CPU's ops, and what an NPU without compiled kernels runs.
+IMPLEMENTATIONS = pytest.mark.parametrize("impl", [ops, ops_fallback], ids=["ops", "fallback"])
 
 
-@given(paged())
-def test_gather_slices(case: Paged) -> None:
-    slices = case.units.unflatten(1, (case.splits, -1)).transpose(0, 1)
-    out, expected, stride = guarded(case, slices)
-    slice_bytes = slices[0, 0].numel() if len(case.units) else 1
-    ops.gather_slices(case.cache, case.unit_offsets, case.splits, slice_bytes, out, case.out_offset, stride)
+@IMPLEMENTATIONS
+@given(case=paged())
+def test_gather_slices(impl: ModuleType, case: Paged) -> None:
+    slices = case.units.unflatten(2, (case.splits, -1)).transpose(1, 2)
+    out, expected, layout = case.output(slices)
+    slice_bytes = slices[0, 0, 0].numel() if slices.numel() else 1
+    impl.gather_slices(case.caches, case.unit_offsets, case.splits, slice_bytes, out, *layout)
     assert torch.equal(out, expected)
 
 
-@given(paged())
-def test_split_heads(case: Paged) -> None:
-    groups = case.units.unflatten(2, (case.splits, -1)).permute(2, 0, 1, 3, 4)
-    out, expected, stride = guarded(case, groups)
-    tokens, row_bytes = groups.shape[2], groups.shape[3] * groups.shape[4]
-    ops.split_heads(case.cache, case.unit_offsets, case.splits, tokens, row_bytes, out, case.out_offset, stride)
+@IMPLEMENTATIONS
+@given(case=paged())
+def test_split_heads(impl: ModuleType, case: Paged) -> None:
+    groups = case.units.unflatten(3, (case.splits, -1)).permute(0, 3, 1, 2, 4, 5)
+    out, expected, layout = case.output(groups)
+    tokens, row_bytes = groups.shape[3], groups.shape[4] * groups.shape[5]
+    impl.split_heads(case.caches, case.unit_offsets, case.splits, tokens, row_bytes, out, *layout)
     assert torch.equal(out, expected)
 
 
-@given(st.sampled_from(DTYPES), *[st.integers(*bounds) for bounds in ((1, 8), (0, 9), (1, 70), (0, 9), (0, 9))])
-def test_interleave_heads(dtype: torch.dtype, ranks: int, tokens: int, row: int, offset: int, gap: int) -> None:
+SMALL = st.integers(0, 9)
+
+
+@IMPLEMENTATIONS
+@given(
+    dtype=st.sampled_from(DTYPES),
+    ranks=st.integers(1, 8),
+    tokens=SMALL,
+    row=st.integers(1, 70),
+    offset=SMALL,
+    gap=SMALL,
+)
+def test_interleave_heads(
+    impl: ModuleType, dtype: torch.dtype, ranks: int, tokens: int, row: int, offset: int, gap: int
+) -> None:
     src = random_tensor((offset + ranks * (tokens * row + gap),), dtype)
     sections = src.as_strided((ranks, tokens, row), (tokens * row + gap, row, 1), offset)
     out = random_tensor((offset + ranks * tokens * row + 5,), dtype)
     expected = out.clone()
     expected[offset:-5] = sections.transpose(0, 1).flatten()
     size = dtype.itemsize
-    ops.interleave_heads(src, offset * size, (tokens * row + gap) * size, out, offset * size, ranks, tokens, row * size)
+    stride = (tokens * row + gap) * size
+    impl.interleave_heads(src, offset * size, stride, out, offset * size, ranks, tokens, row * size)
     assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
 
 
@@ -140,38 +167,40 @@ TP8_TO_TP1 = Regroup(ratio=8, num_blocks=20, block_size=128, heads=1, head_size=
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("cfg", [TP2_TO_TP1, TP4_TO_TP1, TP8_TO_TP1], ids=lambda cfg: f"TP{cfg.ratio}_TO_TP1")
 def test_gather_all_to_all_interleave_yields_decode_blocks(cfg: Regroup) -> None:
+    """K and V in one gather, one all-to-all and one interleave, as worker/regroup.py runs them."""
     r, block_size = cfg.ratio, cfg.block_size
     shape = (cfg.num_blocks, block_size, cfg.heads, cfg.head_size)
-    caches = [random_tensor(shape, torch.bfloat16) for _ in range(r)]
+    caches = [[random_tensor(shape, torch.bfloat16) for _ in "kv"] for _ in range(r)]
     ids = torch.randperm(cfg.num_blocks)[: cfg.num_ids]
     row_bytes = cfg.heads * cfg.head_size * 2
     slice_bytes = block_size // r * row_bytes
     section = cfg.num_ids * slice_bytes
 
-    sends = [torch.empty(r, section, dtype=torch.uint8) for _ in range(r)]
-    for cache, send in zip(caches, sends, strict=True):
-        ops.gather_slices(cache, ids * block_size * row_bytes, r, slice_bytes, send, 0, section)
+    sends = [torch.empty(r, 2 * section, dtype=torch.uint8) for _ in range(r)]
+    for kv, send in zip(caches, sends, strict=True):
+        ops.gather_slices(kv, ids * block_size * row_bytes, r, slice_bytes, send, 0, section, 2 * section)
     received = [torch.stack([send[rank] for send in sends]) for rank in range(r)]
-    staged = [torch.empty(cfg.num_ids, r * slice_bytes, dtype=torch.uint8) for _ in range(r)]
+    staged = [torch.empty(2, cfg.num_ids, r * slice_bytes, dtype=torch.uint8) for _ in range(r)]
     for src, out in zip(received, staged, strict=True):
-        ops.interleave_heads(src, 0, section, out, 0, r, cfg.num_ids * block_size // r, row_bytes)
+        ops.interleave_heads(src, 0, 2 * section, out, 0, r, 2 * cfg.num_ids * block_size // r, row_bytes)
 
     # Rank j writes its contiguous 1/r, token slice j, of every decode block.
-    decode = torch.stack(staged, dim=1).flatten().view(torch.bfloat16)
-    truth = torch.cat([cache[ids] for cache in caches], dim=2)
-    assert torch.equal(decode.view(torch.uint8), truth.flatten().view(torch.uint8))
+    decode = torch.stack(staged, dim=2).flatten(1).view(torch.bfloat16)
+    for i in range(2):
+        truth = torch.cat([kv[i][ids] for kv in caches], dim=2)
+        assert torch.equal(decode[i].view(torch.uint8), truth.flatten().view(torch.uint8))
 
 
 @pytest.mark.usefixtures("threads")
 def test_split_yields_decode_blocks() -> None:
     splits, block_size, heads, head_bytes = 2, 128, 8, 256
-    cache = random_tensor((30, block_size, heads, head_bytes))
+    kv = [random_tensor((30, block_size, heads, head_bytes)) for _ in "kv"]
     ids = torch.randperm(30)[:17]
-    out = torch.empty(splits, len(ids), block_size, heads // splits, head_bytes, dtype=torch.uint8)
+    out = torch.empty(2, splits, len(ids), block_size, heads // splits, head_bytes, dtype=torch.uint8)
     row_bytes = heads // splits * head_bytes
-    ops.split_heads(cache, ids * cache.stride(0), splits, block_size, row_bytes, out, 0, out[0].numel())
-    for decode, truth in zip(out, cache[ids].chunk(splits, dim=2), strict=True):
-        assert torch.equal(decode, truth)
+    ops.split_heads(kv, ids * kv[0].stride(0), splits, block_size, row_bytes, out, 0, *out.stride()[:2])
+    for decode, cache in zip(out, kv, strict=True):
+        assert torch.equal(decode, torch.stack(cache[ids].chunk(splits, dim=2)))
 
 
 def test_offsets_past_4_gib() -> None:
@@ -182,23 +211,24 @@ def test_offsets_past_4_gib() -> None:
     near_row, far_row = random_tensor((2, row))
     big[:row], big[far : far + row] = near_row, far_row
 
-    ops.gather_slices(big, torch.tensor([far, 0]), 1, row, small, 0, 0)
+    ops.gather_slices([big], torch.tensor([far, 0]), 1, row, small, 0, 0, 0)
     assert torch.equal(small, torch.cat([far_row, near_row]))
-    ops.gather_slices(small, torch.tensor([0]), 2, row, other, 0, far)
+    ops.gather_slices([small], torch.tensor([0]), 2, row, other, 0, 0, far)
     assert torch.equal(other[far : far + row], near_row)
-    ops.split_heads(small, torch.tensor([0]), 1, 2, row, other, far, 0)
+    ops.split_heads([small], torch.tensor([0]), 1, 2, row, other, far, 0, 0)
     assert torch.equal(other[far : far + 2 * row], small)
     ops.interleave_heads(big, 0, far, small, 0, 2, 1, row)
     assert torch.equal(small, torch.cat([near_row, far_row]))
 
 
 GATHER: dict[str, Any] = {
-    "cache": torch.zeros(4, 64, dtype=torch.uint8),
+    "caches": [torch.zeros(4, 64, dtype=torch.uint8)],
     "unit_offsets": torch.tensor([0, 192]),
     "splits": 2,
     "slice_bytes": 32,
     "out": torch.zeros(128, dtype=torch.uint8),
     "out_offset": 0,
+    "out_cache_stride": 0,
     "out_split_stride": 64,
 }
 SPLIT: dict[str, Any] = {k: v for k, v in GATHER.items() if k != "slice_bytes"} | {"tokens": 4, "row_bytes": 8}
@@ -216,8 +246,10 @@ SHARED = torch.zeros(256, dtype=torch.uint8)
 OVERLAP = {"out": SHARED[63:191]}
 STRIDED = torch.zeros(256, dtype=torch.uint8)[::2]
 HUGE = 2**62
+TWO_CACHES = {"caches": GATHER["caches"] * 2}
+APART = {"out": torch.zeros(256, dtype=torch.uint8), "out_cache_stride": 128}
 
-# Of gather_slices and split_heads: their cache, units and sections are the same 4 * 64 and 2 * 64 bytes.
+# Of gather_slices and split_heads: their caches, units and sections are the same 4 * 64 and 2 * 64 bytes.
 SPLIT_ERRORS = [
     ({"splits": 0}, "splits is 0, must be at least 1"),
     ({"out_offset": -1}, "out_offset is -1, must be at least 0"),
@@ -226,16 +258,22 @@ SPLIT_ERRORS = [
     ({"out_split_stride": -1}, "out_split_stride is -1, must be at least 0"),
     ({"out_split_stride": 63}, "out_split_stride is 63, must be at least 64"),
     ({"out_split_stride": 65}, "end of the last split in out is 129"),
+    ({"out_cache_stride": -1}, "out_cache_stride is -1, must be at least 0"),
+    ({"caches": []}, "the number of caches is 0, must be at least 1"),
+    (TWO_CACHES, "out_cache_stride is 0, must be at least 64"),
+    (TWO_CACHES | {"out_cache_stride": 127}, "out_cache_stride is 127, must be at least 128"),
+    (TWO_CACHES | {"out_cache_stride": 64, "out_split_stride": 127}, "out_split_stride is 127, must be at least 128"),
+    (TWO_CACHES | {"out_cache_stride": 128}, r"end of the last split in out is 256, must be at most 128 "),
     ({"unit_offsets": torch.tensor([0, -1])}, r"unit_offsets\[1\] is -1, must be at least 0"),
     ({"unit_offsets": torch.tensor([193, 0])}, r"unit_offsets\[0\] is 193, must be at most 192 "),
     ({"unit_offsets": torch.tensor([0, 2**63 - 1])}, r"unit_offsets\[1\] is 9223372036854775807"),
     ({"unit_offsets": torch.tensor([0, 1], dtype=torch.int32)}, "1-d tensor of Int, must be 1-d of Long"),
     ({"unit_offsets": torch.tensor([[0, 1]])}, "2-d tensor of Long, must be 1-d of Long"),
     ({"unit_offsets": torch.arange(4)[::2]}, r"unit_offsets has shape \[2\] and strides \[2\]"),
-    ({"cache": torch.zeros(63, dtype=torch.uint8)}, r"a unit's size is 64, must be at most 63"),
-    ({"cache": torch.zeros(0, dtype=torch.uint8)}, r"a unit's size is 64, must be at most 0"),
+    ({"caches": [torch.zeros(64, dtype=torch.uint8), torch.zeros(63, dtype=torch.uint8)]} | APART, r"a unit's size is 64, must be at most 63"),
+    ({"caches": [torch.zeros(0, dtype=torch.uint8)]}, r"a unit's size is 64, must be at most 0"),
     ({"out": STRIDED}, r"out has shape \[128\] and strides \[2\], must be contiguous"),
-    ({"cache": SHARED[:64]} | OVERLAP, r"out \(128 bytes\) overlaps cache \(64 bytes\)"),
+    ({"caches": [SHARED[:64]]} | OVERLAP, r"out \(128 bytes\) overlaps cache \(64 bytes\)"),
     ({"unit_offsets": SHARED[:16].view(torch.int64), "out": SHARED[8:136]}, "overlaps unit_offsets"),
 ]
 ERRORS = [
@@ -268,13 +306,21 @@ ERRORS = [
 ]
 
 
+@IMPLEMENTATIONS
 @pytest.mark.parametrize(("op", "good", "bad", "message"), ERRORS)
-def test_bad_arguments(op: str, good: dict[str, Any], bad: dict[str, Any], message: str) -> None:
-    getattr(ops, op)(**good)
+def test_bad_arguments(impl: ModuleType, op: str, good: dict[str, Any], bad: dict[str, Any], message: str) -> None:
+    getattr(impl, op)(**good)
     out = (good | bad)["out"].fill_(7)
     with pytest.raises(ValueError, match=f"^{op}: .*{message}"):
-        getattr(ops, op)(**good | bad)
+        getattr(impl, op)(**good | bad)
     assert (out == 7).all()
+
+
+@pytest.mark.parametrize(("op", "good"), [("gather_slices", GATHER), ("interleave_heads", INTERLEAVE)])
+def test_tensors_on_different_devices(op: str, good: dict[str, Any]) -> None:
+    elsewhere = torch.empty(128, dtype=torch.uint8, device="meta")
+    with pytest.raises(ValueError, match=f"^{op}: .* is on cpu, must be on meta as out is"):
+        getattr(torch.ops.vllm_ascend_pd, f"check_{op}")(**good | {"out": elsewhere})
 
 
 @pytest.mark.parametrize(
@@ -286,17 +332,18 @@ def test_bad_arguments(op: str, good: dict[str, Any], bad: dict[str, Any], messa
         ("interleave_heads", INTERLEAVE, {"tokens": 0}),
     ],
 )
-def test_nothing_to_copy(op: str, good: dict[str, Any], empty: dict[str, Any]) -> None:
-    getattr(ops, op)(**good | empty | {"out": torch.empty(0)})
+@IMPLEMENTATIONS
+def test_nothing_to_copy(impl: ModuleType, op: str, good: dict[str, Any], empty: dict[str, Any]) -> None:
+    getattr(impl, op)(**good | empty | {"out": torch.empty(0)})
 
 
 def test_a_unit_may_end_where_a_strided_cache_ends() -> None:
     cache = random_tensor((4, 2, 64))[:, 0]  # 64 bytes every 128: addressable to 3 * 128 + 64
     out = torch.zeros(64, dtype=torch.uint8)
-    ops.gather_slices(cache, torch.tensor([384]), 1, 64, out, 0, 0)
+    ops.gather_slices([cache], torch.tensor([384]), 1, 64, out, 0, 0, 0)
     assert torch.equal(out, cache[3])
     with pytest.raises(ValueError, match=r"unit_offsets\[0\] is 385, must be at most 384"):
-        ops.gather_slices(cache, torch.tensor([385]), 1, 64, out, 0, 0)
+        ops.gather_slices([cache], torch.tensor([385]), 1, 64, out, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -339,8 +386,8 @@ def test_ops_release_the_gil() -> None:
     holding_it.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     assert ticks_during(lambda: holding_it(out.data_ptr(), src.data_ptr(), size)) == 0
     offsets, half = torch.tensor([0]), size // 2
-    assert ticks_during(lambda: ops.gather_slices(src, offsets, 2, half, out, 0, half)) > 0
-    assert ticks_during(lambda: ops.split_heads(src, offsets, 2, 1, half, out, 0, half)) > 0
+    assert ticks_during(lambda: ops.gather_slices([src], offsets, 2, half, out, 0, 0, half)) > 0
+    assert ticks_during(lambda: ops.split_heads([src], offsets, 2, 1, half, out, 0, 0, half)) > 0
     assert ticks_during(lambda: ops.interleave_heads(src, 0, half, out, 0, 2, half // 256, 256)) > 0
 
 

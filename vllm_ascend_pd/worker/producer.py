@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill side of a worker: plans each step, and pushes each layer as soon as it is computed."""
 
+import functools
 import logging
 import threading
 import time
@@ -67,6 +68,7 @@ class ProducerWorker:
             max((len(groups.get(g, ())) for groups in self._by_geometry.values()), default=0)
             for g in range(len(self._geometries))
         ]
+        self._connected: set[tuple[int, ...]] = set()
         self._routes: dict[tuple[int, int, tuple[int, ...]], Route] = {}
         self._senders: dict[str, Sender] = {}  # by ticket id
         self._transfers: dict[str, Transfer] = {}  # by request id
@@ -191,14 +193,16 @@ class ProducerWorker:
         self, index: int, d_tp: int, d_block_sizes: tuple[int, ...], items: list[Item]
     ) -> Shipment | None:
         geometry = self._geometries[index]
+        served = items
         try:
             route = self._route(index, d_tp, d_block_sizes)
-        except ValueError as error:  # the two sides cannot fit; the same on every rank
-            for item in items:
+            served = [item for item in items if route.serves(item.transfer.ticket.salt)]
+            if not served:
+                return None
+            self._connect(route)
+        except (ValueError, DeviceError) as error:  # the two sides cannot fit, or the side stream is broken
+            for item in served:
                 item.transfer.fail(str(error))
-            return None
-        served = [item for item in items if route.serves(item.transfer.ticket.salt)]
-        if not served:
             return None
         chunk_units = 0
         if route.regroup is not Regroup.NONE:
@@ -208,6 +212,15 @@ class ProducerWorker:
             assert chunk_units > 0
         device = self._caches.tensors[0].device
         return Shipment.build(route, geometry, served, device, chunk_units)
+
+    def _connect(self, route: Route) -> None:
+        """Connecting a group of ranks can take seconds: done at a topology's first ticket, beside the computation of
+        the first layer rather than after it. All ranks come here in the same step (R5)."""
+        if route.ranks and route.ranks not in self._connected:
+            assert self._regrouper is not None
+            self._connected.add(route.ranks)
+            connect = functools.partial(self._regrouper.connect, route.ranks)
+            self._device.submit(connect, self._device.record_event())
 
     def _route(self, index: int, d_tp: int, d_block_sizes: tuple[int, ...]) -> Route:
         key = (index, d_tp, d_block_sizes)

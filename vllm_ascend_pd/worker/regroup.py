@@ -38,6 +38,10 @@ class Regrouper:
         self._send = device.allocate(ring.slot_bytes)
         self._received = device.allocate(ring.slot_bytes)
 
+    def connect(self, ranks: tuple[int, ...]) -> None:
+        """A first, tiny exchange: communicators connect when they are first used."""
+        self._device.all_to_all(self._received[: len(ranks)], self._send[: len(ranks)], self._groups[ranks])
+
     def run(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
         """Returns the slot it filled with tensor after tensor, each `[planes, units, staged_bytes]`."""
         if route.regroup is Regroup.GATHER:
