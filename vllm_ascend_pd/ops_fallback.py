@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The regroup ops on an NPU without compiled kernels: the same results from torch's own operators.
 
-Per call and cache one `index_select` and one strided `copy_` (splitting) or one strided `copy_` (interleaving).
-They differ from `ops` in one demand: a unit begins at a multiple of the greatest common divisor of a unit's bytes
-and the cache's block stride, as units of a paged cache do. Offsets in device memory cannot be checked for that.
+Splitting takes a division for the indices, then one `index_select` and one strided `copy_` per cache; interleaving
+takes one strided `copy_`. They differ from `ops` in one demand: a unit begins at a multiple of the greatest common
+divisor of a unit's bytes and the caches' block strides, as units of a paged cache do. Offsets in device memory
+cannot be checked for that.
 """
 
 import functools
@@ -107,8 +108,12 @@ def _split(
     out_split_stride: int,
 ) -> None:
     num_units, unit_bytes = len(unit_offsets), splits * tokens * row_bytes
+    piece = math.gcd(unit_bytes, *(cache.stride(0) * cache.itemsize for cache in caches if cache.dim()))
+    index = _index(unit_offsets, unit_bytes, piece)
     for c, cache in enumerate(caches):
-        units = _units(cache, unit_offsets, unit_bytes).view(num_units, tokens, splits, row_bytes)
+        memory = _flat(cache)
+        pieces = memory[: memory.numel() // piece * piece].view(-1, piece)
+        units = pieces.index_select(0, index).view(num_units, tokens, splits, row_bytes)
         sections = _window(
             _flat(out),
             (splits, num_units, tokens, row_bytes),
@@ -118,17 +123,15 @@ def _split(
         sections.copy_(units.permute(2, 0, 1, 3))
 
 
-def _units(cache: torch.Tensor, unit_offsets: torch.Tensor, unit_bytes: int) -> torch.Tensor:
-    """A copy of the units, `[num_units, unit_bytes]`, taken in pieces as large as all of them are made of."""
-    block_stride = cache.stride(0) * cache.itemsize if cache.dim() and cache.shape[0] > 1 else unit_bytes
-    piece = math.gcd(unit_bytes, block_stride)
+def _index(unit_offsets: torch.Tensor, unit_bytes: int, piece: int) -> torch.Tensor:
+    """Which pieces of a cache the units are made of, `[num_units * unit_bytes / piece]`."""
     if unit_offsets.is_cpu and (unit_offsets % piece).any():
         raise ValueError(f"unit_offsets must be multiples of {piece} bytes")
-    memory = _flat(cache)
-    pieces = memory[: memory.numel() // piece * piece].view(-1, piece)
     first = torch.div(unit_offsets, piece, rounding_mode="floor")
-    steps = torch.arange(unit_bytes // piece, dtype=torch.int64, device=cache.device)
-    return pieces.index_select(0, (first[:, None] + steps).flatten()).view(-1, unit_bytes)
+    if piece == unit_bytes:
+        return first
+    steps = torch.arange(unit_bytes // piece, dtype=torch.int64, device=unit_offsets.device)
+    return (first[:, None] + steps).flatten()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

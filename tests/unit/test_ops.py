@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -270,7 +271,7 @@ SPLIT_ERRORS = [
     ({"unit_offsets": torch.tensor([0, 1], dtype=torch.int32)}, "1-d tensor of Int, must be 1-d of Long"),
     ({"unit_offsets": torch.tensor([[0, 1]])}, "2-d tensor of Long, must be 1-d of Long"),
     ({"unit_offsets": torch.arange(4)[::2]}, r"unit_offsets has shape \[2\] and strides \[2\]"),
-    ({"caches": [torch.zeros(64, dtype=torch.uint8), torch.zeros(63, dtype=torch.uint8)]} | APART, r"a unit's size is 64, must be at most 63"),
+    ({"caches": [*GATHER["caches"], torch.zeros(63, dtype=torch.uint8)]} | APART, r"a unit's size is 64, .* most 63"),
     ({"caches": [torch.zeros(0, dtype=torch.uint8)]}, r"a unit's size is 64, must be at most 0"),
     ({"out": STRIDED}, r"out has shape \[128\] and strides \[2\], must be contiguous"),
     ({"caches": [SHARED[:64]]} | OVERLAP, r"out \(128 bytes\) overlaps cache \(64 bytes\)"),
@@ -396,3 +397,45 @@ def test_a_missing_build_says_how_to_build(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "vllm_ascend_pd._C", None)
     with pytest.raises(ImportError, match="pip install --no-build-isolation"):
         importlib.import_module("vllm_ascend_pd.ops")
+
+
+def redispatch_to_npu(op: str, **kwargs: Any) -> None:
+    """Calls what is registered for NPU tensors, with CPU tensors."""
+    overload = getattr(torch.ops.vllm_ascend_pd, op).default
+    overload.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1), *kwargs.values())
+
+
+@pytest.mark.skipif("torch_npu" in sys.modules, reason="the NPU's own ops may be registered")
+def test_without_kernels_an_npu_falls_back_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    src = random_tensor((128,))
+    for _ in range(2):
+        out = torch.zeros(128, dtype=torch.uint8)
+        redispatch_to_npu("interleave_heads", **INTERLEAVE | {"src": src, "out": out})
+        assert torch.equal(out, src.view(2, 8, 8).transpose(0, 1).flatten())
+    with pytest.raises(ValueError, match=r"^interleave_heads: ranks is 0"):
+        redispatch_to_npu("interleave_heads", **INTERLEAVE | {"ranks": 0})
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "kernels of vllm_ascend_pd are not in use (torch_npu was not imported" in caplog.text
+
+
+def test_the_fallback_refuses_units_off_its_grid() -> None:
+    cache = torch.zeros(4, 64, dtype=torch.uint8)
+    out = torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="multiples of 64 bytes"):
+        ops_fallback.gather_slices([cache], torch.tensor([32]), 1, 64, out, 0, 0, 0)
+
+
+def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reasons: list[str] = []
+    monkeypatch.setattr(ops_fallback, "register", reasons.append)
+    monkeypatch.setattr(ops, "NPU_LIBRARY", tmp_path / "libvllm_ascend_pd_npu.so")
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    ops._register_npu()
+    ops.NPU_LIBRARY.write_bytes(b"not a library")
+    ops._register_npu()
+    monkeypatch.delitem(sys.modules, "torch_npu")
+    ops._register_npu()
+    not_built, not_loaded, no_torch_npu = reasons
+    assert "not built" in not_built
+    assert str(ops.NPU_LIBRARY) in not_loaded
+    assert "torch_npu was not imported" in no_torch_npu

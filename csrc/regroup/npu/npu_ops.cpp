@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The regroup ops on NPU tensors: checked as on the CPU, then one kernel on the current stream, in the order of
+// torch_npu's task queue. Loading the library registers them.
+#include <acl/acl_rt.h>
+#include <torch/library.h>
+
+#include "../arguments.h"
+#include "launch.h"
+#include "plan.h"
+#include "torch_npu/csrc/core/npu/NPUGuard.h"
+#include "torch_npu/csrc/core/npu/NPUStream.h"
+#include "torch_npu/csrc/framework/OpCommand.h"
+
+namespace vllm_ascend_pd::npu {
+namespace {
+
+int64_t device_attribute(int32_t device, int attribute, const char* name) {
+  int64_t value = 0;
+  const aclError error = aclrtGetDeviceInfo(device, static_cast<aclrtDevAttr>(attribute), &value);
+  TORCH_CHECK(error == ACL_SUCCESS && value > 0, "aclrtGetDeviceInfo of NPU ", device, " returned ", error, " and ",
+              value, " for its ", name);
+  return value;
+}
+
+// Of the current NPU; a process sees one kind of chip.
+const Chip& chip() {
+  static const Chip chip = [] {
+    int32_t device = 0;
+    TORCH_CHECK(aclrtGetDevice(&device) == ACL_SUCCESS, "no NPU is current in this thread");
+    // Not by name: the second one was renamed between versions of CANN.
+    return Chip{device_attribute(device, 201, "vector cores (ACL_DEV_ATTR_VECTOR_CORE_NUM)"),
+                device_attribute(device, 204, "unified buffer (ACL_DEV_ATTR_UBUF_PER_VECTOR_CORE)")};
+  }();
+  return chip;
+}
+
+// The task queue may run `queue_kernel` on another thread, after this returns.
+template <class QueueKernel>
+void in_task_queue(const char* name, QueueKernel queue_kernel) {
+  // Without emptying the task queue: the kernel takes its place in it.
+  const aclrtStream stream = c10_npu::getCurrentNPUStream().stream(false);
+  at_npu::native::OpCommand command;
+  command.Name(name);
+  command.SetCustomHandler([stream, queue_kernel]() -> int { return queue_kernel(stream); });
+  command.Run();
+}
+
+void run(const char* name, const std::optional<Split>& job) {
+  if (!job) return;
+  for (int64_t first = 0; first < job->num_caches(); first += kMaxCaches) {
+    const auto planned = plan_split(chip(), *job, first);
+    in_task_queue(name, [planned, offsets = job->unit_offsets, out = job->out](aclrtStream stream) {
+      return launch(planned.cores, stream, offsets, out, planned.tiling);
+    });
+  }
+}
+
+void run(const char* name, const std::optional<Interleave>& job) {
+  if (!job) return;
+  const auto planned = plan_interleave(chip(), *job);
+  in_task_queue(name, [planned, src = job->src, out = job->out](aclrtStream stream) {
+    return launch(planned.cores, stream, src, out, planned.tiling);
+  });
+}
+
+void gather_slices(at::TensorList caches, const at::Tensor& unit_offsets, int64_t splits, int64_t slice_bytes,
+                   at::Tensor& out, int64_t out_offset, int64_t out_cache_stride, int64_t out_split_stride) {
+  const c10_npu::NPUGuard guard(out.device());
+  run("vllm_ascend_pd::gather_slices", checked_gather(caches, unit_offsets, splits, slice_bytes, out, out_offset,
+                                                      out_cache_stride, out_split_stride));
+}
+
+void split_heads(at::TensorList caches, const at::Tensor& unit_offsets, int64_t splits, int64_t tokens,
+                 int64_t row_bytes, at::Tensor& out, int64_t out_offset, int64_t out_cache_stride,
+                 int64_t out_split_stride) {
+  const c10_npu::NPUGuard guard(out.device());
+  run("vllm_ascend_pd::split_heads", checked_split("split_heads", caches, unit_offsets, splits, tokens, row_bytes,
+                                                   out, out_offset, out_cache_stride, out_split_stride));
+}
+
+void interleave_heads(const at::Tensor& src, int64_t src_offset, int64_t src_rank_stride, at::Tensor& out,
+                      int64_t out_offset, int64_t ranks, int64_t tokens, int64_t row_bytes) {
+  const c10_npu::NPUGuard guard(out.device());
+  run("vllm_ascend_pd::interleave_heads",
+      checked_interleave(src, src_offset, src_rank_stride, out, out_offset, ranks, tokens, row_bytes));
+}
+
+TORCH_LIBRARY_IMPL(vllm_ascend_pd, PrivateUse1, m) {
+  m.impl("gather_slices", gather_slices);
+  m.impl("split_heads", split_heads);
+  m.impl("interleave_heads", interleave_heads);
+}
+
+}  // namespace
+}  // namespace vllm_ascend_pd::npu

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// From checked jobs to tilings, on the host and without torch or CANN.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../regroup.h"
+#include "tiling.h"
+
+namespace vllm_ascend_pd::npu {
+
+struct Chip {
+  int64_t vector_cores;
+  int64_t unified_buffer_bytes;  // of each
+};
+
+template <class Tiling>
+struct Launch {
+  uint32_t cores;
+  Tiling tiling;
+};
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t align_up(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
+
+// Below this a copy's fixed cost outweighs another core's help.
+constexpr int64_t kMinTileBytes = 8 * 1024;
+
+// Two tiles for each core where there is enough work, so that both buffers are in use, and as large as they
+// may be where there is more.
+inline Tiles plan_tiles(const Chip& chip, int64_t units, int64_t tokens, int64_t parts, int64_t row_bytes) {
+  const int64_t buffer = std::min(kMaxTileBytes, chip.unified_buffer_bytes / kBuffers / kAlignment * kAlignment);
+  const int64_t share = ceil_div(units * tokens * parts * row_bytes, chip.vector_cores * kBuffers);
+  const int64_t target = std::min(buffer, std::max(kMinTileBytes, align_up(share)));
+
+  Tiles tiles{};
+  tiles.parts = parts;
+  tiles.tokens = tokens;
+  tiles.row_bytes = row_bytes;
+  tiles.padded_row = align_up(row_bytes);
+  tiles.buffer_bytes = buffer;
+  tiles.tile_tokens = std::min(tokens, target / parts / tiles.padded_row);
+  tiles.piece_bytes = std::min(row_bytes, target);
+  tiles.pieces = ceil_div(row_bytes, tiles.piece_bytes);
+  tiles.tiles_per_unit =
+      tiles.tile_tokens > 0 ? ceil_div(tokens, tiles.tile_tokens) : tokens * parts * tiles.pieces;
+  return tiles;
+}
+
+inline uint32_t cores_for(const Chip& chip, int64_t tiles) {
+  return static_cast<uint32_t>(std::min(chip.vector_cores, tiles));
+}
+
+// The launch for the caches from `first` on, kMaxCaches of them at most.
+inline Launch<SplitTiling> plan_split(const Chip& chip, const Split& job, int64_t first) {
+  SplitTiling tiling{};
+  tiling.num_caches = std::min(kMaxCaches, job.num_caches() - first);
+  for (int64_t c = 0; c < tiling.num_caches; ++c) {
+    tiling.caches[c] = reinterpret_cast<uint64_t>(job.caches[first + c].data);
+    tiling.cache_bytes[c] = job.caches[first + c].bytes;
+  }
+  tiling.units = job.units;
+  tiling.out_bytes = job.out_bytes;
+  tiling.out_offset = job.out_offset + first * job.out_cache_stride;
+  tiling.out_cache_stride = job.out_cache_stride;
+  tiling.out_split_stride = job.out_split_stride;
+  tiling.tiles = plan_tiles(chip, tiling.num_caches * job.units, job.tokens, job.splits, job.row_bytes);
+  return {cores_for(chip, tiling.num_caches * job.units * tiling.tiles.tiles_per_unit), tiling};
+}
+
+inline Launch<InterleaveTiling> plan_interleave(const Chip& chip, const Interleave& job) {
+  InterleaveTiling tiling{};
+  tiling.src_bytes = job.src_bytes;
+  tiling.src_offset = job.src_offset;
+  tiling.src_rank_stride = job.src_rank_stride;
+  tiling.out_bytes = job.out_bytes;
+  tiling.out_offset = job.out_offset;
+  tiling.tiles = plan_tiles(chip, /*units=*/1, job.tokens, job.ranks, job.row_bytes);
+  return {cores_for(chip, tiling.tiles.tiles_per_unit), tiling};
+}
+
+}  // namespace vllm_ascend_pd::npu

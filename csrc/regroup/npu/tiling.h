@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the host tells a kernel: plain structs, passed by value. All offsets, strides and sizes are bytes.
+#pragma once
+
+#include <cstdint>
+
+namespace vllm_ascend_pd::npu {
+
+// One tile is read while the one before it is written.
+constexpr uint32_t kBuffers = 2;
+
+// The unified buffer's grain: rows in it begin at multiples of this.
+constexpr int64_t kAlignment = 32;
+
+// Longer copies are not faster, and shorter ones spread better over the cores. Also keeps a tile's rows below
+// DataCopyPad's limit of 4095, since a row takes 32 bytes or more.
+constexpr int64_t kMaxTileBytes = 64 * 1024;
+static_assert(kMaxTileBytes / kAlignment <= 4095);
+
+// More caches take more launches.
+constexpr int64_t kMaxCaches = 8;
+
+// How rows are cut into tiles. `parts` rows, one per split or rank, make a token; `tokens` make a unit (all
+// tokens, where ranks are interleaved). A tile is `tile_tokens` whole tokens, or, where that is 0, up to
+// `piece_bytes` of one row.
+struct Tiles {
+  int64_t parts;
+  int64_t tokens;
+  int64_t row_bytes;
+  int64_t padded_row;  // what a row takes in the unified buffer
+  int64_t tile_tokens;
+  int64_t piece_bytes;
+  int64_t pieces;  // of one row
+  int64_t tiles_per_unit;
+  int64_t buffer_bytes;  // of each of kBuffers
+};
+
+// See Split in regroup.h.
+struct SplitTiling {
+  uint64_t caches[kMaxCaches];  // addresses
+  int64_t cache_bytes[kMaxCaches];
+  int64_t num_caches;
+  int64_t units;
+  int64_t out_bytes;
+  int64_t out_offset;
+  int64_t out_cache_stride;
+  int64_t out_split_stride;
+  Tiles tiles;
+};
+
+// See Interleave in regroup.h.
+struct InterleaveTiling {
+  int64_t src_bytes;
+  int64_t src_offset;
+  int64_t src_rank_stride;
+  int64_t out_bytes;
+  int64_t out_offset;
+  Tiles tiles;
+};
+
+}  // namespace vllm_ascend_pd::npu
