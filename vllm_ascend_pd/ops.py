@@ -4,11 +4,12 @@
 A *unit* is a token-major cache block, or an aligned part of one: `[tokens, heads, head bytes]` without gaps.
 The ops move bytes, so any dtype will do; every offset, stride and size is in bytes, and an offset into a tensor
 counts from its `data_ptr()`. Nothing is allocated: results go to `out`, and only the bytes named below are
-written. All tensors of a layer (K and V) go through one call: on an NPU each call is one launch.
+written. All tensors of a layer (K and V) go through one call.
 
 On the CPU an op releases the GIL while it copies, and copies on as many threads as `torch.get_num_threads()`.
-On an NPU it queues one kernel on the current stream; where the kernels were not built or cannot be loaded,
-`ops_fallback` does the same with torch's operators.
+On an NPU it queues one kernel on the current stream (one for every 8 caches), for rows of any size, though those
+of a multiple of 32 bytes move faster; where the kernels were not built or cannot be loaded, `ops_fallback` does the
+same with torch's operators.
 
 Every op raises ValueError, naming the argument, its value and the limit, before a byte is written: for a count
 or offset below its minimum, a range outside its tensor, sections that overlap, `out` overlapping an input in

@@ -6,7 +6,9 @@ Every rank fills its cache from one function of (request, layer, part, token, he
 byte is known everywhere.
 """
 
+import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import random
@@ -123,23 +125,28 @@ def by_token(model: Model, cache: torch.Tensor) -> torch.Tensor:
 
 
 class Rank:
-    """A rank's process, driven by calls: `rank.call("name", ...)` runs the method of its program and returns."""
+    """A rank's process, driven by calls: `rank.call("name", ...)` runs the method of its program and returns.
 
-    def __init__(self, program: Callable[..., Any], *args: Any) -> None:
-        # An NPU's runtime has threads, which do not survive a fork.
-        processes = _forked if args[-1] == "cpu" else multiprocessing.get_context("spawn")
-        self._pipe, child = processes.Pipe()
-        self.process = processes.Process(target=_serve, args=(child, program, args), daemon=True)
-        self.process.start()
-        child.close()
+    Processes are reused: starting one means importing torch and vLLM, and on an NPU initialising it.
+    """
+
+    def __init__(self, program: Callable[..., Any], *args: Any, device: str) -> None:
+        self._host = _hosts.acquire(device)
+        self._reusable = True
+        self.send("load", program, args)
 
     def send(self, name: str, *args: Any) -> None:
-        self._pipe.send((name, args))
+        self._host.pipe.send((name, args))
 
     def receive(self, timeout_s: float = 60.0) -> Any:
-        if not self._pipe.poll(timeout_s):
+        if not self._host.pipe.poll(timeout_s):
+            self._reusable = False
             raise TimeoutError("the rank did not answer")
-        ok, value = self._pipe.recv()
+        try:
+            ok, value = self._host.pipe.recv()
+        except EOFError:
+            self._reusable = False
+            raise RuntimeError("the rank's process died") from None
         if not ok:
             raise RuntimeError(f"in the rank's process: {value}")
         return value
@@ -148,32 +155,90 @@ class Rank:
         self.send(name, *args)
         return self.receive()
 
-    def stop(self) -> list[str]:
-        """Ends the process; returns what the rank could not clean up itself."""
+    @property
+    def process(self) -> Any:
+        return self._host.process
+
+    def spoil(self) -> None:
+        """Something was done to the process that the next user must not see."""
+        self._reusable = False
+
+    def stopped(self) -> list[str]:
+        """After `send("stop")`: ends the rank; returns what it could not clean up itself."""
         left: list[str] = []
-        if self.process.is_alive():
-            with contextlib.suppress(OSError, EOFError):
-                left = self.call("stop")
-            self.process.join(10)
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join(10)
-        self._pipe.close()
+        try:
+            left = self.receive()
+        except (OSError, RuntimeError, TimeoutError) as error:
+            self._reusable = False
+            left.append(f"did not stop: {error}")
+        if self._reusable:
+            _hosts.release(self._host)
+        else:
+            self._host.end()
         return left
 
 
-def _serve(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
+class _Host:
+    """A process that runs one rank at a time."""
+
+    def __init__(self, device: str) -> None:
+        # An NPU's runtime has threads, which do not survive a fork.
+        processes = _forked if device == "cpu" else multiprocessing.get_context("spawn")
+        self.settings = _settings(device)
+        self.pipe, child = processes.Pipe()
+        self.process = processes.Process(target=_serve, args=(child,), daemon=True)
+        self.process.start()
+        child.close()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        self.pipe.close()
+
+
+class _Hosts:
+    """Idle processes, all started with the same settings: those of others end when settings change."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Host] = []
+        atexit.register(self.close)
+
+    def acquire(self, device: str) -> _Host:
+        for host in [h for h in self._idle if h.settings != _settings(device)]:
+            self._idle.remove(host)
+            host.end()
+        return self._idle.pop() if self._idle else _Host(device)
+
+    def release(self, host: _Host) -> None:
+        self._idle.append(host)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().end()
+
+
+def _settings(device: str) -> tuple[object, ...]:
+    """What a process reads only when it starts."""
+    return device, tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("CANN_ON_HOST")))
+
+
+_hosts = _Hosts()
+
+
+def _serve(pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    served = _answer(pipe, lambda: program(*args), keep=True)
-    while served is not None:
+    rank: Any = None
+    while True:
         try:
             name, arguments = pipe.recv()
         except EOFError:
             return
-        _answer(pipe, lambda: getattr(served, name)(*arguments))  # noqa: B023 - called at once
-        if name == "stop":
-            return
+        if name == "load":
+            program, program_arguments = arguments
+            rank = _answer(pipe, functools.partial(program, *program_arguments), keep=True)
+        else:
+            _answer(pipe, functools.partial(getattr(rank, name), *arguments))
 
 
 def _answer(pipe: Connection, action: Callable[[], Any], keep: bool = False) -> Any:
@@ -543,7 +608,11 @@ class Pair:
         ]
 
     def close(self) -> list[str]:
-        left = [what for rank in self.p_ranks + self.d_ranks for what in rank.stop()]
+        ranks = self.p_ranks + self.d_ranks
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                rank.send("stop")
+        left = [what for rank in ranks for what in rank.stopped()]
         self.listener.close(5.0)
         return left
 
@@ -551,7 +620,7 @@ class Pair:
 def _start(program: Any, model: Model, side: Side, config: dict[str, Any], device: str) -> list[Rank]:
     init = f"tcp://{HOST}:{reserve_port()}"
     return [
-        Rank(program, model, side, tp_rank, pp_rank, init, config, device)
+        Rank(program, model, side, tp_rank, pp_rank, init, config, device, device=device)
         for pp_rank in range(side.pp)
         for tp_rank in range(side.tp)
     ]

@@ -50,7 +50,9 @@ class Target:
 
 def find_cann(environ: Mapping[str, str], homes: Iterable[Path] = CANN_HOMES) -> Path:
     """CANN's folder. What the environment names is taken or refused; only without it is `homes` searched."""
-    named = [Path(environ[name]) for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME") if environ.get(name)]
+    named = [
+        Path(environ[name]).absolute() for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME") if environ.get(name)
+    ]
     candidates = named[:1] or [home for home in homes if home.exists()]
     for home in candidates:
         if any(next(home.glob(pattern), None) for pattern in COMPILERS):

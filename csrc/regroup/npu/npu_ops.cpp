@@ -15,23 +15,30 @@
 namespace vllm_ascend_pd::npu {
 namespace {
 
-int64_t device_attribute(int32_t device, int attribute, const char* name) {
-  int64_t value = 0;
-  const aclError error = aclrtGetDeviceInfo(device, static_cast<aclrtDevAttr>(attribute), &value);
-  TORCH_CHECK(error == ACL_SUCCESS && value > 0, "aclrtGetDeviceInfo of NPU ", device, " returned ", error, " and ",
-              value, " for its ", name);
-  return value;
+// By number: names in ACL's header changed between versions.
+constexpr int kVectorCoreNum = 201;         // ACL_DEV_ATTR_VECTOR_CORE_NUM
+constexpr int kUnifiedBufferPerCore = 204;  // ACL_DEV_ATTR_UBUF_PER_VECTOR_CORE
+
+// Atlas A2 and A3; later chips have more. Older drivers do not know the attribute.
+constexpr int64_t kUnifiedBufferBytes = 192 * 1024;
+
+Chip current_chip() {
+  int32_t device = 0;
+  TORCH_CHECK(aclrtGetDevice(&device) == ACL_SUCCESS, "no NPU is current in this thread");
+  Chip chip{0, 0};
+  const aclError error = aclrtGetDeviceInfo(device, static_cast<aclrtDevAttr>(kVectorCoreNum), &chip.vector_cores);
+  TORCH_CHECK(error == ACL_SUCCESS && chip.vector_cores > 0, "aclrtGetDeviceInfo of NPU ", device, " returned ",
+              error, " and ", chip.vector_cores, " vector cores");
+  if (aclrtGetDeviceInfo(device, static_cast<aclrtDevAttr>(kUnifiedBufferPerCore), &chip.unified_buffer_bytes) !=
+          ACL_SUCCESS ||
+      chip.unified_buffer_bytes <= 0)
+    chip.unified_buffer_bytes = kUnifiedBufferBytes;
+  return chip;
 }
 
-// Of the current NPU; a process sees one kind of chip.
+// A process sees one kind of chip.
 const Chip& chip() {
-  static const Chip chip = [] {
-    int32_t device = 0;
-    TORCH_CHECK(aclrtGetDevice(&device) == ACL_SUCCESS, "no NPU is current in this thread");
-    // Not by name: the second one was renamed between versions of CANN.
-    return Chip{device_attribute(device, 201, "vector cores (ACL_DEV_ATTR_VECTOR_CORE_NUM)"),
-                device_attribute(device, 204, "unified buffer (ACL_DEV_ATTR_UBUF_PER_VECTOR_CORE)")};
-  }();
+  static const Chip chip = current_chip();
   return chip;
 }
 

@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The part of AscendC that csrc/regroup/npu uses, on the CPU: with this folder first on the include path the
+// kernels compile unmodified, and each vector core is a thread.
+//
+// It moves real bytes and throws std::logic_error for what hardware would punish silently: accesses outside of
+// global memory or a tile, more unified buffer than a core has, unaligned tiles, values that do not fit
+// DataCopyPad's fields, and steps of the queue's protocol left out. That protocol is what orders the copies on
+// hardware (EnQue and DeQue wait for the reading of a tile, FreeTensor and AllocTensor for its writing), so
+// here a tile may be read into only between AllocTensor and EnQue, and written from only between DeQue and
+// FreeTensor. Threads stand for cores, not for a core's pipes: within a core the copies themselves are done
+// when DataCopyPad returns.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#define __aicore__
+#define __global__
+#define __gm__
+#define KERNEL_TASK_TYPE_DEFAULT(type)
+using GM_ADDR = uint8_t*;
+
+namespace AscendC {
+
+enum class TPosition { GM, VECIN, VECOUT };
+
+namespace twin {
+
+constexpr size_t kUnifiedBufferBytes = 192 * 1024;  // Atlas A2 and A3
+constexpr size_t kAlignment = 32;
+constexpr uint32_t kMaxBlockCount = 4095;
+constexpr uint32_t kMaxBlockBytes = 2097151;
+constexpr uint32_t kMaxBufferGap = 65535;  // in units of 32 bytes
+
+inline thread_local int64_t core = 0;
+inline thread_local int64_t num_cores = 1;
+inline thread_local std::string fault_at_exit;  // found by a destructor, which cannot throw
+
+inline void require(bool ok, const std::string& what) {
+  if (!ok) throw std::logic_error("core " + std::to_string(core) + ": " + what);
+}
+
+inline size_t align_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// Runs kernel(args...) once per core and throws the first core's error.
+template <class Kernel, class... Args>
+void launch(uint32_t cores, Kernel kernel, Args... args) {
+  std::vector<std::exception_ptr> errors(cores);
+  std::vector<std::thread> threads;
+  for (uint32_t i = 0; i < cores; ++i)
+    threads.emplace_back([&, i] {
+      core = i;
+      num_cores = cores;
+      try {
+        kernel(args...);
+        require(fault_at_exit.empty(), fault_at_exit);
+      } catch (...) {
+        errors[i] = std::current_exception();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  for (const std::exception_ptr& error : errors)
+    if (error) std::rethrow_exception(error);
+}
+
+enum class State { kFree, kAllocated, kQueued, kDequeued };
+
+// One buffer of a queue.
+struct Buffer {
+  uint8_t* data;
+  size_t bytes;
+  State state = State::kFree;
+};
+
+}  // namespace twin
+
+inline int64_t GetBlockIdx() { return twin::core; }
+inline int64_t GetBlockNum() { return twin::num_cores; }
+
+template <class T>
+class GlobalTensor {
+ public:
+  void SetGlobalBuffer(T* data, uint64_t size) { data_ = data, offset_ = 0, size_ = size; }
+
+  GlobalTensor operator[](uint64_t offset) const {
+    GlobalTensor view = *this;
+    view.offset_ += offset;
+    return view;
+  }
+
+  T GetValue(uint64_t i) const { return *at(i, 1); }
+
+  T* at(uint64_t i, uint64_t count) const {
+    const uint64_t begin = offset_ + i;
+    twin::require(begin <= size_ && count <= size_ - begin,
+                  "global memory: elements [" + std::to_string(static_cast<int64_t>(begin)) + ", +" +
+                      std::to_string(count) + ") of " + std::to_string(size_));
+    return data_ + begin;
+  }
+
+ private:
+  T* data_ = nullptr;
+  uint64_t offset_ = 0;
+  uint64_t size_ = 0;
+};
+
+template <class T>
+class LocalTensor {
+ public:
+  LocalTensor() = default;
+  explicit LocalTensor(twin::Buffer* buffer) : buffer_(buffer) {}
+
+  LocalTensor operator[](uint32_t offset) const {
+    LocalTensor view = *this;
+    view.offset_ += offset * sizeof(T);
+    return view;
+  }
+
+  uint8_t* at(size_t offset, size_t bytes) const {
+    twin::require(offset_ + offset + bytes <= buffer_->bytes,
+                  "tile: bytes [" + std::to_string(offset_ + offset) + ", +" + std::to_string(bytes) + ") of " +
+                      std::to_string(buffer_->bytes));
+    return buffer_->data + offset_ + offset;
+  }
+
+  twin::Buffer* whole_buffer() const {
+    twin::require(buffer_ != nullptr && offset_ == 0, "queue: not a tensor that AllocTensor or DeQue returned");
+    return buffer_;
+  }
+
+  bool is(twin::State state) const { return buffer_ != nullptr && buffer_->state == state; }
+
+ private:
+  twin::Buffer* buffer_ = nullptr;
+  size_t offset_ = 0;
+};
+
+class TPipe;
+
+template <TPosition source, TPosition destination, int32_t depth>
+class TQueBind {
+ public:
+  TQueBind() = default;
+  TQueBind(const TQueBind&) = delete;
+  ~TQueBind() {
+    for (const auto& buffer : buffers_)
+      if (buffer->state != twin::State::kFree) twin::fault_at_exit = "queue: a tensor was not freed";
+  }
+
+  template <class T>
+  LocalTensor<T> AllocTensor() {
+    for (const auto& buffer : buffers_)
+      if (buffer->state == twin::State::kFree) {
+        buffer->state = twin::State::kAllocated;
+        std::memset(buffer->data, 0xA5, buffer->bytes);  // what was there before means nothing
+        return LocalTensor<T>(buffer.get());
+      }
+    twin::require(false, "AllocTensor: all buffers are in use");
+    return {};
+  }
+
+  template <class T>
+  void EnQue(const LocalTensor<T>& tensor) {
+    step(tensor.whole_buffer(), twin::State::kAllocated, twin::State::kQueued, "EnQue: not allocated");
+    queued_.push_back(tensor.whole_buffer());
+    twin::require(queued_.size() <= static_cast<size_t>(depth), "EnQue: deeper than the queue");
+  }
+
+  template <class T>
+  LocalTensor<T> DeQue() {
+    twin::require(!queued_.empty(), "DeQue: the queue is empty");
+    twin::Buffer* buffer = queued_.front();
+    queued_.pop_front();
+    buffer->state = twin::State::kDequeued;
+    return LocalTensor<T>(buffer);
+  }
+
+  template <class T>
+  void FreeTensor(const LocalTensor<T>& tensor) {
+    step(tensor.whole_buffer(), twin::State::kDequeued, twin::State::kFree, "FreeTensor: not dequeued");
+  }
+
+ private:
+  friend class TPipe;
+
+  static void step(twin::Buffer* buffer, twin::State from, twin::State to, const char* error) {
+    twin::require(buffer->state == from, error);
+    buffer->state = to;
+  }
+
+  std::vector<std::unique_ptr<twin::Buffer>> buffers_;
+  std::deque<twin::Buffer*> queued_;
+};
+
+class TPipe {
+ public:
+  template <TPosition source, TPosition destination, int32_t depth>
+  bool InitBuffer(TQueBind<source, destination, depth>& queue, uint8_t count, uint32_t bytes) {
+    for (uint8_t i = 0; i < count; ++i) {
+      twin::require(used_ + twin::align_up(bytes) <= twin::kUnifiedBufferBytes,
+                    "InitBuffer: more than the unified buffer has");
+      queue.buffers_.push_back(
+          std::make_unique<twin::Buffer>(twin::Buffer{memory_.get() + used_, twin::align_up(bytes)}));
+      used_ += twin::align_up(bytes);
+    }
+    return true;
+  }
+
+ private:
+  struct Delete {
+    void operator()(uint8_t* memory) const { ::operator delete(memory, std::align_val_t{twin::kAlignment}); }
+  };
+  std::unique_ptr<uint8_t, Delete> memory_{static_cast<uint8_t*>(
+      ::operator new(twin::kUnifiedBufferBytes, std::align_val_t{twin::kAlignment}))};
+  size_t used_ = 0;
+};
+
+// Strides are gaps: in bytes in global memory, in units of 32 bytes in the unified buffer.
+struct DataCopyExtParams {
+  DataCopyExtParams(uint16_t count, uint32_t bytes, uint32_t source_gap, uint32_t destination_gap, uint32_t reserved)
+      : blockCount(count), blockLen(bytes), srcStride(source_gap), dstStride(destination_gap), rsv(reserved) {}
+  uint16_t blockCount;
+  uint32_t blockLen;
+  uint32_t srcStride;
+  uint32_t dstStride;
+  uint32_t rsv;
+};
+
+template <class T>
+struct DataCopyPadExtParams {
+  DataCopyPadExtParams(bool pad, uint8_t left, uint8_t right, T value)
+      : isPad(pad), leftPadding(left), rightPadding(right), paddingValue(value) {}
+  bool isPad;
+  uint8_t leftPadding;
+  uint8_t rightPadding;
+  T paddingValue;
+};
+
+namespace twin {
+
+inline void check_copy(const DataCopyExtParams& params, const uint8_t* tile, uint32_t tile_gap) {
+  require(params.blockCount >= 1 && params.blockCount <= kMaxBlockCount, "DataCopyPad: blockCount");
+  require(params.blockLen >= 1 && params.blockLen <= kMaxBlockBytes, "DataCopyPad: blockLen");
+  require(tile_gap <= kMaxBufferGap, "DataCopyPad: gap in the unified buffer");
+  require(reinterpret_cast<uintptr_t>(tile) % kAlignment == 0, "DataCopyPad: tile not aligned to 32 bytes");
+}
+
+}  // namespace twin
+
+// Every block begins at a multiple of 32 bytes in the tile; what fills up the one before is undefined.
+inline void DataCopyPad(const LocalTensor<uint8_t>& to, const GlobalTensor<uint8_t>& from,
+                        const DataCopyExtParams& params, const DataCopyPadExtParams<uint8_t>& pad) {
+  twin::require(to.is(twin::State::kAllocated), "DataCopyPad: reads into a tensor that is not allocated");
+  twin::require(!pad.isPad && pad.leftPadding == 0 && pad.rightPadding == 0, "DataCopyPad: padding is not emulated");
+  twin::check_copy(params, to.at(0, 0), params.dstStride);
+  const size_t padded = twin::align_up(params.blockLen);
+  for (uint64_t i = 0; i < params.blockCount; ++i)
+    std::memcpy(to.at(i * (padded + params.dstStride * twin::kAlignment), padded),
+                from.at(i * (uint64_t{params.blockLen} + params.srcStride), params.blockLen), params.blockLen);
+}
+
+inline void DataCopyPad(const GlobalTensor<uint8_t>& to, const LocalTensor<uint8_t>& from,
+                        const DataCopyExtParams& params) {
+  twin::require(from.is(twin::State::kDequeued), "DataCopyPad: writes from a tensor that is not dequeued");
+  twin::check_copy(params, from.at(0, 0), params.srcStride);
+  const size_t padded = twin::align_up(params.blockLen);
+  for (uint64_t i = 0; i < params.blockCount; ++i)
+    std::memcpy(to.at(i * (uint64_t{params.blockLen} + params.dstStride), params.blockLen),
+                from.at(i * (padded + params.srcStride * twin::kAlignment), padded), params.blockLen);
+}
+
+}  // namespace AscendC

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NPU's kernels, unmodified, on the CPU twin of AscendC in this folder, each against a line of numpy.
+
+What passes here has copied the right bytes and kept the rules that the twin knows (see kernel_operator.h). It
+says nothing about speed, or about rules of the hardware that the twin does not know.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+HERE = Path(__file__).parent
+KERNELS = HERE.parents[1] / "csrc" / "regroup" / "npu"
+KIB = 1024
+
+Bytes = np.ndarray  # of uint8
+
+pytestmark = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler")
+
+# Three ops of these many random cases each.
+many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def build(source: str, target: Path, *flags: str) -> Path:
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
+    # The twin's kernel_operator.h comes first; CANN's, if there is one, is not asked for.
+    command += [f"-I{HERE}", f"-I{KERNELS}", str(HERE / source), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+@dataclass(frozen=True)
+class Chip:
+    cores: int
+    unified_buffer: int
+
+
+A2 = Chip(cores=40, unified_buffer=192 * KIB)
+A3 = Chip(cores=48, unified_buffer=192 * KIB)
+ONE_CORE = Chip(cores=1, unified_buffer=192 * KIB)
+SMALL_BUFFER = Chip(cores=3, unified_buffer=20 * KIB)
+
+
+class Twin:
+    """The kernels on the twin. Raises what the twin finds; returns how many launches it took."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        for function in (self._library.twin_split, self._library.twin_interleave, self._library.twin_fault):
+            function.restype = ctypes.c_char_p
+
+    def split(
+        self,
+        chip: Chip,
+        caches: list[Bytes],
+        unit_offsets: np.ndarray,
+        splits: int,
+        tokens: int,
+        row: int,
+        out: Bytes,
+        out_offset: int,
+        out_cache_stride: int,
+        out_split_stride: int,
+    ) -> int:
+        addresses = (ctypes.c_void_p * len(caches))(*[cache.ctypes.data for cache in caches])
+        sizes = (ctypes.c_int64 * len(caches))(*[cache.size for cache in caches])
+        return self._launches(
+            self._library.twin_split,
+            *(chip.cores, chip.unified_buffer, len(caches), addresses, sizes, unit_offsets, len(unit_offsets)),
+            *(splits, tokens, row, out, out.size, out_offset, out_cache_stride, out_split_stride),
+        )
+
+    def interleave(
+        self,
+        chip: Chip,
+        src: Bytes,
+        src_offset: int,
+        src_rank_stride: int,
+        ranks: int,
+        tokens: int,
+        row: int,
+        out: Bytes,
+        out_offset: int,
+    ) -> int:
+        return self._launches(
+            self._library.twin_interleave,
+            *(chip.cores, chip.unified_buffer, src, src.size, src_offset, src_rank_stride),
+            *(ranks, tokens, row, out, out.size, out_offset),
+        )
+
+    def fault(self, name: str) -> None:
+        self._call(self._library.twin_fault, name.encode())
+
+    def _launches(self, function: Callable[..., bytes | None], *args: object) -> int:
+        launches = ctypes.c_int64()
+        self._call(function, *args, ctypes.byref(launches))
+        return launches.value
+
+    def _call(self, function: Callable[..., bytes | None], *args: object) -> None:
+        error = function(*[self._argument(arg) for arg in args])
+        if error is not None:
+            raise RuntimeError(error.decode())
+
+    @staticmethod
+    def _argument(arg: object) -> object:
+        if isinstance(arg, np.ndarray):
+            return ctypes.c_void_p(arg.ctypes.data)
+        return ctypes.c_int64(arg) if isinstance(arg, int) else arg
+
+
+@pytest.fixture(scope="session")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    return Twin(build("library.cpp", tmp_path_factory.mktemp("twin") / "libtwin.so", "-shared", "-fPIC"))
+
+
+def random_bytes(size: int, seed: int = 0) -> Bytes:
+    return np.random.default_rng(seed).integers(256, size=size, dtype=np.uint8)
+
+
+chips = st.sampled_from([A2, A3, ONE_CORE, SMALL_BUFFER])
+parts = st.sampled_from([1, 2, 3, 4, 8])  # splits or ranks
+gaps = st.integers(0, 9)
+# Multiples of 32 bytes and others, some longer than a tile.
+rows = st.sampled_from([1, 7, 32, 33, 96, 256, 1000, 1024, 2048, 4096, 8224, 65536, 70001, 131072])
+
+
+# Chip, caches, unit offsets, splits, tokens and row bytes.
+PagedCase = tuple[Chip, list[Bytes], np.ndarray, int, int, int]
+
+
+@st.composite
+def paged_case(draw: st.DrawFn, max_tokens: int) -> PagedCase:
+    """Some 3 MiB at most."""
+    splits, row = draw(parts), draw(rows)
+    tokens = draw(st.integers(1, max(1, min(max_tokens, 2**18 // (splits * row)))))
+    unit = splits * tokens * row
+    num_caches = draw(st.integers(1, 3 if unit > KIB else 20))
+    caches = [random_bytes(3 * unit + draw(gaps), seed) for seed in range(num_caches)]
+    offsets = draw(st.lists(st.integers(0, 2 * unit), min_size=1, max_size=6))
+    return draw(chips), caches, np.array(offsets, dtype=np.int64), splits, tokens, row
+
+
+def check_split(
+    twin: Twin,
+    case: PagedCase,
+    sections: np.ndarray,
+    begin: int,
+    gap: int,
+    cache_major: bool,
+) -> None:
+    """`sections`: the expected [caches, splits, section bytes]."""
+    chip, caches, offsets, splits, tokens, row = case
+    num_caches, _, section = sections.shape
+    inner = section + gap
+    outer = inner * (splits if cache_major else num_caches) + gap
+    cache_stride, split_stride = (outer, inner) if cache_major else (inner, outer)
+    out = random_bytes(begin + num_caches * splits * (inner + gap) + 5)
+    expected = out.copy()
+    window = np.lib.stride_tricks.as_strided(expected[begin:], sections.shape, (cache_stride, split_stride, 1))
+    window[:] = sections
+    launches = twin.split(chip, caches, offsets, splits, tokens, row, out, begin, cache_stride, split_stride)
+    assert np.array_equal(out, expected)
+    assert launches == -(-num_caches // 8)
+
+
+@many
+@given(case=paged_case(max_tokens=1), begin=gaps, gap=gaps, cache_major=st.booleans())
+def test_gather_slices(twin: Twin, case: PagedCase, begin: int, gap: int, cache_major: bool) -> None:
+    _, caches, offsets, splits, _, row = case
+    units = np.stack([[cache[at:][: splits * row] for at in offsets] for cache in caches])
+    slices = units.reshape(len(caches), len(offsets), splits, row).transpose(0, 2, 1, 3)
+    check_split(twin, case, slices.reshape(len(caches), splits, -1), begin, gap, cache_major)
+
+
+@many
+@given(case=paged_case(max_tokens=130), begin=gaps, gap=gaps, cache_major=st.booleans())
+def test_split_heads(twin: Twin, case: PagedCase, begin: int, gap: int, cache_major: bool) -> None:
+    _, caches, offsets, splits, tokens, row = case
+    units = np.stack([[cache[at:][: splits * tokens * row] for at in offsets] for cache in caches])
+    groups = units.reshape(len(caches), len(offsets), tokens, splits, row).transpose(0, 3, 1, 2, 4)
+    check_split(twin, case, groups.reshape(len(caches), splits, -1), begin, gap, cache_major)
+
+
+@many
+@given(chip=chips, ranks=parts, row=rows, data=st.data(), begin=gaps, gap=gaps)
+def test_interleave_heads(
+    twin: Twin, chip: Chip, ranks: int, row: int, data: st.DataObject, begin: int, gap: int
+) -> None:
+    tokens = data.draw(st.integers(1, max(1, min(5000, 2**20 // (ranks * row)))))
+    stride = tokens * row + gap
+    src = random_bytes(begin + ranks * stride)
+    sections = np.lib.stride_tricks.as_strided(src[begin:], (tokens, ranks, row), (row, stride, 1))
+    out = random_bytes(begin + sections.size + 5, seed=1)
+    expected = out.copy()
+    expected[begin : begin + sections.size] = sections.reshape(-1)
+    assert twin.interleave(chip, src, begin, stride, ranks, tokens, row, out, begin) == 1
+    assert np.array_equal(out, expected)
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """Prefill TP to decode TP, `ratio` to 1, in vllm-ascend's shapes; heads are one prefill rank's."""
+
+    ratio: int
+    heads: int
+    num_ids: int
+
+
+TP2_TO_TP1 = Regroup(ratio=2, heads=4, num_ids=11)
+TP4_TO_TP1 = Regroup(ratio=4, heads=2, num_ids=5)
+TP8_TO_TP1 = Regroup(ratio=8, heads=1, num_ids=3)
+
+
+@pytest.mark.parametrize("cfg", [TP2_TO_TP1, TP4_TO_TP1, TP8_TO_TP1], ids=lambda cfg: f"TP{cfg.ratio}_TO_TP1")
+def test_a_layer_is_one_gather_one_all_to_all_and_one_interleave(twin: Twin, cfg: Regroup) -> None:
+    """K and V of every rank, [num_blocks, 128 tokens, heads, 256 bytes], become decode's blocks."""
+    r, num_blocks, row = cfg.ratio, 16, cfg.heads * 256
+    caches = [[random_bytes(num_blocks * 128 * row, 2 * rank + i) for i in range(2)] for rank in range(r)]
+    ids = np.random.default_rng(0).permutation(num_blocks)[: cfg.num_ids]
+    slice_bytes = 128 // r * row
+    section = cfg.num_ids * slice_bytes
+
+    sends = [np.empty((r, 2, cfg.num_ids, 128 // r, row), dtype=np.uint8) for _ in range(r)]
+    for kv, send in zip(caches, sends, strict=True):
+        offsets = ids.astype(np.int64) * 128 * row
+        assert twin.split(A2, kv, offsets, r, 1, slice_bytes, send, 0, section, 2 * section) == 1
+    received = [np.stack([send[rank] for send in sends]) for rank in range(r)]
+    staged = [np.empty((2, cfg.num_ids, 128 // r, r, row), dtype=np.uint8) for _ in range(r)]
+    for src, out in zip(received, staged, strict=True):
+        tokens = 2 * cfg.num_ids * 128 // r
+        assert twin.interleave(A2, src, 0, 2 * section, r, tokens, row, out, 0) == 1
+
+    decode = np.stack(staged, axis=2).reshape(2, cfg.num_ids, 128, r, row)
+    for i in range(2):
+        blocks = [kv[i].reshape(num_blocks, 128, row)[ids] for kv in caches]
+        assert np.array_equal(decode[i], np.stack(blocks, axis=2))
+
+
+def test_unit_offsets_outside_of_the_cache_are_out_of_bounds(twin: Twin) -> None:
+    cache, out = random_bytes(256), np.empty(64, dtype=np.uint8)
+    for offset in (-1, 193, 2**40, -(2**63)):
+        with pytest.raises(RuntimeError, match="global memory: elements"):
+            twin.split(A2, [cache], np.array([offset], dtype=np.int64), 1, 1, 64, out, 0, 0, 0)
+
+
+def test_offsets_past_4_gib(twin: Twin) -> None:
+    """Of the buffers only a few pages are touched: they cost address space, not memory."""
+    far, row = 4 * KIB**3 + 4096, 64
+    big, other = np.empty(far + 4096, dtype=np.uint8), np.empty(far + 4096, dtype=np.uint8)
+    small = np.empty(2 * row, dtype=np.uint8)
+    near_row, far_row = random_bytes(row, 1), random_bytes(row, 2)
+    big[:row], big[far : far + row] = near_row, far_row
+
+    twin.split(A2, [big], np.array([far, 0], dtype=np.int64), 1, 1, row, small, 0, 0, 0)
+    assert np.array_equal(small, np.concatenate([far_row, near_row]))
+    twin.split(A2, [small], np.array([0], dtype=np.int64), 2, 1, row, other, 0, 0, far)
+    assert np.array_equal(other[far : far + row], near_row)
+    twin.interleave(A2, big, 0, far, 2, 1, row, small, 0)
+    assert np.array_equal(small, np.concatenate([near_row, far_row]))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("read past the end", r"global memory: elements \[1000, \+25\) of 1024"),
+        ("read before the start", r"global memory: elements \[-1, "),
+        ("write past the end", "global memory"),
+        ("second block past the end", "global memory"),
+        ("value past the end", "global memory"),
+        ("tile too long", "tile: bytes"),
+        ("padded blocks past the tile", "tile: bytes"),
+        ("unaligned tile", "not aligned to 32 bytes"),
+        ("no blocks", "blockCount"),
+        ("too many blocks", "blockCount"),
+        ("no bytes", "blockLen"),
+        ("too many bytes", "blockLen"),
+        ("tile gap too long", "gap in the unified buffer"),
+        ("unified buffer used up", "more than the unified buffer has"),
+        ("alloc without free", "all buffers are in use"),
+        ("dequeue of nothing", "the queue is empty"),
+        ("enqueued twice", "EnQue: not allocated"),
+        ("enqueued in part", "not a tensor that AllocTensor"),
+        ("freed before dequeued", "FreeTensor: not dequeued"),
+        ("read after enqueued", "reads into a tensor that is not allocated"),
+        ("written before dequeued", "writes from a tensor that is not dequeued"),
+        ("written after freed", "writes from a tensor that is not dequeued"),
+        ("never freed", "a tensor was not freed"),
+    ],
+)
+def test_the_twin_finds(twin: Twin, fault: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        twin.fault(fault)
+
+
+def test_the_twin_finds_nothing_in_a_right_kernel(twin: Twin) -> None:
+    twin.fault("none")
+
+
+SANITIZERS = {"address and undefined": "address,undefined", "thread": "thread"}
+
+
+def run(program: Path, argument: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([program, argument], capture_output=True, text=True, check=False)
+    if "unexpected memory mapping" in done.stderr:  # older ThreadSanitizers and newer kernels' random addresses
+        done = subprocess.run(["setarch", "-R", program, argument], capture_output=True, text=True, check=False)
+    return done
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS.values(), ids=SANITIZERS.keys())
+def test_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
+    flags = ("-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
+    program = build("random_cases.cpp", tmp_path / "random_cases", *flags)
+    done = run(program, "300")
+    assert done.returncode == 0, done.stdout + done.stderr
+    if sanitizer == "thread":
+        assert "data race" in run(program, "race").stderr
