@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.ranks import Model, Pair, Side, prompts, run
+from harness.kv import Model, Side
+from harness.ranks import Pair, prompts, run
 from vllm_ascend_pd.core.layout import Order
 
 GQA = Model()

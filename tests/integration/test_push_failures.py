@@ -8,7 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from harness.ranks import Model, Pair, Side, prefill, prompts, run
+from harness.kv import Model, Side
+from harness.ranks import Pair, prefill, prompts, run
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep
 

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV caches without a model: their shapes, and the truth about every byte in them.
+
+All KV follows from one function of (request, layer, part, token, head), so every process knows what must be where.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.topology import owned_heads
+
+
+@dataclass(frozen=True)
+class Model:
+    """`widths`: bytes-carrying elements per head and token of each part: (head size, head size) for K and V,
+    (512, 64) for MLA's latent and rope parts, (2 * head size,) where K and V are packed."""
+
+    layers: int = 3
+    heads: int = 4
+    widths: tuple[int, ...] = (32, 32)
+    dtype: torch.dtype = torch.bfloat16
+    order: Order = Order.TOKEN_MAJOR
+    replicated: bool = False  # MLA: every rank holds everything
+
+    def heads_of(self, rank: int, tp: int) -> range:
+        return range(1) if self.replicated else owned_heads(rank, tp, self.heads)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine's shape. `stages`: how many layers each pipeline stage has; empty for one stage."""
+
+    tp: int
+    num_blocks: int = 64
+    block_size: int = 16
+    stages: tuple[int, ...] = ()
+
+    def layers_of(self, pp_rank: int, model: Model) -> range:
+        stages = self.stages or (model.layers,)
+        first = sum(stages[:pp_rank])
+        return range(first, first + stages[pp_rank])
+
+    @property
+    def pp(self) -> int:
+        return max(1, len(self.stages))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request: its seed makes its KV."""
+
+    request_id: str
+    seed: int
+    num_tokens: int
+    p_blocks: list[int]
+    d_blocks: list[int]
+    cached: int = 0
+
+
+def layer_name(index: int) -> str:
+    return f"model.layers.{index}.self_attn.attn"
+
+
+def truth(model: Model, seed: int, layer: int, part: int, num_tokens: int) -> torch.Tensor:
+    """KV of one request: `[num_tokens, heads, width]`."""
+    generator = torch.Generator().manual_seed(seed * 1009 + layer * 31 + part)
+    heads = 1 if model.replicated else model.heads
+    return torch.randn(num_tokens, heads, model.widths[part], generator=generator).to(model.dtype)
+
+
+def make_caches(
+    model: Model, side: Side, tp_rank: int, pp_rank: int, device: str
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """vllm-ascend's shape: per layer a tuple of `[num_blocks, block_size, heads, width]`, each with an offset into
+    its allocation; head-major: `[num_blocks, heads, block_size, width]`."""
+    heads = len(model.heads_of(tp_rank, side.tp))
+    caches = {}
+    for layer in side.layers_of(pp_rank, model):
+        parts = []
+        for width in model.widths:
+            shape = (
+                (side.num_blocks, side.block_size, heads, width)
+                if model.order is Order.TOKEN_MAJOR
+                else (side.num_blocks, heads, side.block_size, width)
+            )
+            skip = 64
+            numel = torch.Size(shape).numel()
+            parts.append(torch.zeros(numel + skip, dtype=model.dtype, device=device)[skip:].view(shape))
+        caches[layer_name(layer)] = tuple(parts)
+    return caches
+
+
+def by_token(model: Model, cache: torch.Tensor) -> torch.Tensor:
+    """A view `[num_blocks, tokens, heads, width]`, whatever the order."""
+    return cache if model.order is Order.TOKEN_MAJOR else cache.transpose(1, 2)

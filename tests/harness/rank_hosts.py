@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that run ranks for tests, one rank at a time, and are reused."""
+
+import atexit
+import functools
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+# Importing torch and vLLM takes seconds: a server process does it once and every rank is forked from it.
+_forked = multiprocessing.get_context("forkserver")
+_forked.set_forkserver_preload(["harness.rank_programs"])
+
+
+class Rank:
+    """A rank's process, driven by calls: `rank.call("name", ...)` runs the method of its program and returns.
+
+    Processes are reused: starting one means importing torch and vLLM, and on an NPU initialising it.
+    """
+
+    def __init__(self, program: Callable[..., Any], *args: Any, device: str) -> None:
+        self._host = _hosts.acquire(device)
+        self._reusable = True
+        self.send("load", program, args)
+
+    def send(self, name: str, *args: Any) -> None:
+        self._host.pipe.send((name, args))
+
+    def receive(self, timeout_s: float = 60.0) -> Any:
+        if not self._host.pipe.poll(timeout_s):
+            self._reusable = False
+            raise TimeoutError("the rank did not answer")
+        try:
+            ok, value = self._host.pipe.recv()
+        except EOFError:
+            self._reusable = False
+            raise RuntimeError("the rank's process died") from None
+        if not ok:
+            raise RuntimeError(f"in the rank's process: {value}")
+        return value
+
+    def call(self, name: str, *args: Any) -> Any:
+        self.send(name, *args)
+        return self.receive()
+
+    @property
+    def process(self) -> Any:
+        return self._host.process
+
+    def spoil(self) -> None:
+        """Something was done to the process that the next user must not see."""
+        self._reusable = False
+
+    def stopped(self) -> list[str]:
+        """After `send("stop")`: ends the rank; returns what it could not clean up itself."""
+        left: list[str] = []
+        try:
+            left = self.receive()
+        except (OSError, RuntimeError, TimeoutError) as error:
+            self._reusable = False
+            left.append(f"did not stop: {error}")
+        if self._reusable:
+            _hosts.release(self._host)
+        else:
+            self._host.end()
+        return left
+
+
+class _Host:
+    """A process that runs one rank at a time."""
+
+    def __init__(self, device: str) -> None:
+        # An NPU's runtime has threads, which do not survive a fork.
+        processes = _forked if device == "cpu" else multiprocessing.get_context("spawn")
+        self.settings = _settings(device)
+        self.pipe, child = processes.Pipe()
+        self.process = processes.Process(target=_serve, args=(child,), daemon=True)
+        self.process.start()
+        child.close()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        self.pipe.close()
+
+
+class _Hosts:
+    """Idle processes, all started with the same settings: those of others end when settings change."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Host] = []
+        atexit.register(self.close)
+
+    def acquire(self, device: str) -> _Host:
+        for host in [h for h in self._idle if h.settings != _settings(device)]:
+            self._idle.remove(host)
+            host.end()
+        return self._idle.pop() if self._idle else _Host(device)
+
+    def release(self, host: _Host) -> None:
+        self._idle.append(host)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().end()
+
+
+def _settings(device: str) -> tuple[object, ...]:
+    """What a process reads only when it starts."""
+    return device, tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("CANN_ON_HOST")))
+
+
+_hosts = _Hosts()
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    rank: Any = None
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        if name == "load":
+            program, program_arguments = arguments
+            rank = _answer(pipe, functools.partial(program, *program_arguments), keep=True)
+        else:
+            _answer(pipe, functools.partial(getattr(rank, name), *arguments))
+
+
+def _answer(pipe: Connection, action: Callable[[], Any], keep: bool = False) -> Any:
+    """Sends (True, what `action` returned) or (False, its traceback); with `keep`, keeps the value here."""
+    try:
+        value = action()
+    except Exception:  # noqa: BLE001 - the caller raises it in the test's process
+        pipe.send((False, traceback.format_exc()))
+        return None
+    pipe.send((True, None if keep else value))
+    return value

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank's process runs: our real worker classes, over caches without a model."""
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from harness.kv import Model, Prompt, Side, by_token, layer_name, make_caches, truth
+from vllm_ascend_pd.config import parse_config
+from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.transport.engine import TransferEngine, TransferError, TransferLimits
+from vllm_ascend_pd.worker import sender
+from vllm_ascend_pd.worker.caches import LayerSpec, describe
+from vllm_ascend_pd.worker.consumer import ConsumerWorker
+from vllm_ascend_pd.worker.identity import Identity
+from vllm_ascend_pd.worker.producer import ProducerWorker
+
+HOST = "127.0.0.1"
+MODEL = "a model of random numbers"
+
+
+def _make_device(name: str, rank: int) -> Any:
+    if name == "cpu":
+        from vllm_ascend_pd.device.cpu import CpuDevice
+
+        return CpuDevice()
+    from vllm_ascend_pd.device.npu import NpuDevice
+
+    torch.npu.set_device(rank % torch.npu.device_count())
+    return NpuDevice()
+
+
+@dataclass
+class _RankBase:
+    model: Model
+    side: Side
+    tp_rank: int
+    pp_rank: int
+    init: str
+    config: dict[str, Any]
+    on: str  # "cpu" or "npu"
+
+    def __post_init__(self) -> None:
+        world = self.side.tp * self.side.pp
+        rank = self.pp_rank * self.side.tp + self.tp_rank
+        self.device = _make_device(self.on, rank)
+        backend = self.device.collective_backend
+        torch.distributed.init_process_group(backend, init_method=self.init, world_size=world, rank=rank)
+        self.parsed = parse_config(self.config)
+        self.caches = make_caches(self.model, self.side, self.tp_rank, self.pp_rank, self.on)
+        heads = len(self.model.heads_of(self.tp_rank, self.side.tp))
+        total = 1 if self.model.replicated else self.model.heads
+        specs = {name: LayerSpec(0, self.side.block_size, heads, total) for name in self.caches}
+        self.registered = describe(self.caches, specs, heads_first=self.model.order is Order.HEAD_MAJOR)
+        self.engine = TransferEngine(HOST, "tcp", TransferLimits(timeout_s=self.parsed.write_timeout_s))
+        self.engine.register(self.registered.regions())
+        first = self.pp_rank * self.side.tp
+        self.identity = Identity(
+            engine_id=self.engine_id,
+            model=MODEL,
+            host=HOST,
+            tp_rank=self.tp_rank,
+            tp=self.side.tp,
+            pp_rank=self.pp_rank,
+            pp=self.side.pp,
+            tp_ranks=tuple(range(first, first + self.side.tp)),
+        )
+
+    def stop(self) -> list[str]:
+        """Closes everything; returns our threads and listening sockets that are left."""
+        self.worker.close(5.0)
+        self.device.close()
+        self.engine.close()
+        torch.distributed.destroy_process_group()
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("pd-")]
+        listening = {c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+        # Mooncake and gloo have listeners of their own, which live as long as the process.
+        return threads + [f"port {port}" for port in self.own_ports() & listening]
+
+    def own_ports(self) -> set[int]:
+        return set()
+
+
+class PrefillRank(_RankBase):
+    engine_id = "prefill"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.worker = ProducerWorker(
+            self.identity, self.parsed, self.device, self.engine, self.registered, step_tokens=128
+        )
+
+    def step(self, step: Any, prompts: dict[str, Prompt], skip_save: frozenset[int] = frozenset()) -> None:
+        """One forward pass: each layer's KV is computed (copied from the truth), then announced."""
+        self.worker.preempted(step.preempted)
+        self.worker.start_step(step)
+        for layer in self.side.layers_of(self.pp_rank, self.model):
+            for send in step.sends:
+                self._compute(layer, prompts[send.request_id], send.start, send.stop)
+            if layer not in skip_save:
+                self.worker.layer_computed(layer_name(layer))
+        self.worker.end_step()
+
+    def _compute(self, layer: int, prompt: Prompt, start: int, stop: int) -> None:
+        own = self.model.heads_of(self.tp_rank, self.side.tp)
+        for part, cache in enumerate(self.caches[layer_name(layer)]):
+            values = truth(self.model, prompt.seed, layer, part, prompt.num_tokens)
+            view = by_token(self.model, cache)
+            for token in range(start, stop):
+                block = prompt.p_blocks[token // self.side.block_size]
+                view[block, token % self.side.block_size] = values[token, own.start : own.stop].to(self.on)
+
+    def sent(self) -> tuple[set[str], dict[str, str]]:
+        report = self.worker.take_report()
+        return self.worker.take_sent(), report.failed if report else {}
+
+    def open_transfers(self) -> int:
+        return len(self.worker._transfers)
+
+    def forget_to_wait(self, where: str) -> None:
+        """Breaks the product on purpose: what follows must then be seen to go wrong. `where`: "for-compute" (pushes
+        do not wait until the layer is computed), "for-regroup" (writes do not wait until it is regrouped)."""
+
+        class Passed(Event):
+            def wait(self, timeout_s: float) -> None:
+                pass
+
+        if where == "for-compute":
+            # An event of the past: of the stream as it is now, not as it will be when a layer has run.
+            past = self.device.record_event()
+            past.wait(10.0)
+            self.device.record_event = lambda: past
+        elif where == "for-regroup":
+            push_ready = sender.Sender._push_ready
+
+            def hasty(self: Any, task: Any) -> None:
+                while task.shipment.route.regroup.value != "none" and task.slot is None:
+                    time.sleep(0.001)
+                task.ready = Passed()
+                push_ready(self, task)
+
+            sender.Sender._push_ready = hasty
+        else:
+            raise ValueError(where)
+
+    def poison(self, ranges: list[tuple[int, int]]) -> None:
+        """From now on the transfer engine fails every write into one of `ranges` (address, bytes) of decode's."""
+        healthy = self.engine.write
+
+        def write(session: str, sources: list[int], destinations: list[int], lengths: list[int]) -> None:
+            if any(begin <= d < begin + size for d in destinations for begin, size in ranges):
+                raise TransferError(session, "injected by the test", retryable=True)
+            healthy(session, sources, destinations, lengths)
+
+        self.engine.write = write
+
+
+class DecodeRank(_RankBase):
+    engine_id = "decode"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.worker = ConsumerWorker(self.identity, self.parsed, self.engine, self.registered)
+
+    def own_ports(self) -> set[int]:
+        return {int(self.worker.description.control.rpartition(":")[2])}
+
+    def description(self) -> Any:
+        return self.worker.description
+
+    def step(self, step: Any) -> None:
+        self.worker.start_step(step)
+
+    def clear(self) -> None:
+        for parts in self.caches.values():
+            for cache in parts:
+                cache.zero_()
+
+    def arrivals(self) -> tuple[set[str], set[str], dict[str, str]]:
+        report = self.worker.take_report()
+        arrivals = self.worker.take_arrivals()
+        return arrivals.finished, arrivals.failed, report.failed if report else {}
+
+    def differences(self, prompts: list[Prompt]) -> list[str]:
+        """Every place where the cache is not what it must be: the prompts' KV from their first uncached token on,
+        zeros in all blocks that belong to nobody."""
+        found = []
+        own = self.model.heads_of(self.tp_rank, self.side.tp)
+        for layer in self.side.layers_of(self.pp_rank, self.model):
+            for part, cache in enumerate(self.caches[layer_name(layer)]):
+                view = by_token(self.model, cache).cpu()
+                used = set()
+                for prompt in prompts:
+                    values = truth(self.model, prompt.seed, layer, part, prompt.num_tokens)
+                    first = prompt.cached // self.side.block_size
+                    used |= set(prompt.d_blocks[first:])
+                    for token in range(prompt.cached, prompt.num_tokens):
+                        block = prompt.d_blocks[token // self.side.block_size]
+                        got = view[block, token % self.side.block_size]
+                        if not torch.equal(got, values[token, own.start : own.stop]):
+                            found.append(f"{prompt.request_id} layer {layer} part {part} token {token}")
+                            break
+                for block in range(self.side.num_blocks):
+                    if block not in used and view[block].any():
+                        found.append(f"layer {layer} part {part}: block {block} belongs to nobody")
+        return found
