@@ -88,6 +88,9 @@ class Row:
 @app.command()
 def main(
     device: Annotated[Device, typer.Option(help="Where the engines run.")] = Device.CPU,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="With --device npu: vllm-ascend on emulated NPUs.")
+    ] = False,
     model: Annotated[
         Path | None,
         typer.Option(exists=True, file_okay=False, help="Model folder; default: a small random model."),
@@ -114,6 +117,7 @@ def main(
     try:
         prefill, decode = engine_configs(
             device,
+            emulate=emulate,
             tiny=model is None,
             sizes=(Parallel(prefill_tp, prefill_pp), Parallel(decode_tp, decode_pp)),
             port=port,
@@ -138,10 +142,12 @@ def main(
 
 
 def engine_configs(
-    device: Device, *, tiny: bool, sizes: tuple[Parallel, Parallel], port: int, args: tuple[str, str]
+    device: Device, *, emulate: bool, tiny: bool, sizes: tuple[Parallel, Parallel], port: int, args: tuple[str, str]
 ) -> tuple[EngineConfig, EngineConfig]:
     """The prefill and the decode engine."""
-    if device is Device.NPU and (problems := ascend.problems()):
+    if emulate and device is not Device.NPU:
+        raise DemoError("--emulate goes with --device npu")
+    if device is Device.NPU and not emulate and (problems := ascend.problems()):
         raise DemoError("cannot run on NPUs here:\n" + "\n".join(f"- {problem}" for problem in problems))
     configs = []
     first_device = 0
@@ -159,7 +165,9 @@ def engine_configs(
             config = dataclasses.replace(
                 config, dtype="auto", max_model_len=None, max_num_batched_tokens=None, eager=False
             )
-        if device is Device.NPU:
+        if emulate:
+            config = ascend.emulated(config)
+        elif device is Device.NPU:
             env = ascend.engine_env(first_device, size.devices)
             config = dataclasses.replace(config, block_size=None, kv_cache_bytes=None, env=tuple(env.items()))
         elif not tiny:

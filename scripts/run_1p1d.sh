@@ -1,15 +1,20 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # One prefill and one decode engine behind the proxy, compared with a single vLLM instance; see --help.
-# On NPUs the environment is the active one, with vllm-ascend; elsewhere scripts/setup_env.sh makes it.
+# On NPUs the environment is the active one, with vllm-ascend; elsewhere scripts/setup_env.sh makes it, and for
+# emulated NPUs scripts/setup_npu_emulation.sh.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-if [[ " $* " =~ \ --device[=\ ]npu\  ]]; then
+export VENV=${VENV:-$root/.venv}
+if [[ " $* " == *" --emulate "* ]]; then
+  "$root/scripts/setup_npu_emulation.sh"
+  export CANN_ON_HOST=1 # the emulated libraries, in this process and all it starts
+  python=$VENV-npu/bin/python
+elif [[ " $* " =~ \ --device[=\ ]npu\  ]]; then
   python=python3
 else
-  export VENV=${VENV:-$root/.venv}
   "$root/scripts/setup_env.sh"
   python=$VENV/bin/python
 fi

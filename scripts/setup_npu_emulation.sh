@@ -126,7 +126,7 @@ vllm() {
 }
 
 vllm_ascend() {
-  pip --no-deps "torch-npu==$(pin torch-npu)" "vllm-ascend==$(pin vllm-ascend)"
+  pip --no-deps "torch-npu==$(pin torch-npu)" "torchvision==$(pin torchvision)" "vllm-ascend==$(pin vllm-ascend)"
 }
 
 emulation() {
@@ -143,7 +143,7 @@ PTH
 
 package() {
   # Built by the environment's own torch, which is the one that loads it.
-  pip --no-build-isolation --editable "${root}[cpu,dev]"
+  TORCH_DEVICE_BACKEND_AUTOLOAD=0 pip --no-build-isolation --editable "${root}[cpu,dev]"
 }
 
 python=$(find_python)

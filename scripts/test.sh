@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets everything up and runs all checks and tests.
 #
-#   scripts/test.sh [--quick] [-k EXPRESSION] [-- PYTEST_ARGUMENT...]
+#   scripts/test.sh [--quick | --npu] [-k EXPRESSION] [-- PYTEST_ARGUMENT...]
 #
-#   --quick         leave out the end-to-end tests (real vLLM engines, most of the time)
+#   --quick         leave out the end-to-end tests (real vLLM engines, most of the time) and the NPU's
+#   --npu           only the NPU's: torch_npu and vllm-ascend, on emulated CANN libraries
 #   -k EXPRESSION   only the tests that match, as in pytest
 #   -- ...          everything after it goes to each pytest run, for example: -- -x --durations=5
 #
@@ -15,12 +16,18 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export VENV=${VENV:-$root/.venv}
 
-quick=
+cpu=1
+engines=1
+npu=1
 pytest_args=()
 filtered=
 while (($#)); do
   case $1 in
-    --quick) quick=1 ;;
+    --quick)
+      engines=
+      npu=
+      ;;
+    --npu) cpu= ;;
     -k)
       (($# > 1)) || {
         echo "test: -k needs an expression; see --help" >&2
@@ -94,24 +101,31 @@ stage() { # stage TITLE COMMAND...
   summary+=("$(printf '%-8s %-48s %4d s' "$verdict" "$title" $((SECONDS - start)))")
 }
 
-tests() { # tests TITLE PATH...
+tests() { # tests TITLE PATH...: with the interpreter of $VENV, or of $PYTEST_VENV
   local title=$1
   shift
   TMPDIR=$scratch stage "$title" \
-    "$VENV/bin/python" -m pytest --quiet -p no:cacheprovider "${pytest_args[@]}" "$@"
+    "${PYTEST_VENV:-$VENV}/bin/python" -m pytest --quiet -p no:cacheprovider "${pytest_args[@]}" "$@"
 }
 
 cd "$root"
-run scripts/setup_env.sh --with-compat
+run scripts/setup_env.sh --with-compat # the NPU's tests compare with vLLM's CPU backend
 
-stage "ruff check" "$VENV/bin/ruff" check
-stage "ruff format" "$VENV/bin/ruff" format --check
-stage "mypy" "$VENV/bin/mypy"
-tests "unit tests" tests/unit
-tests "integration tests" tests/integration
-PYTHONPATH="$VENV/vllm-0.23${PYTHONPATH:+:$PYTHONPATH}" \
-  tests "unit and integration tests with vLLM 0.23.0" tests/unit tests/integration
-[[ $quick ]] || tests "end-to-end tests" tests/e2e
+if [[ $cpu ]]; then
+  stage "ruff check" "$VENV/bin/ruff" check
+  stage "ruff format" "$VENV/bin/ruff" format --check
+  stage "mypy" "$VENV/bin/mypy"
+  tests "unit tests" tests/unit
+  tests "NPU kernels on a CPU twin of AscendC" tests/ascendc_twin
+  tests "integration tests" tests/integration
+  PYTHONPATH="$VENV/vllm-0.23${PYTHONPATH:+:$PYTHONPATH}" \
+    tests "unit and integration tests with vLLM 0.23.0" tests/unit tests/integration
+  [[ ! $engines ]] || tests "end-to-end tests" tests/e2e
+fi
+if [[ $npu ]]; then
+  stage "set-up of vllm-ascend on emulated CANN" scripts/setup_npu_emulation.sh
+  CANN_ON_HOST=1 PYTEST_VENV="$VENV-npu" tests "vllm-ascend and torch_npu on emulated CANN" tests/npu
+fi
 
 printf '\n'
 printf '%s\n' "${summary[@]}"

@@ -201,6 +201,11 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         """Every rank reports every request exactly once, whether it had anything to send or receive or not."""
         return int(self._vllm_config.parallel_config.world_size)
 
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        """Prefill writes to the request's own blocks, so every cache group is restored."""
+        assert self._kv_cache_config is not None
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         if not isinstance(self._scheduler, ConsumerScheduler):
             return 0, False

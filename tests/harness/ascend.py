@@ -5,13 +5,18 @@ What the user has set already stays: these are the values that vllm-ascend's gui
 disaggregation start from, not the best ones for a certain machine.
 """
 
+import dataclasses
 import os
 import socket
 from importlib.util import find_spec
 
 import psutil
 
+from harness.engines import CPU_ENV, EngineConfig
+
 TRANSFER_TIMEOUT_MS = 10_000
+NO_NZ = '{"weight_nz_mode": 0}'
+"""Weights stay in plain order: the emulated NPU does not know the chip's own formats."""
 
 
 def problems() -> list[str]:
@@ -50,6 +55,17 @@ def engine_env(first_device: int, devices: int) -> dict[str, str]:
     }
     kept = {name: os.environ.get(name, value) for name, value in defaults.items()}
     return kept | {"ASCEND_RT_VISIBLE_DEVICES": ",".join(chosen)}
+
+
+def emulated(config: EngineConfig) -> EngineConfig:
+    """`config` for vllm-ascend on emulated NPUs, which are slow hosts: one thread each, loopback only."""
+    env = {**CPU_ENV, "CANN_ON_HOST": "1", "TASK_QUEUE_ENABLE": "0", "HCCL_IF_IP": CPU_ENV["VLLM_HOST_IP"]}
+    return dataclasses.replace(
+        config,
+        device="npu",
+        env=(*env.items(), *config.env),
+        args=("--additional-config", NO_NZ, *config.args),
+    )
 
 
 def _network() -> tuple[str, str]:

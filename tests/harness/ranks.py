@@ -59,10 +59,10 @@ def prefill(
 
 
 def prompts(pair: "Pair", lengths: list[int], cached: int = 0) -> list[Prompt]:
-    """Requests with random, disjoint blocks on either side. `cached`: tokens decode has already."""
+    """Requests with random, disjoint blocks on either side, never the null block. `cached`: tokens decode has."""
     chance = random.Random(7)
-    p_free = chance.sample(range(pair.prefill.num_blocks), pair.prefill.num_blocks)
-    d_free = chance.sample(range(pair.decode.num_blocks), pair.decode.num_blocks)
+    p_free = chance.sample(range(1, pair.prefill.num_blocks), pair.prefill.num_blocks - 1)
+    d_free = chance.sample(range(1, pair.decode.num_blocks), pair.decode.num_blocks - 1)
     made = []
     for i, length in enumerate(lengths):
         p_blocks = [p_free.pop() for _ in range(-(-length // pair.prefill.block_size))]

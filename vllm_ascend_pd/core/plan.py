@@ -19,6 +19,9 @@ from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order
 
 Offsets = npt.NDArray[np.int64]
 
+NULL_BLOCK = 0
+"""The block that stands for none: vLLM's block pool never gives it to a request (`BlockPool.null_block`)."""
+
 
 class Regroup(enum.Enum):
     """What the sender does to units before it writes them."""
@@ -163,6 +166,16 @@ def unit_offsets(blocks: Offsets, first_block: int, geometry: Geometry, unit: in
     block, within = np.divmod(tokens, geometry.block_size)
     offsets: Offsets = blocks[block - first_block] * geometry.block_stride + within * geometry.token_bytes
     return offsets
+
+
+def live_units(d_blocks: Offsets, d_block_size: int, unit: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
+    """Which units of tokens `[start, stop)` decode wants: those it has a block for.
+
+    A sliding window's past has none: decode's block table then holds the null block. `d_blocks` are decode's block
+    ids from the request's first block on.
+    """
+    wanted: npt.NDArray[np.bool_] = d_blocks[np.arange(start, stop, unit) // d_block_size] != NULL_BLOCK
+    return wanted
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ Built once per step; every layer adds its base addresses and is done.
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_ascend_pd.core.layout import Geometry
 from vllm_ascend_pd.core.plan import (
+    NULL_BLOCK,
     Descriptors,
     Offsets,
     Regroup,
@@ -18,6 +20,7 @@ from vllm_ascend_pd.core.plan import (
     Target,
     concatenate,
     descriptors,
+    live_units,
     staged_units,
     unit_offsets,
 )
@@ -50,11 +53,13 @@ class Chunk:
 
 @dataclass
 class Shipment:
-    """Items that travel by the same route. `owner[n]` is the index of the item that unit `n` belongs to."""
+    """Items that travel by the same route. `live`: which of each item's units decode wants; the arrays hold only
+    those. `owner[n]` is the index of the item that unit `n` belongs to."""
 
     route: Route
     geometry: Geometry
     items: list[Item]
+    live: list[npt.NDArray[np.bool_]]
     src_units: Offsets
     owner: Offsets
     chunks: list[Chunk] = field(default_factory=list)
@@ -67,6 +72,16 @@ class Shipment:
         cls, route: Route, geometry: Geometry, items: list[Item], device: torch.device, chunk_units: int
     ) -> "Shipment":
         """`chunk_units`: how many units may be regrouped at once."""
+        live = [
+            live_units(
+                item.transfer.d_blocks[geometry.group],
+                item.transfer.ticket.remote_block_size[geometry.group],
+                route.unit,
+                item.start,
+                item.stop,
+            )
+            for item in items
+        ]
         src = [
             unit_offsets(
                 item.blocks[geometry.group],
@@ -75,11 +90,14 @@ class Shipment:
                 route.unit,
                 item.start,
                 item.stop,
-            )
-            for item in items
+            )[wanted]
+            for item, wanted in zip(items, live, strict=True)
         ]
+        for item, units in zip(items, src, strict=True):
+            if np.any(units // geometry.block_stride == NULL_BLOCK):
+                item.transfer.fail("decode wants tokens that have left prefill's sliding window")
         owner = np.repeat(np.arange(len(items), dtype=np.int64), [len(units) for units in src])
-        shipment = cls(route, geometry, items, concatenate(src), owner)
+        shipment = cls(route, geometry, items, live, concatenate(src), owner)
         total = len(shipment.src_units)
         if route.regroup is Regroup.NONE:
             shipment.chunks.append(Chunk(0, total, None))
@@ -123,8 +141,8 @@ class Shipment:
                 [
                     unit_offsets(
                         item.transfer.d_blocks[theirs.group], 0, theirs, self.route.unit, item.start, item.stop
-                    )
-                    for item in self.items
+                    )[wanted]
+                    for item, wanted in zip(self.items, self.live, strict=True)
                 ]
             )
             self._d_units[theirs] = units

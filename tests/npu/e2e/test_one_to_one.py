@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One prefill and one decode engine on vllm-ascend give, token by token, what a single vllm-ascend engine gives.
+
+Greedy, float32, prefill in chunks of 512 tokens, prefix caching on.
+"""
+
+import pytest
+
+from harness.client import Client, at_once, random_prompt
+from npu_engines import one_to_one
+
+PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
+
+CLUSTERS = [
+    one_to_one("tp1-to-tp1", 1, 1),
+    one_to_one("tp2-to-tp1", 2, 1),
+    one_to_one("tp1-to-tp2", 1, 2),
+    one_to_one("tp2-to-tp2", 2, 2),
+    one_to_one("tp4-to-tp1", 4, 1),
+    one_to_one("pp2-to-tp1", 1, 1, prefill_pp=2),
+    one_to_one("tp2-to-tp1-without-async-scheduling", 2, 1, args=("--no-async-scheduling",)),
+]
+
+pytestmark = [
+    pytest.mark.npu,
+    pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True),
+    pytest.mark.timeout(600),
+]
+
+
+def test_alone(client: Client, reference) -> None:
+    prompts = {tokens: random_prompt(tokens, "alone") for tokens in PROMPT_TOKENS}
+    outputs = {n: client.complete(prompt).token_ids for n, prompt in prompts.items()}
+    assert outputs == {n: reference.complete(prompt) for n, prompt in prompts.items()}
+
+
+def test_eight_at_a_time(client: Client, reference) -> None:
+    prompts = [random_prompt(tokens, f"eight-{i}") for i, tokens in enumerate(2 * PROMPT_TOKENS)]
+    completions = at_once(lambda prompt: client.complete(prompt, stream=True), prompts, concurrency=8)
+    assert [completion.token_ids for completion in completions] == [reference.complete(p) for p in prompts]
+
+
+def test_cached_blocks_are_not_fetched_again(client: Client, reference) -> None:
+    prompt = random_prompt(1000, "cached")
+    completions = [client.complete(prompt), client.complete(prompt)]
+    assert [c.token_ids for c in completions] == 2 * [reference.complete(prompt)]
+    first, again = (c.kv_transfer_params["received_bytes"] for c in completions)
+    assert again == pytest.approx(first / 8)
