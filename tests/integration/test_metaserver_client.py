@@ -20,8 +20,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.scheduler.metaserver_client import (
-    METASERVER_PATH,
     MetaserverClient,
     MetaserverError,
     MetaserverSettings,

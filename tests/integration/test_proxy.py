@@ -21,8 +21,9 @@ import httpx
 import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers, make_ticket
 
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.proxy.app import create_app
-from vllm_ascend_pd.proxy.settings import METASERVER_PATH, ProxySettings
+from vllm_ascend_pd.proxy.settings import ProxySettings
 
 COMPLETION = {"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 8}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 8}

@@ -10,9 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from harness.scheduling import make_request, remembered
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
 from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener
-from vllm_ascend_pd.scheduler.metaserver_client import METASERVER_PATH, MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverSettings
 from vllm_ascend_pd.step import ConsumerStep, WorkerReport
 
 BLOCK = 4

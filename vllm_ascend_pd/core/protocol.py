@@ -20,6 +20,9 @@ from vllm_ascend_pd.core.layout import RankCaches
 
 PROTOCOL_VERSION = 1
 
+METASERVER_PATH = "/v1/metaserver"
+"""Where decode posts tickets over HTTP, as with vllm-ascend's layerwise proxy."""
+
 # Bounds of what a listener accepts, far above what real engines send: a description holds about 100 bytes per
 # tensor (8 MiB is some 80,000 tensors), any other message less than a kilobyte plus 5 bytes per tensor.
 MAX_DESCRIPTION_BYTES = 8 << 20

@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+
 from .bodies import Endpoint
 from .engines import EnginePool, Role
 from .errors import error_response
@@ -21,7 +23,7 @@ from .exchange import Exchanges
 from .forward import Forward
 from .health import Health
 from .metaserver import Metaserver
-from .settings import METASERVER_PATH, ProxySettings, without_slash
+from .settings import ProxySettings, without_slash
 
 # A request with several prompts or several samples (n) has several prefills. Beyond this many per request, on
 # average, tickets wait `connect_timeout` for their turn and then fail.

@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+
 MIB = 1024 * 1024
-METASERVER_PATH = "/v1/metaserver"
 
 
 class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):

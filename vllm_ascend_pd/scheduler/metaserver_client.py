@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import random
-import re
 import ssl
 import threading
 import time
@@ -17,9 +15,8 @@ from pathlib import Path
 import httpx
 import msgspec
 
-METASERVER_PATH = "/v1/metaserver"
-_DEFAULT_PORTS = {"http": 80, "https": 443}
-_MAX_URL_CHARS = 2048
+from vllm_ascend_pd.scheduler.allowlist import Allowlist
+
 _MAX_BODY_BYTES = 64 * 1024
 _MAX_SHOWN_CHARS = 200
 _IDLE_CONNECTION_S = 2.0
@@ -85,48 +82,6 @@ class Outcome:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class _Target:
-    """The parts of a URL that are compared. `host` is in normal form, without brackets."""
-
-    scheme: str
-    host: str
-    port: int
-    path: str
-
-    @classmethod
-    def parse(cls, url: str) -> _Target:
-        """Raises `ValueError` with the reason. The parser is the one that the HTTP client connects with."""
-        if len(url) > _MAX_URL_CHARS:
-            raise ValueError(f"longer than {_MAX_URL_CHARS} characters")
-        if not re.fullmatch(r"[!-~]+", url):
-            raise ValueError("contains spaces, control or non-ASCII characters")
-        for character in "@#?%\\":
-            if character in url:
-                raise ValueError(f"contains {character!r}")
-        try:
-            parsed = httpx.URL(url)
-        except httpx.InvalidURL as error:
-            raise ValueError(f"not a URL: {error}") from error
-        if parsed.scheme not in _DEFAULT_PORTS:
-            raise ValueError("not http or https")
-        if not parsed.host or parsed.host.endswith("."):
-            raise ValueError("has no host, or one that ends in a dot")
-        port = _DEFAULT_PORTS[parsed.scheme] if parsed.port is None else parsed.port
-        if not 0 < port < 65536:
-            raise ValueError(f"port {port} does not exist")
-        path = parsed.path if "/" in url.partition("://")[2] else ""
-        return cls(parsed.scheme, _normal_host(parsed.host), port, path)
-
-    def admits(self, other: _Target) -> bool:
-        """Whether this allow-list entry admits the URL `other`."""
-        if (self.scheme, self.host, self.port) != (other.scheme, other.host, other.port):
-            return False
-        if not self.path:
-            return other.path == METASERVER_PATH
-        return other.path == self.path or other.path.startswith(self.path.rstrip("/") + "/")
-
-
 @dataclass(eq=False)
 class _Post:
     key: str
@@ -154,8 +109,10 @@ class MetaserverClient:
     def __init__(self, settings: MetaserverSettings, own_host: str) -> None:
         """Raises `MetaserverError` for an allow-list entry, certificate or token that cannot be used."""
         self._settings = settings
-        self._own_host = _normal_host(own_host)
-        self._allowed = [_parse_entry(entry) for entry in settings.allowlist]
+        try:
+            self._allowlist = Allowlist(settings.allowlist, own_host)
+        except ValueError as error:
+            raise MetaserverError(str(error)) from error
         self._lock = threading.Lock()
         self._posts: dict[str, _Post] = {}
         self._outcomes: deque[Outcome] = deque()
@@ -169,19 +126,7 @@ class MetaserverClient:
 
     def check(self, url: str) -> str | None:
         """Why `url` must not be posted to, or None when it may."""
-        try:
-            target = _Target.parse(url)
-        except ValueError as error:
-            return str(error)
-        if self._allowed:
-            if any(entry.admits(target) for entry in self._allowed):
-                return None
-            return "matches no entry of the metaserver allow-list"
-        if target.path != METASERVER_PATH:
-            return f"its path is not {METASERVER_PATH}"
-        if target.host != self._own_host and not _is_loopback(target.host):
-            return "neither loopback nor this host; name it in the metaserver allow-list if it is yours"
-        return None
+        return self._allowlist.refusal(url)
 
     def post(self, key: str, url: str, body: dict[str, object]) -> None:
         """Send `body` as JSON to `url`; `poll` returns the outcome. `key` must not be under way already."""
@@ -383,27 +328,6 @@ def _http_client(settings: MetaserverSettings) -> httpx.AsyncClient:
         follow_redirects=False,
         trust_env=False,  # no HTTP_PROXY: what the allow-list admits is reached directly
     )
-
-
-def _parse_entry(entry: str) -> _Target:
-    try:
-        return _Target.parse(entry)
-    except ValueError as error:
-        raise MetaserverError(f"metaserver allow-list entry {_clean(entry)!r}: {error}") from error
-
-
-def _normal_host(host: str) -> str:
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        return host.lower()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _describe(error: Exception) -> str:

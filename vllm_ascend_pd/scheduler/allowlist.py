@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which URLs tickets may be posted to: they come from clients, who must not make the engine call other addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_MAX_URL_CHARS = 2048
+
+
+class Allowlist:
+    """Entries are `scheme://host[:port][/path-prefix]`; none means this host's own addresses, `METASERVER_PATH`."""
+
+    def __init__(self, entries: Sequence[str], own_host: str) -> None:
+        """Raises ValueError for an entry that is not a URL."""
+        self._entries = [_parse_entry(entry) for entry in entries]
+        self._own_host = _normal_host(own_host)
+
+    def refusal(self, url: str) -> str | None:
+        """Why `url` must not be posted to, or None when it may."""
+        try:
+            target = _Target.parse(url)
+        except ValueError as error:
+            return str(error)
+        if self._entries:
+            if any(entry.admits(target) for entry in self._entries):
+                return None
+            return "matches no entry of the metaserver allow-list"
+        if target.path != METASERVER_PATH:
+            return f"its path is not {METASERVER_PATH}"
+        if target.host != self._own_host and not _is_loopback(target.host):
+            return "neither loopback nor this host; name it in the metaserver allow-list if it is yours"
+        return None
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The parts of a URL that are compared. `host` is in normal form, without brackets."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+    @classmethod
+    def parse(cls, url: str) -> _Target:
+        """Raises `ValueError` with the reason. The parser is the one that the HTTP client connects with."""
+        if len(url) > _MAX_URL_CHARS:
+            raise ValueError(f"longer than {_MAX_URL_CHARS} characters")
+        if not re.fullmatch(r"[!-~]+", url):
+            raise ValueError("contains spaces, control or non-ASCII characters")
+        for character in "@#?%\\":
+            if character in url:
+                raise ValueError(f"contains {character!r}")
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"not a URL: {error}") from error
+        if parsed.scheme not in _DEFAULT_PORTS:
+            raise ValueError("not http or https")
+        if not parsed.host or parsed.host.endswith("."):
+            raise ValueError("has no host, or one that ends in a dot")
+        port = _DEFAULT_PORTS[parsed.scheme] if parsed.port is None else parsed.port
+        if not 0 < port < 65536:
+            raise ValueError(f"port {port} does not exist")
+        path = parsed.path if "/" in url.partition("://")[2] else ""
+        return cls(parsed.scheme, _normal_host(parsed.host), port, path)
+
+    def admits(self, other: _Target) -> bool:
+        """Whether this allow-list entry admits the URL `other`."""
+        if (self.scheme, self.host, self.port) != (other.scheme, other.host, other.port):
+            return False
+        if not self.path:
+            return other.path == METASERVER_PATH
+        return other.path == self.path or other.path.startswith(self.path.rstrip("/") + "/")
+
+
+def _parse_entry(entry: str) -> _Target:
+    try:
+        return _Target.parse(entry)
+    except ValueError as error:
+        raise ValueError(f"metaserver allow-list entry {entry!r}: {error}") from error
+
+
+def _normal_host(host: str) -> str:
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host.lower()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
