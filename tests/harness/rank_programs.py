@@ -148,6 +148,16 @@ class PrefillRank(_RankBase):
         else:
             raise ValueError(where)
 
+    def slow_down(self, seconds: float) -> None:
+        """From now on every write takes that much longer."""
+        write = TransferEngine.write
+
+        def late(*args: Any) -> None:
+            time.sleep(seconds)
+            write(self.engine, *args)
+
+        self.engine.write = late
+
     def poison(self, ranges: list[tuple[int, int]]) -> None:
         """From now on the transfer engine fails every write into one of `ranges` (address, bytes) of decode's."""
         healthy = self.engine.write

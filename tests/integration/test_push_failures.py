@@ -135,3 +135,26 @@ def test_engines_that_do_not_fit_are_refused_naming_both_values(
         assert all(value in failed["request-0"] for value in named), failed
     finally:
         pair.close()
+
+
+@pytest.mark.parametrize("d_side", [Side(1), Side(4)], ids=["gathered", "split"])
+def test_a_link_that_does_not_keep_up_fails_requests_and_holds_nothing(d_side: Side) -> None:
+    """More layers wait than the queue takes: the step does not wait for ever, and slots come back."""
+    config = {**QUICK, "push_queue_size": 1, "staging_slots": 2, "write_timeout_s": 1.0}
+    pair = Pair(Model(layers=6), Side(2), d_side, config)
+    try:
+        pair.each(pair.p_ranks, "slow_down", 1.5)
+        requests = prompts(pair, [40])
+        run(pair, requests)
+        assert "does not keep up" in pair.wait_sent(1)["request-0"]
+        _, failed = pair.wait_arrivals(1, timeout_s=60)
+        assert failed.keys() == {"request-0"}
+        pair.each(pair.p_ranks, "slow_down", 0.0)
+        for rank in pair.d_ranks:
+            rank.call("clear")
+        run(pair, requests)
+        received, failed = pair.wait_arrivals(1)
+        assert (received, failed) == ({"request-0"}, {})
+        assert pair.differences(requests) == []
+    finally:
+        pair.close()

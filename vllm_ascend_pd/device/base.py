@@ -26,6 +26,16 @@ class Event(ABC):
         `DeviceError` from its cause when the work that this event ends has failed.
         """
 
+    def is_done(self) -> bool:
+        """Whether everything before this point is done, well or not. Does not wait."""
+        try:
+            self.wait(0.0)
+        except TimeoutError:
+            return False
+        except DeviceError:
+            return True
+        return True
+
 
 class Device(ABC):
     """The device of this process. `record_event` and `submit` belong to the model thread."""

@@ -122,9 +122,11 @@ class ProducerWorker:
             for layer in list(plan.unsaved):
                 self._push_layer(layer, event)
             self._plan = _StepPlan()
-        for transfer in plan.last:
-            transfer.bytes_at_end = transfer.num_bytes
-            self._finish(transfer)
+        if plan.last:
+            computed = self._device.record_event()
+            for transfer in plan.last:
+                transfer.computed = computed
+                self._finish(transfer)
 
     def preempted(self, request_ids: set[str]) -> None:
         """Their blocks are about to be reused: waits until no push reads them any more (R3)."""
@@ -238,10 +240,7 @@ class ProducerWorker:
         for geometry, indices in self._by_geometry.get(layer, {}).items():
             for sender, shipment in self._plan.shipments.get(geometry, ()):
                 for push in self._prepare(layer, shipment, indices, computed):
-                    try:
-                        sender.put_layer(push, self._config.write_timeout_s)
-                    except TimeoutError as error:
-                        _fail(shipment, str(error))
+                    sender.put_layer(push, self._config.write_timeout_s)
 
     def _prepare(self, layer: str, shipment: Shipment, indices: tuple[int, ...], computed: Event) -> list[LayerPush]:
         described = self._caches.description.tensors
@@ -258,7 +257,7 @@ class ProducerWorker:
             try:
                 push.ready = self._device.submit(self._regrouping(push, tensors), computed)
             except DeviceError as error:
-                _fail(shipment, f"layer {layer} could not be regrouped: {error}")
+                push.fail(f"layer {layer} could not be regrouped: {error}")
                 continue
             pushes.append(push)
         return pushes
@@ -396,8 +395,3 @@ class ProducerWorker:
         for index in indices:
             groups.setdefault(self._caches.description.tensors[index].geometry, []).append(index)
         return {geometry: tuple(members) for geometry, members in groups.items()}
-
-
-def _fail(shipment: Shipment, reason: str) -> None:
-    for item in shipment.items:
-        item.transfer.fail(reason)

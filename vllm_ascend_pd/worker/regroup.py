@@ -5,7 +5,8 @@ Everything here runs in order on the device's side stream. Every rank of a group
 order whatever became of the requests in them, so collectives stay aligned (R5).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -59,27 +60,37 @@ class Regrouper:
         total = per_rank * ratio
         self._device.all_to_all(self._received[:total], self._send[:total], self._groups[route.ranks])
         # Only now: a rank that finds no slot has still taken part in the collective.
-        slot = self._ring.acquire(self._slot_timeout_s)
-        # Tensor after tensor on both sides: to this op they are one run of tokens.
-        all_tokens = len(tensors) * chunk.count * tokens
-        ops.interleave_heads(
-            self._received, 0, per_rank, self._ring.buffer, slot.offset, ratio, all_tokens, route.row_bytes
-        )
+        with self._slot() as slot:
+            # Tensor after tensor on both sides: to this op they are one run of tokens.
+            all_tokens = len(tensors) * chunk.count * tokens
+            ops.interleave_heads(
+                self._received, 0, per_rank, self._ring.buffer, slot.offset, ratio, all_tokens, route.row_bytes
+            )
         return slot
 
     def _split(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
         assert chunk.unit_offsets is not None
-        slot = self._ring.acquire(self._slot_timeout_s)
         plane = chunk.count * route.staged_bytes
-        ops.split_heads(
-            tensors,
-            chunk.unit_offsets,
-            route.planes,
-            route.unit,
-            route.row_bytes,
-            self._ring.buffer,
-            slot.offset,
-            plane * route.planes,
-            plane,
-        )
+        with self._slot() as slot:
+            ops.split_heads(
+                tensors,
+                chunk.unit_offsets,
+                route.planes,
+                route.unit,
+                route.row_bytes,
+                self._ring.buffer,
+                slot.offset,
+                plane * route.planes,
+                plane,
+            )
         return slot
+
+    @contextmanager
+    def _slot(self) -> Iterator[Slot]:
+        """A slot that is kept unless filling it fails."""
+        slot = self._ring.acquire(self._slot_timeout_s)
+        try:
+            yield slot
+        except BaseException:
+            self._ring.release(slot)
+            raise

@@ -49,6 +49,11 @@ class LayerPush:
     ready: Event
     slot: Slot | None = None
     settled_at: float = 0.0  # after a failed write: until then the slot may still be read
+    has_room: bool = False  # counts against the queue's bound
+
+    def fail(self, reason: str) -> None:
+        for item in self.shipment.items:
+            item.transfer.fail(reason)
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,12 @@ class Sender:
         self._thread.start()
 
     def put_layer(self, push: LayerPush, timeout_s: float) -> None:
-        """Raises TimeoutError if the queue stays full that long."""
-        if not self._room.acquire(timeout=timeout_s):
-            raise TimeoutError(f"the push queue stayed full for {timeout_s} s: the link does not keep up")
+        """Waits for room at most `timeout_s`; then the push's transfers fail. It is queued all the same: what it
+        holds must be released when it is ready, and other ranks count on its regrouping."""
+        failed = all(item.transfer.failure is not None for item in push.shipment.items)
+        push.has_room = self._room.acquire(timeout=0.0 if failed else timeout_s)
+        if not push.has_room:
+            push.fail(f"the push queue stayed full for {timeout_s} s: the link does not keep up")
         self._tasks.put(push)
 
     def put(self, task: Finish | Barrier) -> None:
@@ -129,7 +137,8 @@ class Sender:
                 continue
             if isinstance(task, LayerPush):
                 self._push(task)
-                self._room.release()
+                if task.has_room:
+                    self._room.release()
             elif isinstance(task, Finish):
                 self._finished(task.transfer)
             elif isinstance(task, Barrier):
@@ -139,11 +148,11 @@ class Sender:
         try:
             self._push_ready(task)
         except (DeviceError, TimeoutError) as error:
-            self._fail(task, f"layer {task.layer} could not be read: {error}")
+            task.fail(f"layer {task.layer} could not be read: {error}")
         except Exception as error:
             # Whatever it is, it ends in the requests it belongs to, and the thread lives on for the others.
             logger.exception("pushing layer %s failed", task.layer)
-            self._fail(task, f"pushing layer {task.layer} failed: {error}")
+            task.fail(f"pushing layer {task.layer} failed: {error}")
         finally:
             if task.settled_at > 0:
                 self._unsettled.append(task)
@@ -186,7 +195,7 @@ class Sender:
             transfer = task.shipment.items[i].transfer
             if transfer.failure is None:
                 units = task.shipment.units(task.chunk)[i]
-                transfer.num_bytes += units * sum(write.target.rows * write.target.nbytes for write in batch)
+                transfer.wrote(units * sum(write.target.rows * write.target.nbytes for write in batch))
 
     def _write_retrying(self, task: LayerPush, key: RankKey, batch: list[_Write], item: int) -> None:
         try:
@@ -227,8 +236,3 @@ class Sender:
         if push.slot is not None:
             assert self._ring is not None
             self._ring.release(push.slot)
-
-    @staticmethod
-    def _fail(task: LayerPush, reason: str) -> None:
-        for item in task.shipment.items:
-            item.transfer.fail(reason)

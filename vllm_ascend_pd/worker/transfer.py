@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from vllm_ascend_pd.core.plan import Offsets
 from vllm_ascend_pd.core.protocol import RankDescription
 from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.device.base import Event
 
 RankKey = tuple[int, int]  # (pp_rank, tp_rank)
 
@@ -51,6 +52,7 @@ class Transfer:
     settled_at: float = 0.0
     num_bytes: int = 0
     bytes_at_end: int = 0
+    computed: Event | None = None  # the end of the prompt's last layer
     destinations: dict[RankKey, Destination] | None = None
     contacted: bool = False
     finishing: bool = False
@@ -59,6 +61,12 @@ class Transfer:
     reported: bool = False
     released: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def wrote(self, num_bytes: int) -> None:
+        """Counts what has arrived, and how much of it before the last layer was computed."""
+        self.num_bytes += num_bytes
+        if self.computed is None or not self.computed.is_done():
+            self.bytes_at_end = self.num_bytes
 
     def fail(self, reason: str) -> None:
         """Records the first reason. Has no effect on a transfer that has already finished."""

@@ -52,7 +52,7 @@ aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
     std::lock_guard<std::mutex> lock(pointer->mutex);
     record = pointer->recorded;
   }
-  enqueue(stream, TaskKind::kEvent, "event wait", [pointer, record] {
+  enqueue(stream, TaskKind::kEventWait, "event wait", [pointer, record] {
     if (aclError error = pointer->wait(record)) throw TaskError(error, "the stream that it waits for has failed");
   });
   return ACL_SUCCESS;

@@ -57,7 +57,7 @@ long setting(const char* name, long fallback);
 
 // --- streams -----------------------------------------------------------------------------------------------
 
-enum class TaskKind { kKernel, kCopy, kHccl, kEvent, kCallback };
+enum class TaskKind { kKernel, kCopy, kHccl, kEventRecord, kEventWait, kCallback };
 
 // Run `work` in order on `stream` (nullptr: the current device's default stream). `name` is for messages.
 void enqueue(aclrtStream stream, TaskKind kind, const std::string& name, std::function<void()> work);

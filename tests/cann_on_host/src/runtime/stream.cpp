@@ -33,10 +33,19 @@ bool is_first(int device) {
   return seen.insert(device).second;
 }
 
+// Before every task, in microseconds.
+struct Delays {
+  std::atomic<long> first_stream{setting("DELAY_US", 0L)};
+  std::atomic<long> side_streams{setting("DELAY_SIDE_US", first_stream)};
+};
+
+Delays& delays() {
+  static Delays instance;
+  return instance;
+}
+
 void delay(bool side_stream) {
-  static const long everywhere = setting("DELAY_US", 0L);
-  static const long on_side_streams = setting("DELAY_SIDE_US", everywhere);
-  const long microseconds = side_stream ? on_side_streams : everywhere;
+  const long microseconds = side_stream ? delays().side_streams : delays().first_stream;
   if (microseconds > 0) std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
 }
 
@@ -84,7 +93,7 @@ void Stream::record(std::shared_ptr<Event> event) {
     record = ++event->recorded;
     event->error = ACL_SUCCESS;
   }
-  push(TaskKind::kEvent, "event record", [this, event, record] { event->reach(record, error()); });
+  push(TaskKind::kEventRecord, "event record", [this, event, record] { event->reach(record, error()); });
 }
 
 bool Stream::idle() {
@@ -122,8 +131,8 @@ void Stream::run() {
     Task task = std::move(queue_.front());
     queue_.pop_front();
     busy_ = true;
-    // After a failure only events pass: they carry the error to whoever waits.
-    const bool dropped = error_ != ACL_SUCCESS && stop_on_failure_ && task.name != "event record";
+    // After a failure only records of events pass: they carry the error to whoever waits.
+    const bool dropped = error_ != ACL_SUCCESS && stop_on_failure_ && task.kind != TaskKind::kEventRecord;
     lock.unlock();
     if (!dropped) execute(task);
     task = {};  // may hold the last reference to something: never under the lock
@@ -218,3 +227,12 @@ void enqueue(aclrtStream stream, TaskKind kind, const std::string& name, std::fu
 aclError synchronize(aclrtStream stream, int timeout_ms) { return resolve(stream)->synchronize(timeout_ms); }
 
 }  // namespace cann_on_host
+
+extern "C" {
+
+void cann_on_host_set_delays(long first_stream_us, long side_streams_us) {
+  cann_on_host::delays().first_stream = first_stream_us;
+  cann_on_host::delays().side_streams = side_streams_us;
+}
+
+}  // extern "C"

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the emulated CANN libraries in this process, and reads their counters and injects their faults.
+
+`activate()` must come before `import torch`. In the environment that scripts/setup_npu_emulation.sh makes, every
+process with `CANN_ON_HOST=1` calls it at start, so that the workers of `vllm serve` are covered. README.md says
+what is emulated and lists the settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.abc
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+BEFORE_TORCH = (
+    "libascendcl",
+    "libacl_op_compiler",
+    "libge_runner",
+    "libgraph",
+    "libacl_tdt_channel",
+    "libhccl",
+    "libhcomm",
+)
+PLACES = ("device", "pinned host", "host", "out of bounds")
+
+
+def library_folder() -> Path:
+    """Where the libraries are: `CANN_ON_HOST_LIB`, or in this Python environment."""
+    return Path(os.environ.get("CANN_ON_HOST_LIB") or Path(sys.prefix, "cann_on_host", "lib"))
+
+
+def is_available() -> bool:
+    """Whether they have been built."""
+    return (library_folder() / "libascendcl.so").exists()
+
+
+def is_active() -> bool:
+    """Whether they are in use in this process."""
+    return any(isinstance(finder, _Hooks) for finder in sys.meta_path)
+
+
+def activate() -> None:
+    """Make `import torch_npu` find the emulated libraries, here and in processes started from here."""
+    if is_active():
+        return
+    if "torch" in sys.modules:
+        raise RuntimeError("cann_on_host.activate() must come before `import torch`, which loads torch_npu")
+    if not is_available():
+        raise RuntimeError(f"no emulated CANN libraries in {library_folder()}: run scripts/setup_npu_emulation.sh")
+    os.environ["CANN_ON_HOST"] = "1"
+    # With torch_npu's own queue an operator that is not emulated raises once, and what follows computes garbage.
+    os.environ["TASK_QUEUE_ENABLE"] = "0"
+    for name in BEFORE_TORCH:
+        _load(name)
+    if str(Path(__file__).parent) not in sys.path:
+        sys.path.append(str(Path(__file__).parent))
+    sys.meta_path.insert(0, _Hooks())
+
+
+# --- counters ----------------------------------------------------------------------------------------------
+
+
+def counters() -> dict[str, int]:
+    """Everything counted in this process since the last reset: names as in src/runtime/runtime.h."""
+    runtime = _runtime()
+    return {
+        runtime.cann_on_host_counter_name(i).decode(): runtime.cann_on_host_counter(i)
+        for i in range(runtime.cann_on_host_num_counters())
+    }
+
+
+def launches() -> dict[str, int]:
+    """How often each operator was launched since the last reset."""
+    runtime = _runtime()
+    room = runtime.cann_on_host_launches(None, 0) + 4096
+    text = ctypes.create_string_buffer(room)
+    runtime.cann_on_host_launches(text, room)
+    pairs = (line.rsplit(" ", 1) for line in text.value.decode().splitlines())
+    return {name: int(times) for name, times in pairs}
+
+
+def reset_counters() -> None:
+    _runtime().cann_on_host_reset_counters()
+
+
+def place(address: int, nbytes: int) -> str:
+    """Where that memory is: one of `PLACES`."""
+    return PLACES[_runtime().cann_on_host_locate(address, nbytes)]
+
+
+# --- delays ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def delays(first_stream_us: int, side_streams_us: int | None = None) -> Iterator[None]:
+    """Every task takes that much longer; the side streams' tasks by default as much as the others.
+
+    The first stream of a device is torch_npu's default one. Leaves the process without delays.
+    """
+    side = first_stream_us if side_streams_us is None else side_streams_us
+    _runtime().cann_on_host_set_delays(ctypes.c_long(first_stream_us), ctypes.c_long(side))
+    try:
+        yield
+    finally:
+        _runtime().cann_on_host_set_delays(ctypes.c_long(0), ctypes.c_long(0))
+
+
+# --- faults ------------------------------------------------------------------------------------------------
+
+
+def inject(faults: str) -> None:
+    """Let something fail from now on: `where:what@n`, separated by commas (see README.md)."""
+    if _runtime().cann_on_host_inject(faults.encode()) != 0:
+        raise ValueError(f"not a list of faults: {faults!r}")
+
+
+def clear_faults() -> None:
+    """Forget the faults that have not struck, and let go on what hangs."""
+    _runtime().cann_on_host_clear_faults()
+
+
+@contextlib.contextmanager
+def injected(faults: str) -> Iterator[None]:
+    inject(faults)
+    try:
+        yield
+    finally:
+        clear_faults()
+
+
+# --- loading -----------------------------------------------------------------------------------------------
+
+
+def _load(name: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(library_folder() / f"{name}.so"), mode=ctypes.RTLD_GLOBAL)
+
+
+def _runtime() -> ctypes.CDLL:
+    runtime = ctypes.CDLL(str(library_folder() / "libascendcl.so"))
+    runtime.cann_on_host_counter_name.restype = ctypes.c_char_p
+    runtime.cann_on_host_counter.restype = ctypes.c_uint64
+    runtime.cann_on_host_launches.restype = ctypes.c_size_t
+    runtime.cann_on_host_launches.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+    runtime.cann_on_host_locate.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return runtime
+
+
+def _before_torch_npu() -> None:
+    _load("libopapi")  # uses torch's libraries
+
+
+def _after_torch_npu(torch_npu: ModuleType) -> None:
+    import cann_on_host_operators
+
+    cann_on_host_operators.install(torch_npu, library_folder() / "libcann_on_host_fallback.so")
+
+
+def _after_block_table(block_table: ModuleType) -> None:
+    import cann_on_host_operators
+
+    block_table._compute_slot_mapping_kernel = cann_on_host_operators.SlotMappingKernel()
+
+
+def _after_torchvision_extension(extension: ModuleType) -> None:
+    """vllm-ascend imports transformers' image processors, and those torchvision; a build of torchvision for another
+    torch or for CUDA has no operators here, but its Python part wants to register a fake one."""
+    if extension._has_ops():
+        return
+    import torch
+
+    global _torchvision
+    _torchvision = torch.library.Library("torchvision", "DEF")
+    _torchvision.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def _after_mooncake(engine: ModuleType) -> None:
+    import cann_on_host_mooncake
+
+    cann_on_host_mooncake.install(engine)
+
+
+_torchvision: object = None  # keeps the definition alive
+_AROUND: dict[str, tuple[Callable[[], None] | None, Callable[[ModuleType], None]]] = {
+    "torch_npu": (_before_torch_npu, _after_torch_npu),
+    "vllm.v1.worker.block_table": (None, _after_block_table),
+    "torchvision.extension": (None, _after_torchvision_extension),
+    "mooncake.engine": (None, _after_mooncake),
+}
+
+
+class _Hooks(importlib.abc.MetaPathFinder):
+    """Runs what `_AROUND` says before and after the import of a module."""
+
+    def __init__(self) -> None:
+        self._searching: set[str] = set()
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name not in _AROUND or name in self._searching:
+            return None
+        self._searching.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searching.discard(name)
+        if spec is None or spec.loader is None:
+            return None
+        before, after = _AROUND[name]
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            if before:
+                before()
+            execute(module)
+            after(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a function in several real processes, one per rank, each on its own NPU."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from harness.ports import release_port, reserve_port
+
+Program = Callable[..., Any]
+_processes = multiprocessing.get_context("spawn")
+
+
+class RankFailed(Exception):
+    """What went wrong in which rank."""
+
+
+def run_ranks(
+    program: Program, size: int, *args: Any, env: Mapping[str, str] | None = None, timeout_s: float = 120.0
+) -> list[Any]:
+    """`program(rank, *args)` in `size` processes with a default process group over HCCL; what each returned.
+
+    Raises `RankFailed` with the first rank's traceback if one raised, died or did not answer in time.
+    """
+    results = try_ranks(program, size, *args, env=env, timeout_s=timeout_s)
+    for rank, result in enumerate(results):
+        if isinstance(result, RankFailed):
+            raise RankFailed(f"rank {rank}: {result}")
+    return results
+
+
+def try_ranks(
+    program: Program, size: int, *args: Any, env: Mapping[str, str] | None = None, timeout_s: float = 120.0
+) -> list[Any]:
+    """As `run_ranks`, with a `RankFailed` in the place of what a failed rank would have returned."""
+    port = reserve_port()
+    pipes, processes = [], []
+    try:
+        for rank in range(size):
+            ours, theirs = _processes.Pipe()
+            arguments = (theirs, rank, size, port, dict(env or {}), program, args)
+            process = _processes.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        return [_receive(pipe, timeout_s) for pipe in pipes]
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        release_port(port)
+
+
+def _receive(pipe: Connection, timeout_s: float) -> Any:
+    try:
+        if not pipe.poll(timeout_s):
+            return RankFailed(f"no answer within {timeout_s:g} s")
+        ok, value = pipe.recv()
+    except EOFError:
+        return RankFailed("the process died")
+    return value if ok else RankFailed(value)
+
+
+def _serve(
+    pipe: Connection, rank: int, size: int, port: int, env: dict[str, str], program: Program, args: tuple[Any, ...]
+) -> None:
+    os.environ.update(env, GLOO_SOCKET_IFNAME="lo")
+    faulthandler.enable()  # the emulated libraries abort where they cannot go on
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        torch.npu.set_device(rank)
+        dist.init_process_group("hccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+        pipe.send((True, program(rank, *args)))
+    except BaseException:  # noqa: BLE001 - the test's process raises it
+        pipe.send((False, traceback.format_exc()))
+    # Not the orderly end: after an injected fault it would wait for what never ends.
+    pipe.close()
+    os._exit(0)

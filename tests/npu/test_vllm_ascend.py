@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real vllm-ascend on the NPU gives the tokens of vLLM's CPU backend: what all tests above it stand on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.engines import CPU_ENV
+from harness.models import TINY, make_model
+
+pytestmark = pytest.mark.npu
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).with_name("offline_tokens.py")
+CPU_PYTHON = Path(os.environ.get("VENV", ROOT / ".venv")) / "bin" / "python"
+"""Of the environment that scripts/setup_env.sh makes."""
+
+
+def tokens_of(python: Path, model: Path, tp: int, pp: int, *, cpu: bool) -> tuple[str, list[list[list[int]]]]:
+    """Which device, and per round and prompt the tokens."""
+    env = {**os.environ, **CPU_ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    if cpu:
+        env.pop("CANN_ON_HOST", None)
+    command = [str(python), str(PROGRAM), str(model), str(tp), str(pp)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    for line in result.stdout.splitlines():
+        if line.startswith("RESULT "):
+            answer = json.loads(line.removeprefix("RESULT "))
+            return answer["device"], answer["tokens"]
+    raise AssertionError(f"no tokens; the end of its output:\n{result.stdout[-2000:]}\n{result.stderr[-6000:]}")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(TINY, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    """vLLM's CPU backend, without parallelism."""
+    if not CPU_PYTHON.exists():
+        pytest.skip(f"needs vLLM's CPU backend in {CPU_PYTHON.parents[1]}: run scripts/setup_env.sh")
+    device, (first, second) = tokens_of(CPU_PYTHON, model, 1, 1, cpu=True)
+    assert device == "cpu"
+    assert first == second
+    return first
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)], ids=["tp1", "tp2", "pp2"])
+def test_tokens_equal_those_of_the_cpu_backend(model: Path, expected: list[list[int]], tp: int, pp: int) -> None:
+    device, rounds = tokens_of(Path(sys.executable), model, tp, pp, cpu=False)
+    assert device == "npu"
+    for tokens in rounds:
+        assert tokens == expected
