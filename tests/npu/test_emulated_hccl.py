@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import RankFailed, run_ranks, try_ranks
 
 import cann_on_host
+from rank_processes import RankFailed, run_ranks, try_ranks
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 

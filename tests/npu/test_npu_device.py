@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import run_ranks
 
 import cann_on_host
+from rank_processes import run_ranks
 from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.device.npu import REGISTRATION_BYTES, NpuDevice
 
