@@ -97,7 +97,7 @@ class EngineConfig:
                 command += [option, str(size)]
         if self.pp > 1:
             command += ["--pipeline-parallel-size", str(self.pp)]
-        elif self.eager:
+        if self.eager and (self.pp == 1 or self.device == "npu"):
             command += ["--enforce-eager"]
         if self.role is not Role.SINGLE:
             command += ["--kv-transfer-config", json.dumps(self.transfer_config(kv_port))]
