@@ -47,6 +47,14 @@ def model_summary(vllm_config: "VllmConfig") -> str:
     )
 
 
+def unsupported(vllm_config: "VllmConfig") -> str | None:
+    """A setting of the platform's under which caches do not hold what they seem to; None if there is none."""
+    additional = getattr(vllm_config, "additional_config", None) or {}
+    if additional.get("enable_kv_nz"):
+        return "additional_config has enable_kv_nz: KV in NZ order cannot be sent, prefill writes it in plain order"
+    return None
+
+
 def group_block_sizes(kv_cache_config: "KVCacheConfig") -> list[int]:
     """Tokens per block of each cache group."""
     return [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]

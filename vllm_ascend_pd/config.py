@@ -25,12 +25,18 @@ class PeerParallel(msgspec.Struct, frozen=True):
 
 
 class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Paths of PEM files for the connection to the metaserver: own certificate and key for mutual TLS, and the
-    authority that signed the metaserver's certificate."""
+    """The connection to the metaserver, with vllm-ascend's names. Paths of PEM files: own certificate and key for
+    mutual TLS, and the authority that signed the metaserver's certificate. Used only with `ssl_enable`."""
 
-    ca_path: str | None = None
-    cert_path: str | None = None
-    key_path: str | None = None
+    ssl_enable: bool = False
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password: str | None = None
+    ssl_ca_certs: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.ssl_enable and (self.ssl_certfile or self.ssl_keyfile or self.ssl_ca_certs):
+            raise ValueError("`tls_config` names files, but `ssl_enable` is not true")
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -55,6 +55,8 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigError(
                 f"kv_role is {transfer.kv_role}: LayerwisePushConnector prefills (kv_producer) or decodes (kv_consumer)"
             )
+        if (reason := compat.unsupported(vllm_config)) is not None:
+            raise ConfigError(reason)
         self._config = parse_config(transfer.kv_connector_extra_config)
         self._engine_id: str = transfer.engine_id
         self._is_producer = bool(transfer.is_kv_producer)
@@ -182,7 +184,11 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             return
         ranks = []
         for _, handshake in sorted(metadata.items()):
-            assert isinstance(handshake, RankHandshake)
+            if not isinstance(handshake, RankHandshake):
+                raise ConfigError(
+                    f"the handshake metadata is {type(handshake).__name__}, another connector's: on a decode engine "
+                    "LayerwisePushConnector must be the first of a MultiConnector's connectors that has any"
+                )
             ranks.append(decode_description(handshake.encoded))
         parallel = self._vllm_config.parallel_config
         description = EngineDescription(
@@ -302,8 +308,9 @@ def _metaserver_settings(config: ConnectorConfig) -> MetaserverSettings:
         max_connections=config.metaserver_max_connections,
         max_pending=config.max_pending_tickets,
         retries=config.metaserver_retries,
-        ca_file=tls.ca_path,
-        cert_file=tls.cert_path,
-        key_file=tls.key_path,
+        ca_file=tls.ssl_ca_certs,
+        cert_file=tls.ssl_certfile,
+        key_file=tls.ssl_keyfile,
+        key_password=tls.ssl_keyfile_password,
         token_file=config.metaserver_token_file,
     )

@@ -11,8 +11,9 @@ TOKEN, PROMPT_TOKENS, STEP_TOKENS, OUTPUT_TOKENS = 7, 300, 256, 3
 
 def main(model: str, role: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    import recording_connector
     from vllm import LLM, SamplingParams
+
+    import recording_connector
 
     mla = "deepseek" in model
     llm = LLM(

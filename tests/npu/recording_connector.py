@@ -167,9 +167,7 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):
         ids = [list(group) for group in blocks.get_block_ids()]
         if num_external_tokens > 0:
             self._step.receive.append(request.request_id)
-        self._record(
-            "update_state_after_alloc", request=request.request_id, blocks=ids, external=num_external_tokens
-        )
+        self._record("update_state_after_alloc", request=request.request_id, blocks=ids, external=num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         step, self._step = self._step, Step()

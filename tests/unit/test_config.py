@@ -51,12 +51,17 @@ def test_keys_of_vllm_ascends_layerwise_connector():
         {
             "prefill": {"dp_size": 2, "tp_size": 4},
             "decode": {"dp_size": 2, "tp_size": 2, "pp_size": 1},
-            "tls_config": {"ca_path": "/ca.pem", "cert_path": "/cert.pem", "key_path": "/key.pem"},
+            "tls_config": {
+                "ssl_enable": True,
+                "ssl_ca_certs": "/ca.pem",
+                "ssl_certfile": "/cert.pem",
+                "ssl_keyfile": "/key.pem",
+            },
         }
     )
     assert config.prefill == PeerParallel(tp_size=4, dp_size=2)
     assert config.decode == PeerParallel(tp_size=2, dp_size=2, pp_size=1)
-    assert config.tls_config == TlsConfig("/ca.pem", "/cert.pem", "/key.pem")
+    assert config.tls_config == TlsConfig(True, "/cert.pem", "/key.pem", ssl_ca_certs="/ca.pem")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +101,7 @@ def test_an_unknown_key_unlike_any_other(key):
         ("metaserver_token_file", 7),
         ("prefill", 2),
         ("tls_config", "/ca.pem"),
+        ("tls_config", {"ssl_ca_certs": "/ca.pem"}),
     ],
 )
 def test_a_value_of_the_wrong_type(key, value):

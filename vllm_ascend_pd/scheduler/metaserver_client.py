@@ -48,6 +48,7 @@ class MetaserverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     cert_file: str | None = None
     """This engine's certificate, for mutual TLS."""
     key_file: str | None = None
+    key_password: str | None = None
     token_file: str | None = None
     """Its content is sent as bearer token."""
 
@@ -309,7 +310,8 @@ def _http_client(settings: MetaserverSettings) -> httpx.AsyncClient:
     try:
         context = ssl.create_default_context(cafile=settings.ca_file)
         if settings.cert_file is not None:
-            context.load_cert_chain(settings.cert_file, settings.key_file)
+            # A function: without one, a key that has a password would ask for it on the terminal.
+            context.load_cert_chain(settings.cert_file, settings.key_file, lambda: settings.key_password or "")
         if settings.token_file is not None:
             token = Path(settings.token_file).read_text(encoding="ascii").strip()
             headers["Authorization"] = f"Bearer {token}"

@@ -134,8 +134,13 @@ class Peers:
         """The decode engine has described itself (`layout`), or will not. One that gets nothing is told why."""
         if refused is not None:
             self._refuse(transfer, refused)
+        destinations: dict[RankKey, Destination] = {}
         if layout is not None and transfer.failure is None:
-            destinations = self._destinations(layout, transfer)
+            try:
+                destinations = self._destinations(layout, transfer)
+            except (LookupError, ValueError) as error:
+                self._refuse(transfer, f"the ticket does not fit the decode engine's layout: {error!r}")
+        if layout is not None and transfer.failure is None:
             transfer.set_destinations(destinations)
             for key in destinations:
                 self._ask(transfer, key)
