@@ -12,9 +12,7 @@ import torch
 from harness.kv import Model, Prompt, Side, by_token, layer_name, make_caches, truth
 from vllm_ascend_pd.config import parse_config
 from vllm_ascend_pd.core.layout import Order
-from vllm_ascend_pd.device.base import Event
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError, TransferLimits
-from vllm_ascend_pd.worker import sender
 from vllm_ascend_pd.worker.caches import LayerSpec, describe
 from vllm_ascend_pd.worker.consumer import ConsumerWorker
 from vllm_ascend_pd.worker.identity import Identity
@@ -121,32 +119,6 @@ class PrefillRank(_RankBase):
 
     def open_transfers(self) -> int:
         return len(self.worker._transfers)
-
-    def forget_to_wait(self, where: str) -> None:
-        """Breaks the product on purpose: what follows must then be seen to go wrong. `where`: "for-compute" (pushes
-        do not wait until the layer is computed), "for-regroup" (writes do not wait until it is regrouped)."""
-
-        class Passed(Event):
-            def wait(self, timeout_s: float) -> None:
-                pass
-
-        if where == "for-compute":
-            # An event of the past: of the stream as it is now, not as it will be when a layer has run.
-            past = self.device.record_event()
-            past.wait(10.0)
-            self.device.record_event = lambda: past
-        elif where == "for-regroup":
-            push_ready = sender.Sender._push_ready
-
-            def hasty(self: Any, task: Any) -> None:
-                while task.shipment.route.regroup.value != "none" and task.slot is None:
-                    time.sleep(0.001)
-                task.ready = Passed()
-                push_ready(self, task)
-
-            sender.Sender._push_ready = hasty
-        else:
-            raise ValueError(where)
 
     def slow_down(self, seconds: float) -> None:
         """From now on every write takes that much longer."""
