@@ -48,14 +48,6 @@ class Rank:
         self.send(name, *args)
         return self.receive()
 
-    @property
-    def process(self) -> Any:
-        return self._host.process
-
-    def spoil(self) -> None:
-        """Something was done to the process that the next user must not see."""
-        self._reusable = False
-
     def stopped(self) -> list[str]:
         """After `send("stop")`: ends the rank; returns what it could not clean up itself."""
         left: list[str] = []
