@@ -61,7 +61,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_timeout_s: float = 480.0
     settle_timeout_s: float = 30.0
     lease_s: float = 20.0
-    write_timeout_s: float = 5.0
+    write_timeout_s: float = 10.0
     grant_timeout_s: float = 20.0
     control_timeout_s: float = 5.0
     collective_timeout_s: float = 60.0

@@ -38,6 +38,15 @@ CPU_ENV = {
 }
 
 
+PATIENT: tuple[tuple[str, object], ...] = (
+    ("write_timeout_s", 30.0),
+    ("control_timeout_s", 15.0),
+    ("grant_timeout_s", 60.0),
+    ("lease_s", 45.0),
+)
+"""Connector settings for tests that are not about time: a shared machine may stop a process for many seconds."""
+
+
 class Role(str, enum.Enum):
     """`kv_role` of an engine; a `SINGLE` one has no connector."""
 
@@ -248,8 +257,10 @@ def one_to_one(prefill_tp: int, decode_tp: int, *, token_major: bool) -> Cluster
     poison = (("VLLM_ASCEND_PD_TEST_POISON_TOKENS", str(POISONED_TOKENS)),)
     return ClusterConfig(
         name=f"{order}-tp{prefill_tp}-to-tp{decode_tp}",
-        prefill=(EngineConfig(Role.PREFILL, tp=prefill_tp, token_major=token_major, env=poison),),
-        decode=(EngineConfig(Role.DECODE, tp=decode_tp, token_major=token_major),),
+        prefill=(
+            EngineConfig(Role.PREFILL, tp=prefill_tp, token_major=token_major, env=poison, connector_extra=PATIENT),
+        ),
+        decode=(EngineConfig(Role.DECODE, tp=decode_tp, token_major=token_major, connector_extra=PATIENT),),
     )
 
 
