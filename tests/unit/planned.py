@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of known models and engines, and what must hold of every plan."""
+
+from pathlib import Path
+
+from vllm_ascend_pd.planning.engine import Engine, Layout, default_block_size
+from vllm_ascend_pd.planning.exchange import make_plan
+from vllm_ascend_pd.planning.figures import Plan
+from vllm_ascend_pd.planning.model import read_model
+
+DATA = Path(__file__).parent / "data"
+DEEPSEEK = DATA / "deepseek-r1.json"
+QWEN = DATA / "qwen3-235b-a22b.json"
+LLAMA = DATA / "llama-3.1-70b.json"
+
+
+def plan_for(
+    config: Path, prefill: tuple[int, int, int], decode: tuple[int, int, int], layout: Layout = Layout.VLLM_ASCEND
+) -> Plan:
+    """Engines as (TP, PP, DP)."""
+    model = read_model(config)
+    block_size = default_block_size(model, layout)
+    return make_plan(
+        model,
+        layout,
+        Engine("prefill", *prefill, block_size),
+        Engine("decode", *decode, block_size),
+        step_tokens=8192,
+        staging_slots=4,
+    )
+
+
+def assert_conserved(plan: Plan, attention_layers: list[bool], itemsize: int) -> None:
+    """For a request on any lane, every decode rank gets each layer, head and token of its own once, from the ranks it
+    waits for; nothing else is sent."""
+    decode, prompt = plan.decode, plan.prompt
+    per_head = prompt.units * plan.unit_tokens * sum(plan.model.widths) * itemsize
+    heads = max(1, plan.model.kv_heads // decode.tp)
+    for lane in range(plan.senders[0].lanes):
+        flows = [flow for flow in prompt.flows if flow.lane == lane]
+        assert sum(flow.nbytes for flow in flows) == prompt.nbytes
+        for stage, layers in enumerate(decode.stages):
+            for reader in plan.readers:
+                to_it = [flow for flow in flows if flow.target == (stage, reader.tp_rank)]
+                cached = sum(attention_layers[layers.first : layers.stop])
+                assert sum(flow.nbytes for flow in to_it) == cached * heads * per_head
+                if cached:
+                    assert tuple(sorted({flow.source.tp_rank for flow in to_it})) == reader.writers[lane]

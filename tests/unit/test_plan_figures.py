@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan's figures: of known models against values worked out by hand, of any shape against the core."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from planned import DEEPSEEK, LLAMA, QWEN, assert_conserved, plan_for
+
+from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.plan import make_route
+from vllm_ascend_pd.planning.engine import Engine, Layout, rank_caches, stage_layers
+from vllm_ascend_pd.planning.exchange import make_plan
+from vllm_ascend_pd.planning.figures import Piece
+from vllm_ascend_pd.planning.model import Cached, CacheDtype, Model, PlanError, read_model
+from vllm_ascend_pd.planning.timing import make_timing
+from vllm_ascend_pd.worker.caches import LayerSpec, describe
+
+# 1000 tokens travel as 8 blocks of 128.
+SENT_TOKENS = 1024
+
+
+def test_deepseek_r1_tp16_to_dp4_tp4():
+    plan = plan_for(DEEPSEEK, (16, 1, 1), (4, 1, 4))
+    assert plan.model.bytes_per_token_and_layer == (512 + 64) * 2
+    assert plan.model.bytes_per_token == 61 * 1152 == 70_272
+    # All ranks hold the latent; one of them serves a request, to all decode ranks.
+    assert [(s.lane, s.lanes, s.regroup) for s in plan.senders] == [(rank, 16, "none") for rank in range(16)]
+    assert {s.pieces for s in plan.senders} == {
+        (*(Piece(0, to, 1, 128 * 512 * 2) for to in range(4)), *(Piece(1, to, 1, 128 * 64 * 2) for to in range(4)))
+    }
+    assert [r.writers for r in plan.readers] == [tuple((rank,) for rank in range(16))] * 4
+    assert (plan.all_to_all, plan.groups_created, plan.staging.total_bytes) == ((), 0, 0)
+    assert plan.prompt.busiest_reader == SENT_TOKENS * 70_272
+    assert plan.prompt.nbytes == plan.prompt.busiest_sender == 4 * SENT_TOKENS * 70_272
+    assert plan.prompt.descriptors == 61 * 2 * 8 * 4
+    assert plan.prompt.descriptors_contiguous == 61 * 2 * 4
+    assert_conserved(plan, [True] * 61, 2)
+
+
+def test_qwen3_235b_tp16_to_tp8():
+    plan = plan_for(QWEN, (16, 1, 1), (8, 1, 1))
+    assert plan.model.bytes_per_token == 94 * 4 * (128 + 128) * 2 == 192_512
+    # 4 KV heads: 4 prefill ranks hold each, 2 decode ranks want it.
+    assert [(s.first_head, s.stop_head, s.lane) for s in plan.senders] == [
+        (r // 4, r // 4 + 1, r % 4) for r in range(16)
+    ]
+    for sender in plan.senders:
+        to = (2 * sender.first_head, 2 * sender.first_head + 1)
+        assert sender.pieces == tuple(Piece(tensor, rank, 1, 128 * 128 * 2) for tensor in (0, 1) for rank in to)
+    assert plan.readers[5].writers == ((8,), (9,), (10,), (11,))
+    assert plan.prompt.nbytes == 8 * SENT_TOKENS * 94 * 512
+    assert plan.prompt.busiest_sender == 2 * plan.prompt.busiest_reader == 2 * SENT_TOKENS * 94 * 512
+    assert plan.prompt.descriptors == 94 * 2 * 8 * 8
+    # Nothing is regrouped for this decode engine, but for another it may be: pairs and fours of heads, for each of 4
+    # replicas; a slot holds K and V of one head for a step and two blocks more.
+    assert (plan.all_to_all, plan.groups_created) == ((), (2 + 1) * 4)
+    assert plan.staging.slot_bytes == (8192 + 2 * 128) * 512
+    assert plan.staging.total_bytes == (4 + 2) * plan.staging.slot_bytes
+    assert_conserved(plan, [True] * 94, 2)
+
+
+def test_llama_70b_tp8_to_tp4():
+    plan = plan_for(LLAMA, (8, 1, 1), (4, 1, 1))
+    assert plan.model.bytes_per_token == 80 * 8 * (128 + 128) * 2 == 327_680
+    assert plan.all_to_all == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert plan.groups_created == 4 + 2 + 1
+    for sender in plan.senders:
+        assert sender.exchanges_with == (sender.tp_rank // 2 * 2, sender.tp_rank // 2 * 2 + 1)
+        # Half of each block's tokens, two heads wide.
+        assert sender.pieces == tuple(Piece(tensor, sender.tp_rank // 2, 1, 64 * 2 * 256) for tensor in (0, 1))
+    assert [r.writers for r in plan.readers] == [((0, 1),), ((2, 3),), ((4, 5),), ((6, 7),)]
+    assert plan.prompt.nbytes == SENT_TOKENS * 327_680
+    assert plan.prompt.descriptors == plan.prompt.descriptors_contiguous == 80 * 2 * 8 * 8
+    assert_conserved(plan, [True] * 80, 2)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_llama_70b_tp4_to_tp8(pp):
+    plan = plan_for(LLAMA, (4, pp, 1), (8, 1, 1))
+    stages = [(stage.first, stage.stop) for stage in plan.prefill.stages]
+    assert stages == ([(0, 80)] if pp == 1 else [(0, 40), (40, 80)])
+    assert {s.regroup for s in plan.senders} == {"split"}
+    for sender in plan.senders:
+        to = (2 * sender.tp_rank, 2 * sender.tp_rank + 1)
+        assert sender.pieces == tuple(Piece(tensor, rank, 1, 128 * 256) for tensor in (0, 1) for rank in to)
+    assert [r.writers for r in plan.readers] == [((rank // 2,),) for rank in range(8)]
+    assert len(plan.prompt.flows) == 8 * pp
+    assert {(f.first_layer, f.last_layer, f.layers) for f in plan.prompt.flows} == {
+        (first, stop - 1, stop - first) for first, stop in stages
+    }
+    assert plan.prompt.nbytes == SENT_TOKENS * 327_680
+    assert plan.prompt.busiest_sender == plan.prompt.nbytes // 4 // pp
+    assert plan.prompt.busiest_reader == plan.prompt.nbytes // 8
+    assert (plan.prompt.descriptors, plan.prompt.descriptors_contiguous) == (80 * 2 * 8 * 8, 80 * 2 * 8)
+    assert_conserved(plan, [True] * 80, 2)
+
+
+def test_llama_70b_on_the_cpu_backend():
+    plan = plan_for(LLAMA, (8, 1, 1), (4, 1, 1), Layout.VLLM_CPU)
+    assert {s.regroup for s in plan.senders} == {"none"}
+    assert plan.senders[3].pieces == (Piece(0, 1, 1, 128 * 512),)
+    assert plan.staging.total_bytes == plan.groups_created == 0
+    assert plan.prompt.nbytes == SENT_TOKENS * 327_680
+    assert_conserved(plan, [True] * 80, 2)
+
+
+def test_sizes_that_do_not_divide_are_said_to_be_slow():
+    model = Model("six heads", (Cached.FULL,), 6, 6, False, (8, 8), CacheDtype.BFLOAT16, ())
+    plan = _plan(model, Layout.VLLM_ASCEND, (3, 1), (2, 1), 16, 16, 16)
+    # Prefill's rank 1 holds heads 2 and 3; decode's ranks 0 and 1 want one of them each, token by token.
+    assert plan.senders[1].pieces == tuple(Piece(tensor, to, 16, 8 * 2) for tensor in (0, 1) for to in (0, 1))
+    assert any("token by token" in note for note in plan.notes)
+
+
+# --- times ---------------------------------------------------------------------------------------------------
+
+
+def test_times_of_a_link_that_keeps_up():
+    plan = plan_for(DEEPSEEK, (16, 1, 3), (4, 1, 4))
+    timing = make_timing(plan, 200, 61.0)
+    # 25 MB a millisecond; one rank sends all.
+    assert timing.transfer_ms == pytest.approx(4 * SENT_TOKENS * 70_272 / 25e6)
+    assert timing.layer_ms == pytest.approx(timing.transfer_ms / 61)
+    assert timing.after_prefill_ms == pytest.approx(timing.layer_ms)
+    # 16 ranks take turns in sending; what 3 engines send, 4 receive.
+    assert timing.prefill_link_ms == pytest.approx(timing.transfer_ms / 16)
+    assert timing.decode_link_ms == pytest.approx(timing.transfer_ms / 4 * 3 / 4)
+
+
+def test_times_of_a_link_that_does_not():
+    plan = plan_for(LLAMA, (8, 1, 1), (4, 1, 1))
+    timing = make_timing(plan, 1, 80.0)
+    # A decode rank's link is the narrowest; it is idle until the first of 80 layers is computed.
+    assert timing.transfer_ms == pytest.approx(SENT_TOKENS * 327_680 / 4 / 125_000)
+    assert timing.after_prefill_ms == pytest.approx(1.0 + timing.transfer_ms - 80.0)
+
+
+def test_times_of_pipeline_stages():
+    plan = plan_for(LLAMA, (4, 2, 1), (8, 1, 1))
+    timing = make_timing(plan, 1, 80.0)
+    sent, received = (SENT_TOKENS * 327_680 / ranks / 125_000 for ranks in (8, 8))
+    assert timing.transfer_ms == pytest.approx(sent) == pytest.approx(received)
+    # The last stage begins to send when 41 of 80 layers are computed, decode to receive after the first.
+    assert timing.after_prefill_ms == pytest.approx(41 + sent - 80)
+    assert make_timing(plan, 1, None).after_prefill_ms is None
+
+
+# --- any shape -----------------------------------------------------------------------------------------------
+
+
+def _plan(
+    model: Model,
+    layout: Layout,
+    prefill: tuple[int, int],
+    decode: tuple[int, int],
+    p_block: int,
+    d_block: int,
+    tokens: int,
+):
+    engines = (Engine("prefill", *prefill, 1, p_block), Engine("decode", *decode, 1, d_block))
+    return make_plan(model, layout, *engines, step_tokens=64, staging_slots=2, tokens=tokens)
+
+
+@st.composite
+def _shapes(draw):
+    heads = draw(st.integers(1, 12))
+    tps = [tp for tp in range(1, 13) if tp % heads == 0 or heads % tp == 0]
+    prefill, decode = (draw(st.sampled_from(tps)) for _ in range(2))
+    kinds = draw(st.lists(st.sampled_from(Cached), min_size=1, max_size=6))
+    assume({Cached.FULL, Cached.WINDOW} & set(kinds))
+    layout = draw(st.sampled_from(Layout))
+    mla = heads == 1 and draw(st.booleans())
+    blocks = [(16, 16)] if mla else [(32, 32), (64, 64)]
+    if layout is Layout.VLLM_ASCEND:
+        blocks += [(16, 64), (48, 16), (30, 30)]
+    widths = draw(st.sampled_from([(8, 8), (16, 4)]))
+    model = Model(
+        "any", tuple(kinds), math.lcm(prefill, decode), heads, mla, widths, draw(st.sampled_from(CacheDtype)), ()
+    )
+    stages = (draw(st.integers(1, min(3, len(kinds)))) for _ in range(2))
+    p_block, d_block = draw(st.sampled_from(blocks))
+    return (
+        model,
+        layout,
+        *zip((prefill, decode), stages, strict=True),
+        p_block,
+        d_block,
+        draw(st.integers(1, 200)),
+    )
+
+
+@given(_shapes())
+def test_any_shape_covers_what_the_core_does(shape):
+    model, layout, prefill, decode, p_block, _, tokens = shape
+    plan = _plan(*shape)
+    assert plan.prompt.units == -(-tokens // plan.unit_tokens)
+    assert_conserved(plan, [kind in (Cached.FULL, Cached.WINDOW) for kind in model.cached], model.dtype.itemsize)
+    # The pieces are the routes' targets, which fill every byte of a decode rank's unit once, whatever the lane.
+    caches = rank_caches(model, layout, Engine("prefill", *prefill, 1, p_block), 0, 0, 1)
+    for tensor, geometry in enumerate(caches.geometries[: len(plan.model.widths)]):
+        routes = [make_route(geometry, rank, prefill[0], decode[0], shape[5]) for rank in range(prefill[0])]
+        for sender, route in zip(plan.senders, routes, strict=True):
+            assert (sender.lane, sender.lanes, sender.exchanges_with) == (route.lane, route.lanes, route.ranks)
+            assert [p for p in sender.pieces if p.tensor == tensor] == [
+                Piece(tensor, target.tp_rank, target.rows, target.nbytes) for target in route.targets
+            ]
+        unit_bytes = plan.unit_tokens * geometry.head_bytes * max(1, model.kv_heads // decode[0])
+        for lane in range(plan.senders[0].lanes):
+            for reader in range(decode[0]):
+                filled = np.zeros(unit_bytes, dtype=np.int64)
+                for route in (route for route in routes if route.serves(lane)):
+                    for target in (target for target in route.targets if target.tp_rank == reader):
+                        for row in range(target.rows):
+                            first = target.dst_offset + row * target.dst_pitch
+                            filled[first : first + target.nbytes] += 1
+                assert (filled == 1).all()
+
+
+@given(_shapes())
+def test_any_shape_has_one_descriptor_per_piece_unless_neighbours_merge(shape):
+    plan = _plan(*shape)
+    smallest = min(shape[4], shape[5])
+    apart = shape[4] == shape[5] == smallest
+    for flow in plan.prompt.flows:
+        pieces = [p for p in plan.senders[flow.source.tp_rank].pieces if p.to == flow.target.tp_rank]
+        most = flow.layers * plan.prompt.units * sum(piece.per_unit for piece in pieces)
+        assert flow.descriptors_contiguous <= flow.descriptors <= most
+        if apart:
+            assert flow.descriptors == most
+
+
+# --- what the figures rest on --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "shapes"),
+    [
+        (LLAMA, Layout.VLLM_ASCEND, [(3, 128, 2, 128), (3, 128, 2, 128)]),
+        (LLAMA, Layout.VLLM_CPU, [(3, 2, 128, 256)]),
+        (QWEN, Layout.VLLM_ASCEND, [(3, 128, 1, 128), (3, 128, 1, 128)]),
+        (DEEPSEEK, Layout.VLLM_ASCEND, [(3, 128, 1, 512), (3, 128, 1, 64)]),
+        (DEEPSEEK, Layout.VLLM_CPU, [(3, 1, 16, 576)]),
+    ],
+)
+def test_expected_caches_are_described_as_registered_ones_are(config, layout, shapes):
+    """`shapes`: of the tensors that vLLM registers for a layer with TP 4 (two of Llama's 8 heads, one of Qwen's)."""
+    model = read_model(config)
+    block_size = 16 if (layout, config) == (Layout.VLLM_CPU, DEEPSEEK) else 128
+    expected = rank_caches(model, layout, Engine("prefill", 4, 1, 1, block_size), 0, 0, 3)
+    name = "model.layers.0.self_attn.attn"
+    registered = {name: tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)}
+    spec = LayerSpec(0, block_size, max(1, model.kv_heads // 4), model.kv_heads)
+    described = describe(registered, {name: spec}, heads_first=layout is Layout.VLLM_CPU).description
+    # Two tensors that lie alike share a geometry there.
+    ours = [expected.geometry_of(tensor) for tensor in expected.tensors if tensor.layer == name]
+    assert ours == [described.geometry_of(tensor) for tensor in described.tensors]
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "counts"),
+    [
+        (80, 2, [40, 40]),
+        (61, 2, [31, 30]),
+        (61, 4, [15, 15, 16, 15]),
+        (94, 4, [23, 24, 24, 23]),
+        (7, 4, [2, 2, 2, 1]),
+        (3, 3, [1, 1, 1]),
+    ],
+)
+def test_layers_of_stages(layers, pp, counts):
+    stages = stage_layers(layers, pp)
+    assert [len(stage) for stage in stages] == counts
+    assert [layer for stage in stages for layer in stage] == list(range(layers))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "blocks", "layout", "reason"),
+    [
+        (
+            (3, 1),
+            (1, 1),
+            (128, 128),
+            Layout.VLLM_ASCEND,
+            "prefill: tensor parallel size 3 does not divide 64 attention",
+        ),
+        (
+            (1, 1),
+            (128, 1),
+            (128, 128),
+            Layout.VLLM_ASCEND,
+            "decode: tensor parallel size 128 does not divide 64 attention",
+        ),
+        ((1, 81), (1, 1), (128, 128), Layout.VLLM_ASCEND, "prefill: pipeline parallel size 81 leaves stages without"),
+        ((1, 1), (1, 1), (128, 96), Layout.VLLM_ASCEND, "one must be a multiple of the other"),
+        ((1, 1), (1, 1), (64, 128), Layout.VLLM_CPU, "both sides need the same block size"),
+        ((1, 1), (1, 1), (128, 48), Layout.VLLM_CPU, "decode: vLLM's CPU backend needs blocks of a multiple of 32"),
+    ],
+)
+def test_shapes_that_cannot_work(prefill, decode, blocks, layout, reason):
+    with pytest.raises(PlanError, match=reason):
+        _plan(read_model(LLAMA), layout, prefill, decode, *blocks, 1000)
+
+
+def test_heads_that_cannot_be_dealt_out():
+    model = Model("six of twelve", (Cached.FULL,), 12, 6, False, (8, 8), CacheDtype.BFLOAT16, ())
+    with pytest.raises(PlanError, match="decode: tensor parallel size 4 and 6 KV heads: neither divides the other"):
+        _plan(model, Layout.VLLM_ASCEND, (2, 1), (4, 1), 128, 128, 1000)
+    with pytest.raises(topology.TopologyError):
+        topology.replicas(4, 6)
+
+
+def test_mla_blocks_on_the_cpu_backend():
+    with pytest.raises(PlanError, match="prefill: vLLM's CPU backend has blocks of 16 tokens with MLA, not of 128"):
+        _plan(read_model(DEEPSEEK), Layout.VLLM_CPU, (1, 1), (1, 1), 128, 16, 1000)
