@@ -23,6 +23,18 @@ def reserve_port(first: int = FIRST, last: int = LAST) -> int:
     raise RuntimeError(f"no free TCP port in [{first}, {last})")
 
 
+def reserve_ports(count: int, first: int = FIRST, last: int = LAST) -> range:
+    """As `reserve_port`, `count` ports in a row."""
+    while True:
+        start = reserve_port(first, last - count + 1)
+        wanted = range(start, start + count)
+        held = [start, *(port for port in wanted[1:] if _hold(port))]
+        if len(held) == count:
+            return wanted
+        for port in held:
+            release_port(port)
+
+
 def release_port(port: int) -> None:
     _held.pop(port).close()
 

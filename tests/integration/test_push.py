@@ -4,12 +4,15 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from harness.kv import Model, Side
 from harness.ranks import Pair, prompts, run
 from vllm_ascend_pd.core.layout import Order
 
 GQA = Model()
+TWO_HEADS = Model(heads=2)
+SIX_HEADS = Model(heads=6)
 HEAD_MAJOR = Model(order=Order.HEAD_MAJOR, widths=(64,))
 MLA = Model(widths=(128, 16), replicated=True)
 
@@ -23,7 +26,22 @@ SHAPES = {
     "HEAD_MAJOR_TP1_TO_TP2": (HEAD_MAJOR, Side(1), Side(2)),
     "MLA_TP2_TO_TP1": (MLA, Side(2), Side(1)),
     "BLOCK_32_TO_16_TP2_TO_TP1": (GQA, Side(2, block_size=32), Side(1, num_blocks=128, block_size=16)),
+    "BLOCK_16_TO_32_TP2_TO_TP1": (GQA, Side(2, num_blocks=128), Side(1, block_size=32)),
+    "BLOCK_64_TO_128_TP1_TO_TP1": (GQA, Side(1, num_blocks=16, block_size=64), Side(1, num_blocks=12, block_size=128)),
+    "BLOCK_128_TO_64_TP1_TO_TP2": (GQA, Side(1, num_blocks=12, block_size=128), Side(2, num_blocks=16, block_size=64)),
+    "MLA_BLOCK_32_TO_16_TP2_TO_TP1": (MLA, Side(2, block_size=32), Side(1, num_blocks=128)),
     "PP2_TP1_TO_TP2": (GQA, Side(1, stages=(1, 2)), Side(2)),
+    "TP2_TO_PP2_TP1": (GQA, Side(2), Side(1, stages=(2, 1))),
+    "PP2_TP2_TO_PP2_TP1_WITH_OTHER_LAYERS": (GQA, Side(2, stages=(1, 2)), Side(1, stages=(2, 1))),
+    # More ranks than KV heads, on either side and on both.
+    "REPLICAS_TP4_TO_TP1": (TWO_HEADS, Side(4), Side(1)),
+    "REPLICAS_TP1_TO_TP4": (TWO_HEADS, Side(1), Side(4)),
+    "REPLICAS_TP4_TO_TP4": (TWO_HEADS, Side(4), Side(4)),
+    # Neither size divides the other.
+    "TP3_TO_TP2": (SIX_HEADS, Side(3), Side(2)),
+    "TP2_TO_TP3": (SIX_HEADS, Side(2), Side(3)),
+    "INT8_TP2_TO_TP1": (Model(dtype=torch.int8), Side(2), Side(1)),
+    "FLOAT32_TP2_TO_TP1": (Model(dtype=torch.float32), Side(2), Side(1)),
 }
 
 
