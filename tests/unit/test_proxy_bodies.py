@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a client's body reaches decode and prefill: everything that shapes the prompt, byte for byte."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm_ascend_pd.proxy.bodies import Endpoint, decode_body, parse_client_request, prefill_body
+
+METASERVER = "http://127.0.0.1:8000/v1/metaserver"
+TICKET = b'{"do_remote_decode":true,"ticket_id":"00ff","remote_block_ids":[[1,2]]}'
+
+# One pixel, as OpenAI's clients send pictures; numbers and escapes that a decoder would write differently.
+PICTURE = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+MESSAGES = (
+    b'[{"role":"system","content":"Be \\u0062rief."},{"role":"user","content":['
+    b'{"type":"text","text":"What is in these?"},'
+    b'{"type":"image_url","image_url":{"url":"' + PICTURE.encode() + b'","detail":"high"},"uuid":"image-1"},'
+    b'{"type":"input_audio","input_audio":{"data":"UklGRiQAAABXQVZF","format":"wav"}},'
+    b'{"type":"video_url","video_url":{"url":"https://example.com/clip.mp4"}}]}]'
+)
+TOOLS = b'[{"type":"function","function":{"name":"look","parameters":{"type":"object","properties":{"x":{"minimum":1e2}}}}}]'
+CHAT = (
+    b'{"model":"vision","messages":' + MESSAGES + b',"tools":' + TOOLS + b',"tool_choice":"auto",'
+    b'"mm_processor_kwargs":{"num_crops":4,"scale":1.50},"media_io_kwargs":{"video":{"num_frames":8}},'
+    b'"chat_template_kwargs":{"enable_thinking":false},"stream":true,"stream_options":{"include_usage":true},'
+    b'"max_completion_tokens":64,"n":2,"seed":12345678901234567890}'
+)
+SHAPES_THE_PROMPT = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "chat_template_kwargs",
+)
+
+
+def raw(body: bytes) -> dict[str, bytes]:
+    """The fields of a JSON object, undecoded."""
+    return {name: bytes(value) for name, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()}
+
+
+def test_multi_modal_chat_reaches_both_sides_byte_for_byte() -> None:
+    request = parse_client_request(Endpoint.CHAT, CHAT)
+    decode, prefill, sent = raw(decode_body(request, METASERVER)), raw(prefill_body(request, 0, TICKET)), raw(CHAT)
+    for name in SHAPES_THE_PROMPT:
+        assert decode[name] == prefill[name] == sent[name]
+    assert decode.pop("kv_transfer_params") != prefill["kv_transfer_params"]
+    assert decode == sent  # nothing else is added, lost or written differently
+    assert prefill["kv_transfer_params"] == TICKET
+    assert prefill["stream"] == b"false"
+    assert prefill["n"] == prefill["max_tokens"] == prefill["max_completion_tokens"] == b"1"
+    assert "stream_options" not in prefill
+
+
+EMBEDDING = "gASVEQAAAAAAAACMBXRvcmNolIwGVGVuc29ylJOULg=="  # opaque to us: vLLM decodes it
+
+
+@pytest.mark.parametrize(
+    ("fields", "alone"),
+    [
+        ({"prompt_embeds": EMBEDDING}, [{"prompt_embeds": EMBEDDING}]),
+        ({"prompt_embeds": [EMBEDDING, EMBEDDING]}, 2 * [{"prompt_embeds": EMBEDDING}]),
+        ({"prompt_embeds": EMBEDDING, "prompt": None}, [{"prompt_embeds": EMBEDDING}]),
+        (
+            {"prompt": ["a", "b"], "prompt_embeds": EMBEDDING},
+            [{"prompt_embeds": EMBEDDING}, {"prompt": "a"}, {"prompt": "b"}],
+        ),
+    ],
+    ids=["one", "several", "null-prompt", "beside-texts"],
+)
+def test_prompt_embeddings(fields: dict[str, Any], alone: list[dict[str, Any]]) -> None:
+    """vLLM makes one engine request of each, embeddings first; prefill gets the one its ticket is for."""
+    request = parse_client_request(Endpoint.COMPLETIONS, json.dumps({"model": "m", "max_tokens": 3, **fields}).encode())
+    decode = json.loads(decode_body(request, METASERVER))
+    assert {name: decode[name] for name in fields} == fields
+    bodies = [json.loads(prefill_body(request, i, TICKET)) for i in range(len(request.prompts))]
+    assert [{n: body[n] for n in ("prompt", "prompt_embeds") if n in body} for body in bodies] == alone
