@@ -24,7 +24,7 @@ MESSAGES = (
     b'{"type":"input_audio","input_audio":{"data":"UklGRiQAAABXQVZF","format":"wav"}},'
     b'{"type":"video_url","video_url":{"url":"https://example.com/clip.mp4"}}]}]'
 )
-TOOLS = b'[{"type":"function","function":{"name":"look","parameters":{"type":"object","properties":{"x":{"minimum":1e2}}}}}]'
+TOOLS = b'[{"type":"function","function":{"name":"look","parameters":{"properties":{"x":{"minimum":1e2}}}}}]'
 CHAT = (
     b'{"model":"vision","messages":' + MESSAGES + b',"tools":' + TOOLS + b',"tool_choice":"auto",'
     b'"mm_processor_kwargs":{"num_crops":4,"scale":1.50},"media_io_kwargs":{"video":{"num_frames":8}},'
