@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis draws the same examples in every run, on however slow a machine: failures are the change's, not the day's."""
+"""Hypothesis draws the same examples in every run, however slow the machine is: no failure is the day's."""
 
 from hypothesis import HealthCheck, settings
 
