@@ -100,7 +100,7 @@ def main(
     decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the decode engine.")] = 1,
     decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size of the decode engine.")] = 1,
     port: Annotated[
-        int, typer.Option(min=1024, max=53000, help="The proxy's; engines: +100, +200, and +12001, +12101 for KV.")
+        int, typer.Option(min=1024, max=51000, help="The proxy's; engines: +100, +200, and +14001, +14101 for KV.")
     ] = 8000,
     keep: Annotated[bool, typer.Option("--keep", help="Stay up until Ctrl-C.")] = False,
     prefill_args: Annotated[str, typer.Option(help="More arguments for the prefill engine's vLLM.")] = "",
@@ -158,7 +158,7 @@ def engine_configs(
             pp=size.pp,
             device=device.value,
             port=port + 100 * (i + 1),
-            kv_port=port + 12001 + 100 * i,
+            kv_port=port + 14001 + 100 * i,
             args=tuple(shlex.split(args[i])),
         )
         if not tiny:  # a real model decides its sizes itself

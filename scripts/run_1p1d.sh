@@ -8,11 +8,18 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 export VENV=${VENV:-$root/.venv}
-if [[ " $* " == *" --emulate "* ]]; then
+options=" $* "
+on_npu=
+[[ $options =~ \ --device[=\ ]npu\  ]] && on_npu=1
+if [[ $options == *" --emulate "* ]]; then
+  if [[ ! $on_npu ]]; then
+    echo "run_1p1d: --emulate goes with --device npu" >&2
+    exit 2
+  fi
   "$root/scripts/setup_npu_emulation.sh"
   export CANN_ON_HOST=1 # the emulated libraries, in this process and all it starts
   python=$VENV-npu/bin/python
-elif [[ " $* " =~ \ --device[=\ ]npu\  ]]; then
+elif [[ $on_npu ]]; then
   python=python3
 else
   "$root/scripts/setup_env.sh"

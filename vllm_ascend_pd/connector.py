@@ -132,6 +132,11 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request runs only once all its KV is there."""
 
+    def on_kv_cache_written(self, layer_name: str) -> None:
+        """vllm-ascend's: the layer that is saved next has its KV in the cache, its attention comes after this."""
+        if isinstance(self._worker, ProducerWorker) and self.has_connector_metadata():
+            self._worker.layer_written(layer_name)
+
     def save_kv_layer(self, layer_name: str, kv_layer: KVCache, attn_metadata: Any, **kwargs: Any) -> None:
         if isinstance(self._worker, ProducerWorker) and self.has_connector_metadata():
             self._worker.layer_computed(layer_name)
@@ -166,8 +171,8 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             return Arrivals(set(), set(), set())
         arrivals = self._worker.take_arrivals()
         assert self._kv_cache_config is not None
-        if len(self._kv_cache_config.kv_cache_groups) > 1:
-            # Block ids of several cache groups are not told apart: vLLM learns of failures as the requests end.
+        if compat.HAS_TRANSFER_RESULTS and len(self._kv_cache_config.kv_cache_groups) > 1:
+            # vLLM does not tell block ids of several cache groups apart: it learns of failures as the requests end.
             return arrivals
         self._lost_blocks |= arrivals.lost_blocks
         return Arrivals(arrivals.finished, set(), set())
@@ -213,8 +218,10 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        if not isinstance(self._scheduler, ConsumerScheduler):
+        if isinstance(self._scheduler, ProducerScheduler):
+            self._scheduler.prepare(request)
             return 0, False
+        assert self._scheduler is not None
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, tokens > 0
 
@@ -256,8 +263,12 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A layer's hook must run when the layer has run."""
-        return True
+        """No. vLLM does not say which side asks, and a yes would cost decode its full graphs.
+
+        Decode has no use for a layer's hooks. Prefill computes prompts in piecewise graphs or in none, unless all
+        its graphs are to be full (FULL): then the hooks are left out, and `end_step` pushes what nobody announced.
+        """
+        return False
 
     # Both.
 
@@ -282,13 +293,14 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_scheduler(self) -> ProducerScheduler | ConsumerScheduler:
         assert self._kv_cache_config is not None
-        block_sizes = compat.group_block_sizes(self._kv_cache_config)
+        groups = compat.cache_groups(self._kv_cache_config)
         if self._is_producer:
-            return ProducerScheduler(block_sizes)
+            return ProducerScheduler(groups)
+        compat.accept_lost_blocks_of_several_groups()
         tp = self._vllm_config.parallel_config.tensor_parallel_size
         listener = Listener(self._engine_id, self._host, self._port, tp)
         client = MetaserverClient(_metaserver_settings(self._config), own_host=self._host)
-        return ConsumerScheduler(listener, block_sizes, client)
+        return ConsumerScheduler(listener, groups, client)
 
     def _check_declared(self, side: str, identity: Identity) -> None:
         declared = getattr(self._config, side)

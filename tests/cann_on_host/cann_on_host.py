@@ -104,12 +104,16 @@ def delays(first_stream_us: int, side_streams_us: int | None = None) -> Iterator
 
     The first stream of a device is torch_npu's default one. Leaves the process without delays.
     """
-    side = first_stream_us if side_streams_us is None else side_streams_us
-    _runtime().cann_on_host_set_delays(ctypes.c_long(first_stream_us), ctypes.c_long(side))
+    set_delays(first_stream_us, first_stream_us if side_streams_us is None else side_streams_us)
     try:
         yield
     finally:
-        _runtime().cann_on_host_set_delays(ctypes.c_long(0), ctypes.c_long(0))
+        set_delays(0, 0)
+
+
+def set_delays(first_stream_us: int, side_streams_us: int) -> None:
+    """As `delays`, until they are set again."""
+    _runtime().cann_on_host_set_delays(ctypes.c_long(first_stream_us), ctypes.c_long(side_streams_us))
 
 
 # --- faults ------------------------------------------------------------------------------------------------

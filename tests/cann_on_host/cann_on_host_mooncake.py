@@ -27,6 +27,7 @@ def install(engine: ModuleType) -> None:
             device = ctypes.c_int32()
             if ctypes.CDLL("libascendcl.so").aclrtGetDevice(ctypes.byref(device)) != 0:
                 return _refuse("initialize: no device is set in this thread")
+            ctypes.CDLL(str(cann_on_host.library_folder() / "ascend_transport.so"))
             self._ascend = True
             self._regions: list[tuple[int, int]] = []
             return int(super().initialize(host, metadata, "tcp", ""))

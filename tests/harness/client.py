@@ -86,6 +86,18 @@ class Client:
             return self._stream("/v1/chat/completions", body)
         return self._choices("/v1/chat/completions", body)[0]
 
+    def shortfall(self, prompt: Sequence[int], token_ids: Sequence[int]) -> float:
+        """How far `token_ids`, generated after `prompt`, are from what this engine would choose: the most that a
+        token's log probability, given those before it, is below the best one's. 0 for the engine's own choices."""
+        response = self.http.post(
+            "/v1/completions", json=self._body(1, {"prompt_logprobs": 1}) | {"prompt": [*prompt, *token_ids]}
+        )
+        _raise_for_status(response)
+        after_prompt = response.json()["choices"][0]["prompt_logprobs"][len(prompt) :]
+        chosen = [candidates[str(token)]["logprob"] for candidates, token in zip(after_prompt, token_ids, strict=True)]
+        best = [max(candidate["logprob"] for candidate in candidates.values()) for candidates in after_prompt]
+        return max(b - c for b, c in zip(best, chosen, strict=True))
+
     def _body(self, max_tokens: int, fields: dict[str, Any]) -> dict[str, Any]:
         return {
             "model": self.model,

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from harness.client import Client
-from harness.engines import Cluster, EngineConfig, running_engines
-from harness.models import TINY, make_model
-from harness.pool import ClusterPool, Reference, sort_by_cluster
+from harness.engines import Cluster, EngineConfig
+from harness.pool import ClusterPool, Reference, ReferencePool, sort_by_cluster
 from harness.processes import interrupt_on_sigterm
 
 
@@ -39,20 +38,27 @@ def engine_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(TINY, tmp_path_factory.mktemp("models"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all models."""
+    return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture(scope="session")
-def reference(single_engine: EngineConfig, tiny_model: Path, engine_logs: Path) -> Iterator[Reference]:
-    """The single engine, idle while nothing is asked that it has not answered before."""
-    with running_engines(tiny_model, [single_engine], engine_logs) as [engine], Client(engine.url) as client:
-        yield Reference(client)
+def reference_pool(models: Path, engine_logs: Path) -> Iterator[ReferencePool]:
+    pool = ReferencePool(models, engine_logs)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture
+def reference(cluster: Cluster, single_engine: EngineConfig, reference_pool: ReferencePool) -> Reference:
+    """What the cluster's outputs must equal."""
+    return reference_pool.get(cluster.config.model, cluster.config.single or single_engine)
 
 
 @pytest.fixture(scope="session")
-def cluster_pool(tiny_model: Path, engine_logs: Path) -> Iterator[ClusterPool]:
-    pool = ClusterPool(tiny_model, engine_logs)
+def cluster_pool(models: Path, engine_logs: Path) -> Iterator[ClusterPool]:
+    pool = ClusterPool(models, engine_logs)
     yield pool
     pool.stop()
 
@@ -64,7 +70,7 @@ def cluster(request: pytest.FixtureRequest, cluster_pool: ClusterPool) -> Cluste
 
 
 @pytest.fixture
-def client(cluster: Cluster, tiny_model: Path) -> Iterator[Client]:
+def client(cluster: Cluster) -> Iterator[Client]:
     """Talks to the cluster's proxy."""
-    with Client(cluster.url, model=str(tiny_model)) as client:
+    with Client(cluster.url, model=str(cluster.model)) as client:
         yield client

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import httpx
 
-from harness.ports import release_port, reserve_port
+from harness.models import TINY, ModelSpec
+from harness.ports import release_port, reserve_ports
 from harness.processes import ManagedProcess, wait_all_healthy
 
 HOST = "127.0.0.1"
 PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
-START_SECONDS = 240.0
+START_SECONDS = 480.0
 """An engine alone starts in 15 s, four at once on two busy cores in two minutes."""
 
 CPU_ENV = {
@@ -62,6 +63,8 @@ class EngineConfig:
     role: Role = Role.SINGLE
     tp: int = 1
     pp: int = 1
+    dp: int = 1
+    """Data-parallel engines behind one API server."""
     device: str = "cpu"
     token_major: bool = False
     prefix_caching: bool = True
@@ -86,7 +89,7 @@ class EngineConfig:
     @property
     def label(self) -> str:
         """For logs: `prefill-tp2`."""
-        parallel = f"tp{self.tp}" + (f"pp{self.pp}" if self.pp > 1 else "")
+        parallel = f"tp{self.tp}" + (f"pp{self.pp}" if self.pp > 1 else "") + (f"dp{self.dp}" if self.dp > 1 else "")
         name = {Role.SINGLE: "single", Role.PREFILL: "prefill", Role.DECODE: "decode"}[self.role]
         return f"{name}-{parallel}"
 
@@ -106,6 +109,8 @@ class EngineConfig:
                 command += [option, str(size)]
         if self.pp > 1:
             command += ["--pipeline-parallel-size", str(self.pp)]
+        if self.dp > 1:
+            command += ["--data-parallel-size", str(self.dp)]
         if self.eager and (self.pp == 1 or self.device == "npu"):
             command += ["--enforce-eager"]
         if self.role is not Role.SINGLE:
@@ -128,7 +133,7 @@ class EngineConfig:
         env = dict(os.environ)
         if self.device == "cpu":
             env |= CPU_ENV
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGINS), env.get("PYTHONPATH")]))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGINS), env.get("PYTHONPATH")]))
         if self.token_major:
             env["VLLM_ASCEND_PD_TEST_TOKEN_MAJOR"] = "1"
         return env | dict(self.env)
@@ -145,9 +150,11 @@ class Server:
         self.log = logs / f"{name}-{self.port}.log"
         self.process: ManagedProcess
 
-    def _reserve(self) -> int:
-        self._reserved.append(reserve_port())
-        return self._reserved[-1]
+    def _reserve(self, count: int = 1) -> int:
+        """The first of `count` ports in a row."""
+        ports = reserve_ports(count)
+        self._reserved += ports
+        return ports[0]
 
     def stop(self, grace: float = 10) -> None:
         self.process.stop(grace)
@@ -163,15 +170,19 @@ class Engine(Server):
         self.config = config
         self.kv_port = config.kv_port
         if self.kv_port is None and config.role is not Role.SINGLE:
-            self.kv_port = self._reserve()
+            self.kv_port = self._reserve(config.dp)  # each data-parallel engine listens on one
         command = config.command(model, self.port, self.kv_port)
         self.process = ManagedProcess(self.name, command, config.environment(), self.log)
 
     def metric(self, name: str) -> float:
         """The sum of a Prometheus metric's samples, whatever their labels; 0 if it has none yet."""
+        return sum(value for _, value in self.samples(name))
+
+    def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """A Prometheus metric's samples: labels and value."""
         text = httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False).text
-        samples = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, samples))
+        lines = re.findall(rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
+        return [(dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)) for labels, value in lines]
 
 
 class Proxy(Server):
@@ -236,12 +247,15 @@ def running_engines(
 
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig:
-    """Prefill and decode engines of one model behind a proxy."""
+    """Prefill and decode engines of one model behind a proxy, and the single engine that they are compared with
+    (None: the suite's own, the fixture `single_engine`)."""
 
     name: str
     prefill: tuple[EngineConfig, ...]
     decode: tuple[EngineConfig, ...]
     proxy_args: tuple[str, ...] = ()
+    model: ModelSpec = TINY
+    single: EngineConfig | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -249,26 +263,42 @@ class ClusterConfig:
 
 POISONED_TOKENS = 777
 """Prompts of this length cannot be sent in any `one_to_one` cluster: see `tests/plugins/faults.py`."""
+LOSING_TOKENS = 900
+"""Prompts whose ticket is for `LOSING_TOKENS + i` tokens lose tensor `i` there, and nobody notices but the client."""
+FAULTS = (
+    ("VLLM_ASCEND_PD_TEST_POISON_TOKENS", str(POISONED_TOKENS)),
+    ("VLLM_ASCEND_PD_TEST_LOSE_TENSORS_FROM", str(LOSING_TOKENS)),
+)
+"""Environment of prefill engines that do so."""
 
 
-def one_to_one(prefill_tp: int, decode_tp: int, *, token_major: bool) -> ClusterConfig:
-    """One prefill and one decode engine."""
+def one_to_one(
+    prefill_tp: int,
+    decode_tp: int,
+    *,
+    token_major: bool = False,
+    model: ModelSpec = TINY,
+    engine: EngineConfig = EngineConfig(),
+) -> ClusterConfig:
+    """One prefill and one decode engine, both as `engine` is but for their size, compared with `engine`."""
     order = "token-major" if token_major else "head-major"
-    poison = (("VLLM_ASCEND_PD_TEST_POISON_TOKENS", str(POISONED_TOKENS)),)
+    kind = order if model is TINY else model.name
+    side = dataclasses.replace(engine, token_major=token_major, connector_extra=PATIENT)
     return ClusterConfig(
-        name=f"{order}-tp{prefill_tp}-to-tp{decode_tp}",
-        prefill=(
-            EngineConfig(Role.PREFILL, tp=prefill_tp, token_major=token_major, env=poison, connector_extra=PATIENT),
-        ),
-        decode=(EngineConfig(Role.DECODE, tp=decode_tp, token_major=token_major, connector_extra=PATIENT),),
+        name=f"{kind}-tp{prefill_tp}-to-tp{decode_tp}",
+        prefill=(dataclasses.replace(side, role=Role.PREFILL, tp=prefill_tp, env=(*engine.env, *FAULTS)),),
+        decode=(dataclasses.replace(side, role=Role.DECODE, tp=decode_tp),),
+        model=model,
+        single=engine,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A running one."""
+    """A running one. `model`: the folder of the model it serves."""
 
     config: ClusterConfig
+    model: Path
     prefill: list[Engine]
     decode: list[Engine]
     proxy: Proxy
@@ -293,7 +323,7 @@ def running_cluster(
         proxy = Proxy(prefill, decode, logs, port, config.proxy_args)
         wait_ready([proxy], on_healthy)
         try:
-            yield Cluster(config, prefill, decode, proxy)
+            yield Cluster(config, model, prefill, decode, proxy)
         finally:
             proxy.stop()
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small Llama models with random weights, made once and shared by every engine that is started.
+"""Small models with random weights, made once and shared by every engine that is started.
 
 `--load-format dummy` will not do: its weights may depend on the tensor-parallel size. These are saved as
-real float32 checkpoints, so that engines of every size compute the same function. Their weights are large
-enough (`initializer_range`) for attention to decide the next token: with the usual 0.02 the last prompt
-token alone would, and a KV cache full of garbage would go unnoticed.
+real checkpoints, float32 where the backend can run that, so that engines of every size compute the same
+function. Their weights are large enough (`initializer_range`) for attention to decide the next token: with
+the usual 0.02 the last prompt token alone would, and a KV cache full of garbage would go unnoticed.
 """
 
 import dataclasses
@@ -16,8 +16,12 @@ import string
 import tempfile
 from pathlib import Path
 
-RECIPE = 1
+RECIPE = 2
 """Raise it whenever the code below makes other files from the same `ModelSpec`: it is part of the key."""
+
+SLOW_DECAY = -4.0
+"""`A_log` of layers with a state. As initialized, a token would wipe out most of what the ones before it left there,
+and a state that got lost would go unnoticed."""
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 PAD, BOS, EOS, UNK = range(len(SPECIAL_TOKENS))
@@ -31,9 +35,11 @@ CHAT_TEMPLATE = (
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """Everything that decides a model's weights."""
+    """Everything that decides a model's weights. `family` is transformers' `model_type`, `config` what its
+    configuration has beyond the sizes here, as pairs so that the spec stays hashable."""
 
     name: str
+    family: str = "llama"
     layers: int = 4
     heads: int = 8
     kv_heads: int = 4
@@ -42,6 +48,8 @@ class ModelSpec:
     vocab_size: int = 512
     max_positions: int = 4096
     initializer_range: float = 0.3
+    dtype: str = "float32"
+    config: tuple[tuple[str, object], ...] = ()
     seed: int = 0
 
     @property
@@ -50,7 +58,7 @@ class ModelSpec:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """float32 K and V of one token in all layers."""
+        """float32 K and V of one token in all layers, of models that cache just that."""
         return self.layers * 2 * self.kv_heads * self.head_size * 4
 
     @property
@@ -63,6 +71,78 @@ class ModelSpec:
 TINY = ModelSpec("tiny")
 WIDE = ModelSpec("wide", layers=8, heads=16, kv_heads=8, head_size=64, intermediate_size=2048)
 """64 KiB of KV per token: enough bytes to see a transfer's speed."""
+
+MLA = ModelSpec(
+    "mla",
+    "deepseek_v2",
+    layers=2,
+    heads=4,
+    kv_heads=4,
+    initializer_range=0.1,
+    config=(
+        ("first_k_dense_replace", 2),
+        ("q_lora_rank", None),
+        ("kv_lora_rank", 512),
+        ("qk_nope_head_dim", 128),
+        ("qk_rope_head_dim", 64),
+        ("v_head_dim", 128),
+        ("n_routed_experts", 2),
+    ),
+)
+"""DeepSeek-V2's attention: one latent of 512 and a rope part of 64 elements per token, the same on every rank.
+All layers are dense: the emulated NPU cannot route tokens to experts."""
+
+WINDOW = 200
+SLIDING = ModelSpec(
+    "sliding",
+    "gemma3_text",
+    layers=6,
+    config=(
+        ("sliding_window", WINDOW),
+        ("layer_types", 2 * ("sliding_attention", "sliding_attention", "full_attention")),
+        ("query_pre_attn_scalar", 32),
+    ),
+)
+"""Layers that see the last `WINDOW` tokens only, and layers that see all: two cache groups that share memory."""
+
+MAMBA = ModelSpec(
+    "mamba",
+    "granitemoehybrid",
+    config=(
+        ("layer_types", ("mamba", "attention", "mamba", "mamba")),
+        ("mamba_n_heads", 8),
+        ("mamba_d_head", 64),
+        ("mamba_n_groups", 2),
+        ("mamba_d_state", 16),
+        ("mamba_expand", 2),
+        ("shared_intermediate_size", 16),  # what states add to the residual stream must not drown in it
+        ("num_local_experts", 0),
+        ("num_experts_per_tok", 0),
+        ("position_embedding_type", "nope"),
+        ("attention_multiplier", 32**-0.5),
+    ),
+)
+"""Mamba 2 layers, whose cache is a state per request, and an attention layer."""
+
+GATED_DELTA = ModelSpec(
+    "gated-delta",
+    "qwen3_next",
+    dtype="bfloat16",
+    config=(
+        ("layer_types", ("linear_attention", "full_attention", "linear_attention", "linear_attention")),
+        ("linear_num_key_heads", 2),
+        ("linear_num_value_heads", 4),
+        ("linear_key_head_dim", 64),
+        ("linear_value_head_dim", 64),
+        ("num_experts", 2),
+        ("num_experts_per_tok", 2),
+        ("moe_intermediate_size", 64),
+        ("shared_expert_intermediate_size", 64),
+        ("mlp_only_layers", (1, 2, 3)),
+    ),
+)
+"""Linear attention (a state per request, more value than key heads) and an attention layer. bfloat16: vLLM's CPU
+kernels for it take nothing else. One layer has experts, which vLLM insists on; all of them are always used."""
 
 
 def make_model(spec: ModelSpec, folder: Path) -> Path:
@@ -90,11 +170,12 @@ def make_model(spec: ModelSpec, folder: Path) -> Path:
 
 def _save_weights(spec: ModelSpec, folder: Path) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        spec.family,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
         num_hidden_layers=spec.layers,
@@ -108,11 +189,16 @@ def _save_weights(spec: ModelSpec, folder: Path) -> None:
         bos_token_id=BOS,
         eos_token_id=EOS,
         tie_word_embeddings=False,
-        dtype="float32",
+        dtype=spec.dtype,
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in spec.config},
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        LlamaForCausalLM(config).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.data.fill_(SLOW_DECAY)
+        model.to(getattr(torch, spec.dtype)).save_pretrained(folder)
 
 
 def _save_tokenizer(spec: ModelSpec, folder: Path) -> None:

@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real engines shared by end-to-end tests: one cluster at a time, and the single engine it is compared with."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from harness.client import Client, Completion, Messages, Prompt
-from harness.engines import Cluster, ClusterConfig, running_cluster
+from harness.engines import Cluster, ClusterConfig, EngineConfig, running_cluster, running_engines
+from harness.models import ModelSpec, make_model
 from harness.processes import StartupError
 
 
 def sort_by_cluster(items: list[pytest.Item]) -> None:
-    """Puts tests of one cluster configuration one after the other, in the order of their first use."""
-    ranks: dict[ClusterConfig | None, int] = {None: 0}
+    """Puts tests of one model together, and of those the ones of one cluster, in the order of their first use."""
+    models: dict[ModelSpec | None, int] = {None: 0}
+    clusters: dict[ClusterConfig | None, int] = {None: 0}
 
-    def rank(item: pytest.Item) -> int:
+    def rank(item: pytest.Item) -> tuple[int, int]:
         callspec = getattr(item, "callspec", None)
         config = callspec.params.get("cluster") if callspec else None
-        return ranks.setdefault(config, len(ranks))
+        model = config.model if config else None
+        return models.setdefault(model, len(models)), clusters.setdefault(config, len(clusters))
 
     items.sort(key=rank)
 
@@ -26,8 +30,9 @@ def sort_by_cluster(items: list[pytest.Item]) -> None:
 class Reference:
     """A single engine without connector: every cluster's output must equal its own. Remembers its answers."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, pool: "ReferencePool", model: ModelSpec, engine: EngineConfig) -> None:
+        self._pool = pool
+        self._key = (model, engine)
         self._answers: dict[str, list[Completion]] = {}
 
     def complete(self, prompt: Prompt) -> tuple[int, ...]:
@@ -47,12 +52,49 @@ class Reference:
             self._answers[key] = [self._client.chat(messages)]
         return self._answers[key][0].token_ids
 
+    def shortfall(self, prompt: Sequence[int], token_ids: Sequence[int]) -> float:
+        """`Client.shortfall`."""
+        return self._client.shortfall(prompt, token_ids)
+
+    @property
+    def _client(self) -> Client:
+        return self._pool.client(*self._key)
+
+
+class ReferencePool:
+    """The references of all models. Only the one asked last has its engine running, from its first question on."""
+
+    def __init__(self, models: Path, logs: Path) -> None:
+        self._models = models
+        self._logs = logs
+        self._references: dict[tuple[ModelSpec, EngineConfig], Reference] = {}
+        self._running = ExitStack()
+        self._current: tuple[ModelSpec, EngineConfig] | None = None
+        self._answering: Client
+
+    def get(self, model: ModelSpec, engine: EngineConfig) -> Reference:
+        return self._references.setdefault((model, engine), Reference(self, model, engine))
+
+    def client(self, model: ModelSpec, engine: EngineConfig) -> Client:
+        """Talks to the engine, started now unless it runs already."""
+        if self._current != (model, engine):
+            self.stop()
+            folder = make_model(model, self._models)
+            [running] = self._running.enter_context(running_engines(folder, [engine], self._logs))
+            self._answering = self._running.enter_context(Client(running.url))
+            self._current = (model, engine)
+        return self._answering
+
+    def stop(self) -> None:
+        self._current = None
+        self._running.close()
+
 
 class ClusterPool:
     """The running cluster. Asking for another one stops it."""
 
-    def __init__(self, model: Path, logs: Path) -> None:
-        self._model = model
+    def __init__(self, models: Path, logs: Path) -> None:
+        self._models = models
         self._logs = logs
         self._running = ExitStack()
         self._cluster: Cluster | None = None
@@ -64,8 +106,9 @@ class ClusterPool:
             pytest.fail(f"{config} did not start for an earlier test: {self._broken[config]}")
         if self._cluster is None or self._cluster.config != config:
             self.stop()
+            folder = make_model(config.model, self._models)
             try:
-                self._cluster = self._running.enter_context(running_cluster(self._model, config, self._logs))
+                self._cluster = self._running.enter_context(running_cluster(folder, config, self._logs))
             except StartupError as error:
                 self._broken[config] = str(error).partition("\n")[0]
                 raise

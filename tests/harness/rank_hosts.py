@@ -8,6 +8,7 @@ import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ class Rank:
     Processes are reused: starting one means importing torch and vLLM, and on an NPU initialising it.
     """
 
-    def __init__(self, program: Callable[..., Any], *args: Any, device: str) -> None:
-        self._host = _hosts.acquire(device)
+    def __init__(self, program: Callable[..., Any], *args: Any, device: str, kernels: Path | None = None) -> None:
+        """`kernels`: a library with the NPU's regroup ops, in place of those installed."""
+        self._host = _hosts.acquire(device, kernels)
         self._reusable = True
         self.send("load", program, args)
 
@@ -48,8 +50,26 @@ class Rank:
         self.send(name, *args)
         return self.receive()
 
+    def retire(self) -> None:
+        """Its process is not to be used again: a stream on its device has failed, say."""
+        self._reusable = False
+
+    def kill(self) -> None:
+        """SIGKILL, whatever it is doing."""
+        self._reusable = False
+        self._host.end()
+
+    def dies(self, timeout_s: float) -> bool:
+        """Whether its process ends by itself, sooner or later."""
+        self._host.process.join(timeout_s)
+        return not self._host.process.is_alive()
+
+    def stop(self) -> None:
+        """Begins to end the rank, see `stopped`."""
+        self.send("stop", self._reusable)
+
     def stopped(self) -> list[str]:
-        """After `send("stop")`: ends the rank; returns what it could not clean up itself."""
+        """After `stop()`: the rank has ended; returns what it could not clean up itself."""
         left: list[str] = []
         try:
             left = self.receive()
@@ -66,12 +86,12 @@ class Rank:
 class _Host:
     """A process that runs one rank at a time."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, kernels: Path | None) -> None:
         # An NPU's runtime has threads, which do not survive a fork.
         processes = _forked if device == "cpu" else multiprocessing.get_context("spawn")
-        self.settings = _settings(device)
+        self.settings = _settings(device, kernels)
         self.pipe, child = processes.Pipe()
-        self.process = processes.Process(target=_serve, args=(child,), daemon=True)
+        self.process = processes.Process(target=_serve, args=(child, kernels), daemon=True)
         self.process.start()
         child.close()
 
@@ -88,11 +108,11 @@ class _Hosts:
         self._idle: list[_Host] = []
         atexit.register(self.close)
 
-    def acquire(self, device: str) -> _Host:
-        for host in [h for h in self._idle if h.settings != _settings(device)]:
+    def acquire(self, device: str, kernels: Path | None) -> _Host:
+        for host in [h for h in self._idle if h.settings != _settings(device, kernels)]:
             self._idle.remove(host)
             host.end()
-        return self._idle.pop() if self._idle else _Host(device)
+        return self._idle.pop() if self._idle else _Host(device, kernels)
 
     def release(self, host: _Host) -> None:
         self._idle.append(host)
@@ -102,17 +122,23 @@ class _Hosts:
             self._idle.pop().end()
 
 
-def _settings(device: str) -> tuple[object, ...]:
+def _settings(device: str, kernels: Path | None) -> tuple[object, ...]:
     """What a process reads only when it starts."""
-    return device, tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("CANN_ON_HOST")))
+    return (
+        device,
+        kernels,
+        tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(("CANN_ON_HOST", "TORCH_HCCL")))),
+    )
 
 
 _hosts = _Hosts()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, kernels: Path | None) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    if kernels is not None:
+        _use_kernels(kernels)
     rank: Any = None
     while True:
         try:
@@ -124,6 +150,14 @@ def _serve(pipe: Connection) -> None:
             rank = _answer(pipe, functools.partial(program, *program_arguments), keep=True)
         else:
             _answer(pipe, functools.partial(getattr(rank, name), *arguments))
+
+
+def _use_kernels(library: Path) -> None:
+    from vllm_ascend_pd import ops, ops_fallback
+
+    assert ops_fallback._library is not None, f"{ops.NPU_LIBRARY} is in use already"
+    ops_fallback._library._destroy()
+    torch.ops.load_library(library)
 
 
 def _answer(pipe: Connection, action: Callable[[], Any], keep: bool = False) -> Any:

@@ -3,6 +3,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from harness.kv import Model, Prompt, Side, by_token, layer_name, make_caches, truth
 from vllm_ascend_pd.config import parse_config
 from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.step import Send
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError, TransferLimits
 from vllm_ascend_pd.worker.caches import LayerSpec, describe
 from vllm_ascend_pd.worker.consumer import ConsumerWorker
@@ -69,12 +71,28 @@ class _RankBase:
             tp_ranks=tuple(range(first, first + self.side.tp)),
         )
 
-    def stop(self) -> list[str]:
+    def do(self, action: Callable[..., Any], *args: Any) -> Any:
+        """`action(this rank, *args)`, a function at the top of a test's module."""
+        return action(self, *args)
+
+    def clear(self) -> None:
+        for parts in self.caches.values():
+            for cache in parts:
+                cache.zero_()
+        self.drain()
+
+    def drain(self) -> None:
+        """Until nothing is queued on the device any more."""
+        if self.on == "npu":
+            torch.npu.synchronize()
+
+    def stop(self, reusable: bool) -> list[str]:
         """Closes everything; returns our threads and listening sockets that are left."""
         self.worker.close(5.0)
         self.device.close()
         self.engine.close()
-        torch.distributed.destroy_process_group()
+        if reusable:  # groups of a device that has failed cannot be destroyed
+            torch.distributed.destroy_process_group()
         threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("pd-")]
         listening = {c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
         # Mooncake and gloo have listeners of their own, which live as long as the process.
@@ -97,21 +115,38 @@ class PrefillRank(_RankBase):
         """One forward pass: each layer's KV is computed (copied from the truth), then announced."""
         self.worker.preempted(step.preempted)
         self.worker.start_step(step)
-        for layer in self.side.layers_of(self.pp_rank, self.model):
-            for send in step.sends:
-                self._compute(layer, prompts[send.request_id], send.start, send.stop)
+        # All before the first layer: nothing in between may wait for the device, as nothing in a model does.
+        values = {
+            layer: [copy for send in step.sends for copy in self._values(layer, prompts[send.request_id], send)]
+            for layer in self.side.layers_of(self.pp_rank, self.model)
+        }
+        for layer, copies in values.items():
+            self.compute(layer, copies)
             if layer not in skip_save:
                 self.worker.layer_computed(layer_name(layer))
         self.worker.end_step()
 
-    def _compute(self, layer: int, prompt: Prompt, start: int, stop: int) -> None:
+    def compute(self, layer: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Queues a layer's computation: `copies` are (part of the cache, what it must hold)."""
+        for part, values in copies:
+            part.copy_(values)
+
+    def _values(self, layer: int, prompt: Prompt, send: Send) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The KV of a send's tokens on the device, cut at the cache's blocks."""
         own = self.model.heads_of(self.tp_rank, self.side.tp)
+        size = self.side.block_size
+        copies = []
         for part, cache in enumerate(self.caches[layer_name(layer)]):
             values = truth(self.model, prompt.seed, layer, part, prompt.num_tokens)
+            values = values[send.start : send.stop, own.start : own.stop].to(self.on)
             view = by_token(self.model, cache)
-            for token in range(start, stop):
-                block = prompt.p_blocks[token // self.side.block_size]
-                view[block, token % self.side.block_size] = values[token, own.start : own.stop].to(self.on)
+            start = send.start
+            while start < send.stop:
+                stop = min(send.stop, start - start % size + size)
+                rows = view[prompt.p_blocks[start // size], start % size :][: stop - start]
+                copies.append((rows, values[start - send.start : stop - send.start]))
+                start = stop
+        return copies
 
     def sent(self) -> tuple[set[str], dict[str, str]]:
         report = self.worker.take_report()
@@ -157,11 +192,6 @@ class DecodeRank(_RankBase):
 
     def step(self, step: Any) -> None:
         self.worker.start_step(step)
-
-    def clear(self) -> None:
-        for parts in self.caches.values():
-            for cache in parts:
-                cache.zero_()
 
     def arrivals(self) -> tuple[set[str], set[str], dict[str, str]]:
         report = self.worker.take_report()

@@ -8,6 +8,7 @@ import contextlib
 import random
 import secrets
 import time
+from pathlib import Path
 from typing import Any
 
 from harness.kv import Model, Prompt, Side, layer_name
@@ -38,7 +39,8 @@ def prefill(
     skip_save: frozenset[int] = frozenset(),
 ) -> None:
     by_id = {prompt.request_id: prompt for prompt in requests}
-    cursor = {prompt.request_id: prompt.cached for prompt in requests}
+    cursor = {prompt.request_id: prompt.cached for prompt in requests}  # handed to the ranks
+    computed = dict(cursor)
     align = max(pair.prefill.block_size, pair.decode.block_size)
     size = pair.prefill.block_size
     announced: dict[str, Ticket] = tickets
@@ -49,8 +51,10 @@ def prefill(
             start = cursor[p.request_id]
             if start == p.num_tokens:
                 continue
-            done = min(p.num_tokens, start + (chunk or p.num_tokens))
+            done = computed[p.request_id] = min(p.num_tokens, computed[p.request_id] + (chunk or p.num_tokens))
             stop = done if done == p.num_tokens else done - done % align
+            if stop <= start and stop < p.num_tokens:
+                continue
             blocks = (p.p_blocks[start // size : -(-stop // size)],)
             step.sends.append(Send(p.request_id, start, stop, blocks, last=stop == p.num_tokens))
             cursor[p.request_id] = stop
@@ -58,8 +62,9 @@ def prefill(
     pair.each(pair.p_ranks, "step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
 
 
-def prompts(pair: "Pair", lengths: list[int], cached: int = 0) -> list[Prompt]:
-    """Requests with random, disjoint blocks on either side, never the null block. `cached`: tokens decode has."""
+def prompts(pair: "Pair", lengths: list[int], cached: int = 0, seed: int = 0) -> list[Prompt]:
+    """Requests with random, disjoint blocks on either side, never the null block. `cached`: tokens decode has;
+    `seed`: of the first one's KV."""
     chance = random.Random(7)
     p_free = chance.sample(range(1, pair.prefill.num_blocks), pair.prefill.num_blocks - 1)
     d_free = chance.sample(range(1, pair.decode.num_blocks), pair.decode.num_blocks - 1)
@@ -69,7 +74,7 @@ def prompts(pair: "Pair", lengths: list[int], cached: int = 0) -> list[Prompt]:
         d_blocks = [d_free.pop() for _ in range(-(-length // pair.decode.block_size))]
         held = min(cached, length - 1)
         held -= held % pair.decode.block_size
-        made.append(Prompt(f"request-{i}", i, length, p_blocks, d_blocks, held))
+        made.append(Prompt(f"request-{i}", seed + i, length, p_blocks, d_blocks, held))
     return made
 
 
@@ -84,12 +89,14 @@ class Pair:
         config: dict[str, Any] | None = None,
         p_model: Model | None = None,
         device: str = "cpu",
+        kernels: Path | None = None,
     ) -> None:
+        """`kernels`: a library with the NPU's regroup ops, in place of those installed."""
         self.model, self.prefill, self.decode = model, prefill, decode
         self._request_of: dict[str, str] = {}
         config = config or {}
-        self.p_ranks = _start(PrefillRank, p_model or model, prefill, config, device)
-        self.d_ranks = _start(DecodeRank, model, decode, config, device)
+        self.p_ranks = _start(PrefillRank, p_model or model, prefill, config, device, kernels)
+        self.d_ranks = _start(DecodeRank, model, decode, config, device, kernels)
         for rank in self.p_ranks + self.d_ranks:
             rank.receive(120.0)
         self.descriptions = tuple(rank.call("description") for rank in self.d_ranks)
@@ -173,20 +180,27 @@ class Pair:
             for what in found
         ]
 
+    def kill(self, rank: Rank) -> None:
+        """A prefill rank's process dies; the others are not told."""
+        self.p_ranks.remove(rank)
+        rank.kill()
+
     def close(self) -> list[str]:
         ranks = self.p_ranks + self.d_ranks
         for rank in ranks:
             with contextlib.suppress(OSError):
-                rank.send("stop")
+                rank.stop()
         left = [what for rank in ranks for what in rank.stopped()]
         self.listener.close(5.0)
         return left
 
 
-def _start(program: Any, model: Model, side: Side, config: dict[str, Any], device: str) -> list[Rank]:
+def _start(
+    program: Any, model: Model, side: Side, config: dict[str, Any], device: str, kernels: Path | None
+) -> list[Rank]:
     init = f"tcp://{HOST}:{reserve_port()}"
     return [
-        Rank(program, model, side, tp_rank, pp_rank, init, config, device, device=device)
+        Rank(program, model, side, tp_rank, pp_rank, init, config, device, device=device, kernels=kernels)
         for pp_rank in range(side.pp)
         for tp_rank in range(side.tp)
     ]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -272,3 +273,37 @@ def test_split_batches(limits: TransferLimits, sizes: list[list[int]]) -> None:
 
     assert [byte for s, _, n in batches for byte in touched(s, n)] == touched(sources, lengths)
     assert [byte for _, d, n in batches for byte in touched(d, n)] == touched(destinations, lengths)
+
+
+def test_mooncake_without_the_ascend_transport_starts_all_the_same() -> None:
+    """Why an engine looks for the transport after it has started: this one would use TCP for the memory of NPUs."""
+    program = """
+from pathlib import Path
+from mooncake.engine import TransferEngine
+from vllm_ascend_pd.transport import ascend
+code = TransferEngine().initialize("127.0.0.1", "P2PHANDSHAKE", "ascend", "")
+print("RESULT", code, ascend.is_loaded(Path("/proc/self/maps").read_text()))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "RESULT 0 False" in result.stdout, result.stderr
+
+
+def test_ascend_without_an_npu_is_refused() -> None:
+    with pytest.raises(TransferError, match="torch_npu is not loaded: set transfer_protocol to tcp"):
+        TransferEngine("127.0.0.1", "ascend", LIMITS)
+
+
+def test_settings_are_made_before_mooncake_is_loaded_and_the_users_win() -> None:
+    program = """
+import os, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mooncake.engine":
+            print("LOADED", os.environ.get("MC_TRANSFER_TIMEOUT"), os.environ.get("MC_TCP_STATUS_TIMEOUT_SEC"))
+sys.meta_path.insert(0, Watch())
+from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
+TransferEngine("127.0.0.1", "tcp", TransferLimits(timeout_s=20)).close()
+"""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MC_")} | {"MC_TCP_STATUS_TIMEOUT_SEC": "7"}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
+    assert "LOADED 21 7" in result.stdout, result.stderr

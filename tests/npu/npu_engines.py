@@ -5,7 +5,8 @@ import dataclasses
 
 import cann_on_host
 from harness import ascend
-from harness.engines import PATIENT, ClusterConfig, EngineConfig, Role
+from harness.engines import FAULTS, PATIENT, ClusterConfig, EngineConfig, Role
+from harness.models import TINY, ModelSpec
 
 
 def on_npu(config: EngineConfig, first_device: int = 0) -> EngineConfig:
@@ -16,10 +17,18 @@ def on_npu(config: EngineConfig, first_device: int = 0) -> EngineConfig:
 
 
 def one_to_one(
-    name: str, prefill_tp: int, decode_tp: int, prefill_pp: int = 1, args: tuple[str, ...] = ()
+    name: str,
+    prefill_tp: int,
+    decode_tp: int,
+    prefill_pp: int = 1,
+    args: tuple[str, ...] = (),
+    model: ModelSpec = TINY,
 ) -> ClusterConfig:
-    prefill = EngineConfig(Role.PREFILL, tp=prefill_tp, pp=prefill_pp, args=args, connector_extra=PATIENT)
+    prefill = EngineConfig(Role.PREFILL, tp=prefill_tp, pp=prefill_pp, args=args, env=FAULTS, connector_extra=PATIENT)
     decode = EngineConfig(Role.DECODE, tp=decode_tp, args=args, connector_extra=PATIENT)
     return ClusterConfig(
-        name, prefill=(on_npu(prefill),), decode=(on_npu(decode, first_device=prefill_tp * prefill_pp),)
+        name,
+        prefill=(on_npu(prefill),),
+        decode=(on_npu(decode, first_device=prefill_tp * prefill_pp),),
+        model=model,
     )

@@ -15,8 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.forward_context import ForwardContext
+from vllm.forward_context import ForwardContext, get_forward_context
 
+import cann_on_host
 from vllm_ascend_pd import compat
 
 EVENTS: list[dict[str, Any]] = []
@@ -49,6 +50,7 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):
         self._arriving: dict[str, int] = {}
         self._steps = 0
         self._caches: dict[str, Any] = {}
+        self._saved = 0  # layers in this step
         self._record("__init__", engine_id=vllm_config.kv_transfer_config.engine_id)
 
     def _record(self, hook: str, **facts: Any) -> None:
@@ -102,32 +104,43 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):
         self._record("clear_connector_metadata")
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._saved = 0
         self._record("start_load_kv", stream=_stream())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._record("wait_for_layer_load", layer=layer_name)
 
     def on_kv_cache_written(self, layer_name: str) -> None:
-        """A hook of vllm-ascend alone."""
-        self._record("on_kv_cache_written", layer=layer_name)
+        """A hook of vllm-ascend alone. The layer is the one that is saved next: it is often not named."""
+        layer = list(self._caches)[self._saved]
+        rows = self._rows(layer, self._caches[layer], get_forward_context().attn_metadata)
+        written = [bool(part.flatten(1).any(1).all()) for part in rows]
+        self._record("on_kv_cache_written", layer=layer_name, written=written, stream=_stream(), launches=_launches())
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        launches = _launches()
         own = self._caches[layer_name]
-        if isinstance(attn_metadata, dict):  # MLA hands on what all layers share
-            attn_metadata = attn_metadata[layer_name]
-        slots = attn_metadata.slot_mapping.long()
-        slots = slots[slots >= 0]
-        rows = [part.flatten(0, 1)[slots].float().cpu() for part in kv_layer]
+        self._saved += 1
+        rows = self._rows(layer_name, kv_layer, attn_metadata)
         self._record(
             "save_kv_layer",
             layer=layer_name,
             same=[given.data_ptr() == part.data_ptr() for given, part in zip(kv_layer, own, strict=True)],
             stream=_stream(),
-            tokens=len(slots),
+            launches=launches,
+            tokens=len(rows[0]),
             written=[bool(part.flatten(1).any(1).all()) for part in rows],
             # Of a prompt that repeats one token: what is rotated by its position differs from row to row.
             constant=[bool(torch.allclose(part, part[:1].expand_as(part), atol=1e-5)) for part in rows],
         )
+
+    def _rows(self, layer: str, kv_layer: Any, attn_metadata: Any) -> list[torch.Tensor]:
+        """This step's rows of each tensor, as they are when all that is queued so far has run."""
+        if isinstance(attn_metadata, dict):  # MLA hands on what all layers share
+            attn_metadata = attn_metadata[layer]
+        slots = attn_metadata.slot_mapping.long()
+        slots = slots[slots >= 0]
+        return [part.flatten(0, 1)[slots].float().cpu() for part in kv_layer]
 
     def wait_for_save(self) -> None:
         self._record("wait_for_save")
@@ -200,3 +213,8 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _stream() -> int:
     return int(torch.npu.current_stream().npu_stream)
+
+
+def _launches() -> int | None:
+    """How many operators were launched so far, where that is counted."""
+    return sum(cann_on_host.launches().values()) if cann_on_host.is_active() else None

@@ -204,3 +204,20 @@ def test_ranks_that_call_different_collectives_end(capfd: pytest.CaptureFixture[
     with pytest.raises(RankFailed):
         run_ranks(mismatched, 2)
     assert "HcclAllReduce number 1 meets HcclBroadcast" in capfd.readouterr().err
+
+
+def products(rank: int) -> list[str]:
+    refused = []
+    for dtype in (torch.float32, torch.int32, torch.float16, torch.int16, torch.bfloat16):
+        x = torch.full((4,), 2, dtype=dtype, device="npu")
+        try:
+            dist.all_reduce(x, op=dist.ReduceOp.PRODUCT)
+        except RuntimeError:
+            refused.append(str(dtype))
+        else:
+            assert x.cpu().eq(4).all(), dtype
+    return refused
+
+
+def test_hccl_does_not_multiply_all_types() -> None:
+    assert run_ranks(products, 2) == 2 * [["torch.int16", "torch.bfloat16"]]

@@ -219,6 +219,28 @@ def acl_copy(to: int, source: int, nbytes: int, kind: int) -> None:
     torch.npu.synchronize()
 
 
+def acl_copy_batch(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, int]:
+    """aclrtMemcpyBatch of (destination, source): its result, and the copy that failed."""
+    import ctypes
+
+    runtime = ctypes.CDLL("libascendcl.so")
+    n = len(copies)
+    to, source = ((ctypes.c_void_p * n)(*(pair[i].data_ptr() for pair in copies)) for i in range(2))
+    sizes = (ctypes.c_size_t * n)(*(pair[0].nbytes for pair in copies))
+    failed = ctypes.c_size_t(n)
+    return runtime.aclrtMemcpyBatch(to, sizes, source, sizes, n, None, None, 0, ctypes.byref(failed)), failed.value
+
+
+def test_a_batch_of_copies_has_one_direction() -> None:
+    host, device = [torch.zeros(64).pin_memory() for _ in range(2)], [torch.ones(64, device="npu") for _ in range(2)]
+    torch.npu.synchronize()
+    assert acl_copy_batch(list(zip(host, device, strict=True))) == (0, 2)
+    assert all(part.eq(1).all() for part in host)
+    assert acl_copy_batch([(host[0], device[0]), (device[1], host[1])])[1] == 1
+    assert acl_copy_batch([(device[0], device[1])])[1] == 0
+    assert acl_copy_batch([(host[0], host[1])])[1] == 0
+
+
 class TestMissingOperators:
     def test_an_operator_that_is_not_emulated_raises_with_its_name(self) -> None:
         x = torch.zeros(4, 8, device="npu")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`device/npu.py` on torch_npu: alignment, order of the side stream, timeouts, errors, collectives."""
 
+import os
 import subprocess
 import sys
 import time
@@ -152,6 +153,27 @@ print("compute goes on")
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "delivered True\ncompute goes on\n" in result.stdout, result.stderr
+
+
+def test_an_engine_with_mooncakes_ascend_protocol() -> None:
+    """In a process of its own: the settings stay in the environment."""
+    code = """
+import os, torch
+from vllm_ascend_pd.device.npu import NpuDevice
+from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
+torch.npu.set_device(0)
+device = NpuDevice()
+engine = TransferEngine("127.0.0.1", device.transfer_protocol, TransferLimits(timeout_s=20))
+buffer = device.allocate(100)
+engine.register([(buffer.data_ptr(), buffer.numel())])
+engine.close()
+names = ("ASCEND_CONNECT_TIMEOUT", "ASCEND_TRANSFER_TIMEOUT", "MC_TRANSFER_TIMEOUT")
+print("RESULT", *(os.environ[name] for name in names), engine.limits.settle_s)
+"""
+    preset = {"ASCEND_TRANSFER_TIMEOUT": "60000"}
+    env = {name: value for name, value in os.environ.items() if "TIMEOUT" not in name} | preset
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    assert f"RESULT 20000 60000 61 {2 * (20 + 60 + 1) - 61:.1f}\n" in result.stdout, result.stderr
 
 
 def exchange(rank: int, size: int, emulated_delays: bool) -> list[int]:

@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workers on torch_npu tensors in vllm-ascend's shapes: HCCL groups, a real Mooncake engine, real processes.
 
-Memory of an emulated NPU is host memory, so Mooncake moves it over TCP; on hardware its own protocol does.
+Memory of an emulated NPU is host memory, so Mooncake moves it over TCP; on hardware its own protocol does. Emulated,
+the kernels that CANN would compile are those of tests/ascendc_twin; by default there are torch_npu's operators.
 """
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+import cann_on_host
 from harness.kv import Model, Side
+from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, prompts, run
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import launches
 
 pytestmark = pytest.mark.npu
 
@@ -40,6 +49,15 @@ CASES = [(shape, EVERY_STREAM) for shape in SHAPES] + [
 ]
 
 
+# By shape, the kernel that regroups it.
+WITH_KERNELS = {
+    "tp2-to-tp1": "vllm_ascend_pd_interleave",
+    "tp4-to-tp2": "vllm_ascend_pd_interleave",
+    "tp1-to-tp2": "vllm_ascend_pd_split",
+    "int8-tp2-to-tp1": "vllm_ascend_pd_interleave",
+}
+
+
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1][0].lower()}")
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     shape, (delay, microseconds) = request.param
@@ -50,7 +68,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         assert made.close() == []
 
 
-def test_bytes_arrive(pair: Pair) -> None:
+def push(pair: Pair) -> None:
     """Two steps at least for the longest prompt: what the first one's pushes read is not what the second computes."""
     requests = prompts(pair, LENGTHS)
     run(pair, requests, chunk=200)
@@ -59,3 +77,34 @@ def test_bytes_arrive(pair: Pair) -> None:
     assert received == {prompt.request_id for prompt in requests}
     assert pair.differences(requests) == []
     assert pair.wait_sent(len(requests)) == {}
+
+
+def test_bytes_arrive(pair: Pair) -> None:
+    push(pair)
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Iterator[Path]:
+    with launches.kernels_on_the_twin() as library:
+        yield library
+
+
+def launched(_: PrefillRank) -> dict[str, int]:
+    return cann_on_host.launches()
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("shape", WITH_KERNELS)
+def test_bytes_arrive_through_compiled_kernels(kernels: Path, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(*EVERY_STREAM)
+    pair = Pair(*SHAPES[shape], device="npu", kernels=kernels)
+    try:
+        before = pair.each(pair.p_ranks, "do", launched)
+        push(pair)
+        kernel = WITH_KERNELS[shape]
+        for then, now in zip(before, pair.each(pair.p_ranks, "do", launched), strict=True):
+            assert now[kernel] > then.get(kernel, 0)
+            assert now.get("aclnnIndexSelect", 0) == then.get("aclnnIndexSelect", 0), "torch_npu's operators regroup"
+    finally:
+        left = pair.close()
+    assert left == []

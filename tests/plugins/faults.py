@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transfer engine that fails one layer of one request: the real one, except for writes from poisoned blocks."""
+"""Transfer engines that fail: the real one, except for writes from certain blocks of certain prompts."""
 
+import sys
+from collections.abc import Callable
+
+from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.step import ProducerStep
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
 from vllm_ascend_pd.worker.producer import ProducerWorker
@@ -11,28 +15,70 @@ POISONED_LAYER = 1
 
 def poison_prompts_of(num_tokens: int) -> None:
     """Prompts of exactly `num_tokens` tokens cannot be sent: every write of their second layer fails."""
-    poisoned: set[str] = set()
-    ranges: list[tuple[int, int]] = []
-    start_step, write = ProducerWorker.start_step, TransferEngine.write
-
-    def watch_step(self: ProducerWorker, step: ProducerStep) -> None:
-        poisoned.update(r for r, ticket in step.tickets.items() if ticket.num_tokens == num_tokens)
-        caches = self._caches.description
-        tensor = caches.tensors[POISONED_LAYER]
-        geometry = caches.geometry_of(tensor)
-        ranges.clear()
-        for send in step.sends:
-            if send.request_id in poisoned:
-                blocks = send.blocks[geometry.group]
-                ranges.extend((tensor.base + b * geometry.block_stride, geometry.block_bytes) for b in blocks)
-        start_step(self, step)
+    watched = _Watched(lambda length: POISONED_LAYER if length == num_tokens else None)
+    write = TransferEngine.write
 
     def fail_poisoned(
         self: TransferEngine, session: str, sources: list[int], destinations: list[int], lengths: list[int]
     ) -> None:
-        if any(begin <= source < begin + size for source in sources for begin, size in ranges):
+        if any(source in watched for source in sources):
             raise TransferError(session, "poisoned by the test", retryable=True)
         write(self, session, sources, destinations, lengths)
 
-    ProducerWorker.start_step = watch_step  # type: ignore[method-assign]
     TransferEngine.write = fail_poisoned  # type: ignore[method-assign]
+
+
+def lose_tensors_of_prompts_from(num_tokens: int) -> None:
+    """A prompt of `num_tokens + i` tokens loses the rank's tensor `i` on its way: its writes seem to succeed, but
+    never happen. Only where nothing is regrouped: the writes of tensors that are come from elsewhere."""
+    watched = _Watched(lambda length: length - num_tokens if length >= num_tokens else None)
+    write = TransferEngine.write
+
+    def write_the_others(
+        self: TransferEngine, session: str, sources: list[int], destinations: list[int], lengths: list[int]
+    ) -> None:
+        kept = [part for part in zip(sources, destinations, lengths, strict=True) if part[0] not in watched]
+        write(self, session, [s for s, _, _ in kept], [d for _, d, _ in kept], [n for _, _, n in kept])
+
+    TransferEngine.write = write_the_others  # type: ignore[method-assign]
+
+
+class _Watched:
+    """The memory of the tensor that `tensor_of(prompt length)` names, in the blocks of all prompts it names one for,
+    until they are sent."""
+
+    def __init__(self, tensor_of: Callable[[int], int | None]) -> None:
+        self._tensor_of = tensor_of
+        self._tensors: dict[str, int] = {}  # by request
+        self._ranges: dict[str, list[tuple[int, int]]] = {}  # (address, bytes) by request
+        start_step, take_sent = ProducerWorker.start_step, ProducerWorker.take_sent
+
+        def watch_step(worker: ProducerWorker, step: ProducerStep) -> None:
+            self._note(worker._caches.description, step)
+            start_step(worker, step)
+
+        def watch_sent(worker: ProducerWorker) -> set[str]:
+            sent = take_sent(worker)
+            self._ranges = {request: ranges for request, ranges in self._ranges.items() if request not in sent}
+            return sent
+
+        ProducerWorker.start_step = watch_step  # type: ignore[method-assign]
+        ProducerWorker.take_sent = watch_sent  # type: ignore[method-assign]
+
+    def __contains__(self, address: int) -> bool:
+        return any(begin <= address < begin + n for ranges in self._ranges.values() for begin, n in ranges)
+
+    def _note(self, caches: RankCaches, step: ProducerStep) -> None:
+        for request, ticket in step.tickets.items():
+            index = self._tensor_of(ticket.num_tokens)
+            if index is not None and index < len(caches.tensors):
+                self._tensors[request] = index
+                print(f"fault injected: {request}: {caches.tensors[index]}", file=sys.stderr, flush=True)
+        for send in step.sends:
+            if send.request_id in self._tensors:
+                tensor = caches.tensors[self._tensors[send.request_id]]
+                geometry = caches.geometry_of(tensor)
+                ranges = [
+                    (tensor.base + b * geometry.block_stride, geometry.block_bytes) for b in send.blocks[geometry.group]
+                ]
+                self._ranges = self._ranges | {send.request_id: self._ranges.get(send.request_id, []) + ranges}

@@ -16,6 +16,9 @@ core per worker; where several engines share two cores, the idle ones take those
 POISON_TOKENS = "VLLM_ASCEND_PD_TEST_POISON_TOKENS"
 """A number: prompts of that many tokens cannot be sent by prefill, see `faults.py`. Unset: no faults."""
 
+LOSE_TENSORS_FROM = "VLLM_ASCEND_PD_TEST_LOSE_TENSORS_FROM"
+"""A number: prompts of that many tokens lose the first tensor on their way, of one more the second, ..."""
+
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`."""
@@ -27,6 +30,10 @@ def register() -> None:
         from faults import poison_prompts_of
 
         poison_prompts_of(int(tokens))
+    if tokens := os.environ.get(LOSE_TENSORS_FROM):
+        from faults import lose_tensors_of_prompts_from
+
+        lose_tensors_of_prompts_from(int(tokens))
 
 
 def _use_token_major_cache() -> None:

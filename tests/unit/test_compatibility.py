@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from vllm_ascend_pd.core.compatibility import mismatch
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Kind, Order, RankCaches
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 
 MODEL = "LlamaForCausalLM with 4 layers of hidden size 64, 8 heads, 4 KV heads, vocabulary 512"
@@ -74,6 +74,7 @@ def test_another_model():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
+        ({"kind": Kind.STATE}, "kind is state on prefill, tokens on decode"),
         ({"dtype": "int8"}, "dtype is int8 on prefill, bfloat16 on decode"),
         ({"total_heads": 8}, "total_heads is 8 on prefill, 4 on decode"),
         ({"head_bytes": 64}, "head_bytes is 64 on prefill, 32 on decode"),

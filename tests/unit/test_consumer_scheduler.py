@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from harness.scheduling import make_request, remembered
+from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
 from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener
@@ -65,7 +66,7 @@ def metaserver() -> Iterator[Metaserver]:
 
 @pytest.fixture
 def scheduler() -> Iterator[ConsumerScheduler]:
-    scheduler = ConsumerScheduler(LISTENER, [BLOCK], MetaserverClient(SETTINGS, own_host="127.0.0.1"))
+    scheduler = ConsumerScheduler(LISTENER, [TokenGroup(BLOCK)], MetaserverClient(SETTINGS, own_host="127.0.0.1"))
     yield scheduler
     scheduler.close()
 
@@ -144,8 +145,26 @@ def test_decodes_cached_prefix_is_not_asked_for(scheduler, metaserver):
     assert metaserver.bodies[0]["remote_block_ids"] == [[7, 1, 5]]
 
 
+def test_a_state_is_asked_for_without_the_last_token(metaserver):
+    groups = [TokenGroup(4), StateGroup(4096)]
+    scheduler = ConsumerScheduler(LISTENER, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"))
+    try:
+        request = wanting(metaserver.url)
+        assert scheduler.matched_tokens(request, 0) == PROMPT - 1
+        issue(scheduler, request, ([7, 1, 5], [20]), computed=4)
+        eventually(lambda: metaserver.bodies)
+        ticket = parse_ticket(metaserver.bodies[0], PROMPT - 1, 2, {1})
+        assert (ticket.remote_block_ids, ticket.remote_block_size) == ([[7, 1, 5], [20]], [4, 1])
+        assert ticket.remote_cached_tokens == 4
+        assert scheduler.matched_tokens(wanting(metaserver.url, "one", num_tokens=1), 0) == 0
+    finally:
+        scheduler.close()
+
+
 def test_cache_groups(metaserver):
-    scheduler = ConsumerScheduler(LISTENER, [4, 8], MetaserverClient(SETTINGS, own_host="127.0.0.1"))
+    scheduler = ConsumerScheduler(
+        LISTENER, [TokenGroup(4), TokenGroup(8)], MetaserverClient(SETTINGS, own_host="127.0.0.1")
+    )
     try:
         [expect] = issue(scheduler, wanting(metaserver.url), ([7, 1, 5], [20, 30]), computed=8).expects
         assert expect.blocks == [5]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.scheduling import Scheduled, make_output, make_request, remembered
+from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
 from vllm_ascend_pd.step import Send, WorkerReport
@@ -51,7 +52,7 @@ def goes_on(scheduler, request, computed, tokens, blocks=None):
 
 @pytest.fixture
 def scheduler():
-    return ProducerScheduler([BLOCK])
+    return ProducerScheduler([TokenGroup(BLOCK)])
 
 
 def test_a_prompt_in_one_step(scheduler):
@@ -126,12 +127,48 @@ def test_a_prefix_on_decode_that_ends_within_a_block_of_prefill(scheduler):
 
 
 def test_cache_groups_have_their_own_blocks():
-    scheduler = ProducerScheduler([4, 8])
+    scheduler = ProducerScheduler([TokenGroup(4), TokenGroup(8)])
     request = ticketed(num_tokens=18, block_sizes=(4, 8))
     step = starts(scheduler, request, 12, ([7, 1, 5], [20, 30]))
     assert step.sends == [Send("r", 0, 8, ([7, 1], [20]), last=False)]
     step = goes_on(scheduler, request, 12, 6, ([2, 3], [40]))
     assert step.sends == [Send("r", 8, 18, ([5, 2, 3], [30, 40]), last=True)]
+
+
+def with_states():
+    """Attention's blocks, and a group whose blocks hold a state: here one block for the longest prompt."""
+    return ProducerScheduler([TokenGroup(BLOCK), StateGroup(4096)])
+
+
+def wants_a_state(num_tokens=PROMPT):
+    """Decode computes the last of the client's tokens itself, so its ticket is for one less."""
+    fields = msgspec.structs.replace(
+        ticket(num_tokens=num_tokens - 1),
+        remote_block_ids=[[100, 101, 102], [200]],
+        remote_block_size=[BLOCK, 1],
+    )
+    return make_request("r", num_tokens, msgspec.to_builtins(fields))
+
+
+def test_a_state_is_sent_once_the_prompt_is_computed():
+    scheduler, request = with_states(), wants_a_state()
+    scheduler.prepare(request)
+    step = starts(scheduler, request, 6, ([7, 1], [30]))
+    assert step.sends == [Send("r", 0, 4, ([7], []), last=False)]
+    assert goes_on(scheduler, request, 6, 3, ([5], [])).sends == [Send("r", 4, 9, ([1, 5], [30]), last=True)]
+
+
+def test_prefill_leaves_the_last_token_to_decode_where_there_are_states(scheduler):
+    request = wants_a_state()
+    for _ in range(2):  # vLLM asks again for a request that could not be allocated or was preempted
+        scheduler_with_states = with_states()
+        scheduler_with_states.prepare(request)
+        assert (request.num_prompt_tokens, request.num_tokens, len(request.prompt_token_ids)) == (9, 9, 9)
+    whole = ticketed()
+    scheduler.prepare(whole)
+    plain = make_request("c", PROMPT, None)
+    with_states().prepare(plain)
+    assert whole.num_prompt_tokens == plain.num_prompt_tokens == PROMPT
 
 
 def test_several_requests_in_one_step(scheduler):
@@ -308,7 +345,7 @@ def test_any_schedule_sends_every_token_once(data):
     total = data.draw(st.integers(1, 40), label="prompt tokens")
     cached = math.lcm(*d_sizes) * data.draw(st.integers(0, total // math.lcm(*d_sizes)), label="cached on decode")
     fresh = iter(range(10**6))
-    scheduler = ProducerScheduler(sizes)
+    scheduler = ProducerScheduler([TokenGroup(size) for size in sizes])
     request = ticketed(num_tokens=total, cached=cached, block_sizes=tuple(d_sizes))
 
     def hit() -> int:

@@ -60,6 +60,15 @@ def test_a_ticket_per_cache_group():
     assert parse_ticket(TWO_GROUPS, 10, 2).remote_block_ids == [[7, 3, 9], [1, 2]]
 
 
+def test_a_ticket_with_a_state():
+    params = {**PARAMS, "remote_block_ids": [[7, 3, 9], [5]], "remote_block_size": [4, 1]}
+    assert parse_ticket(params, 10, 2, {1}).remote_block_ids == [[7, 3, 9], [5]]
+    for blocks, size in (([], 1), ([5, 6], 1), ([5], 4)):
+        bad = {**params, "remote_block_ids": [[7, 3, 9], blocks], "remote_block_size": [4, size]}
+        with pytest.raises(TicketError, match="state in group 1"):
+            parse_ticket(bad, 10, 2, {1})
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -32,7 +32,7 @@ def mismatch(
     for name, index in ours.items():
         mine = caches.geometry_of(caches.tensors[index])
         other = theirs[name]
-        for what in ("dtype", "order", "total_heads", "head_bytes", "group"):
+        for what in ("kind", "dtype", "order", "total_heads", "head_bytes", "group"):
             if getattr(mine, what) != getattr(other, what):
                 values = [getattr(g, what) for g in (mine, other)]
                 named = [getattr(value, "value", value) for value in values]

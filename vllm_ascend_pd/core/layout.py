@@ -29,6 +29,14 @@ class Order(enum.Enum):
     TOKEN_MAJOR = "token_major"
 
 
+class Kind(enum.Enum):
+    """What a block holds: some tokens' KV, or a request's state after some token (`core/states.py`), which then
+    counts as one token."""
+
+    TOKENS = "tokens"
+    STATE = "state"
+
+
 class Geometry(msgspec.Struct, frozen=True):
     """How a block lies in memory. Tensors of equal geometry share a step's offsets.
 
@@ -44,6 +52,7 @@ class Geometry(msgspec.Struct, frozen=True):
     heads: _Size
     total_heads: _Size
     head_bytes: _Size
+    kind: Kind = Kind.TOKENS
 
     @property
     def token_bytes(self) -> int:

@@ -8,14 +8,14 @@ layers.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_pd.core import topology
-from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order
+from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order, RankCaches
 
 Offsets = npt.NDArray[np.int64]
 
@@ -69,6 +69,12 @@ class Route:
     index: int = 0
     row_bytes: int = 0  # of one token on the finer side: the run that regrouping moves
 
+    @property
+    def pieces(self) -> int:
+        """Copies that a unit of one tensor takes at most: more than one for each target where rows are written
+        one by one."""
+        return max((target.rows for target in self.targets), default=0)
+
     def serves(self, salt: int) -> bool:
         return salt % self.lanes == self.lane
 
@@ -108,6 +114,27 @@ def make_route(source: Geometry, tp_rank: int, tp: int, d_tp: int, d_block_size:
     )
     targets = tuple(target for target in overlaps if target is not None)
     return Route(Regroup.NONE, unit, targets, lane, lanes)
+
+
+def regroupable(geometries: Iterable[Geometry]) -> list[Geometry]:
+    """Those that some decode engine's shape may make a rank regroup."""
+    return [g for g in geometries if g.order is Order.TOKEN_MAJOR and g.total_heads > 1]
+
+
+def slot_bytes(caches: RankCaches, step_tokens: int) -> int:
+    """What one layer of a step of `step_tokens` takes once regrouped; 0 where nothing may need it.
+
+    A little more than that: every request may end in a unit that is filled only in part. What does not fit goes
+    in a further chunk.
+    """
+    movable = regroupable(caches.geometries)
+    layers: dict[str, int] = {}
+    for tensor in caches.tensors:
+        geometry = caches.geometry_of(tensor)
+        if geometry in movable:
+            layers[tensor.layer] = layers.get(tensor.layer, 0) + geometry.token_bytes
+    largest_block = max((g.block_size for g in movable), default=0)
+    return (step_tokens + 2 * largest_block) * max(layers.values(), default=0)
 
 
 def _common_unit(source: Geometry, d_block_size: int) -> int:

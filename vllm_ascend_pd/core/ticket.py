@@ -13,6 +13,7 @@ or its lease has passed, and with it the time that bytes already on their way ma
 
 import enum
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -89,10 +90,13 @@ def salt_of(ticket_id: str) -> int:
     return int(ticket_id[:8], 16)
 
 
-def parse_ticket(params: object, num_tokens: int, num_groups: int) -> Ticket:
+def parse_ticket(
+    params: object, num_tokens: int, num_groups: int, state_groups: Collection[int] = frozenset()
+) -> Ticket:
     """The ticket in a request's `kv_transfer_params`, checked. Raises TicketError naming what is wrong.
 
-    `num_tokens`: the request's prompt length; `num_groups`: how many cache groups this engine has.
+    `num_tokens`: the request's prompt length; `num_groups`: how many cache groups this engine has; `state_groups`:
+    which of them hold states, so that their tickets name one block, of one token.
     """
     try:
         ticket = msgspec.convert(params, Ticket)
@@ -110,7 +114,11 @@ def parse_ticket(params: object, num_tokens: int, num_groups: int) -> Ticket:
         raise TicketError(f"the ticket has {len(ticket.remote_block_ids)} cache groups, this engine has {num_groups}")
     if not 0 <= ticket.remote_cached_tokens <= num_tokens:
         raise TicketError(f"remote_cached_tokens {ticket.remote_cached_tokens} is out of range")
-    for blocks, size in zip(ticket.remote_block_ids, ticket.remote_block_size, strict=True):
+    for group, (blocks, size) in enumerate(zip(ticket.remote_block_ids, ticket.remote_block_size, strict=True)):
+        if group in state_groups:
+            if size != 1 or len(blocks) != 1:
+                raise TicketError(f"remote_block_ids: {len(blocks)} blocks of {size} for the state in group {group}")
+            continue
         if size < 1 or ticket.remote_cached_tokens % size:
             raise TicketError(f"remote_block_size {size} does not fit remote_cached_tokens")
         if len(blocks) * size < num_tokens or any(block < 0 for block in blocks):

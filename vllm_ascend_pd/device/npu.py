@@ -41,7 +41,9 @@ class NpuEvent(Event):
         try:
             return bool(self.event.query())
         except RuntimeError as error:
-            raise DeviceError(f"the NPU reported an error: {error}") from error
+            raise DeviceError(
+                f"the NPU reported an error, and its stream does no more work (restart this engine): {error}"
+            ) from error
 
 
 class NpuDevice(Device):

@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.compatibility import mismatch
-from vllm_ascend_pd.core.layout import Geometry, Order, RankCaches
+from vllm_ascend_pd.core.layout import Geometry, RankCaches
 from vllm_ascend_pd.core.plan import (
     Offsets,
     Regroup,
@@ -16,6 +16,7 @@ from vllm_ascend_pd.core.plan import (
     Target,
     descriptors,
     make_route,
+    slot_bytes,
     staged_units,
     unit_offsets,
 )
@@ -220,18 +221,6 @@ def _reader(rank: int, tp: int, p_tp: int, total: int) -> Reader:
     lanes = range(topology.replicas(p_tp, total))
     writers = tuple(topology.writers_to(rank, tp, p_tp, total, lane) for lane in lanes)
     return Reader(rank, heads.start, heads.stop, writers)
-
-
-def slot_bytes(caches: RankCaches, step_tokens: int) -> int:
-    """Size of a staging slot, as `worker.producer.ProducerWorker` makes it; 0 where nothing can need regrouping."""
-    movable = [g for g in caches.geometries if g.order is Order.TOKEN_MAJOR and g.total_heads > 1]
-    if not movable:
-        return 0
-    layers: dict[str, int] = {}
-    for tensor in caches.tensors:
-        if (geometry := caches.geometry_of(tensor)) in movable:
-            layers[tensor.layer] = layers.get(tensor.layer, 0) + geometry.token_bytes
-    return (step_tokens + 2 * max(g.block_size for g in movable)) * max(layers.values(), default=0)
 
 
 def _staging(ranks: Iterable[RankCaches], step_tokens: int, slots: int) -> Staging:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_ascend_pd.compat import external_request_id
+from vllm_ascend_pd.core.groups import CacheGroup
+from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
@@ -42,11 +44,11 @@ class Listener:
 
 
 class ConsumerScheduler:
-    """`block_sizes`: tokens per block of each cache group."""
-
-    def __init__(self, listener: Listener, block_sizes: Sequence[int], metaserver: MetaserverClient) -> None:
+    def __init__(self, listener: Listener, groups: Sequence[CacheGroup], metaserver: MetaserverClient) -> None:
         self._listener = listener
-        self._block_sizes = list(block_sizes)
+        self._groups = list(groups)
+        # Decode computes the prompt's last token. KV may be written twice; a state must not have seen it yet.
+        self._left_to_decode = int(any(group.holds_state for group in groups))
         self._metaserver = metaserver
         self._by_request: dict[str, _Issued] = {}
         self._request_of: dict[str, str] = {}  # ticket id -> request id
@@ -58,31 +60,31 @@ class ConsumerScheduler:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill") or request.request_id in self._by_request:
             return 0
-        return max(0, int(request.num_prompt_tokens) - num_computed_tokens)
+        return max(0, int(request.num_prompt_tokens) - self._left_to_decode - num_computed_tokens)
 
     def allocated(self, request: "Request", blocks: tuple[list[int], ...], num_external_tokens: int) -> None:
         """Issues the request's ticket. A second call, when decode starts, changes nothing."""
         if num_external_tokens == 0 or request.request_id in self._by_request:
             return
         params = request.kv_transfer_params or {}
+        num_tokens = request.num_prompt_tokens - self._left_to_decode
         ticket = Ticket(
             request_id=external_request_id(request.request_id),
-            remote_block_ids=[list(ids) for ids in blocks],
-            remote_block_size=self._block_sizes,
+            remote_block_ids=[g.ticket_blocks(ids, num_tokens) for g, ids in zip(self._groups, blocks, strict=True)],
+            remote_block_size=[group.ticket_block_size for group in self._groups],
             remote_engine_id=self._listener.engine_id,
             remote_host=self._listener.host,
             remote_port=self._listener.port,
             remote_tp_size=self._listener.tp,
-            remote_cached_tokens=request.num_prompt_tokens - num_external_tokens,
+            remote_cached_tokens=num_tokens - num_external_tokens,
             ticket_id=secrets.token_hex(16),
-            num_tokens=request.num_prompt_tokens,
+            num_tokens=num_tokens,
         )
         self._by_request[request.request_id] = _Issued(ticket)
         self._request_of[ticket.ticket_id] = request.request_id
-        first_lost = ticket.remote_cached_tokens // self._block_sizes[0]
-        self._step.expects.append(
-            Expect(request.request_id, ticket.ticket_id, ticket.attempt, ticket.digest(), list(blocks[0][first_lost:]))
-        )
+        held = self._groups[0].holding(blocks[0], ticket.remote_cached_tokens, num_tokens, last=True)
+        lost = [block for block in held if block != NULL_BLOCK]
+        self._step.expects.append(Expect(request.request_id, ticket.ticket_id, ticket.attempt, ticket.digest(), lost))
         url = params.get("metaserver")
         if not isinstance(url, str):
             self._cancel(ticket.ticket_id, "kv_transfer_params has do_remote_prefill but no metaserver URL")

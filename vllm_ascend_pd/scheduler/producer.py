@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd.compat import drop_last_prompt_token
+from vllm_ascend_pd.core.groups import CacheGroup
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, parse_ticket
 from vllm_ascend_pd.step import ProducerStep, Send, WorkerReport
 
@@ -31,10 +33,9 @@ class _Sending:
 
 
 class ProducerScheduler:
-    """`block_sizes`: tokens per block of each cache group."""
-
-    def __init__(self, block_sizes: Sequence[int]) -> None:
-        self._block_sizes = list(block_sizes)
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        self._groups = list(groups)
+        self._state_groups = frozenset(i for i, group in enumerate(groups) if group.holds_state)
         self._sending: dict[str, _Sending] = {}
         self._tickets: set[str] = set()
         self._errors: dict[str, str] = {}
@@ -44,6 +45,12 @@ class ProducerScheduler:
     @property
     def has_pending_pushes(self) -> bool:
         return bool(self._awaiting)
+
+    def prepare(self, request: "Request") -> None:
+        """The request is about to be allocated: cuts it short where decode must compute the last token itself."""
+        params = request.kv_transfer_params or {}
+        if self._state_groups and params.get("num_tokens") == request.num_prompt_tokens - 1:
+            drop_last_prompt_token(request)
 
     def allocated(self, request: "Request", blocks: tuple[list[int], ...]) -> None:
         """The request is about to run, for the first time or again after preemption."""
@@ -55,7 +62,7 @@ class ProducerScheduler:
         if not params.get("do_remote_decode") or request.request_id in self._errors:
             return
         try:
-            ticket = parse_ticket(params, request.num_prompt_tokens, len(self._block_sizes))
+            ticket = parse_ticket(params, request.num_prompt_tokens, len(self._groups), self._state_groups)
             if ticket.ticket_id in self._tickets:
                 raise TicketError("this ticket is being served already")
         except TicketError as error:
@@ -66,7 +73,7 @@ class ProducerScheduler:
         self._sending[request.request_id] = _Sending(
             ticket,
             [list(ids) for ids in blocks],
-            math.lcm(*self._block_sizes, *ticket.remote_block_size),
+            math.lcm(*(g.block_size for g in self._groups if not g.holds_state), *ticket.remote_block_size),
             ticket.remote_cached_tokens,
         )
 
@@ -137,8 +144,7 @@ class ProducerScheduler:
             return
         stop = max(start, stop)
         blocks = tuple(
-            ids[start // size : math.ceil(stop / size)]
-            for ids, size in zip(sending.blocks, self._block_sizes, strict=True)
+            group.holding(ids, start, stop, last) for ids, group in zip(sending.blocks, self._groups, strict=True)
         )
         step.sends.append(Send(request_id, start, stop, blocks, last))
         sending.sent = stop

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
 import os
 import threading
@@ -11,7 +13,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from vllm_ascend_pd.transport import ascend
+
+logger = logging.getLogger(__name__)
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -54,6 +61,8 @@ class TransferLimits:
     timeout_s: float = 10.0
     """A batch fails when its last descriptor is not under way after this long, or one makes no progress for
     this long; so two batches of `max_bytes` must take less. Mooncake counts in whole seconds: rounded up."""
+    settle_at_least_s: float = 0.0
+    """Lower bound of `settle_s`, where what the user has set in the environment makes Mooncake try for longer."""
 
     def __post_init__(self) -> None:
         if min(self.max_descriptors, self.max_bytes, self.max_descriptor_bytes) < 1 or self.timeout_s <= 0:
@@ -66,14 +75,14 @@ class TransferLimits:
 
     @property
     def settle_s(self) -> float:
-        """Seconds after a failed TCP write until this process has stopped reading its sources and sending it.
+        """Seconds after a failed write until this process has stopped reading its sources and sending it.
 
-        A descriptor is admitted within one timeout or never, waits at most one more (and Mooncake's 1 s pause
+        Over TCP, a descriptor is admitted within one timeout or never, waits at most one more (and Mooncake's 1 s pause
         before it reconnects) for the connection before it, and is then given up one timeout and one pause
         later. What lies in socket buffers by then is the receiver's: a receiver that was stopped, not dead,
-        applies up to a few MiB when it runs again.
+        applies up to a few MiB when it runs again. With protocol `ascend`: `ascend.settle_s`.
         """
-        return 3 * self.whole_timeout_s + 2
+        return max(3 * self.whole_timeout_s + 2, self.settle_at_least_s)
 
     def environment(self) -> dict[str, str]:
         """Mooncake's settings for these limits: it reads them from the environment when an engine starts.
@@ -81,24 +90,22 @@ class TransferLimits:
         Sources: `transfer_engine_py.cpp` (`MC_TRANSFER_TIMEOUT`, seconds, never below 5: a backstop here),
         `tcp_transport_session_impl.h` (`MC_TCP_PROGRESS_TIMEOUT_SEC` while bytes flow,
         `MC_TCP_STATUS_TIMEOUT_SEC` for the receiver's acknowledgement), `tcp_transport.cpp` (the queue of
-        each peer), `config.cpp` (`MC_HANDSHAKE_CONNECT_TIMEOUT`, `MC_LOG_LEVEL`) and
-        `ascend_direct_transport.cpp` (`ASCEND_*`, milliseconds).
+        each peer) and `config.cpp` (`MC_HANDSHAKE_CONNECT_TIMEOUT`, `MC_LOG_LEVEL`). `ascend.settings` has what
+        protocol `ascend` needs beyond them.
 
         The queue is kept as short as the number of connections: what waits in it waits without a deadline,
         while what waits for admission to it expires after `MC_TCP_ADMISSION_TIMEOUT_MS`. With Mooncake's
         defaults a failed batch of 512 descriptors keeps trying for minutes; so it stops within `settle_s`.
         """
-        seconds, milliseconds = str(self.whole_timeout_s), str(1000 * self.whole_timeout_s)
+        seconds = str(self.whole_timeout_s)
         return {
             "MC_TRANSFER_TIMEOUT": str(max(5, self.whole_timeout_s + 1)),
             "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
             "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
-            "MC_TCP_ADMISSION_TIMEOUT_MS": milliseconds,
+            "MC_TCP_ADMISSION_TIMEOUT_MS": str(1000 * self.whole_timeout_s),
             "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(_TCP_LANES),
             "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
             "MC_HANDSHAKE_CONNECT_TIMEOUT": seconds,
-            "ASCEND_CONNECT_TIMEOUT": milliseconds,
-            "ASCEND_TRANSFER_TIMEOUT": milliseconds,
             "MC_LOG_LEVEL": "WARNING",
         }
 
@@ -129,12 +136,13 @@ class TransferEngine:
         Settings that the environment already holds win over those of `limits`. For "ascend" the device must
         have been set before.
         """
-        for name, value in limits.environment().items():
-            os.environ.setdefault(name, value)
+        findings = ascend.check() if protocol == "ascend" else []
+        if fatal := [finding.message for finding in findings if finding.fatal]:
+            raise TransferError(host, "; ".join(fatal), retryable=False)
+        self._limits = _export_settings(limits, protocol)
         # Only now: some of Mooncake's settings are read when its library is loaded.
         from mooncake.engine import TransferEngine as MooncakeEngine
 
-        self._limits = limits
         self._engine: Any = MooncakeEngine()
         self._lock = threading.Lock()
         self._regions: list[tuple[int, int]] = []
@@ -143,9 +151,15 @@ class TransferEngine:
         self._closed = False
         code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
         if code != 0:
-            raise TransferError(
-                host, f"Mooncake did not start with protocol {protocol!r} (code {code})", retryable=False
-            )
+            reason = f"Mooncake did not start with protocol {protocol!r} (code {code})"
+            if protocol == "ascend":
+                reason += f": {ascend.why_not_started(findings, os.environ)}"
+            raise TransferError(host, reason, retryable=False)
+        if protocol == "ascend" and not ascend.is_loaded(Path("/proc/self/maps").read_text()):
+            reason = f"this Mooncake has no Ascend transport and would use TCP: {ascend.INSTALL}"
+            raise TransferError(host, reason, retryable=False)
+        for finding in findings:
+            logger.warning("%s", finding.message)
         self._session = f"{host}:{self._engine.get_rpc_port()}"
 
     @property
@@ -282,6 +296,18 @@ class TransferEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise TransferError(self._session, "this engine is closed", retryable=False)
+
+
+def _export_settings(limits: TransferLimits, protocol: str) -> TransferLimits:
+    """Puts Mooncake's settings for `limits` into the environment; returns the limits as what was there makes them."""
+    settings = limits.environment()
+    if protocol == "ascend":
+        settings |= ascend.settings(limits.whole_timeout_s, os.environ)
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    if protocol != "ascend":
+        return limits
+    return dataclasses.replace(limits, settle_at_least_s=ascend.settle_s(limits.whole_timeout_s, os.environ))
 
 
 def merge_regions(regions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayoutError, RankCaches, block_geometry
+from vllm_ascend_pd.core.states import State, state_geometries
 
 KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
@@ -23,8 +24,20 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class StateSpec:
+    """What a block of a Mamba or linear attention layer holds: its cache group, and states one after the other."""
+
+    group: int
+    states: tuple[State, ...]
+
+
+@dataclass(frozen=True)
 class RegisteredCaches:
-    """A rank's caches: their description, the tensors by index, and each layer's tensor indices."""
+    """A rank's caches: their description, the tensors by index, and each layer's tensor indices.
+
+    A tensor that holds several states is described by its runs of bytes, and is there once for each. A layer that
+    only reads another's cache has no tensors of its own.
+    """
 
     description: RankCaches
     tensors: tuple[torch.Tensor, ...]
@@ -36,7 +49,7 @@ class RegisteredCaches:
 
 
 def describe(
-    kv_caches: Mapping[str, KVCache], specs: Mapping[str, LayerSpec], *, heads_first: bool
+    kv_caches: Mapping[str, KVCache], specs: Mapping[str, LayerSpec | StateSpec], *, heads_first: bool
 ) -> RegisteredCaches:
     """Describes `kv_caches` (layer name -> tensor or tuple of tensors, `[num_blocks, ...]` each).
 
@@ -46,31 +59,70 @@ def describe(
     described: list[CacheTensor] = []
     tensors: list[torch.Tensor] = []
     layers: dict[str, tuple[int, ...]] = {}
+    known: set[tuple[int, int]] = set()
     for layer, cache in kv_caches.items():
         if layer not in specs:
             raise LayoutError(f"{layer}: registered without belonging to a cache group")
         spec = specs[layer]
-        parts = (cache,) if isinstance(cache, torch.Tensor) else tuple(cache)
-        layers[layer] = tuple(range(len(tensors), len(tensors) + len(parts)))
-        for part, tensor in enumerate(parts):
-            try:
-                geometry = block_geometry(
-                    tensor.shape,
-                    tensor.stride(),
-                    tensor.element_size(),
-                    group=spec.group,
-                    dtype=str(tensor.dtype).removeprefix("torch."),
-                    block_size=spec.block_size,
-                    heads=spec.heads,
-                    total_heads=spec.total_heads,
-                    heads_first=heads_first,
-                )
-            except LayoutError as error:
-                raise LayoutError(f"{layer}: {error}") from None
+        whole = (cache,) if isinstance(cache, torch.Tensor) else tuple(cache)
+        first = len(tensors)
+        try:
+            runs = _states(whole, spec) if isinstance(spec, StateSpec) else _tokens(whole, spec, heads_first)
+        except LayoutError as error:
+            raise LayoutError(f"{layer}: {error}") from None
+        for part, (tensor, offset, geometry) in enumerate(runs):
             index = geometries.setdefault(geometry, len(geometries))
-            described.append(CacheTensor(layer, part, tensor.data_ptr(), tensor.shape[0], index))
+            base = tensor.data_ptr() + offset
+            if (base, index) in known:
+                continue  # the cache of an earlier layer, which this one shares
+            known.add((base, index))
+            described.append(CacheTensor(layer, part, base, tensor.shape[0], index))
             tensors.append(tensor)
+        layers[layer] = tuple(range(first, len(tensors)))
     return RegisteredCaches(RankCaches(tuple(geometries), tuple(described)), tuple(tensors), layers)
+
+
+_Run: TypeAlias = tuple[torch.Tensor, int, Geometry]  # the tensor, bytes from its start, how blocks lie from there
+
+
+def _tokens(cache: Sequence[torch.Tensor], spec: LayerSpec, heads_first: bool) -> list[_Run]:
+    return [
+        (
+            tensor,
+            0,
+            block_geometry(
+                tensor.shape,
+                tensor.stride(),
+                tensor.element_size(),
+                group=spec.group,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                block_size=spec.block_size,
+                heads=spec.heads,
+                total_heads=spec.total_heads,
+                heads_first=heads_first,
+            ),
+        )
+        for tensor in cache
+    ]
+
+
+def _states(cache: Sequence[torch.Tensor], spec: StateSpec) -> list[_Run]:
+    """The states lie one after the other in a block of one tensor, or in a tensor each."""
+    whole_block = len(cache) == 1
+    if not whole_block and len(cache) != len(spec.states):
+        raise LayoutError(f"{len(cache)} tensors for {len(spec.states)} states")
+    runs: list[_Run] = []
+    offset = 0
+    for index, state in enumerate(spec.states):
+        tensor = cache[0 if whole_block else index]
+        stride = tensor.stride(0) * tensor.element_size()
+        block = tensor[0]
+        begin = offset if whole_block else 0
+        if not block.is_contiguous() or begin + state.nbytes > block.numel() * block.element_size():
+            raise LayoutError(f"states of {[s.nbytes for s in spec.states]} bytes in blocks of shape {block.shape}")
+        runs += [(tensor, begin + run, geometry) for run, geometry in state_geometries(state, spec.group, stride)]
+        offset += state.nbytes
+    return runs
 
 
 def _extent(tensor: torch.Tensor) -> int:

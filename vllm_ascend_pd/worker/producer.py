@@ -14,8 +14,7 @@ import torch
 from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.compatibility import mismatch
-from vllm_ascend_pd.core.layout import Order
-from vllm_ascend_pd.core.plan import Regroup, Route, make_route
+from vllm_ascend_pd.core.plan import Regroup, Route, make_route, regroupable, slot_bytes
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.step import ProducerStep, WorkerReport
@@ -70,9 +69,11 @@ class ProducerWorker:
         ]
         self._connected: set[tuple[int, ...]] = set()
         self._routes: dict[tuple[int, int, tuple[int, ...]], Route] = {}
+        self._warned_of_pieces = False
         self._senders: dict[str, Sender] = {}  # by ticket id
         self._transfers: dict[str, Transfer] = {}  # by request id
         self._plan = _StepPlan()
+        self._written: tuple[str, Event] | None = None  # what was written since the last layer was announced
         self._idle = False
         self._changed = threading.Condition()
         self._done: set[str] = set()
@@ -107,11 +108,24 @@ class ProducerWorker:
         for request_id, aborted in step.finished.items():
             self._release(request_id, aborted)
         self._plan = self._make_plan(step)
+        self._written = None
+
+    def layer_written(self, layer: str) -> None:
+        """The layer to be announced next ("" if it is not named) has all its KV queued, its attention has not."""
+        if self._plan.shipments:
+            self._written = (layer, self._device.record_event())
 
     def layer_computed(self, layer: str) -> None:
-        """The cache of `layer` holds this step's tokens, or will once what the model queued so far has run."""
+        """The cache of `layer` holds this step's tokens, or will once what the model queued so far has run.
+
+        Pushing waits for the writing of the cache alone where that was told, else for all that was queued.
+        """
+        written, self._written = self._written, None
         if self._plan.shipments:
-            self._push_layer(layer, self._device.record_event())
+            if written is not None and written[0] in ("", layer):
+                self._push_layer(layer, written[1])
+            else:
+                self._push_layer(layer, self._device.record_event())
 
     def end_step(self) -> None:
         """The forward pass is over: layers nobody announced are pushed, and prompts that end are sealed."""
@@ -213,7 +227,8 @@ class ProducerWorker:
             chunk_units = self._ring.slot_bytes // per_unit
             assert chunk_units > 0
         device = self._caches.tensors[0].device
-        return Shipment.build(route, geometry, served, device, chunk_units)
+        shipment = Shipment.build(route, geometry, served, device, chunk_units)
+        return shipment if len(shipment.src_units) > 0 else None
 
     def _connect(self, route: Route) -> None:
         """Connecting a group of ranks can take seconds: done at a topology's first ticket, beside the computation of
@@ -222,15 +237,29 @@ class ProducerWorker:
             assert self._regrouper is not None
             self._connected.add(route.ranks)
             connect = functools.partial(self._regrouper.connect, route.ranks)
-            self._device.submit(connect, self._device.record_event())
+            try:
+                self._device.submit(connect, self._device.record_event())
+            except DeviceError as error:
+                self._missed(route, error)
+                raise
 
     def _route(self, index: int, d_tp: int, d_block_sizes: tuple[int, ...]) -> Route:
         key = (index, d_tp, d_block_sizes)
         if key not in self._routes:
             geometry = self._geometries[index]
-            self._routes[key] = make_route(
-                geometry, self._identity.tp_rank, self._identity.tp, d_tp, d_block_sizes[geometry.group]
-            )
+            route = make_route(geometry, self._identity.tp_rank, self._identity.tp, d_tp, d_block_sizes[geometry.group])
+            self._routes[key] = route
+            if route.pieces > 1 and not self._warned_of_pieces:
+                self._warned_of_pieces = True
+                logger.warning(
+                    "tensor-parallel sizes %d (prefill) and %d (decode) do not divide each other's %d KV heads evenly: "
+                    "KV is written in %d pieces per %d tokens of a layer, which is right but slow",
+                    self._identity.tp,
+                    d_tp,
+                    geometry.total_heads,
+                    route.pieces,
+                    route.unit,
+                )
         return self._routes[key]
 
     # Pushing.
@@ -257,6 +286,7 @@ class ProducerWorker:
             try:
                 push.ready = self._device.submit(self._regrouping(push, tensors), computed)
             except DeviceError as error:
+                self._missed(route, error)
                 push.fail(f"layer {layer} could not be regrouped: {error}")
                 continue
             pushes.append(push)
@@ -270,6 +300,11 @@ class ProducerWorker:
             push.slot = regrouper.run(push.shipment.route, push.chunk, tensors)
 
         return work
+
+    def _missed(self, route: Route, error: DeviceError) -> None:
+        if route.ranks:
+            assert self._regrouper is not None
+            self._regrouper.give_up(route.ranks, str(error))
 
     # The end of a transfer.
 
@@ -358,23 +393,16 @@ class ProducerWorker:
 
         The same on all ranks: it depends on the model, the layout and the parallel sizes alone.
         """
-        movable = [g for g in self._geometries if g.order is Order.TOKEN_MAJOR and g.total_heads > 1]
-        if not movable:
+        size, slots = slot_bytes(self._caches.description, step_tokens), self._config.staging_slots
+        if size == 0:
             return None, None
-        layer_bytes = max(
-            sum(self._geometries[self._caches.description.tensors[i].geometry].token_bytes for i in indices)
-            for indices in self._caches.layers.values()
-        )
-        # Every request may end in a unit that is filled only in part; what does not fit goes in a further chunk.
-        slot_tokens = step_tokens + 2 * max(g.block_size for g in movable)
-        slot_bytes = slot_tokens * layer_bytes
-        slots = self._config.staging_slots
-        buffer = self._device.allocate(slot_bytes * slots)
+        buffer = self._device.allocate(size * slots)
         self._engine.register([(buffer.data_ptr(), buffer.numel())])
+        movable = regroupable(self._geometries)
         wanted = sorted({r for g in movable for r in topology.regroup_groups(self._identity.tp, g.total_heads)})
         groups = self._device.new_groups(self._world_groups(wanted), self._config.collective_timeout_s)
         mine = {ranks: groups[self._in_world(ranks)] for ranks in wanted if self._identity.tp_rank in ranks}
-        ring = StagingRing(buffer, slot_bytes, slots)
+        ring = StagingRing(buffer, size, slots)
         patience = self._config.write_timeout_s + self._config.grant_timeout_s
         return ring, Regrouper(self._device, ring, mine, patience)
 

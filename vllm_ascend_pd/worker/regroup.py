@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from vllm_ascend_pd import ops
 from vllm_ascend_pd.core.plan import Regroup, Route
-from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.base import Device, DeviceError
 from vllm_ascend_pd.worker.shipment import Chunk
 from vllm_ascend_pd.worker.staging import Slot, StagingRing
 
@@ -34,6 +34,7 @@ class Regrouper:
         self._slot_timeout_s = slot_timeout_s
         self._device = device
         self._groups = groups
+        self._broken: dict[tuple[int, ...], str] = {}
         self._ring = ring
         # Used on the side stream only, where one chunk follows another: one pair serves all.
         self._send = device.allocate(ring.slot_bytes)
@@ -41,7 +42,12 @@ class Regrouper:
 
     def connect(self, ranks: tuple[int, ...]) -> None:
         """A first, tiny exchange: communicators connect when they are first used."""
-        self._device.all_to_all(self._received[: len(ranks)], self._send[: len(ranks)], self._groups[ranks])
+        self._exchange(ranks, len(ranks))
+
+    def give_up(self, ranks: tuple[int, ...], reason: str) -> None:
+        """This rank has missed a collective of the group. Its next one would meet the others' last one, and they
+        would take each other's bytes for those of another layer or request: there is no next one (R5)."""
+        self._broken.setdefault(ranks, reason)
 
     def run(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
         """Returns the slot it filled with tensor after tensor, each `[planes, units, staged_bytes]`."""
@@ -56,9 +62,10 @@ class Regrouper:
         slice_bytes = tokens * route.row_bytes
         section = chunk.count * slice_bytes  # one tensor's share for one rank
         per_rank = section * len(tensors)
-        ops.gather_slices(tensors, chunk.unit_offsets, ratio, slice_bytes, self._send, 0, section, per_rank)
-        total = per_rank * ratio
-        self._device.all_to_all(self._received[:total], self._send[:total], self._groups[route.ranks])
+        try:
+            ops.gather_slices(tensors, chunk.unit_offsets, ratio, slice_bytes, self._send, 0, section, per_rank)
+        finally:  # what the others get is not used when this rank's part fails, but they need the collective
+            self._exchange(route.ranks, per_rank * ratio)
         # Only now: a rank that finds no slot has still taken part in the collective.
         with self._slot() as slot:
             # Tensor after tensor on both sides: to this op they are one run of tokens.
@@ -67,6 +74,18 @@ class Regrouper:
                 self._received, 0, per_rank, self._ring.buffer, slot.offset, ratio, all_tokens, route.row_bytes
             )
         return slot
+
+    def _exchange(self, ranks: tuple[int, ...], num_bytes: int) -> None:
+        if ranks in self._broken:
+            raise DeviceError(
+                f"tensor-parallel ranks {ranks} exchange no KV since this one missed an all-to-all; restart the "
+                f"prefill engine. It missed it because: {self._broken[ranks]}"
+            )
+        try:
+            self._device.all_to_all(self._received[:num_bytes], self._send[:num_bytes], self._groups[ranks])
+        except Exception as error:
+            self.give_up(ranks, str(error))
+            raise
 
     def _split(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
         assert chunk.unit_offsets is not None

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_ascend_pd.core.layout import Geometry
+from vllm_ascend_pd.core.layout import Geometry, Kind
 from vllm_ascend_pd.core.plan import (
     NULL_BLOCK,
     Descriptors,
@@ -36,6 +36,12 @@ class Item:
     start: int
     stop: int
     blocks: tuple[Offsets, ...]
+
+    def tokens(self, geometry: Geometry) -> tuple[int, int]:
+        """(start, stop) as blocks of `geometry` count: the state, if it is sent, is one token."""
+        if geometry.kind is Kind.STATE:
+            return 0, len(self.blocks[geometry.group])
+        return self.start, self.stop
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,19 +83,17 @@ class Shipment:
                 item.transfer.d_blocks[geometry.group],
                 item.transfer.ticket.remote_block_size[geometry.group],
                 route.unit,
-                item.start,
-                item.stop,
+                *item.tokens(geometry),
             )
             for item in items
         ]
         src = [
             unit_offsets(
                 item.blocks[geometry.group],
-                item.start // geometry.block_size,
+                item.tokens(geometry)[0] // geometry.block_size,
                 geometry,
                 route.unit,
-                item.start,
-                item.stop,
+                *item.tokens(geometry),
             )[wanted]
             for item, wanted in zip(items, live, strict=True)
         ]
@@ -102,7 +106,7 @@ class Shipment:
         if route.regroup is Regroup.NONE:
             shipment.chunks.append(Chunk(0, total, None))
         else:
-            offsets = torch.from_numpy(shipment.src_units).to(device)
+            offsets = _queue_copy(torch.from_numpy(shipment.src_units), device)
             for first in range(0, total, chunk_units):
                 stop = min(total, first + chunk_units)
                 shipment.chunks.append(Chunk(first, stop, offsets[first:stop]))
@@ -140,10 +144,16 @@ class Shipment:
             units = concatenate(
                 [
                     unit_offsets(
-                        item.transfer.d_blocks[theirs.group], 0, theirs, self.route.unit, item.start, item.stop
+                        item.transfer.d_blocks[theirs.group], 0, theirs, self.route.unit, *item.tokens(theirs)
                     )[wanted]
                     for item, wanted in zip(self.items, self.live, strict=True)
                 ]
             )
             self._d_units[theirs] = units
         return units
+
+
+def _queue_copy(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`host` on `device`, in the order of the current stream: a copy of memory that is not pinned would wait until
+    the device has done everything queued before, which is the step before this one."""
+    return host if device.type == "cpu" else host.pin_memory(device).to(device, non_blocking=True)

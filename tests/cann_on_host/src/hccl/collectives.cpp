@@ -67,7 +67,8 @@ HcclResult queue_reduce(HcclComm handle, aclrtStream stream, const char* name, s
   for (size_t i = 0; i < send.size(); i++) require_device(send[i], send_bytes[i], name);
   require_device(out, bytes, name);
   if (!reduce(nullptr, nullptr, 0, type, operation)) {
-    fail(kParamInvalid, "%s: HCCL does not reduce data of type %d", name, static_cast<int>(type));
+    fail(kParamInvalid, "%s: HCCL does not reduce data of type %d by operation %d", name, static_cast<int>(type),
+         static_cast<int>(operation));
     return HCCL_E_NOT_SUPPORT;
   }
   const uint64_t sent = std::accumulate(send_bytes.begin(), send_bytes.end(), uint64_t{0});

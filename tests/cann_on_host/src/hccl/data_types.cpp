@@ -78,9 +78,10 @@ uint64_t bytes_of(HcclDataType type) {
   }
 }
 
-// The types that HcclAllReduce takes on Atlas A2 and A3 (assumed, see README.md): int8, int16, int32, int64,
-// float16, float32, bfloat16.
+// The types that HcclAllReduce takes on Atlas A2 and A3 (see README.md): int8, int16, int32, int64, float16, float32,
+// bfloat16; products not of int16 and bfloat16.
 bool reduce(void* into, const void* from, uint64_t elements, HcclDataType type, HcclReduceOp operation) {
+  if (operation == HCCL_REDUCE_PROD && (type == HCCL_DATA_TYPE_INT16 || type == HCCL_DATA_TYPE_BFP16)) return false;
   switch (type) {
     case HCCL_DATA_TYPE_INT8:
       return reduce_as<int8_t, int8_t>(into, from, elements, operation);

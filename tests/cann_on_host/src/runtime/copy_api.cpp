@@ -5,7 +5,8 @@
 //   (aclrtMemcpyAsync, CANN 8.0): here it is an error at once;
 // - asynchronous copies inside the host are not supported (same page);
 // - addresses of asynchronous copies are multiples of 64 (the same page up to CANN 8.0.RC3; later versions no
-//   longer say so, and torch_npu copies slices at any address): counted, an error with CANN_ON_HOST_ALIGN=1.
+//   longer say so, and torch_npu copies slices at any address): counted, an error with CANN_ON_HOST_ALIGN=1;
+// - a batch goes either from the host to the device or from the device to the host (aclrtMemcpyBatchAsync).
 #include <cstring>
 
 #include "acl/acl.h"
@@ -47,6 +48,18 @@ void count_copy(bool to_device, bool from_device, size_t bytes) {
     count(kCopiesToHost);
     count(kCopyBytesToHost, bytes);
   }
+}
+
+// All copies of a batch go from the host to the device, or all from the device to the host.
+aclError check_direction(const char* name, void** to, void** from, const size_t* bytes, size_t i) {
+  const bool to_device = locate(to[i], bytes[i]) == Place::kDevice;
+  if (to_device == (locate(from[i], bytes[i]) == Place::kDevice)) {
+    return fail(kFeatureNotSupported, "%s: copy %zu is inside the %s", name, i, to_device ? "device" : "host");
+  }
+  if (to_device != (locate(to[0], bytes[0]) == Place::kDevice)) {
+    return fail(kFeatureNotSupported, "%s: copy %zu is in another direction than the first", name, i);
+  }
+  return ACL_SUCCESS;
 }
 
 aclError check(const void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind, bool async) {
@@ -110,9 +123,9 @@ aclError aclrtMemcpyAsyncWithCondition(void* to, size_t room, const void* from, 
 aclError aclrtMemcpyBatch(void** to, size_t* rooms, void** from, size_t* bytes, size_t copies, aclrtMemcpyBatchAttr*,
                           size_t*, size_t, size_t* failed) {
   for (size_t i = 0; i < copies; i++) {
-    if (locate(to[i], bytes[i]) == Place::kDevice && locate(from[i], bytes[i]) == Place::kDevice) {
+    if (aclError error = check_direction("aclrtMemcpyBatch", to, from, bytes, i)) {
       *failed = i;
-      return fail(kFeatureNotSupported, "aclrtMemcpyBatch inside a device");
+      return error;
     }
     if (aclError error = aclrtMemcpy(to[i], rooms[i], from[i], bytes[i], ACL_MEMCPY_DEFAULT)) {
       *failed = i;
@@ -125,9 +138,9 @@ aclError aclrtMemcpyBatch(void** to, size_t* rooms, void** from, size_t* bytes, 
 aclError aclrtMemcpyBatchAsync(void** to, size_t* rooms, void** from, size_t* bytes, size_t copies,
                                aclrtMemcpyBatchAttr*, size_t*, size_t, size_t* failed, aclrtStream stream) {
   for (size_t i = 0; i < copies; i++) {
-    if (locate(to[i], bytes[i]) == Place::kDevice && locate(from[i], bytes[i]) == Place::kDevice) {
+    if (aclError error = check_direction("aclrtMemcpyBatchAsync", to, from, bytes, i)) {
       *failed = i;
-      return fail(kFeatureNotSupported, "aclrtMemcpyBatchAsync inside a device");
+      return error;
     }
     if (aclError error = aclrtMemcpyAsync(to[i], rooms[i], from[i], bytes[i], ACL_MEMCPY_DEFAULT, stream)) {
       *failed = i;

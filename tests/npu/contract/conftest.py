@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this connector relies on in vllm-ascend, checked against the wheel that is installed.
+
+Real classes are run: a tiny model in one process with a connector that records its calls, the platform's own
+configuration, its layerwise connector's two ends of a ticket, its MultiConnector. Only what vllm-ascend reads or sets
+is taken from its source, by parsing it. Its example proxy is not in the wheel: that a ticket is posted to
+`/v1/metaserver` cannot be checked here, only that it is posted to the URL in the request, as it is.
+
+Each assertion says what changed when it fails.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from vllm_ascend_contract import MLA_CONFIG, Event, recorded
+
+from harness.models import TINY, make_model
+
+
+@pytest.fixture(scope="session")
+def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(TINY, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def mla_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """No weights: what it computes does not matter."""
+    folder = tmp_path_factory.mktemp("models") / "deepseek"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MLA_CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plugins() -> None:
+    """Both packages' entry points in this process, as vLLM loads them."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+
+
+@pytest.fixture(params=["dense", "mla"])
+def prefill_events(request: pytest.FixtureRequest) -> tuple[Event, ...]:
+    return recorded(request.getfixturevalue(f"{request.param}_model"), "kv_producer")
+
+
+@pytest.fixture
+def decode_events(dense_model: Path) -> tuple[Event, ...]:
+    return recorded(dense_model, "kv_consumer")

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our connector as a child of vllm-ascend's MultiConnector."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from vllm_ascend_contract import BLOCK, OURS, REQUEST_ID, cache_config, connector_class, engine_config, our_hooks
+
+from vllm_ascend_pd.core.ticket import Ticket
+
+pytestmark = pytest.mark.npu
+
+
+def test_multi_connector_hands_on_every_hook_of_ours(plugins: None) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+    from vllm_ascend.distributed.kv_transfer.ascend_multi_connector import AscendMultiConnector
+
+    asked = {name for name in our_hooks() if hasattr(KVConnectorBase_V1, name) or hasattr(SupportsHMA, name)}
+    left_out = {
+        name
+        for name in asked
+        if getattr(AscendMultiConnector, name) in (getattr(c, name, None) for c in (KVConnectorBase_V1, SupportsHMA))
+    }
+    assert left_out == set(), f"MultiConnector answers {left_out} itself, our class is never asked"
+
+
+@pytest.fixture
+def multi(plugins: None, dense_model: Path) -> Iterator[Any]:
+    """vllm-ascend's MultiConnector on a prefill engine's scheduler with ours as its only child."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    child = {"kv_connector": OURS, "kv_role": "kv_producer", "kv_port": 20001, "kv_connector_extra_config": {}}
+    config = engine_config(
+        dense_model, kv_connector="MultiConnector", kv_connector_extra_config={"connectors": [child]}
+    )
+    connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache_config())
+    yield connector
+    connector.shutdown()
+
+
+def test_ours_as_a_child_of_multi_connector(multi: Any) -> None:
+    """A child that loads nothing is told of no blocks: they must be taken from the step that computes them."""
+    from vllm_ascend.distributed.kv_transfer.ascend_multi_connector import AscendMultiConnector
+
+    assert type(multi) is AscendMultiConnector
+    [child] = multi._connectors
+    assert type(child) is connector_class()
+    ours = {"connectors": [{"kv_connector": OURS, "kv_role": "kv_producer"}]}
+    assert not multi.requires_piecewise_for_cudagraph(ours), "MultiConnector takes full graphs away"
+    assert not hasattr(multi, "on_kv_cache_written"), "MultiConnector hands it on now: layers go earlier below it too"
+
+    prompt, blocks = 300, [5, 6, 7]
+    ticket = Ticket(
+        request_id="cmpl-1-0",
+        remote_block_ids=[[1, 2, 3]],
+        remote_block_size=[BLOCK],
+        remote_engine_id="decode",
+        remote_host="192.0.2.1",
+        remote_port=20001,
+        remote_tp_size=1,
+        remote_cached_tokens=0,
+        ticket_id=32 * "0",
+        num_tokens=prompt,
+    )
+    request = SimpleNamespace(
+        request_id=REQUEST_ID, num_prompt_tokens=prompt, kv_transfer_params=msgspec.to_builtins(ticket)
+    )
+    given: list[Any] = []
+    allocated = child.update_state_after_alloc
+    child.update_state_after_alloc = lambda *args: (given.append(args), allocated(*args))
+
+    def allocation(ids: list[int]) -> Any:
+        return SimpleNamespace(get_block_ids=lambda: (ids,), new_empty=lambda: allocation([]))
+
+    assert multi.get_num_new_matched_tokens(request, 0) == (0, False)
+    multi.update_state_after_alloc(request, allocation(blocks), 0)
+    [(_, seen, external)] = given
+    assert (seen.get_block_ids(), external) == (([],), 0), (
+        "MultiConnector now hands on the blocks: simplify `allocated`"
+    )
+
+    new = SimpleNamespace(req_id=REQUEST_ID, block_ids=(blocks,), num_computed_tokens=0)
+    cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    step = multi.build_connector_meta(
+        SimpleNamespace(
+            scheduled_new_reqs=[new],
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens={REQUEST_ID: prompt},
+            total_num_scheduled_tokens=prompt,
+            preempted_req_ids=set(),
+        )
+    )
+    [sent] = step.metadata[0].sends
+    assert (sent.start, sent.stop, sent.last, sent.blocks) == (0, prompt, True, (blocks,))
+    assert multi.request_finished_all_groups(request, (blocks,)) == (True, None)

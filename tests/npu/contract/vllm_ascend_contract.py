@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the contract's tests share: a model's configuration, a run that records its hooks, readers of sources."""
+
+import ast
+import functools
+import importlib
+import inspect
+import itertools
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offline_hooks
+from harness.engines import CPU_ENV
+
+OURS = "LayerwisePushConnector"
+REQUEST_ID = "cmpl-5b1e0c2e4d3f4f0f8f5a7c9d1e2f3a4b-0-1a2b3c4d"
+BLOCK = 128
+MLA_CONFIG = {
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+
+OUTSIDE_OF_STEPS = ("__init__", "register_kv_caches", "get_handshake_metadata", "shutdown")
+
+Event = dict[str, Any]
+LAYERWISE = "vllm_ascend.distributed.kv_transfer.kv_p2p.mooncake_layerwise_connector"
+
+
+def connector_class() -> type:
+    from vllm_ascend_pd.connector import LayerwisePushConnector
+
+    return LayerwisePushConnector
+
+
+def our_hooks() -> set[str]:
+    return {
+        name
+        for name, member in vars(connector_class()).items()
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, classmethod))
+    }
+
+
+@functools.cache
+def offline_run(model: Path, role: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **CPU_ENV, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = Path(offline_hooks.__file__)
+    command = [sys.executable, str(program), str(model), role]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+
+
+def recorded(model: Path, role: str) -> tuple[Event, ...]:
+    """How vllm-ascend called a connector while one request was computed."""
+    result = offline_run(model, role)
+    for line in result.stdout.splitlines():
+        if line.startswith("EVENTS "):
+            return tuple(json.loads(line.removeprefix("EVENTS ")))
+    pytest.fail(f"the engine did not get through a request; the end of its errors:\n{result.stderr[-4000:]}")
+
+
+def only(events: tuple[Event, ...], *hooks: str) -> list[Event]:
+    return [event for event in events if event["hook"] in hooks]
+
+
+def worker_steps(events: tuple[Event, ...]) -> list[list[Event]]:
+    """What each step called on the worker's side; `clear_connector_metadata` ends one."""
+    steps: list[list[Event]] = []
+    step: list[Event] = []
+    for event in events:
+        if event["side"] == "worker" and event["hook"] not in OUTSIDE_OF_STEPS:
+            step.append(event)
+        if event["hook"] == "clear_connector_metadata":
+            steps.append(step)
+            step = []
+    assert len(steps) > offline_hooks.OUTPUT_TOKENS, "steps no longer end with clear_connector_metadata"
+    return steps
+
+
+def computes(step: list[Event]) -> bool:
+    return any(event["hook"] == "save_kv_layer" for event in step)
+
+
+def engine_config(model: Path, tp: int = 1, graphs: str | None = None, **transfer: Any) -> Any:
+    """The configuration as the platform completes and checks it. `graphs`: the mode asked for; None for none."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    transfer = {"kv_connector": OURS, "kv_role": "kv_producer", "engine_id": "an-engine", **transfer}
+    additional = {"weight_nz_mode": 0, **transfer.pop("additional_config", {})}
+    return EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        enforce_eager=graphs is None,
+        compilation_config={} if graphs is None else {"cudagraph_mode": graphs},
+        max_model_len=512,
+        tensor_parallel_size=tp,
+        additional_config=additional,
+        kv_transfer_config=KVTransferConfig(**transfer),
+    ).create_engine_config()
+
+
+def cache_config() -> Any:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+
+
+def constants(module: str, method: str, receiver: str | None = None) -> set[str]:
+    """The first arguments of all calls `x.method("...")` in a module's source, `x` being named `receiver` if given."""
+    tree = ast.parse(inspect.getsource(importlib.import_module(module)))
+    return {
+        str(call.args[0].value)
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr == method
+        and (receiver is None or (isinstance(call.func.value, ast.Name) and call.func.value.id == receiver))
+        and call.args
+        and isinstance(call.args[0], ast.Constant)
+    }
+
+
+def statements_after(module: str, statement: str) -> list[str]:
+    """What follows each occurrence of `statement` in a module's source, "" where nothing does in its block."""
+    spec = find_spec(module)
+    assert spec is not None, f"{module} is gone"
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text())
+    found = []
+    for node in ast.walk(tree):
+        for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
+            if isinstance(block, list):
+                lines = [*(ast.unparse(child) for child in block), ""]
+                found += [after for line, after in itertools.pairwise(lines) if line == statement]
+    return found

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline and data parallelism on either side, several engines of each kind: the tokens of a single engine.
+
+Every cluster serves the same few prompts: one block's end, several blocks, several chunks of 512 tokens.
+"""
+
+import dataclasses
+
+import pytest
+
+from harness.client import Client, at_once, random_prompt
+from harness.engines import PATIENT, Cluster, ClusterConfig, EngineConfig, Role
+from npu_engines import on_npu
+
+PROMPT_TOKENS = (1, 128, 129, 700, 1500)
+
+PREFILL = EngineConfig(Role.PREFILL, connector_extra=PATIENT)
+DECODE = EngineConfig(Role.DECODE, connector_extra=PATIENT)
+
+
+def cluster_of(name: str, prefill: list[EngineConfig], decode: list[EngineConfig]) -> ClusterConfig:
+    """The engines take one NPU after the other."""
+    engines, first = [], 0
+    for config in [*prefill, *decode]:
+        engines.append(on_npu(config, first))
+        first += config.tp * config.pp * config.dp
+    return ClusterConfig(name, tuple(engines[: len(prefill)]), tuple(engines[len(prefill) :]))
+
+
+def with_layers(config: EngineConfig, partition: str) -> EngineConfig:
+    """With so many layers in each pipeline stage."""
+    return dataclasses.replace(config, env=(*config.env, ("VLLM_PP_LAYER_PARTITION", partition)))
+
+
+def shaped(config: EngineConfig, tp: int = 1, pp: int = 1, dp: int = 1) -> EngineConfig:
+    args = ("--api-server-count", "1") if dp > 1 else ()  # vLLM starts one for each engine otherwise
+    return dataclasses.replace(config, tp=tp, pp=pp, dp=dp, args=args)
+
+
+PIPELINES = [
+    cluster_of("pp2tp2-to-tp1", [shaped(PREFILL, tp=2, pp=2)], [DECODE]),
+    cluster_of("tp1-to-pp2", [PREFILL], [shaped(DECODE, pp=2)]),
+    cluster_of(
+        "pp2-to-pp2-with-other-layers", [with_layers(shaped(PREFILL, pp=2), "1,3")], [shaped(DECODE, tp=2, pp=2)]
+    ),
+]
+DATA_PARALLEL = [
+    cluster_of("tp2-to-dp2", [shaped(PREFILL, tp=2)], [shaped(DECODE, dp=2)]),
+    cluster_of("dp2-to-tp1", [shaped(PREFILL, dp=2)], [DECODE]),
+]
+TWO_OF_EACH = cluster_of("2p2d", [PREFILL, shaped(PREFILL, tp=2)], [DECODE, shaped(DECODE, tp=2)])
+
+pytestmark = [pytest.mark.npu, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("cluster", [*PIPELINES, *DATA_PARALLEL, TWO_OF_EACH], ids=str, indirect=True)
+def test_tokens_equal_those_of_a_single_engine(cluster: Cluster, client: Client, reference) -> None:
+    prompts = [random_prompt(tokens, f"parallel-{i}") for i, tokens in enumerate(3 * PROMPT_TOKENS)]
+    completions = at_once(client.complete, prompts, concurrency=8)
+    assert [completion.token_ids for completion in completions] == [reference.complete(p) for p in prompts]
+
+
+@pytest.mark.parametrize("cluster", DATA_PARALLEL, ids=str, indirect=True)
+def test_every_data_parallel_engine_takes_part(cluster: Cluster, client: Client, reference) -> None:
+    """vLLM spreads requests that overlap: with every one of them right, tickets reached the engine they name."""
+    prompts = [random_prompt(300, f"spread-{i}") for i in range(8)]
+    completions = at_once(client.complete, prompts, concurrency=8)
+    assert [completion.token_ids for completion in completions] == [reference.complete(p) for p in prompts]
+    for engine in [*cluster.prefill, *cluster.decode]:
+        served = engine.samples("vllm:request_success_total")
+        busy = {labels["engine"] for labels, count in served if count > 0}
+        assert len(busy) == engine.config.dp

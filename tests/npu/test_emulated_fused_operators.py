@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch_npu's fused operators, attention apart, against CPU torch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from operator_cases import close, tensors
+
+pytestmark = [pytest.mark.npu, pytest.mark.emulated]
+
+
+def test_rms_norm() -> None:
+    import torch_npu
+
+    x, residual, weight = tensors((5, 8), (5, 8), (8,))
+    close(torch_npu.npu_rms_norm(x.npu(), weight.npu(), 1e-5)[0], F.rms_norm(x, (8,), weight, 1e-5))
+    y, _, total = torch_npu.npu_add_rms_norm(x.npu(), residual.npu(), weight.npu(), 1e-5)
+    close(total, x + residual)
+    close(y, F.rms_norm(x + residual, (8,), weight, 1e-5))
+    close(torch.ops._C_ascend.npu_gemma_rms_norm(x.npu(), weight.npu(), 1e-5)[0], F.rms_norm(x, (8,), 1 + weight, 1e-5))
+
+
+def test_swiglu() -> None:
+    import torch_npu
+
+    (x,) = tensors((5, 8))
+    close(torch_npu.npu_swiglu(x.npu()), F.silu(x[:, :4]) * x[:, 4:])
+
+
+@pytest.mark.parametrize("neox", [True, False])
+def test_rotary_embedding(neox: bool) -> None:
+    import torch_npu
+
+    q, k, cache = tensors((3, 16), (3, 8), (10, 8))
+    positions = torch.tensor([4, 0, 9])
+    q_npu, k_npu = q.npu(), k.npu()
+    torch_npu._npu_rotary_embedding(positions.npu(), q_npu, k_npu, 8, cache.npu(), neox)
+    for x, got in ((q, q_npu), (k, k_npu)):
+        heads = x.view(3, -1, 8)
+        cos, sin = (part.unsqueeze(1) for part in cache[positions].chunk(2, -1))
+        a, b = heads.chunk(2, -1) if neox else (heads[..., ::2], heads[..., 1::2])
+        p, r = a * cos - b * sin, b * cos + a * sin
+        expected = torch.cat((p, r), -1) if neox else torch.stack((p, r), -1).flatten(-2)
+        close(got, expected.reshape(x.shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reshape_and_cache(dtype: torch.dtype) -> None:
+    import torch_npu
+
+    k, v = tensors((4, 2, 8), (4, 2, 8), dtype=dtype)
+    k_cache, v_cache = (torch.zeros(3, 4, 2, 8, dtype=dtype) for _ in range(2))
+    slots = torch.tensor([5, -1, 0, 11], dtype=torch.int32)
+    k_npu, v_npu = k_cache.npu(), v_cache.npu()
+    torch_npu._npu_reshape_and_cache(k.npu(), v.npu(), k_npu, v_npu, slots.npu())
+    for tokens, cache, got in ((k, k_cache, k_npu), (v, v_cache, v_npu)):
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                cache[slot // 4, slot % 4] = tokens[token]
+        assert torch.equal(got.cpu(), cache)
+
+
+def test_transpose_batchmatmul() -> None:
+    import torch_npu
+
+    x, y = tensors((2, 3, 4), (2, 4, 5))
+    close(torch_npu.npu_transpose_batchmatmul(x.npu(), y.npu(), perm_y=(1, 0, 2)), torch.bmm(x, y).permute(1, 0, 2))
+
+
+def test_matmul_add() -> None:
+    import torch_npu
+
+    x, y, c = tensors((4, 3), (4, 5), (3, 5))
+    out = c.npu()
+    torch_npu._npu_matmul_add_fp32(x.npu(), y.npu(), out)
+    close(out, c + x.t() @ y)
+
+
+def test_slot_mapping() -> None:
+    import cann_on_host_operators
+
+    table = torch.tensor([[5, 1, 0], [3, 2, 4], [7, 7, 7]], dtype=torch.int32)
+    starts, positions = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([3, 4, 0, 1, 9])
+    slots = torch.zeros(8, dtype=torch.int32, device="npu")
+    cann_on_host_operators.SlotMappingKernel()[(3,)](
+        5,
+        8,
+        starts.npu(),
+        positions.npu(),
+        table.npu(),
+        3,
+        4,
+        slots,
+        TOTAL_CP_WORLD_SIZE=1,
+        TOTAL_CP_RANK=0,
+        CP_KV_CACHE_INTERLEAVE_SIZE=1,
+        PAD_ID=-1,
+        BLOCK_SIZE=1024,
+    )
+    assert slots.cpu().tolist() == [5 * 4 + 3, 4, 12, 13, 4 * 4 + 1, -1, -1, -1]

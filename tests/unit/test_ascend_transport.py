@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Mooncake's protocol `ascend` needs: settings, addresses of NPUs, its transport in the build."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm_ascend_pd.transport import ascend
+
+HCCN_CONF = """\
+address_0=192.0.2.10
+netmask_0=255.255.255.0
+address_1=192.0.2.11
+IPv6address_2=2001:db8::12
+address_3=
+address_4=192.0.2.14=
+address_12=192.0.2.22
+"""
+
+
+def test_both_time_limits_follow_from_one_value() -> None:
+    assert ascend.settings(10, {}) == {
+        "ASCEND_CONNECT_TIMEOUT": "10000",
+        "ASCEND_TRANSFER_TIMEOUT": "10000",
+        "MC_TRANSFER_TIMEOUT": "11",
+    }
+
+
+@pytest.mark.parametrize(("timeout_s", "preset_ms"), [(1, "1000"), (4, "4000"), (5, "60000"), (10, "60500"), (10, "x")])
+def test_mooncake_waits_for_a_batch_longer_than_a_transfer_may_take(timeout_s: int, preset_ms: str) -> None:
+    chosen = ascend.settings(timeout_s, {"ASCEND_TRANSFER_TIMEOUT": preset_ms})
+    transfer_ms = int(preset_ms) if preset_ms.isdecimal() else 1000 * timeout_s
+    assert 1000 * int(chosen["MC_TRANSFER_TIMEOUT"]) > transfer_ms
+    assert int(chosen["MC_TRANSFER_TIMEOUT"]) >= 5  # Mooncake takes no less
+
+
+def test_a_batch_settles_when_both_attempts_are_over() -> None:
+    chosen = ascend.settings(10, {})
+    assert ascend.settle_s(10, chosen) == 2 * (10 + 10 + 1) - 11
+    slow = {**chosen, "ASCEND_TRANSFER_TIMEOUT": "60000", "MC_TRANSFER_TIMEOUT": "61"}
+    assert ascend.settle_s(10, slow) == 2 * (10 + 60 + 1) - 61
+    assert ascend.settle_s(10, {**slow, "MC_TRANSFER_TIMEOUT": "600"}) == 0
+    assert ascend.settle_s(10, {**slow, "ASCEND_TRANSFER_TIMEOUT": "7200000"}) == 3600
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "physical"),
+    [(0, None, 0), (3, "", 3), (0, "4,5", 4), (1, "4, 5", 5), (2, "4,5", None), (0, "a", None)],
+)
+def test_numbers_of_npus_on_the_machine(device: int, visible: str | None, physical: int | None) -> None:
+    assert ascend.physical_device(device, visible) == physical
+
+
+@pytest.mark.parametrize("device", [0, 1, 2, 12])
+def test_an_address_is_found(device: int) -> None:
+    assert ascend.check_entry(HCCN_CONF, device) is None
+
+
+@pytest.mark.parametrize("device", [3, 4])
+def test_an_entry_that_is_no_address_is_refused(device: int) -> None:
+    finding = ascend.check_entry(HCCN_CONF, device)
+    assert finding is not None
+    assert finding.fatal
+    assert f"address_{device}=" in finding.message
+    assert f"hccn_tool -i {device} -ip -s address" in finding.message
+
+
+def test_without_an_address_there_is_hccs() -> None:
+    finding = ascend.check_entry(HCCN_CONF, 7)
+    assert finding is not None
+    assert not finding.fatal
+    assert "no address_7" in finding.message
+
+
+def test_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "hccn.conf"
+    path.write_text(HCCN_CONF)
+    assert ascend.check_address(path, 1, has_tool=False) == []
+    assert [finding.fatal for finding in ascend.check_address(path, 3, has_tool=True)] == [True]
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "hccn.conf"
+    assert ascend.check_address(path, 0, has_tool=True) == []
+    [finding] = ascend.check_address(path, 0, has_tool=False)
+    assert not finding.fatal
+    assert f"mount the host's {path}" in finding.message
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    [finding] = ascend.check_address(tmp_path, 0, has_tool=True)  # a folder: root may read any file
+    assert finding.fatal
+    assert str(tmp_path) in finding.message
+
+
+def test_the_message_for_an_engine_that_does_not_start() -> None:
+    reason = ascend.why_not_started([ascend.Finding("hccn.conf is empty")], {})
+    assert "hccn.conf is empty" in reason
+    assert "set_env.sh" in reason
+    assert "set_env.sh" not in ascend.why_not_started([], {"ASCEND_HOME_PATH": "/usr/local/Ascend"})
+
+
+def maps(*paths: Path) -> str:
+    """As /proc/self/maps has it: mapped files, memory without a name, and the stack."""
+    lines = [f"7f0000{i:02x}0000-7f0000{i:02x}1000 r-xp 00000000 08:01 {i} {path}" for i, path in enumerate(paths)]
+    return "\n".join(
+        [*lines, "7f0001000000-7f0001001000 rw-p 00000000 00:00 0", "7ffd00-7ffe00 rw-p 0 00:00 0 [stack]"]
+    )
+
+
+def test_the_transport_is_a_library_of_its_own(tmp_path: Path) -> None:
+    assert ascend.is_loaded(maps(tmp_path / "engine.so", tmp_path / "ascend_transport.so"))
+
+
+def test_the_transport_is_part_of_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "mooncake").mkdir()
+    engine, other = tmp_path / "mooncake" / "engine.cpython-311-x86_64-linux-gnu.so", tmp_path / "libother.so"
+    engine.write_bytes(b"\0_ZN8mooncake12TcpTransportC1Ev\0")
+    other.write_bytes(b"\0_ZN8mooncake21AscendDirectTransportC1Ev\0")
+    assert not ascend.is_loaded(maps(engine, other, tmp_path / "mooncake" / "gone.so"))
+    engine.write_bytes(engine.read_bytes() + other.read_bytes())
+    assert ascend.is_loaded(maps(engine))

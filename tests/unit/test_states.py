@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of Mamba and linear attention layers between any tensor-parallel sizes, byte by byte.
+
+The truth is a model's whole state; each rank gets its part as vLLM's layers load their weights.
+"""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
+from vllm_ascend_pd.core.layout import Kind, LayoutError, Order
+from vllm_ascend_pd.core.plan import Regroup, descriptors, make_route, unit_offsets
+from vllm_ascend_pd.core.states import Dealing, Section, State, dealt_out
+from vllm_ascend_pd.worker.caches import LayerSpec, RegisteredCaches, StateSpec, describe
+
+ROWS = 3  # of a convolution with 4 taps
+HEADS, HEAD_WIDTH, STATE_WIDTH = 8, 4, 5
+NUM_BLOCKS = 4
+SLACK = 16  # bytes that pad a block to the size of attention's
+
+TP_SIZES = [(1, 1), (2, 2), (2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (8, 2)]
+
+
+class Model:
+    """`pieces` of the convolution's channels: (heads, width) each; a piece with fewer heads than ranks is copied."""
+
+    def __init__(self, kind: str, pieces: list[tuple[int, int]], recurrent: tuple[int, ...], groups: int | None = None):
+        self.kind, self.pieces, self.groups = kind, pieces, groups
+        chance = np.random.default_rng(7)
+        self.conv = [chance.random((ROWS, heads * width), dtype=np.float32) for heads, width in pieces]
+        self.recurrent = chance.random(recurrent, dtype=np.float32)
+
+    def states_of(self, rank: int, tp: int, conv_axis: int) -> list[np.ndarray]:
+        own = []
+        for whole, (heads, width) in zip(self.conv, self.pieces, strict=True):
+            copies = max(1, tp // heads)
+            count = max(1, heads // tp) * width
+            first = rank // copies * count
+            own.append(whole[:, first : first + count])
+        conv = np.concatenate(own, axis=1)
+        heads = len(self.recurrent) // tp
+        recurrent = self.recurrent[rank * heads : (rank + 1) * heads]
+        return [conv if conv_axis == 1 else np.ascontiguousarray(conv.T), recurrent]
+
+    def rank(self, rank: int, tp: int, conv_axis: int, together: bool) -> tuple[RegisteredCaches, list[torch.Tensor]]:
+        """The rank's caches, all zero, and views of each state in them, `[num_blocks, ...]`."""
+        shapes = [state.shape for state in self.states_of(rank, tp, conv_axis)]
+        dealt = dealt_out(Dealing(self.kind, tp, self.groups, conv_axis), shapes)
+        states = tuple(State(shape, "float32", 4, axis, s) for shape, (axis, s) in zip(shapes, dealt, strict=True))
+        page = sum(state.nbytes for state in states) + SLACK
+        memory = torch.zeros(NUM_BLOCKS, 1, 1, page, dtype=torch.int8)
+        views, offset = [], 0
+        for state in states:
+            view = memory[:, 0, 0, offset : offset + state.nbytes].view(torch.float32)
+            views.append(view.unflatten(1, state.shape))
+            offset += state.nbytes
+        registered = describe(
+            {"mamba": memory if together else tuple(views)}, {"mamba": StateSpec(1, states)}, heads_first=True
+        )
+        return registered, views
+
+
+MAMBA2 = Model("MAMBA2", [(HEADS, HEAD_WIDTH), (8, STATE_WIDTH), (8, STATE_WIDTH)], (HEADS, HEAD_WIDTH, STATE_WIDTH), 8)
+ONE_GROUP = Model(
+    "MAMBA2", [(HEADS, HEAD_WIDTH), (1, STATE_WIDTH), (1, STATE_WIDTH)], (HEADS, HEAD_WIDTH, STATE_WIDTH), 1
+)
+TWO_GROUPS = Model(
+    "MAMBA2", [(HEADS, HEAD_WIDTH), (2, STATE_WIDTH), (2, STATE_WIDTH)], (HEADS, HEAD_WIDTH, STATE_WIDTH), 2
+)
+GATED_DELTA = Model("GDN_ATTN", [(8, 6), (8, 6), (16, HEAD_WIDTH)], (16, HEAD_WIDTH, 6))
+MAMBA1 = Model("MAMBA1", [(32, 1)], (32, STATE_WIDTH))
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one tensor", "a tensor per state"])
+@pytest.mark.parametrize("conv_axis", [0, 1], ids=["channels first", "channels last"])
+@pytest.mark.parametrize(("p_tp", "d_tp"), TP_SIZES)
+@pytest.mark.parametrize("model", [MAMBA2, ONE_GROUP, TWO_GROUPS, GATED_DELTA, MAMBA1])
+@pytest.mark.parametrize("salt", [0, 5])
+def test_each_byte_arrives(model: Model, p_tp: int, d_tp: int, conv_axis: int, together: bool, salt: int) -> None:
+    from_block, to_block = 2, 3
+    decode = [model.rank(rank, d_tp, conv_axis, together) for rank in range(d_tp)]
+    for p_rank in range(p_tp):
+        prefill, views = model.rank(p_rank, p_tp, conv_axis, together)
+        for view, state in zip(views, model.states_of(p_rank, p_tp, conv_axis), strict=True):
+            view[from_block] = torch.from_numpy(state)
+        for tensor in prefill.description.tensors:
+            source = prefill.description.geometry_of(tensor)
+            route = make_route(source, p_rank, p_tp, d_tp, 1)
+            assert route.regroup is Regroup.NONE
+            if not route.serves(salt):
+                continue
+            src = unit_offsets(np.array([from_block]), 0, source, route.unit, 0, 1)
+            for target in route.targets:
+                theirs = decode[target.tp_rank][0].description
+                remote = theirs.tensors[theirs.by_name()[tensor.layer, tensor.part]]
+                geometry = theirs.geometry_of(remote)
+                assert (geometry.total_heads, geometry.head_bytes) == (source.total_heads, source.head_bytes)
+                dst = unit_offsets(np.array([to_block]), 0, geometry, route.unit, 0, 1)
+                copies = descriptors(target, src, dst)
+                for s, d, n in zip(copies.src, copies.dst, copies.nbytes, strict=True):
+                    _copy(remote.base + d, tensor.base + s, n)
+    for rank, (_, views) in enumerate(decode):
+        for view, state in zip(views, model.states_of(rank, d_tp, conv_axis), strict=True):
+            np.testing.assert_array_equal(view[to_block].numpy(), state)
+            assert not view[[0, 1, 2]].any(), "a block that belongs to nobody"
+
+
+def _copy(destination: int, source: int, nbytes: int) -> None:
+    ctypes.memmove(int(destination), int(source), int(nbytes))
+
+
+def test_a_state_is_a_block_of_one_token() -> None:
+    registered, _ = MAMBA2.rank(0, 2, 1, together=True)
+    for geometry in registered.description.geometries:
+        assert (geometry.kind, geometry.order, geometry.block_size) == (Kind.STATE, Order.HEAD_MAJOR, 1)
+    assert len(registered.layers["mamba"]) == 3 * ROWS + 1
+
+
+def test_states_of_an_unknown_kind_fit_equal_sizes_only() -> None:
+    dealt = dealt_out(Dealing("SOMETHING_NEW", 4, None, 0), [(3, 5), (7, 2)])
+    assert dealt == [(0, (Section(1, 4, 3),)), (0, (Section(1, 4, 7),))]
+    # A description with 4 heads in all meets one with 2: refused as total_heads differ.
+    assert dealt_out(Dealing("SOMETHING_NEW", 2, None, 0), [(6, 5)])[0][1][0].total_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("tensors", "complaint"),
+    [
+        ((torch.empty(4, 1, 1, 100, dtype=torch.int8),), "states of"),
+        ((torch.empty(4, 3, 10), torch.empty(4, 2), torch.empty(4, 2)), "3 tensors for 2 states"),
+        ((torch.empty(4, 10, 3).transpose(1, 2), torch.empty(4, 8, 4, 5)), "states of"),
+    ],
+)
+def test_blocks_that_do_not_hold_the_states(tensors: tuple[torch.Tensor, ...], complaint: str) -> None:
+    shapes = [(3, 10), (8, 4, 5)]
+    states = tuple(State(shape, "float32", 4, 0, (Section(shape[0], shape[0], 1),)) for shape in shapes)
+    with pytest.raises(LayoutError, match=f"mamba: {complaint}"):
+        describe({"mamba": tensors}, {"mamba": StateSpec(0, states)}, heads_first=True)
+
+
+def test_a_layer_that_shares_anothers_cache_is_sent_once() -> None:
+    memory = torch.zeros(NUM_BLOCKS, 2, 16, 8)
+    specs = {name: LayerSpec(0, 16, 2, 2) for name in ("own", "sharing")} | {"elsewhere": LayerSpec(1, 16, 2, 2)}
+    registered = describe({"own": memory, "sharing": memory, "elsewhere": memory}, specs, heads_first=True)
+    # Another cache group has other blocks of the same memory.
+    assert registered.layers == {"own": (0,), "sharing": (), "elsewhere": (1,)}
+    assert [tensor.layer for tensor in registered.description.tensors] == ["own", "elsewhere"]
+
+
+@pytest.mark.parametrize(("start", "stop", "held"), [(0, 5, [10, 11]), (4, 8, [11]), (4, 9, [11, 12]), (8, 8, [])])
+def test_blocks_of_a_group_of_tokens(start: int, stop: int, held: list[int]) -> None:
+    assert TokenGroup(4).holding([10, 11, 12], start, stop, last=False) == held
+
+
+def test_blocks_of_a_group_of_states() -> None:
+    group = StateGroup(4)
+    assert group.holding([10, 11, 12], 0, 8, last=False) == []
+    assert [group.holding([10, 11, 12], 0, stop, last=True) for stop in (1, 4, 5, 12)] == [[10], [10], [11], [12]]
+    assert group.ticket_blocks([0, 11, 12], 8) == [11]
+    assert group.ticket_block_size == 1
