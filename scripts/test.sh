@@ -57,15 +57,17 @@ done
 
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/vllm-ascend-pd-test.XXXXXX")
 child=
+npu_setup=
 finish() {
-  if [[ $child ]]; then # interrupted: a stage is still running
-    kill -TERM -- "-$child" 2>/dev/null || true
-    local tries=300
-    while ((tries--)) && kill -0 -- "-$child" 2>/dev/null; do
+  local job tries
+  for job in $child $npu_setup; do # interrupted: they are still running
+    kill -TERM -- "-$job" 2>/dev/null || continue
+    tries=300
+    while ((tries--)) && kill -0 -- "-$job" 2>/dev/null; do
       sleep 0.1 # its engines are being stopped
     done
-    kill -KILL -- "-$child" 2>/dev/null || true
-  fi
+    kill -KILL -- "-$job" 2>/dev/null || true
+  done
   rm -rf "$scratch"
 }
 trap finish EXIT
@@ -108,8 +110,26 @@ tests() { # tests TITLE PATH...: with the interpreter of $VENV, or of $PYTEST_VE
     "${PYTEST_VENV:-$VENV}/bin/python" -m pytest --quiet -p no:cacheprovider "${pytest_args[@]}" "$@"
 }
 
+# The NPU's environment is set up beside the first stages: mostly it waits for downloads.
+start_npu_setup() {
+  (
+    status=0
+    scripts/setup_npu_emulation.sh &>"$scratch/npu-setup.log" </dev/null || status=$?
+    echo "$status" >"$scratch/npu-setup.status"
+  ) &
+  npu_setup=$!
+}
+await_npu_setup() {
+  until [[ -s $scratch/npu-setup.status ]]; do
+    sleep 1
+  done
+  cat "$scratch/npu-setup.log"
+  return "$(<"$scratch/npu-setup.status")"
+}
+
 cd "$root"
 run scripts/setup_env.sh --with-compat # the NPU's tests compare with vLLM's CPU backend
+[[ ! $npu ]] || start_npu_setup
 
 if [[ $cpu ]]; then
   stage "ruff check" "$VENV/bin/ruff" check
@@ -123,7 +143,8 @@ if [[ $cpu ]]; then
   [[ ! $engines ]] || tests "end-to-end tests" tests/e2e
 fi
 if [[ $npu ]]; then
-  stage "set-up of vllm-ascend on emulated CANN" scripts/setup_npu_emulation.sh
+  stage "set-up of vllm-ascend on emulated CANN" await_npu_setup
+  npu_setup=
   CANN_ON_HOST=1 PYTEST_VENV="$VENV-npu" tests "vllm-ascend and torch_npu on emulated CANN" tests/npu
 fi
 

@@ -25,18 +25,15 @@ pytestmark = [
 ]
 
 
-@STREAM
-def test_alone(client: Client, reference, stream: bool) -> None:
-    prompts = {tokens: random_prompt(tokens, f"alone-{stream}") for tokens in PROMPT_TOKENS}
-    outputs = {n: client.complete(prompt, stream=stream).token_ids for n, prompt in prompts.items()}
+def test_alone(client: Client, reference) -> None:
+    prompts = {tokens: random_prompt(tokens, "alone") for tokens in PROMPT_TOKENS}
+    outputs = {n: client.complete(prompt).token_ids for n, prompt in prompts.items()}
     assert outputs == {n: reference.complete(prompt) for n, prompt in prompts.items()}
 
 
-@STREAM
-def test_eight_at_a_time(client: Client, reference, stream: bool) -> None:
-    lengths = 3 * PROMPT_TOKENS
-    prompts = [random_prompt(tokens, f"eight-{stream}-{i}") for i, tokens in enumerate(lengths)]
-    completions = at_once(lambda prompt: client.complete(prompt, stream=stream), prompts, concurrency=8)
+def test_eight_at_a_time(client: Client, reference) -> None:
+    prompts = [random_prompt(tokens, f"eight-{i}") for i, tokens in enumerate(3 * PROMPT_TOKENS)]
+    completions = at_once(lambda prompt: client.complete(prompt, stream=True), prompts, concurrency=8)
     outputs = [completion.token_ids for completion in completions]
     assert outputs == [reference.complete(prompt) for prompt in prompts]
 
