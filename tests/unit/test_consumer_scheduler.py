@@ -182,7 +182,22 @@ def test_the_metaserver_knows_the_request_by_its_external_id(scheduler, metaserv
     assert metaserver.bodies[0]["request_id"] == "cmpl-42-0"
 
 
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": True}], ids=str)
+# What a proxy of vLLM's or vllm-ascend's pulling connectors sends to decode.
+FOR_A_PULLING_CONNECTOR = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "prefill",
+    "remote_block_ids": [[1, 2, 3]],
+    "remote_host": "127.0.0.1",
+    "remote_port": 20001,
+}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": True}, FOR_A_PULLING_CONNECTOR],
+    ids=["none", "empty", "no", "prefill", "pull"],
+)
 def test_requests_that_decode_prefills_itself(scheduler, params):
     request = make_request("r", PROMPT, params)
     assert scheduler.matched_tokens(request, 0) == 0

@@ -324,7 +324,22 @@ def test_a_ticket_is_served_once(scheduler):
     assert remembered(scheduler) == {}
 
 
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": True}], ids=str)
+# What proxies of vLLM's and vllm-ascend's pulling connectors send to prefill.
+FOR_A_PULLING_CONNECTOR = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": True}, FOR_A_PULLING_CONNECTOR],
+    ids=["none", "empty", "no", "decode", "pull"],
+)
 def test_requests_without_a_ticket(scheduler, params):
     request = make_request("r", PROMPT, params)
     step = starts(scheduler, request, PROMPT)

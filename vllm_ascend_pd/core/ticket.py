@@ -13,9 +13,9 @@ or its lease has passed, and with it the time that bytes already on their way ma
 
 import enum
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any, TypeGuard
 
 import msgspec
 
@@ -88,6 +88,22 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 def salt_of(ticket_id: str) -> int:
     return int(ticket_id[:8], 16)
+
+
+def wants_ticket(params: Mapping[str, Any] | None) -> bool:
+    """Whether a request on decode asks for its prompt's KV to be pushed.
+
+    Where several connectors serve one engine, all see all requests. One for a connector that pulls says which engine
+    it pulls from; vLLM's and vllm-ascend's name it `remote_engine_id`.
+    """
+    return params is not None and bool(params.get("do_remote_prefill")) and params.get("remote_engine_id") is None
+
+
+def carries_ticket(params: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a request on prefill is to be pushed. One that another connector's decode will pull names no blocks."""
+    if params is None or not params.get("do_remote_decode"):
+        return False
+    return any(params.get(name) is not None for name in ("ticket_id", "remote_block_ids"))
 
 
 def parse_ticket(

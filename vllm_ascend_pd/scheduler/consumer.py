@@ -12,7 +12,7 @@ import msgspec
 from vllm_ascend_pd.compat import external_request_id
 from vllm_ascend_pd.core.groups import CacheGroup
 from vllm_ascend_pd.core.plan import NULL_BLOCK
-from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.ticket import Ticket, wants_ticket
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
 
@@ -57,8 +57,7 @@ class ConsumerScheduler:
 
     def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int:
         """How many of the prompt's tokens prefill will deliver. Has no side effects."""
-        params = request.kv_transfer_params or {}
-        if not params.get("do_remote_prefill") or request.request_id in self._by_request:
+        if not wants_ticket(request.kv_transfer_params) or request.request_id in self._by_request:
             return 0
         return max(0, int(request.num_prompt_tokens) - self._left_to_decode - num_computed_tokens)
 

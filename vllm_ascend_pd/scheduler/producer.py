@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.compat import drop_last_prompt_token
 from vllm_ascend_pd.core.groups import CacheGroup
-from vllm_ascend_pd.core.ticket import Ticket, TicketError, parse_ticket
+from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket
 from vllm_ascend_pd.step import ProducerStep, Send, WorkerReport
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class ProducerScheduler:
 
     def prepare(self, request: "Request") -> None:
         """The request is about to be allocated: cuts it short where decode must compute the last token itself."""
-        params = request.kv_transfer_params or {}
-        if self._state_groups and params.get("num_tokens") == request.num_prompt_tokens - 1:
+        params = request.kv_transfer_params
+        if self._state_groups and carries_ticket(params) and params.get("num_tokens") == request.num_prompt_tokens - 1:
             drop_last_prompt_token(request)
 
     def allocated(self, request: "Request", blocks: tuple[list[int], ...]) -> None:
@@ -58,8 +58,8 @@ class ProducerScheduler:
         if sending is not None:
             sending.blocks = [list(ids) for ids in blocks]
             return
-        params = request.kv_transfer_params or {}
-        if not params.get("do_remote_decode") or request.request_id in self._errors:
+        params = request.kv_transfer_params
+        if not carries_ticket(params) or request.request_id in self._errors:
             return
         try:
             ticket = parse_ticket(params, request.num_prompt_tokens, len(self._groups), self._state_groups)
