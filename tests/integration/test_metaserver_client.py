@@ -115,10 +115,12 @@ def raw_server(answer: bytes, linger_s: float = 0.0) -> Iterator[tuple[str, list
 
     thread = threading.Thread(target=serve)
     thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}{METASERVER_PATH}", connections
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
-    thread.join(5)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}{METASERVER_PATH}", connections
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(5)
 
 
 def outcomes(client: MetaserverClient, count: int, timeout_s: float = 10.0) -> list[Outcome]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The staging memory that `vllm-ascend-pd plan` predicts is what a real prefill rank sets aside."""
 
+import multiprocessing
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -31,12 +32,34 @@ class CountingDevice(CpuDevice):
         return super().allocate(nbytes)
 
 
-@pytest.fixture(autouse=True)
-def world_of_one(tmp_path: Path) -> Iterator[None]:
-    """What a rank's process groups are made from."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/world", world_size=1, rank=0)
-    yield
-    dist.destroy_process_group()
+def allocated_by_a_rank(shapes: list[tuple[int, ...]], spec: LayerSpec, heads_first: bool, world: str) -> int:
+    """Bytes. Runs in a process of its own: Mooncake's settings are the process's, and stay."""
+    dist.init_process_group("gloo", init_method=f"file://{world}", world_size=1, rank=0)
+    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
+    caches = {name: tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes) for name in names}
+    device = CountingDevice()
+    engine = TransferEngine("127.0.0.1", "tcp", TransferLimits())
+    try:
+        worker = ProducerWorker(
+            Identity("prefill", "any", "127.0.0.1", 0, 1, 0, 1, (0,)),
+            ConnectorConfig(staging_slots=SLOTS),
+            device,
+            engine,
+            describe(caches, dict.fromkeys(names, spec), heads_first=heads_first),
+            STEP_TOKENS,
+        )
+        worker.close(5.0)
+    finally:
+        device.close()
+        engine.close()
+        dist.destroy_process_group()
+    return device.allocated
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize(
@@ -48,7 +71,7 @@ def world_of_one(tmp_path: Path) -> Iterator[None]:
         (4, (32, 32), Layout.VLLM_CPU),
     ],
 )
-def test_staging_memory(heads, widths, layout):
+def test_staging_memory(process, tmp_path, heads, widths, layout):
     block_size = BLOCK_SIZE if layout is Layout.VLLM_ASCEND else 32
     model = Model("any", (Cached.FULL,) * LAYERS, heads, heads, False, widths, CacheDtype.BFLOAT16, ())
     engines = Engine("prefill", 1, 1, 1, block_size), Engine("decode", 1, 1, 1, block_size)
@@ -58,23 +81,7 @@ def test_staging_memory(heads, widths, layout):
         if layout is Layout.VLLM_ASCEND
         else [(3, heads, block_size, sum(widths))]
     )
-    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
-    caches = {name: tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes) for name in names}
-    specs = dict.fromkeys(names, LayerSpec(0, block_size, heads, heads))
-    device = CountingDevice()
-    engine = TransferEngine("127.0.0.1", "tcp", TransferLimits())
-    try:
-        worker = ProducerWorker(
-            Identity("prefill", "any", "127.0.0.1", 0, 1, 0, 1, (0,)),
-            ConnectorConfig(staging_slots=SLOTS),
-            device,
-            engine,
-            describe(caches, specs, heads_first=layout is Layout.VLLM_CPU),
-            STEP_TOKENS,
-        )
-        worker.close(5.0)
-    finally:
-        device.close()
-        engine.close()
-    assert device.allocated == plan.staging.total_bytes
+    spec = LayerSpec(0, block_size, heads, heads)
+    rank = process.submit(allocated_by_a_rank, shapes, spec, layout is Layout.VLLM_CPU, str(tmp_path / "world"))
+    assert rank.result(120) == plan.staging.total_bytes
     assert (plan.staging.total_bytes > 0) == (heads > 1 and layout is Layout.VLLM_ASCEND)

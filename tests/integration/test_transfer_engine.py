@@ -302,8 +302,13 @@ class Watch:
             print("LOADED", os.environ.get("MC_TRANSFER_TIMEOUT"), os.environ.get("MC_TCP_STATUS_TIMEOUT_SEC"))
 sys.meta_path.insert(0, Watch())
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
-TransferEngine("127.0.0.1", "tcp", TransferLimits(timeout_s=20)).close()
+engine = TransferEngine("127.0.0.1", "tcp", TransferLimits(timeout_s=20))
+print("SETTLES", engine.limits.settle_s)
+engine.close()
 """
-    env = {k: v for k, v in os.environ.items() if not k.startswith("MC_")} | {"MC_TCP_STATUS_TIMEOUT_SEC": "7"}
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
-    assert "LOADED 21 7" in result.stdout, result.stderr
+    others = {k: v for k, v in os.environ.items() if not k.startswith("MC_")}
+    for seconds, settle_s in (("7", 62), ("30", 92)):
+        env = {**others, "MC_TCP_STATUS_TIMEOUT_SEC": seconds}
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
+        assert f"LOADED 21 {seconds}" in result.stdout, result.stderr
+        assert f"SETTLES {settle_s}" in result.stdout, result.stderr

@@ -246,6 +246,8 @@ class MetaserverClient:
         try:
             async with self._client.stream("POST", post.url, content=post.content) as response:
                 body = await _read(response)
+        except httpx.ReadError as error:  # a reset: the server left bytes of ours unread
+            raise _RetryableError("closed the connection without an answer; did it restart?") from error
         except (httpx.NetworkError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise _RetryableError(
                 f"is unreachable: {_describe(error)}; is the proxy running, and reachable from here?"

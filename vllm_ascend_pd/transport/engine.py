@@ -28,6 +28,13 @@ _BATCHES_PER_SESSION = 2
 peer, `MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER` + `MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER`) even where the
 environment presets those; beyond it Mooncake refuses the batch ("TCP lane queue-full")."""
 
+_TCP_TIMEOUTS = {
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": 1.0,
+    "MC_TCP_STATUS_TIMEOUT_SEC": 1.0,
+    "MC_TCP_ADMISSION_TIMEOUT_MS": 1e-3,
+}
+"""What `TransferLimits.settle_s` counts on, and their units in seconds."""
+
 _TCP_LANES = 4
 """Mooncake's default number of TCP connections to one peer (`MC_TCP_LANES_PER_PEER`)."""
 
@@ -305,9 +312,19 @@ def _export_settings(limits: TransferLimits, protocol: str) -> TransferLimits:
         settings |= ascend.settings(limits.whole_timeout_s, os.environ)
     for name, value in settings.items():
         os.environ.setdefault(name, value)
-    if protocol != "ascend":
-        return limits
-    return dataclasses.replace(limits, settle_at_least_s=ascend.settle_s(limits.whole_timeout_s, os.environ))
+    if protocol == "ascend":
+        settle_s = ascend.settle_s(limits.whole_timeout_s, os.environ)
+    else:
+        longest = max(_seconds_in_effect(name) for name in settings if name in _TCP_TIMEOUTS)
+        settle_s = dataclasses.replace(limits, timeout_s=max(limits.timeout_s, longest)).settle_s
+    return dataclasses.replace(limits, settle_at_least_s=settle_s)
+
+
+def _seconds_in_effect(name: str) -> float:
+    try:
+        return float(os.environ[name]) * _TCP_TIMEOUTS[name]
+    except ValueError:  # Mooncake would take its own default, and `settle_s` would be wrong
+        raise TransferError("this host", f"{name}={os.environ[name]!r} is not a number", retryable=False) from None
 
 
 def merge_regions(regions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
