@@ -48,8 +48,10 @@ def plain_sockets() -> Iterator[MakeSocket]:
             socket.connect(endpoint)
         return socket
 
-    yield make
-    context.destroy(linger=0)
+    try:
+        yield make
+    finally:
+        context.destroy(linger=0)
 
 
 def endpoint_of(socket: "zmq.Socket[bytes]") -> str:

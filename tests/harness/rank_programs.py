@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank's process runs: our real worker classes, over caches without a model."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +36,15 @@ def _make_device(name: str, rank: int) -> Any:
     return NpuDevice()
 
 
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 @dataclass
 class _RankBase:
     model: Model
@@ -46,6 +56,8 @@ class _RankBase:
     on: str  # "cpu" or "npu"
 
     def __post_init__(self) -> None:
+        self._warnings = _Warnings()
+        logging.getLogger("vllm_ascend_pd").handlers = [self._warnings]  # the last rank of this process had its own
         world = self.side.tp * self.side.pp
         rank = self.pp_rank * self.side.tp + self.tp_rank
         self.device = _make_device(self.on, rank)
@@ -74,6 +86,10 @@ class _RankBase:
     def do(self, action: Callable[..., Any], *args: Any) -> Any:
         """`action(this rank, *args)`, a function at the top of a test's module."""
         return action(self, *args)
+
+    def warnings(self) -> list[str]:
+        """What the product has logged here as a warning or worse."""
+        return list(self._warnings.messages)
 
     def clear(self) -> None:
         for parts in self.caches.values():

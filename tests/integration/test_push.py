@@ -68,6 +68,18 @@ def test_bytes_arrive(pair: Pair, chunk: int | None, cached: int) -> None:
     assert pair.each(pair.p_ranks, "open_transfers") == [0] * len(pair.p_ranks)
 
 
+def test_sizes_that_do_not_divide_are_named_once(pair: Pair) -> None:
+    """Right, but slow: each of prefill's ranks says so at its first transfer, and no rank elsewhere."""
+    requests = prompts(pair, [40, 50])
+    for _ in range(2):
+        run(pair, requests)
+        assert pair.wait_arrivals(len(requests))[1] == {}
+        assert pair.wait_sent(len(requests)) == {}
+    warned = [sum("is right but slow" in text for text in texts) for texts in pair.each(pair.p_ranks, "warnings")]
+    divides = max(pair.prefill.tp, pair.decode.tp) % min(pair.prefill.tp, pair.decode.tp) == 0
+    assert warned == [0 if divides else 1] * len(pair.p_ranks)
+
+
 def test_layers_nobody_announces_are_pushed_at_the_end(pair: Pair) -> None:
     for rank in pair.d_ranks:
         rank.call("clear")
