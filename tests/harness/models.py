@@ -72,6 +72,11 @@ TINY = ModelSpec("tiny")
 WIDE = ModelSpec("wide", layers=8, heads=16, kv_heads=8, head_size=64, intermediate_size=2048)
 """64 KiB of KV per token: enough bytes to see a transfer's speed."""
 
+ONE_HEAD = ModelSpec("one-head", kv_heads=1)
+"""With tensor parallelism every rank holds a copy of the only KV head."""
+SIX_HEADS = ModelSpec("six-heads", heads=6, kv_heads=6, intermediate_size=768, vocab_size=576)
+"""Sizes that 2 and 3 divide."""
+
 MLA = ModelSpec(
     "mla",
     "deepseek_v2",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -98,8 +99,9 @@ def client() -> Iterator[MetaserverClient]:
 
 
 @contextlib.contextmanager
-def raw_server(answer: bytes, linger_s: float = 0.0) -> Iterator[tuple[str, list[None]]]:
-    """A server that reads a little, sends `answer` and closes: its URL and one entry per connection."""
+def raw_server(answer: bytes, reset: bool = False) -> Iterator[tuple[str, list[None]]]:
+    """A server that sends `answer` whatever it is asked, and no more, or resets the connection instead: its URL and
+    one entry per connection."""
     listener = socket.create_server(("127.0.0.1", 0))
     connections: list[None] = []
 
@@ -108,10 +110,15 @@ def raw_server(answer: bytes, linger_s: float = 0.0) -> Iterator[tuple[str, list
             while True:
                 peer, _ = listener.accept()
                 connections.append(None)
-                with peer:
+                with peer, contextlib.suppress(OSError):
                     peer.recv(65536)
-                    time.sleep(linger_s)
+                    if reset:
+                        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        continue
                     peer.sendall(answer)
+                    peer.shutdown(socket.SHUT_WR)
+                    while peer.recv(65536):  # closing with bytes unread would be a reset
+                        pass
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -185,6 +192,13 @@ def test_broken_servers(client: MetaserverClient, answer: bytes, connections: in
         assert not outcome.ok
         assert text in outcome.reason
         assert len(seen) == connections
+
+
+def test_a_reset_is_tried_again(client: MetaserverClient) -> None:
+    with raw_server(b"", reset=True) as (url, seen):
+        outcome = outcome_of(client, url, "ok")
+        assert "closed the connection without an answer; did it restart? (4 attempts)" in outcome.reason
+        assert len(seen) == 4
 
 
 def test_endless_body_is_cut(client: MetaserverClient) -> None:

@@ -12,7 +12,7 @@ from harness.models import TINY, ModelSpec
 def on_npu(config: EngineConfig, first_device: int = 0) -> EngineConfig:
     if cann_on_host.is_active():
         return ascend.emulated(config)
-    env = ascend.engine_env(first_device, config.tp * config.pp)
+    env = ascend.engine_env(first_device, config.tp * config.pp * config.dp)
     return dataclasses.replace(config, device="npu", env=(*env.items(), *config.env))
 
 

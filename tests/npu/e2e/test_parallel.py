@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline and data parallelism on either side, several engines of each kind: the tokens of a single engine.
+"""Pipeline and data parallelism on either side, several engines of each kind, more ranks than KV heads, sizes that do
+not divide each other, engines that differ in memory: the tokens of a single engine.
 
 Every cluster serves the same few prompts: one block's end, several blocks, several chunks of 512 tokens.
 """
@@ -10,6 +11,7 @@ import pytest
 
 from harness.client import Client, at_once, random_prompt
 from harness.engines import PATIENT, Cluster, ClusterConfig, EngineConfig, Role
+from harness.models import ONE_HEAD, SIX_HEADS, TINY, ModelSpec
 from npu_engines import on_npu
 
 PROMPT_TOKENS = (1, 128, 129, 700, 1500)
@@ -18,13 +20,15 @@ PREFILL = EngineConfig(Role.PREFILL, connector_extra=PATIENT)
 DECODE = EngineConfig(Role.DECODE, connector_extra=PATIENT)
 
 
-def cluster_of(name: str, prefill: list[EngineConfig], decode: list[EngineConfig]) -> ClusterConfig:
+def cluster_of(
+    name: str, prefill: list[EngineConfig], decode: list[EngineConfig], model: ModelSpec = TINY
+) -> ClusterConfig:
     """The engines take one NPU after the other."""
     engines, first = [], 0
     for config in [*prefill, *decode]:
         engines.append(on_npu(config, first))
         first += config.tp * config.pp * config.dp
-    return ClusterConfig(name, tuple(engines[: len(prefill)]), tuple(engines[len(prefill) :]))
+    return ClusterConfig(name, tuple(engines[: len(prefill)]), tuple(engines[len(prefill) :]), model=model)
 
 
 def with_layers(config: EngineConfig, partition: str) -> EngineConfig:
@@ -34,7 +38,7 @@ def with_layers(config: EngineConfig, partition: str) -> EngineConfig:
 
 def shaped(config: EngineConfig, tp: int = 1, pp: int = 1, dp: int = 1) -> EngineConfig:
     args = ("--api-server-count", "1") if dp > 1 else ()  # vLLM starts one for each engine otherwise
-    return dataclasses.replace(config, tp=tp, pp=pp, dp=dp, args=args)
+    return dataclasses.replace(config, tp=tp, pp=pp, dp=dp, args=(*config.args, *args))
 
 
 PIPELINES = [
@@ -48,12 +52,20 @@ DATA_PARALLEL = [
     cluster_of("tp2-to-dp2", [shaped(PREFILL, tp=2)], [shaped(DECODE, dp=2)]),
     cluster_of("dp2-to-tp1", [shaped(PREFILL, dp=2)], [DECODE]),
 ]
+# 48 MiB a rank instead of 64, and other limits on what runs at once.
+SMALLER = dataclasses.replace(DECODE, kv_cache_bytes=48 << 20, args=("--max-num-seqs", "6"))
+HEADS = [
+    cluster_of("one-head-tp2-to-tp1", [shaped(PREFILL, tp=2)], [DECODE], ONE_HEAD),
+    cluster_of("one-head-tp1-to-tp2", [PREFILL], [shaped(DECODE, tp=2)], ONE_HEAD),
+    cluster_of("one-head-tp2-to-tp2", [shaped(PREFILL, tp=2)], [shaped(DECODE, tp=2)], ONE_HEAD),
+    cluster_of("six-heads-tp3-to-tp2-smaller", [shaped(PREFILL, tp=3)], [shaped(SMALLER, tp=2)], SIX_HEADS),
+]
 TWO_OF_EACH = cluster_of("2p2d", [PREFILL, shaped(PREFILL, tp=2)], [DECODE, shaped(DECODE, tp=2)])
 
 pytestmark = [pytest.mark.npu, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("cluster", [*PIPELINES, *DATA_PARALLEL, TWO_OF_EACH], ids=str, indirect=True)
+@pytest.mark.parametrize("cluster", [*PIPELINES, *DATA_PARALLEL, TWO_OF_EACH, *HEADS], ids=str, indirect=True)
 def test_tokens_equal_those_of_a_single_engine(cluster: Cluster, client: Client, reference) -> None:
     prompts = [random_prompt(tokens, f"parallel-{i}") for i, tokens in enumerate(3 * PROMPT_TOKENS)]
     completions = at_once(client.complete, prompts, concurrency=8)
