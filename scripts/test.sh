@@ -139,8 +139,8 @@ if [[ $cpu ]]; then
   tests "NPU kernels on a CPU twin of AscendC" tests/ascendc_twin
   tests "integration tests" tests/integration
   PYTHONPATH="$VENV/vllm-0.23${PYTHONPATH:+:$PYTHONPATH}" \
-    tests "tests that touch vLLM, with vLLM 0.23.0" tests/unit tests/integration/test_connector.py \
-      tests/integration/test_aggregation.py
+    tests "tests that touch vLLM, with vLLM 0.23.0" tests/unit/test_{consumer,producer}_scheduler.py \
+      tests/integration/test_{connector,aggregation}.py
   [[ ! $engines ]] || tests "end-to-end tests" tests/e2e
 fi
 if [[ $npu ]]; then
