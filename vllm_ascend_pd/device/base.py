@@ -63,6 +63,11 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def lend_to_side_stream(self, tensor: torch.Tensor) -> None:
+        """Submitted work will use this tensor of the calling (model) thread: once it is dropped, its memory serves
+        others only when all that was submitted by then is done."""
+
+    @abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
         """An uninitialised uint8 buffer `[n]`, n >= `nbytes`, whose whole memory the transfer engine can register."""
 

@@ -70,6 +70,9 @@ class CpuDevice(Device):
             self._condition.notify_all()
         return event
 
+    def lend_to_side_stream(self, tensor: torch.Tensor) -> None:
+        """Nothing to do: submitted work holds what it uses until it has run."""
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         return aligned_buffer(nbytes, PAGE_BYTES, self.name)
 

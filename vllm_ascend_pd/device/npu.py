@@ -84,6 +84,9 @@ class NpuDevice(Device):
                 failure = error
             return NpuEvent(self, self._side.record_event(), failure)
 
+    def lend_to_side_stream(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._side)
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         whole = -(-nbytes // REGISTRATION_BYTES) * REGISTRATION_BYTES
         return aligned_buffer(whole, REGISTRATION_BYTES, self.name)

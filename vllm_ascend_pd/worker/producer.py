@@ -228,6 +228,10 @@ class ProducerWorker:
             assert chunk_units > 0
         device = self._caches.tensors[0].device
         shipment = Shipment.build(route, geometry, served, device, chunk_units)
+        for chunk in shipment.chunks:
+            if chunk.unit_offsets is not None:
+                # Pushes are dropped when the side stream does not get there in time: it may still get there.
+                self._device.lend_to_side_stream(chunk.unit_offsets)
         return shipment if len(shipment.src_units) > 0 else None
 
     def _connect(self, route: Route) -> None:
