@@ -33,11 +33,10 @@ SLIDING_TP1 = one_to_one(1, 1, model=SLIDING)
 MLA_TP1 = one_to_one(1, 1, model=MLA, engine=FOR_MLA)
 MAMBA_TP1 = one_to_one(1, 1, model=MAMBA, engine=FOR_STATES)
 GATED_DELTA_TP1 = one_to_one(1, 1, model=GATED_DELTA, engine=FOR_GATED_DELTA)
+# MLA and sliding windows with TP 2 to 1: tests/npu/e2e/test_models.py.
 CLUSTERS = [
     SLIDING_TP1,
-    one_to_one(2, 1, model=SLIDING),
     MLA_TP1,
-    one_to_one(2, 1, model=MLA, engine=FOR_MLA),
     MAMBA_TP1,
     one_to_one(2, 1, model=MAMBA, engine=FOR_STATES),
     GATED_DELTA_TP1,
