@@ -58,8 +58,8 @@ HEADS = [
     cluster_of("one-head-tp2-to-tp1", [shaped(PREFILL, tp=2)], [DECODE], ONE_HEAD),
     cluster_of("one-head-tp1-to-tp2", [PREFILL], [shaped(DECODE, tp=2)], ONE_HEAD),
     cluster_of("one-head-tp2-to-tp2", [shaped(PREFILL, tp=2)], [shaped(DECODE, tp=2)], ONE_HEAD),
-    cluster_of("six-heads-tp3-to-tp2-smaller", [shaped(PREFILL, tp=3)], [shaped(SMALLER, tp=2)], SIX_HEADS),
 ]
+UNEVEN = cluster_of("six-heads-tp3-to-tp2-smaller", [shaped(PREFILL, tp=3)], [shaped(SMALLER, tp=2)], SIX_HEADS)
 TWO_OF_EACH = cluster_of("2p2d", [PREFILL, shaped(PREFILL, tp=2)], [DECODE, shaped(DECODE, tp=2)])
 
 pytestmark = [pytest.mark.npu, pytest.mark.timeout(900)]
@@ -69,6 +69,14 @@ pytestmark = [pytest.mark.npu, pytest.mark.timeout(900)]
 def test_tokens_equal_those_of_a_single_engine(cluster: Cluster, client: Client, reference) -> None:
     prompts = [random_prompt(tokens, f"parallel-{i}") for i, tokens in enumerate(3 * PROMPT_TOKENS)]
     completions = at_once(client.complete, prompts, concurrency=8)
+    assert [completion.token_ids for completion in completions] == [reference.complete(p) for p in prompts]
+
+
+@pytest.mark.parametrize("cluster", [UNEVEN], ids=str, indirect=True)
+def test_sizes_that_do_not_divide_each_other(cluster: Cluster, client: Client, reference) -> None:
+    """Few tokens: each one's heads are written by themselves."""
+    prompts = [random_prompt(tokens, "uneven") for tokens in (1, 127, 129, 200)]
+    completions = at_once(client.complete, prompts, concurrency=2)
     assert [completion.token_ids for completion in completions] == [reference.complete(p) for p in prompts]
 
 
