@@ -13,54 +13,28 @@ import httpx
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.engines import POISONED_TOKENS, Cluster, Engine, one_to_one
+from harness.engines import POISONED_TOKENS, Cluster, one_to_one
+from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 
 pytestmark = [
     pytest.mark.parametrize("cluster", [one_to_one(2, 1, token_major=False)], ids=str, indirect=True),
     pytest.mark.timeout(600),
 ]
 
-FREE_WITHIN_S = 180.0
-"""Longer than a lease and the time a failed write needs to settle."""
-
-
-def all_blocks_are_free(engine: Engine) -> bool:
-    """By vLLM's own count of its block pool; cached blocks count as free."""
-    busy = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    return all(engine.metric(name) == 0 for name in busy)
-
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(cluster: Cluster, client: Client, reference) -> Iterator[None]:
     """After every test here both engines get all their blocks back, and go on serving."""
     yield
-    deadline = time.monotonic() + FREE_WITHIN_S
-    engines = [*cluster.prefill, *cluster.decode]
-    while not all(all_blocks_are_free(engine) for engine in engines):
-        usage = {engine.name: engine.metric("vllm:kv_cache_usage_perc") for engine in engines}
-        assert time.monotonic() < deadline, f"blocks in use: {usage}"
-        time.sleep(0.2)
+    wait_all_blocks_free(cluster)
     prompt = random_prompt(300, f"after {time.monotonic()}")
     assert client.complete(prompt).token_ids == reference.complete(prompt)
 
 
 def test_one_layer_of_one_request_fails_that_request_alone(client: Client, reference) -> None:
-    lengths = [300, 129, POISONED_TOKENS, 1000, 5, 640]
-    prompts = [random_prompt(tokens, "poison") for tokens in lengths]
-
-    def attempt(prompt: list[int]) -> Any:
-        try:
-            return client.complete(prompt).token_ids
-        except httpx.HTTPStatusError as error:
-            return error.response
-
-    answers = at_once(attempt, prompts, concurrency=len(prompts))
-    failed = answers.pop(lengths.index(POISONED_TOKENS))
-    assert isinstance(failed, httpx.Response)
+    failed = poisoned_fails_alone(client, reference, [300, 129, POISONED_TOKENS, 1000, 5, 640])
     assert failed.status_code >= 500
     assert failed.json()["error"]["message"]
-    del prompts[lengths.index(POISONED_TOKENS)]
-    assert answers == [reference.complete(prompt) for prompt in prompts]
 
 
 def test_clients_that_leave_at_any_moment(cluster: Cluster, client: Client) -> None:

@@ -5,15 +5,14 @@ MLA's latent, the same on every rank; sliding windows and full attention in one 
 linear attention beside attention.
 """
 
-import time
 from collections.abc import Iterable
 
-import httpx
 import pytest
 
 from harness.client import Client, at_once, random_prompt
 from harness.engines import LOSING_TOKENS, POISONED_TOKENS, Cluster, EngineConfig, one_to_one
-from harness.models import GATED_DELTA, MAMBA, MLA, SLIDING, WINDOW
+from harness.failures import poisoned_fails_alone, wait_all_blocks_free
+from harness.models import GATED_DELTA, MAMBA, MLA, SLIDING, sliding_bytes
 from harness.pool import Reference
 
 PROMPT_TOKENS = (1, 2, 127, 128, 129, 384, 1000, 2500)
@@ -108,29 +107,10 @@ def test_every_tensor_matters(
 def test_only_the_window_of_sliding_layers_is_sent(client: Client) -> None:
     completion = client.complete(random_prompt(2500, "window"))
     assert completion.kv_transfer_params is not None
-    layers = dict(SLIDING.config)["layer_types"]
-    sliding, full = (layers.count(f"{kind}_attention") for kind in ("sliding", "full"))
-    in_window = 20 - (2500 - WINDOW + 1) // 128  # of 20 blocks, those that the next token sees
-    block_bytes = 128 * SLIDING.kv_bytes_per_token // SLIDING.layers
-    assert completion.kv_transfer_params["received_bytes"] == (20 * full + in_window * sliding) * block_bytes
+    assert completion.kv_transfer_params["received_bytes"] == sliding_bytes(2500, block_size=128)
 
 
 @pytest.mark.parametrize("cluster", [SLIDING_TP1], ids=str, indirect=True)
 def test_a_request_of_several_cache_groups_fails_alone(cluster: Cluster, client: Client, reference: Reference) -> None:
-    lengths = [300, 129, POISONED_TOKENS, 1000, 5]
-    prompts = [random_prompt(tokens, "poison") for tokens in lengths]
-
-    def attempt(prompt: list[int]) -> object:
-        try:
-            return client.complete(prompt).token_ids
-        except httpx.HTTPStatusError as error:
-            return error.response.status_code
-
-    answers = at_once(attempt, prompts, concurrency=len(prompts))
-    assert answers.pop(lengths.index(POISONED_TOKENS)) == 500
-    del prompts[lengths.index(POISONED_TOKENS)]
-    assert answers == [reference.complete(prompt) for prompt in prompts]
-    deadline = time.monotonic() + 180
-    while any(e.metric("vllm:kv_cache_usage_perc") for e in [*cluster.prefill, *cluster.decode]):
-        assert time.monotonic() < deadline, "blocks of the failed request are still in use"
-        time.sleep(0.2)
+    assert poisoned_fails_alone(client, reference, [300, 129, POISONED_TOKENS, 1000, 5]).status_code == 500
+    wait_all_blocks_free(cluster)

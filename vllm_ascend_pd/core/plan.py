@@ -71,8 +71,8 @@ class Route:
 
     @property
     def pieces(self) -> int:
-        """Copies that a unit of one tensor takes at most: more than one for each target where rows are written
-        one by one."""
+        """In how many runs a target gets its share of a unit at most: more than one where rows are written one by
+        one."""
         return max((target.rows for target in self.targets), default=0)
 
     def serves(self, salt: int) -> bool:

@@ -237,7 +237,7 @@ def _notes(layout: Layout, prefill: Engine, decode: Engine, routes: Sequence[Seq
             notes.append(
                 f"{engine.side}: vllm-ascend makes the block size 128 unless chunked prefill and prefix caching are off"
             )
-    if any(target.rows > 1 for of_rank in routes for route in of_rank for target in route.targets):
+    if any(route.pieces > 1 for of_rank in routes for route in of_rank):
         notes.append(
             "these shapes cannot be regrouped by block: heads are written token by token, which is slow; take tensor "
             "parallel sizes of which one divides the other, by a ratio that divides the block size"

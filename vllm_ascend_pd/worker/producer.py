@@ -122,10 +122,9 @@ class ProducerWorker:
         """
         written, self._written = self._written, None
         if self._plan.shipments:
-            if written is not None and written[0] in ("", layer):
-                self._push_layer(layer, written[1])
-            else:
-                self._push_layer(layer, self._device.record_event())
+            if written is None or written[0] not in ("", layer):
+                written = layer, self._device.record_event()
+            self._push_layer(layer, written[1])
 
     def end_step(self) -> None:
         """The forward pass is over: layers nobody announced are pushed, and prompts that end are sealed."""

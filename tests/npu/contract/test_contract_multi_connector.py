@@ -8,9 +8,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllm_ascend_contract import BLOCK, OURS, REQUEST_ID, cache_config, connector_class, engine_config, our_hooks
-
-from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_contract import (
+    OURS,
+    REQUEST_ID,
+    cache_config,
+    connector_class,
+    engine_config,
+    make_ticket,
+    our_hooks,
+)
 
 pytestmark = pytest.mark.npu
 
@@ -55,18 +61,7 @@ def test_ours_as_a_child_of_multi_connector(multi: Any) -> None:
     assert not hasattr(multi, "on_kv_cache_written"), "MultiConnector hands it on now: layers go earlier below it too"
 
     prompt, blocks = 300, [5, 6, 7]
-    ticket = Ticket(
-        request_id="cmpl-1-0",
-        remote_block_ids=[[1, 2, 3]],
-        remote_block_size=[BLOCK],
-        remote_engine_id="decode",
-        remote_host="192.0.2.1",
-        remote_port=20001,
-        remote_tp_size=1,
-        remote_cached_tokens=0,
-        ticket_id=32 * "0",
-        num_tokens=prompt,
-    )
+    ticket = make_ticket(prompt, [1, 2, 3], tp=1, cached=0)
     request = SimpleNamespace(
         request_id=REQUEST_ID, num_prompt_tokens=prompt, kv_transfer_params=msgspec.to_builtins(ticket)
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllm_ascend_contract import BLOCK, LAYERWISE, REQUEST_ID
+from vllm_ascend_contract import BLOCK, LAYERWISE, REQUEST_ID, make_ticket
 
 from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
 
@@ -83,18 +83,7 @@ def test_their_ticket_means_what_ours_does(posted: dict[str, Any]) -> None:
 
 def test_our_ticket_is_understood_by_their_prefill_side() -> None:
     layerwise = importlib.import_module(LAYERWISE)
-    ticket = Ticket(
-        request_id="cmpl-1-0",
-        remote_block_ids=[[5, 6, 7]],
-        remote_block_size=[BLOCK],
-        remote_engine_id="decode",
-        remote_host="192.0.2.1",
-        remote_port=20001,
-        remote_tp_size=2,
-        remote_cached_tokens=128,
-        ticket_id=32 * "0",
-        num_tokens=300,
-    )
+    ticket = make_ticket(300, [5, 6, 7], tp=2, cached=128)
     step = layerwise.MooncakeLayerwiseConnectorMetadata()
     step.add_new_req(REQUEST_ID, [[1, 2, 3]], msgspec.to_builtins(ticket))
     read = dataclasses.asdict(step.requests[REQUEST_ID])

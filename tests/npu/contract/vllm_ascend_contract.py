@@ -19,6 +19,7 @@ import torch
 
 import offline_hooks
 from harness.engines import CPU_ENV
+from vllm_ascend_pd.core.ticket import Ticket
 
 OURS = "LayerwisePushConnector"
 REQUEST_ID = "cmpl-5b1e0c2e4d3f4f0f8f5a7c9d1e2f3a4b-0-1a2b3c4d"
@@ -45,6 +46,22 @@ OUTSIDE_OF_STEPS = ("__init__", "register_kv_caches", "get_handshake_metadata", 
 
 Event = dict[str, Any]
 LAYERWISE = "vllm_ascend.distributed.kv_transfer.kv_p2p.mooncake_layerwise_connector"
+
+
+def make_ticket(prompt: int, blocks: list[int], tp: int, cached: int) -> Ticket:
+    """For `prompt` tokens, of which a decode engine of `tp` ranks has `cached`."""
+    return Ticket(
+        request_id="cmpl-1-0",
+        remote_block_ids=[blocks],
+        remote_block_size=[BLOCK],
+        remote_engine_id="decode",
+        remote_host="192.0.2.1",
+        remote_port=20001,
+        remote_tp_size=tp,
+        remote_cached_tokens=cached,
+        ticket_id=32 * "0",
+        num_tokens=prompt,
+    )
 
 
 def connector_class() -> type:

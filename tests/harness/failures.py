@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What end-to-end tests of failures check on every backend."""
+
+import time
+from collections.abc import Sequence
+
+import httpx
+
+from harness.client import Client, at_once, random_prompt
+from harness.engines import POISONED_TOKENS, Cluster, Engine
+from harness.pool import Reference
+
+FREE_WITHIN_S = 180.0
+"""Longer than a lease and the time a failed write needs to settle."""
+
+
+def poisoned_fails_alone(client: Client, reference: Reference, lengths: Sequence[int]) -> httpx.Response:
+    """Sends prompts of these lengths at once, one of them `POISONED_TOKENS`: its answer, which is an error's. All
+    others must be right."""
+    prompts = [random_prompt(tokens, "poison") for tokens in lengths]
+
+    def attempt(prompt: list[int]) -> tuple[int, ...] | httpx.Response:
+        try:
+            return client.complete(prompt).token_ids
+        except httpx.HTTPStatusError as error:
+            return error.response
+
+    answers = at_once(attempt, prompts, concurrency=len(prompts))
+    poisoned = lengths.index(POISONED_TOKENS)
+    failed = answers.pop(poisoned)
+    del prompts[poisoned]
+    assert isinstance(failed, httpx.Response)
+    assert answers == [reference.complete(prompt) for prompt in prompts]
+    return failed
+
+
+def wait_all_blocks_free(cluster: Cluster) -> None:
+    """Until the engines of `cluster` have nothing to do and no block in use; fails after `FREE_WITHIN_S`."""
+    deadline = time.monotonic() + FREE_WITHIN_S
+    engines = [*cluster.prefill, *cluster.decode]
+    while not all(_all_blocks_are_free(engine) for engine in engines):
+        usage = {engine.name: engine.metric("vllm:kv_cache_usage_perc") for engine in engines}
+        assert time.monotonic() < deadline, f"blocks in use: {usage}"
+        time.sleep(0.2)
+
+
+def _all_blocks_are_free(engine: Engine) -> bool:
+    """By vLLM's own count of its block pool; cached blocks count as free."""
+    busy = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    return all(engine.metric(name) == 0 for name in busy)
