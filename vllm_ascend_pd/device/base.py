@@ -57,15 +57,18 @@ class Device(ABC):
 
         `after` is an event of this device. It only orders: `work` runs even if what `after` ends has failed,
         so that every rank takes part in every collective. `work` must not wait for events itself, and the
-        memory it touches must stay as it is until the returned event. It is called on another thread (CPU)
+        memory it touches must stay as it is until the returned event; tensors it refers to are held as long,
+        whatever becomes of the event. It is called on another thread (CPU)
         or on this one under the side stream (NPU); what it raises is delivered by the returned event alone.
         Blocks no longer than it takes to enqueue, bounded; raises `DeviceError` when nothing can be queued.
         """
 
     @abstractmethod
-    def lend_to_side_stream(self, tensor: torch.Tensor) -> None:
-        """Submitted work will use this tensor of the calling (model) thread: once it is dropped, its memory serves
-        others only when all that was submitted by then is done."""
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """`host` (CPU) in this device's memory, for work submitted from now on. Does not wait for the device.
+
+        Raises `DeviceError` when nothing can be queued.
+        """
 
     @abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:

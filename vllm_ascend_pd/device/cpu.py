@@ -70,8 +70,8 @@ class CpuDevice(Device):
             self._condition.notify_all()
         return event
 
-    def lend_to_side_stream(self, tensor: torch.Tensor) -> None:
-        """Nothing to do: submitted work holds what it uses until it has run."""
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        return host  # submitted work holds what it uses until it has run
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return aligned_buffer(nbytes, PAGE_BYTES, self.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,10 @@ REGISTRATION_BYTES = 2 * 1024 * 1024
 
 _POLL_S = 50e-6
 """Between two looks at an event: small beside a layer's compute time of some milliseconds."""
+
+
+def _device_failed(error: RuntimeError) -> DeviceError:
+    return DeviceError(f"the NPU reported an error, and its stream does no more work (restart this engine): {error}")
 
 
 class NpuEvent(Event):
@@ -41,9 +46,7 @@ class NpuEvent(Event):
         try:
             return bool(self.event.query())
         except RuntimeError as error:
-            raise DeviceError(
-                f"the NPU reported an error, and its stream does no more work (restart this engine): {error}"
-            ) from error
+            raise _device_failed(error) from error
 
 
 class NpuDevice(Device):
@@ -59,6 +62,7 @@ class NpuDevice(Device):
         self._side = torch.npu.Stream(device=self._index)
         self._threads = threading.local()
         self._threads.bound = True  # the caller's
+        self._submitted: deque[tuple[NpuEvent, Callable[[], None]]] = deque()  # until its end is seen
         self._closed = False
 
     def bind_thread(self) -> None:
@@ -82,10 +86,20 @@ class NpuDevice(Device):
                 work()
             except Exception as error:  # noqa: BLE001 - delivered by the event
                 failure = error
-            return NpuEvent(self, self._side.record_event(), failure)
+            end = NpuEvent(self, self._side.record_event(), failure)
+        # Tensor.record_stream would hold the tensors too, but ends the process when one is freed on a failed device.
+        while self._submitted and self._submitted[0][0].is_done():
+            self._submitted.popleft()
+        self._submitted.append((end, work))
+        return end
 
-    def lend_to_side_stream(self, tensor: torch.Tensor) -> None:
-        tensor.record_stream(self._side)
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        try:
+            # A copy of memory that is not pinned would wait until the device has done everything queued before,
+            # which is the step before this one. Pinning looks at earlier copies' events, and raises what they say.
+            return host.pin_memory(f"npu:{self._index}").to(f"npu:{self._index}", non_blocking=True)
+        except RuntimeError as error:
+            raise _device_failed(error) from error
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         whole = -(-nbytes // REGISTRATION_BYTES) * REGISTRATION_BYTES

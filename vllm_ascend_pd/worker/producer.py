@@ -225,12 +225,13 @@ class ProducerWorker:
             per_unit = self._parts[index] * route.planes * route.staged_bytes
             chunk_units = self._ring.slot_bytes // per_unit
             assert chunk_units > 0
-        device = self._caches.tensors[0].device
-        shipment = Shipment.build(route, geometry, served, device, chunk_units)
-        for chunk in shipment.chunks:
-            if chunk.unit_offsets is not None:
-                # Pushes are dropped when the side stream does not get there in time: it may still get there.
-                self._device.lend_to_side_stream(chunk.unit_offsets)
+        try:
+            shipment = Shipment.build(route, geometry, served, self._device, chunk_units)
+        except DeviceError as error:
+            self._missed(route, error)
+            for item in served:
+                item.transfer.fail(str(error))
+            return None
         return shipment if len(shipment.src_units) > 0 else None
 
     def _connect(self, route: Route) -> None:

@@ -24,6 +24,7 @@ from vllm_ascend_pd.core.plan import (
     staged_units,
     unit_offsets,
 )
+from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.worker.transfer import Transfer
 
 
@@ -75,9 +76,9 @@ class Shipment:
 
     @classmethod
     def build(
-        cls, route: Route, geometry: Geometry, items: list[Item], device: torch.device, chunk_units: int
+        cls, route: Route, geometry: Geometry, items: list[Item], device: Device, chunk_units: int
     ) -> "Shipment":
-        """`chunk_units`: how many units may be regrouped at once."""
+        """`chunk_units`: how many units may be regrouped at once. Raises `DeviceError`."""
         live = [
             live_units(
                 item.transfer.d_blocks[geometry.group],
@@ -106,7 +107,7 @@ class Shipment:
         if route.regroup is Regroup.NONE:
             shipment.chunks.append(Chunk(0, total, None))
         else:
-            offsets = _queue_copy(torch.from_numpy(shipment.src_units), device)
+            offsets = device.upload(torch.from_numpy(shipment.src_units))
             for first in range(0, total, chunk_units):
                 stop = min(total, first + chunk_units)
                 shipment.chunks.append(Chunk(first, stop, offsets[first:stop]))
@@ -151,9 +152,3 @@ class Shipment:
             )
             self._d_units[theirs] = units
         return units
-
-
-def _queue_copy(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`host` on `device`, in the order of the current stream: a copy of memory that is not pinned would wait until
-    the device has done everything queued before, which is the step before this one."""
-    return host if device.type == "cpu" else host.pin_memory(device).to(device, non_blocking=True)
