@@ -154,6 +154,7 @@ def ours(rank: int, tokens: int, library: Path | None) -> tuple[Counter[str], di
     import torch
 
     from vllm_ascend_pd.core.plan import make_route
+    from vllm_ascend_pd.core.topology import sharding
     from vllm_ascend_pd.device.npu import NpuDevice
     from vllm_ascend_pd.worker.caches import LayerSpec, describe
     from vllm_ascend_pd.worker.regroup import Regrouper
@@ -164,7 +165,7 @@ def ours(rank: int, tokens: int, library: Path | None) -> tuple[Counter[str], di
     spec = LayerSpec(group=0, block_size=BLOCK, heads=HEADS, total_heads=RANKS * HEADS)
     caches = describe({LAYER: tuple(rank_caches(rank, tokens))}, {LAYER: spec}, heads_first=False)
     [geometry] = caches.description.geometries
-    route = make_route(geometry, rank, RANKS, 1, BLOCK)
+    route = make_route(geometry, rank, sharding(RANKS), sharding(1), BLOCK)
 
     device = NpuDevice()
     slot_bytes = 2 * tokens * geometry.token_bytes

@@ -140,7 +140,7 @@ if [[ $cpu ]]; then
   tests "integration tests" tests/integration
   PYTHONPATH="$VENV/vllm-0.23${PYTHONPATH:+:$PYTHONPATH}" \
     tests "tests that touch vLLM, with vLLM 0.23.0" tests/unit/test_{consumer,producer}_scheduler.py \
-      tests/integration/test_{connector,aggregation}.py
+      tests/integration/test_{connector,context_parallelism,multi_connector,aggregation}.py
   [[ ! $engines ]] || tests "end-to-end tests" tests/e2e
 fi
 if [[ $npu ]]; then

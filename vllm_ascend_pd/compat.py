@@ -6,20 +6,26 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import vllm.envs as envs
+from vllm.config import ParallelConfig
+from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
+from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.groups import CacheGroup, StateGroup, TokenGroup
-from vllm_ascend_pd.core.layout import LayoutError
+from vllm_ascend_pd.core.layout import ALL_TOKENS, LayoutError, TokenShare
 from vllm_ascend_pd.core.states import Dealing, State, dealt_out
 from vllm_ascend_pd.worker.caches import LayerSpec, StateSpec
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 # From 0.32 on a worker reports completions and failed requests in one object; before, failed blocks beside them.
 HAS_TRANSFER_RESULTS = hasattr(base, "KVConnectorTransferResults")
+
+# From 0.32 on ranks of prefill context parallelism all hold the same KV; before, and in vllm-ascend, they share tokens.
+PREFILL_RANKS_HOLD_COPIES = hasattr(ParallelConfig, "pcp_shard_decode_requests")
 
 
 def transfer_results(sent: Collection[str] = (), received: Collection[str] = (), failed: Collection[str] = ()) -> Any:
@@ -74,7 +80,18 @@ def external_request_id(request_id: str) -> str:
 
 def model_summary(vllm_config: "VllmConfig") -> str:
     """The model's shape in one line: what must be equal on both sides for their caches to mean the same."""
-    model = vllm_config.model_config
+    return _summary(vllm_config.model_config)
+
+
+def draft_summary(vllm_config: "VllmConfig") -> str:
+    """The same of the model or head that drafts, if it has caches of its own; "" if nothing has."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not (speculative.use_eagle() or speculative.uses_draft_model()):
+        return ""
+    return f"{speculative.method} {_summary(speculative.draft_model_config)}"
+
+
+def _summary(model: "ModelConfig") -> str:
     text = model.hf_text_config
     architecture = (getattr(model.hf_config, "architectures", None) or ["?"])[0]
     return (
@@ -88,19 +105,77 @@ def unsupported(vllm_config: "VllmConfig") -> str | None:
     additional = getattr(vllm_config, "additional_config", None) or {}
     if additional.get("enable_kv_nz"):
         return "additional_config has enable_kv_nz: KV in NZ order cannot be sent, prefill writes it in plain order"
+    if vllm_config.kv_transfer_config.is_kv_consumer and vllm_config.parallel_config.prefill_context_parallel_size > 1:
+        return (
+            f"prefill_context_parallel_size is {vllm_config.parallel_config.prefill_context_parallel_size} on a decode "
+            "engine, which is not supported: use decode_context_parallel_size"
+        )
     return None
 
 
-def cache_groups(kv_cache_config: "KVCacheConfig") -> list[CacheGroup]:
-    """What each cache group's blocks hold."""
+def sharding(vllm_config: "VllmConfig") -> topology.Sharding:
+    """How the ranks of a pipeline stage share its KV."""
+    parallel = vllm_config.parallel_config
+    tp, dcp = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
+    pcp = parallel.prefill_context_parallel_size
+    interleave = parallel.cp_kv_cache_interleave_size
+    if dcp > 1 and parallel.dcp_kv_cache_interleave_size > 1:  # its deprecated name, which vLLM prefers
+        interleave = parallel.dcp_kv_cache_interleave_size
+    if pcp > 1 and PREFILL_RANKS_HOLD_COPIES:
+        # Groups of decode context parallelism run over prefill-context-parallel ranks first.
+        shares = tuple((tp_rank * pcp + pcp_rank) % dcp for pcp_rank in range(pcp) for tp_rank in range(tp))
+        return topology.Sharding(tp, shares, interleave if dcp > 1 else 1)
+    return topology.sharding(tp, dcp, interleave, pcp)
+
+
+def place_in_stage() -> tuple[int, tuple[int, ...]]:
+    """This rank's number in its pipeline stage, as `Sharding` counts, and that stage's ranks in the world, in order.
+
+    vLLM numbers the world with tensor-parallel ranks running fastest, then those of prefill context parallelism.
+    """
+    tp, pcp = parallel_state.get_tp_group(), parallel_state.get_pcp_group()
+    rank = pcp.rank_in_group * tp.world_size + tp.rank_in_group
+    first = tp.ranks[tp.rank_in_group] - rank
+    return rank, tuple(range(first, first + pcp.world_size * tp.world_size))
+
+
+def cache_groups(kv_cache_config: "KVCacheConfig", shares: int = 1) -> list[CacheGroup]:
+    """What each cache group's blocks hold, where tokens are dealt out in `shares`. Raises LayoutError."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return [StateGroup(spec.block_size) if _holds_state(spec) else TokenGroup(spec.block_size) for spec in specs]
+    for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True):
+        if shares > 1 and not _is_shared(spec):
+            raise LayoutError(
+                f"{group.layer_names[0]}: with context parallelism caches of kind {type(spec).__name__} are not "
+                "supported: its ranks hold copies of them, not shares"
+            )
+    return [
+        StateGroup(spec.block_size) if _holds_state(spec) else TokenGroup(spec.block_size, shares) for spec in specs
+    ]
 
 
-def layer_specs(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig") -> dict[str, LayerSpec | StateSpec]:
-    """What each layer's cache holds on this rank. Raises LayoutError for a kind of cache not supported."""
+def _is_shared(spec: Any) -> bool:
+    """Whether context parallelism deals out the tokens of such a cache, all of it. vllm-ascend may copy the index of
+    sparse attention to every rank."""
+    members = getattr(spec, "kv_cache_specs", {}).values() or [spec]
+    return all(
+        not _holds_state(member)
+        and getattr(member, "dcp_sharded", True)
+        and getattr(member, "sfa_dcp_replicated_indexer_size", 1) == 1
+        for member in members
+    )
+
+
+def layer_specs(
+    kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig", share: TokenShare = ALL_TOKENS
+) -> dict[str, LayerSpec | StateSpec]:
+    """What each layer's cache holds on a rank with `share` of the tokens. Raises LayoutError for a kind of cache not
+    supported."""
     tp = vllm_config.parallel_config.tensor_parallel_size
-    model_heads = vllm_config.model_config.get_total_num_kv_heads()
+    draft = draft_summary(vllm_config)
+    models = {"": vllm_config.model_config}
+    if draft:
+        models[draft] = vllm_config.speculative_config.draft_model_config
+    encoding = _encoding(vllm_config.cache_config.cache_dtype)
     specs: dict[str, LayerSpec | StateSpec] = {}
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
@@ -112,12 +187,37 @@ def layer_specs(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig") -> 
             heads = getattr(spec, "num_kv_heads", None)
             if heads is None:
                 raise LayoutError(f"{layer}: caches of kind {type(spec).__name__} are not supported")
+            whose = draft if _is_of_draft(layer, vllm_config) else ""
             if "MLA" in type(spec).__name__:
                 total = 1
             else:
+                model_heads = models[whose].get_total_num_kv_heads()
                 total = model_heads if heads == max(1, model_heads // tp) else heads * tp
-            specs[layer] = LayerSpec(index, spec.block_size, heads, total)
+            specs[layer] = LayerSpec(index, spec.block_size, heads, total, encoding, share, whose)
     return specs
+
+
+_LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def _is_of_draft(layer: str, vllm_config: "VllmConfig") -> bool:
+    """Whether a layer belongs to speculative decoding's draft. Where vLLM has one, it names a draft model's and some
+    heads' layers apart, and numbers those of other heads on from the model's."""
+    index = _LAYER_INDEX.search(layer)
+    behind = index is not None and int(index[1]) >= vllm_config.model_config.hf_text_config.num_hidden_layers
+    return behind or not {"draft_model", "mtp"}.isdisjoint(layer.split("."))
+
+
+def _encoding(cache_dtype: str) -> str | None:
+    """What vLLM keeps in a cache whose tensors are of uint8; None where it has none of those.
+
+    8-bit floats have torch's names, since other backends keep the same in tensors of those types.
+    """
+    if cache_dtype in ("auto", "float16", "bfloat16", "float32"):
+        return None
+    return {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(
+        cache_dtype, cache_dtype
+    )
 
 
 def _holds_state(spec: Any) -> bool:

@@ -5,6 +5,7 @@ vLLM builds one per process: in the engine core with the scheduler's role, in ev
 each does depends on whether the engine prefills (producer) or decodes (consumer).
 """
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -15,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.utils.network_utils import get_ip
 
 from vllm_ascend_pd import compat
@@ -55,10 +56,12 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigError(
                 f"kv_role is {transfer.kv_role}: LayerwisePushConnector prefills (kv_producer) or decodes (kv_consumer)"
             )
+        self._config = parse_config(transfer.kv_connector_extra_config)
         if (reason := compat.unsupported(vllm_config)) is not None:
             raise ConfigError(reason)
-        self._config = parse_config(transfer.kv_connector_extra_config)
         self._engine_id: str = transfer.engine_id
+        # A configured engine id outlives a restart; what prefill has learnt of the engine's ranks must not.
+        self._started_as = f"{transfer.engine_id}-{secrets.token_hex(4)}"
         self._is_producer = bool(transfer.is_kv_producer)
         self._host: str = get_ip()
         self._worker: ProducerWorker | ConsumerWorker | None = None
@@ -75,21 +78,11 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, KVCache]) -> None:
         assert self._kv_cache_config is not None
         self._device = current_device()
+        identity = self._make_identity()
         caches = describe(
             kv_caches,
-            compat.layer_specs(self._kv_cache_config, self._vllm_config),
+            compat.layer_specs(self._kv_cache_config, self._vllm_config, identity.share),
             heads_first=self._device.name == "cpu",
-        )
-        tp, pp = get_tp_group(), get_pp_group()
-        identity = Identity(
-            engine_id=self._engine_id,
-            model=compat.model_summary(self._vllm_config),
-            host=self._host,
-            tp_rank=tp.rank_in_group,
-            tp=tp.world_size,
-            pp_rank=pp.rank_in_group,
-            pp=pp.world_size,
-            tp_ranks=tuple(tp.ranks),
         )
         self._check_declared("prefill" if self._is_producer else "decode", identity)
         protocol = self._config.transfer_protocol or self._device.transfer_protocol
@@ -197,11 +190,13 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             ranks.append(decode_description(handshake.encoded))
         parallel = self._vllm_config.parallel_config
         description = EngineDescription(
-            engine_id=self._engine_id,
+            engine_id=self._started_as,
             model=compat.model_summary(self._vllm_config),
             tp=parallel.tensor_parallel_size,
             pp=parallel.pipeline_parallel_size,
             ranks=tuple(ranks),
+            dcp=parallel.decode_context_parallel_size,
+            interleave=compat.sharding(self._vllm_config).interleave,
         )
         self._listener = DescriptionListener(description, self._host, self._port)
 
@@ -293,14 +288,37 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_scheduler(self) -> ProducerScheduler | ConsumerScheduler:
         assert self._kv_cache_config is not None
-        groups = compat.cache_groups(self._kv_cache_config)
+        sharding = compat.sharding(self._vllm_config)
+        groups = compat.cache_groups(self._kv_cache_config, sharding.parts)
         if self._is_producer:
             return ProducerScheduler(groups)
         compat.accept_lost_blocks_of_several_groups()
-        tp = self._vllm_config.parallel_config.tensor_parallel_size
-        listener = Listener(self._engine_id, self._host, self._port, tp)
+        listener = Listener(
+            self._started_as,
+            self._host,
+            self._port,
+            sharding.tp,
+            sharding.parts,
+            sharding.interleave,
+            compat.draft_summary(self._vllm_config),
+        )
         client = MetaserverClient(_metaserver_settings(self._config), own_host=self._host)
         return ConsumerScheduler(listener, groups, client)
+
+    def _make_identity(self) -> Identity:
+        pp = get_pp_group()
+        rank, stage_ranks = compat.place_in_stage()
+        return Identity(
+            engine_id=self._engine_id,
+            model=compat.model_summary(self._vllm_config),
+            host=self._host,
+            rank=rank,
+            sharding=compat.sharding(self._vllm_config),
+            pp_rank=pp.rank_in_group,
+            pp=pp.world_size,
+            stage_ranks=stage_ranks,
+            draft=compat.draft_summary(self._vllm_config),
+        )
 
     def _check_declared(self, side: str, identity: Identity) -> None:
         declared = getattr(self._config, side)

@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.ticket import Ticket
 @dataclass(frozen=True)
 class Send:
     """Tokens `[start, stop)` of a request become complete in this step. `blocks`: per cache group, the ids of
-    the blocks that hold them, from block `start // block_size` on. `last`: the prompt ends here."""
+    the blocks that hold them, from the block that holds token `start` on. `last`: the prompt ends here."""
 
     request_id: str
     start: int

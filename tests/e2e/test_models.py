@@ -2,9 +2,10 @@
 """Other kinds of caches than full attention's: the tokens of a single instance all the same.
 
 MLA's latent, the same on every rank; sliding windows and full attention in one memory; states of Mamba and of
-linear attention beside attention.
+linear attention beside attention; 8-bit floats.
 """
 
+import dataclasses
 from collections.abc import Iterable
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from harness.client import Client, at_once, random_prompt
 from harness.engines import LOSING_TOKENS, POISONED_TOKENS, Cluster, EngineConfig, one_to_one
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
-from harness.models import GATED_DELTA, MAMBA, MLA, SLIDING, sliding_bytes
+from harness.models import GATED_DELTA, MAMBA, MLA, SLIDING, TINY, sliding_bytes
 from harness.pool import Reference
 
 PROMPT_TOKENS = (1, 2, 127, 128, 129, 384, 1000, 2500)
@@ -27,11 +28,13 @@ FOR_MLA = EngineConfig(
 )
 FOR_STATES = EngineConfig(prefix_caching=False)
 FOR_GATED_DELTA = EngineConfig(prefix_caching=False, dtype="bfloat16")
+IN_8_BITS = EngineConfig(dtype="bfloat16", args=("--kv-cache-dtype", "fp8_e5m2"))
 
 SLIDING_TP1 = one_to_one(1, 1, model=SLIDING)
 MLA_TP1 = one_to_one(1, 1, model=MLA, engine=FOR_MLA)
 MAMBA_TP1 = one_to_one(1, 1, model=MAMBA, engine=FOR_STATES)
 GATED_DELTA_TP1 = one_to_one(1, 1, model=GATED_DELTA, engine=FOR_GATED_DELTA)
+FP8_TP1 = dataclasses.replace(one_to_one(1, 1, engine=IN_8_BITS), name="fp8-tp1-to-tp1")
 # MLA and sliding windows with TP 2 to 1: tests/npu/e2e/test_models.py.
 CLUSTERS = [
     SLIDING_TP1,
@@ -40,6 +43,7 @@ CLUSTERS = [
     one_to_one(2, 1, model=MAMBA, engine=FOR_STATES),
     GATED_DELTA_TP1,
     one_to_one(2, 1, model=GATED_DELTA, engine=FOR_GATED_DELTA),
+    FP8_TP1,
 ]
 
 pytestmark = pytest.mark.timeout(600)
@@ -56,7 +60,7 @@ one of the tensors below they are 1.5 to 20 below."""
 def is_right(cluster: Cluster, reference: Reference, prompt: list[int], output: tuple[int, ...]) -> bool:
     """Is `output` what the single engine gives? In bfloat16: are its tokens, each after those before it, ones that the
     single engine chooses, or might have?"""
-    if cluster.config.model.dtype == "float32":
+    if cluster.decode[0].config.dtype == "float32":
         return output == reference.complete(prompt)
     return reference.shortfall(prompt, output) <= BFLOAT16_TIE
 
@@ -89,6 +93,7 @@ then the KV of the fourth layer."""
         (MLA_TP1, range(MLA.layers), 0),
         (MAMBA_TP1, (0, 6, 8, *RECURRENT_AND_KV), 1),  # x of the convolution's oldest row, x and C of the newest
         (GATED_DELTA_TP1, (8, *RECURRENT_AND_KV), 1),  # V of the newest row
+        (FP8_TP1, range(TINY.layers), 0),
     ],
     ids=str,
     indirect=["cluster"],

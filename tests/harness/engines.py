@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from harness.models import TINY, ModelSpec
+from harness.models import TINY, ModelSpec, make_model
 from harness.ports import release_port, reserve_ports
 from harness.processes import ManagedProcess, wait_all_healthy
 
@@ -81,8 +81,15 @@ class EngineConfig:
     port: int | None = None
     """None: a free one, as for `kv_port`."""
     kv_port: int | None = None
+    engine_id: str | None = None
+    """None: vLLM makes one up at each start."""
     connector_extra: tuple[tuple[str, object], ...] = ()
     """`kv_connector_extra_config`, as pairs so that the config stays hashable."""
+    beside: tuple[tuple[str, object], ...] = ()
+    """`kv_connector_extra_config` of vLLM's ExampleConnector, which then runs beside ours below a MultiConnector."""
+    ours_first: bool = True
+    speculative: tuple[tuple[str, object], ...] = ()
+    """`--speculative-config`, as pairs. A `ModelSpec` as its model stands for that model's folder."""
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
 
@@ -113,20 +120,42 @@ class EngineConfig:
             command += ["--data-parallel-size", str(self.dp)]
         if self.eager and (self.pp == 1 or self.device == "npu"):
             command += ["--enforce-eager"]
+        if self.speculative:
+            command += ["--speculative-config", json.dumps(self.speculative_config(model.parent))]
         if self.role is not Role.SINGLE:
             command += ["--kv-transfer-config", json.dumps(self.transfer_config(kv_port))]
         return [*command, *self.args]
 
+    def speculative_config(self, models: Path) -> dict[str, object]:
+        """`--speculative-config`; makes the model that drafts in the folder `models`, where it is missing."""
+        return {
+            name: str(make_model(value, models)) if isinstance(value, ModelSpec) else value
+            for name, value in self.speculative
+        }
+
     def transfer_config(self, kv_port: int | None) -> dict[str, object]:
         """`--kv-transfer-config`."""
-        config: dict[str, object] = {
+        ours: dict[str, object] = {
             "kv_connector": "LayerwisePushConnector",
             "kv_role": self.role.value,
             "kv_port": kv_port,
         }
+        if self.engine_id is not None:
+            ours["engine_id"] = self.engine_id
         if self.connector_extra:
-            config["kv_connector_extra_config"] = dict(self.connector_extra)
-        return config
+            ours["kv_connector_extra_config"] = dict(self.connector_extra)
+        if not self.beside:
+            return ours
+        other = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": dict(self.beside),
+        }
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": self.role.value,
+            "kv_connector_extra_config": {"connectors": [ours, other] if self.ours_first else [other, ours]},
+        }
 
     def environment(self) -> dict[str, str]:
         """The whole environment of the engine's processes."""
@@ -171,8 +200,17 @@ class Engine(Server):
         self.kv_port = config.kv_port
         if self.kv_port is None and config.role is not Role.SINGLE:
             self.kv_port = self._reserve(config.dp)  # each data-parallel engine listens on one
-        command = config.command(model, self.port, self.kv_port)
-        self.process = ManagedProcess(self.name, command, config.environment(), self.log)
+        self._command = config.command(model, self.port, self.kv_port)
+        self._environment = config.environment()
+        if not config.eager:
+            # Its own: engines that compile at the same time would write the same files.
+            cache = logs / f"{self.name}-{self.port}-cache"
+            self._environment |= {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
+        self.start()
+
+    def start(self) -> None:
+        """With what it was made with; again, after its `process` was stopped or killed."""
+        self.process = ManagedProcess(self.name, self._command, self._environment, self.log)
 
     def metric(self, name: str) -> float:
         """The sum of a Prometheus metric's samples, whatever their labels; 0 if it has none yet."""

@@ -15,7 +15,8 @@ from vllm_ascend_pd.core.topology import owned_heads
 @dataclass(frozen=True)
 class Model:
     """`widths`: bytes-carrying elements per head and token of each part: (head size, head size) for K and V,
-    (512, 64) for MLA's latent and rope parts, (2 * head size,) where K and V are packed."""
+    (512, 64) for MLA's latent and rope parts, (2 * head size,) where K and V are packed. `dtypes`: theirs, where they
+    differ; `encoding`: what bytes stand for, as `LayerSpec` has it."""
 
     layers: int = 3
     heads: int = 4
@@ -23,6 +24,16 @@ class Model:
     dtype: torch.dtype = torch.bfloat16
     order: Order = Order.TOKEN_MAJOR
     replicated: bool = False  # MLA: every rank holds everything
+    dtypes: tuple[torch.dtype, ...] = ()
+    encoding: str | None = None
+    drafts: int = 0  # how many of the layers, the last ones, are those of a draft
+
+    @property
+    def draft_layers(self) -> range:
+        return range(self.layers - self.drafts, self.layers)
+
+    def dtype_of(self, part: int) -> torch.dtype:
+        return self.dtypes[part] if self.dtypes else self.dtype
 
     def heads_of(self, rank: int, tp: int) -> range:
         return range(1) if self.replicated else owned_heads(rank, tp, self.heads)
@@ -30,12 +41,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Side:
-    """One engine's shape. `stages`: how many layers each pipeline stage has; empty for one stage."""
+    """One engine's shape. `stages`: how many layers each pipeline stage has; empty for one stage. `dcp`, `pcp`: sizes
+    of decode and prefill context parallelism, which deal out tokens `interleave` at a time."""
 
     tp: int
     num_blocks: int = 64
     block_size: int = 16
     stages: tuple[int, ...] = ()
+    dcp: int = 1
+    pcp: int = 1
+    interleave: int = 1
 
     def layers_of(self, pp_rank: int, model: Model) -> range:
         stages = self.stages or (model.layers,)
@@ -45,6 +60,30 @@ class Side:
     @property
     def pp(self) -> int:
         return max(1, len(self.stages))
+
+    @property
+    def ranks(self) -> int:
+        """Of a stage. Tensor-parallel rank `t` and prefill-context-parallel rank `p` make rank `p * tp + t`."""
+        return self.pcp * self.tp
+
+    @property
+    def span(self) -> int:
+        """Tokens that a block id stands for."""
+        return self.block_size * self.pcp * self.dcp
+
+    def places(self, rank: int, start: int, stop: int) -> dict[int, list[tuple[int, int]]]:
+        """Where `rank` keeps those of tokens `[start, stop)` that it holds: number of the request's block ->
+        (token, place in the block), as vLLM's block table works out slots."""
+        parts = self.pcp * self.dcp
+        part = rank // self.tp * self.dcp + rank % self.tp % self.dcp
+        found: dict[int, list[tuple[int, int]]] = {}
+        for token in range(start, stop):
+            block, offset = divmod(token, self.span)
+            turn, within = divmod(offset, self.interleave * parts)
+            if within // self.interleave == part:
+                place = turn * self.interleave + within % self.interleave
+                found.setdefault(block, []).append((token, place))
+        return found
 
 
 @dataclass(frozen=True)
@@ -67,19 +106,17 @@ def truth(model: Model, seed: int, layer: int, part: int, num_tokens: int) -> to
     """KV of one request: `[num_tokens, heads, width]`."""
     generator = torch.Generator().manual_seed(seed * 1009 + layer * 31 + part)
     heads = 1 if model.replicated else model.heads
-    return torch.randn(num_tokens, heads, model.widths[part], generator=generator).to(model.dtype)
+    return torch.randn(num_tokens, heads, model.widths[part], generator=generator).to(model.dtype_of(part))
 
 
-def make_caches(
-    model: Model, side: Side, tp_rank: int, pp_rank: int, device: str
-) -> dict[str, tuple[torch.Tensor, ...]]:
+def make_caches(model: Model, side: Side, rank: int, pp_rank: int, device: str) -> dict[str, tuple[torch.Tensor, ...]]:
     """vllm-ascend's shape: per layer a tuple of `[num_blocks, block_size, heads, width]`, each with an offset into
     its allocation; head-major: `[num_blocks, heads, block_size, width]`."""
-    heads = len(model.heads_of(tp_rank, side.tp))
+    heads = len(model.heads_of(rank % side.tp, side.tp))
     caches = {}
     for layer in side.layers_of(pp_rank, model):
         parts = []
-        for width in model.widths:
+        for part, width in enumerate(model.widths):
             shape = (
                 (side.num_blocks, side.block_size, heads, width)
                 if model.order is Order.TOKEN_MAJOR
@@ -87,7 +124,7 @@ def make_caches(
             )
             skip = 64
             numel = torch.Size(shape).numel()
-            parts.append(torch.zeros(numel + skip, dtype=model.dtype, device=device)[skip:].view(shape))
+            parts.append(torch.zeros(numel + skip, dtype=model.dtype_of(part), device=device)[skip:].view(shape))
         caches[layer_name(layer)] = tuple(parts)
     return caches
 

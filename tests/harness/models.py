@@ -15,6 +15,7 @@ import shutil
 import string
 import tempfile
 from pathlib import Path
+from typing import Any
 
 RECIPE = 2
 """Raise it whenever the code below makes other files from the same `ModelSpec`: it is part of the key."""
@@ -51,6 +52,8 @@ class ModelSpec:
     dtype: str = "float32"
     config: tuple[tuple[str, object], ...] = ()
     seed: int = 0
+    eagle_of: "ModelSpec | None" = None
+    """An EAGLE head that drafts for this model of one layer, of the same sizes."""
 
     @property
     def hidden_size(self) -> int:
@@ -74,6 +77,12 @@ WIDE = ModelSpec("wide", layers=8, heads=16, kv_heads=8, head_size=64, intermedi
 
 ONE_HEAD = ModelSpec("one-head", kv_heads=1)
 """With tensor parallelism every rank holds a copy of the only KV head."""
+TWO_LAYERS = ModelSpec("two-layers", layers=2)
+ONE_LAYER = ModelSpec("one-layer", layers=1)
+EAGLE = ModelSpec("eagle", layers=1, eagle_of=ONE_LAYER)
+"""An EAGLE head is one layer over its target's hidden states and the next token's embedding. This one is its target's
+only layer over the embedding, so it drafts what the target computes, as long as its own KV cache is right."""
+
 SIX_HEADS = ModelSpec("six-heads", heads=6, kv_heads=6, intermediate_size=768, vocab_size=576)
 """Sizes that 2 and 3 divide."""
 
@@ -173,7 +182,10 @@ def make_model(spec: ModelSpec, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=folder))
     try:
-        _save_weights(spec, scratch)
+        if spec.eagle_of is None:
+            _random_model(spec).save_pretrained(scratch)
+        else:
+            _save_eagle_head(spec, scratch)
         _save_tokenizer(spec, scratch)
         try:
             os.rename(scratch, path)
@@ -185,7 +197,8 @@ def make_model(spec: ModelSpec, folder: Path) -> Path:
     return path
 
 
-def _save_weights(spec: ModelSpec, folder: Path) -> None:
+def _random_model(spec: ModelSpec) -> Any:
+    """The transformers model of `spec`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -212,10 +225,31 @@ def _save_weights(spec: ModelSpec, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = AutoModelForCausalLM.from_config(config)
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.data.fill_(SLOW_DECAY)
-        model.to(getattr(torch, spec.dtype)).save_pretrained(folder)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data.fill_(SLOW_DECAY)
+    if spec == ONE_LAYER:
+        # An EAGLE head does not normalize its input: for it to compute what its target's layer does, embeddings are
+        # normalized already, to a root mean square of 1.
+        embeddings = model.get_input_embeddings().weight.data
+        embeddings /= embeddings.pow(2).mean(dim=1, keepdim=True).sqrt().clamp(min=1e-6)  # padding's are zeros
+    return model.to(getattr(torch, spec.dtype))
+
+
+def _save_eagle_head(spec: ModelSpec, folder: Path) -> None:
+    """What vLLM's `EagleLlamaForCausalLM` loads: a layer without input norm, and `fc`, which makes the layer's input
+    of `[embedding, hidden state]`. It shares its target's embeddings and head."""
+    import torch
+    from safetensors.torch import save_file
+
+    assert spec.eagle_of is not None
+    target = _random_model(spec.eagle_of)
+    weights = {f"layers.0.{name}": w for name, w in target.model.layers[0].state_dict().items() if "input_" not in name}
+    identity = torch.eye(spec.hidden_size)
+    weights["fc.weight"] = torch.cat((identity, torch.zeros_like(identity)), dim=1)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+    target.config.architectures = ["LlamaForCausalLM"]
+    target.config.save_pretrained(folder)
 
 
 def _save_tokenizer(spec: ModelSpec, folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.client import Client, Completion, Messages, Prompt
-from harness.engines import Cluster, ClusterConfig, EngineConfig, running_cluster, running_engines
+from harness.engines import Cluster, ClusterConfig, Engine, EngineConfig, running_cluster, running_engines
 from harness.models import ModelSpec, make_model
 from harness.processes import StartupError
 
@@ -57,6 +57,11 @@ class Reference:
         return self._client.shortfall(prompt, token_ids)
 
     @property
+    def engine(self) -> Engine:
+        """The engine itself, running."""
+        return self._pool.engine(*self._key)
+
+    @property
     def _client(self) -> Client:
         return self._pool.client(*self._key)
 
@@ -70,18 +75,24 @@ class ReferencePool:
         self._references: dict[tuple[ModelSpec, EngineConfig], Reference] = {}
         self._running = ExitStack()
         self._current: tuple[ModelSpec, EngineConfig] | None = None
+        self._engine: Engine
         self._answering: Client
 
     def get(self, model: ModelSpec, engine: EngineConfig) -> Reference:
         return self._references.setdefault((model, engine), Reference(self, model, engine))
+
+    def engine(self, model: ModelSpec, engine: EngineConfig) -> Engine:
+        """The engine, started now unless it runs already."""
+        self.client(model, engine)
+        return self._engine
 
     def client(self, model: ModelSpec, engine: EngineConfig) -> Client:
         """Talks to the engine, started now unless it runs already."""
         if self._current != (model, engine):
             self.stop()
             folder = make_model(model, self._models)
-            [running] = self._running.enter_context(running_engines(folder, [engine], self._logs))
-            self._answering = self._running.enter_context(Client(running.url))
+            [self._engine] = self._running.enter_context(running_engines(folder, [engine], self._logs))
+            self._answering = self._running.enter_context(Client(self._engine.url))
             self._current = (model, engine)
         return self._answering
 

@@ -40,6 +40,7 @@ class ManagedProcess:
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        self._shared_memory: set[Path] = set()
         _running.add(self)
 
     @property
@@ -64,6 +65,7 @@ class ManagedProcess:
 
         Only the leader gets the SIGTERM: a vLLM server shuts its own workers down, in order.
         """
+        self._note_shared_memory()
         self._process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + grace
         while time.monotonic() < deadline and (self.exit_code is None or self.members()):
@@ -71,13 +73,25 @@ class ManagedProcess:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to the whole group: returns when no process of it is left."""
+        """SIGKILL to the whole group: returns when no process of it is left, nor shared memory that it had open."""
+        self._note_shared_memory()
         while True:
             self.signal_group(signal.SIGKILL)
             if self.exit_code is not None and not self.members():
                 break
             time.sleep(0.02)
+        for path in self._shared_memory:
+            path.unlink(missing_ok=True)
         _running.discard(self)
+
+    def _note_shared_memory(self) -> None:
+        """A process that is killed leaves it behind; vLLM's tensor-parallel CPU workers always do."""
+        for pid in self.members():
+            with contextlib.suppress(OSError):  # it has just ended
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                    path = line.split(maxsplit=5)[-1]
+                    if path.startswith("/dev/shm/") and not path.endswith(" (deleted)"):
+                        self._shared_memory.add(Path(path))
 
 
 class StartupError(RuntimeError):

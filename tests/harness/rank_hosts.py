@@ -5,6 +5,7 @@ import atexit
 import functools
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 
 # Importing torch and vLLM takes seconds: a server process does it once and every rank is forked from it.
+# Preloaded is what is installed: the server of Python 3.11 does not look where pytest's `pythonpath` points, and would
+# leave the imports to every rank without a word.
 _forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["harness.rank_programs"])
+_forked.set_forkserver_preload(["vllm_ascend_pd.worker.producer", "vllm_ascend_pd.worker.consumer"])
 
 
 class Rank:
@@ -58,6 +61,11 @@ class Rank:
         """SIGKILL, whatever it is doing."""
         self._reusable = False
         self._host.end()
+
+    def freeze(self, frozen: bool = True) -> None:
+        """SIGSTOP, or SIGCONT: all its threads stand still, its connections stay."""
+        assert self._host.process.pid is not None
+        os.kill(self._host.process.pid, signal.SIGSTOP if frozen else signal.SIGCONT)
 
     def dies(self, timeout_s: float) -> bool:
         """Whether its process ends by itself, sooner or later."""

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -14,6 +14,7 @@ import torch
 from harness.kv import Model, Prompt, Side, by_token, layer_name, make_caches, truth
 from vllm_ascend_pd.config import parse_config
 from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.step import Send
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError, TransferLimits
 from vllm_ascend_pd.worker.caches import LayerSpec, describe
@@ -23,6 +24,20 @@ from vllm_ascend_pd.worker.producer import ProducerWorker
 
 HOST = "127.0.0.1"
 MODEL = "a model of random numbers"
+DRAFT = "a draft of random numbers"
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a model runner tells the connector in a step: layers it saves, in this order and as often (None: each
+    once), and whether that the step has ended."""
+
+    saved: tuple[int, ...] | None = None
+    ended: bool = True
+
+
+ONCE = Hooks()
+"""Each layer as it is computed, then the step's end."""
 
 
 def _make_device(name: str, rank: int) -> Any:
@@ -49,39 +64,48 @@ class _Warnings(logging.Handler):
 class _RankBase:
     model: Model
     side: Side
-    tp_rank: int
+    rank: int  # of its pipeline stage
     pp_rank: int
     init: str
+    engine_id: str
     config: dict[str, Any]
     on: str  # "cpu" or "npu"
 
     def __post_init__(self) -> None:
         self._warnings = _Warnings()
         logging.getLogger("vllm_ascend_pd").handlers = [self._warnings]  # the last rank of this process had its own
-        world = self.side.tp * self.side.pp
-        rank = self.pp_rank * self.side.tp + self.tp_rank
+        side = self.side
+        first = self.pp_rank * side.ranks
+        world, rank = side.ranks * side.pp, first + self.rank
         self.device = _make_device(self.on, rank)
         backend = self.device.collective_backend
         torch.distributed.init_process_group(backend, init_method=self.init, world_size=world, rank=rank)
         self.parsed = parse_config(self.config)
-        self.caches = make_caches(self.model, self.side, self.tp_rank, self.pp_rank, self.on)
-        heads = len(self.model.heads_of(self.tp_rank, self.side.tp))
+        self.caches = make_caches(self.model, side, self.rank, self.pp_rank, self.on)
+        dealt = sharding(side.tp, side.dcp, side.interleave, side.pcp)
+        heads = len(self._heads())
         total = 1 if self.model.replicated else self.model.heads
-        specs = {name: LayerSpec(0, self.side.block_size, heads, total) for name in self.caches}
+        spec = LayerSpec(0, side.block_size, heads, total, self.model.encoding, dealt.share(self.rank))
+        specs = dict.fromkeys(self.caches, spec)
+        for layer in self.model.draft_layers:
+            specs[layer_name(layer)] = replace(spec, draft=DRAFT)
         self.registered = describe(self.caches, specs, heads_first=self.model.order is Order.HEAD_MAJOR)
         self.engine = TransferEngine(HOST, "tcp", TransferLimits(timeout_s=self.parsed.write_timeout_s))
         self.engine.register(self.registered.regions())
-        first = self.pp_rank * self.side.tp
         self.identity = Identity(
             engine_id=self.engine_id,
             model=MODEL,
             host=HOST,
-            tp_rank=self.tp_rank,
-            tp=self.side.tp,
+            rank=self.rank,
+            sharding=dealt,
             pp_rank=self.pp_rank,
-            pp=self.side.pp,
-            tp_ranks=tuple(range(first, first + self.side.tp)),
+            pp=side.pp,
+            stage_ranks=tuple(range(first, first + side.ranks)),
+            draft=DRAFT if self.model.draft_layers else "",
         )
+
+    def _heads(self) -> range:
+        return self.model.heads_of(self.rank % self.side.tp, self.side.tp)
 
     def do(self, action: Callable[..., Any], *args: Any) -> Any:
         """`action(this rank, *args)`, a function at the top of a test's module."""
@@ -119,16 +143,14 @@ class _RankBase:
 
 
 class PrefillRank(_RankBase):
-    engine_id = "prefill"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.worker = ProducerWorker(
             self.identity, self.parsed, self.device, self.engine, self.registered, step_tokens=128
         )
 
-    def step(self, step: Any, prompts: dict[str, Prompt], skip_save: frozenset[int] = frozenset()) -> None:
-        """One forward pass: each layer's KV is computed (copied from the truth), then announced."""
+    def step(self, step: Any, prompts: dict[str, Prompt], hooks: Hooks = ONCE) -> None:
+        """One forward pass: each layer's KV is computed (copied from the truth), then saved as `hooks` says."""
         self.worker.preempted(step.preempted)
         self.worker.start_step(step)
         # All before the first layer: nothing in between may wait for the device, as nothing in a model does.
@@ -136,11 +158,15 @@ class PrefillRank(_RankBase):
             layer: [copy for send in step.sends for copy in self._values(layer, prompts[send.request_id], send)]
             for layer in self.side.layers_of(self.pp_rank, self.model)
         }
+        own = list(values)
+        for layer in own if hooks.saved is None else hooks.saved:
+            if layer in own:
+                self.compute(layer, values.pop(layer, []))
+                self.worker.layer_computed(layer_name(layer))
         for layer, copies in values.items():
             self.compute(layer, copies)
-            if layer not in skip_save:
-                self.worker.layer_computed(layer_name(layer))
-        self.worker.end_step()
+        if hooks.ended:
+            self.worker.end_step()
 
     def compute(self, layer: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Queues a layer's computation: `copies` are (part of the cache, what it must hold)."""
@@ -149,19 +175,20 @@ class PrefillRank(_RankBase):
 
     def _values(self, layer: int, prompt: Prompt, send: Send) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The KV of a send's tokens on the device, cut at the cache's blocks."""
-        own = self.model.heads_of(self.tp_rank, self.side.tp)
-        size = self.side.block_size
+        own = self._heads()
+        held = self.side.places(self.rank, send.start, send.stop)
         copies = []
         for part, cache in enumerate(self.caches[layer_name(layer)]):
             values = truth(self.model, prompt.seed, layer, part, prompt.num_tokens)
-            values = values[send.start : send.stop, own.start : own.stop].to(self.on)
+            order = [token for tokens in held.values() for token, _ in tokens]
+            values = values[order, own.start : own.stop].to(self.on)
             view = by_token(self.model, cache)
-            start = send.start
-            while start < send.stop:
-                stop = min(send.stop, start - start % size + size)
-                rows = view[prompt.p_blocks[start // size], start % size :][: stop - start]
-                copies.append((rows, values[start - send.start : stop - send.start]))
-                start = stop
+            done = 0
+            for block, tokens in held.items():
+                first = tokens[0][1]  # what a block holds of a send lies together
+                rows = view[prompt.p_blocks[block], first : first + len(tokens)]
+                copies.append((rows, values[done : done + len(tokens)]))
+                done += len(tokens)
         return copies
 
     def sent(self) -> tuple[set[str], dict[str, str]]:
@@ -185,19 +212,18 @@ class PrefillRank(_RankBase):
         """From now on the transfer engine fails every write into one of `ranges` (address, bytes) of decode's."""
         healthy = self.engine.write
 
-        def write(session: str, sources: list[int], destinations: list[int], lengths: list[int]) -> None:
+        def write(session: str, sources: list[int], destinations: list[int], *others: Any) -> None:
             if any(begin <= d < begin + size for d in destinations for begin, size in ranges):
                 raise TransferError(session, "injected by the test", retryable=True)
-            healthy(session, sources, destinations, lengths)
+            healthy(session, sources, destinations, *others)
 
         self.engine.write = write
 
 
 class DecodeRank(_RankBase):
-    engine_id = "decode"
-
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.received_bytes = 0
         self.worker = ConsumerWorker(self.identity, self.parsed, self.engine, self.registered)
 
     def own_ports(self) -> set[int]:
@@ -211,6 +237,7 @@ class DecodeRank(_RankBase):
 
     def arrivals(self) -> tuple[set[str], set[str], dict[str, str]]:
         report = self.worker.take_report()
+        self.received_bytes += sum(num_bytes for num_bytes, _ in report.received.values()) if report else 0
         arrivals = self.worker.take_arrivals()
         return arrivals.finished, arrivals.failed, report.failed if report else {}
 
@@ -218,21 +245,23 @@ class DecodeRank(_RankBase):
         """Every place where the cache is not what it must be: the prompts' KV from their first uncached token on,
         zeros in all blocks that belong to nobody."""
         found = []
-        own = self.model.heads_of(self.tp_rank, self.side.tp)
+        own = self._heads()
         for layer in self.side.layers_of(self.pp_rank, self.model):
             for part, cache in enumerate(self.caches[layer_name(layer)]):
                 view = by_token(self.model, cache).cpu()
                 used = set()
                 for prompt in prompts:
                     values = truth(self.model, prompt.seed, layer, part, prompt.num_tokens)
-                    first = prompt.cached // self.side.block_size
-                    used |= set(prompt.d_blocks[first:])
-                    for token in range(prompt.cached, prompt.num_tokens):
-                        block = prompt.d_blocks[token // self.side.block_size]
-                        got = view[block, token % self.side.block_size]
-                        if not torch.equal(got, values[token, own.start : own.stop]):
-                            found.append(f"{prompt.request_id} layer {layer} part {part} token {token}")
-                            break
+                    places = self.side.places(self.rank, prompt.cached, prompt.num_tokens)
+                    used |= {prompt.d_blocks[block] for block in places}
+                    for block, tokens in places.items():
+                        wrong = [
+                            token
+                            for token, place in tokens
+                            if not torch.equal(view[prompt.d_blocks[block], place], values[token, own.start : own.stop])
+                        ]
+                        if wrong:
+                            found.append(f"{prompt.request_id} layer {layer} part {part} token {wrong[0]}")
                 for block in range(self.side.num_blocks):
                     if block not in used and view[block].any():
                         found.append(f"layer {layer} part {part}: block {block} belongs to nobody")

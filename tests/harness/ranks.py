@@ -5,6 +5,7 @@ The test plays both engines' schedulers: it issues tickets, sends steps to the r
 """
 
 import contextlib
+import math
 import random
 import secrets
 import time
@@ -14,20 +15,18 @@ from typing import Any
 from harness.kv import Model, Prompt, Side, layer_name
 from harness.ports import reserve_port
 from harness.rank_hosts import Rank
-from harness.rank_programs import HOST, MODEL, DecodeRank, PrefillRank
+from harness.rank_programs import DRAFT, HOST, MODEL, ONCE, DecodeRank, Hooks, PrefillRank
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.scheduler.listener import DescriptionListener
 from vllm_ascend_pd.step import ConsumerStep, Expect, ProducerStep, Send
 
 
-def run(
-    pair: "Pair", requests: list[Prompt], chunk: int | None = None, skip_save: frozenset[int] = frozenset()
-) -> dict[str, Ticket]:
+def run(pair: "Pair", requests: list[Prompt], chunk: int | None = None, hooks: Hooks = ONCE) -> dict[str, Ticket]:
     """Prefills all requests at once, each step computing up to `chunk` tokens of each; returns their tickets."""
     tickets = {prompt.request_id: pair.ticket(prompt) for prompt in requests}
     pair.expect(requests, tickets)
-    prefill(pair, requests, tickets, chunk, skip_save)
+    prefill(pair, requests, tickets, chunk, hooks)
     return tickets
 
 
@@ -36,13 +35,13 @@ def prefill(
     requests: list[Prompt],
     tickets: dict[str, Ticket],
     chunk: int | None = None,
-    skip_save: frozenset[int] = frozenset(),
+    hooks: Hooks = ONCE,
 ) -> None:
     by_id = {prompt.request_id: prompt for prompt in requests}
     cursor = {prompt.request_id: prompt.cached for prompt in requests}  # handed to the ranks
     computed = dict(cursor)
-    align = max(pair.prefill.block_size, pair.decode.block_size)
-    size = pair.prefill.block_size
+    align = math.lcm(pair.prefill.span, pair.decode.span)
+    size = pair.prefill.span
     announced: dict[str, Ticket] = tickets
     while any(cursor[p.request_id] < p.num_tokens for p in requests):
         step = ProducerStep(tickets=announced)
@@ -58,7 +57,7 @@ def prefill(
             blocks = (p.p_blocks[start // size : -(-stop // size)],)
             step.sends.append(Send(p.request_id, start, stop, blocks, last=stop == p.num_tokens))
             cursor[p.request_id] = stop
-        pair.each(pair.p_ranks, "step", step, by_id, skip_save)
+        pair.each(pair.p_ranks, "step", step, by_id, hooks)
     pair.each(pair.p_ranks, "step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
 
 
@@ -70,10 +69,10 @@ def prompts(pair: "Pair", lengths: list[int], cached: int = 0, seed: int = 0) ->
     d_free = chance.sample(range(1, pair.decode.num_blocks), pair.decode.num_blocks - 1)
     made = []
     for i, length in enumerate(lengths):
-        p_blocks = [p_free.pop() for _ in range(-(-length // pair.prefill.block_size))]
-        d_blocks = [d_free.pop() for _ in range(-(-length // pair.decode.block_size))]
+        p_blocks = [p_free.pop() for _ in range(-(-length // pair.prefill.span))]
+        d_blocks = [d_free.pop() for _ in range(-(-length // pair.decode.span))]
         held = min(cached, length - 1)
-        held -= held % pair.decode.block_size
+        held -= held % pair.decode.span
         made.append(Prompt(f"request-{i}", seed + i, length, p_blocks, d_blocks, held))
     return made
 
@@ -94,28 +93,57 @@ class Pair:
         """`kernels`: a library with the NPU's regroup ops, in place of those installed."""
         self.model, self.prefill, self.decode = model, prefill, decode
         self._request_of: dict[str, str] = {}
-        config = config or {}
-        self.p_ranks = _start(PrefillRank, p_model or model, prefill, config, device, kernels)
-        self.d_ranks = _start(DecodeRank, model, decode, config, device, kernels)
+        self._options: tuple[Any, ...] = (config or {}, device, kernels)
+        self.p_ranks = _start(PrefillRank, "prefill", p_model or model, prefill, *self._options)
+        self.d_ranks = _start(DecodeRank, "decode", model, decode, *self._options)
         for rank in self.p_ranks + self.d_ranks:
             rank.receive(120.0)
+        self._listen("decode", port=0)
+
+    def _listen(self, engine_id: str, port: int) -> None:
+        """Lets prefill find decode's ranks, as decode's engine core does."""
+        decode = self.decode
+        self.decode_id = engine_id
         self.descriptions = tuple(rank.call("description") for rank in self.d_ranks)
-        description = EngineDescription("decode", MODEL, decode.tp, decode.pp, self.descriptions)
-        self.listener = DescriptionListener(description, HOST, 0)
+        description = EngineDescription(
+            engine_id, MODEL, decode.tp, decode.pp, self.descriptions, decode.dcp, decode.interleave
+        )
+        self.listener = DescriptionListener(description, HOST, port)
         self.port = int(self.listener.endpoint.rpartition(":")[2])
+
+    def restart_decode(self, engine_id: str) -> None:
+        """Decode's processes die; others, another engine, come up at the same port."""
+        self.listener.close(5.0)
+        for rank in self.d_ranks:
+            rank.kill()
+        self.d_ranks = _start(DecodeRank, engine_id, self.model, self.decode, *self._options)
+        for rank in self.d_ranks:
+            rank.receive(120.0)
+        self._listen(engine_id, self.port)
+
+    def restart_prefill(self, engine_id: str) -> None:
+        """Prefill's processes die; others, another engine, come up."""
+        for rank in self.p_ranks:
+            rank.kill()
+        self.p_ranks = _start(PrefillRank, engine_id, self.model, self.prefill, *self._options)
+        for rank in self.p_ranks:
+            rank.receive(120.0)
 
     def ticket(self, prompt: Prompt) -> Ticket:
         return Ticket(
             request_id=prompt.request_id,
             remote_block_ids=[prompt.d_blocks],
             remote_block_size=[self.decode.block_size],
-            remote_engine_id="decode",
+            remote_engine_id=self.decode_id,
             remote_host=HOST,
             remote_port=self.port,
             remote_tp_size=self.decode.tp,
+            remote_dcp_size=self.decode.dcp,
+            remote_interleave_size=self.decode.interleave,
             remote_cached_tokens=prompt.cached,
             ticket_id=secrets.token_hex(16),
             num_tokens=prompt.num_tokens,
+            remote_draft=DRAFT if self.model.draft_layers else "",
         )
 
     def expect(self, requests: list[Prompt], tickets: dict[str, Ticket]) -> None:
@@ -196,11 +224,11 @@ class Pair:
 
 
 def _start(
-    program: Any, model: Model, side: Side, config: dict[str, Any], device: str, kernels: Path | None
+    program: Any, engine_id: str, model: Model, side: Side, config: dict[str, Any], device: str, kernels: Path | None
 ) -> list[Rank]:
     init = f"tcp://{HOST}:{reserve_port()}"
     return [
-        Rank(program, model, side, tp_rank, pp_rank, init, config, device, device=device, kernels=kernels)
+        Rank(program, model, side, rank, pp_rank, init, engine_id, config, device, device=device, kernels=kernels)
         for pp_rank in range(side.pp)
-        for tp_rank in range(side.tp)
+        for rank in range(side.ranks)
     ]

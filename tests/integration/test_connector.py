@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 import vllm_ascend_pd
-from vllm_ascend_pd.compat import external_request_id
+from harness.models import TINY, make_model
+from vllm_ascend_pd.compat import external_request_id, layer_specs
 from vllm_ascend_pd.config import ConfigError
+from vllm_ascend_pd.worker.caches import describe
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,35 @@ def test_a_config_it_cannot_work_with(
 )
 def test_the_id_a_proxy_knows_a_request_by(engine_id: str, api_id: str) -> None:
     assert external_request_id(engine_id) == api_id
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(TINY, tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "stored", "said"),
+    [
+        ("auto", torch.bfloat16, "bfloat16"),
+        ("fp8", torch.uint8, "float8_e4m3fn"),
+        ("fp8_e4m3", torch.uint8, "float8_e4m3fn"),
+        ("fp8_e5m2", torch.uint8, "float8_e5m2"),
+        ("fp8_e5m2", torch.bfloat16, "bfloat16"),  # a layer left out of quantization
+        ("fp8_ds_mla", torch.uint8, "fp8_ds_mla"),
+        ("auto", torch.int8, "int8"),
+    ],
+)
+def test_what_a_cache_holds_is_told_apart(model: Path, cache_dtype: Any, stored: torch.dtype, said: str) -> None:
+    """Bytes alone do not say what they stand for: decode would read other numbers than prefill wrote."""
+    config = EngineArgs(
+        model=str(model), dtype="bfloat16", max_model_len=512, kv_cache_dtype=cache_dtype
+    ).create_engine_config()
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=stored)
+    groups = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    caches = {"layer": torch.zeros((8, 4, 16, 64), dtype=stored)}
+    [geometry] = describe(caches, layer_specs(groups, config), heads_first=True).description.geometries
+    assert geometry.dtype == said
 
 
 def test_the_entry_point_is_declared() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_ascend_pd.config import ConnectorConfig
+from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.planning.engine import Engine, Layout
 from vllm_ascend_pd.planning.exchange import make_plan
@@ -41,7 +42,7 @@ def allocated_by_a_rank(shapes: list[tuple[int, ...]], spec: LayerSpec, heads_fi
     engine = TransferEngine("127.0.0.1", "tcp", TransferLimits())
     try:
         worker = ProducerWorker(
-            Identity("prefill", "any", "127.0.0.1", 0, 1, 0, 1, (0,)),
+            Identity("prefill", "any", "127.0.0.1", 0, sharding(1), 0, 1, (0,)),
             ConnectorConfig(staging_slots=SLOTS),
             device,
             engine,

@@ -152,6 +152,24 @@ def test_three_threads_with_5000_tiny_descriptors_each(source: Source, receiver:
     assert receiver.read(0, 3 * count * size) == source.memory.raw[: 3 * count * size]
 
 
+def test_no_batch_begins_once_the_leave_to_write_has_ended(source: Source, receiver: Receiver) -> None:
+    per_batch = LIMITS.max_descriptors
+    leave = iter([True, False])
+    offsets = [64 * i for i in range(3 * per_batch)]
+    with pytest.raises(TransferError, match="the leave to write ended") as error:
+        source.engine.write(
+            receiver.session,
+            [source.address + offset for offset in offsets],
+            [receiver.address + offset for offset in offsets],
+            [64] * len(offsets),
+            lambda: next(leave),
+        )
+    assert (error.value.may_arrive, error.value.retryable) == (False, False)
+    first = 64 * per_batch
+    assert receiver.read(0, first) == source.memory.raw[:first]
+    assert receiver.read(first, 2 * first) == bytes(2 * first)
+
+
 def test_address_outside_the_registered_memory_is_refused(source: Source, receiver: Receiver) -> None:
     with pytest.raises(TransferError, match="refuses the addresses"):
         source.engine.write(receiver.session, [source.address], [receiver.address + BUFFER_BYTES], [64])

@@ -25,6 +25,12 @@ pytestmark = pytest.mark.npu
 
 GQA = Model(heads=4, widths=(32, 32))
 MLA = Model(widths=(512, 64), replicated=True)
+# Of sparse attention (C8): the indexer's keys in 8 bits with a scale for each, beside latent and rope in 16 bits or
+# packed with their own scales. That vllm-ascend makes them so is in tests/npu/contract/test_contract_caches.py.
+SPARSE_C8 = Model(
+    widths=(512, 64, 128, 1), dtypes=(torch.bfloat16, torch.bfloat16, torch.int8, torch.float16), replicated=True
+)
+PACKED_C8 = Model(widths=(656, 128, 1), dtypes=(torch.int8, torch.int8, torch.float16), replicated=True)
 
 BLOCK = 128  # vllm-ascend's only block size with P/D
 
@@ -37,6 +43,8 @@ SHAPES = {f"tp{p}-to-tp{d}": (GQA, side(p), side(d)) for p, d in [(1, 1), (2, 1)
     "mla-tp2-to-tp1": (MLA, side(2), side(1)),
     "mla-tp1-to-tp1": (MLA, side(1), side(1)),
     "float16-tp2-to-tp1": (Model(dtype=torch.float16), side(2), side(1)),
+    "sparse-c8-tp2-to-tp1": (SPARSE_C8, side(2), side(1)),
+    "packed-c8-tp2-to-tp1": (PACKED_C8, side(2), side(1)),
     "int8-tp2-to-tp1": (Model(dtype=torch.int8), side(2), side(1)),
 }
 LENGTHS = [1, 127, 128, 129, 300]

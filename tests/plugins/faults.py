@@ -3,6 +3,7 @@
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.step import ProducerStep
@@ -19,11 +20,16 @@ def poison_prompts_of(num_tokens: int) -> None:
     write = TransferEngine.write
 
     def fail_poisoned(
-        self: TransferEngine, session: str, sources: list[int], destinations: list[int], lengths: list[int]
+        self: TransferEngine,
+        session: str,
+        sources: list[int],
+        destinations: list[int],
+        lengths: list[int],
+        *others: Any,
     ) -> None:
         if any(source in watched for source in sources):
             raise TransferError(session, "poisoned by the test", retryable=True)
-        write(self, session, sources, destinations, lengths)
+        write(self, session, sources, destinations, lengths, *others)
 
     TransferEngine.write = fail_poisoned  # type: ignore[method-assign]
 
@@ -35,10 +41,15 @@ def lose_tensors_of_prompts_from(num_tokens: int) -> None:
     write = TransferEngine.write
 
     def write_the_others(
-        self: TransferEngine, session: str, sources: list[int], destinations: list[int], lengths: list[int]
+        self: TransferEngine,
+        session: str,
+        sources: list[int],
+        destinations: list[int],
+        lengths: list[int],
+        *others: Any,
     ) -> None:
         kept = [part for part in zip(sources, destinations, lengths, strict=True) if part[0] not in watched]
-        write(self, session, [s for s, _, _ in kept], [d for _, d, _ in kept], [n for _, _, n in kept])
+        write(self, session, [s for s, _, _ in kept], [d for _, d, _ in kept], [n for _, _, n in kept], *others)
 
     TransferEngine.write = write_the_others  # type: ignore[method-assign]
 

@@ -19,6 +19,9 @@ POISON_TOKENS = "VLLM_ASCEND_PD_TEST_POISON_TOKENS"
 LOSE_TENSORS_FROM = "VLLM_ASCEND_PD_TEST_LOSE_TENSORS_FROM"
 """A number: prompts of that many tokens lose the first tensor on their way, of one more the second, ..."""
 
+SAY_SAVED = "VLLM_ASCEND_PD_TEST_SAY_SAVED"
+"""Prefill says how many layers each step saved, see `hooks_seen.py`."""
+
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`."""
@@ -34,6 +37,10 @@ def register() -> None:
         from faults import lose_tensors_of_prompts_from
 
         lose_tensors_of_prompts_from(int(tokens))
+    if os.environ.get(SAY_SAVED) == "1":
+        from hooks_seen import say_what_was_saved
+
+        say_what_was_saved()
 
 
 def _use_token_major_cache() -> None:

@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries out a plan on plain byte arrays: all ranks of a prefill and a decode engine, step by step.
 
-What ends up in decode's caches is compared with the cache of a single engine that holds every head and layer.
-That truth, and which rank holds which heads, is worked out here without the code under test.
+What ends up in decode's caches is compared with the cache of a single engine that holds every head, token and layer.
+That truth, and which rank holds which heads and tokens, is worked out here without the code under test.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches, TokenShare
 from vllm_ascend_pd.core.plan import (
     Descriptors,
+    Mask,
     Offsets,
     Regroup,
     Route,
     concatenate,
     descriptors,
+    held_units,
     make_route,
     staged_units,
     unit_offsets,
 )
+from vllm_ascend_pd.core.topology import Sharding
 
 Bytes = np.ndarray  # uint8
 Name = tuple[str, int]  # (layer, part)
@@ -33,6 +37,11 @@ MAX_TP = 8
 def sizes(heads: int) -> list[int]:
     """The tensor-parallel sizes that `heads` KV heads allow."""
     return [tp for tp in range(1, MAX_TP + 1) if tp % heads == 0 or heads % tp == 0]
+
+
+def dealt_out(tp: int, dcp: int = 1, pcp: int = 1) -> tuple[int, ...]:
+    """Shares as vLLM 0.23 deals them out: `pcp_rank * dcp + dcp_rank`, with neighbouring ranks in a group of `dcp`."""
+    return tuple(pcp_rank * dcp + tp_rank % dcp for pcp_rank in range(pcp) for tp_rank in range(tp))
 
 
 def all_sizes() -> Iterator[tuple[int, int, int]]:
@@ -54,13 +63,47 @@ class Model:
 
 @dataclass(frozen=True)
 class Engine:
-    """`stages`: the layers of each pipeline stage. `gap`: bytes between the end of a block and the next."""
+    """`stages`: the layers of each pipeline stage. `gap`: bytes between the end of a block and the next. With context
+    parallelism `shares` says which share of the tokens each rank of a stage holds, `interleave` tokens at a time."""
 
     tp: int
     block_size: int
     num_blocks: int
     stages: tuple[tuple[int, ...], ...] = ((0,),)
     gap: int = 0
+    shares: tuple[int, ...] = ()
+    interleave: int = 1
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding(self.tp, self.shares or (0,) * self.tp, self.interleave)
+
+    @property
+    def parts(self) -> int:
+        return max(self.shares, default=0) + 1
+
+    @property
+    def span(self) -> int:
+        """Tokens that a block id stands for."""
+        return self.block_size * self.parts
+
+    @property
+    def run(self) -> int:
+        """Tokens that follow each other in a block."""
+        return self.block_size if self.parts == 1 else self.interleave
+
+    def slots(self, rank: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(token, block number of the request, place in the block) of those of tokens `[start, stop)` that `rank`
+        holds, as vLLM's `compute_slot_mapping` has it."""
+        if self.parts == 1:
+            return [(token, *divmod(token, self.block_size)) for token in range(start, stop)]
+        held = []
+        for token in range(start, stop):
+            block, offset = divmod(token, self.span)
+            if offset // self.interleave % self.parts == self.shares[rank]:
+                turn = offset // (self.interleave * self.parts)
+                held.append((token, block, turn * self.interleave + offset % self.interleave))
+        return held
 
 
 @dataclass(frozen=True)
@@ -86,13 +129,13 @@ class Case:
     @property
     def unit(self) -> int:
         """Tokens: what travels, and is complete or not, as a whole."""
-        return min(self.prefill.block_size, self.decode.block_size)
+        return math.gcd(self.prefill.run, self.decode.run)
 
 
 @dataclass(frozen=True)
 class Result:
-    """`copies`: how many descriptors each push of one tensor to one decode rank came to. `writers`: the prefill
-    tensor-parallel ranks that wrote for a request (its index) to a decode tensor-parallel rank."""
+    """`copies`: how many descriptors each push of one tensor to one decode rank came to. `writers`: the prefill ranks
+    whose routes lead to a decode rank, for a request (its index) that had something to send."""
 
     copies: tuple[int, ...]
     writers: dict[tuple[int, int], set[int]]
@@ -107,16 +150,14 @@ class Tensor:
     where: np.ndarray
     writes: np.ndarray
 
-    def places(self, blocks: tuple[int, ...], start: int, stop: int) -> np.ndarray:
-        """`[tokens, heads, bytes]` for tokens `[start, stop)` of a request with these blocks."""
-        by_token = self.where[list(blocks)].reshape(-1, *self.where.shape[2:])
-        return by_token[start:stop]
+    def places(self, blocks: tuple[int, ...], slots: list[tuple[int, int, int]]) -> np.ndarray:
+        """`[tokens, heads, bytes]` for tokens in these `Engine.slots` of a request with these blocks."""
+        return self.where[[blocks[block] for _, block, _ in slots], [place for _, _, place in slots]]
 
 
 @dataclass
 class Rank:
-    pp_rank: int
-    tp_rank: int
+    rank: int
     heads: slice
     tensors: dict[Name, Tensor]
     caches: RankCaches
@@ -130,9 +171,10 @@ def heads_of(tp_rank: int, tp: int, total: int) -> slice:
     return slice(head, head + 1)
 
 
-def make_rank(model: Model, engine: Engine, pp_rank: int, tp_rank: int, rng: np.random.Generator) -> Rank:
+def make_rank(model: Model, engine: Engine, pp_rank: int, rank: int, rng: np.random.Generator) -> Rank:
     """A rank whose caches hold noise."""
-    heads = heads_of(tp_rank, engine.tp, model.heads)
+    heads = heads_of(rank % engine.tp, engine.tp, model.heads)
+    share = TokenShare(engine.parts, engine.shares[rank], engine.interleave) if engine.parts > 1 else TokenShare()
     count = heads.stop - heads.start
     geometries = tuple(
         Geometry(
@@ -144,6 +186,7 @@ def make_rank(model: Model, engine: Engine, pp_rank: int, tp_rank: int, rng: np.
             heads=count,
             total_heads=model.heads,
             head_bytes=head_bytes,
+            share=share,
         )
         for head_bytes in model.part_bytes
     )
@@ -163,13 +206,13 @@ def make_rank(model: Model, engine: Engine, pp_rank: int, tp_rank: int, rng: np.
             memory = rng.integers(0, 256, size, dtype=np.uint8)
             tensors[f"layers.{layer}", part] = Tensor(geometry, memory, where, np.zeros(size, dtype=np.int64))
     described = tuple(CacheTensor(layer, part, 0, engine.num_blocks, part) for layer, part in tensors)
-    return Rank(pp_rank, tp_rank, heads, tensors, RankCaches(geometries, described))
+    return Rank(rank, heads, tensors, RankCaches(geometries, described))
 
 
 def make_ranks(model: Model, engine: Engine, rng: np.random.Generator) -> list[list[Rank]]:
-    """Per pipeline stage, the tensor-parallel ranks."""
+    """Per pipeline stage, its ranks."""
     return [
-        [make_rank(model, engine, pp_rank, tp_rank, rng) for tp_rank in range(engine.tp)]
+        [make_rank(model, engine, pp_rank, rank, rng) for rank in range(len(engine.shares) or engine.tp)]
         for pp_rank in range(len(engine.stages))
     ]
 
@@ -183,7 +226,7 @@ def simulate(case: Case) -> Result:
         name: rng.integers(
             0,
             256,
-            (case.prefill.num_blocks, case.prefill.block_size, case.model.heads, case.model.part_bytes[name[1]]),
+            (case.prefill.num_blocks, case.prefill.span, case.model.heads, case.model.part_bytes[name[1]]),
             dtype=np.uint8,
         )
         for stage in prefill
@@ -216,7 +259,8 @@ def _compute(case: Case, prefill: list[list[Rank]], truth: dict[Name, Bytes], re
         for rank in stage:
             for name, tensor in rank.tensors.items():
                 kv = truth[name][list(request.p_blocks)].reshape(-1, *truth[name].shape[2:])
-                tensor.memory[tensor.places(request.p_blocks, 0, computed)] = kv[:computed, rank.heads]
+                slots = case.prefill.slots(rank.rank, 0, computed)
+                tensor.memory[tensor.places(request.p_blocks, slots)] = kv[tokens_of(slots), rank.heads]
 
 
 def _push(
@@ -233,22 +277,33 @@ def _push(
     routes: list[Route] = []
     served: list[list[int]] = []
     units: list[Offsets] = []
+    holding: list[list[Mask]] = []
     for rank in stage:
         at = rank.caches.by_name()[name]
         geometry = rank.caches.geometry_of(rank.caches.tensors[at])
-        route = make_route(geometry, rank.tp_rank, len(stage), case.decode.tp, case.decode.block_size)
+        route = make_route(geometry, rank.rank, case.prefill.sharding, case.decode.sharding, case.decode.block_size)
         mine = [i for i, (start, stop) in enumerate(ranges) if start < stop and route.serves(case.requests[i].salt)]
         routes.append(route)
         served.append(mine)
-        units.append(concatenate([_offsets(case.requests[i].p_blocks, geometry, route.unit, *ranges[i]) for i in mine]))
+        # A unit has one place on this rank if this rank holds it, else none.
+        held = [held_units(geometry.share, route.unit, *ranges[i]) for i in mine]
+        holding.append(held)
+        units.append(
+            concatenate(
+                [
+                    _offsets(case.requests[i].p_blocks, geometry, route.unit, *ranges[i])[own]
+                    for i, own in zip(mine, held, strict=True)
+                ]
+            )
+        )
     sends = [
         gather(rank.tensors[name].memory, unit, route) for rank, unit, route in zip(stage, units, routes, strict=True)
     ]
     d_stage = next(stage for stage in decode if name in stage[0].tensors)
-    for rank, route, mine, unit in zip(stage, routes, served, units, strict=True):
+    for rank, route, mine, held, unit in zip(stage, routes, served, holding, units, strict=True):
         memory, planes = rank.tensors[name].memory, None
         if route.regroup is Regroup.GATHER:
-            assert route.ranks[route.index] == rank.tp_rank
+            assert route.ranks[route.index] == rank.rank
             received = [sends[r][route.index] for r in route.ranks]  # the all-to-all
             planes = [interleave(received, route)]
         elif route.regroup is Regroup.SPLIT:
@@ -260,22 +315,35 @@ def _push(
             peer = d_stage[target.tp_rank]
             tensor = peer.tensors[name]
             dst = concatenate(
-                [_offsets(case.requests[i].d_blocks, tensor.geometry, route.unit, *ranges[i]) for i in mine]
+                [
+                    _offsets(case.requests[i].d_blocks, tensor.geometry, route.unit, *ranges[i])[own]
+                    for i, own in zip(mine, held, strict=True)
+                ]
             )
+            theirs = concatenate(
+                [
+                    held_units(tensor.geometry.share, route.unit, *ranges[i])[own]
+                    for i, own in zip(mine, held, strict=True)
+                ]
+            ).astype(np.bool_)
             src = unit if planes is None else staged_units(route, target.plane, capacity, len(unit))
-            todo = descriptors(target, src, dst)
+            todo = descriptors(target, src[theirs], dst[theirs])
             assert_nothing_left_to_merge(todo)
-            assert todo.total_bytes == len(dst) * target.rows * target.nbytes
+            assert todo.total_bytes == theirs.sum() * target.rows * target.nbytes
             execute(todo, memory, tensor)
             copies.append(len(todo.src))
             for i in mine:
-                writers.setdefault((i, target.tp_rank), set()).add(rank.tp_rank)
+                writers.setdefault((i, target.tp_rank), set()).add(rank.rank)
+
+
+def tokens_of(slots: list[tuple[int, int, int]]) -> list[int]:
+    return [token for token, _, _ in slots]
 
 
 def _offsets(blocks: tuple[int, ...], geometry: Geometry, unit: int, start: int, stop: int) -> Offsets:
     """With only the blocks that the range needs, as a step's metadata brings them."""
-    first = start // geometry.block_size
-    last = -(-stop // geometry.block_size)
+    first = start // geometry.span
+    last = -(-stop // geometry.span)
     return unit_offsets(np.array(blocks[first:last], dtype=np.int64), first, geometry, unit, start, stop)
 
 
@@ -328,12 +396,13 @@ def _check(case: Case, rank: Rank, tensor: Tensor, before: Bytes, truth: Bytes) 
     expected, writes = before.copy(), np.zeros_like(tensor.writes)
     for request in case.requests:
         kv = truth[list(request.p_blocks)].reshape(-1, *truth.shape[2:])[:, rank.heads]
-        prompt = tensor.places(request.d_blocks, request.cached, request.num_tokens)
-        expected[prompt] = kv[request.cached : request.num_tokens]
+        slots = case.decode.slots(rank.rank, request.cached, request.num_tokens)
+        prompt = tensor.places(request.d_blocks, slots)
+        expected[prompt] = kv[tokens_of(slots)]
         writes[prompt] += 1
         # A last, partly filled unit travels whole; what follows the prompt in it does not matter.
         covered = -(-request.num_tokens // case.unit) * case.unit
-        rest = tensor.places(request.d_blocks, request.num_tokens, covered)
+        rest = tensor.places(request.d_blocks, case.decode.slots(rank.rank, request.num_tokens, covered))
         expected[rest] = tensor.memory[rest]
         writes[rest] += 1
     np.testing.assert_array_equal(tensor.memory, expected)

@@ -7,6 +7,9 @@ import pytest
 from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Kind, Order, RankCaches
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.worker.peer import DecodeLayout
 
 MODEL = "LlamaForCausalLM with 4 layers of hidden size 64, 8 heads, 4 KV heads, vocabulary 512"
 LAYERS = tuple(f"model.layers.{n}.self_attn.attn" for n in range(4))
@@ -41,7 +44,7 @@ def engine(
 
 
 def found(ours: RankCaches, decode: EngineDescription, tp: int = 1, whole_model: bool = True) -> str | None:
-    answers = {mismatch(ours, MODEL, rank, tp, whole_model, decode) for rank in range(tp)}
+    answers = {mismatch(ours, MODEL, rank, sharding(tp), whole_model, decode) for rank in range(tp)}
     [answer] = answers  # all ranks of an engine agree
     return answer
 
@@ -62,6 +65,7 @@ def test_pipeline_stages_that_fit():
 def test_blocks_of_other_sizes_that_fit():
     assert found(caches(block_size=128), engine()) is None
     assert found(caches(), engine(block_size=128)) is None
+    assert found(caches(block_size=24), engine(block_size=16)) is None
     assert found(caches(block_stride=9999), engine()) is None
 
 
@@ -103,19 +107,12 @@ def test_head_major_blocks_of_other_sizes(p_block, d_block):
     assert answer.startswith(f"{LAYERS[0]}: block sizes {p_block} (prefill) and {d_block} (decode): ")
 
 
-def test_block_sizes_without_a_common_unit():
-    answer = found(caches(block_size=24), engine(block_size=16))
-    assert answer is not None
-    assert "block sizes 24 (prefill) and 16 (decode)" in answer
-
-
 def test_a_tensor_parallel_size_that_the_heads_do_not_allow():
     three = engine(tp=3, heads=1)
     assert found(caches(), three) == f"{LAYERS[0]}: tensor parallel size 3 and 4 KV heads: neither divides the other"
 
 
 def test_layers_that_decode_lacks():
-    """The draft layer of a model, say, that only prefill runs."""
     extra = "model.layers.4.self_attn.attn"
     answer = found(caches(layers=(*LAYERS, extra)), engine())
     assert answer == f"prefill has cache ('{extra}', 0) that decode lacks (10 against 8 tensors)"
@@ -124,6 +121,40 @@ def test_layers_that_decode_lacks():
 def test_layers_that_prefill_lacks():
     answer = found(caches(layers=LAYERS[:3]), engine())
     assert answer == f"decode has cache ('{LAYERS[3]}', 0) that prefill lacks (8 against 6 tensors)"
+
+
+DRAFT_LAYER = "model.layers.4.self_attn.attn"
+DRAFT = "eagle LlamaForCausalLM with 1 layers"
+
+
+def drafting(draft: str = DRAFT, layers: tuple[str, ...] = LAYERS, **changes: object) -> RankCaches:
+    """Beside the model's layers one of a draft."""
+    model = caches(layers=layers)
+    [geometry] = model.geometries
+    tensors = [CacheTensor(DRAFT_LAYER, part, 4096 * 9, 10, 1) for part in range(2)]
+    return RankCaches((geometry, msgspec.structs.replace(geometry, draft=draft, **changes)), (*model.tensors, *tensors))
+
+
+def drafting_engine(draft: str = DRAFT) -> EngineDescription:
+    [rank] = engine().ranks
+    return EngineDescription("decode-0", MODEL, 1, 1, (msgspec.structs.replace(rank, caches=drafting(draft)),))
+
+
+@pytest.mark.parametrize("ours", [caches(), drafting(), drafting("draft_model of other layers", head_bytes=64)])
+@pytest.mark.parametrize("decode", [engine(), drafting_engine(), drafting_engine("mtp")])
+def test_drafts_fit_whatever_drafts_on_the_other_side(ours, decode):
+    """Their layers only have to fit where both sides have the same."""
+    assert found(ours, decode) is None
+
+
+def test_the_same_draft_with_other_caches():
+    answer = found(drafting(head_bytes=64), drafting_engine())
+    assert answer == f"{DRAFT_LAYER}: head_bytes is 64 on prefill, 32 on decode"
+
+
+def test_a_draft_does_not_excuse_layers_of_the_model():
+    answer = found(drafting(layers=LAYERS[:3]), drafting_engine())
+    assert answer == f"decode has cache ('{LAYERS[3]}', 0) that prefill lacks (10 against 8 tensors)"
 
 
 def test_k_and_v_together_and_apart():
@@ -158,3 +189,85 @@ def test_sizes_that_no_engine_has(tp, pp):
     """They are not believed, nor counted up to."""
     answer = found(caches(), msgspec.structs.replace(engine(), tp=tp, pp=pp))
     assert answer == f"decode describes ranks [(0, 0)] but says tp {tp}, pp {pp}"
+
+
+def test_engines_that_deal_out_tokens_differently():
+    """MLA's latent is on all ranks, so they may share its tokens."""
+    mla = {"heads": 1, "total_heads": 1}
+    for prefill in (sharding(4), sharding(4, 2, 16), sharding(2, 2, 16, 2)):
+        for d_interleave in (1, 16):
+            decode = sharing(engine(2, **mla), 2, d_interleave)
+            for rank in range(len(prefill.shares)):
+                ours = caches(**mla, share=prefill.share(rank))
+                assert mismatch(ours, MODEL, rank, prefill, True, decode) is None
+
+
+def sharing(described: EngineDescription, dcp: int, interleave: int) -> EngineDescription:
+    """`described`, with tokens dealt out to its ranks."""
+    dealt = sharding(described.tp, dcp, interleave)
+    ranks = tuple(
+        msgspec.structs.replace(
+            rank,
+            caches=RankCaches(
+                tuple(msgspec.structs.replace(g, share=dealt.share(rank.tp_rank)) for g in rank.caches.geometries),
+                rank.caches.tensors,
+            ),
+        )
+        for rank in described.ranks
+    )
+    return msgspec.structs.replace(described, ranks=ranks, dcp=dcp, interleave=interleave)
+
+
+@pytest.mark.parametrize(("dcp", "interleave"), [(1, 1), (2, 8), (4, 16)])
+def test_ranks_that_hold_other_tokens_than_their_engine_says(dcp, interleave):
+    decode = msgspec.structs.replace(sharing(engine(4, heads=1, total_heads=1), 2, 16), dcp=dcp, interleave=interleave)
+    answer = found(caches(heads=1, total_heads=1), decode)
+    assert answer is not None
+    assert f"of 2, interleaved by 16 tokens of the tokens, decode says dcp {dcp}, interleaved by {interleave}" in answer
+
+
+def test_a_size_of_context_parallelism_that_does_not_divide():
+    decode = msgspec.structs.replace(engine(2), dcp=3)
+    assert found(caches(), decode) == "decode says tp 2 and dcp 3, which does not divide it"
+
+
+def test_tokens_dealt_out_among_ranks_of_different_heads():
+    answer = found(caches(), sharing(engine(4), 2, 16))
+    assert answer is not None
+    assert "4 ranks with tensor parallel size 4 do not all share the tokens of 4 KV heads by 2" in answer
+
+
+def test_head_major_blocks_that_are_dealt_out_in_parts():
+    """A block's tokens are packed together, so it goes to one rank or stays with one."""
+    one_head = {"order": Order.HEAD_MAJOR, "heads": 1, "total_heads": 1}
+    assert found(caches(**one_head), sharing(engine(2, **one_head), 2, 16)) is None
+    answer = found(caches(**one_head), sharing(engine(2, **one_head), 2, 4))
+    assert answer is not None
+    assert "runs of 16 (prefill) and 4 (decode) tokens in blocks of 16" in answer
+
+
+@pytest.mark.parametrize(
+    ("dcp", "interleave", "reason"),
+    [
+        (2, 16, None),
+        (1, 1, "the ticket says decode's dcp is 1, interleaved by 1; decode says 2, by 16"),
+        (2, 8, "the ticket says decode's dcp is 2, interleaved by 8; decode says 2, by 16"),
+    ],
+)
+def test_a_ticket_that_deals_out_tokens_otherwise_than_its_engine(dcp, interleave, reason):
+    """Prefill has planned by the ticket: it must be right."""
+    ticket = Ticket(
+        request_id="r",
+        remote_block_ids=[[1, 2, 3]],
+        remote_block_size=[16],
+        remote_engine_id="decode-0",
+        remote_host="127.0.0.1",
+        remote_port=5555,
+        remote_tp_size=2,
+        remote_dcp_size=dcp,
+        remote_interleave_size=interleave,
+        remote_cached_tokens=0,
+        ticket_id="0" * 32,
+        num_tokens=40,
+    )
+    assert DecodeLayout(sharing(engine(2, heads=1, total_heads=1), 2, 16)).unfit(ticket) == reason

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tickets decode's scheduler issues and what becomes of them, with a real metaserver client and server."""
 
+import dataclasses
 import json
 import threading
 import time
@@ -157,6 +158,24 @@ def test_a_state_is_asked_for_without_the_last_token(metaserver):
         assert (ticket.remote_block_ids, ticket.remote_block_size) == ([[7, 1, 5], [20]], [4, 1])
         assert ticket.remote_cached_tokens == 4
         assert scheduler.matched_tokens(wanting(metaserver.url, "one", num_tokens=1), 0) == 0
+    finally:
+        scheduler.close()
+
+
+def test_blocks_that_stand_for_a_block_on_each_of_several_ranks(metaserver):
+    listener = dataclasses.replace(LISTENER, dcp=2, interleave=BLOCK)
+    groups = [TokenGroup(BLOCK, ranks=2)]
+    scheduler = ConsumerScheduler(listener, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"))
+    try:
+        request = wanting(metaserver.url)
+        assert scheduler.matched_tokens(request, 8) == 2
+        [expect] = issue(scheduler, request, ([7, 1],), computed=8).expects
+        assert expect.blocks == [1]
+        eventually(lambda: metaserver.bodies)
+        ticket = parse_ticket(metaserver.bodies[0], PROMPT, 1)
+        assert (ticket.remote_block_ids, ticket.remote_block_size) == ([[7, 1]], [BLOCK])
+        assert (ticket.remote_tp_size, ticket.remote_pcp_size, ticket.remote_dcp_size) == (2, 1, 2)
+        assert (ticket.remote_interleave_size, ticket.span(0), ticket.remote_cached_tokens) == (BLOCK, 8, 8)
     finally:
         scheduler.close()
 

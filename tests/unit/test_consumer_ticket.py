@@ -21,6 +21,7 @@ from tickets import (
 
 from vllm_ascend_pd.core.protocol import Granted, Refused, Writer
 from vllm_ascend_pd.core.ticket import ConsumerTicket, State
+from vllm_ascend_pd.core.topology import sharding
 
 
 def test_both_writers_write_and_the_ticket_is_received():
@@ -208,7 +209,7 @@ def test_a_cancelled_ticket_waits_for_its_writers():
     [
         (asks(LEFT, attempt=1), "altered or is of another attempt"),
         (asks(LEFT, digest="e" * 32), "altered or is of another attempt"),
-        (asks(LEFT, tp=4), "another prefill engine"),
+        (asks(LEFT, sharding=sharding(4)), "another prefill engine"),
         (asks(STRANGER, (0,)), "another prefill engine"),
         (asks(LEFT, (0, 1)), "not its to write"),
         (asks(LEFT, (0, 2, 3)), "not its to write"),

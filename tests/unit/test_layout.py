@@ -9,7 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayoutError, Order, RankCaches, block_geometry
+from vllm_ascend_pd.core.layout import (
+    ALL_TOKENS,
+    CacheTensor,
+    Geometry,
+    LayoutError,
+    Order,
+    RankCaches,
+    TokenShare,
+    block_geometry,
+)
 
 BF16 = torch.bfloat16
 
@@ -218,3 +227,38 @@ def test_rank_caches_are_found_by_name():
     )
     assert caches.by_name() == {("model.layers.0", 0): 0, ("model.layers.0", 1): 1, ("model.layers.1", 0): 2}
     assert [caches.geometry_of(tensor) for tensor in caches.tensors] == [k, v, k]
+
+
+# --- context parallelism -------------------------------------------------------------------------------------
+
+
+@st.composite
+def token_shares(draw: st.DrawFn) -> TokenShare:
+    ranks = draw(st.integers(1, 5))
+    return TokenShare(ranks, draw(st.integers(0, ranks - 1)), draw(st.integers(1, 6)))
+
+
+@given(token_shares(), token_shares())
+def test_shares_that_meet_have_a_token_in_common(one, other):
+    tokens = np.arange(np.lcm(one.ranks * one.interleave, other.ranks * other.interleave))
+    held = [tokens // share.interleave % share.ranks == share.rank for share in (one, other)]
+    assert one.meets(other) == other.meets(one) == bool(np.any(held[0] & held[1]))
+
+
+def test_all_tokens_meet_every_share():
+    assert all(ALL_TOKENS.meets(TokenShare(3, rank, 16)) for rank in range(3))
+
+
+@pytest.mark.parametrize(
+    ("share", "span", "run"), [(ALL_TOKENS, 16, 16), (TokenShare(2, 1, 16), 32, 16), (TokenShare(4, 3, 2), 64, 2)]
+)
+def test_a_block_id_stands_for_a_block_on_each_rank(share, span, run):
+    geometry = Geometry(0, TOKEN_MAJOR, "bfloat16", 16, 4096, 2, 8, 128, share=share)
+    assert (geometry.span, geometry.run, geometry.block_bytes) == (span, run, 4096)
+
+
+def test_shares_that_cannot_be():
+    with pytest.raises(LayoutError, match="share 2 of tokens that are shared by 2 ranks"):
+        TokenShare(2, 2, 16)
+    with pytest.raises(LayoutError, match="blocks of 16 tokens, interleaved by 24"):
+        Geometry(0, TOKEN_MAJOR, "bfloat16", 16, 4096, 2, 8, 128, share=TokenShare(2, 1, 24))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulate import MAX_HEADS, Case, Engine, Model, Request, simulate, sizes
+from simulate import MAX_HEADS, Case, Engine, Model, Request, dealt_out, simulate, sizes
 
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.plan import (
@@ -21,12 +21,13 @@ from vllm_ascend_pd.core.topology import writers_to
 def run(case: Case) -> tuple[int, ...]:
     """Simulates `case`; checks who wrote against the topology. Returns the numbers of copies."""
     result = simulate(case)
-    p_tp, d_tp, heads = case.prefill.tp, case.decode.tp, case.model.heads
+    prefill, decode = case.prefill.sharding, case.decode.sharding
     for i, request in enumerate(case.requests):
-        for d_rank in range(d_tp):
+        for d_rank in range(decode.tp):
             wrote = result.writers.get((i, d_rank), set())
             nothing_to_send = request.cached == request.num_tokens
-            assert wrote == (set() if nothing_to_send else {*writers_to(d_rank, d_tp, p_tp, heads, request.salt)})
+            expected = writers_to(d_rank, decode, prefill, case.model.heads, request.salt)
+            assert wrote == (set() if nothing_to_send else {*expected})
     return result.copies
 
 
@@ -65,6 +66,28 @@ def case(
     )
 
 
+SHARED = (
+    Request(29, p_blocks=tuple(range(8)), d_blocks=(9, 3, 5, 0, 1, 2, 7, 8), salt=3, steps=(3, 17)),
+    Request(1, p_blocks=(9,), d_blocks=(10,), salt=4),  # most shares have none of it
+    Request(30, p_blocks=tuple(range(10, 18)), d_blocks=tuple(range(18, 10, -1)), cached=24, salt=5),
+)
+
+
+def whole(tp: int) -> Engine:
+    """Without context parallelism."""
+    return Engine(tp, block_size=4, num_blocks=20)
+
+
+def shares(tp: int, dcp: int = 1, pcp: int = 1, interleave: int = 2) -> Engine:
+    return dataclasses.replace(whole(tp), shares=dealt_out(tp, dcp, pcp), interleave=interleave)
+
+
+def shared(
+    heads: int, prefill: Engine, decode: Engine, part_bytes: tuple[int, ...], order: Order = Order.TOKEN_MAJOR
+) -> Case:
+    return Case(Model(heads, part_bytes, order), prefill, decode, SHARED)
+
+
 FOUR_LAYERS_IN_TWO_STAGES = dataclasses.replace(ONE_LAYER, stages=((0, 1), (2, 3)))
 FOUR_LAYERS_UNEVENLY = dataclasses.replace(ONE_LAYER, stages=((0,), (1, 2), (3,)))
 
@@ -93,6 +116,22 @@ NAMED = {
     "D_BLOCK_LARGER": case(2, 2, 1, FINER_BLOCKS_ON_P, prefill=Engine(tp=1, block_size=2, num_blocks=9)),
     "P_BLOCK_LARGER": case(4, 1, 2, FINER_BLOCKS_ON_D, decode=Engine(tp=1, block_size=2, num_blocks=9)),
     "RATIO_ABOVE_BLOCK_SIZE": case(8, 8, 1, SCATTERED, part_bytes=(2,)),
+    "BLOCKS_OF_4_AND_6": case(4, 4, 2, SCATTERED, decode=Engine(tp=2, block_size=6, num_blocks=8)),
+    "MLA_DCP2_TO_ALL_TOKENS": shared(1, shares(2, dcp=2), whole(1), (16, 2)),
+    "MLA_ALL_TOKENS_TO_DCP2": shared(1, whole(1), shares(2, dcp=2), (16, 2)),
+    "MLA_DCP4_TO_DCP2": shared(1, shares(4, dcp=4), shares(2, dcp=2), (16, 2)),
+    "MLA_DCP2_TO_DCP3": shared(1, shares(2, dcp=2), shares(3, dcp=3), (16, 2)),
+    "MLA_PCP2_DCP2_TO_DCP2_OF_OTHER_INTERLEAVE": shared(1, shares(4, 2, 2, interleave=4), shares(2, dcp=2), (16, 2)),
+    "MLA_PCP2_TO_PCP1": shared(1, shares(1, pcp=2), whole(1), (16, 2)),
+    "MLA_PCP2_OF_COPIES": shared(1, dataclasses.replace(whole(2), shares=(0,) * 4), whole(1), (16, 2)),
+    "GQA_REPLICATED_ON_P_DCP2": shared(2, shares(8, dcp=2), whole(1), K_AND_V),
+    "GQA_REPLICATED_ON_D_DCP2": shared(2, whole(1), shares(4, dcp=2), K_AND_V),
+    "GQA_REPLICATED_ON_BOTH_DCP2": shared(2, shares(4, dcp=2, interleave=4), shares(4, dcp=2), K_AND_V),
+    "GQA_GATHERED_PCP2": shared(4, shares(4, pcp=2), whole(2), K_AND_V),
+    "GQA_SPLIT_PCP2_TO_DCP2": shared(2, shares(1, pcp=2), shares(4, dcp=2), K_AND_V),
+    "HEAD_MAJOR_PCP2_TO_DCP2": shared(
+        2, shares(1, pcp=2, interleave=4), shares(4, dcp=2, interleave=4), (8,), Order.HEAD_MAJOR
+    ),
 }
 
 
@@ -128,20 +167,45 @@ def block_ids(rng: np.random.Generator, count: int, num_blocks: int, scattered: 
     return list(range(first, first + count))
 
 
+def token_shares(draw: st.DrawFn, heads: int, tp: int, prefills: bool) -> tuple[int, ...]:
+    """Any context parallelism that `tp` ranks of `heads` KV heads allow; prefill ranks may be several times as many,
+    holding shares or copies."""
+    replicas = max(1, tp // heads)
+    dcp = draw(st.sampled_from([size for size in range(1, replicas + 1) if replicas % size == 0]))
+    pcp = draw(st.integers(1, 3)) if prefills else 1
+    if pcp > 1 and draw(st.booleans()):
+        return dealt_out(tp, dcp) * pcp
+    return dealt_out(tp, dcp, pcp)
+
+
+def engine(
+    draw: st.DrawFn, model: Model, block_size: int, stages: tuple[tuple[int, ...], ...], prefills: bool
+) -> Engine:
+    """`num_blocks` is still to be filled in."""
+    tp = draw(st.sampled_from(sizes(model.heads)))
+    shares = token_shares(draw, model.heads, tp, prefills) if draw(st.booleans()) else ()
+    interleave = block_size
+    if model.order is Order.TOKEN_MAJOR:
+        interleave = draw(st.sampled_from([n for n in range(1, block_size + 1) if block_size % n == 0]))
+    gap = draw(st.sampled_from([0, 0, 1, 5]))
+    return Engine(tp, block_size, 0, stages, gap, shares, interleave if max(shares, default=0) else 1)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    heads = draw(st.integers(1, MAX_HEADS))
     order = draw(st.sampled_from(Order))
-    layers = draw(st.integers(1, 3))
     parts = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
+    model = Model(draw(st.integers(1, MAX_HEADS)), parts, order)
+    layers = draw(st.integers(1, 3))
     p_block = d_block = draw(st.integers(1, 6))
     if order is Order.TOKEN_MAJOR:
-        factor = draw(st.integers(1, 3))
-        p_block, d_block = draw(st.sampled_from([(p_block * factor, d_block), (p_block, d_block * factor)]))
+        d_block = draw(st.one_of(st.just(d_block), st.integers(1, 12)))
+    prefill = engine(draw, model, p_block, stages(draw, layers), prefills=True)
+    decode = engine(draw, model, d_block, stages(draw, layers), prefills=False)
     seed = draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
-    lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=3))
-    p_needs, d_needs = ([-(-n // size) for n in lengths] for size in (p_block, d_block))
+    lengths = draw(st.lists(st.integers(1, 3 * max(prefill.span, decode.span, 4)), min_size=1, max_size=3))
+    p_needs, d_needs = ([-(-n // side.span) for n in lengths] for side in (prefill, decode))
     p_spare, d_spare = draw(st.integers(0, 3)), draw(st.integers(0, 3))
     scattered = draw(st.booleans())
     p_ids = block_ids(rng, sum(p_needs), sum(p_needs) + p_spare, scattered)
@@ -153,34 +217,22 @@ def cases(draw: st.DrawFn) -> Case:
         d_blocks, d_ids = d_ids[:d_need], d_ids[d_need:]
         if shares_prefix and requests:
             # Only blocks that both prompts fill can be shared.
-            shared = min(num_tokens, requests[0].num_tokens) // p_block
+            shared = min(num_tokens, requests[0].num_tokens) // prefill.span
             p_blocks[:shared] = requests[0].p_blocks[:shared]
         requests.append(
             Request(
                 num_tokens,
                 tuple(p_blocks),
                 tuple(d_blocks),
-                cached=draw(st.integers(0, num_tokens // d_block)) * d_block,
+                cached=draw(st.integers(0, num_tokens // decode.span)) * decode.span,
                 salt=draw(st.integers(0, 2**32 - 1)),
                 steps=tuple(sorted(draw(st.sets(st.integers(1, num_tokens), max_size=3)))),
             )
         )
     return Case(
-        Model(heads, parts, order),
-        Engine(
-            draw(st.sampled_from(sizes(heads))),
-            p_block,
-            sum(p_needs) + p_spare,
-            stages(draw, layers),
-            draw(st.sampled_from([0, 0, 1, 5])),
-        ),
-        Engine(
-            draw(st.sampled_from(sizes(heads))),
-            d_block,
-            sum(d_needs) + d_spare,
-            stages(draw, layers),
-            draw(st.sampled_from([0, 0, 1, 5])),
-        ),
+        model,
+        dataclasses.replace(prefill, num_blocks=sum(p_needs) + p_spare),
+        dataclasses.replace(decode, num_blocks=sum(d_needs) + d_spare),
         tuple(requests),
         seed,
     )

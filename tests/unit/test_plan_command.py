@@ -142,7 +142,6 @@ def test_options_that_change_figures():
     ("options", "code", "line"),
     [
         ("--prefill-tp 5", 1, "vllm-ascend-pd: prefill: tensor parallel size 5 does not divide 64 attention heads"),
-        ("--decode-block-size 96", 1, "one must be a multiple of the other"),
         ("--layout vllm-cpu --decode-block-size 64", 1, "both sides need the same block size"),
         ("--prefill-tp 0", 2, "--prefill-tp"),
         ("--layout sideways", 2, "--layout"),

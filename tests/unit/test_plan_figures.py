@@ -12,6 +12,7 @@ from planned import DEEPSEEK, LLAMA, QWEN, assert_conserved, plan_for
 
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.plan import make_route
+from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.planning.engine import Engine, Layout, rank_caches, stage_layers
 from vllm_ascend_pd.planning.exchange import make_plan
 from vllm_ascend_pd.planning.figures import Piece
@@ -202,7 +203,10 @@ def test_any_shape_covers_what_the_core_does(shape):
     # The pieces are the routes' targets, which fill every byte of a decode rank's unit once, whatever the lane.
     caches = rank_caches(model, layout, Engine("prefill", *prefill, 1, p_block), 0, 0, 1)
     for tensor, geometry in enumerate(caches.geometries[: len(plan.model.widths)]):
-        routes = [make_route(geometry, rank, prefill[0], decode[0], shape[5]) for rank in range(prefill[0])]
+        routes = [
+            make_route(geometry, rank, sharding(prefill[0]), sharding(decode[0]), shape[5])
+            for rank in range(prefill[0])
+        ]
         for sender, route in zip(plan.senders, routes, strict=True):
             assert (sender.lane, sender.lanes, sender.exchanges_with) == (route.lane, route.lanes, route.ranks)
             assert [p for p in sender.pieces if p.tensor == tensor] == [
@@ -295,7 +299,6 @@ def test_layers_of_stages(layers, pp, counts):
             "decode: tensor parallel size 128 does not divide 64 attention",
         ),
         ((1, 81), (1, 1), (128, 128), Layout.VLLM_ASCEND, "prefill: pipeline parallel size 81 leaves stages without"),
-        ((1, 1), (1, 1), (128, 96), Layout.VLLM_ASCEND, "one must be a multiple of the other"),
         ((1, 1), (1, 1), (64, 128), Layout.VLLM_CPU, "both sides need the same block size"),
         ((1, 1), (1, 1), (128, 48), Layout.VLLM_CPU, "decode: vLLM's CPU backend needs blocks of a multiple of 32"),
     ],
@@ -303,6 +306,12 @@ def test_layers_of_stages(layers, pp, counts):
 def test_shapes_that_cannot_work(prefill, decode, blocks, layout, reason):
     with pytest.raises(PlanError, match=reason):
         _plan(read_model(LLAMA), layout, prefill, decode, *blocks, 1000)
+
+
+def test_block_sizes_that_do_not_divide():
+    plan = _plan(read_model(LLAMA), Layout.VLLM_ASCEND, (1, 1), (1, 1), 128, 96, 1000)
+    assert plan.unit_tokens == 32
+    assert any("32 tokens at a time" in note for note in plan.notes)
 
 
 def test_heads_that_cannot_be_dealt_out():

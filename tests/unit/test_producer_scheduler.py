@@ -20,15 +20,16 @@ PROMPT = 10
 BLOCKS = ([7, 1, 5],)
 
 
-def ticket(request_id="r", num_tokens=PROMPT, cached=0, block_sizes=(BLOCK,)):
+def ticket(request_id="r", num_tokens=PROMPT, cached=0, block_sizes=(BLOCK,), dcp=1):
     return Ticket(
         request_id=request_id,
-        remote_block_ids=[[100 + n for n in range(math.ceil(num_tokens / size))] for size in block_sizes],
+        remote_block_ids=[[100 + n for n in range(math.ceil(num_tokens / size / dcp))] for size in block_sizes],
         remote_block_size=list(block_sizes),
         remote_engine_id="decode-0",
         remote_host="127.0.0.1",
         remote_port=5555,
-        remote_tp_size=1,
+        remote_tp_size=dcp,
+        remote_dcp_size=dcp,
         remote_cached_tokens=cached,
         ticket_id=hashlib.md5(request_id.encode(), usedforsecurity=False).hexdigest(),
         num_tokens=num_tokens,
@@ -124,6 +125,23 @@ def test_parts_end_where_blocks_of_both_sides_end(scheduler, d_block, first, sec
 def test_a_prefix_on_decode_that_ends_within_a_block_of_prefill(scheduler):
     request = ticketed(cached=6, block_sizes=(2,))
     assert starts(scheduler, request, PROMPT).sends == [Send("r", 6, 10, ([1, 5],), last=True)]
+
+
+def test_blocks_that_stand_for_a_block_on_each_of_several_ranks():
+    """Prefill's block ids stand for 8 tokens, decode's for 12: parts end where both end, blocks are named once."""
+    scheduler = ProducerScheduler([TokenGroup(BLOCK, ranks=2)])
+    request = ticketed(num_tokens=50, dcp=3)
+    step = starts(scheduler, request, 30, ([7, 1, 5, 3],))
+    assert step.sends == [Send("r", 0, 24, ([7, 1, 5],), last=False)]
+    step = goes_on(scheduler, request, 30, 20, ([9, 2, 4],))
+    assert step.sends == [Send("r", 24, 50, ([3, 9, 2, 4],), last=True)]
+
+
+def test_a_prefix_on_decode_with_blocks_on_several_ranks():
+    scheduler = ProducerScheduler([TokenGroup(BLOCK, ranks=2)])
+    request = ticketed(num_tokens=30, cached=12, dcp=3)
+    step = starts(scheduler, request, 30, ([7, 1, 5, 3],))
+    assert step.sends == [Send("r", 12, 30, ([1, 5, 3],), last=True)]
 
 
 def test_cache_groups_have_their_own_blocks():
@@ -312,6 +330,16 @@ def test_a_malformed_ticket_ends_in_an_error(scheduler, changes, complaint):
     assert remembered(scheduler) == {}
 
 
+def test_a_ticket_that_comes_again_waits_for_the_ranks_to_have_told_decode(scheduler):
+    starts(scheduler, first := ticketed(), PROMPT)
+    assert scheduler.finished(first) == (True, None)
+    again = make_request("again", PROMPT, msgspec.to_builtins(ticket()))
+    assert starts(scheduler, again, PROMPT).tickets == {}
+    assert scheduler.finished(again) == (False, {"error": "this ticket is being served already"})
+    scheduler.update(None, {"r"})
+    assert remembered(scheduler) == {}
+
+
 def test_a_ticket_is_served_once(scheduler):
     first, second = ticketed(), make_request("again", PROMPT, msgspec.to_builtins(ticket()))
     starts(scheduler, first, 6)
@@ -356,12 +384,15 @@ def test_any_schedule_sends_every_token_once(data):
     """Chunks, prefix hits on both sides, preemptions: parts follow each other from decode's cached prefix to the end,
     each from the blocks that hold it at the time."""
     sizes = data.draw(st.lists(st.sampled_from([2, 4, 8]), min_size=1, max_size=2), label="prefill's block sizes")
-    d_sizes = [data.draw(st.sampled_from([2, 4, 8]), label="decode's block size") for _ in sizes]
-    total = data.draw(st.integers(1, 40), label="prompt tokens")
+    d_blocks = [data.draw(st.sampled_from([2, 4, 8]), label="decode's block size") for _ in sizes]
+    # Context parallelism: a block id stands for a block on each of several ranks.
+    ranks, dcp = (data.draw(st.sampled_from([1, 2, 3]), label=f"{who}'s ranks") for who in ("prefill", "decode"))
+    scheduler = ProducerScheduler([TokenGroup(size, ranks) for size in sizes])
+    sizes, d_sizes = [size * ranks for size in sizes], [size * dcp for size in d_blocks]
+    total = data.draw(st.integers(1, 80), label="prompt tokens")
     cached = math.lcm(*d_sizes) * data.draw(st.integers(0, total // math.lcm(*d_sizes)), label="cached on decode")
     fresh = iter(range(10**6))
-    scheduler = ProducerScheduler([TokenGroup(size) for size in sizes])
-    request = ticketed(num_tokens=total, cached=cached, block_sizes=tuple(d_sizes))
+    request = ticketed(num_tokens=total, cached=cached, block_sizes=tuple(d_blocks), dcp=dcp)
 
     def hit() -> int:
         """Tokens in prefill's prefix cache: whole blocks, never the whole prompt."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches, TokenShare
 from vllm_ascend_pd.core.protocol import (
     MAX_DESCRIPTION_BYTES,
     MAX_MESSAGE_BYTES,
@@ -29,6 +29,7 @@ from vllm_ascend_pd.core.protocol import (
     decode,
     encode,
 )
+from vllm_ascend_pd.core.topology import Sharding, sharding
 
 WRITER = Writer("prefill-0", 1, 3)
 CACHES = RankCaches(
@@ -40,7 +41,7 @@ EXAMPLES = [
     EngineDescription(
         "decode-0", "llama", 1, 1, (RankDescription(0, 0, "tcp://10.0.0.1:5555", "10.0.0.1:7777", CACHES),)
     ),
-    GrantRequest("0" * 32, 0, "f" * 32, WRITER, 4, (0, 1, 2), 5.0),
+    GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0),
     Granted(10.0),
     Refused("the ticket is not known", retry=True),
     Report("0" * 32, 0, WRITER, None, num_bytes=2**40, bytes_before_end=2**39),
@@ -75,7 +76,16 @@ COUNTS = st.integers(0, 2**63 - 1)
 SETTLE = st.floats(0, 3600)
 WRITERS = st.builds(Writer, TEXT, INTS, INTS)
 INDICES, SIZES, ADDRESSES = st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1), st.integers(0, 2**62 - 1)
+SHARDINGS = st.builds(Sharding, SIZES, st.lists(INDICES, min_size=1, max_size=5).map(tuple), SIZES)
 GEOMETRIES = st.builds(Geometry, INDICES, st.sampled_from(Order), TEXT, SIZES, SIZES, SIZES, SIZES, SIZES)
+OF_A_SHARE = st.builds(
+    lambda whole, rank, interleave: msgspec.structs.replace(
+        whole, block_size=16 * interleave, share=TokenShare(4, rank, interleave)
+    ),
+    GEOMETRIES,
+    st.integers(0, 3),
+    st.integers(1, 1000),
+)
 TENSORS = st.builds(CacheTensor, TEXT, INDICES, ADDRESSES, INDICES, st.integers(0, 1))
 
 
@@ -84,12 +94,12 @@ def tuples(elements: st.SearchStrategy, max_size: int = 3) -> st.SearchStrategy:
 
 
 NO_CACHES = st.just(RankCaches((), ()))
-CACHES_OF_TWO = st.builds(RankCaches, st.tuples(GEOMETRIES, GEOMETRIES), tuples(TENSORS))
+CACHES_OF_TWO = st.builds(RankCaches, st.tuples(GEOMETRIES, OF_A_SHARE), tuples(TENSORS))
 RANKS = st.builds(RankDescription, INTS, INTS, TEXT, TEXT, NO_CACHES | CACHES_OF_TWO)
 MESSAGES = st.one_of(
     st.builds(Describe, TEXT),
-    st.builds(EngineDescription, TEXT, TEXT, INTS, INTS, tuples(RANKS)),
-    st.builds(GrantRequest, TEXT, INTS, TEXT, WRITERS, INTS, tuples(INTS, max_size=20), SETTLE),
+    st.builds(EngineDescription, TEXT, TEXT, INTS, INTS, tuples(RANKS), SIZES, SIZES),
+    st.builds(GrantRequest, TEXT, INTS, TEXT, WRITERS, SHARDINGS, tuples(INTS, max_size=20), SETTLE),
     st.builds(Granted, st.floats(0, 86400, exclude_min=True)),
     st.builds(Refused, TEXT, st.booleans()),
     st.builds(Report, TEXT, INTS, WRITERS, st.none() | TEXT, COUNTS, COUNTS, SETTLE),
@@ -146,8 +156,17 @@ def described(part: str, **fields: object) -> bytes:
         pytest.param(altered(GRANT_REQUEST, digest=b"f"), id="bytes for str"),
         pytest.param(altered(GRANT_REQUEST, covers=None), id="nil for array"),
         pytest.param(altered(GRANT_REQUEST, covers=["0"]), id="array of str"),
-        pytest.param(altered(GRANT_REQUEST, writer=["prefill-0", 1]), id="writer without tp_rank"),
+        pytest.param(altered(GRANT_REQUEST, writer=["prefill-0", 1]), id="writer without rank"),
         pytest.param(altered(GRANT_REQUEST, writer={"engine_id": "e"}), id="writer as a map"),
+        pytest.param(altered(GRANT_REQUEST, sharding=4), id="size for sharding"),
+        pytest.param(altered(GRANT_REQUEST, sharding=[0, [0], 1]), id="no ranks of tensor parallelism"),
+        pytest.param(altered(GRANT_REQUEST, sharding=[1, [], 1]), id="no ranks at all"),
+        pytest.param(altered(GRANT_REQUEST, sharding=[1, [-1], 1]), id="negative share"),
+        pytest.param(altered(GRANT_REQUEST, sharding=[1, [0], 0]), id="interleaved by nothing"),
+        pytest.param(altered(DESCRIPTION, dcp=0), id="no ranks of context parallelism"),
+        pytest.param(altered(DESCRIPTION, interleave=-1), id="negative interleave"),
+        pytest.param(described("geometries", share={"ranks": 2, "rank": 2}), id="share beyond the ranks"),
+        pytest.param(described("geometries", share={"ranks": 2, "interleave": 3}), id="uneven interleave"),
         pytest.param(altered(REPORT, reason=0), id="int for optional str"),
         pytest.param(altered(REPORT, num_bytes=None), id="nil for int"),
         pytest.param(altered(REPORT, num_bytes=-1), id="negative count"),
@@ -273,5 +292,5 @@ def test_large_engines_stay_within_the_bounds():
     caches = RankCaches(CACHES.geometries, layers)
     ranks = tuple(RankDescription(0, n, "tcp://10.0.0.1:55555", "10.0.0.1:55555", caches) for n in range(64))
     assert len(encode(0, EngineDescription("decode-0", "large", 64, 1, ranks))) < MAX_DESCRIPTION_BYTES / 4
-    request = GrantRequest("0" * 32, 0, "f" * 32, WRITER, 64, tuple(range(10_000)), 5.0)
+    request = GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(64), tuple(range(10_000)), 5.0)
     assert len(encode(0, request)) < 1024 + 5 * len(request.covers) < MAX_MESSAGE_BYTES

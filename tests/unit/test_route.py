@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a route makes of a unit, and where in memory units lie."""
 
+import msgspec
 import numpy as np
 import pytest
 from simulate import all_sizes
 
-from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order
-from vllm_ascend_pd.core.plan import Regroup, Target, descriptors, make_route, staged_units, unit_offsets
-from vllm_ascend_pd.core.topology import TopologyError, regroup_groups, writers_to
+from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order, TokenShare
+from vllm_ascend_pd.core.plan import (
+    Regroup,
+    Target,
+    descriptors,
+    held_units,
+    make_route,
+    staged_units,
+    unit_offsets,
+    why_slow,
+)
+from vllm_ascend_pd.core.topology import Sharding, TopologyError, regroup_groups, sharding, writers_to
 
 
 def geometry(heads: int, total: int, *, block_size: int = 4, order: Order = Order.TOKEN_MAJOR) -> Geometry:
@@ -40,22 +50,23 @@ def geometry(heads: int, total: int, *, block_size: int = 4, order: Order = Orde
     ],
 )
 def test_what_rank_0_does(heads, p_tp, d_tp, order, regroup, planes, ranks):
-    route = make_route(geometry(max(1, heads // p_tp), heads, order=order), 0, p_tp, d_tp, 4)
+    route = make_route(geometry(max(1, heads // p_tp), heads, order=order), 0, sharding(p_tp), sharding(d_tp), 4)
     assert (route.regroup, route.planes, route.ranks) == (regroup, planes, ranks)
 
 
 @pytest.mark.parametrize("order", Order)
 def test_equal_heads_travel_as_whole_units(order):
-    assert make_route(geometry(2, 4, order=order), 1, 2, 2, 4).targets == (Target(tp_rank=1, nbytes=16),)
+    route = make_route(geometry(2, 4, order=order), 1, sharding(2), sharding(2), 4)
+    assert route.targets == (Target(tp_rank=1, nbytes=16),)
 
 
 def test_every_exchange_has_its_process_group():
     for heads, p_tp, d_tp in all_sizes():
-        groups = regroup_groups(p_tp, heads)
+        groups = regroup_groups(sharding(p_tp), heads)
         for rank in range(p_tp):
             # Blocks of 840 tokens: every ratio up to 8 divides them, so every exchange that can be, is.
             own = geometry(max(1, heads // p_tp), heads, block_size=840)
-            route = make_route(own, rank, p_tp, d_tp, 840)
+            route = make_route(own, rank, sharding(p_tp), sharding(d_tp), 840)
             if route.regroup is Regroup.GATHER:
                 assert route.ranks in groups
                 assert route.ranks[route.index] == rank
@@ -65,7 +76,7 @@ def test_writers_are_those_whose_routes_lead_to_the_rank():
     for heads, p_tp, d_tp in all_sizes():
         for order in Order:
             own = geometry(max(1, heads // p_tp), heads, order=order)
-            routes = [make_route(own, rank, p_tp, d_tp, 4) for rank in range(p_tp)]
+            routes = [make_route(own, rank, sharding(p_tp), sharding(d_tp), 4) for rank in range(p_tp)]
             for salt in range(p_tp + 1):
                 for d_rank in range(d_tp):
                     lead_there = tuple(
@@ -73,30 +84,101 @@ def test_writers_are_those_whose_routes_lead_to_the_rank():
                         for rank, route in enumerate(routes)
                         if route.serves(salt) and any(t.tp_rank == d_rank for t in route.targets)
                     )
-                    assert writers_to(d_rank, d_tp, p_tp, heads, salt) == lead_there
+                    assert writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, salt) == lead_there
 
 
 def test_replicas_share_the_requests():
-    routes = [make_route(geometry(1, 2), rank, 8, 1, 4) for rank in range(8)]
+    routes = [make_route(geometry(1, 2), rank, sharding(8), sharding(1), 4) for rank in range(8)]
     served = [[salt for salt in range(8) if route.serves(salt)] for route in routes]
     assert served == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
 
 
 def test_head_major_needs_equal_block_sizes():
     with pytest.raises(LayoutError, match="both sides need the same block size"):
-        make_route(geometry(2, 2, block_size=4, order=Order.HEAD_MAJOR), 0, 1, 1, 8)
+        make_route(geometry(2, 2, block_size=4, order=Order.HEAD_MAJOR), 0, sharding(1), sharding(1), 8)
 
 
-@pytest.mark.parametrize(("p_block", "d_block"), [(4, 6), (6, 4)])
-def test_block_sizes_must_be_multiples(p_block, d_block):
-    with pytest.raises(LayoutError, match="one must be a multiple of the other"):
-        make_route(geometry(2, 2, block_size=p_block), 0, 1, 1, d_block)
+@pytest.mark.parametrize(
+    ("p_block", "d_block", "unit"), [(4, 4, 4), (4, 8, 4), (8, 4, 4), (4, 6, 2), (6, 4, 2), (4, 9, 1)]
+)
+def test_a_unit_lies_in_one_block_on_either_side(p_block, d_block, unit):
+    assert make_route(geometry(2, 2, block_size=p_block), 0, sharding(1), sharding(1), d_block).unit == unit
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 4), (4, 1)])
 def test_sizes_that_heads_do_not_allow(p_tp, d_tp):
     with pytest.raises(TopologyError):
-        make_route(geometry(6, 6), 0, p_tp, d_tp, 4)
+        make_route(geometry(6, 6), 0, sharding(p_tp), sharding(d_tp), 4)
+
+
+# --- context parallelism -------------------------------------------------------------------------------------
+
+
+def shared(source: Geometry, dealt: Sharding, rank: int) -> Geometry:
+    return msgspec.structs.replace(source, share=dealt.share(rank))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "unit"),
+    [
+        (sharding(1), sharding(2, 2, 16), 16),
+        (sharding(2, 2, 16), sharding(1), 16),
+        (sharding(2, 2, 4), sharding(2, 2, 16), 4),
+        (sharding(2, 2, 1), sharding(1), 1),
+        (sharding(3, 3, 8), sharding(2, 2, 4), 4),
+    ],
+)
+def test_a_unit_lies_with_one_rank_on_either_side(prefill, decode, unit):
+    for rank in range(prefill.tp):
+        source = shared(geometry(1, 1, block_size=16), prefill, rank)
+        assert make_route(source, rank, prefill, decode, 16).unit == unit
+
+
+def test_what_has_no_token_in_common_is_not_written_to():
+    both = sharding(2, 2, 16)
+    for rank in range(2):
+        route = make_route(shared(geometry(1, 1, block_size=16), both, rank), rank, both, both, 16)
+        assert [target.tp_rank for target in route.targets] == [rank]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "runs"), [(sharding(2, 2, 2), sharding(1), (2, 4)), (sharding(1), sharding(2, 2, 1), (4, 1))]
+)
+def test_head_major_blocks_are_dealt_out_whole(prefill, decode, runs):
+    source = shared(geometry(1, 1, order=Order.HEAD_MAJOR), prefill, 0)
+    with pytest.raises(LayoutError, match=rf"runs of {runs[0]} \(prefill\) and {runs[1]} \(decode\) tokens"):
+        make_route(source, 0, prefill, decode, 4)
+
+
+def test_blocks_that_do_not_divide_are_right_but_slow():
+    source = geometry(1, 1, block_size=24)
+    route = make_route(source, 0, sharding(1), sharding(1), 16)
+    said = why_slow(route, source, sharding(1), sharding(1), 16)
+    assert said is not None
+    assert said.startswith("KV lies in runs of 24 (prefill) and 16 (decode) tokens: it is written 8 tokens at a time")
+
+
+def test_decode_cannot_share_tokens_of_heads_that_only_one_rank_has():
+    with pytest.raises(TopologyError, match="must divide evenly"):
+        make_route(geometry(4, 4), 0, sharding(1), sharding(4, 2, 4), 4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "prefill", "decode", "slow"),
+    [
+        (4, sharding(2), sharding(1), None),
+        (6, sharding(3), sharding(2), "tensor-parallel sizes 3"),
+        (1, sharding(2, 2, 16), sharding(1), None),
+        (1, sharding(2, 2, 2), sharding(2, 2, 2), None),  # neighbours merge to whole blocks
+        (1, sharding(1), sharding(2, 2, 2), "it is written 2 tokens at a time"),
+        (1, sharding(2, 2, 16), sharding(2, 2, 4), "it is written 4 tokens at a time"),
+    ],
+)
+def test_what_is_right_but_slow(heads, prefill, decode, slow):
+    source = shared(geometry(max(1, heads // prefill.tp), heads, block_size=16), prefill, 0)
+    route = make_route(source, 0, prefill, decode, 16)
+    said = why_slow(route, source, prefill, decode, 16)
+    assert (said is None) if slow is None else (said is not None and slow in said and "right but slow" in said)
 
 
 # --- offsets -------------------------------------------------------------------------------------------------
@@ -131,6 +213,25 @@ def test_unit_offsets(first_block, unit, start, stop, expected):
     assert unit_offsets(blocks, first_block, STRIDED, unit, start, stop).tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("share", "unit", "start", "stop", "expected"),
+    [
+        # Blocks of 4 tokens on each of 2 ranks: token 8 is the first that block 1 stands for.
+        (TokenShare(2, 0, 4), 4, 0, 24, [700, 100, 300]),
+        (TokenShare(2, 1, 4), 4, 0, 24, [700, 100, 300]),
+        (TokenShare(2, 0, 2), 2, 0, 16, [700, 740, 100, 140]),
+        (TokenShare(2, 1, 2), 2, 0, 16, [700, 740, 100, 140]),
+        (TokenShare(2, 1, 2), 1, 2, 12, [700, 720, 740, 760, 100, 120]),
+        (TokenShare(2, 1, 4), 4, 0, 3, []),
+        (TokenShare(2, 1, 2), 2, 14, 16, [140]),
+    ],
+)
+def test_units_of_a_share(share, unit, start, stop, expected):
+    source = msgspec.structs.replace(STRIDED, share=share)
+    held = held_units(share, unit, start, stop)
+    assert unit_offsets(np.array([7, 1, 3]), 0, source, unit, start, stop)[held].tolist() == expected
+
+
 def test_units_begin_on_their_boundary():
     with pytest.raises(ValueError, match="token 3 is not on the boundary of a unit of 2 tokens"):
         unit_offsets(np.array([0]), 0, STRIDED, 2, 3, 4)
@@ -154,6 +255,6 @@ def test_strided_target():
 
 
 def test_staged_units_of_a_plane():
-    route = make_route(geometry(2, 2), 0, 1, 2, 4)
+    route = make_route(geometry(2, 2), 0, sharding(1), sharding(2), 4)
     assert (route.staged_bytes, route.planes) == (8, 2)
     assert staged_units(route, 1, capacity=5, count=2).tolist() == [40, 48]

@@ -14,6 +14,7 @@ from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
 from vllm_ascend_pd.core.layout import Kind, LayoutError, Order
 from vllm_ascend_pd.core.plan import Regroup, descriptors, make_route, unit_offsets
 from vllm_ascend_pd.core.states import Dealing, Section, State, dealt_out
+from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.worker.caches import LayerSpec, RegisteredCaches, StateSpec, describe
 
 ROWS = 3  # of a convolution with 4 taps
@@ -88,7 +89,7 @@ def test_each_byte_arrives(model: Model, p_tp: int, d_tp: int, conv_axis: int, t
             view[from_block] = torch.from_numpy(state)
         for tensor in prefill.description.tensors:
             source = prefill.description.geometry_of(tensor)
-            route = make_route(source, p_rank, p_tp, d_tp, 1)
+            route = make_route(source, p_rank, sharding(p_tp), sharding(d_tp), 1)
             assert route.regroup is Regroup.NONE
             if not route.serves(salt):
                 continue

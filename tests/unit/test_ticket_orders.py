@@ -24,6 +24,7 @@ from tickets import (
 
 from vllm_ascend_pd.core.protocol import Granted, Refused, Report, Writer
 from vllm_ascend_pd.core.ticket import State
+from vllm_ascend_pd.core.topology import sharding
 
 
 @dataclass
@@ -68,15 +69,18 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.ended is None
         assert writer not in self.reported
         assert self.now < self.ticket.deadline
-        assert {(tensor, writer.tp_rank) for tensor in request.covers} <= EXPECTED
+        assert {(tensor, writer.rank) for tensor in request.covers} <= EXPECTED
         if writer in self.leases:
             assert set(self.leases[writer].covers) == set(request.covers)
         for other, lease in self.leases.items():
-            if other != writer and other.tp_rank == writer.tp_rank:
+            if other != writer and other.rank == writer.rank:
                 assert not set(lease.covers) & set(request.covers)
         self.leases[writer] = Lease(request.covers, self.now + LEASE_S + settle_s)
 
-    @rule(writer=WRITERS, wrong=st.sampled_from([{"attempt": 1}, {"digest": "e"}, {"tp": 1}, {"writer": STRANGER}]))
+    @rule(
+        writer=WRITERS,
+        wrong=st.sampled_from([{"attempt": 1}, {"digest": "e"}, {"sharding": sharding(1)}, {"writer": STRANGER}]),
+    )
     def ask_wrongly(self, writer, wrong):
         assert isinstance(self.ticket.grant(asks(writer, **wrong), self.now), Refused)
 
@@ -89,7 +93,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.reported.add(writer)
             self.leases[writer].until = 0.0
             if open_before:
-                self.believed |= {(tensor, writer.tp_rank) for tensor in self.leases[writer].covers}
+                self.believed |= {(tensor, writer.rank) for tensor in self.leases[writer].covers}
 
     @precondition(lambda self: not self.was_quiet)  # nobody remembers a ticket for longer
     @rule(writer=WRITERS, settle_s=SETTLING)

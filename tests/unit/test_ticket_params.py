@@ -69,6 +69,12 @@ def test_a_ticket_with_a_state():
             parse_ticket(bad, 10, 2, {1})
 
 
+def test_a_state_beside_tokens_that_are_dealt_out():
+    params = {**PARAMS, "remote_block_ids": [[7, 3, 9], [5]], "remote_block_size": [4, 1], "remote_dcp_size": 2}
+    with pytest.raises(TicketError, match="states are not shared by context parallelism"):
+        parse_ticket(params, 10, 2, {1})
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -79,6 +85,8 @@ def test_a_ticket_with_a_state():
         {"remote_port": 65535},
         {"remote_tp_size": MAX_TP},
         {"remote_host": "décodeur.example"},
+        {"remote_dcp_size": 2, "remote_interleave_size": 4, "remote_cached_tokens": 8, "remote_block_ids": [[7, 3]]},
+        {"remote_dcp_size": 2, "remote_interleave_size": 1, "remote_cached_tokens": 0},
         {"remote_block_ids": [[0, 2**31 - 1, 1]]},
     ],
     ids=str,
@@ -132,8 +140,14 @@ def test_what_is_accepted(changes):
         ({"remote_cached_tokens": -4}, "remote_cached_tokens"),
         ({"attempt": -1}, "attempt"),
         ({"attempt": 2**64}, "attempt"),
-        ({"remote_pcp_size": 2}, "context parallelism"),
-        ({"remote_dcp_size": 2}, "context parallelism"),
+        ({"remote_pcp_size": 2}, "remote_pcp_size is 2: prefill context parallelism on decode"),
+        ({"remote_dcp_size": 0}, "remote_dcp_size 0 does not divide remote_tp_size 2"),
+        ({"remote_dcp_size": 4}, "remote_dcp_size 4 does not divide remote_tp_size 2"),
+        ({"remote_dcp_size": 2}, "does not fit remote_cached_tokens"),  # a block id stands for 8
+        ({"remote_dcp_size": 2, "remote_cached_tokens": 0, "remote_block_ids": [[7]]}, "1 blocks of 8 for 10 tokens"),
+        ({"remote_interleave_size": 0}, "remote_interleave_size 0 does not divide remote_block_size 4"),
+        ({"remote_interleave_size": 3}, "remote_interleave_size 3 does not divide remote_block_size 4"),
+        ({"remote_interleave_size": -1}, "remote_interleave_size"),
     ],
     ids=str,
 )
@@ -187,6 +201,7 @@ def test_whatever_passes_can_be_used(changes, replaces):
         {"remote_block_ids": [[7, 3, 9, 0]]},
         {"remote_block_ids": [[7, 3], [9]]},
         {"remote_block_size": [8]},
+        {"remote_draft": "eagle"},
     ],
     ids=str,
 )

@@ -3,12 +3,15 @@
 
 import pytest
 
+from vllm_ascend_pd.core.layout import ALL_TOKENS, TokenShare
 from vllm_ascend_pd.core.topology import (
+    Sharding,
     TopologyError,
     holders,
     owned_heads,
     regroup_groups,
     replicas,
+    sharding,
     writers_to,
 )
 
@@ -54,9 +57,9 @@ def test_sizes_that_do_not_fit(tp, heads):
         lambda: replicas(tp, heads),
         lambda: owned_heads(0, tp, heads),
         lambda: holders(0, tp, heads),
-        lambda: regroup_groups(tp, heads),
-        lambda: writers_to(0, tp, 1, heads, 0),
-        lambda: writers_to(0, 1, tp, heads, 0),
+        lambda: regroup_groups(sharding(tp), heads),
+        lambda: writers_to(0, sharding(tp), sharding(1), heads, 0),
+        lambda: writers_to(0, sharding(1), sharding(tp), heads, 0),
     ):
         with pytest.raises(TopologyError):
             use()
@@ -78,7 +81,7 @@ def test_sizes_that_do_not_fit(tp, heads):
     ],
 )
 def test_writers_to(heads, p_tp, d_tp, salt, writers):
-    assert [writers_to(d_rank, d_tp, p_tp, heads, salt) for d_rank in range(d_tp)] == writers
+    assert [writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, salt) for d_rank in range(d_tp)] == writers
 
 
 @pytest.mark.parametrize("heads", range(1, 9))
@@ -92,7 +95,7 @@ def test_each_head_has_one_writer(heads):
                     needed = owned_heads(d_rank, d_tp, heads)
                     brought = [
                         head
-                        for writer in writers_to(d_rank, d_tp, p_tp, heads, salt)
+                        for writer in writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, salt)
                         for head in owned_heads(writer, p_tp, heads)
                         if head in needed
                     ]
@@ -102,7 +105,8 @@ def test_each_head_has_one_writer(heads):
 @pytest.mark.parametrize(("tp", "heads"), FITTING)
 def test_replicas_take_turns(tp, heads):
     """Over as many consecutive salts as there are replicas, every prefill rank writes exactly once."""
-    turns = [rank for salt in range(replicas(tp, heads)) for rank in writers_to(0, 1, tp, heads, salt)]
+    lanes = range(replicas(tp, heads))
+    turns = [rank for salt in lanes for rank in writers_to(0, sharding(1), sharding(tp), heads, salt)]
     assert sorted(turns) == [*range(tp)]
 
 
@@ -119,14 +123,109 @@ def test_replicas_take_turns(tp, heads):
     ],
 )
 def test_regroup_groups(tp, heads, groups):
-    assert regroup_groups(tp, heads) == groups
+    assert regroup_groups(sharding(tp), heads) == groups
 
 
 @pytest.mark.parametrize(("tp", "heads"), FITTING)
 def test_a_group_holds_neighbouring_heads_in_order(tp, heads):
-    groups = regroup_groups(tp, heads)
+    groups = regroup_groups(sharding(tp), heads)
     assert len(set(groups)) == len(groups)
     for group in groups:
         held = [head for rank in group for head in owned_heads(rank, tp, heads)]
         assert held == [*range(held[0], held[0] + len(held))]
         assert held[0] % len(held) == 0
+
+
+# --- context parallelism -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tp", "dcp", "pcp", "shares"),
+    [
+        (4, 1, 1, (0, 0, 0, 0)),
+        (4, 2, 1, (0, 1, 0, 1)),
+        (4, 4, 1, (0, 1, 2, 3)),
+        (2, 1, 2, (0, 0, 1, 1)),
+        (2, 2, 2, (0, 1, 2, 3)),
+        (4, 2, 2, (0, 1, 0, 1, 2, 3, 2, 3)),
+    ],
+)
+def test_tokens_are_dealt_out_as_in_vllm(tp, dcp, pcp, shares):
+    """vLLM: `pcp_rank * dcp + dcp_rank`; decode's groups are neighbours, prefill's ranks are `tp` apart."""
+    sharding_ = sharding(tp, dcp, 16, pcp)
+    assert sharding_.shares == shares
+    for rank, index in enumerate(shares):
+        assert sharding_.share(rank) == (TokenShare(dcp * pcp, index, 16) if dcp * pcp > 1 else ALL_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("dealt", "heads", "replicas", "holders"),
+    [
+        (sharding(4), 1, 4, {(0, 0): (0, 1, 2, 3)}),
+        (sharding(4, dcp=2), 1, 2, {(0, 0): (0, 2), (0, 1): (1, 3)}),
+        (sharding(4, dcp=2), 2, 1, {(0, 0): (0,), (0, 1): (1,), (1, 0): (2,), (1, 1): (3,)}),
+        (sharding(2, pcp=2), 2, 1, {(0, 0): (0,), (0, 1): (2,), (1, 0): (1,), (1, 1): (3,)}),
+        (sharding(2, pcp=2), 1, 2, {(0, 0): (0, 1), (0, 1): (2, 3)}),
+        (Sharding(2, (0, 0, 0, 0)), 2, 2, {(0, 0): (0, 2), (1, 0): (1, 3)}),  # prefill ranks that hold copies
+    ],
+)
+def test_replicas_hold_the_same_heads_of_the_same_tokens(dealt, heads, replicas, holders):
+    assert dealt.replicas(heads) == replicas
+    for (head, share), ranks in holders.items():
+        assert dealt.holders(head, heads, share) == ranks
+        assert [dealt.lane(rank, heads) for rank in ranks] == [*range(replicas)]
+
+
+@pytest.mark.parametrize(
+    ("dealt", "heads"),
+    [
+        (sharding(4, dcp=2), 4),  # no two ranks hold the same heads
+        (sharding(12, dcp=4), 2),  # a group of 4 among 6 ranks
+        (Sharding(2, (0, 0, 1)), 1),  # half a tensor-parallel group
+        (Sharding(2, (0, 2)), 1),  # a share that nobody holds
+        (Sharding(4, (0, 0, 0, 1)), 1),
+        (Sharding(1, (2**31 - 1,)), 1),
+    ],
+)
+@pytest.mark.timeout(10)
+def test_tokens_that_are_not_shared_evenly(dealt, heads):
+    for use in (
+        lambda: dealt.replicas(heads),
+        lambda: regroup_groups(dealt, heads),
+        lambda: writers_to(0, sharding(1), dealt, heads, 0),
+    ):
+        with pytest.raises(TopologyError):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("heads", "prefill", "decode", "salt", "writers"),
+    [
+        (1, sharding(2, dcp=2, interleave=16), sharding(1), 0, [(0, 1)]),
+        (1, sharding(4, dcp=2, interleave=16), sharding(1), 0, [(0, 1)]),
+        (1, sharding(4, dcp=2, interleave=16), sharding(1), 1, [(2, 3)]),
+        (1, sharding(2), sharding(2, dcp=2, interleave=16), 1, [(1,), (1,)]),
+        # Shares that have no token in common: the others need not be waited for.
+        (1, sharding(2, dcp=2, interleave=16), sharding(2, dcp=2, interleave=16), 0, [(0,), (1,)]),
+        (1, sharding(4, dcp=4, interleave=16), sharding(2, dcp=2, interleave=16), 0, [(0, 2), (1, 3)]),
+        (1, sharding(2, dcp=2, interleave=16), sharding(2, dcp=2, interleave=8), 0, [(0, 1), (0, 1)]),
+        (4, sharding(2, pcp=2, interleave=16), sharding(1), 0, [(0, 1, 2, 3)]),
+        (4, sharding(2, pcp=2, interleave=16), sharding(2), 0, [(0, 2), (1, 3)]),
+        (2, sharding(1, pcp=2, interleave=16), sharding(4, dcp=2, interleave=16), 0, [(0,), (1,), (0,), (1,)]),
+    ],
+)
+def test_writers_hold_tokens_of_the_decode_ranks(heads, prefill, decode, salt, writers):
+    assert [writers_to(rank, decode, prefill, heads, salt) for rank in range(decode.tp)] == writers
+
+
+def test_ranks_that_exchange_heads_hold_the_same_tokens():
+    assert regroup_groups(sharding(2, pcp=2), 4) == [(0, 1), (2, 3)]
+    assert regroup_groups(sharding(4, dcp=2), 2) == [(0, 2), (1, 3)]
+    assert regroup_groups(Sharding(2, (0, 0, 0, 0)), 4) == [(0, 1), (2, 3)]
+    assert regroup_groups(sharding(4, dcp=4), 1) == []
+
+
+@pytest.mark.parametrize("sizes", [(0,), (2, 0), (2, 2, 0), (2, 2, 16, 0), (2, -2)])
+def test_sizes_below_one(sizes):
+    with pytest.raises(TopologyError, match="parallel sizes"):
+        sharding(*sizes)

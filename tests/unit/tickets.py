@@ -5,13 +5,14 @@ import msgspec
 
 from vllm_ascend_pd.core.protocol import GrantRequest, Report, Writer
 from vllm_ascend_pd.core.ticket import ConsumerTicket
+from vllm_ascend_pd.core.topology import sharding
 
 TICKET_ID = "0123456789abcdef" * 2
 LEASE_S = 10.0
 SETTLE_S = 3.0
 DEADLINE = 60.0
 DIGEST = "d" * 32
-P_TP = 2
+P_TP = sharding(2)
 
 # Two prefill stages of two ranks would be four writers; two suffice: one brings tensors 0 and 2, the other 1 and 2.
 LEFT = Writer("prefill-0", 0, 0)

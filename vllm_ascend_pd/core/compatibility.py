@@ -4,27 +4,32 @@
 from vllm_ascend_pd.core.layout import LayoutError, RankCaches
 from vllm_ascend_pd.core.plan import make_route
 from vllm_ascend_pd.core.protocol import EngineDescription
-from vllm_ascend_pd.core.topology import TopologyError
+from vllm_ascend_pd.core.topology import Sharding, TopologyError
 
 
 def mismatch(
-    caches: RankCaches, model: str, tp_rank: int, tp: int, whole_model: bool, decode: EngineDescription
+    caches: RankCaches, model: str, rank: int, prefill: Sharding, whole_model: bool, decode: EngineDescription
 ) -> str | None:
-    """Why prefill rank `tp_rank` of `tp` cannot send to `decode`, with both sides' values; None if it can.
+    """Why prefill's `rank` cannot send to `decode`, with both sides' values; None if it can.
 
     `whole_model`: this rank holds every layer (no pipeline parallelism), so layers that only decode has count too.
+    Draft layers need not be there on both sides: text is right without their KV, since drafts are verified.
     """
     if model != decode.model:
         return f"prefill serves {model}, decode serves {decode.model}"
-    ranks = {(rank.pp_rank, rank.tp_rank) for rank in decode.ranks}
-    complete = len(decode.ranks) == decode.pp * decode.tp
-    if not complete or ranks != {(pp, t) for pp in range(decode.pp) for t in range(decode.tp)}:
-        return f"decode describes ranks {sorted(ranks)} but says tp {decode.tp}, pp {decode.pp}"
-    theirs = {}
-    for rank in decode.ranks:
-        for tensor in rank.caches.tensors:
-            theirs[tensor.layer, tensor.part] = rank.caches.geometry_of(tensor)
-    ours = caches.by_name()
+    if (reason := _contradiction(decode)) is not None:
+        return reason
+    theirs = {
+        (tensor.layer, tensor.part): geometry
+        for other in decode.ranks
+        for tensor in other.caches.tensors
+        if (geometry := other.caches.geometry_of(tensor)).is_known_to(caches.draft)
+    }
+    ours = {
+        name: index
+        for name, index in caches.by_name().items()
+        if caches.geometry_of(caches.tensors[index]).is_known_to(decode.draft)
+    }
     if missing := sorted(ours.keys() - theirs.keys()):
         return f"prefill has cache {missing[0]} that decode lacks ({len(ours)} against {len(theirs)} tensors)"
     if whole_model and (missing := sorted(theirs.keys() - ours.keys())):
@@ -38,7 +43,25 @@ def mismatch(
                 named = [getattr(value, "value", value) for value in values]
                 return f"{name[0]}: {what} is {named[0]} on prefill, {named[1]} on decode"
         try:
-            make_route(mine, tp_rank, tp, decode.tp, other.block_size)
+            make_route(mine, rank, prefill, decode.sharding, other.block_size)
         except (LayoutError, TopologyError) as error:
             return f"{name[0]}: {error}"
+    return None
+
+
+def _contradiction(decode: EngineDescription) -> str | None:
+    """Where what an engine says of itself and of its ranks differs."""
+    ranks = {(rank.pp_rank, rank.tp_rank) for rank in decode.ranks}
+    complete = len(decode.ranks) == decode.pp * decode.tp
+    if not complete or ranks != {(pp, t) for pp in range(decode.pp) for t in range(decode.tp)}:
+        return f"decode describes ranks {sorted(ranks)} but says tp {decode.tp}, pp {decode.pp}"
+    if decode.tp % decode.dcp:
+        return f"decode says tp {decode.tp} and dcp {decode.dcp}, which does not divide it"
+    for rank in decode.ranks:
+        for geometry in rank.caches.geometries:
+            if geometry.share != decode.sharding.share(rank.tp_rank):
+                return (
+                    f"decode's tensor-parallel rank {rank.tp_rank} describes {geometry.share} of the tokens, decode "
+                    f"says dcp {decode.dcp}, interleaved by {decode.interleave}"
+                )
     return None

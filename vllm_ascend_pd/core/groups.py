@@ -9,10 +9,16 @@ from typing import TypeAlias
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """A block holds the KV of `block_size` tokens."""
+    """A block holds the KV of `block_size` tokens on each of the `ranks` that share a request's tokens."""
 
     block_size: int
+    ranks: int = 1
     holds_state = False
+
+    @property
+    def span(self) -> int:
+        """How many of a request's tokens a block id stands for."""
+        return self.block_size * self.ranks
 
     @property
     def ticket_block_size(self) -> int:
@@ -21,7 +27,7 @@ class TokenGroup:
 
     def holding(self, blocks: Sequence[int], start: int, stop: int, last: bool) -> list[int]:
         """Those of a request's `blocks` that hold tokens `[start, stop)`; `last`: the prompt ends there."""
-        return list(blocks[start // self.block_size : math.ceil(stop / self.block_size)])
+        return list(blocks[start // self.span : math.ceil(stop / self.span)])
 
     def ticket_blocks(self, blocks: Sequence[int], num_tokens: int) -> list[int]:
         """Those of a request's `blocks` that its ticket names, for a prompt of `num_tokens`."""

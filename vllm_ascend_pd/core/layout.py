@@ -2,6 +2,7 @@
 """How one rank's KV cache lies in memory."""
 
 import enum
+import math
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -37,11 +38,43 @@ class Kind(enum.Enum):
     STATE = "state"
 
 
+class TokenShare(msgspec.Struct, frozen=True):
+    """Which of a request's tokens a rank holds: all, or with context parallelism those of one of `ranks` ranks.
+
+    Tokens are dealt out in runs of `interleave` (vLLM's `cp_kv_cache_interleave_size`): run `n` is on rank
+    `n % ranks`. A block id stands for a block on each of these ranks.
+    """
+
+    ranks: _Size = 1
+    rank: _Index = 0
+    interleave: _Size = 1
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.ranks:
+            raise LayoutError(f"share {self.rank} of tokens that are shared by {self.ranks} ranks")
+
+    def meets(self, other: "TokenShare") -> bool:
+        """Whether there are tokens in both shares, in a prompt long enough."""
+        # Runs of the two begin at `start + any multiple of the period`; they overlap where the distance between
+        # two beginnings, which is `distance` modulo what both periods have in common, is shorter than a run.
+        common = math.gcd(self.ranks * self.interleave, other.ranks * other.interleave)
+        distance = (self.rank * self.interleave - other.rank * other.interleave) % common
+        return distance < other.interleave or common - distance < self.interleave
+
+    def __str__(self) -> str:
+        return f"share {self.rank} of {self.ranks}, interleaved by {self.interleave} tokens"
+
+
+ALL_TOKENS = TokenShare()
+
+
 class Geometry(msgspec.Struct, frozen=True):
     """How a block lies in memory. Tensors of equal geometry share a step's offsets.
 
     `heads` are KV heads on this rank, `total_heads` those of the whole model (1 for MLA's latent);
-    `head_bytes` is what one head of one token takes; `block_stride` the bytes from one block to the next.
+    `head_bytes` is what one head of one token takes; `block_stride` the bytes from one block to the next;
+    `block_size` the tokens that a block holds here, of those that are in this rank's `share`; `draft` what drafts, in
+    a line, for the layers of speculative decoding's draft, and "" for those of the served model.
     """
 
     group: _Index
@@ -53,6 +86,27 @@ class Geometry(msgspec.Struct, frozen=True):
     total_heads: _Size
     head_bytes: _Size
     kind: Kind = Kind.TOKENS
+    share: TokenShare = ALL_TOKENS
+    draft: str = ""
+
+    def __post_init__(self) -> None:
+        if self.block_size % self.share.interleave:
+            raise LayoutError(f"blocks of {self.block_size} tokens, interleaved by {self.share.interleave}")
+
+    @property
+    def span(self) -> int:
+        """How many of a request's tokens a block id stands for."""
+        return self.block_size * self.share.ranks
+
+    @property
+    def run(self) -> int:
+        """How many of a request's tokens follow each other in a block."""
+        return self.block_size if self.share.ranks == 1 else self.share.interleave
+
+    def is_known_to(self, draft: str) -> bool:
+        """Whether an engine of the same model that drafts with `draft` ("": without layers of its own) has such
+        caches."""
+        return self.draft in ("", draft)
 
     @property
     def token_bytes(self) -> int:
@@ -87,6 +141,11 @@ class RankCaches(msgspec.Struct, frozen=True):
     def geometry_of(self, tensor: CacheTensor) -> Geometry:
         return self.geometries[tensor.geometry]
 
+    @property
+    def draft(self) -> str:
+        """What drafts with caches on this rank; "" if nothing does."""
+        return max((geometry.draft for geometry in self.geometries), default="")
+
     def by_name(self) -> dict[tuple[str, int], int]:
         """(layer, part) -> index into `tensors`."""
         return {(t.layer, t.part): i for i, t in enumerate(self.tensors)}
@@ -103,6 +162,8 @@ def block_geometry(
     heads: int,
     total_heads: int,
     heads_first: bool,
+    share: TokenShare = ALL_TOKENS,
+    draft: str = "",
 ) -> Geometry:
     """Geometry of a cache tensor `[num_blocks, heads, tokens, content]` or `[.., tokens, heads, content]`.
 
@@ -144,4 +205,6 @@ def block_geometry(
         heads=heads,
         total_heads=total_heads,
         head_bytes=content * itemsize,
+        share=share,
+        draft=draft,
     )

@@ -2,22 +2,24 @@
 """From block ids to copies: what one prefill rank sends of a step, as arrays of byte offsets.
 
 A `Route` says, once per decode engine's shape and cache geometry, what happens to every unit of KV on its
-way: is it regrouped, and which bytes of it go to which decode ranks. A unit is the smaller of the two sides'
-blocks. Per step only block ids change, per layer only base addresses: routes and offsets are shared by all
-layers.
+way: is it regrouped, and which bytes of it go to which decode ranks. A unit is the longest run of tokens that lies
+within one block on either side. Per step only block ids change, per layer only base addresses: routes and offsets are
+shared by all layers.
 """
 
 import enum
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ascend_pd.core import topology
-from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order, RankCaches
+from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order, RankCaches, TokenShare
+from vllm_ascend_pd.core.topology import Sharding, holders
 
 Offsets = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 NULL_BLOCK = 0
 """The block that stands for none: vLLM's block pool never gives it to a request (`BlockPool.null_block`)."""
@@ -55,7 +57,7 @@ class Route:
 
     `unit`: tokens. `staged_bytes`: what a unit takes in each of the `planes` of the staging buffer (0 when
     nothing is staged). `ranks`: the all-to-all group in the order of its heads, `index`: our place in it.
-    A rank that is one of several holding the same heads serves the tickets whose salt falls on its `lane`.
+    A rank that is one of several holding the same serves the tickets whose salt falls on its `lane`.
     """
 
     regroup: Regroup
@@ -79,38 +81,43 @@ class Route:
         return salt % self.lanes == self.lane
 
 
-def make_route(source: Geometry, tp_rank: int, tp: int, d_tp: int, d_block_size: int) -> Route:
-    """The route of `source`'s units from prefill rank `tp_rank` of `tp` to a decode engine of `d_tp` ranks.
+def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding, d_block_size: int) -> Route:
+    """The route of `source`'s units from prefill's `rank` to a decode engine with blocks of `d_block_size` tokens.
 
     Raises LayoutError or TopologyError where the two sides cannot fit.
     """
     total = source.total_heads
-    lanes = topology.replicas(tp, total)
-    lane = tp_rank % lanes
-    d_heads = len(topology.owned_heads(0, d_tp, total))
-    unit = _common_unit(source, d_block_size)
+    lanes, lane = prefill.replicas(total), prefill.lane(rank, total)
+    decode.replicas(total)  # raises
+    d_heads = len(decode.heads(0, total))
+    unit = _common_unit(source, decode, d_block_size)
     token = source.head_bytes
+    own = prefill.heads(rank, total)
     if source.order is Order.TOKEN_MAJOR and d_heads > source.heads and d_heads % source.heads == 0:
         ratio = d_heads // source.heads
         if unit % ratio == 0:
-            owner = tp_rank // lanes
+            owner = own.start // source.heads
             first = owner - owner % ratio
             staged = unit // ratio * d_heads * token
             index = owner - first
+            # As many heads are on no other decode rank, so this one has all tokens.
             target = Target(tp_rank=owner // ratio, nbytes=staged, dst_offset=index * staged)
-            ranks = tuple(o * lanes + lane for o in range(first, first + ratio))
+            share = prefill.shares[rank]
+            ranks = tuple(prefill.holders(o * source.heads, total, share)[lane] for o in range(first, first + ratio))
             return Route(Regroup.GATHER, unit, (target,), lane, lanes, staged, 1, ranks, index, source.token_bytes)
-    own = topology.owned_heads(tp_rank, tp, total)
     if source.order is Order.TOKEN_MAJOR and source.heads > d_heads and source.heads % d_heads == 0:
         row = d_heads * token
         targets = tuple(
             Target(tp_rank=d_rank, nbytes=unit * row, plane=plane)
             for plane in range(source.heads // d_heads)
-            for d_rank in topology.holders(own[plane * d_heads], d_tp, total)
+            for d_rank in holders(own[plane * d_heads], decode.tp, total)
+            if source.share.meets(decode.share(d_rank))
         )
         return Route(Regroup.SPLIT, unit, targets, lane, lanes, unit * row, source.heads // d_heads, row_bytes=row)
     overlaps = (
-        _overlap(source, unit, own, d_rank, topology.owned_heads(d_rank, d_tp, total)) for d_rank in range(d_tp)
+        _overlap(source, unit, own, d_rank, decode.heads(d_rank, total))
+        for d_rank in range(decode.tp)
+        if source.share.meets(decode.share(d_rank))
     )
     targets = tuple(target for target in overlaps if target is not None)
     return Route(Regroup.NONE, unit, targets, lane, lanes)
@@ -134,24 +141,49 @@ def slot_bytes(caches: RankCaches, step_tokens: int) -> int:
         if geometry in movable:
             layers[tensor.layer] = layers.get(tensor.layer, 0) + geometry.token_bytes
     largest_block = max((g.block_size for g in movable), default=0)
-    return (step_tokens + 2 * largest_block) * max(layers.values(), default=0)
+    ranks = max((g.share.ranks for g in movable), default=1)  # all the same
+    return (step_tokens // ranks + 2 * largest_block) * max(layers.values(), default=0)
 
 
-def _common_unit(source: Geometry, d_block_size: int) -> int:
-    small, large = sorted((source.block_size, d_block_size))
-    if small == large:
-        return small
-    if source.order is Order.HEAD_MAJOR:
+def why_slow(route: Route, source: Geometry, prefill: Sharding, decode: Sharding, d_block_size: int) -> str | None:
+    """Why units cannot travel as whole blocks, or as all of what another block has of them; None where they can."""
+    if route.pieces > 1:
+        return (
+            f"tensor-parallel sizes {prefill.tp} (prefill) and {decode.tp} (decode) do not divide each other's "
+            f"{source.total_heads} KV heads evenly: KV is written in {route.pieces} pieces per {route.unit} tokens of "
+            "a layer, which is right but slow"
+        )
+    # Runs that both sides deal out alike merge again to what a block holds.
+    alike = decode.parts > 1 and (prefill.parts, prefill.interleave) == (decode.parts, decode.interleave)
+    if route.unit < min(source.block_size, d_block_size) and not alike:
+        return (
+            f"KV lies in runs of {source.run} (prefill) and {_run(decode, d_block_size)} (decode) tokens: it is "
+            f"written {route.unit} tokens at a time, which is right but slow; with context parallelism make "
+            "cp_kv_cache_interleave_size the block size"
+        )
+    return None
+
+
+def _run(decode: Sharding, block_size: int) -> int:
+    """How many of a request's tokens follow each other in decode's blocks."""
+    return block_size if decode.parts == 1 else decode.interleave
+
+
+def _common_unit(source: Geometry, decode: Sharding, d_block_size: int) -> int:
+    d_run = _run(decode, d_block_size)
+    unit = math.gcd(source.run, d_run)
+    if source.order is Order.HEAD_MAJOR and source.block_size != d_block_size:
         raise LayoutError(
             f"block sizes {source.block_size} (prefill) and {d_block_size} (decode): a head-major cache "
             "packs each head's tokens together, so both sides need the same block size"
         )
-    if large % small:
+    if source.order is Order.HEAD_MAJOR and unit != d_block_size:
         raise LayoutError(
-            f"block sizes {source.block_size} (prefill) and {d_block_size} (decode): "
-            "one must be a multiple of the other"
+            f"runs of {source.run} (prefill) and {d_run} (decode) tokens in blocks of {d_block_size}: a head-major "
+            "cache packs each head's tokens together, so cp_kv_cache_interleave_size must be the block size on both "
+            "sides"
         )
-    return small
+    return unit
 
 
 def _overlap(source: Geometry, unit: int, own: range, d_rank: int, theirs: range) -> Target | None:
@@ -183,25 +215,35 @@ def unit_offsets(blocks: Offsets, first_block: int, geometry: Geometry, unit: in
     """Byte offsets, from block 0, of the units that hold tokens `[start, stop)` of a request.
 
     `blocks` are block ids from the request's block number `first_block` on. `start` must be a multiple of
-    `unit`; a last, partly filled unit counts.
+    `unit`; a last, partly filled unit counts. Only `held_units` have one on this rank.
     """
     if start % unit:
         raise ValueError(f"token {start} is not on the boundary of a unit of {unit} tokens")
-    if not first_block * geometry.block_size <= start <= stop <= (first_block + len(blocks)) * geometry.block_size:
+    span = geometry.span
+    if not first_block * span <= start <= stop <= (first_block + len(blocks)) * span:
         raise ValueError(f"tokens [{start}, {stop}) are not all in {len(blocks)} blocks from block {first_block} on")
     tokens = np.arange(start, stop, unit, dtype=np.int64)
-    block, within = np.divmod(tokens, geometry.block_size)
+    block, within = np.divmod(tokens, span)
+    if geometry.share.ranks > 1:
+        run, within_run = np.divmod(within, geometry.run)
+        within = run // geometry.share.ranks * geometry.run + within_run
     offsets: Offsets = blocks[block - first_block] * geometry.block_stride + within * geometry.token_bytes
     return offsets
 
 
-def live_units(d_blocks: Offsets, d_block_size: int, unit: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
+def held_units(share: TokenShare, unit: int, start: int, stop: int) -> Mask:
+    """Which units of tokens `[start, stop)` are in a rank's share. A unit is in one share only."""
+    held: Mask = np.arange(start, stop, unit) // share.interleave % share.ranks == share.rank
+    return held
+
+
+def live_units(d_blocks: Offsets, d_span: int, unit: int, start: int, stop: int) -> Mask:
     """Which units of tokens `[start, stop)` decode wants: those it has a block for.
 
     A sliding window's past has none: decode's block table then holds the null block. `d_blocks` are decode's block
-    ids from the request's first block on.
+    ids from the request's first block on, of `d_span` tokens each.
     """
-    wanted: npt.NDArray[np.bool_] = d_blocks[np.arange(start, stop, unit) // d_block_size] != NULL_BLOCK
+    wanted: Mask = d_blocks[np.arange(start, stop, unit) // d_span] != NULL_BLOCK
     return wanted
 
 

@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 
 from vllm_ascend_pd.core.layout import RankCaches
+from vllm_ascend_pd.core.topology import Sharding, sharding
 
 PROTOCOL_VERSION = 1
 
@@ -34,11 +35,11 @@ class ProtocolError(ValueError):
 
 
 class Writer(msgspec.Struct, frozen=True, array_like=True):
-    """A prefill rank, as decode ranks know it."""
+    """A prefill rank, as decode ranks know it: `rank` of pipeline stage `pp_rank`, as `Sharding` counts."""
 
     engine_id: str
     pp_rank: int
-    tp_rank: int
+    rank: int
 
 
 class RankDescription(msgspec.Struct, frozen=True):
@@ -59,30 +60,43 @@ class Describe(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineDescription(msgspec.Struct, frozen=True, tag=True):
-    """All ranks of a decode engine. `model`: a readable summary of the model's shape, equal on both sides."""
+    """All ranks of a decode engine. `model`: a readable summary of the model's shape, equal on both sides; `dcp`:
+    among how many neighbouring tensor-parallel ranks tokens are dealt out, `interleave` at a time."""
 
     engine_id: str
     model: str
     tp: int
     pp: int
     ranks: tuple[RankDescription, ...]
+    dcp: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] = 1
+    interleave: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] = 1
+
+    @property
+    def sharding(self) -> Sharding:
+        return sharding(self.tp, self.dcp, self.interleave)
+
+    @property
+    def draft(self) -> str:
+        """What drafts with caches of its own, for speculative decoding; "" if nothing does."""
+        return max((rank.caches.draft for rank in self.ranks), default="")
 
 
 class GrantRequest(msgspec.Struct, frozen=True, tag=True):
     """May I write for this ticket? Repeated while the transfer lasts, to renew the lease.
 
-    `digest` is the ticket's content as the writer has it, `tp` the prefill engine's size, `covers` the indices of
+    `digest` is the ticket's content as the writer has it, `sharding` the prefill engine's, `covers` the indices of
     the decode rank's tensors that this writer will fill, `settle_s` how long bytes of a write that was given up
-    may go on arriving.
+    may go on arriving, `draft` what drafts on the prefill engine (`Geometry.draft`).
     """
 
     ticket_id: str
     attempt: int
     digest: str
     writer: Writer
-    tp: int
+    sharding: Sharding
     covers: tuple[int, ...]
     settle_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+    draft: str = ""
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):

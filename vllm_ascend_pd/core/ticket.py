@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeGuard
 import msgspec
 
 from vllm_ascend_pd.core.protocol import Granted, GrantRequest, Refused, Report, Writer
+from vllm_ascend_pd.core.topology import Sharding, sharding
 
 # What a rank remembers of tickets it has closed, so that late requests are refused, not asked to retry.
 MAX_TOMBSTONES = 16384
@@ -41,7 +42,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     The names that vllm-ascend's layerwise connector uses keep their meaning; the last block are our own.
     Block ids are per cache group and cover the whole prompt; prefill writes tokens
-    `[remote_cached_tokens, num_tokens)` only.
+    `[remote_cached_tokens, num_tokens)` only. With decode context parallelism a block id stands for a block of
+    `remote_block_size` tokens on each of `remote_dcp_size` ranks, `remote_interleave_size` tokens in turn. Of draft
+    layers those of `remote_draft` are written (`Geometry.draft`).
     """
 
     request_id: str
@@ -55,12 +58,23 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     remote_port: int
     remote_tp_size: int
     remote_pcp_size: int = 1
-    remote_dcp_size: int = 1
+    remote_dcp_size: _Count = 1
     remote_cached_tokens: _Count
 
     ticket_id: str
     attempt: _Count = 0
     num_tokens: _Count
+    remote_interleave_size: _Count = 1
+    remote_draft: str = ""
+
+    @property
+    def sharding(self) -> Sharding:
+        """Decode's."""
+        return sharding(self.remote_tp_size, self.remote_dcp_size, self.remote_interleave_size)
+
+    def span(self, group: int) -> int:
+        """How many of the prompt's tokens one of decode's block ids stands for."""
+        return self.remote_block_size[group] * self.remote_dcp_size
 
     @property
     def salt(self) -> int:
@@ -82,6 +96,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             self.num_tokens,
             self.remote_block_ids,
             self.remote_block_size,
+            self.remote_draft,
         )
         return hashlib.blake2b(msgspec.msgpack.encode(content), digest_size=16).hexdigest()
 
@@ -130,17 +145,24 @@ def parse_ticket(
         raise TicketError(f"the ticket has {len(ticket.remote_block_ids)} cache groups, this engine has {num_groups}")
     if not 0 <= ticket.remote_cached_tokens <= num_tokens:
         raise TicketError(f"remote_cached_tokens {ticket.remote_cached_tokens} is out of range")
+    if ticket.remote_pcp_size != 1:
+        raise TicketError(f"remote_pcp_size is {ticket.remote_pcp_size}: prefill context parallelism on decode")
+    dcp, interleave = ticket.remote_dcp_size, ticket.remote_interleave_size
+    if dcp < 1 or ticket.remote_tp_size % dcp:
+        raise TicketError(f"remote_dcp_size {dcp} does not divide remote_tp_size {ticket.remote_tp_size}")
+    if dcp > 1 and state_groups:
+        raise TicketError(f"remote_dcp_size {dcp}: states are not shared by context parallelism")
     for group, (blocks, size) in enumerate(zip(ticket.remote_block_ids, ticket.remote_block_size, strict=True)):
         if group in state_groups:
             if size != 1 or len(blocks) != 1:
                 raise TicketError(f"remote_block_ids: {len(blocks)} blocks of {size} for the state in group {group}")
             continue
-        if size < 1 or ticket.remote_cached_tokens % size:
+        if size < 1 or ticket.remote_cached_tokens % (span := ticket.span(group)):
             raise TicketError(f"remote_block_size {size} does not fit remote_cached_tokens")
-        if len(blocks) * size < num_tokens or any(block < 0 for block in blocks):
-            raise TicketError(f"remote_block_ids: {len(blocks)} blocks of {size} for {num_tokens} tokens")
-    if ticket.remote_pcp_size != 1 or ticket.remote_dcp_size != 1:
-        raise TicketError("context parallelism on the decode side is not supported")
+        if interleave < 1 or size % interleave:
+            raise TicketError(f"remote_interleave_size {interleave} does not divide remote_block_size {size}")
+        if len(blocks) * span < num_tokens or any(block < 0 for block in blocks):
+            raise TicketError(f"remote_block_ids: {len(blocks)} blocks of {span} for {num_tokens} tokens")
     return ticket
 
 
@@ -175,7 +197,7 @@ class ConsumerTicket:
     num_bytes: int = 0
     bytes_before_end: int = 0
     settle_by: float | None = None
-    _engine: tuple[str, int] | None = None
+    _engine: tuple[str, Sharding] | None = None
     _leases: dict[Writer, _Lease] = field(default_factory=dict)
     _missing: set[tuple[int, int]] = field(default_factory=set)
 
@@ -183,10 +205,10 @@ class ConsumerTicket:
     def engine_known(self) -> bool:
         return self._engine is not None
 
-    def expect(self, engine_id: str, tp: int, expected: frozenset[tuple[int, int]]) -> None:
-        """Fixes who must write what: pairs (index of our tensor, tensor-parallel rank of the writer)."""
+    def expect(self, engine_id: str, sharding: Sharding, expected: frozenset[tuple[int, int]]) -> None:
+        """Fixes who must write what: pairs (index of our tensor, rank of the writer in its pipeline stage)."""
         assert self._engine is None
-        self._engine = (engine_id, tp)
+        self._engine = (engine_id, sharding)
         self._missing = set(expected)
 
     def grant(self, request: GrantRequest, now: float) -> Granted | Refused:
@@ -196,7 +218,7 @@ class ConsumerTicket:
             return Refused(f"the ticket is {self.state.value} {self.reason}".strip(), retry=False)
         if (request.attempt, request.digest) != (self.attempt, self.digest):
             return Refused("the ticket was altered or is of another attempt", retry=False)
-        if self._engine != (request.writer.engine_id, request.tp):
+        if self._engine != (request.writer.engine_id, request.sharding):
             return Refused("another prefill engine is writing for this ticket", retry=False)
         lease = self._leases.get(request.writer)
         if lease is not None and (lease.reported or lease.settling):
@@ -206,8 +228,8 @@ class ConsumerTicket:
             return Refused("a renewal must cover what the grant covered", retry=False)
         until = now + self.lease_s + request.settle_s
         if lease is None:
-            claimed = {(t, w.tp_rank) for w, other in self._leases.items() for t in other.covers}
-            if not {(tensor, request.writer.tp_rank) for tensor in covers} <= self._missing - claimed:
+            claimed = {(t, w.rank) for w, other in self._leases.items() for t in other.covers}
+            if not {(tensor, request.writer.rank) for tensor in covers} <= self._missing - claimed:
                 return Refused("the writer covers tensors that are not its to write", retry=False)
             self._leases[request.writer] = _Lease(covers, until)
         else:
@@ -226,7 +248,7 @@ class ConsumerTicket:
             stranger = self._engine is not None and self._engine[0] != report.writer.engine_id
             if report.reason is None or stranger:
                 return False
-            self.fail(f"prefill rank {report.writer.tp_rank}: {report.reason}")
+            self.fail(f"prefill rank {report.writer.rank}: {report.reason}")
             return True
         if lease.reported or lease.settling:
             return True
@@ -238,11 +260,11 @@ class ConsumerTicket:
         if self.state is not State.OPEN:
             return True
         if report.reason is not None:
-            self.fail(f"prefill rank {report.writer.tp_rank}: {report.reason}")
+            self.fail(f"prefill rank {report.writer.rank}: {report.reason}")
             return True
         self.num_bytes += report.num_bytes
         self.bytes_before_end += report.bytes_before_end
-        self._missing -= {(tensor, report.writer.tp_rank) for tensor in lease.covers}
+        self._missing -= {(tensor, report.writer.rank) for tensor in lease.covers}
         if not self._missing:
             self.state = State.RECEIVED
         return True
@@ -263,7 +285,7 @@ class ConsumerTicket:
             return
         lost = [w for w, lease in self._leases.items() if not lease.reported and now >= lease.until]
         if lost:
-            self.fail(f"prefill rank {lost[0].tp_rank} of engine {lost[0].engine_id} went silent")
+            self.fail(f"prefill rank {lost[0].rank} of engine {lost[0].engine_id} went silent")
         elif now >= self.deadline:
             self.fail("nothing was received" if not self._leases else "the transfer took too long")
         elif self.settle_by is not None and now >= self.settle_by and not self.live_writers():

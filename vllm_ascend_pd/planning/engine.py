@@ -27,6 +27,10 @@ class Engine:
     dp: int
     block_size: int
 
+    @property
+    def sharding(self) -> topology.Sharding:
+        return topology.sharding(self.tp)
+
 
 def default_block_size(model: Model, layout: Layout) -> int:
     return 16 if layout is Layout.VLLM_CPU and model.mla else 128

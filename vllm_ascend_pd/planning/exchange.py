@@ -21,6 +21,7 @@ from vllm_ascend_pd.core.plan import (
     unit_offsets,
 )
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
+from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.planning.engine import Engine, Layout, check_engine, rank_caches, stage_layers, tensor_widths
 from vllm_ascend_pd.planning.figures import (
     EngineFigures,
@@ -64,7 +65,7 @@ def make_plan(
     _check_fit(model.name, prefill, decode, p_ranks, d_ranks)
     # The same in every stage: heads are dealt out alike.
     routes = [
-        [make_route(geometry, rank, prefill.tp, decode.tp, decode.block_size) for geometry in caches.geometries]
+        [make_route(ours, rank, prefill.sharding, decode.sharding, decode.block_size) for ours in caches.geometries]
         for (stage, rank), caches in p_ranks.items()
         if stage == 0
     ]
@@ -74,7 +75,7 @@ def make_plan(
             flows += _flows(source, caches, routes[source.tp_rank], stage, d_ranks[Rank(stage, 0)], tokens)
     unit = routes[0][0].unit
     staging = _staging(p_ranks.values(), step_tokens, staging_slots)
-    groups = topology.regroup_groups(prefill.tp, model.kv_heads) if staging.slots else []
+    groups = topology.regroup_groups(prefill.sharding, model.kv_heads) if staging.slots else []
     return Plan(
         model=_model_figures(model, layout),
         layout=layout.value,
@@ -82,7 +83,7 @@ def make_plan(
         decode=_engine_figures(model, decode, d_ranks),
         unit_tokens=unit,
         senders=tuple(_sender(rank, prefill.tp, model, layout, of_rank) for rank, of_rank in enumerate(routes)),
-        readers=tuple(_reader(rank, decode.tp, prefill.tp, model.kv_heads) for rank in range(decode.tp)),
+        readers=tuple(_reader(rank, decode.sharding, prefill.sharding, model.kv_heads) for rank in range(decode.tp)),
         all_to_all=tuple(sorted({route.ranks for of_rank in routes for route in of_rank if route.ranks})),
         groups_created=len(groups),
         staging=staging,
@@ -107,7 +108,7 @@ def _check_fit(
     described = tuple(RankDescription(*rank, "", "", caches) for rank, caches in d_ranks.items())
     description = EngineDescription("decode", name, decode.tp, decode.pp, described)
     for rank, caches in p_ranks.items():
-        reason = mismatch(caches, name, rank.tp_rank, prefill.tp, prefill.pp == 1, description)
+        reason = mismatch(caches, name, rank.tp_rank, prefill.sharding, prefill.pp == 1, description)
         if reason is not None:
             raise PlanError(reason)
 
@@ -216,10 +217,10 @@ def _sender(rank: int, tp: int, model: Model, layout: Layout, routes: Sequence[R
     )
 
 
-def _reader(rank: int, tp: int, p_tp: int, total: int) -> Reader:
-    heads = topology.owned_heads(rank, tp, total)
-    lanes = range(topology.replicas(p_tp, total))
-    writers = tuple(topology.writers_to(rank, tp, p_tp, total, lane) for lane in lanes)
+def _reader(rank: int, decode: Sharding, prefill: Sharding, total: int) -> Reader:
+    heads = decode.heads(rank, total)
+    lanes = range(prefill.replicas(total))
+    writers = tuple(topology.writers_to(rank, decode, prefill, total, lane) for lane in lanes)
     return Reader(rank, heads.start, heads.stop, writers)
 
 
@@ -241,6 +242,12 @@ def _notes(layout: Layout, prefill: Engine, decode: Engine, routes: Sequence[Seq
         notes.append(
             "these shapes cannot be regrouped by block: heads are written token by token, which is slow; take tensor "
             "parallel sizes of which one divides the other, by a ratio that divides the block size"
+        )
+    unit = routes[0][0].unit
+    if unit < min(prefill.block_size, decode.block_size):
+        notes.append(
+            f"blocks of {prefill.block_size} and {decode.block_size} tokens: KV is written {unit} tokens at a time, "
+            "which is slow; take block sizes of which one is a multiple of the other"
         )
     return notes
 

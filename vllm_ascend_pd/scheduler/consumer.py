@@ -35,12 +35,15 @@ class _Issued:
 
 @dataclass(frozen=True)
 class Listener:
-    """What tickets say about this engine: where prefill ranks find it, and its parallel size."""
+    """What tickets say about this engine: where prefill ranks find it, its parallel sizes, and what drafts on it."""
 
     engine_id: str
     host: str
     port: int
     tp: int
+    dcp: int = 1
+    interleave: int = 1
+    draft: str = ""
 
 
 class ConsumerScheduler:
@@ -75,9 +78,12 @@ class ConsumerScheduler:
             remote_host=self._listener.host,
             remote_port=self._listener.port,
             remote_tp_size=self._listener.tp,
+            remote_dcp_size=self._listener.dcp,
+            remote_interleave_size=self._listener.interleave,
             remote_cached_tokens=num_tokens - num_external_tokens,
             ticket_id=secrets.token_hex(16),
             num_tokens=num_tokens,
+            remote_draft=self._listener.draft,
         )
         self._by_request[request.request_id] = _Issued(ticket)
         self._request_of[ticket.ticket_id] = request.request_id

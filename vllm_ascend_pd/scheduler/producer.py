@@ -3,12 +3,12 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.compat import drop_last_prompt_token
-from vllm_ascend_pd.core.groups import CacheGroup
+from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket
 from vllm_ascend_pd.step import ProducerStep, Send, WorkerReport
 
@@ -39,7 +39,7 @@ class ProducerScheduler:
         self._sending: dict[str, _Sending] = {}
         self._tickets: set[str] = set()
         self._errors: dict[str, str] = {}
-        self._awaiting: set[str] = set()
+        self._awaiting: dict[str, str] = {}  # request id -> ticket id
         self._step = ProducerStep()
 
     @property
@@ -73,7 +73,7 @@ class ProducerScheduler:
         self._sending[request.request_id] = _Sending(
             ticket,
             [list(ids) for ids in blocks],
-            math.lcm(*(g.block_size for g in self._groups if not g.holds_state), *ticket.remote_block_size),
+            math.lcm(*_spans(self._groups), *(ticket.span(group) for group in range(len(self._groups)))),
             ticket.remote_cached_tokens,
         )
 
@@ -108,7 +108,7 @@ class ProducerScheduler:
                 if request_id in self._sending:
                     self._errors.setdefault(request_id, reason)
         for request_id in finished_sending:
-            self._awaiting.discard(request_id)
+            self._tickets.discard(self._awaiting.pop(request_id, ""))
             self._errors.pop(request_id, None)
 
     def finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
@@ -119,12 +119,14 @@ class ProducerScheduler:
         params = {"error": error} if error is not None else None
         if sending is None:
             return False, params
-        self._tickets.discard(sending.ticket.ticket_id)
+        ticket_id = sending.ticket.ticket_id
         if not sending.announced:
+            self._tickets.discard(ticket_id)
             return False, params
         aborted = None if sending.sealed else "the prefill request was aborted"
         self._step.finished[request.request_id] = aborted
-        self._awaiting.add(request.request_id)
+        # Until the ranks have told decode, it takes a second writer of the ticket for the first one (R2).
+        self._awaiting[request.request_id] = ticket_id
         return True, params
 
     def _advance(
@@ -149,3 +151,8 @@ class ProducerScheduler:
         step.sends.append(Send(request_id, start, stop, blocks, last))
         sending.sent = stop
         sending.sealed = last
+
+
+def _spans(groups: Iterable[CacheGroup]) -> list[int]:
+    """Tokens per block of the groups whose blocks fill up with tokens."""
+    return [group.span for group in groups if isinstance(group, TokenGroup)]

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -209,13 +209,23 @@ class TransferEngine:
                 )
             self._regions = sorted(known + fresh)
 
-    def write(self, session: str, sources: list[int], destinations: list[int], lengths: list[int]) -> None:
+    def write(
+        self,
+        session: str,
+        sources: list[int],
+        destinations: list[int],
+        lengths: list[int],
+        may_begin: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Copy `lengths[i]` bytes from `sources[i]` here to `destinations[i]` in the memory of `session`.
 
         Blocks until the receiver has acknowledged every byte as stored; raises `TransferError` as soon as one
         batch failed, and later batches are not sent. The order of arrival is undefined. Writing again is
         safe: the same bytes go to the same place. When it raised, sources must stay unchanged for
         `limits.settle_s` more seconds.
+
+        `may_begin()` is asked right before each batch, after all waiting for the peer; a no ends the write. No byte
+        of a batch arrives later than `limits.settle_s` after that.
         """
         if not len(sources) == len(destinations) == len(lengths):
             raise ValueError(f"{len(sources)} sources, {len(destinations)} destinations, {len(lengths)} lengths")
@@ -224,7 +234,13 @@ class TransferEngine:
         self._check_open()
         peer = self._reach(session)
         for batch in split_batches(sources, destinations, lengths, self._limits):
-            self._write_batch(session, peer, *batch)
+            self._write_batch(session, peer, may_begin, *batch)
+
+    def forget(self, sessions: Collection[str]) -> None:
+        """Drop what is known of sessions that will not be written to again. Harmless if they are after all."""
+        with self._lock:
+            for session in sessions:
+                self._peers.pop(session, None)
 
     def close(self) -> None:
         """Unregister everything and stop. Call it after all writers have returned; twice is safe."""
@@ -240,7 +256,13 @@ class TransferEngine:
             raise TransferError(self._session, f"Mooncake did not unregister its memory (code {code})", retryable=False)
 
     def _write_batch(
-        self, session: str, peer: _Peer, sources: list[int], destinations: list[int], lengths: list[int]
+        self,
+        session: str,
+        peer: _Peer,
+        may_begin: Callable[[], bool],
+        sources: list[int],
+        destinations: list[int],
+        lengths: list[int],
     ) -> None:
         started = time.monotonic()
         if not peer.slots.acquire(timeout=self._limits.timeout_s):
@@ -248,6 +270,8 @@ class TransferEngine:
                 session, f"earlier writes did not finish within {self._limits.timeout_s:g} s", retryable=True
             )
         try:
+            if not may_begin():
+                raise TransferError(session, "the leave to write ended before the write did", retryable=False)
             code = self._engine.batch_transfer_sync_write(session, sources, destinations, lengths)
         finally:
             peer.slots.release()

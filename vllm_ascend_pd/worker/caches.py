@@ -7,7 +7,15 @@ from typing import TypeAlias
 
 import torch
 
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayoutError, RankCaches, block_geometry
+from vllm_ascend_pd.core.layout import (
+    ALL_TOKENS,
+    CacheTensor,
+    Geometry,
+    LayoutError,
+    RankCaches,
+    TokenShare,
+    block_geometry,
+)
 from vllm_ascend_pd.core.states import State, state_geometries
 
 KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -15,12 +23,23 @@ KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What the tensors of a layer's cache hold: its cache group, tokens per block, KV heads here and in all."""
+    """What the tensors of a layer's cache hold: its cache group, tokens per block, KV heads here and in all.
+    `encoding` names what is in tensors of plain bytes (uint8), where they are not numbers themselves; `share` says
+    which of a request's tokens are here, `draft` whose layer it is, both as in `Geometry`."""
 
     group: int
     block_size: int
     heads: int
     total_heads: int
+    encoding: str | None = None
+    share: TokenShare = ALL_TOKENS
+    draft: str = ""
+
+    def dtype_of(self, tensor: torch.Tensor) -> str:
+        """As both sides compare it: two encodings may take the same bytes."""
+        if tensor.dtype is torch.uint8 and self.encoding is not None:
+            return self.encoding
+        return str(tensor.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -95,11 +114,13 @@ def _tokens(cache: Sequence[torch.Tensor], spec: LayerSpec, heads_first: bool) -
                 tensor.stride(),
                 tensor.element_size(),
                 group=spec.group,
-                dtype=str(tensor.dtype).removeprefix("torch."),
+                dtype=spec.dtype_of(tensor),
                 block_size=spec.block_size,
                 heads=spec.heads,
                 total_heads=spec.total_heads,
                 heads_first=heads_first,
+                share=spec.share,
+                draft=spec.draft,
             ),
         )
         for tensor in cache

@@ -66,7 +66,7 @@ class ConsumerWorker:
         self._changed = threading.Condition()
         self._entries: dict[str, _Entry] = {}
         self._closed: OrderedDict[str, str] = OrderedDict()  # ticket id -> how it ended
-        self._expected: dict[tuple[int, int], frozenset[tuple[int, int]]] = {}
+        self._expected: dict[tuple[topology.Sharding, int, str], frozenset[tuple[int, int]]] = {}
         self._ended: list[_Entry] = []
         self._lost: set[int] = set()
         self._report = WorkerReport()
@@ -142,30 +142,33 @@ class ConsumerWorker:
                 return Refused(f"the ticket is closed: {ended}", retry=False)
             return Refused("the ticket is not known here", retry=True)
         ticket = entry.ticket
-        if not 0 < request.tp <= MAX_TP:
-            return Refused(f"a tensor-parallel size of {request.tp}", retry=False)
+        ranks = len(request.sharding.shares)
+        if ranks > MAX_TP:
+            return Refused(f"{ranks} ranks in a pipeline stage", retry=False)
         if not ticket.engine_known:
             try:
-                expected = self._expected_from(request.tp, salt_of(request.ticket_id))
+                expected = self._expected_from(request.sharding, salt_of(request.ticket_id), request.draft)
             except topology.TopologyError as error:
                 return Refused(str(error), retry=False)
-            ticket.expect(request.writer.engine_id, request.tp, expected)
+            ticket.expect(request.writer.engine_id, request.sharding, expected)
         answer = ticket.grant(request, now)
         if isinstance(answer, Granted):
             entry.peers[request.writer] = peer
         return answer
 
-    def _expected_from(self, p_tp: int, salt: int) -> frozenset[tuple[int, int]]:
-        """(index of our tensor, prefill rank that must write to it), for a prefill engine of `p_tp` ranks."""
-        key = (p_tp, salt % p_tp)
+    def _expected_from(self, prefill: topology.Sharding, salt: int, draft: str) -> frozenset[tuple[int, int]]:
+        """(index of our tensor, prefill rank that must write to it), in each of prefill's pipeline stages. Our draft
+        layers get nothing unless `draft`, what drafts on prefill, is the same as here."""
+        key = (prefill, salt % len(prefill.shares), draft if draft == self._caches.draft else "")
         if key not in self._expected:
             self._expected[key] = frozenset(
                 (index, writer)
                 for index, tensor in enumerate(self._caches.tensors)
+                if self._caches.geometry_of(tensor).is_known_to(key[2])
                 for writer in topology.writers_to(
-                    self._identity.tp_rank,
-                    self._identity.tp,
-                    p_tp,
+                    self._identity.rank,
+                    self._identity.sharding,
+                    prefill,
                     self._caches.geometry_of(tensor).total_heads,
                     key[1],
                 )

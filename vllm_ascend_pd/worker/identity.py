@@ -3,17 +3,35 @@
 
 from dataclasses import dataclass
 
+from vllm_ascend_pd.core.layout import TokenShare
+from vllm_ascend_pd.core.topology import Sharding
+
 
 @dataclass(frozen=True)
 class Identity:
-    """One rank of one engine. `host` is the address peers reach it at; `model` a summary both sides compare;
-    `tp_ranks` are the ranks of its tensor-parallel group in torch's default world, in order."""
+    """One rank of one engine. `host` is the address peers reach it at; `model` a summary both sides compare; `rank`
+    its place in its pipeline stage, as `sharding` counts; `stage_ranks` are the ranks of that stage in torch's default
+    world, in order; `draft` is what drafts on the engine, on whichever rank (`Geometry.draft`)."""
 
     engine_id: str
     model: str
     host: str
-    tp_rank: int
-    tp: int
+    rank: int
+    sharding: Sharding
     pp_rank: int
     pp: int
-    tp_ranks: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
+    draft: str = ""
+
+    @property
+    def tp(self) -> int:
+        return self.sharding.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def share(self) -> TokenShare:
+        """The tokens whose KV this rank holds."""
+        return self.sharding.share(self.rank)

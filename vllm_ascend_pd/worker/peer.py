@@ -4,9 +4,9 @@
 from dataclasses import dataclass
 
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry
+from vllm_ascend_pd.core.producer_ticket import RankKey
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.worker.transfer import RankKey
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class DecodeLayout:
         description = self.description
         if ticket.remote_tp_size != description.tp:
             return f"the ticket says decode's tp is {ticket.remote_tp_size}, decode says {description.tp}"
+        if ticket.sharding != description.sharding:
+            return (
+                f"the ticket says decode's dcp is {ticket.remote_dcp_size}, interleaved by "
+                f"{ticket.remote_interleave_size}; decode says {description.dcp}, by {description.interleave}"
+            )
         highest = [max(blocks, default=-1) for blocks in ticket.remote_block_ids]
         for remote in self._remotes.values():
             group = remote.geometry.group

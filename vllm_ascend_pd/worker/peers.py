@@ -4,21 +4,21 @@
 All of it runs on the side channel's thread; other threads only start a transfer or end it.
 """
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.config import ConnectorConfig
+from vllm_ascend_pd.core.producer_ticket import Destination, RankKey
 from vllm_ascend_pd.core.protocol import (
     Describe,
     EngineDescription,
-    Granted,
     GrantRequest,
     Message,
     Problem,
-    Refused,
     Report,
     Revoke,
     Writer,
@@ -28,19 +28,21 @@ from vllm_ascend_pd.transport.side_channel import Client, SideChannelError
 from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.peer import DecodeLayout
 from vllm_ascend_pd.worker.sender import Sender
-from vllm_ascend_pd.worker.transfer import Destination, RankKey, Transfer
+from vllm_ascend_pd.worker.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
 # An engine nobody sent anything to for this long is forgotten; it is described again at next contact.
 _FORGET_AFTER_S = 600.0
-_GRANT_RETRY_S = 0.02
-_REPORT_ATTEMPTS = 3
+
+
+PeerKey = tuple[str, str]  # (endpoint, engine id)
 
 
 @dataclass
 class Peer:
-    """One decode engine. `layout` is None until it has answered."""
+    """One decode engine. `layout` is None until it has answered; `gone`: why it will never answer again; `users`:
+    tickets of it that were acquired and not yet released."""
 
     endpoint: str
     engine_id: str
@@ -48,12 +50,28 @@ class Peer:
     layout: DecodeLayout | None = None
     waiting: list[Transfer] = field(default_factory=list)  # for its description
     describing: bool = False
+    gone: str | None = None
+    users: int = 0
     used_at: float = 0.0
+    endpoints: set[str] = field(default_factory=set)  # connections opened for it
+
+    def is_over(self, now: float) -> bool:
+        """Whether what is known of the engine can be dropped. One that never described itself, or whose address
+        belongs to another engine by now, is dropped as soon as no transfer needs it."""
+        if self.users or self.describing:
+            return False
+        return self.layout is None or self.gone is not None or now - self.used_at > _FORGET_AFTER_S
+
+
+def _key(ticket: Ticket) -> PeerKey:
+    return (ticket.endpoint, ticket.remote_engine_id)
 
 
 class Peers:
     """`make_sender(name)`, `check(description)` (why an engine does not fit, or None) and `destinations(layout,
-    transfer)` come from the producer; `revoked(transfer)` tells it to finish a transfer early."""
+    transfer)` come from the producer. `revoked(transfer)` tells it to finish a transfer early, `told(transfer)` that
+    decode knows how it ended or cannot be told, `ended(transfer)` that nothing reads its blocks any more;
+    `forget_sessions` is the transfer engine's `forget`."""
 
     def __init__(
         self,
@@ -64,58 +82,68 @@ class Peers:
         check: Callable[[EngineDescription], str | None],
         destinations: Callable[[DecodeLayout, Transfer], dict[RankKey, Destination]],
         revoked: Callable[[Transfer], None],
-        reported: Callable[[Transfer], None],
+        told: Callable[[Transfer], None],
+        ended: Callable[[Transfer], None],
+        forget_sessions: Callable[[Collection[str]], None],
     ) -> None:
         self._config = config
-        self._writer = Writer(identity.engine_id, identity.pp_rank, identity.tp_rank)
-        self._tp = identity.tp
+        self._writer = Writer(identity.engine_id, identity.pp_rank, identity.rank)
+        self._sharding = identity.sharding
+        self._draft = identity.draft
         self._settle_s = settle_s
         self._make_sender = make_sender
         self._check = check
         self._destinations = destinations
         self._revoked = revoked
-        self._reported = reported
-        self._lock = threading.Lock()  # guards the two maps; their values belong to the channel's thread
-        self._peers: dict[tuple[str, str], Peer] = {}
+        self._told = told
+        self._ended = ended
+        self._forget_sessions = forget_sessions
+        # Guards the two maps, and `waiting` and `users` of peers; all else in them belongs to the channel's thread.
+        self._lock = threading.Lock()
+        self._peers: dict[PeerKey, Peer] = {}
         self._transfers: dict[str, Transfer] = {}
-        self._settling: list[Transfer] = []  # written, but with bytes of an earlier attempt on their way
+        self._retired: list[Sender] = []  # of engines forgotten, until they have ended
         self._client = Client(self._on_unasked, self._on_tick, name="pd-control")
 
-    def sender_for(self, ticket: Ticket) -> Sender:
-        """The sender that writes to the engine that issued `ticket`."""
+    def acquire(self, ticket: Ticket) -> Sender:
+        """The sender that writes to the engine that issued `ticket`; it takes tasks until `release`."""
         with self._lock:
-            return self._peer(ticket).sender
+            peer = self._peers.get(_key(ticket))
+            if peer is None:
+                sender = self._make_sender(f"pd-sender-{ticket.remote_host}:{ticket.remote_port}")
+                peer = Peer(ticket.endpoint, ticket.remote_engine_id, sender, endpoints={ticket.endpoint})
+                self._peers[_key(ticket)] = peer
+            peer.users += 1
+            return peer.sender
+
+    def release(self, ticket: Ticket) -> None:
+        """Nothing more will be put for an acquired `ticket`."""
+        with self._lock:
+            peer = self._peers[_key(ticket)]
+            peer.users -= 1
+            peer.used_at = time.monotonic()
 
     def open(self, transfer: Transfer) -> None:
-        """Starts asking for grants."""
+        """Starts asking for grants. The ticket must have been acquired."""
         with self._lock:
             self._transfers[transfer.ticket.ticket_id] = transfer
-            peer = self._peer(transfer.ticket)
+            peer = self._peers[_key(transfer.ticket)]
             peer.waiting.append(transfer)
         self._client.call(lambda: self._advance(peer))
 
-    def _peer(self, ticket: Ticket) -> Peer:
-        key = (ticket.endpoint, ticket.remote_engine_id)
-        peer = self._peers.get(key)
-        if peer is None:
-            sender = self._make_sender(f"pd-sender-{ticket.remote_host}:{ticket.remote_port}")
-            peer = self._peers[key] = Peer(ticket.endpoint, ticket.remote_engine_id, sender)
-        peer.used_at = time.monotonic()
-        return peer
-
     def report(self, transfer: Transfer) -> None:
-        """Tells every decode rank that was asked for a grant how it ended; `reported` follows in any case."""
-        self._client.call(lambda: self._report(transfer))
+        """Tells every decode rank that was asked for a grant how it ended; `told` and `ended` follow in any case."""
+        self._client.call(lambda: self._follow(transfer))
 
     def close(self, timeout_s: float) -> None:
         self._client.close(timeout_s)
-        for peer in self._peers.values():
-            peer.sender.close(timeout_s)
+        for sender in [*self._retired, *(peer.sender for peer in self._peers.values())]:
+            sender.close(timeout_s)
 
     # What follows runs on the channel's thread.
 
     def _advance(self, peer: Peer) -> None:
-        if peer.layout is None:
+        if peer.gone is None and peer.layout is None:
             if not peer.describing:
                 peer.describing = True
                 self._client.request(
@@ -128,7 +156,10 @@ class Peers:
         with self._lock:
             waiting, peer.waiting = peer.waiting, []
         for transfer in waiting:
-            self._contact(transfer, peer.layout, peer.layout.unfit(transfer.ticket))
+            if peer.gone is not None or peer.layout is None:
+                self._contact(transfer, None, peer.gone)
+            else:
+                self._contact(transfer, peer.layout, peer.layout.unfit(transfer.ticket))
 
     def _contact(self, transfer: Transfer, layout: DecodeLayout | None, refused: str | None) -> None:
         """The decode engine has described itself (`layout`), or will not. One that gets nothing is told why."""
@@ -141,15 +172,13 @@ class Peers:
             except (LookupError, ValueError) as error:
                 self._refuse(transfer, f"the ticket does not fit the decode engine's layout: {error!r}")
         if layout is not None and transfer.failure is None:
-            transfer.set_destinations(destinations)
-            for key in destinations:
-                self._ask(transfer, key)
-        elif layout is not None:
-            ranks = layout.description.ranks
-            transfer.set_destinations({(rank.pp_rank, rank.tp_rank): Destination(rank, ()) for rank in ranks})
-        transfer.contacted = True
-        if transfer.finished:
-            self._report(transfer)
+            contacted = destinations
+        else:
+            ranks = () if layout is None else layout.description.ranks
+            contacted = {(rank.pp_rank, rank.tp_rank): Destination(rank, ()) for rank in ranks}
+        with transfer.changing() as state:
+            state.contacted(contacted)
+        self._follow(transfer)
 
     def _on_described(self, peer: Peer, answer: Message | SideChannelError) -> None:
         peer.describing = False
@@ -158,7 +187,9 @@ class Peers:
             return
         reason: str | None
         if isinstance(answer, EngineDescription):
+            peer.endpoints.update(rank.control for rank in answer.ranks)
             if answer.engine_id == peer.engine_id:
+                self._take_over(peer)
                 reason = self._check(answer)
             else:
                 reason = f"engine {answer.engine_id} answers in place of {peer.engine_id}"
@@ -176,12 +207,25 @@ class Peers:
         for transfer in waiting:
             self._contact(transfer, layout, reason)
 
+    def _take_over(self, peer: Peer) -> None:
+        """`peer` listens where others did: it was started after they had ended."""
+        with self._lock:
+            others = [p for p in self._peers.values() if p.endpoint == peer.endpoint and p is not peer and not p.gone]
+            transfers = list(self._transfers.values())
+        for other in others:
+            other.gone = f"engine {other.engine_id} has ended: {peer.engine_id} is at {peer.endpoint} now"
+            logger.info("decode %s", other.gone)
+            for transfer in transfers:
+                if _key(transfer.ticket) == (other.endpoint, other.engine_id) and transfer not in other.waiting:
+                    self._refuse(transfer, other.gone)
+            self._advance(other)
+
     def _describe_again(self, peer: Peer, reason: str) -> None:
         """No answer: asks on, for those whose time to be granted is not over."""
         now = time.monotonic()
         with self._lock:
-            late = [transfer for transfer in peer.waiting if now >= transfer.grant_deadline]
-            peer.waiting = [transfer for transfer in peer.waiting if now < transfer.grant_deadline]
+            late = [transfer for transfer in peer.waiting if now >= transfer.state.grant_deadline]
+            peer.waiting = [transfer for transfer in peer.waiting if now < transfer.state.grant_deadline]
         for transfer in late:
             self._contact(transfer, None, reason)
         if peer.waiting:
@@ -193,19 +237,19 @@ class Peers:
 
     def _ask(self, transfer: Transfer, key: RankKey) -> None:
         """Asks for a grant, or to renew it."""
-        assert transfer.destinations is not None
-        destination = transfer.destinations[key]
-        destination.asking = True
-        destination.asked_at = asked_at = time.monotonic()
+        asked_at = time.monotonic()
+        with transfer.changing() as state:
+            destination = state.asked(key, asked_at)
         ticket = transfer.ticket
         request = GrantRequest(
             ticket.ticket_id,
             ticket.attempt,
             transfer.digest,
             self._writer,
-            self._tp,
+            self._sharding,
             destination.covers,
             self._settle_s,
+            self._draft,
         )
         self._client.request(
             destination.rank.control,
@@ -215,15 +259,10 @@ class Peers:
         )
 
     def _on_grant(self, transfer: Transfer, key: RankKey, asked_at: float, answer: Message | SideChannelError) -> None:
-        assert transfer.destinations is not None
-        destination = transfer.destinations[key]
-        destination.asking = False
-        if isinstance(answer, Granted):
-            destination.lease_s = answer.lease_s
-            transfer.granted(key, asked_at + answer.lease_s)
-        elif isinstance(answer, Refused) and not answer.retry and not transfer.reported:
-            self._refuse(transfer, f"decode rank {key} refused: {answer.reason}")
-        # Anything else may pass: the next tick asks again, until the grant deadline or the end of the lease.
+        with transfer.changing() as state:
+            refused = state.answered(key, asked_at, answer)
+        if refused:
+            self._revoked(transfer)
 
     def _on_unasked(self, endpoint: str, message: Message) -> None:
         if isinstance(message, Revoke):
@@ -235,43 +274,47 @@ class Peers:
     def _on_tick(self, now: float) -> None:
         with self._lock:
             transfers = list(self._transfers.values())
-            idle = [key for key, peer in self._peers.items() if now - peer.used_at > _FORGET_AFTER_S]
-        for transfer in [t for t in self._settling if t.settled_at <= now]:
-            self._settling.remove(transfer)
-            self._report(transfer)
         for transfer in transfers:
-            for key, destination in (transfer.destinations or {}).items():
-                if destination.asking or transfer.failure is not None or transfer.reporting:
-                    continue
-                pause = destination.lease_s / 3 if destination.granted else _GRANT_RETRY_S
-                if now - destination.asked_at >= pause:
-                    self._ask(transfer, key)
-        for peer_key in idle:
-            self._forget(peer_key, {(t.ticket.endpoint, t.ticket.remote_engine_id) for t in transfers})
+            self._follow(transfer)
+        self._forget_over(now)
 
-    def _forget(self, key: tuple[str, str], in_use: set[tuple[str, str]]) -> None:
-        if key in in_use:
-            return
+    def _forget_over(self, now: float) -> None:
         with self._lock:
-            peer = self._peers.pop(key)
-        peer.sender.close(0.0)
-        if peer.layout is not None:
-            for rank in peer.layout.description.ranks:
-                self._client.forget(rank.control)
-        self._client.forget(peer.endpoint)
+            over = [key for key, peer in self._peers.items() if peer.is_over(now)]
+            forgotten = [self._peers.pop(key) for key in over]
+            in_use = {endpoint for peer in self._peers.values() for endpoint in peer.endpoints}
+        self._retired = [sender for sender in self._retired if not sender.ended]
+        for peer in forgotten:
+            peer.sender.retire()
+            self._retired.append(peer.sender)
+            for endpoint in peer.endpoints - in_use:
+                self._client.forget(endpoint)
+            if peer.layout is not None:
+                self._forget_sessions({rank.session for rank in peer.layout.description.ranks})
 
-    def _report(self, transfer: Transfer) -> None:
-        """A failure is told at once, success only when no byte can arrive any more: decode goes on with the blocks."""
-        if not transfer.contacted or transfer.reporting:
-            return  # `_contact` comes back to it; or it did while this call was on its way
-        settle_s = max(0.0, transfer.settled_at - time.monotonic())
-        if settle_s > 0 and transfer.failure is None:
-            self._settling.append(transfer)
+    def _follow(self, transfer: Transfer) -> None:
+        """Does what is due: asks for grants and renewals, tells decode how it went, ends."""
+        now = time.monotonic()
+        with transfer.changing() as state:
+            tell, due, end = state.tell(now), state.due(now), state.end(now)
+        for key in due:
+            self._ask(transfer, key)
+        if tell:
+            self._tell(transfer)
+        if end:
+            with self._lock:
+                self._transfers.pop(transfer.ticket.ticket_id, None)
+            self._ended(transfer)
+
+    def _tell(self, transfer: Transfer) -> None:
+        """A round of telling; the next follows when all have answered or will not."""
+        with transfer.changing() as state:
+            untold = state.next_round()
+            settle_s = state.settle_s(time.monotonic())
+        if not untold:
+            self._told(transfer)
+            self._follow(transfer)
             return
-        transfer.reporting = True
-        self._tell(transfer, settle_s)
-
-    def _tell(self, transfer: Transfer, settle_s: float, attempt: int = 1) -> None:
         ticket = transfer.ticket
         report = Report(
             ticket.ticket_id,
@@ -282,28 +325,20 @@ class Peers:
             transfer.bytes_at_end,
             settle_s,
         )
-        open_ = [d for d in (transfer.destinations or {}).values() if not d.told]
-        if not open_ or attempt > _REPORT_ATTEMPTS:
-            with self._lock:
-                self._transfers.pop(ticket.ticket_id, None)
-            self._reported(transfer)
-            return
         answers = 0
 
-        def on_answer(destination: Destination, answer: Message | SideChannelError) -> None:
+        def on_answer(key: RankKey, answer: Message | SideChannelError) -> None:
             nonlocal answers
             answers += 1
-            destination.told = not isinstance(answer, SideChannelError)
-            if answers == len(open_):
-                self._tell(transfer, settle_s, attempt + 1)
+            if not isinstance(answer, SideChannelError):
+                with transfer.changing() as state:
+                    state.told(key)
+            if answers == len(untold):
+                self._tell(transfer)
 
-        for destination in open_:
-            self._client.request(
-                destination.rank.control,
-                report,
-                self._config.control_timeout_s,
-                lambda answer, destination=destination: on_answer(destination, answer),  # type: ignore[misc]
-            )
+        for key, destination in untold.items():
+            answered = functools.partial(on_answer, key)
+            self._client.request(destination.rank.control, report, self._config.control_timeout_s, answered)
 
 
 def _reason(answer: Message) -> str:

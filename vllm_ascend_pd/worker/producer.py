@@ -14,7 +14,8 @@ import torch
 from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.compatibility import mismatch
-from vllm_ascend_pd.core.plan import Regroup, Route, make_route, regroupable, slot_bytes
+from vllm_ascend_pd.core.plan import Regroup, Route, make_route, regroupable, slot_bytes, why_slow
+from vllm_ascend_pd.core.producer_ticket import Destination, ProducerTicket, RankKey
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.step import ProducerStep, WorkerReport
@@ -27,7 +28,7 @@ from vllm_ascend_pd.worker.regroup import Regrouper
 from vllm_ascend_pd.worker.sender import Barrier, Finish, LayerPush, Sender, Source
 from vllm_ascend_pd.worker.shipment import Item, Shipment
 from vllm_ascend_pd.worker.staging import StagingRing
-from vllm_ascend_pd.worker.transfer import Destination, RankKey, Transfer
+from vllm_ascend_pd.worker.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class ProducerWorker:
             for g in range(len(self._geometries))
         ]
         self._connected: set[tuple[int, ...]] = set()
-        self._routes: dict[tuple[int, int, tuple[int, ...]], Route] = {}
+        self._routes: dict[tuple[int, topology.Sharding, tuple[int, ...]], Route] = {}
         self._warned_of_pieces = False
         self._senders: dict[str, Sender] = {}  # by ticket id
         self._transfers: dict[str, Transfer] = {}  # by request id
@@ -86,13 +87,16 @@ class ProducerWorker:
             check=self._check,
             destinations=self._destinations,
             revoked=self._finish,
-            reported=self._on_reported,
+            told=self._on_told,
+            ended=self._on_ended,
+            forget_sessions=engine.forget,
         )
 
     # Called by vLLM, on the model's thread.
 
     def start_step(self, step: ProducerStep) -> None:
         """Opens new transfers and plans the step. Blocks for nothing."""
+        self.end_step()  # with speculative decoding, vLLM itself ends steps on the last pipeline stage only
         self._idle = step.idle
         for request_id, ticket in step.tickets.items():
             transfer = Transfer(
@@ -100,10 +104,10 @@ class ProducerWorker:
                 ticket,
                 ticket.digest(),
                 tuple(np.asarray(blocks, dtype=np.int64) for blocks in ticket.remote_block_ids),
-                time.monotonic() + self._config.grant_timeout_s,
+                ProducerTicket(time.monotonic() + self._config.grant_timeout_s),
             )
             self._transfers[request_id] = transfer
-            self._senders[ticket.ticket_id] = self._peers.sender_for(ticket)
+            self._senders[ticket.ticket_id] = self._peers.acquire(ticket)
             self._peers.open(transfer)
         for request_id, aborted in step.finished.items():
             self._release(request_id, aborted)
@@ -118,16 +122,19 @@ class ProducerWorker:
     def layer_computed(self, layer: str) -> None:
         """The cache of `layer` holds this step's tokens, or will once what the model queued so far has run.
 
-        Pushing waits for the writing of the cache alone where that was told, else for all that was queued.
+        Pushing waits for the writing of the cache alone where that was told, else for all that was queued. A draft's
+        layers run over the step's tokens first, then once for every further token drafted, which is not sent: only
+        the first time counts.
         """
         written, self._written = self._written, None
-        if self._plan.shipments:
+        if self._plan.shipments and layer in self._plan.unsaved:
             if written is None or written[0] not in ("", layer):
                 written = layer, self._device.record_event()
             self._push_layer(layer, written[1])
 
     def end_step(self) -> None:
-        """The forward pass is over: layers nobody announced are pushed, and prompts that end are sealed."""
+        """The forward pass is over, the draft's too: layers nobody announced are pushed, and prompts that end are
+        sealed. Without effect where the step has ended already."""
         plan, self._plan = self._plan, _StepPlan()
         if plan.unsaved and plan.shipments:
             event = self._device.record_event()
@@ -143,6 +150,7 @@ class ProducerWorker:
 
     def preempted(self, request_ids: set[str]) -> None:
         """Their blocks are about to be reused: waits until no push reads them any more (R3)."""
+        self.end_step()
         barriers = []
         for request_id in request_ids:
             transfer = self._transfers.get(request_id)
@@ -152,7 +160,10 @@ class ProducerWorker:
         deadline = time.monotonic() + self._config.write_timeout_s
         for transfer, barrier in barriers:
             if not barrier.passed.wait(max(0.0, deadline - time.monotonic())):
-                transfer.fail("the request was preempted while its KV could not be sent")
+                self._lose(transfer, "the request was preempted while its KV could not be sent")
+            elif transfer.settled_at > time.monotonic():
+                # What the failed write left behind would read the blocks' next content, and deliver that.
+                self._lose(transfer, "the request was preempted while a failed write of its KV may still be under way")
 
     def take_sent(self) -> set[str]:
         """Requests whose blocks vLLM may free: those it is done with and no push reads any more."""
@@ -161,7 +172,9 @@ class ProducerWorker:
                 self._changed.wait_for(lambda: bool(self._done), self._config.idle_wait_s)
             done, self._done = self._done, set()
         for request_id in done:
-            self._senders.pop(self._transfers.pop(request_id).ticket.ticket_id)
+            ticket = self._transfers.pop(request_id).ticket
+            self._senders.pop(ticket.ticket_id)
+            self._peers.release(ticket)
         return done
 
     def take_report(self) -> WorkerReport | None:
@@ -179,7 +192,7 @@ class ProducerWorker:
         if not step.sends:
             return plan
         plan.unsaved = dict.fromkeys(self._caches.layers)
-        items: dict[tuple[str, int, tuple[int, ...]], list[Item]] = {}
+        items: dict[tuple[str, topology.Sharding, tuple[int, ...], str], list[Item]] = {}
         for send in step.sends:
             transfer = self._transfers[send.request_id]
             if send.last:
@@ -192,25 +205,28 @@ class ProducerWorker:
             # at the same plan, whatever it has learnt so far (R5).
             key = (
                 ticket.endpoint + ticket.remote_engine_id,
-                ticket.remote_tp_size,
+                ticket.sharding,
                 tuple(ticket.remote_block_size),
+                ticket.remote_draft,
             )
             items.setdefault(key, []).append(Item(transfer, send.start, send.stop, blocks))
-        for (_, d_tp, d_block_sizes), group in items.items():
+        for (_, decode, d_block_sizes, draft), group in items.items():
             sender = self._senders[group[0].transfer.ticket.ticket_id]
-            for index in range(len(self._geometries)):
-                shipment = self._make_shipment(index, d_tp, d_block_sizes, group)
+            for index, geometry in enumerate(self._geometries):
+                if not geometry.is_known_to(draft):
+                    continue
+                shipment = self._make_shipment(index, decode, d_block_sizes, group)
                 if shipment is not None:
                     plan.shipments.setdefault(index, []).append((sender, shipment))
         return plan
 
     def _make_shipment(
-        self, index: int, d_tp: int, d_block_sizes: tuple[int, ...], items: list[Item]
+        self, index: int, decode: topology.Sharding, d_block_sizes: tuple[int, ...], items: list[Item]
     ) -> Shipment | None:
         geometry = self._geometries[index]
         served = items
         try:
-            route = self._route(index, d_tp, d_block_sizes)
+            route = self._route(index, decode, d_block_sizes)
             served = [item for item in items if route.serves(item.transfer.ticket.salt)]
             if not served:
                 return None
@@ -247,23 +263,17 @@ class ProducerWorker:
                 self._missed(route, error)
                 raise
 
-    def _route(self, index: int, d_tp: int, d_block_sizes: tuple[int, ...]) -> Route:
-        key = (index, d_tp, d_block_sizes)
+    def _route(self, index: int, decode: topology.Sharding, d_block_sizes: tuple[int, ...]) -> Route:
+        key = (index, decode, d_block_sizes)
         if key not in self._routes:
             geometry = self._geometries[index]
-            route = make_route(geometry, self._identity.tp_rank, self._identity.tp, d_tp, d_block_sizes[geometry.group])
+            identity = self._identity
+            route = make_route(geometry, identity.rank, identity.sharding, decode, d_block_sizes[geometry.group])
             self._routes[key] = route
-            if route.pieces > 1 and not self._warned_of_pieces:
+            slow = why_slow(route, geometry, identity.sharding, decode, d_block_sizes[geometry.group])
+            if slow is not None and not self._warned_of_pieces:
                 self._warned_of_pieces = True
-                logger.warning(
-                    "tensor-parallel sizes %d (prefill) and %d (decode) do not divide each other's %d KV heads evenly: "
-                    "KV is written in %d pieces per %d tokens of a layer, which is right but slow",
-                    self._identity.tp,
-                    d_tp,
-                    geometry.total_heads,
-                    route.pieces,
-                    route.unit,
-                )
+                logger.warning("%s", slow)
         return self._routes[key]
 
     # Pushing.
@@ -322,8 +332,12 @@ class ProducerWorker:
         self._finish(transfer)
         with self._changed:
             transfer.released = True
-            if transfer.reported:
+            if transfer.ended:
                 self._done.add(request_id)
+
+    def _lose(self, transfer: Transfer, reason: str) -> None:
+        transfer.fail(reason)
+        self._finish(transfer)
 
     def _finish(self, transfer: Transfer) -> None:
         """Nothing more will be pushed. Called on any thread, any number of times."""
@@ -334,19 +348,21 @@ class ProducerWorker:
         self._senders[transfer.ticket.ticket_id].put(Finish(transfer))
 
     def _on_finished(self, transfer: Transfer) -> None:
-        """On the sender's thread: no write can follow. Only a writer that holds its grants may claim success."""
-        transfer.await_all_grants()
+        """On the sender's thread: no write can follow."""
         transfer.finish()
         self._peers.report(transfer)
 
-    def _on_reported(self, transfer: Transfer) -> None:
-        """On the control thread: decode was told, or cannot be reached."""
+    def _on_told(self, transfer: Transfer) -> None:
+        """On the control thread: decode knows how it ended, or cannot be reached."""
         if transfer.failure is not None:
             logger.warning("request %s: KV was not delivered: %s", transfer.request_id, transfer.failure)
-        with self._changed:
-            transfer.reported = True
-            if transfer.failure is not None:
+            with self._changed:
                 self._failed[transfer.request_id] = transfer.failure
+
+    def _on_ended(self, transfer: Transfer) -> None:
+        """On the control thread, after `_on_told`: nothing reads the request's blocks any more."""
+        with self._changed:
+            transfer.ended = True
             if transfer.released:
                 self._done.add(transfer.request_id)
             self._changed.notify_all()
@@ -370,8 +386,17 @@ class ProducerWorker:
             return f"config says decode's tp_size is {declared.tp_size}, decode's is {description.tp}"
         if declared is not None and declared.pp_size not in (None, description.pp):
             return f"config says decode's pp_size is {declared.pp_size}, decode's is {description.pp}"
+        if description.draft not in ("", identity.draft):
+            logger.warning(
+                "decode engine %s drafts with %s, prefill with %s: the draft's KV of prompts is not sent, and fewer of "
+                "its tokens will be accepted",
+                description.engine_id,
+                description.draft,
+                identity.draft or "no layers of its own",
+            )
         whole = identity.pp == 1
-        return mismatch(self._caches.description, identity.model, identity.tp_rank, identity.tp, whole, description)
+        ours = self._caches.description
+        return mismatch(ours, identity.model, identity.rank, identity.sharding, whole, description)
 
     def _destinations(self, layout: DecodeLayout, transfer: Transfer) -> dict[RankKey, Destination]:
         """The decode ranks this rank writes to for the ticket, and which of their tensors it covers."""
@@ -379,7 +404,9 @@ class ProducerWorker:
         covers: dict[RankKey, list[int]] = {}
         ranks = {}
         for tensor in self._caches.description.tensors:
-            route = self._route(tensor.geometry, ticket.remote_tp_size, tuple(ticket.remote_block_size))
+            if not self._geometries[tensor.geometry].is_known_to(ticket.remote_draft):
+                continue
+            route = self._route(tensor.geometry, ticket.sharding, tuple(ticket.remote_block_size))
             if not route.serves(ticket.salt):
                 continue
             for target in route.targets:
@@ -403,24 +430,25 @@ class ProducerWorker:
         buffer = self._device.allocate(size * slots)
         self._engine.register([(buffer.data_ptr(), buffer.numel())])
         movable = regroupable(self._geometries)
-        wanted = sorted({r for g in movable for r in topology.regroup_groups(self._identity.tp, g.total_heads)})
+        sharding = self._identity.sharding
+        wanted = sorted({ranks for g in movable for ranks in topology.regroup_groups(sharding, g.total_heads)})
         groups = self._device.new_groups(self._world_groups(wanted), self._config.collective_timeout_s)
-        mine = {ranks: groups[self._in_world(ranks)] for ranks in wanted if self._identity.tp_rank in ranks}
+        mine = {ranks: groups[self._in_world(ranks)] for ranks in wanted if self._identity.rank in ranks}
         ring = StagingRing(buffer, size, slots)
         patience = self._config.write_timeout_s + self._config.grant_timeout_s
         return ring, Regrouper(self._device, ring, mine, patience)
 
     def _in_world(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self._identity.tp_ranks[rank] for rank in ranks)
+        return tuple(self._identity.stage_ranks[rank] for rank in ranks)
 
     def _world_groups(self, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """`wanted` within every tensor-parallel group of the world: creating a group takes all ranks, in one order.
+        """`wanted` within every pipeline stage of the world: creating a group takes all ranks, in one order.
 
-        vLLM numbers the world with tensor-parallel ranks running fastest.
+        vLLM numbers the world with tensor-parallel ranks running fastest, then prefill-context-parallel ones.
         """
-        tp = self._identity.tp
+        stage = len(self._identity.stage_ranks)
         world = torch.distributed.get_world_size() if wanted else 0
-        return [tuple(first + rank for rank in ranks) for first in range(0, world, tp) for ranks in wanted]
+        return [tuple(first + rank for rank in ranks) for first in range(0, world, stage) for ranks in wanted]
 
     def _group_by_geometry(self, indices: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
         groups: dict[int, list[int]] = {}

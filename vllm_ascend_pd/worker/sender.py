@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from vllm_ascend_pd.core.layout import CacheTensor
 from vllm_ascend_pd.core.plan import Target
+from vllm_ascend_pd.core.producer_ticket import RankKey
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
 from vllm_ascend_pd.worker.peer import DecodeLayout, Remote
 from vllm_ascend_pd.worker.shipment import Chunk, Shipment
 from vllm_ascend_pd.worker.staging import Slot, StagingRing
-from vllm_ascend_pd.worker.transfer import RankKey, Transfer
+from vllm_ascend_pd.worker.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,14 @@ class Sender:
     def put(self, task: Finish | Barrier) -> None:
         self._tasks.put(task)
 
+    def retire(self) -> None:
+        """Nothing more will be put: ends by itself when all that was is done with, staging slots included."""
+        self._tasks.put(None)
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
     def close(self, timeout_s: float) -> None:
         """Stops after the task at hand; what is still queued is dropped."""
         self._closing = True
@@ -129,13 +138,16 @@ class Sender:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while not self._closing:
+        retired = False
+        while not self._closing and not (retired and not self._unsettled):
             self._release_settled()
             try:
                 task = self._tasks.get(timeout=_SETTLE_CHECK_S if self._unsettled else None)
             except queue.Empty:
                 continue
-            if isinstance(task, LayerPush):
+            if task is None:
+                retired = True
+            elif isinstance(task, LayerPush):
                 self._push(task)
                 if task.has_room:
                     self._room.release()
@@ -191,11 +203,15 @@ class Sender:
                 except TransferError as final:
                     self._unsettle(task, live, final)
                     transfer.fail(str(final))
+        # Units of each item, and the bytes of each, by what is written of them.
+        written = [
+            (task.shipment.units(task.chunk, write.remote.geometry.share), write.target.rows * write.target.nbytes)
+            for write in batch
+        ]
         for i in live:
             transfer = task.shipment.items[i].transfer
             if transfer.failure is None:
-                units = task.shipment.units(task.chunk)[i]
-                transfer.wrote(units * sum(write.target.rows * write.target.nbytes for write in batch))
+                transfer.wrote(sum(units[i] * per_unit for units, per_unit in written))
 
     def _write_retrying(self, task: LayerPush, key: RankKey, batch: list[_Write], item: int) -> None:
         try:
@@ -217,7 +233,16 @@ class Sender:
             sources += (copies.src + write.base).tolist()
             destinations += (copies.dst + write.remote.tensor.base).tolist()
             lengths += copies.nbytes.tolist()
-        self._engine.write(batch[0].remote.rank.session, sources, destinations, lengths)
+        remote = batch[0].remote
+        writing = [item.transfer for i, item in enumerate(task.shipment.items) if only is None or i in only]
+        # A lease that ran when the write was planned may have run out by the time a batch of it can begin (R2).
+        self._engine.write(
+            remote.rank.session,
+            sources,
+            destinations,
+            lengths,
+            lambda: all(transfer.holds(remote.key) for transfer in writing),
+        )
 
     def _unsettle(self, task: LayerPush, items: frozenset[int], error: TransferError) -> None:
         """Bytes of a failed write may still leave from where they were read and arrive where they were sent."""

@@ -7,19 +7,20 @@ Built once per step; every layer adds its base addresses and is done.
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from vllm_ascend_pd.core.layout import Geometry, Kind
+from vllm_ascend_pd.core.layout import Geometry, Kind, TokenShare
 from vllm_ascend_pd.core.plan import (
     NULL_BLOCK,
     Descriptors,
+    Mask,
     Offsets,
     Regroup,
     Route,
     Target,
     concatenate,
     descriptors,
+    held_units,
     live_units,
     staged_units,
     unit_offsets,
@@ -31,7 +32,7 @@ from vllm_ascend_pd.worker.transfer import Transfer
 @dataclass(frozen=True)
 class Item:
     """Tokens `[start, stop)` of one request. `blocks`: this rank's ids per cache group, from block
-    `start // block_size` on."""
+    `start // span` on."""
 
     transfer: Transfer
     start: int
@@ -60,38 +61,29 @@ class Chunk:
 
 @dataclass
 class Shipment:
-    """Items that travel by the same route. `live`: which of each item's units decode wants; the arrays hold only
-    those. `owner[n]` is the index of the item that unit `n` belongs to."""
+    """Items that travel by the same route. `live`: which of each item's units this rank holds and decode wants; the
+    arrays hold only those. `owner[n]` is the index of the item that unit `n` belongs to."""
 
     route: Route
     geometry: Geometry
     items: list[Item]
-    live: list[npt.NDArray[np.bool_]]
+    live: list[Mask]
     src_units: Offsets
     owner: Offsets
     chunks: list[Chunk] = field(default_factory=list)
     _d_units: dict[Geometry, Offsets] = field(default_factory=dict)
-    _units: dict[Chunk, list[int]] = field(default_factory=dict)
+    _d_held: dict[TokenShare, Mask] = field(default_factory=dict)
+    _units: dict[tuple[Chunk, TokenShare], list[int]] = field(default_factory=dict)
     _copies: dict[tuple[Chunk, Target, Geometry], Descriptors] = field(default_factory=dict)
 
     @classmethod
-    def build(
-        cls, route: Route, geometry: Geometry, items: list[Item], device: Device, chunk_units: int
-    ) -> "Shipment":
+    def build(cls, route: Route, geometry: Geometry, items: list[Item], device: Device, chunk_units: int) -> "Shipment":
         """`chunk_units`: how many units may be regrouped at once. Raises `DeviceError`."""
-        live = [
-            live_units(
-                item.transfer.d_blocks[geometry.group],
-                item.transfer.ticket.remote_block_size[geometry.group],
-                route.unit,
-                *item.tokens(geometry),
-            )
-            for item in items
-        ]
+        live = [_live(item, geometry, route.unit) for item in items]
         src = [
             unit_offsets(
                 item.blocks[geometry.group],
-                item.tokens(geometry)[0] // geometry.block_size,
+                item.tokens(geometry)[0] // geometry.span,
                 geometry,
                 route.unit,
                 *item.tokens(geometry),
@@ -126,18 +118,36 @@ class Shipment:
         else:
             src = staged_units(self.route, target.plane, chunk.count, chunk.count)
         dst = self._destination_units(theirs)[chunk.first : chunk.stop]
+        owner = self.owner[chunk.first : chunk.stop]
+        if theirs.share.ranks > 1:
+            held = self._held_by(theirs.share)[chunk.first : chunk.stop]
+            src, dst, owner = src[held], dst[held], owner[held]
         if only is not None:
-            chosen = np.isin(self.owner[chunk.first : chunk.stop], list(only))
+            chosen = np.isin(owner, list(only))
             return descriptors(target, src[chosen], dst[chosen])
         self._copies[key] = descriptors(target, src, dst)
         return self._copies[key]
 
-    def units(self, chunk: Chunk) -> list[int]:
-        """How many units of the chunk each item has."""
-        if chunk not in self._units:
-            counts = np.bincount(self.owner[chunk.first : chunk.stop], minlength=len(self.items))
-            self._units[chunk] = counts.tolist()
-        return self._units[chunk]
+    def units(self, chunk: Chunk, share: TokenShare) -> list[int]:
+        """How many units of the chunk each item has for a decode rank with `share` of the tokens."""
+        key = (chunk, share)
+        if key not in self._units:
+            owner = self.owner[chunk.first : chunk.stop]
+            if share.ranks > 1:
+                owner = owner[self._held_by(share)[chunk.first : chunk.stop]]
+            self._units[key] = np.bincount(owner, minlength=len(self.items)).tolist()
+        return self._units[key]
+
+    def _held_by(self, share: TokenShare) -> Mask:
+        held = self._d_held.get(share)
+        if held is None:
+            held = self._d_held[share] = np.concatenate(
+                [
+                    held_units(share, self.route.unit, *item.tokens(self.geometry))[wanted]
+                    for item, wanted in zip(self.items, self.live, strict=True)
+                ]
+            )
+        return held
 
     def _destination_units(self, theirs: Geometry) -> Offsets:
         units = self._d_units.get(theirs)
@@ -152,3 +162,12 @@ class Shipment:
             )
             self._d_units[theirs] = units
         return units
+
+
+def _live(item: Item, geometry: Geometry, unit: int) -> Mask:
+    """Which of the item's units decode wants from this rank."""
+    span = item.transfer.ticket.span(geometry.group)
+    live = live_units(item.transfer.d_blocks[geometry.group], span, unit, *item.tokens(geometry))
+    if geometry.share.ranks > 1:
+        live &= held_units(geometry.share, unit, *item.tokens(geometry))
+    return live

@@ -4,9 +4,12 @@
 from pathlib import Path
 
 import pytest
-from vllm_ascend_contract import BLOCK, Event, only, recorded
+import torch
+from vllm_ascend_contract import BLOCK, Event, engine_config, only, recorded
 
 from harness.models import TINY
+from vllm_ascend_pd import compat
+from vllm_ascend_pd.worker.caches import describe
 
 pytestmark = pytest.mark.npu
 
@@ -59,3 +62,54 @@ def test_specs_have_what_we_read(prefill_events: tuple[Event, ...]) -> None:
         assert spec["block_size"] == BLOCK, f"{layer}: blocks of {spec['block_size']}, although P/D has 128 only"
         assert ("MLA" in spec["kind"]) == mla, f"compat.layer_specs tells MLA by the name, which is {spec['kind']}"
     assert set(map(tuple, registered["ours"].values())) == {(0, BLOCK, heads, heads)}
+
+
+# (latent, rope, indexer keys) as a layer's spec has their sizes, and the tensors that vllm-ascend makes of them.
+BF16, INT8, FP16 = torch.bfloat16, torch.int8, torch.float16
+QUANTIZED = {
+    "indexer": ((512, 64, 128), {"cache_sparse_li_c8": True}, ((512, BF16), (64, BF16), (128, INT8), (1, FP16))),
+    "latent": ((656, 0, 128), {"cache_sparse_sfa_c8": True}, ((656, INT8), (128, BF16))),
+    "latent-and-indexer": (
+        (656, 0, 128),
+        {"cache_sparse_sfa_c8": True, "cache_sparse_li_c8": True},
+        ((656, INT8), (128, INT8), (1, FP16)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("sizes", "quantized", "parts"), QUANTIZED.values(), ids=QUANTIZED.keys())
+def test_quantized_caches_of_sparse_attention(
+    plugins: None, mla_model: Path, sizes: tuple[int, ...], quantized: dict[str, bool], parts: tuple
+) -> None:
+    """Int8 keys with a float16 scale each. What their blocks take in all is what the spec has memory for."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm_ascend.attention.utils import get_sfa_qsfa_packed_head_dim
+    from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
+
+    assert get_sfa_qsfa_packed_head_dim(512, 64) == 656, "latent, rope and scales are packed otherwise"
+    spec = AscendMLAAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=sum(sizes), sparse_head_dim=sizes, dtype=BF16, **quantized
+    )
+    tensors = tuple(torch.zeros((4, BLOCK, 1, width), dtype=dtype) for width, dtype in parts)
+    assert spec.page_size_bytes == sum(tensor[0].nbytes for tensor in tensors), "vllm-ascend makes other tensors"
+    groups = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    specs = compat.layer_specs(groups, engine_config(mla_model))
+    described = describe({"layer": tensors}, specs, heads_first=False).description
+    geometries = [described.geometry_of(tensor) for tensor in described.tensors]
+    assert [(g.dtype, g.head_bytes, g.total_heads) for g in geometries] == [
+        (str(dtype).removeprefix("torch."), width * dtype.itemsize, 1) for width, dtype in parts
+    ]
+
+
+@pytest.mark.parametrize(("role", "stored"), [("kv_producer", None), ("kv_consumer", torch.int8)])
+def test_dense_attention_is_quantized_on_decode_alone(
+    plugins: None, dense_model: Path, role: str, stored: torch.dtype | None
+) -> None:
+    """Why prefill cannot push to decode there: the two keep different numbers. It is refused at first contact."""
+    from vllm.config import set_current_vllm_config
+    from vllm_ascend.quantization.methods.kv_c8 import AscendC8KVCacheAttentionMethod
+
+    layer = torch.nn.Module()
+    with set_current_vllm_config(engine_config(dense_model, kv_role=role)):
+        AscendC8KVCacheAttentionMethod({}, "model.layers.0").create_weights(layer)
+    assert getattr(layer, "kv_cache_torch_dtype", None) is stored, "both sides keep the same now: say so in README"

@@ -18,6 +18,17 @@ from vllm_ascend_contract import (
     our_hooks,
 )
 
+from harness.engines import Role
+from harness.multi_connector import (
+    OF_ANOTHER,
+    TP,
+    Both,
+    decode_is_served,
+    others_are_left_alone,
+    prefill_pushes,
+    transfer_config,
+)
+
 pytestmark = pytest.mark.npu
 
 
@@ -93,3 +104,30 @@ def test_ours_as_a_child_of_multi_connector(multi: Any) -> None:
     [sent] = step.metadata[0].sends
     assert (sent.start, sent.stop, sent.last, sent.blocks) == (0, prompt, True, (blocks,))
     assert multi.request_finished_all_groups(request, (blocks,)) == (True, None)
+
+
+@pytest.fixture(params=[True, False], ids=["ours-first", "ours-second"])
+def both(
+    request: pytest.FixtureRequest, role: Role, plugins: None, dense_model: Path, tmp_path: Path
+) -> Iterator[Both]:
+    """vllm-ascend's MultiConnector with ours and another below it, on the scheduler of an engine of `role`."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm_ascend.distributed.kv_transfer.ascend_multi_connector import AscendMultiConnector
+
+    config = engine_config(dense_model, tp=TP, **transfer_config(role, request.param, tmp_path))
+    connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache_config())
+    assert type(connector) is AscendMultiConnector
+    yield Both(connector, request.param)
+    connector.shutdown()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_ours_beside_another(both: Both, role: Role) -> None:
+    (prefill_pushes if role is Role.PREFILL else decode_is_served)(both)
+
+
+@pytest.mark.parametrize("params", OF_ANOTHER.values(), ids=OF_ANOTHER.keys())
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_requests_for_another_are_left_alone(both: Both, params: Any) -> None:
+    others_are_left_alone(both, params)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ours beside another connector below vLLM's MultiConnector, on both sides and in either order.
+
+The other is vLLM's ExampleConnector, which keeps the KV of every prompt it has seen in files, and restores it where a
+prompt comes again. It reads a prompt from the cache in the first step that computes it, so prompts that are to come
+again must fit into one.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from harness.client import Client, at_once, random_prompt
+from harness.engines import POISONED_TOKENS, Cluster, ClusterConfig, Engine, EngineConfig, one_to_one
+from harness.failures import poisoned_fails_alone, wait_all_blocks_free
+from harness.models import TINY
+from harness.pool import ClusterPool, Reference
+
+pytestmark = pytest.mark.timeout(600)
+
+BLOCK = 128
+PROMPT = 300
+RESTORED = 256
+"""Tokens of such a prompt that ExampleConnector restores: whole blocks, and not the last token."""
+RECEIVED = 3 * BLOCK * TINY.kv_bytes_per_token
+"""Bytes of such a prompt that are pushed: whole blocks."""
+
+RESETTABLE = EngineConfig(env=(("VLLM_SERVER_DEV_MODE", "1"),))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["ours-first", "ours-second"])
+def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ClusterConfig:
+    def beside_another(engine: EngineConfig) -> EngineConfig:
+        folder = tmp_path_factory.mktemp(f"kv-of-{engine.label}")
+        return dataclasses.replace(engine, beside=(("shared_storage_path", str(folder)),), ours_first=request.param)
+
+    alone = one_to_one(1, 1, engine=RESETTABLE)
+    return dataclasses.replace(
+        alone,
+        name=f"multi-{'ours-first' if request.param else 'ours-second'}",
+        prefill=tuple(map(beside_another, alone.prefill)),
+        decode=tuple(map(beside_another, alone.decode)),
+        single=EngineConfig(),
+    )
+
+
+@pytest.fixture
+def cluster(config: ClusterConfig, cluster_pool: ClusterPool) -> Iterator[Cluster]:
+    """After every test its engines have all their blocks back."""
+    cluster = cluster_pool.get(config)
+    yield cluster
+    wait_all_blocks_free(cluster)
+
+
+def forget_prefixes(engine: Engine) -> None:
+    """What comes again must come from a connector."""
+    httpx.post(f"{engine.url}/reset_prefix_cache", timeout=30, trust_env=False).raise_for_status()
+
+
+def loaded_tokens(engine: Engine) -> float:
+    """By any of its connectors."""
+    return engine.metric("vllm:external_prefix_cache_hits_total")
+
+
+def ask(engine: Engine, cluster: Cluster, prompt: list[int], **fields: object) -> tuple[int, ...]:
+    """A request that never sees the proxy."""
+    with Client(engine.url, model=str(cluster.model)) as client:
+        completion = client.complete(prompt, **fields)
+    assert completion.kv_transfer_params is None, "ours had a part in it"
+    return completion.token_ids
+
+
+def test_ours_pushes(client: Client, reference: Reference) -> None:
+    prompts = {tokens: random_prompt(tokens, "ours") for tokens in (1, 127, 128, 129, 500, 1000)}
+    completions = {n: client.complete(prompt) for n, prompt in prompts.items()}
+    assert {n: c.token_ids for n, c in completions.items()} == {n: reference.complete(p) for n, p in prompts.items()}
+    received = {n: c.kv_transfer_params["received_bytes"] for n, c in completions.items() if c.kv_transfer_params}
+    assert received == {n: -(-n // BLOCK) * BLOCK * TINY.kv_bytes_per_token for n in prompts}
+
+
+def test_eight_at_a_time(client: Client, reference: Reference) -> None:
+    prompts = [random_prompt(tokens, f"eight-{i}") for i, tokens in enumerate(4 * (5, 129, 400))]
+    completions = at_once(lambda prompt: client.complete(prompt, stream=True), prompts, concurrency=8)
+    assert [c.token_ids for c in completions] == [reference.complete(prompt) for prompt in prompts]
+
+
+def test_requests_for_the_other(cluster: Cluster, reference: Reference) -> None:
+    for engine in (*cluster.prefill, *cluster.decode):
+        prompt = random_prompt(PROMPT, engine.name)
+        first = ask(engine, cluster, prompt)
+        forget_prefixes(engine)
+        before = loaded_tokens(engine)
+        again = ask(engine, cluster, prompt)
+        assert [first, again] == 2 * [reference.complete(prompt)]
+        assert loaded_tokens(engine) - before == RESTORED
+
+
+def test_the_other_keeps_what_ours_received(cluster: Cluster, client: Client, reference: Reference) -> None:
+    """A prompt comes again when both have it: the first in the list brings it."""
+    [decode] = cluster.decode
+    prompt = random_prompt(PROMPT, "kept")
+    assert client.complete(prompt).token_ids == reference.complete(prompt)
+    forget_prefixes(decode)
+    again = client.complete(prompt)
+    assert again.token_ids == reference.complete(prompt)
+    assert (again.kv_transfer_params is not None) == decode.config.ours_first
+    forget_prefixes(decode)
+    before = loaded_tokens(decode)
+    assert ask(decode, cluster, prompt) == reference.complete(prompt)
+    assert loaded_tokens(decode) - before == RESTORED
+
+
+def test_ours_pushes_what_the_other_restored(cluster: Cluster, client: Client, reference: Reference) -> None:
+    """Prefill's blocks hold it only once the other has put it there, in the step that pushes it."""
+    [prefill] = cluster.prefill
+    prompt = random_prompt(PROMPT, "restored")
+    assert ask(prefill, cluster, prompt) == reference.complete(prompt)
+    forget_prefixes(prefill)
+    before = loaded_tokens(prefill)
+    completion = client.complete(prompt)
+    assert loaded_tokens(prefill) - before == RESTORED
+    assert completion.token_ids == reference.complete(prompt)
+    assert completion.kv_transfer_params is not None
+    assert completion.kv_transfer_params["received_bytes"] == RECEIVED
+
+
+OF_A_CONNECTOR_THAT_PULLS = {
+    "prefill": {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    },
+    "decode": {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_engine_id": "some-other-engine",
+        "remote_block_ids": [[1, 2, 3]],
+        "remote_host": "127.0.0.1",
+        "remote_port": 9,
+        "tp_size": 1,
+    },
+}
+"""As vLLM's NixlConnector has them."""
+
+
+def test_parameters_of_another_kind_are_left_alone(cluster: Cluster, reference: Reference) -> None:
+    prompt = random_prompt(PROMPT, "another kind")
+    for side, engines in (("prefill", cluster.prefill), ("decode", cluster.decode)):
+        answer = ask(engines[0], cluster, prompt, kv_transfer_params=OF_A_CONNECTOR_THAT_PULLS[side])
+        assert answer == reference.complete(prompt)
+
+
+def test_a_request_that_ours_cannot_deliver_fails_alone(client: Client, reference: Reference) -> None:
+    assert poisoned_fails_alone(client, reference, [300, 129, POISONED_TOKENS, 5]).status_code == 500

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of MultiConnector check on every backend: ours beside another on an engine's scheduler.
+
+The other is vLLM's ExampleConnector, which supports one cache group only and reports nothing.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorWorkerMetadata
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+
+from harness.engines import EngineConfig, Role
+from harness.scheduling import Scheduled, make_output, make_request, remembered
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.step import ConsumerStep, ProducerStep, WorkerReport
+
+BLOCK = 128
+PROMPT = 300
+BLOCKS = ([5, 6, 7],)
+TP = 2
+
+OF_ANOTHER: dict[str, Any] = {
+    "none": None,
+    "empty": {},
+    "pulled-from-prefill": {"do_remote_decode": True, "remote_engine_id": None, "remote_block_ids": None},
+    "pulled-by-decode": {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [[1, 2]]},
+    "unknown": {"lookup": {"in": "a store"}},
+}
+"""`kv_transfer_params` of requests that are not for ours."""
+
+
+def transfer_config(role: Role, ours_first: bool, folder: Path) -> dict[str, Any]:
+    """`kv_transfer_config` of an engine with both; the other keeps its files in `folder`."""
+    beside = (("shared_storage_path", str(folder)),)
+    return EngineConfig(role=role, beside=beside, ours_first=ours_first).transfer_config(30001)
+
+
+@dataclass
+class Both:
+    """A MultiConnector on an engine's scheduler, and what it is made of."""
+
+    multi: MultiConnector
+    ours_first: bool
+
+    @property
+    def index(self) -> int:
+        return 0 if self.ours_first else 1
+
+    @property
+    def ours(self) -> Any:
+        return self.multi._connectors[self.index]
+
+    def allocated(self, request: Request, blocks: tuple[list[int], ...], external: int) -> None:
+        self.multi.update_state_after_alloc(
+            request, KVCacheBlocks(tuple([KVCacheBlock(block_id) for block_id in ids] for ids in blocks)), external
+        )
+
+    def step(self, *new: Scheduled) -> Any:
+        """Ours of the step's metadata."""
+        return self.multi.build_connector_meta(make_output(new)).metadata[self.index]
+
+    def report(self, *reports: WorkerReport | None, **finished: set[str]) -> None:
+        """Every rank's, of one step, the way they come."""
+        outputs = [
+            ModelRunnerOutput(
+                req_ids=[],
+                req_id_to_index={},
+                kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=self._worker_meta(report), **finished),
+            )
+            for report in reports
+        ]
+        whole = KVOutputAggregator.from_connector(self.multi, TP).aggregate(outputs)
+        assert whole is not None
+        assert whole.kv_connector_output is not None
+        self.multi.update_connector_output(whole.kv_connector_output)
+
+    def _worker_meta(self, report: WorkerReport | None) -> MultiKVConnectorWorkerMetadata | None:
+        if report is None:
+            return None
+        return MultiKVConnectorWorkerMetadata((report, None) if self.ours_first else (None, report))
+
+
+def decode_is_served(both: Both) -> None:
+    metaserver = "http://127.0.0.1:9/v1/metaserver"
+    request = make_request("cmpl-1-0-0a1b2c3d", PROMPT, {"do_remote_prefill": True, "metaserver": metaserver})
+    assert both.multi.get_num_new_matched_tokens(request, 0) == (PROMPT, True)
+    both.allocated(request, BLOCKS, PROMPT)
+    step = both.step()
+    assert isinstance(step, ConsumerStep)
+    [expect] = step.expects
+    assert (expect.request_id, expect.blocks) == (request.request_id, BLOCKS[0])
+
+    ranks = (WorkerReport(received={expect.ticket_id: part}) for part in ((20, 8), (10, 3)))
+    both.report(*ranks, finished_recving={request.request_id})
+    both.allocated(request, BLOCKS, 0)  # decode begins
+    assert both.step(Scheduled(request, BLOCKS, PROMPT - 1, 1)).expects == []
+    assert both.multi.request_finished_all_groups(request, BLOCKS) == (
+        False,
+        {"received_bytes": 30, "bytes_before_prefill_end": 11},
+    )
+    assert remembered(both.ours._scheduler) == {}
+
+
+def prefill_pushes(both: Both) -> None:
+    ticket = Ticket(
+        request_id="cmpl-1-0",
+        remote_block_ids=[[1, 2, 3]],
+        remote_block_size=[BLOCK],
+        remote_engine_id="decode",
+        remote_host="192.0.2.1",
+        remote_port=20001,
+        remote_tp_size=1,
+        remote_cached_tokens=0,
+        ticket_id=32 * "0",
+        num_tokens=PROMPT,
+    )
+    request = make_request("cmpl-1-0-0a1b2c3d", PROMPT, msgspec.to_builtins(ticket))
+    plain = make_request("cmpl-2-0-0a1b2c3d", PROMPT, None)
+    for each, blocks in ((request, BLOCKS), (plain, ([2, 3, 4],))):
+        assert both.multi.get_num_new_matched_tokens(each, 0) == (0, False)
+        both.allocated(each, blocks, 0)
+    step = both.step(Scheduled(request, BLOCKS, 0, PROMPT), Scheduled(plain, ([2, 3, 4],), 0, PROMPT))
+    assert isinstance(step, ProducerStep)
+    [send] = step.sends
+    assert (send.request_id, send.start, send.stop, send.blocks) == (request.request_id, 0, PROMPT, BLOCKS)
+
+    assert both.multi.request_finished_all_groups(request, BLOCKS) == (True, None)
+    assert both.multi.request_finished_all_groups(plain, ([2, 3, 4],)) == (False, None)
+    both.report(None, WorkerReport(failed={"another": "reason"}), finished_sending={request.request_id})
+    both.step()
+    assert remembered(both.ours._scheduler) == {}
+
+
+def others_are_left_alone(both: Both, params: Any) -> None:
+    """However many blocks ours is told of: vLLM 0.23 and vllm-ascend tell it of none."""
+    other = make_request("cmpl-2-0-0a1b2c3d", PROMPT, params)
+    assert both.multi.get_num_new_matched_tokens(other, 0) == (0, False)
+    both.allocated(other, ([],), 0)
+    both.allocated(other, ([5, 6, 7, 8, 9],), 0)
+    step = both.step(Scheduled(other, BLOCKS, 0, PROMPT))
+    assert not (step.sends if isinstance(step, ProducerStep) else step.expects)
+    both.report(None, None, finished_recving={other.request_id})
+    assert both.multi.request_finished_all_groups(other, BLOCKS) == (False, None)
+    both.report(None, None, finished_sending={other.request_id})
+    assert remembered(both.ours._scheduler) == {}

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read of vLLM's context parallelism: how it numbers ranks, and what it cannot be combined with."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
+import vllm_ascend_pd
+from harness.ports import reserve_port
+from harness.rank_hosts import Rank
+from vllm_ascend_pd import compat
+from vllm_ascend_pd.core.groups import TokenGroup
+from vllm_ascend_pd.core.layout import LayoutError
+from vllm_ascend_pd.core.topology import Sharding, sharding
+
+
+def parallel(tp: int, dcp: int = 1, pcp: int = 1, interleave: int = 16) -> ParallelConfig:
+    return ParallelConfig(
+        tensor_parallel_size=tp,
+        decode_context_parallel_size=dcp,
+        prefill_context_parallel_size=pcp,
+        cp_kv_cache_interleave_size=interleave,
+    )
+
+
+def read(config: ParallelConfig) -> Sharding:
+    return compat.sharding(SimpleNamespace(parallel_config=config))  # type: ignore[arg-type]
+
+
+@dataclass
+class RankOfGroups:
+    """A rank's process with vLLM's own parallel groups, and no more of an engine."""
+
+    sizes: dict[str, int]
+    rank: int
+    world: int
+    init: str
+
+    def __post_init__(self) -> None:
+        with set_current_vllm_config(VllmConfig()):
+            parallel_state.init_distributed_environment(self.world, self.rank, self.init, self.rank, "gloo")
+            tp, dcp, pcp = (self.sizes[name] for name in ("tp", "dcp", "pcp"))
+            parallel_state.initialize_model_parallel(
+                tp,
+                self.world // (tp * pcp),
+                prefill_context_model_parallel_size=pcp,
+                decode_context_model_parallel_size=dcp,
+            )
+
+    def places(self) -> tuple[int, tuple[int, ...], int, int]:
+        """What we make of them (rank in the stage, ranks of the stage), and its ranks in both kinds of context
+        parallelism."""
+        dcp, pcp = parallel_state.get_dcp_group(), parallel_state.get_pcp_group()
+        return *compat.place_in_stage(), dcp.rank_in_group, pcp.rank_in_group
+
+    def stop(self, reusable: bool) -> list[str]:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+        return []
+
+
+# What both versions of vLLM allow: with prefill context parallelism, 0.32 wants decode's to be of its size.
+SIZES = {
+    "TP4_DCP2": {"tp": 4, "dcp": 2, "pcp": 1},
+    "PP2_TP1_PCP2": {"tp": 1, "dcp": 1, "pcp": 2},
+    "TP2_PCP2_DCP2": {"tp": 2, "dcp": 2, "pcp": 2},
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_ranks_hold_the_tokens_that_vllm_gives_them(sizes: dict[str, int]) -> None:
+    """Real processes with vLLM's own groups. A block table deals out tokens by rank in those of decode context
+    parallelism; before 0.32 by the rank in prefill's first."""
+    world, dealt = 4, read(parallel(**sizes))
+    init = f"tcp://127.0.0.1:{reserve_port()}"
+    ranks = [Rank(RankOfGroups, sizes, rank, world, init, device="cpu") for rank in range(world)]
+    try:
+        for rank in ranks:
+            rank.receive(120.0)
+        places = [rank.call("places") for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.stop()
+        assert [rank.stopped() for rank in ranks] == [[]] * world
+    stage = sizes["tp"] * sizes["pcp"]
+    for number, (place, stage_ranks, dcp_rank, pcp_rank) in enumerate(places):
+        assert stage_ranks[place] == number
+        assert stage_ranks == tuple(range(number - number % stage, number - number % stage + stage))
+        copies = compat.PREFILL_RANKS_HOLD_COPIES
+        assert dealt.shares[place] == (dcp_rank if copies else pcp_rank * sizes["dcp"] + dcp_rank)
+
+
+def test_interleaving() -> None:
+    assert read(parallel(4, dcp=2)) == sharding(4, 2, 16)
+    assert read(parallel(4)) == sharding(4)
+    deprecated = parallel(4, dcp=2)
+    deprecated.dcp_kv_cache_interleave_size = 8
+    assert read(deprecated) == sharding(4, 2, 8)
+
+
+def spec(**fields: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.bfloat16, **fields)
+
+
+def groups(*specs: Any) -> KVCacheConfig:
+    named = [KVCacheGroupSpec([f"layer.{index}"], each) for index, each in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=named)
+
+
+def test_a_block_id_stands_for_a_block_on_each_rank() -> None:
+    assert compat.cache_groups(groups(spec()), 2) == [TokenGroup(16, 2)]
+    assert compat.cache_groups(groups(spec())) == [TokenGroup(16)]
+
+
+STATE = MambaSpec(block_size=64, shapes=((3, 8), (4, 4, 4)), dtypes=(torch.float32, torch.float32))
+
+
+def test_caches_that_ranks_hold_copies_of() -> None:
+    with pytest.raises(LayoutError, match=r"layer\.1: with context parallelism caches of kind MambaSpec"):
+        compat.cache_groups(groups(spec(), STATE), 2)
+    assert len(compat.cache_groups(groups(spec(), STATE))) == 2
+    if compat.PREFILL_RANKS_HOLD_COPIES:  # only such versions have draft models' copies
+        with pytest.raises(LayoutError, match=r"layer\.0: with context parallelism caches of kind FullAttentionSpec"):
+            compat.cache_groups(groups(spec(dcp_sharded=False)), 2)
+
+
+@pytest.mark.parametrize(("role", "refused"), [("kv_consumer", True), ("kv_producer", False)])
+def test_prefill_context_parallelism_on_decode(role: str, refused: bool) -> None:
+    vllm_ascend_pd.register()
+    config = VllmConfig(kv_transfer_config=KVTransferConfig(kv_connector="LayerwisePushConnector", kv_role=role))
+    assert compat.unsupported(config) is None
+    config.parallel_config = parallel(1, pcp=2)
+    reason = compat.unsupported(config)
+    assert (reason is not None) == refused
+    assert reason is None or "prefill_context_parallel_size is 2 on a decode engine" in reason

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector beside another one, below vLLM's own MultiConnector, without an engine."""
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+import vllm_ascend_pd
+from harness.engines import Role
+from harness.models import TINY, make_model
+from harness.multi_connector import (
+    BLOCK,
+    OF_ANOTHER,
+    TP,
+    Both,
+    decode_is_served,
+    others_are_left_alone,
+    prefill_pushes,
+    transfer_config,
+)
+from vllm_ascend_pd.config import ConfigError
+from vllm_ascend_pd.connector import LayerwisePushConnector
+
+
+def test_it_hands_on_every_hook_of_ours() -> None:
+    ours = vars(LayerwisePushConnector).items()
+    hooks = {name for name, hook in ours if inspect.isfunction(hook) or isinstance(hook, classmethod)}
+    asked = {name for name in hooks if hasattr(KVConnectorBase_V1, name) and not name.startswith("_")}
+    asked |= {"request_finished_all_groups"}
+    bases = (KVConnectorBase_V1, SupportsHMA)
+    left_out = {name for name in asked if any(getattr(MultiConnector, name) is getattr(b, name, None) for b in bases)}
+    assert left_out == set(), "MultiConnector answers these itself, our class is never asked"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(TINY, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=[True, False], ids=["ours-first", "ours-second"])
+def both(request: pytest.FixtureRequest, role: Role, model: Path, tmp_path: Path) -> Iterator[Both]:
+    """Of an engine of `role`, in either order."""
+    vllm_ascend_pd.register()
+    config = EngineArgs(
+        model=str(model),
+        enforce_eager=True,
+        max_model_len=512,
+        tensor_parallel_size=TP,
+        kv_transfer_config=KVTransferConfig(**transfer_config(role, request.param, tmp_path), engine_id="an-engine"),
+    ).create_engine_config()
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    multi = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, caches)
+    assert isinstance(multi, MultiConnector)
+    yield Both(multi, request.param)
+    multi.shutdown()
+
+
+on_prefill = pytest.mark.parametrize("role", [Role.PREFILL], ids=["prefill"])
+on_decode = pytest.mark.parametrize("role", [Role.DECODE], ids=["decode"])
+on_either = pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE], ids=["prefill", "decode"])
+
+
+@on_decode
+def test_decode_is_served_whatever_stands_beside_it(both: Both) -> None:
+    decode_is_served(both)
+
+
+@on_prefill
+def test_prefill_pushes_whatever_stands_beside_it(both: Both) -> None:
+    prefill_pushes(both)
+
+
+@pytest.mark.parametrize("params", OF_ANOTHER.values(), ids=OF_ANOTHER.keys())
+@on_either
+def test_requests_for_another_are_left_alone(both: Both, params: Any) -> None:
+    others_are_left_alone(both, params)
+
+
+class _OfAnother(KVConnectorHandshakeMetadata):
+    pass
+
+
+@on_decode
+def test_metadata_of_another_is_refused(both: Both) -> None:
+    with pytest.raises(ConfigError, match=r"_OfAnother.*must be the first"):
+        both.multi.set_xfer_handshake_metadata_pp_aware({(0, 0): _OfAnother()})
+
+
+@on_prefill
+def test_prefill_has_no_use_for_metadata(both: Both) -> None:
+    both.multi.set_xfer_handshake_metadata_pp_aware({(0, 0): _OfAnother()})
+
+
+@on_either
+def test_every_rank_counts(both: Both) -> None:
+    """The other does not say how many reports it makes: what MultiConnector makes of that must be our number."""
+    assert both.ours.get_finished_count() == TP
+    assert (both.multi.get_finished_count() or TP) == TP

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says in the engine's log which layers reached the connector by vLLM's hooks, and which only at the step's end."""
+
+import sys
+
+from vllm_ascend_pd.worker.producer import ProducerWorker
+
+
+def say_what_was_saved() -> None:
+    """Every step that sends something ends with such a line."""
+    end_step = ProducerWorker.end_step
+
+    def say_and_end(worker: ProducerWorker) -> None:
+        if worker._plan.shipments:
+            layers = len(worker._caches.layers)
+            print(f"saved {layers - len(worker._plan.unsaved)} of {layers} layers", file=sys.stderr, flush=True)
+        end_step(worker)
+
+    ProducerWorker.end_step = say_and_end  # type: ignore[method-assign]

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state of the tickets' world (`ticket_model.py`), and what the product's state machines are in it: numbers."""
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from vllm_ascend_pd.core.producer_ticket import Phase, ProducerTicket
+from vllm_ascend_pd.core.ticket import ConsumerTicket, State
+
+LEASE_S, SETTLE_S, GRANT_S, TRANSFER_S, CONTROL_S = 2, 1, 2, 3, 1
+
+# In place of a ticket's number: not known here yet; over (failed, received); its process has ended.
+NOT_YET, FAILED, RECEIVED, DEAD = -1, -2, -3, -4
+ENDED = FAILED
+ASKING = (Phase.WRITING, Phase.FINISHED)
+
+
+class Ask(NamedTuple):
+    ticket: int
+    writer: int
+    reader: int
+    age: int
+
+
+class Answer(NamedTuple):
+    ticket: int
+    writer: int
+    reader: int
+    age: int  # of the request
+    granted: bool
+
+
+class Revoked(NamedTuple):
+    ticket: int
+    writer: int
+    reader: int
+
+
+class Told(NamedTuple):
+    ticket: int
+    writer: int
+    reader: int
+    success: bool
+    settle_s: float
+
+
+class Heard(NamedTuple):
+    ticket: int
+    writer: int
+    reader: int
+
+
+class Write(NamedTuple):
+    ticket: int
+    writer: int
+    reader: int
+    left: int  # units of time it may still take
+    awaited: bool  # else it was given up
+
+
+class Sender(NamedTuple):
+    """A prefill rank writes to one decode rank after the other. `planned`: it may write, and waits for the link."""
+
+    target: int = 0
+    planned: bool = False
+    retried: bool = False
+
+
+class World(NamedTuple):
+    """Tickets by number of the ticket, then rank; `awaited`: (decode rank, age) of reports without an answer."""
+
+    consumers: tuple[int, ...]
+    producers: tuple[int, ...]
+    senders: tuple[Sender, ...]
+    awaited: tuple[tuple[tuple[int, int], ...], ...]
+    network: frozenset[Any] = frozenset()
+    writes: frozenset[Write] = frozenset()
+    landed: frozenset[tuple[int, int, int]] = frozenset()
+    cancelled: frozenset[int] = frozenset()  # tickets that decode's scheduler has given up
+    ended: frozenset[str] = frozenset()  # ranks
+    faults: int = 0
+    wrong: str | None = None
+
+
+def put(items: tuple[Any, ...], at: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:at], item, *items[at + 1 :])
+
+
+def only(at: int, numbers: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(number if i == at else DEAD for i, number in enumerate(numbers))
+
+
+def describe(message: Any) -> str:
+    pair = f"prefill {message.writer} / decode {message.reader}, ticket {message.ticket + 1}"
+    match message:
+        case Ask():
+            return f"{pair}: the request"
+        case Answer():
+            return f"{pair}: the {'grant' if message.granted else 'refusal'}"
+        case Told():
+            return f"{pair}: the report of {'success' if message.success else 'failure'}"
+        case Heard():
+            return f"{pair}: the report's acknowledgement"
+        case Write():
+            return f"{pair}: the write"
+    return f"{pair}: the revocation"
+
+
+def copy_of_consumer(ticket: ConsumerTicket) -> ConsumerTicket:
+    other = copy.copy(ticket)
+    other._leases = {writer: replace(lease) for writer, lease in ticket._leases.items()}
+    other._missing = set(ticket._missing)
+    return other
+
+
+def copy_of_producer(state: ProducerTicket) -> ProducerTicket:
+    other = copy.copy(state)
+    if state.destinations is not None:
+        other.destinations = {key: copy.copy(destination) for key, destination in state.destinations.items()}
+    return other
+
+
+def consumer_key(ticket: ConsumerTicket) -> Any:
+    """What decides about the future, with "now" at 0."""
+    leases = frozenset(
+        (w.rank, 0 if lease.reported else lease.until, lease.reported, lease.settling)
+        for w, lease in ticket._leases.items()
+    )
+    if ticket.state is not State.OPEN:
+        return ticket.state, leases
+    return ticket.state, leases, ticket.deadline, frozenset(ticket._missing)
+
+
+def producer_key(state: ProducerTicket) -> Any:
+    key = (state.phase, state.failure is None, state.settled_at, state.rounds)
+    if state.destinations is None:
+        return (*key, state.grant_deadline)
+    if state.phase in (Phase.TELLING, Phase.TOLD, Phase.ENDED):
+        return (*key, tuple((w.covers, w.told) for w in state.destinations.values()))
+    grants = tuple((d.covers, d.granted, d.until, d.asking, d.asked_at) for d in state.destinations.values())
+    return (*key, state.grant_deadline, grants)
+
+
+def age_consumer(ticket: ConsumerTicket) -> None:
+    ticket.deadline = max(0, ticket.deadline - 1)
+    for lease in ticket._leases.values():
+        lease.until = max(0, lease.until - 1)
+
+
+def age_producer(state: ProducerTicket) -> None:
+    state.grant_deadline = max(0, state.grant_deadline - 1)
+    state.settled_at = _earlier(state.settled_at)
+    for destination in (state.destinations or {}).values():
+        destination.until = _earlier(destination.until)
+        destination.asked_at = max(-LEASE_S, destination.asked_at - 1)
+
+
+def _earlier(date: float) -> float:
+    return date - 1 if date > 1 else -math.inf
