@@ -208,12 +208,13 @@ class PrefillRank(_RankBase):
 
         self.engine.write = late
 
-    def poison(self, ranges: list[tuple[int, int]]) -> None:
-        """From now on the transfer engine fails every write into one of `ranges` (address, bytes) of decode's."""
+    def poison(self, ranges: list[tuple[str, int, int]]) -> None:
+        """From now on the transfer engine fails every write into one of decode's `ranges` (session, address, bytes)."""
         healthy = self.engine.write
 
         def write(session: str, sources: list[int], destinations: list[int], *others: Any) -> None:
-            if any(begin <= d < begin + size for d in destinations for begin, size in ranges):
+            theirs = [(begin, begin + size) for owner, begin, size in ranges if owner == session]
+            if any(begin <= d < end for d in destinations for begin, end in theirs):
                 raise TransferError(session, "injected by the test", retryable=True)
             healthy(session, sources, destinations, *others)
 

@@ -156,14 +156,15 @@ class Pair:
         ]
         self.each(self.d_ranks, "step", ConsumerStep(expects))
 
-    def addresses(self, layer: int, blocks: list[int]) -> list[tuple[int, int]]:
-        """(address, bytes) of blocks of a layer on all decode ranks."""
+    def addresses(self, layer: int, blocks: list[int]) -> list[tuple[str, int, int]]:
+        """(session, address, bytes) of blocks of a layer on all decode ranks: their addresses may be the same."""
         found = []
         for rank in self.descriptions:
             for tensor in rank.caches.tensors:
                 geometry = rank.caches.geometry_of(tensor)
                 if tensor.layer == layer_name(layer):
-                    found += [(tensor.base + b * geometry.block_stride, geometry.block_bytes) for b in blocks]
+                    starts = [tensor.base + block * geometry.block_stride for block in blocks]
+                    found += [(rank.session, start, geometry.block_bytes) for start in starts]
         return found
 
     def each(self, ranks: list[Rank], name: str, *args: Any) -> list[Any]:
