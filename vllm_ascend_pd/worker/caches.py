@@ -66,6 +66,16 @@ class RegisteredCaches:
         """(address, bytes) of every tensor; tensors may share memory."""
         return [(tensor.data_ptr(), _extent(tensor)) for tensor in self.tensors]
 
+    def layers_by_geometry(self) -> dict[str, dict[int, tuple[int, ...]]]:
+        """layer -> index of a geometry -> indices of the layer's tensors that lie so."""
+        grouped: dict[str, dict[int, tuple[int, ...]]] = {}
+        for layer, indices in self.layers.items():
+            alike = grouped[layer] = {}
+            for index in indices:
+                geometry = self.description.tensors[index].geometry
+                alike[geometry] = (*alike.get(geometry, ()), index)
+        return grouped
+
 
 def describe(
     kv_caches: Mapping[str, KVCache], specs: Mapping[str, LayerSpec | StateSpec], *, heads_first: bool

@@ -12,8 +12,13 @@ import torch
 import torch.distributed as dist
 
 from vllm_ascend_pd import ops
-from vllm_ascend_pd.core.plan import Regroup, Route
+from vllm_ascend_pd.config import ConnectorConfig
+from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.plan import Regroup, Route, regroupable, slot_bytes
 from vllm_ascend_pd.device.base import Device, DeviceError
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.worker.caches import RegisteredCaches
+from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.shipment import Chunk
 from vllm_ascend_pd.worker.staging import Slot, StagingRing
 
@@ -36,6 +41,7 @@ class Regrouper:
         self._groups = groups
         self._broken: dict[tuple[int, ...], str] = {}
         self._ring = ring
+        self.slot_bytes = ring.slot_bytes
         # Used on the side stream only, where one chunk follows another: one pair serves all.
         self._send = device.allocate(ring.slot_bytes)
         self._received = device.allocate(ring.slot_bytes)
@@ -113,3 +119,42 @@ class Regrouper:
         except BaseException:
             self._ring.release(slot)
             raise
+
+
+def make_regrouper(
+    identity: Identity,
+    config: ConnectorConfig,
+    device: Device,
+    engine: TransferEngine,
+    caches: RegisteredCaches,
+    step_tokens: int,
+) -> tuple[StagingRing | None, Regrouper | None]:
+    """A ring and all-to-all groups, where this engine's layout may ever need regrouping.
+
+    The same on all ranks: it depends on the model, the layout and the parallel sizes alone.
+    """
+    size, slots = slot_bytes(caches.description, step_tokens), config.staging_slots
+    if size == 0:
+        return None, None
+    buffer = device.allocate(size * slots)
+    engine.register([(buffer.data_ptr(), buffer.numel())])
+    movable = regroupable(caches.description.geometries)
+    sharding = identity.sharding
+    wanted = sorted({ranks for g in movable for ranks in topology.regroup_groups(sharding, g.total_heads)})
+    groups = device.new_groups(_world_groups(identity, wanted), config.collective_timeout_s)
+    mine = {
+        ranks: groups[tuple(identity.stage_ranks[rank] for rank in ranks)] for ranks in wanted if identity.rank in ranks
+    }
+    ring = StagingRing(buffer, size, slots)
+    patience = config.write_timeout_s + config.grant_timeout_s
+    return ring, Regrouper(device, ring, mine, patience)
+
+
+def _world_groups(identity: Identity, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """`wanted` within every pipeline stage of the world: creating a group takes all ranks, in one order.
+
+    vLLM numbers the world with tensor-parallel ranks running fastest, then prefill-context-parallel ones.
+    """
+    stage = len(identity.stage_ranks)
+    world = torch.distributed.get_world_size() if wanted else 0
+    return [tuple(first + rank for rank in ranks) for first in range(0, world, stage) for ranks in wanted]

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a step of the scheduler's to shipments: once per step, before the first layer."""
+
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_ascend_pd.core.plan import Regroup, Route, make_route, why_slow
+from vllm_ascend_pd.core.producer_ticket import Destination, RankKey
+from vllm_ascend_pd.core.topology import Sharding
+from vllm_ascend_pd.device.base import Device, DeviceError
+from vllm_ascend_pd.step import Send
+from vllm_ascend_pd.worker.caches import RegisteredCaches
+from vllm_ascend_pd.worker.identity import Identity
+from vllm_ascend_pd.worker.peer import DecodeLayout
+from vllm_ascend_pd.worker.regroup import Regrouper
+from vllm_ascend_pd.worker.sender import Sender
+from vllm_ascend_pd.worker.shipment import Item, Shipment
+from vllm_ascend_pd.worker.transfer import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StepPlan:
+    """What this rank does in one step: shipments by the geometry they read, layers that still have to be pushed,
+    transfers whose prompt ends."""
+
+    shipments: dict[int, list[tuple[Sender, Shipment]]] = field(default_factory=dict)
+    unsaved: dict[str, None] = field(default_factory=dict)  # an ordered set
+    last: list[Transfer] = field(default_factory=list)
+
+
+class Planner:
+    """`regrouper`: None where the layout never needs it."""
+
+    def __init__(
+        self, identity: Identity, caches: RegisteredCaches, device: Device, regrouper: Regrouper | None
+    ) -> None:
+        self._identity = identity
+        self._caches = caches
+        self._geometries = caches.description.geometries
+        self._device = device
+        self._regrouper = regrouper
+        alike = caches.layers_by_geometry().values()
+        # How many tensors of a layer lie alike at most, by geometry.
+        self._parts = [max((len(of.get(g, ())) for of in alike), default=0) for g in range(len(self._geometries))]
+        self._connected: set[tuple[int, ...]] = set()
+        self._routes: dict[tuple[int, Sharding, tuple[int, ...]], Route] = {}
+        self._warned_of_pieces = False
+
+    def plan(self, sends: list[Send], transfers: Mapping[str, Transfer], senders: Mapping[str, Sender]) -> StepPlan:
+        """The plan of a step that completes `sends`. `transfers` by request id, `senders` by ticket id."""
+        plan = StepPlan()
+        if not sends:
+            return plan
+        plan.unsaved = dict.fromkeys(self._caches.layers)
+        items: dict[tuple[str, Sharding, tuple[int, ...], str], list[Item]] = {}
+        for send in sends:
+            transfer = transfers[send.request_id]
+            if send.last:
+                plan.last.append(transfer)
+            if send.start >= send.stop:
+                continue
+            ticket = transfer.ticket
+            blocks = tuple(np.asarray(ids, dtype=np.int64) for ids in send.blocks)
+            # Engines are told apart by what their tickets say, not by what they answered: every rank must arrive
+            # at the same plan, whatever it has learnt so far (R5).
+            key = (
+                ticket.endpoint + ticket.remote_engine_id,
+                ticket.sharding,
+                tuple(ticket.remote_block_size),
+                ticket.remote_draft,
+            )
+            items.setdefault(key, []).append(Item(transfer, send.start, send.stop, blocks))
+        for (_, decode, d_block_sizes, draft), group in items.items():
+            sender = senders[group[0].transfer.ticket.ticket_id]
+            for index, geometry in enumerate(self._geometries):
+                if not geometry.is_known_to(draft):
+                    continue
+                shipment = self._make_shipment(index, decode, d_block_sizes, group)
+                if shipment is not None:
+                    plan.shipments.setdefault(index, []).append((sender, shipment))
+        return plan
+
+    def _make_shipment(
+        self, index: int, decode: Sharding, d_block_sizes: tuple[int, ...], items: list[Item]
+    ) -> Shipment | None:
+        geometry = self._geometries[index]
+        served = items
+        try:
+            route = self._route(index, decode, d_block_sizes)
+            served = [item for item in items if route.serves(item.transfer.ticket.salt)]
+            if not served:
+                return None
+            self._connect(route)
+        except (ValueError, DeviceError) as error:  # the two sides cannot fit, or the side stream is broken
+            for item in served:
+                item.transfer.fail(str(error))
+            return None
+        chunk_units = 0
+        if route.regroup is not Regroup.NONE:
+            assert self._regrouper is not None
+            per_unit = self._parts[index] * route.planes * route.staged_bytes
+            chunk_units = self._regrouper.slot_bytes // per_unit
+            assert chunk_units > 0
+        try:
+            shipment = Shipment.build(route, geometry, served, self._device, chunk_units)
+        except DeviceError as error:
+            self.missed(route, error)
+            for item in served:
+                item.transfer.fail(str(error))
+            return None
+        return shipment if len(shipment.src_units) > 0 else None
+
+    def _connect(self, route: Route) -> None:
+        """Connecting a group of ranks can take seconds: done at a topology's first ticket, beside the computation of
+        the first layer rather than after it. All ranks come here in the same step (R5)."""
+        if route.ranks and route.ranks not in self._connected:
+            assert self._regrouper is not None
+            self._connected.add(route.ranks)
+            connect = functools.partial(self._regrouper.connect, route.ranks)
+            try:
+                self._device.submit(connect, self._device.record_event())
+            except DeviceError as error:
+                self.missed(route, error)
+                raise
+
+    def _route(self, index: int, decode: Sharding, d_block_sizes: tuple[int, ...]) -> Route:
+        key = (index, decode, d_block_sizes)
+        if key not in self._routes:
+            geometry = self._geometries[index]
+            identity = self._identity
+            route = make_route(geometry, identity.rank, identity.sharding, decode, d_block_sizes[geometry.group])
+            self._routes[key] = route
+            slow = why_slow(route, geometry, identity.sharding, decode, d_block_sizes[geometry.group])
+            if slow is not None and not self._warned_of_pieces:
+                self._warned_of_pieces = True
+                logger.warning("%s", slow)
+        return self._routes[key]
+
+    def destinations(self, layout: DecodeLayout, transfer: Transfer) -> dict[RankKey, Destination]:
+        """The decode ranks this rank writes to for the ticket, and which of their tensors it covers."""
+        ticket = transfer.ticket
+        covers: dict[RankKey, list[int]] = {}
+        ranks = {}
+        for tensor in self._caches.description.tensors:
+            if not self._geometries[tensor.geometry].is_known_to(ticket.remote_draft):
+                continue
+            route = self._route(tensor.geometry, ticket.sharding, tuple(ticket.remote_block_size))
+            if not route.serves(ticket.salt):
+                continue
+            for target in route.targets:
+                remote = layout.locate(tensor, target.tp_rank)
+                indices = covers.setdefault(remote.key, [])
+                if remote.index not in indices:
+                    indices.append(remote.index)
+                ranks[remote.key] = remote.rank
+        return {key: Destination(ranks[key], tuple(indices)) for key, indices in covers.items()}
+
+    def missed(self, route: Route, error: DeviceError) -> None:
+        """This rank does not take part in a collective of the route's."""
+        if route.ranks:
+            assert self._regrouper is not None
+            self._regrouper.give_up(route.ranks, str(error))
