@@ -13,7 +13,7 @@ import pytest
 from harness.client import Client, at_once, random_prompt
 from harness.engines import LOSING_TOKENS, POISONED_TOKENS, Cluster, EngineConfig, one_to_one
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
-from harness.models import GATED_DELTA, MAMBA, MLA, SLIDING, TINY, sliding_bytes
+from harness.models import GATED_DELTA, MAMBA, MLA, SLIDING, sliding_bytes
 from harness.pool import Reference
 
 PROMPT_TOKENS = (1, 2, 127, 128, 129, 384, 1000, 2500)
@@ -54,7 +54,7 @@ all_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=Tr
 BFLOAT16_TIE = 1.0
 """bfloat16 rounds otherwise where tokens are computed in other steps, or beside others, and that decides between tokens
 of close log probabilities. A single engine's own answers, eight at a time, are up to 0.7 below its best ones; without
-one of the tensors below they are 1.5 to 20 below."""
+one of the tensors below they are 1.5 to 26 below."""
 
 
 def is_right(cluster: Cluster, reference: Reference, prompt: list[int], output: tuple[int, ...]) -> bool:
@@ -93,7 +93,7 @@ then the KV of the fourth layer."""
         (MLA_TP1, range(MLA.layers), 0),
         (MAMBA_TP1, (0, 6, 8, *RECURRENT_AND_KV), 1),  # x of the convolution's oldest row, x and C of the newest
         (GATED_DELTA_TP1, (8, *RECURRENT_AND_KV), 1),  # V of the newest row
-        (FP8_TP1, range(TINY.layers), 0),
+        (FP8_TP1, (0, 1), 0),  # what a later layer loses may move log probabilities by less than a tie
     ],
     ids=str,
     indirect=["cluster"],
