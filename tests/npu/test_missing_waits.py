@@ -68,8 +68,8 @@ def sent_without_waiting(rank: PrefillRank) -> None:
 
 def are_granted(rank: PrefillRank) -> bool:
     """Whether nothing but the device keeps this rank from writing."""
-    transfers = rank.worker._transfers.values()
-    return all(t.destinations and all(d.granted for d in t.destinations.values()) for t in transfers)
+    states = [transfer.state for transfer in rank.worker._transfers.values()]
+    return all(s.destinations and all(d.granted for d in s.destinations.values()) for s in states)
 
 
 def set_delays(_: PrefillRank, delays: tuple[int, int]) -> None:
