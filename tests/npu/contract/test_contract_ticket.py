@@ -17,7 +17,7 @@ from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
 
 pytestmark = pytest.mark.npu
 
-OUR_FIELDS = {"ticket_id", "attempt", "num_tokens"}
+OUR_FIELDS = {"ticket_id", "attempt", "num_tokens", "remote_interleave_size", "remote_draft"}
 
 
 @pytest.fixture
@@ -87,5 +87,6 @@ def test_our_ticket_is_understood_by_their_prefill_side() -> None:
     step = layerwise.MooncakeLayerwiseConnectorMetadata()
     step.add_new_req(REQUEST_ID, [[1, 2, 3]], msgspec.to_builtins(ticket))
     read = dataclasses.asdict(step.requests[REQUEST_ID])
-    shared = {name for name in Ticket.__struct_fields__ if name.startswith("remote_")} - {"remote_cached_tokens"}
+    shared = {name for name in Ticket.__struct_fields__ if name.startswith("remote_")} - OUR_FIELDS
+    shared -= {"remote_cached_tokens"}
     assert {name: read[name] for name in shared} == {name: getattr(ticket, name) for name in shared}
