@@ -9,6 +9,7 @@ import vllm.envs as envs
 from vllm.config import ParallelConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.groups import CacheGroup, StateGroup, TokenGroup
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 # From 0.32 on a worker reports completions and failed requests in one object; before, failed blocks beside them.
 HAS_TRANSFER_RESULTS = hasattr(base, "KVConnectorTransferResults")
+
+# From 0.32 on in every step; before, only where a rank has some too, be they empty.
+ASKS_SCHEDULER_FOR_STATS = hasattr(KVConnectorStats, "to_dict")
 
 # From 0.32 on ranks of prefill context parallelism all hold the same KV; before, and in vllm-ascend, they share tokens.
 PREFILL_RANKS_HOLD_COPIES = hasattr(ParallelConfig, "pcp_shard_decode_requests")

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from vllm_ascend_pd.core.hosts import HostList
+
 
 class ConfigError(ValueError):
     """A `kv_transfer_config` this connector cannot work with."""
@@ -20,66 +22,103 @@ class PeerParallel(msgspec.Struct, frozen=True):
     first contact; declared ones are only checked."""
 
     tp_size: int | None = None
+    """Tensor-parallel size."""
     dp_size: int | None = None
+    """Data-parallel size."""
     pp_size: int | None = None
+    """Pipeline-parallel size."""
 
 
 class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The connection to the metaserver, with vllm-ascend's names. Paths of PEM files: own certificate and key for
-    mutual TLS, and the authority that signed the metaserver's certificate. Used only with `ssl_enable`."""
+    """The connection to the metaserver, with vllm-ascend's names. Paths are those of PEM files; used only with
+    `ssl_enable`."""
 
     ssl_enable: bool = False
+    """Whether the rest counts."""
     ssl_certfile: str | None = None
+    """Own certificate, for mutual TLS."""
     ssl_keyfile: str | None = None
+    """Its key."""
     ssl_keyfile_password: str | None = None
+    """The key's password. Better in a file: vLLM prints this configuration."""
     ssl_ca_certs: str | None = None
+    """The authority that signed the metaserver's certificate."""
+    ssl_keyfile_password_file: str | None = None
+    """File with the key's password, of mode 0600."""
 
     def __post_init__(self) -> None:
         if not self.ssl_enable and (self.ssl_certfile or self.ssl_keyfile or self.ssl_ca_certs):
             raise ValueError("`tls_config` names files, but `ssl_enable` is not true")
+        if self.ssl_keyfile_password is not None and self.ssl_keyfile_password_file is not None:
+            raise ValueError("`tls_config` has a password and a file with one: which?")
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "ssl_keyfile_password")
+        return f"TlsConfig({', '.join(shown)})"
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Times are seconds, sizes bytes.
-
-    transfer_timeout_s: from issuing a ticket until its KV must have arrived, prefill's queue included.
-    settle_timeout_s: after prefill ended, how long a ticket nobody is writing for may stay open.
-    lease_s: how long a grant lasts unless renewed; bounds how long a dead prefill engine holds D's blocks.
-    write_timeout_s: longest time one batch of the transfer engine may take.
-    grant_timeout_s: how long a prefill rank asks for a grant before it gives the ticket up.
-    control_timeout_s: longest wait for an answer on the side channel.
-    collective_timeout_s: longest time of one all-to-all.
-    idle_wait_s: with nothing to compute, a step waits this long for transfers before it returns.
-    max_batch_descriptors, max_batch_bytes: limits of one batch of the transfer engine.
-    staging_slots: layers that may be in regrouped form at once, each of one step's tokens.
-    push_queue_size: layers waiting to be sent to one decode engine; more make the step wait.
-    metaserver_allowlist: `scheme://host[:port][/path]` a ticket may be posted to; empty: this host only.
-    metaserver_token_file: file with the bearer token sent to the metaserver.
-    max_pending_tickets: tickets waiting for the metaserver's answer; more are refused at once.
-    """
+    """Times are seconds, sizes bytes. Files with secrets must be regular files of mode 0600."""
 
     transfer_timeout_s: float = 480.0
+    """From issuing a ticket until its KV must have arrived, prefill's queue included."""
     settle_timeout_s: float = 30.0
+    """After prefill ended, how long a ticket nobody is writing for may stay open."""
     lease_s: float = 20.0
+    """How long a grant lasts unless renewed; bounds how long a dead prefill engine holds D's blocks. 1 to 86,400."""
     write_timeout_s: float = 10.0
+    """Longest time one batch of the transfer engine may take; at most 600."""
     grant_timeout_s: float = 20.0
+    """How long a prefill rank asks for a grant before it gives the ticket up."""
     control_timeout_s: float = 5.0
+    """Longest wait for an answer on the side channel."""
     collective_timeout_s: float = 60.0
+    """Longest time of one all-to-all."""
     idle_wait_s: float = 0.002
+    """With nothing to compute, a step waits this long for transfers before it returns."""
     max_batch_descriptors: int = 512
+    """Copies in one batch of the transfer engine, at most."""
     max_batch_bytes: int = 64 << 20
+    """Bytes of one batch of the transfer engine, at most."""
     staging_slots: int = 4
+    """Layers that may be in regrouped form at once, each of one step's tokens."""
     push_queue_size: int = 4096
+    """Layers waiting to be sent to one decode engine; more make the step wait."""
     metaserver_allowlist: tuple[str, ...] = ()
+    """`scheme://host[:port][/path]` that tickets may be posted to. Empty: this host only, path `/v1/metaserver`."""
     metaserver_connect_timeout_s: float = 5.0
+    """Longest time to connect to the metaserver."""
     metaserver_max_connections: int = 256
-    metaserver_retries: int = 3
+    """Connections to metaservers; further tickets wait for one."""
+    metaserver_retries: int = 5
+    """How often a ticket is posted again after a lost connection or a server error; 5 last 1.5 to 3 s."""
     metaserver_token_file: str | None = None
+    """File with the bearer token sent to the metaserver."""
+    side_channel_key_file: str | None = None
+    """The cluster's side channel keys (`vllm-ascend-pd keygen`): with it, what engines tell each other is encrypted,
+    and those without it get nothing. The same on all engines of a cluster."""
+    ticket_secret_file: str | None = None
+    """The cluster's ticket secret (`vllm-ascend-pd keygen --ticket-secret`): decode signs its tickets with it,
+    prefill serves no others, and each only once before it expires. The same on all engines, and on a proxy that
+    retries."""
+    decode_allowlist: tuple[str, ...] = ()
+    """Addresses, networks (`10.1.0.0/16`) and names of hosts that prefill connects to for tickets. Empty: all of them
+    if tickets must be signed, else private networks and this host."""
     max_pending_tickets: int = 4096
+    """Tickets waiting for the metaserver's answer; more are refused at once."""
     transfer_protocol: str | None = None
+    """Mooncake's: `tcp`, `rdma` or `ascend`. None: what suits the device, `tcp` on CPU and `ascend` on NPU."""
     prefill: PeerParallel | None = None
+    """What vllm-ascend's connector wants to be told of prefill engines; here it is found out, and only checked."""
     decode: PeerParallel | None = None
+    """The same of decode engines."""
     tls_config: TlsConfig | None = None
+    """The connection to a metaserver behind `https://`, with vllm-ascend's names."""
+    trace_dir: str | None = None
+    """Folder for trace files, one per process, which `vllm-ascend-pd timeline` merges and draws; made where it is
+    missing. They name requests, and hold no prompts. None: nothing is traced."""
+    trace_max_bytes: int = 64 << 20
+    """A trace file ends when it is that long, and says so; at least 65,536."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -93,6 +132,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"`lease_s` must be from 1 second to a day, not {self.lease_s}")
         if self.write_timeout_s > 600.0:
             raise ValueError(f"`write_timeout_s` must be at most 600 seconds, not {self.write_timeout_s}")
+        if self.trace_max_bytes < 65536:
+            raise ValueError(f"`trace_max_bytes` must be at least 65536, not {self.trace_max_bytes}")
+        try:
+            HostList(self.decode_allowlist, "")
+        except ValueError as error:
+            raise ValueError(f"`decode_allowlist`: {error}") from None
 
 
 def parse_config(extra: dict[str, Any]) -> ConnectorConfig:

@@ -6,8 +6,10 @@ each does depends on whether the engine prefills (producer) or decodes (consumer
 """
 
 import secrets
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -21,14 +23,20 @@ from vllm.utils.network_utils import get_ip
 
 from vllm_ascend_pd import compat
 from vllm_ascend_pd.config import ConfigError, ConnectorConfig, TlsConfig, parse_config
+from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.device import current_device
-from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener
+from vllm_ascend_pd.metrics import LayerwisePushPromMetrics, LayerwisePushStats
+from vllm_ascend_pd.scheduler.admission import Admission
+from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener, Signer
 from vllm_ascend_pd.scheduler.listener import DescriptionListener
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverSettings
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep, RankHandshake, WorkerReport
+from vllm_ascend_pd.tracing.decode import scheduler_trace
+from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
+from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret
 from vllm_ascend_pd.worker.caches import KVCache, describe
 from vllm_ascend_pd.worker.consumer import Arrivals, ConsumerWorker, decode_description, encode_description
 from vllm_ascend_pd.worker.identity import Identity
@@ -42,6 +50,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+_T = TypeVar("_T")
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -63,9 +73,10 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         # A configured engine id outlives a restart; what prefill has learnt of the engine's ranks must not.
         self._started_as = f"{transfer.engine_id}-{secrets.token_hex(4)}"
         self._is_producer = bool(transfer.is_kv_producer)
-        self._host: str = get_ip()
+        self._host = _own_host()
         self._worker: ProducerWorker | ConsumerWorker | None = None
         self._lost_blocks: set[int] = set()
+        self._brings_stats = False
         self._engine: TransferEngine | None = None
         self._device: Any = None
         self._listener: DescriptionListener | None = None
@@ -85,6 +96,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             heads_first=self._device.name == "cpu",
         )
         self._check_declared("prefill" if self._is_producer else "decode", identity)
+        self._brings_stats = not compat.ASKS_SCHEDULER_FOR_STATS and (identity.pp_rank, identity.rank) == (0, 0)
         protocol = self._config.transfer_protocol or self._device.transfer_protocol
         limits = TransferLimits(
             max_descriptors=self._config.max_batch_descriptors,
@@ -198,7 +210,8 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             dcp=parallel.decode_context_parallel_size,
             interleave=compat.sharding(self._vllm_config).interleave,
         )
-        self._listener = DescriptionListener(description, self._host, self._port)
+        keys = load_keys(self._config.side_channel_key_file)
+        self._listener = DescriptionListener(description, self._host, self._port, keys)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, tp_rank): m for tp_rank, m in metadata.items()})
@@ -267,6 +280,25 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Both.
 
+    def get_kv_connector_stats(self) -> LayerwisePushStats | None:
+        source = self._worker if isinstance(self._worker, ProducerWorker) else self._scheduler
+        data = {} if source is None else source.take_stats()
+        return LayerwisePushStats(data) if data or self._brings_stats else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LayerwisePushStats:
+        return LayerwisePushStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> LayerwisePushPromMetrics:
+        return LayerwisePushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close(_CLOSE_TIMEOUT_S)
@@ -290,8 +322,12 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._kv_cache_config is not None
         sharding = compat.sharding(self._vllm_config)
         groups = compat.cache_groups(self._kv_cache_config, sharding.parts)
+        config = self._config
+        _read(load_keys, config.side_channel_key_file)  # what is wrong with it is said before models are loaded
+        secret = _read(read_ticket_secret, config.ticket_secret_file)
         if self._is_producer:
-            return ProducerScheduler(groups)
+            hosts = decode_hosts(config.decode_allowlist, self._host, secret is not None)
+            return ProducerScheduler(groups, Admission(hosts, secret))
         compat.accept_lost_blocks_of_several_groups()
         listener = Listener(
             self._started_as,
@@ -302,8 +338,11 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             sharding.interleave,
             compat.draft_summary(self._vllm_config),
         )
-        client = MetaserverClient(_metaserver_settings(self._config), own_host=self._host)
-        return ConsumerScheduler(listener, groups, client)
+        policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
+        settings = _metaserver_settings(config, recomputes=policy == "recompute")
+        client = MetaserverClient(settings, own_host=self._host)
+        signer = None if secret is None else Signer(secret, config.transfer_timeout_s)
+        return ConsumerScheduler(listener, groups, client, signer, scheduler_trace(config, self._started_as))
 
     def _make_identity(self) -> Identity:
         pp = get_pp_group()
@@ -329,8 +368,25 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
                 )
 
 
-def _metaserver_settings(config: ConnectorConfig) -> MetaserverSettings:
+def _read(reader: Callable[[str], _T], path: str | None) -> _T | None:
+    """What `reader` finds in a file with a secret. Raises ConfigError."""
+    try:
+        return None if path is None else reader(path)
+    except SecretFileError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+
+
+def _own_host() -> str:
+    """The address vLLM knows this host by: what listeners bind to and tickets name."""
+    host: str = get_ip()
+    if host in ("0.0.0.0", "::") and not envs.VLLM_HOST_IP:
+        raise ConfigError("vLLM does not know this host's address, and all interfaces are too many: set VLLM_HOST_IP")
+    return host
+
+
+def _metaserver_settings(config: ConnectorConfig, recomputes: bool) -> MetaserverSettings:
     tls = config.tls_config or TlsConfig()
+    password = _read(read_text_secret, tls.ssl_keyfile_password_file) or tls.ssl_keyfile_password
     return MetaserverSettings(
         allowlist=config.metaserver_allowlist,
         connect_timeout_s=config.metaserver_connect_timeout_s,
@@ -341,6 +397,7 @@ def _metaserver_settings(config: ConnectorConfig) -> MetaserverSettings:
         ca_file=tls.ssl_ca_certs,
         cert_file=tls.ssl_certfile,
         key_file=tls.ssl_keyfile,
-        key_password=tls.ssl_keyfile_password,
+        key_password=password,
         token_file=config.metaserver_token_file,
+        recomputes=recomputes,
     )

@@ -40,7 +40,8 @@ class ProducerStep(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class Expect:
-    """A ticket that decode issued. `blocks`: what is lost if it fails (first cache group, uncached part)."""
+    """A ticket that decode issued, with its first attempt. `blocks`: what is lost if it fails (first cache group,
+    uncached part)."""
 
     request_id: str
     ticket_id: str
@@ -62,10 +63,15 @@ class ConsumerStep(KVConnectorMetadata):
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
     """What ranks report upwards. `failed`: request id (prefill) or ticket id (decode) -> reason.
-    `received`: ticket id -> (bytes, bytes that were here before prefill ended), summed over ranks."""
+    `received`: ticket id -> (bytes, bytes that were here before prefill ended), summed over ranks.
+    `given_up`: ticket id -> (attempt, why it failed); another attempt may follow."""
 
     failed: dict[str, str] = field(default_factory=dict)
     received: dict[str, tuple[int, int]] = field(default_factory=dict)
+    given_up: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.failed or self.received or self.given_up)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         assert isinstance(other, WorkerReport)
@@ -73,7 +79,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for ticket_id, (num_bytes, before_end) in other.received.items():
             mine = received.get(ticket_id, (0, 0))
             received[ticket_id] = (mine[0] + num_bytes, mine[1] + before_end)
-        return WorkerReport({**other.failed, **self.failed}, received)
+        given_up = dict(self.given_up)
+        for ticket_id, other_attempt in other.given_up.items():
+            if ticket_id not in given_up or given_up[ticket_id][0] < other_attempt[0]:
+                given_up[ticket_id] = other_attempt
+        return WorkerReport({**other.failed, **self.failed}, received, given_up)
 
 
 @dataclass

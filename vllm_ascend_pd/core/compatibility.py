@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do a prefill rank and a decode engine fit together? Checked at first contact, before a byte moves."""
 
-from vllm_ascend_pd.core.layout import LayoutError, RankCaches
+from vllm_ascend_pd.core.layout import Geometry, LayoutError, RankCaches
 from vllm_ascend_pd.core.plan import make_route
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.topology import Sharding, TopologyError
@@ -19,33 +19,41 @@ def mismatch(
         return f"prefill serves {model}, decode serves {decode.model}"
     if (reason := _contradiction(decode)) is not None:
         return reason
-    theirs = {
-        (tensor.layer, tensor.part): geometry
-        for other in decode.ranks
-        for tensor in other.caches.tensors
-        if (geometry := other.caches.geometry_of(tensor)).is_known_to(caches.draft)
-    }
+    our_draft, their_draft = caches.draft, decode.draft
+    theirs: dict[tuple[str, int], dict[Geometry, None]] = {}  # what the ranks say that have the tensor
+    for described in decode.ranks:
+        for tensor in described.caches.tensors:
+            geometry = described.caches.geometry_of(tensor)
+            if geometry.is_known_to(our_draft):
+                theirs.setdefault((tensor.layer, tensor.part), {})[geometry] = None
     ours = {
         name: index
         for name, index in caches.by_name().items()
-        if caches.geometry_of(caches.tensors[index]).is_known_to(decode.draft)
+        if caches.geometry_of(caches.tensors[index]).is_known_to(their_draft)
     }
     if missing := sorted(ours.keys() - theirs.keys()):
         return f"prefill has cache {missing[0]} that decode lacks ({len(ours)} against {len(theirs)} tensors)"
     if whole_model and (missing := sorted(theirs.keys() - ours.keys())):
         return f"decode has cache {missing[0]} that prefill lacks ({len(theirs)} against {len(ours)} tensors)"
-    for name, index in ours.items():
-        mine = caches.geometry_of(caches.tensors[index])
-        other = theirs[name]
-        for what in ("kind", "dtype", "order", "total_heads", "head_bytes", "group"):
-            if getattr(mine, what) != getattr(other, what):
-                values = [getattr(g, what) for g in (mine, other)]
-                named = [getattr(value, "value", value) for value in values]
-                return f"{name[0]}: {what} is {named[0]} on prefill, {named[1]} on decode"
-        try:
-            make_route(mine, rank, prefill, decode.sharding, other.block_size)
-        except (LayoutError, TopologyError) as error:
-            return f"{name[0]}: {error}"
+    for (layer, part), index in ours.items():
+        for other in theirs[layer, part]:
+            if (
+                reason := _unequal(caches.geometry_of(caches.tensors[index]), rank, prefill, other, decode)
+            ) is not None:
+                return f"{layer}: {reason}"
+    return None
+
+
+def _unequal(mine: Geometry, rank: int, prefill: Sharding, other: Geometry, decode: EngineDescription) -> str | None:
+    for what in ("kind", "dtype", "order", "total_heads", "head_bytes", "group"):
+        if getattr(mine, what) != getattr(other, what):
+            values = [getattr(g, what) for g in (mine, other)]
+            named = [getattr(value, "value", value) for value in values]
+            return f"{what} is {named[0]} on prefill, {named[1]} on decode"
+    try:
+        make_route(mine, rank, prefill, decode.sharding, other.block_size)
+    except (LayoutError, TopologyError) as error:
+        return str(error)
     return None
 
 

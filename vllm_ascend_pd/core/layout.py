@@ -61,6 +61,10 @@ class TokenShare(msgspec.Struct, frozen=True):
         distance = (self.rank * self.interleave - other.rank * other.interleave) % common
         return distance < other.interleave or common - distance < self.interleave
 
+    def run(self, block_size: int) -> int:
+        """How many of a request's tokens follow each other in a block of `block_size`."""
+        return block_size if self.ranks == 1 else self.interleave
+
     def __str__(self) -> str:
         return f"share {self.rank} of {self.ranks}, interleaved by {self.interleave} tokens"
 
@@ -101,7 +105,7 @@ class Geometry(msgspec.Struct, frozen=True):
     @property
     def run(self) -> int:
         """How many of a request's tokens follow each other in a block."""
-        return self.block_size if self.share.ranks == 1 else self.share.interleave
+        return self.share.run(self.block_size)
 
     def is_known_to(self, draft: str) -> bool:
         """Whether an engine of the same model that drafts with `draft` ("": without layers of its own) has such

@@ -157,20 +157,15 @@ def why_slow(route: Route, source: Geometry, prefill: Sharding, decode: Sharding
     alike = decode.parts > 1 and (prefill.parts, prefill.interleave) == (decode.parts, decode.interleave)
     if route.unit < min(source.block_size, d_block_size) and not alike:
         return (
-            f"KV lies in runs of {source.run} (prefill) and {_run(decode, d_block_size)} (decode) tokens: it is "
+            f"KV lies in runs of {source.run} (prefill) and {decode.part(0).run(d_block_size)} (decode) tokens: it is "
             f"written {route.unit} tokens at a time, which is right but slow; with context parallelism make "
             "cp_kv_cache_interleave_size the block size"
         )
     return None
 
 
-def _run(decode: Sharding, block_size: int) -> int:
-    """How many of a request's tokens follow each other in decode's blocks."""
-    return block_size if decode.parts == 1 else decode.interleave
-
-
 def _common_unit(source: Geometry, decode: Sharding, d_block_size: int) -> int:
-    d_run = _run(decode, d_block_size)
+    d_run = decode.part(0).run(d_block_size)
     unit = math.gcd(source.run, d_run)
     if source.order is Order.HEAD_MAJOR and source.block_size != d_block_size:
         raise LayoutError(

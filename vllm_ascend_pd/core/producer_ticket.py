@@ -4,18 +4,24 @@
 The prefill side's state machine, one per prefill rank and ticket:
 
     WRITING --finish--> FINISHED --tell--> TELLING --all answered, or none will--> TOLD --end--> ENDED
+                                              ^-----------tell: nothing can arrive any more-----------'
 
 A write begins in WRITING only, to a decode rank whose lease still runs (`may_write`); a lease is counted from when
 it was asked for, so it ends here before it ends there (R2). `failure` says that the KV will not be complete (R1): it
 is set once, in WRITING, and never cleared, and no write begins after it. Whatever may still read the blocks once the
-writes are over, does so until `settled_at`: success is told only after that, and only then the ticket ends (R3).
+writes are over, does so until `settled_at`: success is told only after that, a failure at once and once more after it
+(R2), and only then the ticket ends (R3).
+
+Leases and deadlines are dates of a monotonic clock. `settled_at` is a date of one that stands still while the process
+is stopped, as do the writes that are to settle; methods that depend on it call it `running`.
 """
 
 import enum
 import math
 from dataclasses import dataclass
 
-from vllm_ascend_pd.core.protocol import Granted, Message, RankDescription, Refused
+from vllm_ascend_pd.core.failure import PushFailure
+from vllm_ascend_pd.core.protocol import Complete, Granted, Message, RankDescription, Refused
 
 RankKey = tuple[int, int]  # (pp_rank, tp_rank)
 
@@ -34,7 +40,7 @@ class Phase(enum.Enum):
 @dataclass
 class Destination:
     """A decode rank. `covers`: indices of its tensors that this rank fills; `until`: when the lease ends on this
-    side's clock; `told`: it knows how the transfer ended."""
+    side's clock; `complete`: it needs nothing; `told`: it knows how the transfer ended."""
 
     rank: RankDescription
     covers: tuple[int, ...]
@@ -43,6 +49,7 @@ class Destination:
     lease_s: float = 0.0
     asked_at: float = -math.inf
     asking: bool = False
+    complete: bool = False
     told: bool = False
 
     @property
@@ -53,23 +60,34 @@ class Destination:
 
 @dataclass
 class ProducerTicket:
-    """Times are seconds of one monotonic clock, passed in.
+    """Times are seconds, passed in.
 
     `known`, `may_write` and `finish` answer yes, no, or None: not yet, ask again when something has changed; never
-    None from `grant_deadline` on. `destinations`: where to write, once that is known, and whom to tell.
+    None from `grant_deadline` on, which moves while decode asks for patience. `destinations`: where to write, once
+    that is known, and whom to tell; `final`: what was told last is that nothing can arrive any more.
     """
 
     grant_deadline: float
     phase: Phase = Phase.WRITING
     failure: str | None = None
+    cause: PushFailure | None = None  # of the failure
     settled_at: float = -math.inf
     destinations: dict[RankKey, Destination] | None = None
     rounds: int = 0  # of telling
+    final: bool = False
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, cause: PushFailure) -> None:
         """Records the first reason. Has no effect once the writing is over."""
         if self.failure is None and self.phase is Phase.WRITING:
-            self.failure = reason
+            self.failure, self.cause = reason, cause
+
+    @property
+    def waits_for_grant(self) -> bool:
+        """Whether a decode rank has still to say yes or no. Any thread may ask: it may be over when it is told."""
+        if self.failure is not None or self.phase is not Phase.WRITING:
+            return False
+        destinations = self.destinations
+        return destinations is None or not all(d.granted or d.complete for d in destinations.values())
 
     def contacted(self, destinations: dict[RankKey, Destination]) -> None:
         """The decode engine is known, or will not be."""
@@ -82,7 +100,7 @@ class ProducerTicket:
         if self.failure is not None or self.phase not in (Phase.WRITING, Phase.FINISHED):
             return []
         destinations = (self.destinations or {}).items()
-        return [key for key, d in destinations if not d.asking and now - d.asked_at >= d.pause_s]
+        return [key for key, d in destinations if not (d.asking or d.complete) and now - d.asked_at >= d.pause_s]
 
     def asked(self, key: RankKey, now: float) -> Destination:
         destination = self._destination(key)
@@ -98,8 +116,12 @@ class ProducerTicket:
             destination.granted = True
             destination.lease_s = answer.lease_s
             destination.until = max(destination.until, asked_at + answer.lease_s)
-        elif isinstance(answer, Refused) and not answer.retry:
-            self.fail(f"decode rank {key} refused: {answer.reason}")
+        elif isinstance(answer, Complete):
+            destination.complete = True
+        elif isinstance(answer, Refused) and answer.retry:
+            self.grant_deadline = max(self.grant_deadline, asked_at + answer.wait_s)
+        elif isinstance(answer, Refused):
+            self.fail(f"decode rank {key} refused: {answer.reason}", PushFailure.REFUSED)
             return True
         return False
 
@@ -110,17 +132,19 @@ class ProducerTicket:
         if self.failure is None and self.destinations is None:
             if now < self.grant_deadline:
                 return None
-            self.fail("the decode engine did not describe itself in time")
+            self.fail("the decode engine did not describe itself in time", PushFailure.UNREACHABLE)
         return self.failure is None
 
     def may_write(self, key: RankKey, now: float) -> bool | None:
-        """May a write to `key` be planned now? It may begin as long as `holds`."""
+        """May a write to `key` be planned now? It may begin as long as `holds`. To a rank that needs nothing none."""
+        if self._destination(key).complete:
+            return False
         if self.failure is None and not self._destination(key).granted:
             if now < self.grant_deadline:
                 return None
-            self.fail(f"decode rank {key} gave no grant in time")
+            self.fail(f"decode rank {key} gave no grant in time", PushFailure.NO_GRANT)
         if self.failure is None and not self.holds(key, now):
-            self.fail(f"the lease for decode rank {key} ran out")
+            self.fail(f"the lease for decode rank {key} ran out", PushFailure.LEASE)
         return self.failure is None and self.phase is Phase.WRITING
 
     def holds(self, key: RankKey, now: float) -> bool:
@@ -144,19 +168,27 @@ class ProducerTicket:
 
     # The end.
 
-    def tell(self, now: float) -> bool:
+    def tell(self, running: float) -> bool:
         """Is decode to be told now? A failure at once, success only when no byte can arrive any more: decode goes
-        on with the blocks."""
-        if self.phase is not Phase.FINISHED or self.destinations is None:
-            return False
-        if self.failure is None and now < self.settled_at:
+        on with the blocks. Who has heard of a failure hears once more when no byte can arrive any more; who has not,
+        asks."""
+        settled = running >= self.settled_at
+        if self.phase is Phase.FINISHED and self.destinations is not None:
+            if self.failure is None and not settled:
+                return False
+        elif self.phase is Phase.TOLD and settled and not self.final:
+            self.rounds = 0
+            for destination in (self.destinations or {}).values():
+                destination.told = not destination.told
+        else:
             return False
         self.phase = Phase.TELLING
+        self.final = settled
         return True
 
-    def settle_s(self, now: float) -> float:
+    def settle_s(self, running: float) -> float:
         """How long bytes may still arrive."""
-        return max(0.0, self.settled_at - now)
+        return max(0.0, self.settled_at - running)
 
     def next_round(self) -> dict[RankKey, Destination]:
         """Whom to tell: all, then those that have not answered. Nobody: the telling is over."""
@@ -170,9 +202,9 @@ class ProducerTicket:
     def told(self, key: RankKey) -> None:
         self._destination(key).told = True
 
-    def end(self, now: float) -> bool:
+    def end(self) -> bool:
         """Is it over now? Decode knows or cannot be reached, and nothing reads the blocks any more."""
-        if self.phase is not Phase.TOLD or now < self.settled_at:
+        if self.phase is not Phase.TOLD or not self.final:
             return False
         self.phase = Phase.ENDED
         return True

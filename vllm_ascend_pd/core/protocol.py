@@ -4,12 +4,13 @@
 Three conversations (P: prefill rank, D: decode side):
 
     P -> D's listener (engine core)   Describe      -> EngineDescription
-    P -> D's rank                     GrantRequest  -> Granted | Refused
+    P -> D's rank                     GrantRequest  -> Granted | Refused | Complete
     P -> D's rank                     Report        -> Acknowledged
     D's rank -> P, unasked            Revoke
 
 A frame is `[version, seq, body]` in msgpack; a reply carries the `seq` of its request, an unasked message 0.
-Anything that cannot be read is answered with `Problem`.
+Anything that cannot be read is answered with `Problem`. Names that cannot be are refused where a message is read,
+and reasons cut to one printable line: they end up in logs and in clients' errors.
 """
 
 from typing import Annotated
@@ -17,6 +18,7 @@ from typing import Annotated
 import msgspec
 
 from vllm_ascend_pd.core.layout import RankCaches
+from vllm_ascend_pd.core.text import is_name, one_line
 from vllm_ascend_pd.core.topology import Sharding, sharding
 
 PROTOCOL_VERSION = 1
@@ -27,19 +29,41 @@ METASERVER_PATH = "/v1/metaserver"
 # Bounds of what a listener accepts, far above what real engines send: a description holds about 100 bytes per
 # tensor (8 MiB is some 80,000 tensors), any other message less than a kilobyte plus 5 bytes per tensor.
 MAX_DESCRIPTION_BYTES = 8 << 20
-MAX_MESSAGE_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 64 << 10
+_Ranks = Annotated[int, msgspec.Meta(gt=0, le=1024)]
+"""A parallel size: more than any engine has, and no more than can be computed with."""
+
+
+MAX_REASON_CHARS = 1000
+
+_Id = Annotated[str, msgspec.Meta(max_length=64)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+_Covers = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(max_length=1 << 17)]
 
 
 class ProtocolError(ValueError):
     """A frame that is malformed, too new or too old."""
 
 
+class ClockReading(msgspec.Struct, frozen=True, array_like=True):
+    """When a decode rank took a request and when it answered, in seconds of the clock so named: for traces."""
+
+    clock: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    received_s: Annotated[float, msgspec.Meta(ge=0, le=1e10)]
+    sent_s: Annotated[float, msgspec.Meta(ge=0, le=1e10)]
+
+
 class Writer(msgspec.Struct, frozen=True, array_like=True):
-    """A prefill rank, as decode ranks know it: `rank` of pipeline stage `pp_rank`, as `Sharding` counts."""
+    """A prefill rank's transfer, as decode ranks know it: `rank` of pipeline stage `pp_rank`, as `Sharding` counts.
+    `transfer` tells it from others of the same ticket and rank; nobody else knows it."""
 
     engine_id: str
-    pp_rank: int
-    rank: int
+    pp_rank: _Rank
+    rank: _Rank
+    transfer: int = 0
+
+    def __post_init__(self) -> None:
+        _check_name(self.engine_id)
 
 
 class RankDescription(msgspec.Struct, frozen=True):
@@ -65,8 +89,8 @@ class EngineDescription(msgspec.Struct, frozen=True, tag=True):
 
     engine_id: str
     model: str
-    tp: int
-    pp: int
+    tp: _Ranks
+    pp: _Ranks
     ranks: tuple[RankDescription, ...]
     dcp: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] = 1
     interleave: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] = 1
@@ -86,44 +110,64 @@ class GrantRequest(msgspec.Struct, frozen=True, tag=True):
 
     `digest` is the ticket's content as the writer has it, `sharding` the prefill engine's, `covers` the indices of
     the decode rank's tensors that this writer will fill, `settle_s` how long bytes of a write that was given up
-    may go on arriving, `draft` what drafts on the prefill engine (`Geometry.draft`).
+    may go on arriving, `draft` what drafts on the prefill engine (`Geometry.draft`). `wants_clock`: it traces, and
+    wants to know how far the two clocks are apart.
     """
 
-    ticket_id: str
+    ticket_id: _Id
     attempt: int
-    digest: str
+    digest: _Id
     writer: Writer
     sharding: Sharding
-    covers: tuple[int, ...]
+    covers: _Covers
     settle_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
     draft: str = ""
+    wants_clock: bool = False
+
+    def __post_init__(self) -> None:
+        _check_name(self.draft)
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """The writer may write for `lease_s` seconds, counted from when it sent its request."""
+    """The writer may write for `lease_s` seconds, counted from when it sent its request. `clock`: if it asked."""
 
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
+    clock: ClockReading | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """No. With `retry` the ticket is merely not known yet."""
+    """No. With `retry` not yet: the ticket is not known, or another attempt may still write; asking on
+    for the latter is worth it for `wait_s` at least."""
 
     reason: str
     retry: bool
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
+
+    def __post_init__(self) -> None:
+        _shorten_reason(self)
+
+
+class Complete(msgspec.Struct, frozen=True, tag=True):
+    """The decode rank has received everything for this ticket, from another attempt: there is nothing to write."""
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
     """The writer has stopped writing for this ticket, for good: everything it covers is written (`reason` is
-    None), or not. `num_bytes` were written, `bytes_before_end` of them before prefill's last layer ended. After
-    a failure, bytes already on their way may arrive for `settle_s` seconds more."""
+    None), or not. It wrote `num_bytes` to whom it tells, `bytes_before_end` of them before prefill's last layer
+    ended. After a failure, bytes already on their way may arrive for `settle_s` seconds more; then it reports once
+    more, with 0. `digest` shows, as in a `GrantRequest`, that the writer has the ticket."""
 
-    ticket_id: str
+    ticket_id: _Id
     attempt: int
     writer: Writer
     reason: str | None
     num_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     bytes_before_end: Annotated[int, msgspec.Meta(ge=0)] = 0
     settle_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
+    digest: _Id = ""
+
+    def __post_init__(self) -> None:
+        _shorten_reason(self)
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):
@@ -131,10 +175,17 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True):
 
 
 class Revoke(msgspec.Struct, frozen=True, tag=True):
-    """Stop writing for this ticket and report."""
+    """`writer` is to stop writing for this ticket and report. Repeated until it has, or its process has ended.
+    `digest`: the ticket's, for a writer that has forgotten it."""
 
-    ticket_id: str
+    ticket_id: _Id
+    attempt: int
+    writer: Writer
     reason: str
+    digest: _Id = ""
+
+    def __post_init__(self) -> None:
+        _shorten_reason(self)
 
 
 class Problem(msgspec.Struct, frozen=True, tag=True):
@@ -142,8 +193,32 @@ class Problem(msgspec.Struct, frozen=True, tag=True):
 
     reason: str
 
+    def __post_init__(self) -> None:
+        _shorten_reason(self)
 
-Message = Describe | EngineDescription | GrantRequest | Granted | Refused | Report | Acknowledged | Revoke | Problem
+
+Message = (
+    Describe
+    | EngineDescription
+    | GrantRequest
+    | Granted
+    | Refused
+    | Complete
+    | Report
+    | Acknowledged
+    | Revoke
+    | Problem
+)
+
+
+def _check_name(name: str) -> None:
+    if not is_name(name):
+        raise ValueError("a name that is too long or has unprintable characters")
+
+
+def _shorten_reason(message: Refused | Report | Revoke | Problem) -> None:
+    if message.reason is not None:
+        msgspec.structs.force_setattr(message, "reason", one_line(message.reason, MAX_REASON_CHARS))
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True):

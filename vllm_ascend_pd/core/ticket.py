@@ -1,25 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ticket: decode's promise that a prefill engine may fill these blocks of this request, once.
+"""A ticket: decode's promise that a prefill engine may fill these blocks of this request.
 
 The decode side's state machine, one per decode rank and ticket:
 
     OPEN --every writer wrote everything--> RECEIVED
-      |---a writer failed, cancelled, deadline, lease ran out--> FAILED
+      |---a writer failed, its lease ran out, a higher attempt asks--> FENCING
+    FENCING --no writer of the attempt can write any more, a higher one asks--> OPEN
+    OPEN, FENCING --cancelled, deadline, prefill ended without writing everything--> FAILED
     RECEIVED and FAILED are final; blocks may be released when no writer can still write (`quiet`).
 
-A writer holds a lease from its grant until it reports. `quiet` is rule R2: every granted writer has reported
-or its lease has passed, and with it the time that bytes already on their way may take to arrive.
+A writer holds a lease from its grant until it reports. Rule R2: a granted writer can write until it has reported that
+it stopped and that nothing of it is on its way, or until its lease has passed, with it the time that bytes may take to
+arrive, and its process has ended: one that is stopped for longer goes on where it was.
 """
 
 import enum
 import hashlib
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeGuard
 
 import msgspec
 
-from vllm_ascend_pd.core.protocol import Granted, GrantRequest, Refused, Report, Writer
+from vllm_ascend_pd.core.hosts import is_host
+from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRequest, Refused, Report, Writer
+from vllm_ascend_pd.core.text import is_name
 from vllm_ascend_pd.core.topology import Sharding, sharding
 
 # What a rank remembers of tickets it has closed, so that late requests are refused, not asked to retry.
@@ -31,6 +37,12 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 # More ranks than any engine has: bounds what a ticket or a grant request can make us compute.
 MAX_TP = 1024
+# More writers than any prefill engine has ranks: bounds what grant requests can make us remember.
+MAX_WRITERS = 4096
+MAX_ATTEMPTS = 16
+
+# While a writer of the next attempt has asked within this time, it is waiting for its grant.
+_WAITS_S = 5.0
 
 
 class TicketError(ValueError):
@@ -44,7 +56,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     Block ids are per cache group and cover the whole prompt; prefill writes tokens
     `[remote_cached_tokens, num_tokens)` only. With decode context parallelism a block id stands for a block of
     `remote_block_size` tokens on each of `remote_dcp_size` ranks, `remote_interleave_size` tokens in turn. Of draft
-    layers those of `remote_draft` are written (`Geometry.draft`).
+    layers those of `remote_draft` are written (`Geometry.draft`). `expires_at` (unix seconds) and `signature` are
+    there when the cluster has a secret (`core/signing.py`).
     """
 
     request_id: str
@@ -66,6 +79,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: _Count
     remote_interleave_size: _Count = 1
     remote_draft: str = ""
+    expires_at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
+    signature: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
     @property
     def sharding(self) -> Sharding:
@@ -84,13 +99,13 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def endpoint(self) -> str:
         """Decode's listener."""
-        return f"tcp://{self.remote_host}:{self.remote_port}"
+        host = f"[{self.remote_host}]" if ":" in self.remote_host else self.remote_host
+        return f"tcp://{host}:{self.remote_port}"
 
     def digest(self) -> str:
-        """Fingerprint of all that decides where bytes go."""
+        """Fingerprint of all that decides where bytes go, the same in all attempts."""
         content = (
             self.ticket_id,
-            self.attempt,
             self.remote_engine_id,
             self.remote_cached_tokens,
             self.num_tokens,
@@ -111,12 +126,14 @@ def wants_ticket(params: Mapping[str, Any] | None) -> bool:
     Where several connectors serve one engine, all see all requests. One for a connector that pulls says which engine
     it pulls from; vLLM's and vllm-ascend's name it `remote_engine_id`.
     """
-    return params is not None and bool(params.get("do_remote_prefill")) and params.get("remote_engine_id") is None
+    if not isinstance(params, Mapping):  # vLLM checks the type of `kv_transfer_params`, but not in `vllm_xargs`
+        return False
+    return bool(params.get("do_remote_prefill")) and params.get("remote_engine_id") is None
 
 
 def carries_ticket(params: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
     """Whether a request on prefill is to be pushed. One that another connector's decode will pull names no blocks."""
-    if params is None or not params.get("do_remote_decode"):
+    if not isinstance(params, Mapping) or not params.get("do_remote_decode"):
         return False
     return any(params.get(name) is not None for name in ("ticket_id", "remote_block_ids"))
 
@@ -135,10 +152,12 @@ def parse_ticket(
         raise TicketError(f"kv_transfer_params is not a ticket: {error}") from None
     if len(ticket.ticket_id) != 32 or not set(ticket.ticket_id) <= set("0123456789abcdef"):
         raise TicketError("ticket_id is not 32 hexadecimal digits")
-    if not (ticket.remote_host.isprintable() and ticket.remote_engine_id.isprintable()):
-        raise TicketError("remote_host or remote_engine_id has unprintable characters")
-    if not (0 < ticket.remote_port < 65536 and ticket.remote_host and 0 < ticket.remote_tp_size <= MAX_TP):
-        raise TicketError("remote_host, remote_port or remote_tp_size is out of range")
+    if not all(map(is_name, (ticket.request_id, ticket.remote_engine_id, ticket.remote_draft))):
+        raise TicketError("request_id, remote_engine_id or remote_draft is too long or has unprintable characters")
+    if not is_host(ticket.remote_host):
+        raise TicketError("remote_host is neither an address nor a host's name")
+    if not (0 < ticket.remote_port < 65536 and 0 < ticket.remote_tp_size <= MAX_TP):
+        raise TicketError("remote_port or remote_tp_size is out of range")
     if ticket.num_tokens != num_tokens:
         raise TicketError(f"the ticket is for {ticket.num_tokens} prompt tokens, the prompt has {num_tokens}")
     if not len(ticket.remote_block_ids) == len(ticket.remote_block_size) == num_groups:
@@ -168,23 +187,33 @@ def parse_ticket(
 
 class State(enum.Enum):
     OPEN = "open"
+    FENCING = "fencing"
     RECEIVED = "received"
     FAILED = "failed"
 
 
 @dataclass
 class _Lease:
+    """`until`: by then a writer that runs, or has ended, has stopped, and what it sent has arrived. `reported`: it
+    begins no write any more; `settled`: and nothing of it is on its way; `gone`: its process has ended."""
+
     covers: frozenset[int]
+    settle_s: float
     until: float
     reported: bool = False
-    settling: bool = False  # has reported a failure; `until` is when its last bytes have arrived
+    settled: bool = False
+    gone: bool = False
+
+    def is_over(self, now: float) -> bool:
+        return self.settled or (self.gone and now >= self.until)
 
 
 @dataclass
 class ConsumerTicket:
     """What a decode rank knows of a ticket. Times are seconds of one monotonic clock, passed in.
 
-    `lease_s`: how long a grant lasts; each writer says how long a write begun within it may outlast it.
+    `attempt`: the one that writes, or wrote last; `lease_s`: how long a grant lasts; each writer says how long a write
+    begun within it may outlast it; `reason`: what the attempt, or the ticket, failed of first.
     """
 
     ticket_id: str
@@ -196,71 +225,101 @@ class ConsumerTicket:
     reason: str = ""
     num_bytes: int = 0
     bytes_before_end: int = 0
-    settle_by: float | None = None
+    _next: int = 0  # while FENCING: no lower attempt is granted any more
+    _asked_at: float = -math.inf  # when a higher attempt last did
+    _ended: tuple[float, float] | None = None  # prefill: when, and how long to wait for its writers from then on
     _engine: tuple[str, Sharding] | None = None
     _leases: dict[Writer, _Lease] = field(default_factory=dict)
     _missing: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def engine_known(self) -> bool:
+        """Of this attempt."""
         return self._engine is not None
 
     def expect(self, engine_id: str, sharding: Sharding, expected: frozenset[tuple[int, int]]) -> None:
         """Fixes who must write what: pairs (index of our tensor, rank of the writer in its pipeline stage)."""
+        assert self.state is State.OPEN
         assert self._engine is None
         self._engine = (engine_id, sharding)
         self._missing = set(expected)
 
-    def grant(self, request: GrantRequest, now: float) -> Granted | Refused:
-        """Decides a grant request, or a renewal. `expect` must have been called."""
+    def admit(self, request: GrantRequest, now: float) -> Refused | Complete | None:
+        """Whether the request's attempt may write at all: None, or the answer. A higher attempt than the one that
+        writes has its turn when no writer of that can write any more."""
         self.tick(now)
-        if self.state is not State.OPEN:
-            return Refused(f"the ticket is {self.state.value} {self.reason}".strip(), retry=False)
-        if (request.attempt, request.digest) != (self.attempt, self.digest):
-            return Refused("the ticket was altered or is of another attempt", retry=False)
-        if self._engine != (request.writer.engine_id, request.sharding):
+        if request.digest != self.digest:
+            return Refused("the ticket was altered", retry=False)
+        if self.state is State.RECEIVED:
+            return Complete()
+        if self.state is State.FAILED:
+            return Refused(f"the ticket is failed: {self.reason}", retry=False)
+        if request.attempt >= MAX_ATTEMPTS:
+            return Refused(f"attempt {request.attempt}: a ticket has at most {MAX_ATTEMPTS}", retry=False)
+        if self.state is State.OPEN:
+            if request.attempt == self.attempt:
+                return None
+            if request.attempt > self.attempt:
+                self._fence(f"attempt {request.attempt} began before it had ended")
+        if request.attempt < self._next:
+            return Refused(f"attempt {request.attempt} is over: {self.reason}", retry=False)
+        self._next, self._asked_at = request.attempt, now
+        if not self._silent(now):
+            return Refused(f"attempt {self.attempt} may still write: {self.reason}", retry=True, wait_s=_WAITS_S)
+        self._begin(request.attempt, now)
+        return None
+
+    def grant(self, request: GrantRequest, now: float) -> Granted | Refused | Complete:
+        """Decides a grant request, or a renewal. `expect` must have been called for the request's attempt."""
+        if (answer := self.admit(request, now)) is not None:
+            return answer
+        writer = request.writer
+        if self._engine != (writer.engine_id, request.sharding):
             return Refused("another prefill engine is writing for this ticket", retry=False)
-        lease = self._leases.get(request.writer)
-        if lease is not None and (lease.reported or lease.settling):
+        lease = self._leases.get(writer)
+        if lease is not None and lease.reported:
             return Refused("this writer has already reported", retry=False)
         covers = frozenset(request.covers)
         if lease is not None and lease.covers != covers:
             return Refused("a renewal must cover what the grant covered", retry=False)
         until = now + self.lease_s + request.settle_s
         if lease is None:
+            if self._has_other(writer) or len(self._leases) == MAX_WRITERS:
+                return Refused("this prefill rank is or was writing for the ticket in another transfer", retry=False)
             claimed = {(t, w.rank) for w, other in self._leases.items() for t in other.covers}
-            if not {(tensor, request.writer.rank) for tensor in covers} <= self._missing - claimed:
+            if not {(tensor, writer.rank) for tensor in covers} <= self._missing - claimed:
                 return Refused("the writer covers tensors that are not its to write", retry=False)
-            self._leases[request.writer] = _Lease(covers, until)
+            self._leases[writer] = _Lease(covers, request.settle_s, until)
         else:
-            lease.until = until
+            lease.until, lease.settle_s = until, request.settle_s
+            lease.gone = False
         return Granted(self.lease_s)
 
     def report(self, report: Report, now: float) -> bool:
-        """A writer has stopped. Returns False for a report that is not to be believed.
+        """A writer has stopped; with `settle_s`, it reports again when nothing of it is on its way any more. Returns
+        False for a report that is not to be believed.
 
         A writer that was never granted anything may say that it cannot serve the ticket, nothing else.
         """
+        lease = self._leases.get(report.writer)
         if report.attempt != self.attempt:
             return False
-        lease = self._leases.get(report.writer)
         if lease is None:
             stranger = self._engine is not None and self._engine[0] != report.writer.engine_id
-            if report.reason is None or stranger:
+            if report.reason is None or stranger or self._has_other(report.writer):
                 return False
-            self.fail(f"prefill rank {report.writer.rank}: {report.reason}")
+            self._fence(f"prefill rank {report.writer.rank}: {report.reason}")
             return True
-        if lease.reported or lease.settling:
-            return True
-        if report.settle_s > 0:
+        first = not lease.reported
+        lease.reported, lease.gone = True, False
+        if report.settle_s == 0:
+            lease.settled = True
+        elif first:
             lease.until = now + report.settle_s
-            lease.settling = True
-        else:
-            lease.reported = True
-        if self.state is not State.OPEN:
+        if not first or self.state is not State.OPEN:
             return True
         if report.reason is not None:
-            self.fail(f"prefill rank {report.writer.rank}: {report.reason}")
+            self._fence(f"prefill rank {report.writer.rank}: {report.reason}")
             return True
         self.num_bytes += report.num_bytes
         self.bytes_before_end += report.bytes_before_end
@@ -269,33 +328,73 @@ class ConsumerTicket:
             self.state = State.RECEIVED
         return True
 
-    def fail(self, reason: str) -> None:
-        """Final unless the ticket already ended."""
-        if self.state is State.OPEN:
-            self.state = State.FAILED
-            self.reason = reason
+    def gone(self, writer: Writer, now: float) -> None:
+        """A writer's connection is closed. Its process has ended; else it says so by what it sends next. It may have
+        been stopped until just before, so what it sent last is given its time from now on."""
+        lease = self._leases.get(writer)
+        if lease is not None and not lease.gone:
+            lease.gone = True
+            lease.until = max(lease.until, now + lease.settle_s)
 
-    def prefill_has_ended(self, settle_by: float) -> None:
-        """Whoever wants to write has asked for it by now, or will until `settle_by`; else nobody will."""
-        self.settle_by = settle_by
+    def fail(self, reason: str) -> None:
+        """Final unless the ticket already ended. Why an attempt was given up explains more than what came of it."""
+        if self.state in (State.OPEN, State.FENCING):
+            self.state = State.FAILED
+            self.reason = self.reason or reason
+
+    def prefill_has_ended(self, now: float, settle_s: float) -> None:
+        """Whoever wants to write has asked for it by now, or will within `settle_s`; else nobody will."""
+        self._ended = (now, settle_s)
 
     def tick(self, now: float) -> None:
         """Lets time pass: a writer whose lease ran out is lost, and so is a ticket past its deadline."""
-        if self.state is not State.OPEN:
-            return
-        lost = [w for w, lease in self._leases.items() if not lease.reported and now >= lease.until]
-        if lost:
-            self.fail(f"prefill rank {lost[0].rank} of engine {lost[0].engine_id} went silent")
-        elif now >= self.deadline:
-            self.fail("nothing was received" if not self._leases else "the transfer took too long")
-        elif self.settle_by is not None and now >= self.settle_by and not self.live_writers():
-            self.fail("prefill ended without writing everything")
+        if self.state is State.OPEN:
+            lost = [w for w, lease in self._leases.items() if not lease.reported and now >= lease.until]
+            if lost:
+                self._fence(f"prefill rank {lost[0].rank} of engine {lost[0].engine_id} went silent")
+            elif now >= self.deadline:
+                self.fail("nothing was received" if not self._leases else "the transfer took too long")
+            elif self._ended is not None and now >= sum(self._ended) and not self.live_writers():
+                self.fail("prefill ended without writing everything")
+        if self.state is State.FENCING:
+            # Ranks of another attempt ask when it begins: none has, so prefill ended with this one.
+            given_up = self._ended is not None and now >= self._ended[0] + min(self._ended[1], _WAITS_S)
+            if now >= self.deadline or (given_up and now >= self._asked_at + _WAITS_S):
+                self.fail(self.reason)
 
     def quiet(self, now: float) -> bool:
-        """No writer can still write, nor be granted to."""
-        return self.state is not State.OPEN and all(
-            lease.reported or now >= lease.until for lease in self._leases.values()
-        )
+        """The ticket has ended, and nothing that was granted under it can write any more."""
+        return self.state in (State.RECEIVED, State.FAILED) and self._silent(now)
 
     def live_writers(self) -> list[Writer]:
-        return [w for w, lease in self._leases.items() if not (lease.reported or lease.settling)]
+        """Those that may begin a write, as far as they have said."""
+        return [w for w, lease in self._leases.items() if not lease.reported]
+
+    def overdue(self, now: float) -> list[Writer]:
+        """Those whose time has passed, but whose process may go on where it was stopped."""
+        return [w for w, lease in self._leases.items() if now >= lease.until and not lease.is_over(now)]
+
+    def _silent(self, now: float) -> bool:
+        return all(lease.is_over(now) for lease in self._leases.values())
+
+    def _has_other(self, writer: Writer) -> bool:
+        """Whether the same rank was granted something in another transfer of this attempt."""
+        rank = (writer.engine_id, writer.pp_rank, writer.rank)
+        return any((w.engine_id, w.pp_rank, w.rank) == rank for w in self._leases if w != writer)
+
+    def _fence(self, reason: str) -> None:
+        """The attempt has failed: what it was granted is taken back."""
+        if self.state is State.OPEN:
+            self.state = State.FENCING
+            self.reason = reason
+            self._next = self.attempt + 1
+
+    def _begin(self, attempt: int, now: float) -> None:
+        """Everything is to be written again, by whoever comes."""
+        self.state, self.attempt, self.reason = State.OPEN, attempt, ""
+        self.num_bytes = self.bytes_before_end = 0
+        self._engine = None
+        self._leases.clear()
+        self._missing.clear()
+        if self._ended is not None:
+            self._ended = (now, self._ended[1])

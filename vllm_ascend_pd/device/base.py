@@ -6,9 +6,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+
+Group: TypeAlias = dist.ProcessGroup | dist.distributed_c10d.Backend
+"""What collectives run in."""
 
 
 class DeviceError(Exception):
@@ -78,9 +82,7 @@ class Device(ABC):
     def close(self) -> None:
         """Stop the side stream: running work ends, work that has not begun fails. Bounded; twice is safe."""
 
-    def new_groups(
-        self, rank_lists: Sequence[tuple[int, ...]], timeout_s: float
-    ) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    def new_groups(self, rank_lists: Sequence[tuple[int, ...]], timeout_s: float) -> dict[tuple[int, ...], Group]:
         """Create one process group for each list of global ranks; return those this rank belongs to.
 
         A collective of the whole default group: every rank calls it with the same lists in the same order.
@@ -93,18 +95,32 @@ class Device(ABC):
         }
         return {ranks: group for ranks, group in groups.items() if rank in ranks}
 
-    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def group_store(self, ranks: tuple[int, ...]) -> dist.Store | None:
+        """Where those `ranks` of the default world can agree on a new group when theirs has failed; None where there
+        can be none, because a failed collective takes the stream with it."""
+        return None
+
+    def connect(self, ranks: tuple[int, ...], generation: int, timeout_s: float) -> Group:
+        """A new group of these global `ranks` (this one's among them), apart from those of other generations. Needs no
+        other ranks, and waits for its own `timeout_s` seconds at most."""
+        raise DeviceError(f"a group that has failed cannot be replaced on {self.name}")
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, group: Group) -> None:
         """Send the j-th of `inp`'s equal parts to rank j of `group`; part i of `out` comes from rank i.
 
         Call it in submitted work: it runs on the current stream. `out` and `inp` are contiguous uint8 tensors
         of the same size, a multiple of the group's size.
         """
-        parts = dist.get_world_size(group)
+        parts = group.size()
         for tensor in (out, inp):
             if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
                 raise ValueError("all_to_all takes contiguous uint8 tensors")
         if out.numel() != inp.numel() or inp.numel() % parts != 0:
             raise ValueError(f"{inp.numel()} bytes to {out.numel()}: must be equal and divisible by {parts} ranks")
+        self._all_to_all(out, inp, group)
+
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, group: Group) -> None:
+        assert isinstance(group, dist.ProcessGroup)
         dist.all_to_all_single(out, inp, group=group)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
 
-from vllm_ascend_pd.device.base import Device, DeviceError, Event, aligned_buffer
+from vllm_ascend_pd.device.base import Device, DeviceError, Event, Group, aligned_buffer
 
 PAGE_BYTES = 4096
 
@@ -75,6 +78,30 @@ class CpuDevice(Device):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return aligned_buffer(nbytes, PAGE_BYTES, self.name)
+
+    def new_groups(self, rank_lists: Sequence[tuple[int, ...]], timeout_s: float) -> dict[tuple[int, ...], Group]:
+        """As everywhere, but not in torch's tables: a group ends, and closes its connections, with its last holder."""
+        dist.barrier()  # connecting has a deadline, and ranks may be here at different times
+        mine = [ranks for ranks in dict.fromkeys(rank_lists) if dist.get_rank() in ranks]
+        return {ranks: self.connect(ranks, 0, timeout_s) for ranks in mine}
+
+    def group_store(self, ranks: tuple[int, ...]) -> dist.Store | None:
+        """With a connection of its own: a store's client serves one thread after another, and may wait for long."""
+        return dist.PrefixStore(f"vllm-ascend-pd/{ranks}", _get_default_store().clone())
+
+    def connect(self, ranks: tuple[int, ...], generation: int, timeout_s: float) -> Group:
+        store = self.group_store(ranks)
+        assert store is not None
+        place = ranks.index(dist.get_rank())
+        try:
+            return ProcessGroupGloo(
+                dist.PrefixStore(str(generation), store), place, len(ranks), timedelta(seconds=timeout_s)
+            )
+        except RuntimeError as error:
+            raise DeviceError(f"ranks {ranks} did not connect: {error}") from error
+
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, group: Group) -> None:
+        group.alltoall_base(out, inp, [], []).wait()
 
     def close(self) -> None:
         with self._condition:

@@ -2,35 +2,53 @@
 """The decode side of the scheduler: issues a ticket per request, and follows it until its KV has arrived."""
 
 import logging
+import math
 import secrets
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm_ascend_pd.compat import external_request_id
+from vllm_ascend_pd.core import stats
+from vllm_ascend_pd.core.failure import ReceiveFailure
 from vllm_ascend_pd.core.groups import CacheGroup
+from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, TransferFailure
 from vllm_ascend_pd.core.plan import NULL_BLOCK
+from vllm_ascend_pd.core.signing import Secret, signed
 from vllm_ascend_pd.core.ticket import Ticket, wants_ticket
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
+from vllm_ascend_pd.tracing import events
+from vllm_ascend_pd.tracing.decode import UNTRACED, DecodeTrace
+from vllm_ascend_pd.transfer_span import EARLY_BYTES, RECEIVED_BYTES, REQUEST_ID, TOKENS, TransferSpan
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_TRACE_S = 2.0
+_ABORTED = "the request was aborted"
+
 
 @dataclass
 class _Issued:
-    """A ticket we gave out. `open` until every rank has reported that it ended."""
+    """A ticket we gave out. `url`: where it was posted. `open` until every rank has reported that it ended. `given_up`:
+    the last attempt that failed, and why."""
 
     ticket: Ticket
+    span: TransferSpan
+    url: str | None = None
     open: bool = True
     finished: bool = False
     failure: str | None = None
+    cause: ReceiveFailure | None = None
+    given_up: tuple[int, str] | None = None
     received: tuple[int, int] = (0, 0)
+    issued_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -46,8 +64,30 @@ class Listener:
     draft: str = ""
 
 
+@dataclass(frozen=True)
+class Signer:
+    """Signs tickets that are good for `lifetime_s`."""
+
+    secret: Secret
+    lifetime_s: float
+
+    def sign(self, ticket: Ticket) -> Ticket:
+        return signed(ticket, self.secret, math.ceil(time.time() + self.lifetime_s))
+
+
 class ConsumerScheduler:
-    def __init__(self, listener: Listener, groups: Sequence[CacheGroup], metaserver: MetaserverClient) -> None:
+    """`signer`: None where tickets need no signature."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        groups: Sequence[CacheGroup],
+        metaserver: MetaserverClient,
+        signer: Signer | None = None,
+        trace: DecodeTrace = UNTRACED,
+    ) -> None:
+        self._signer = signer
+        self._trace = trace
         self._listener = listener
         self._groups = list(groups)
         # Decode computes the prompt's last token. KV may be written twice; a state must not have seen it yet.
@@ -56,6 +96,8 @@ class ConsumerScheduler:
         self._by_request: dict[str, _Issued] = {}
         self._request_of: dict[str, str] = {}  # ticket id -> request id
         self._step = ConsumerStep()
+        self._stats = stats.Stats()
+        self._retried = 0  # posts, as counted last
         self._posts: list[tuple[Ticket, str]] = []
 
     def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int:
@@ -85,18 +127,23 @@ class ConsumerScheduler:
             num_tokens=num_tokens,
             remote_draft=self._listener.draft,
         )
-        self._by_request[request.request_id] = _Issued(ticket)
+        if self._signer is not None:
+            ticket = self._signer.sign(ticket)
+        self._by_request[request.request_id] = _Issued(ticket, TransferSpan("kv_receive", request))
         self._request_of[ticket.ticket_id] = request.request_id
+        self._trace.mark(events.ISSUED, ticket.request_id, ticket.ticket_id)
         held = self._groups[0].holding(blocks[0], ticket.remote_cached_tokens, num_tokens, last=True)
         lost = [block for block in held if block != NULL_BLOCK]
         self._step.expects.append(Expect(request.request_id, ticket.ticket_id, ticket.attempt, ticket.digest(), lost))
         url = params.get("metaserver")
         if not isinstance(url, str):
-            self._cancel(ticket.ticket_id, "kv_transfer_params has do_remote_prefill but no metaserver URL")
+            reason = "kv_transfer_params has do_remote_prefill but no metaserver URL"
+            self._cancel(ticket.ticket_id, reason, ReceiveFailure.NOT_POSTED)
         elif (refused := self._metaserver.check(url)) is not None:
-            self._cancel(ticket.ticket_id, refused)
+            self._cancel(ticket.ticket_id, refused, ReceiveFailure.NOT_POSTED)
         else:
             self._posts.append((ticket, url))
+            self._by_request[request.request_id].url = url
 
     def build_step(self, idle: bool) -> ConsumerStep:
         """The step's metadata for the ranks; new tickets leave for the metaserver only now, so that prefill does
@@ -105,7 +152,7 @@ class ConsumerScheduler:
             if outcome.ok:
                 self._step.prefilled.append(outcome.key)
             else:
-                self._cancel(outcome.key, outcome.reason)
+                self._cancel(outcome.key, self._why(outcome.key, outcome.reason), ReceiveFailure.PREFILL)
         step, self._step = self._step, ConsumerStep()
         step.idle = idle
         for ticket, url in self._posts:
@@ -116,9 +163,19 @@ class ConsumerScheduler:
     def update(self, report: WorkerReport | None, finished_recving: set[str]) -> None:
         """Takes note of what the ranks reported."""
         if report is not None:
+            for ticket_id, (attempt, reason) in report.given_up.items():
+                issued = self._by_request.get(self._request_of.get(ticket_id, ""))
+                if issued is not None and (issued.given_up is None or issued.given_up[0] < attempt):
+                    issued.given_up = (attempt, reason)
+                    self._stats.add(stats.ATTEMPTS_GIVEN_UP)
+                    if ticket_id not in report.failed:
+                        self._tell(issued, attempt, reason, final=False)
             for ticket_id, reason in report.failed.items():
                 # One rank failed: the others need not wait any longer.
-                self._cancel(ticket_id, reason)
+                if issued := self._by_request.get(self._request_of.get(ticket_id, "")):
+                    attempt = issued.given_up[0] if issued.given_up else issued.ticket.attempt
+                    self._tell(issued, attempt, reason, final=True)
+                self._cancel(ticket_id, reason, ReceiveFailure.TRANSFER)
             for ticket_id, (num_bytes, before_end) in report.received.items():
                 issued = self._by_request.get(self._request_of.get(ticket_id, ""))
                 if issued is not None:
@@ -127,6 +184,11 @@ class ConsumerScheduler:
         for request_id in finished_recving:
             if issued := self._by_request.get(request_id):
                 issued.open = False
+                how = events.READY if issued.failure is None else events.FAILED
+                self._trace.mark(how, issued.ticket.request_id, issued.ticket.ticket_id)
+                if issued.failure is None:
+                    self._stats.observe(stats.TICKET_TO_READY_SECONDS, time.monotonic() - issued.issued_at)
+                _end_span(issued)
                 self._forget_if_over(request_id, issued)
 
     def finished(self, request: "Request") -> dict[str, Any] | None:
@@ -136,25 +198,61 @@ class ConsumerScheduler:
             return None
         issued.finished = True
         if issued.open:
-            self._cancel(issued.ticket.ticket_id, "the request was aborted")
+            self._cancel(issued.ticket.ticket_id, _ABORTED, ReceiveFailure.ABORTED)
         self._forget_if_over(request.request_id, issued)
         if issued.failure is not None:
             return {"error": issued.failure}
         return {"received_bytes": issued.received[0], "bytes_before_prefill_end": issued.received[1]}
 
+    def take_stats(self) -> stats.Data:
+        retried = self._metaserver.retried
+        if retried > self._retried:
+            self._stats.add(stats.TICKET_POST_RETRIES, retried - self._retried)
+            self._retried = retried
+        return self._stats.take()
+
     def close(self) -> None:
         self._metaserver.close()
+        self._trace.close(_CLOSE_TRACE_S)
 
-    def _cancel(self, ticket_id: str, reason: str) -> None:
+    def _tell(self, issued: _Issued, attempt: int, reason: str, final: bool) -> None:
+        """The metaserver: what a rank noticed, so that it asks another prefill engine, or tells the client why not."""
+        # vLLM ends a request whose KV is lost before it hands on what its ranks say of that.
+        if issued.url is None or issued.failure not in (None, _ABORTED) or reason == _ABORTED:
+            return
+        ticket, reason = issued.ticket, reason[:MAX_REASON_CHARS]
+        failure = TransferFailure(ticket.request_id, ticket.ticket_id, attempt, reason, final)
+        self._metaserver.tell_failure(issued.url, failure)
+
+    def _cancel(self, ticket_id: str, reason: str, cause: ReceiveFailure) -> None:
         issued = self._by_request.get(self._request_of.get(ticket_id, ""))
         if issued is None or not issued.open or issued.failure is not None:
             return
-        issued.failure = reason
+        issued.failure, issued.cause = reason, cause
+        self._stats.add(stats.RECEIVE_FAILURES, reason=cause.value)
         self._posts = [(ticket, url) for ticket, url in self._posts if ticket.ticket_id != ticket_id]
         self._metaserver.cancel(ticket_id)
         self._step.cancelled[ticket_id] = reason
+
+    def _why(self, ticket_id: str, outcome: str) -> str:
+        """What a rank has seen fail says more than what the proxy makes of it."""
+        issued = self._by_request.get(self._request_of.get(ticket_id, ""))
+        return outcome if issued is None or issued.given_up is None else issued.given_up[1]
 
     def _forget_if_over(self, request_id: str, issued: _Issued) -> None:
         if issued.finished and not issued.open:
             del self._by_request[request_id]
             del self._request_of[issued.ticket.ticket_id]
+
+
+def _end_span(issued: _Issued) -> None:
+    ticket, cause = issued.ticket, issued.cause
+    about: dict[str, str | int] = {
+        REQUEST_ID: ticket.request_id,
+        TOKENS: ticket.num_tokens - ticket.remote_cached_tokens,
+        RECEIVED_BYTES: issued.received[0],
+        EARLY_BYTES: issued.received[1],
+    }
+    # Why prefill failed is the metaserver's text, which may quote what an engine said of a prompt.
+    reason = "" if cause is ReceiveFailure.PREFILL else issued.failure or ""
+    issued.span.end(about, None if cause is None else cause.value, reason)

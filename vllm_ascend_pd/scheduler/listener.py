@@ -2,15 +2,22 @@
 """Decode's one well-known port: tells prefill ranks what this engine's ranks look like."""
 
 from vllm_ascend_pd.core.protocol import Describe, EngineDescription, Message, Problem
+from vllm_ascend_pd.transport.curve import Keys
 from vllm_ascend_pd.transport.side_channel import Peer, Server
+
+# Descriptions are large, and a prefill rank asks once: more wait for nobody who reads. With very few libzmq drops even
+# what is read: it learns late that there is room again.
+_UNREAD_DESCRIPTIONS = 64
 
 
 class DescriptionListener:
     """Answers `Describe` on `host:port`. Raises SideChannelError when it cannot listen there."""
 
-    def __init__(self, description: EngineDescription, host: str, port: int) -> None:
+    def __init__(self, description: EngineDescription, host: str, port: int, keys: Keys | None = None) -> None:
         self._description = description
-        self._server = Server(host, port, self._handle, name="pd-listener")
+        self._server = Server(
+            host, port, self._handle, name="pd-listener", keys=keys, unread_replies=_UNREAD_DESCRIPTIONS
+        )
         self.endpoint = self._server.endpoint
 
     def _handle(self, message: Message, peer: Peer) -> Message:

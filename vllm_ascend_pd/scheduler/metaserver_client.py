@@ -4,23 +4,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import random
 import ssl
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 import msgspec
 
+from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, RECOMPUTES_HEADER, TransferFailure
+from vllm_ascend_pd.core.text import UNREADABLE, one_line
+from vllm_ascend_pd.http_pool import IDLE_CONNECTION_S, close_expired
 from vllm_ascend_pd.scheduler.allowlist import Allowlist
+from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret
+
+logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 1024
 _MAX_SHOWN_CHARS = 200
-_IDLE_CONNECTION_S = 2.0
-"""Below the 5 s after which uvicorn closes idle connections, so that a post hardly ever meets a closing one."""
+_FAILURE_TIMEOUT_S = 10.0
+"""For telling the metaserver of a failed transfer, all in all: whoever waits for the reason has given up by then."""
 
 
 class MetaserverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,7 +47,8 @@ class MetaserverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Posts under way at once; others wait."""
     max_pending: int = 4096
     """Posts without an outcome; further ones fail at once."""
-    retries: int = 3
+    retries: int = 5
+    """With the pauses below they last 1.5 to 3.1 s: a proxy that restarts is not noticed."""
     backoff_base_s: float = 0.1
     backoff_max_s: float = 2.0
     ca_file: str | None = None
@@ -51,6 +59,8 @@ class MetaserverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     key_password: str | None = None
     token_file: str | None = None
     """Its content is sent as bearer token."""
+    recomputes: bool = False
+    """What the metaserver is told of `kv_load_failure_policy`: whether this engine computes what does not come."""
 
     def __post_init__(self) -> None:
         positive = {
@@ -68,6 +78,10 @@ class MetaserverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             raise ValueError("retries, backoff_base_s and backoff_max_s must not be negative")
         if self.key_file is not None and self.cert_file is None:
             raise ValueError("key_file is set without cert_file")
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "key_password")
+        return f"MetaserverSettings({', '.join(shown)})"
 
 
 class MetaserverError(Exception):
@@ -117,11 +131,14 @@ class MetaserverClient:
         self._lock = threading.Lock()
         self._posts: dict[str, _Post] = {}
         self._outcomes: deque[Outcome] = deque()
+        self._telling = 0
+        self.retried = 0  # posts that were made again so far
         self._closed = False
-        self._client = _http_client(settings)
+        self._transport, self._client = _http_client(settings)
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._free = asyncio.Semaphore(settings.max_connections)
+        self._tellers: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="metaserver-client", daemon=True)
         self._thread.start()
 
@@ -162,6 +179,17 @@ class MetaserverClient:
             if post is not None and not self._closed:
                 self._loop.call_soon_threadsafe(self._abandon, post)
 
+    def tell_failure(self, url: str, failure: TransferFailure) -> None:
+        """Tell the metaserver at `url`, where the ticket was posted, once and without an outcome: one that does not
+        hear it notices less soon, or less of the reason. Nothing is told beyond `max_pending` messages at a time."""
+        if self.check(url) is not None:
+            return
+        with self._lock:
+            if self._closed or self._telling >= self._settings.max_pending:
+                return
+            self._telling += 1
+            self._loop.call_soon_threadsafe(self._begin_to_tell, url, failure)
+
     def poll(self) -> list[Outcome]:
         """The outcomes since the last call, in the order in which posts ended."""
         outcomes = []
@@ -190,7 +218,10 @@ class MetaserverClient:
 
     async def _serve(self) -> None:
         try:
-            await self._stop.wait()
+            while not self._stop.is_set():
+                with contextlib.suppress(asyncio.TimeoutError):  # not TimeoutError before Python 3.11
+                    await asyncio.wait_for(self._stop.wait(), IDLE_CONNECTION_S)
+                await close_expired(self._transport)
         finally:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
@@ -225,6 +256,32 @@ class MetaserverClient:
                 del self._posts[post.key]
                 self._outcomes.append(Outcome(post.key, ok=not reason, reason=reason))
 
+    def _begin_to_tell(self, url: str, failure: TransferFailure) -> None:
+        task = self._loop.create_task(self._tell(url, failure))
+        self._tellers.add(task)  # the loop itself does not keep it
+        task.add_done_callback(self._tellers.discard)
+
+    async def _tell(self, url: str, failure: TransferFailure) -> None:
+        problem = None
+        try:
+            content = msgspec.json.encode(failure)
+            posted = self._client.post(url + FAILURE_SUFFIX, content=content, timeout=_FAILURE_TIMEOUT_S)
+            status = (await asyncio.wait_for(posted, _FAILURE_TIMEOUT_S)).status_code
+            if status >= 500:
+                problem = f"it answered {status}"
+        except (httpx.HTTPError, asyncio.TimeoutError) as error:
+            problem = _describe(error)
+        finally:
+            with self._lock:
+                self._telling -= 1
+        if problem is not None:
+            logger.warning(
+                "request %s: metaserver %s cannot be told of a failed transfer: %s: its client may not learn why",
+                failure.request_id,
+                url,
+                problem,
+            )
+
     async def _in_turn(self, post: _Post) -> None:
         async with self._free:
             await self._attempts(post)
@@ -238,8 +295,9 @@ class MetaserverClient:
             except _RetryableError as error:
                 failure = error
             if attempt < settings.retries:
+                self.retried += 1
                 ceiling = min(settings.backoff_max_s, settings.backoff_base_s * 2**attempt)
-                await asyncio.sleep(random.uniform(0, ceiling))
+                await asyncio.sleep(random.uniform(ceiling / 2, ceiling))
         raise _FinalError(f"metaserver {post.url} {failure} ({settings.retries + 1} attempts)")
 
     async def _attempt(self, post: _Post) -> None:
@@ -247,8 +305,10 @@ class MetaserverClient:
             async with self._client.stream("POST", post.url, content=post.content) as response:
                 body = await _read(response)
         except httpx.ReadError as error:  # a reset: the server left bytes of ours unread
-            raise _RetryableError("closed the connection without an answer; did it restart?") from error
+            raise _RetryableError(f"closed the connection without an answer; {self._why_closed(post.url)}") from error
         except (httpx.NetworkError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            if (failure := _tls_failure(error)) is not None:
+                raise _FinalError(f"metaserver {post.url}: {failure}") from error
             raise _RetryableError(
                 f"is unreachable: {_describe(error)}; is the proxy running, and reachable from here?"
             ) from error
@@ -257,11 +317,34 @@ class MetaserverClient:
             raise _FinalError(_no_answer(post.url, seconds)) from error
         except httpx.RemoteProtocolError as error:
             if "disconnected without sending a response" in str(error):
-                raise _RetryableError("closed the connection without an answer; did it restart?") from error
+                raise _RetryableError(
+                    f"closed the connection without an answer; {self._why_closed(post.url)}"
+                ) from error
             raise _FinalError(
                 f"metaserver {post.url} does not speak HTTP ({_describe(error)}): check scheme and port"
             ) from error
         _judge(post.url, response.status_code, body)
+
+    def _why_closed(self, url: str) -> str:
+        """A server that wants another client certificate hangs up: TLS 1.3 has no better moment to say so."""
+        if not url.startswith("https:"):
+            return "did it restart?"
+        if self._settings.cert_file is None:
+            return "did it restart, or does it want a client certificate (tls_config.ssl_certfile)?"
+        return "did it restart, or does it not trust our client certificate (tls_config.ssl_certfile)?"
+
+
+def _tls_failure(error: BaseException) -> str | None:
+    """What was wrong with TLS, if it is that which failed."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return None
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        reason = _clean(cause.verify_message).rstrip(".")
+        return f"its certificate is refused: {reason}; check it, and tls_config.ssl_ca_certs"
+    return f"TLS failed: {_clean(str(cause))}; check scheme and port"
 
 
 def _no_answer(url: str, seconds: float) -> str:
@@ -289,7 +372,7 @@ def _metaserver_error(body: bytes) -> str | None:
     """The text of `{"error": ...}`: how a metaserver, unlike a gateway before it, reports a failed prefill."""
     try:
         answer = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
     if not isinstance(answer, dict) or "error" not in answer:
         return None
@@ -307,20 +390,26 @@ async def _read(response: httpx.Response) -> bytes:
     return bytes(body[:_MAX_BODY_BYTES])
 
 
-def _http_client(settings: MetaserverSettings) -> httpx.AsyncClient:
+def _http_client(settings: MetaserverSettings) -> tuple[httpx.AsyncHTTPTransport, httpx.AsyncClient]:
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    if settings.recomputes:
+        headers[RECOMPUTES_HEADER] = "1"
     try:
         context = ssl.create_default_context(cafile=settings.ca_file)
         if settings.cert_file is not None:
             # A function: without one, a key that has a password would ask for it on the terminal.
             context.load_cert_chain(settings.cert_file, settings.key_file, lambda: settings.key_password or "")
         if settings.token_file is not None:
-            token = Path(settings.token_file).read_text(encoding="ascii").strip()
-            headers["Authorization"] = f"Bearer {token}"
-    except (OSError, UnicodeDecodeError) as error:  # ssl.SSLError is an OSError
+            headers["Authorization"] = f"Bearer {read_text_secret(settings.token_file)}"
+    except (OSError, SecretFileError) as error:  # ssl.SSLError is an OSError
         raise MetaserverError(f"a certificate or token of the metaserver cannot be read: {error}") from error
-    return httpx.AsyncClient(
+    transport = httpx.AsyncHTTPTransport(
         verify=context,
+        limits=httpx.Limits(max_connections=settings.max_connections, keepalive_expiry=IDLE_CONNECTION_S),
+        trust_env=False,
+    )
+    client = httpx.AsyncClient(
+        transport=transport,
         headers=headers,
         timeout=httpx.Timeout(
             connect=settings.connect_timeout_s,
@@ -328,10 +417,10 @@ def _http_client(settings: MetaserverSettings) -> httpx.AsyncClient:
             write=settings.write_timeout_s,
             pool=settings.pool_timeout_s,
         ),
-        limits=httpx.Limits(max_connections=settings.max_connections, keepalive_expiry=_IDLE_CONNECTION_S),
         follow_redirects=False,
         trust_env=False,  # no HTTP_PROXY: what the allow-list admits is reached directly
     )
+    return transport, client
 
 
 def _describe(error: Exception) -> str:
@@ -340,5 +429,4 @@ def _describe(error: Exception) -> str:
 
 def _clean(text: str) -> str:
     """Text from outside as one short printable line."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * _MAX_SHOWN_CHARS]).split())
-    return line if len(line) <= _MAX_SHOWN_CHARS else line[:_MAX_SHOWN_CHARS] + "..."
+    return one_line(text, _MAX_SHOWN_CHARS)

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.compat import drop_last_prompt_token
+from vllm_ascend_pd.core import stats
+from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
+from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket
+from vllm_ascend_pd.scheduler.admission import Admission
 from vllm_ascend_pd.step import ProducerStep, Send, WorkerReport
+from vllm_ascend_pd.transfer_span import CACHED_TOKENS, DECODE_ENGINE, REQUEST_ID, TOKENS, TransferSpan
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,25 +27,40 @@ logger = logging.getLogger(__name__)
 @dataclass
 class _Sending:
     """A request with a ticket. `sent`: tokens up to here were handed to the ranks; `align`: what a part that is not
-    the last must be a multiple of."""
+    the last must be a multiple of; `failure`: why not all of it is sent."""
 
     ticket: Ticket
+    span: TransferSpan
     blocks: list[list[int]]
     align: int
     sent: int
     announced: bool = False
     sealed: bool = False
+    failure: str | None = None
+
+    def end_span(self) -> None:
+        about: dict[str, str | int] = {
+            REQUEST_ID: self.ticket.request_id,
+            DECODE_ENGINE: self.ticket.remote_engine_id,
+            TOKENS: self.ticket.num_tokens - self.ticket.remote_cached_tokens,
+            CACHED_TOKENS: self.ticket.remote_cached_tokens,
+        }
+        self.span.end(about, None if self.failure is None else "not_delivered", self.failure or "")
 
 
 class ProducerScheduler:
-    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+    """`admission`: which tickets are served; None: whoever's."""
+
+    def __init__(self, groups: Sequence[CacheGroup], admission: Admission | None = None) -> None:
         self._groups = list(groups)
+        self._admission = admission or Admission(AnyHost())
         self._state_groups = frozenset(i for i, group in enumerate(groups) if group.holds_state)
         self._sending: dict[str, _Sending] = {}
         self._tickets: set[str] = set()
         self._errors: dict[str, str] = {}
-        self._awaiting: dict[str, str] = {}  # request id -> ticket id
+        self._awaiting: dict[str, _Sending] = {}  # ended, and not reported by all ranks
         self._step = ProducerStep()
+        self._stats = stats.Stats()
 
     @property
     def has_pending_pushes(self) -> bool:
@@ -61,17 +81,22 @@ class ProducerScheduler:
         params = request.kv_transfer_params
         if not carries_ticket(params) or request.request_id in self._errors:
             return
+        span = TransferSpan("kv_push", request)
         try:
             ticket = parse_ticket(params, request.num_prompt_tokens, len(self._groups), self._state_groups)
             if ticket.ticket_id in self._tickets:
                 raise TicketError("this ticket is being served already")
+            self._admission.admit(ticket)
         except TicketError as error:
             logger.warning("request %s: no KV will be sent: %s", request.request_id, error)
             self._errors[request.request_id] = str(error)
+            self._stats.add(stats.PUSH_FAILURES, reason=PushFailure.TICKET.value)
+            span.end({}, PushFailure.TICKET.value, str(error))
             return
         self._tickets.add(ticket.ticket_id)
         self._sending[request.request_id] = _Sending(
             ticket,
+            span,
             [list(ids) for ids in blocks],
             math.lcm(*_spans(self._groups), *(ticket.span(group) for group in range(len(self._groups)))),
             ticket.remote_cached_tokens,
@@ -107,9 +132,17 @@ class ProducerScheduler:
             for request_id, reason in report.failed.items():
                 if request_id in self._sending:
                     self._errors.setdefault(request_id, reason)
+                sending = self._sending.get(request_id) or self._awaiting.get(request_id)
+                if sending is not None:
+                    sending.failure = sending.failure or reason
         for request_id in finished_sending:
-            self._tickets.discard(self._awaiting.pop(request_id, ""))
+            if sending := self._awaiting.pop(request_id, None):
+                self._tickets.discard(sending.ticket.ticket_id)
+                sending.end_span()
             self._errors.pop(request_id, None)
+
+    def take_stats(self) -> stats.Data:
+        return self._stats.take()
 
     def finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request ended. Returns whether its blocks must be kept until all ranks have reported it as sent, and
@@ -119,14 +152,15 @@ class ProducerScheduler:
         params = {"error": error} if error is not None else None
         if sending is None:
             return False, params
-        ticket_id = sending.ticket.ticket_id
-        if not sending.announced:
-            self._tickets.discard(ticket_id)
-            return False, params
         aborted = None if sending.sealed else "the prefill request was aborted"
+        sending.failure = sending.failure or aborted
+        if not sending.announced:
+            self._tickets.discard(sending.ticket.ticket_id)
+            sending.end_span()
+            return False, params
         self._step.finished[request.request_id] = aborted
         # Until the ranks have told decode, it takes a second writer of the ticket for the first one (R2).
-        self._awaiting[request.request_id] = ticket_id
+        self._awaiting[request.request_id] = sending
         return True, params
 
     def _advance(

@@ -9,24 +9,21 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_ascend_pd.transport import ascend
+from vllm_ascend_pd.transport.batches import covered, merge_regions, split_batches
+from vllm_ascend_pd.transport.peer_queue import PeerQueue, most_descriptors
 
 logger = logging.getLogger(__name__)
 
 KIB = 1024
 MIB = 1024 * KIB
-
-_BATCHES_PER_SESSION = 2
-"""Concurrent batches to one session. 2 x 512 descriptors stay under Mooncake's default queue (1024 + 1024 per
-peer, `MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER` + `MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER`) even where the
-environment presets those; beyond it Mooncake refuses the batch ("TCP lane queue-full")."""
 
 _TCP_TIMEOUTS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": 1.0,
@@ -37,6 +34,9 @@ _TCP_TIMEOUTS = {
 
 _TCP_LANES = 4
 """Mooncake's default number of TCP connections to one peer (`MC_TCP_LANES_PER_PEER`)."""
+
+_TCP_QUEUE = ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER")
+"""What Mooncake's queue to one peer takes is the sum of these."""
 
 
 class TransferError(Exception):
@@ -100,9 +100,9 @@ class TransferLimits:
         each peer) and `config.cpp` (`MC_HANDSHAKE_CONNECT_TIMEOUT`, `MC_LOG_LEVEL`). `ascend.settings` has what
         protocol `ascend` needs beyond them.
 
-        The queue is kept as short as the number of connections: what waits in it waits without a deadline,
-        while what waits for admission to it expires after `MC_TCP_ADMISSION_TIMEOUT_MS`. With Mooncake's
-        defaults a failed batch of 512 descriptors keeps trying for minutes; so it stops within `settle_s`.
+        The queue proper is as short as the number of connections: what waits in it waits without a deadline, while
+        what waits for admission to it expires after `MC_TCP_ADMISSION_TIMEOUT_MS`. With Mooncake's defaults a
+        failed batch of 512 descriptors keeps trying for minutes; so it stops within `settle_s`.
         """
         seconds = str(self.whole_timeout_s)
         return {
@@ -119,9 +119,9 @@ class TransferLimits:
 
 @dataclass(frozen=True)
 class _Peer:
-    """A session that answered a probe and has not failed since."""
-
-    slots: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(_BATCHES_PER_SESSION))
+    queue: PeerQueue
+    answers: threading.Event = field(default_factory=threading.Event)
+    """Set: a probe was answered, and no write has failed since."""
 
 
 class TransferEngine:
@@ -146,7 +146,7 @@ class TransferEngine:
         findings = ascend.check() if protocol == "ascend" else []
         if fatal := [finding.message for finding in findings if finding.fatal]:
             raise TransferError(host, "; ".join(fatal), retryable=False)
-        self._limits = _export_settings(limits, protocol)
+        self._limits, self._capacity = _export_settings(limits, protocol)
         # Only now: some of Mooncake's settings are read when its library is loaded.
         from mooncake.engine import TransferEngine as MooncakeEngine
 
@@ -187,7 +187,7 @@ class TransferEngine:
         with self._lock:
             self._check_open()
             known = list(self._regions)
-            fresh = [region for region in merge_regions(regions) if not _covered(region, known)]
+            fresh = [region for region in merge_regions(regions) if not covered(region, known)]
             for address, size in fresh:
                 if any(address < begin + length and begin < address + size for begin, length in known):
                     raise TransferError(
@@ -265,19 +265,21 @@ class TransferEngine:
         lengths: list[int],
     ) -> None:
         started = time.monotonic()
-        if not peer.slots.acquire(timeout=self._limits.timeout_s):
+        if not peer.queue.enter(len(lengths), self._limits.timeout_s):
             raise TransferError(
                 session, f"earlier writes did not finish within {self._limits.timeout_s:g} s", retryable=True
             )
+        failed = False
         try:
             if not may_begin():
                 raise TransferError(session, "the leave to write ended before the write did", retryable=False)
+            failed = True
             code = self._engine.batch_transfer_sync_write(session, sources, destinations, lengths)
+            failed = code != 0
         finally:
-            peer.slots.release()
-        if code != 0:
-            with self._lock:
-                self._peers.pop(session, None)  # the next write probes first
+            peer.queue.leave(len(lengths), failed=failed)
+        if failed:
+            peer.answers.clear()  # the next write probes first
             raise TransferError(
                 session,
                 f"a batch of {len(lengths)} descriptors, {sum(lengths)} bytes, returned {code} after "
@@ -291,7 +293,10 @@ class TransferEngine:
         """The peer behind `session`, probed if it is new or failed before."""
         with self._lock:
             peer = self._peers.get(session)
-            if peer is not None:
+            if peer is None:
+                queue = PeerQueue(self._capacity, self._limits.settle_s)
+                peer = self._peers[session] = _Peer(queue)
+            if peer.answers.is_set():
                 return peer
             probe = self._probes.get(session)
             if probe is None:
@@ -310,8 +315,8 @@ class TransferEngine:
             ) from error
         if code != 0:
             raise TransferError(session, f"unreachable (probe returned {code}): the peer is gone", retryable=True)
-        with self._lock:
-            return self._peers.setdefault(session, _Peer())
+        peer.answers.set()
+        return peer
 
     def _probe(self, session: str, answer: Future[int]) -> None:
         try:
@@ -329,8 +334,9 @@ class TransferEngine:
             raise TransferError(self._session, "this engine is closed", retryable=False)
 
 
-def _export_settings(limits: TransferLimits, protocol: str) -> TransferLimits:
-    """Puts Mooncake's settings for `limits` into the environment; returns the limits as what was there makes them."""
+def _export_settings(limits: TransferLimits, protocol: str) -> tuple[TransferLimits, int]:
+    """Puts Mooncake's settings for `limits` into the environment. What was there already wins: returns the limits as
+    that makes them, and how many descriptors Mooncake's queue to one peer takes."""
     settings = limits.environment()
     if protocol == "ascend":
         settings |= ascend.settings(limits.whole_timeout_s, os.environ)
@@ -339,55 +345,21 @@ def _export_settings(limits: TransferLimits, protocol: str) -> TransferLimits:
     if protocol == "ascend":
         settle_s = ascend.settle_s(limits.whole_timeout_s, os.environ)
     else:
-        longest = max(_seconds_in_effect(name) for name in settings if name in _TCP_TIMEOUTS)
+        longest = max(_in_effect(name, float) * unit for name, unit in _TCP_TIMEOUTS.items())
         settle_s = dataclasses.replace(limits, timeout_s=max(limits.timeout_s, longest)).settle_s
-    return dataclasses.replace(limits, settle_at_least_s=settle_s)
+    capacity = sum(_in_effect(name, int) for name in _TCP_QUEUE)
+    descriptors = min(limits.max_descriptors, most_descriptors(capacity))
+    return dataclasses.replace(limits, settle_at_least_s=settle_s, max_descriptors=descriptors), capacity
 
 
-def _seconds_in_effect(name: str) -> float:
+_Number = TypeVar("_Number", int, float)
+
+
+def _in_effect(name: str, number: Callable[[str], _Number]) -> _Number:
     try:
-        return float(os.environ[name]) * _TCP_TIMEOUTS[name]
-    except ValueError:  # Mooncake would take its own default, and `settle_s` would be wrong
-        raise TransferError("this host", f"{name}={os.environ[name]!r} is not a number", retryable=False) from None
-
-
-def merge_regions(regions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted, disjoint regions (address, bytes) that cover exactly the same bytes."""
-    merged: list[tuple[int, int]] = []
-    for address, size in sorted(regions):
-        if size <= 0:
-            raise ValueError(f"region at {address:#x} has {size} bytes")
-        if merged and address <= sum(merged[-1]):
-            begin, length = merged[-1]
-            merged[-1] = (begin, max(length, address + size - begin))
-        else:
-            merged.append((address, size))
-    return merged
-
-
-def split_batches(
-    sources: list[int], destinations: list[int], lengths: list[int], limits: TransferLimits
-) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """Cut descriptors into batches (sources, destinations, lengths) that respect `limits`, in order."""
-    piece = min(limits.max_descriptor_bytes, limits.max_bytes)
-    if len(lengths) <= limits.max_descriptors and sum(lengths) <= limits.max_bytes and max(lengths, default=0) <= piece:
-        yield sources, destinations, lengths
-        return
-    batch: tuple[list[int], list[int], list[int]] = ([], [], [])
-    batch_bytes = 0
-    for source, destination, length in zip(sources, destinations, lengths, strict=True):
-        for offset in range(0, length, piece):
-            size = min(piece, length - offset)
-            if len(batch[0]) == limits.max_descriptors or batch_bytes + size > limits.max_bytes:
-                yield batch
-                batch, batch_bytes = ([], [], []), 0
-            for column, value in zip(batch, (source + offset, destination + offset, size), strict=True):
-                column.append(value)
-            batch_bytes += size
-    if batch[0]:
-        yield batch
-
-
-def _covered(region: tuple[int, int], known: list[tuple[int, int]]) -> bool:
-    address, size = region
-    return any(begin <= address and address + size <= begin + length for begin, length in known)
+        value = number(os.environ[name])
+    except ValueError:
+        value = number("0")
+    if value <= 0:  # Mooncake would take its own default, and what is counted here would be wrong
+        raise TransferError("this host", f"{name}={os.environ[name]!r} is not a number over 0", retryable=False)
+    return value

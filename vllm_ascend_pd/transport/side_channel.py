@@ -25,13 +25,23 @@ from vllm_ascend_pd.core.protocol import (
     decode,
     encode,
 )
+from vllm_ascend_pd.transport.curve import Guard, Keys
+from vllm_ascend_pd.transport.gate import Gate, default_limit
 
 logger = logging.getLogger(__name__)
 
 # How often threads look at deadlines when no message wakes them.
 _TICK_S = 0.05
-# Requests a server has not yet read, and replies a peer has not yet taken, per connection.
+# Replies a peer has not yet taken, or requests it has not, per connection; messages taken in one turn.
 _HIGH_WATER_MARK = 4096
+# Messages that have come and wait to be taken, per connection: times their size, what a peer can make us keep.
+_UNREAD_REQUESTS = 256
+_UNREAD_ANSWERS = 32
+# Who connects has this long to show that it speaks ZMTP.
+_HANDSHAKE_S = 10.0
+# A host that has died is noticed after 10 + 4 * 5 s of silence. The kernel answers for a process that is stopped, which
+# is why these are not ZMQ's heartbeats: a connection that is closed means that its process has ended.
+_KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 4}
 
 
 class SideChannelError(RuntimeError):
@@ -47,9 +57,17 @@ class Peer:
         self._server = server
         self._identity = identity
 
-    def send(self, message: Message) -> None:
-        """Queues `message`. It is lost if the peer is gone: nothing may depend on its arrival alone."""
-        self._server._post(self._identity, message)
+    def send(self, message: Message, gone: Callable[[], None] = lambda: None) -> None:
+        """Queues `message`. It is lost if the peer is gone, or does not read: nothing may depend on its arrival alone.
+        `gone` is called, on the server's thread, if its connection is closed."""
+        self._server._post(self._identity, message, gone)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are the same connection."""
+        return isinstance(other, Peer) and (other._server, other._identity) == (self._server, self._identity)
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
 
 
 class _Loop:
@@ -72,6 +90,8 @@ class _Loop:
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
+        for option, value in _KEEPALIVE.items():
+            socket.setsockopt(option, value)
         return socket
 
     def call(self, action: Callable[[], None]) -> bool:
@@ -134,7 +154,10 @@ class Server(_Loop):
     """Listens on `host`, answers each message with what `handle(message, peer)` returns.
 
     `port` 0 picks a free one. `tick(now)` is called often, on the same thread: with all state touched only
-    from `handle` and `tick`, a server needs no locks. Raises SideChannelError when it cannot listen.
+    from `handle` and `tick`, a server needs no locks. With `keys`, clients that have other ones or none get nothing.
+    `unread_replies`: how many wait for a peer that does not read; further ones are dropped. `max_connections`:
+    `gate.default_limit()` if None. `rejected` counts messages, `refused_connections` connections that were no peer's or
+    too many. Raises SideChannelError when it cannot listen.
     """
 
     def __init__(
@@ -144,6 +167,9 @@ class Server(_Loop):
         handle: Callable[[Message, Peer], Message],
         tick: Callable[[float], None] = lambda now: None,
         name: str = "pd-side-channel",
+        keys: Keys | None = None,
+        unread_replies: int = _HIGH_WATER_MARK,
+        max_connections: int | None = None,
     ) -> None:
         super().__init__(name)
         self._handle = handle
@@ -151,8 +177,11 @@ class Server(_Loop):
         self.rejected = 0
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._router.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-        self._router.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error, not silence, when a peer is gone
+        self._router.setsockopt(zmq.RCVHWM, _UNREAD_REQUESTS)
+        self._router.setsockopt(zmq.SNDHWM, unread_replies)
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
+        self._guard = None if keys is None else Guard(keys, self._context, self._router)
         if ":" in host:
             self._router.setsockopt(zmq.IPV6, 1)
             host = f"[{host}]"
@@ -164,33 +193,56 @@ class Server(_Loop):
         endpoint = self._router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.endpoint = endpoint.decode().rstrip("\0")
+        self._gate = Gate(self._router, max_connections or default_limit(), MAX_MESSAGE_BYTES)
         self._poller.register(self._router, zmq.POLLIN)
+        if self._guard is not None:
+            self._poller.register(self._guard.socket, zmq.POLLIN)
         self._thread.start()
 
-    def _post(self, identity: bytes, message: Message) -> None:
-        self.call(lambda: self._send(identity, 0, message))
+    @property
+    def refused_connections(self) -> int:
+        return self._gate.refused
 
-    def _send(self, identity: bytes, seq: int, message: Message) -> None:
+    def _post(self, identity: bytes, message: Message, gone: Callable[[], None]) -> None:
+        def send() -> None:
+            if not self._send(identity, 0, message):
+                gone()
+
+        self.call(send)
+
+    def _send(self, identity: bytes, seq: int, message: Message) -> bool:
+        """Whether the peer's connection is still there."""
         try:
             self._router.send_multipart([identity, encode(seq, message)], zmq.DONTWAIT)
         except zmq.ZMQError as error:
-            # The peer reads too slowly or is gone; it will ask again.
-            logger.warning("side channel: dropped a %s: %s", type(message).__name__, error)
+            if error.errno == zmq.EHOSTUNREACH:
+                logger.debug("side channel: a %s to a peer that is gone", type(message).__name__)
+                return False
+            logger.warning(
+                "side channel: dropped a %s, as its receiver reads too slowly (%s): it will ask again",
+                type(message).__name__,
+                error,
+            )
+        return True
 
     def _on_ready(self, ready: dict["zmq.Socket[bytes]", int]) -> None:
+        self._gate.turn(time.monotonic())
         if self._router not in ready:
             return
         for _ in range(_HIGH_WATER_MARK):
             try:
-                frames = self._router.recv_multipart(zmq.DONTWAIT)
+                frames = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
-            identity, payload = frames[0], frames[-1]
+            identity, payload = frames[0].bytes, frames[-1].bytes
+            source = _source(frames[-1])
+            self._gate.delivered(source, readable=False)
             seq = 0
             try:
                 if len(frames) != 2:
                     raise ProtocolError(f"{len(frames) - 1} frames, expected 1")
                 seq, message = decode(payload)
+                self._gate.delivered(source, readable=True)
                 reply = self._handle(message, Peer(self, identity))
             except ProtocolError as error:
                 self.rejected += 1
@@ -201,7 +253,20 @@ class Server(_Loop):
             self._send(identity, seq, reply)
 
     def _on_tick(self, now: float) -> None:
+        if self._guard is not None:
+            self._guard.attend()
         self._tick(now)
+
+    def _on_close(self) -> None:
+        self._gate.close()
+
+
+def _source(frame: zmq.Frame) -> int:
+    """The descriptor of the connection that a frame came from; -1 if it spoke an old ZMTP, as no peer does."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 @dataclass
@@ -213,17 +278,21 @@ class _Pending:
 
 class Client(_Loop):
     """Sends requests to servers. `unasked(endpoint, message)` gets what servers send on their own;
-    `tick(now)` is called often on the same thread."""
+    `tick(now)` is called often on the same thread; `rejected` counts what could not be read. With `keys`, only servers
+    that have them get anything."""
 
     def __init__(
         self,
         unasked: Callable[[str, Message], None] = lambda endpoint, message: None,
         tick: Callable[[float], None] = lambda now: None,
         name: str = "pd-side-channel",
+        keys: Keys | None = None,
     ) -> None:
         super().__init__(name)
+        self._keys = keys
         self._unasked = unasked
         self._tick = tick
+        self.rejected = 0
         self._seq = itertools.count(1)
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._endpoints: dict[zmq.Socket[bytes], str] = {}
@@ -267,9 +336,11 @@ class Client(_Loop):
             dealer = self._socket(zmq.DEALER)
             dealer.setsockopt(zmq.MAXMSGSIZE, MAX_DESCRIPTION_BYTES)
             dealer.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-            dealer.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+            dealer.setsockopt(zmq.RCVHWM, _UNREAD_ANSWERS)
             if "[" in endpoint:
                 dealer.setsockopt(zmq.IPV6, 1)
+            if self._keys is not None:
+                self._keys.protect_client(dealer)
             dealer.connect(endpoint)
             self._poller.register(dealer, zmq.POLLIN)
             self._dealers[endpoint] = dealer
@@ -292,7 +363,7 @@ class Client(_Loop):
                 self._receive(dealer, endpoint)
 
     def _receive(self, dealer: "zmq.Socket[bytes]", endpoint: str) -> None:
-        while True:
+        for _ in range(_UNREAD_ANSWERS):  # then it is others' turn, and deadlines'
             try:
                 frames = dealer.recv_multipart(zmq.DONTWAIT)
             except zmq.ZMQError:
@@ -300,7 +371,7 @@ class Client(_Loop):
             try:
                 seq, message = decode(frames[-1])
             except ProtocolError as error:
-                logger.warning("side channel: %s sent %s", endpoint, error)
+                self._reject(endpoint, error)
                 continue
             if seq == 0:
                 self._unasked(endpoint, message)
@@ -310,6 +381,11 @@ class Client(_Loop):
                 del self._pending[seq]
                 pending.done(message)
 
+    def _reject(self, endpoint: str, error: ProtocolError) -> None:
+        self.rejected += 1
+        if self.rejected & (self.rejected - 1) == 0:  # the 1st, 2nd, 4th, ...: as many lines as it likes are not its
+            logger.warning("side channel: %s sent %s (%d unreadable messages so far)", endpoint, error, self.rejected)
+
     def _on_close(self) -> None:
         for pending in self._pending.values():
             pending.done(SideChannelError("the side channel was closed"))
@@ -318,5 +394,6 @@ class Client(_Loop):
     def _on_tick(self, now: float) -> None:
         for seq in [seq for seq, pending in self._pending.items() if now >= pending.deadline]:
             pending = self._pending.pop(seq)
-            pending.done(SideChannelError(f"{pending.endpoint} did not answer in time"))
+            hint = "" if self._keys is None else "; does it have the same side_channel_key_file?"
+            pending.done(SideChannelError(f"{pending.endpoint} did not answer in time{hint}"))
         self._tick(now)

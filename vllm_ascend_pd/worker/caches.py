@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes the KV cache tensors that vLLM registers, and the memory they lie in."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -66,6 +67,7 @@ class RegisteredCaches:
         """(address, bytes) of every tensor; tensors may share memory."""
         return [(tensor.data_ptr(), _extent(tensor)) for tensor in self.tensors]
 
+    @functools.cached_property
     def layers_by_geometry(self) -> dict[str, dict[int, tuple[int, ...]]]:
         """layer -> index of a geometry -> indices of the layer's tensors that lie so."""
         grouped: dict[str, dict[int, tuple[int, ...]]] = {}

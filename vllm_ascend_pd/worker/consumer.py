@@ -5,11 +5,13 @@ One lock guards the tickets. They change on the side channel's thread (grants, r
 thread (new tickets, cancellations); nobody waits for anything while holding the lock.
 """
 
+import functools
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -17,6 +19,8 @@ from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
+    ClockReading,
+    Complete,
     Granted,
     GrantRequest,
     Message,
@@ -29,6 +33,10 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.core.ticket import MAX_TOMBSTONES, MAX_TP, ConsumerTicket, State, salt_of
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
+from vllm_ascend_pd.tracing import events
+from vllm_ascend_pd.tracing.clock import HOST_CLOCK
+from vllm_ascend_pd.tracing.decode import rank_trace
+from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.side_channel import Peer, Server
 from vllm_ascend_pd.worker.caches import RegisteredCaches
@@ -36,13 +44,36 @@ from vllm_ascend_pd.worker.identity import Identity
 
 logger = logging.getLogger(__name__)
 
+# Prefill engines of that many different shapes at once; of more, what they must write is worked out again.
+_MAX_SHAPES = 1024
+
+
+# How often a writer is told again to stop, which is also how it is found out that its process has ended.
+_REVOKE_EVERY_S = 1.0
+_WARN_EVERY_S = 60.0
+
 
 @dataclass
 class _Entry:
+    """`peers`: where each writer was heard last; `revoked`: when it was last told to stop; `given_up`: the last attempt
+    that was; `warn_at`: when to say again that blocks are kept for a writer that does not answer."""
+
     expect: Expect
     ticket: ConsumerTicket
-    peers: dict[Writer, Peer]
-    revoked: bool = False
+    peers: dict[Writer, Peer] = field(default_factory=dict)
+    revoked: dict[Writer, float] = field(default_factory=dict)
+    given_up: int = -1
+    lost: bool = False
+    warn_at: float = -math.inf
+
+
+@dataclass(frozen=True)
+class _Closed:
+    """How a ticket ended, for who comes late."""
+
+    digest: str
+    state: State
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -65,13 +96,15 @@ class ConsumerWorker:
         self._caches = caches.description
         self._changed = threading.Condition()
         self._entries: dict[str, _Entry] = {}
-        self._closed: OrderedDict[str, str] = OrderedDict()  # ticket id -> how it ended
+        self._closed: OrderedDict[str, _Closed] = OrderedDict()  # by ticket id
         self._expected: dict[tuple[topology.Sharding, int, str], frozenset[tuple[int, int]]] = {}
         self._ended: list[_Entry] = []
         self._lost: set[int] = set()
         self._report = WorkerReport()
         self._idle = False
-        self._server = Server(identity.host, 0, self._handle, self._tick, name="pd-grants")
+        self._trace = rank_trace(config, identity)
+        keys = load_keys(config.side_channel_key_file)
+        self._server = Server(identity.host, 0, self._handle, self._tick, name="pd-grants", keys=keys)
         self.description = RankDescription(
             identity.pp_rank, identity.tp_rank, self._server.endpoint, engine.session, self._caches
         )
@@ -90,10 +123,11 @@ class ConsumerWorker:
                     now + self._config.transfer_timeout_s,
                     self._config.lease_s,
                 )
-                self._entries[expect.ticket_id] = _Entry(expect, ticket, {})
+                self._entries[expect.ticket_id] = _Entry(expect, ticket)
+                self._trace.mark(events.EXPECTED, expect.request_id, expect.ticket_id)
             for ticket_id in step.prefilled:
                 if entry := self._entries.get(ticket_id):
-                    entry.ticket.prefill_has_ended(now + self._config.settle_timeout_s)
+                    entry.ticket.prefill_has_ended(now, self._config.settle_timeout_s)
             for ticket_id, reason in step.cancelled.items():
                 if entry := self._entries.get(ticket_id):
                     entry.ticket.fail(reason)
@@ -116,10 +150,11 @@ class ConsumerWorker:
     def take_report(self) -> WorkerReport | None:
         with self._changed:
             report, self._report = self._report, WorkerReport()
-        return report if report.failed or report.received else None
+        return report or None
 
     def close(self, timeout_s: float) -> None:
         self._server.close(timeout_s)
+        self._trace.close(timeout_s)
 
     # On the side channel's thread.
 
@@ -129,31 +164,53 @@ class ConsumerWorker:
             if isinstance(message, GrantRequest):
                 return self._grant(message, peer, now)
             if isinstance(message, Report):
-                if (entry := self._entries.get(message.ticket_id)) and entry.ticket.report(message, now):
+                entry = self._entries.get(message.ticket_id)
+                # The digest shows that it comes from who has the ticket: nobody ends another's transfer.
+                if entry and message.digest == entry.ticket.digest and entry.ticket.report(message, now):
+                    if message.writer in entry.peers:
+                        entry.peers[message.writer] = peer
+                    self._trace.mark(events.REPORTED, entry.expect.request_id, message.ticket_id, message.writer)
                     self._settle(now)
                 return Acknowledged()
         return Problem(f"a decode rank does not serve {type(message).__name__}")
 
-    def _grant(self, request: GrantRequest, peer: Peer, now: float) -> Granted | Refused:
+    def _grant(self, request: GrantRequest, peer: Peer, now: float) -> Granted | Refused | Complete:
         entry = self._entries.get(request.ticket_id)
         if entry is None:
             ended = self._closed.get(request.ticket_id)
-            if ended is not None:
-                return Refused(f"the ticket is closed: {ended}", retry=False)
-            return Refused("the ticket is not known here", retry=True)
+            if ended is None:
+                return Refused("the ticket is not known here", retry=True)
+            if ended.state is State.RECEIVED and ended.digest == request.digest:
+                return Complete()
+            return Refused(f"the ticket is closed: {ended.reason or ended.state.value}", retry=False)
         ticket = entry.ticket
+        attempt = ticket.attempt
+        refused = ticket.admit(request, now)
+        if ticket.attempt != attempt:
+            entry.peers.clear()
+            entry.revoked.clear()
+            entry.warn_at = -math.inf
+        if refused is not None:
+            return refused
         ranks = len(request.sharding.shares)
-        if ranks > MAX_TP:
-            return Refused(f"{ranks} ranks in a pipeline stage", retry=False)
-        if not ticket.engine_known:
+        if ranks > MAX_TP or request.writer.rank >= ranks:
+            return Refused(f"rank {request.writer.rank} of {ranks} ranks in a pipeline stage", retry=False)
+        # Only who has the ticket decides which engine writes for it.
+        if not ticket.engine_known and (request.attempt, request.digest) == (ticket.attempt, ticket.digest):
             try:
                 expected = self._expected_from(request.sharding, salt_of(request.ticket_id), request.draft)
             except topology.TopologyError as error:
                 return Refused(str(error), retry=False)
             ticket.expect(request.writer.engine_id, request.sharding, expected)
         answer = ticket.grant(request, now)
-        if isinstance(answer, Granted):
-            entry.peers[request.writer] = peer
+        if not isinstance(answer, Granted):
+            return answer
+        if request.writer not in entry.peers:
+            self._trace.mark(events.GRANTED, entry.expect.request_id, request.ticket_id, request.writer)
+        entry.peers[request.writer] = peer
+        if request.wants_clock:
+            reading = ClockReading(HOST_CLOCK, now, time.monotonic())
+            return msgspec.structs.replace(answer, clock=reading)
         return answer
 
     def _expected_from(self, prefill: topology.Sharding, salt: int, draft: str) -> frozenset[tuple[int, int]]:
@@ -161,17 +218,17 @@ class ConsumerWorker:
         layers get nothing unless `draft`, what drafts on prefill, is the same as here."""
         key = (prefill, salt % len(prefill.shares), draft if draft == self._caches.draft else "")
         if key not in self._expected:
-            self._expected[key] = frozenset(
-                (index, writer)
+            if len(self._expected) >= _MAX_SHAPES:
+                self._expected.clear()
+            totals = {
+                index: geometry.total_heads
                 for index, tensor in enumerate(self._caches.tensors)
-                if self._caches.geometry_of(tensor).is_known_to(key[2])
-                for writer in topology.writers_to(
-                    self._identity.rank,
-                    self._identity.sharding,
-                    prefill,
-                    self._caches.geometry_of(tensor).total_heads,
-                    key[1],
-                )
+                if (geometry := self._caches.geometry_of(tensor)).is_known_to(key[2])
+            }
+            us = self._identity
+            writers = {t: topology.writers_to(us.rank, us.sharding, prefill, t, key[1]) for t in {*totals.values()}}
+            self._expected[key] = frozenset(
+                (index, writer) for index, total in totals.items() for writer in writers[total]
             )
         return self._expected[key]
 
@@ -185,24 +242,71 @@ class ConsumerWorker:
         """Revokes what failed, and ends what nobody can write to any more. Under the lock."""
         for ticket_id, entry in list(self._entries.items()):
             ticket = entry.ticket
-            if ticket.state is State.FAILED and not entry.revoked:
-                entry.revoked = True
-                logger.warning("request %s: no KV received: %s", entry.expect.request_id, ticket.reason)
+            if ticket.state is State.OPEN:
+                continue
+            request_id = entry.expect.request_id
+            if ticket.state is State.FENCING and entry.given_up < ticket.attempt:
+                entry.given_up = ticket.attempt
+                logger.warning(
+                    "request %s: attempt %d failed: %s: it waits for another prefill engine",
+                    request_id,
+                    ticket.attempt,
+                    ticket.reason,
+                )
+                self._report.given_up[ticket_id] = (ticket.attempt, ticket.reason)
+            if ticket.state is State.FAILED and not entry.lost:
+                entry.lost = True
+                logger.warning(
+                    "request %s: no KV received: %s: it ends, or is computed here (kv_load_failure_policy)",
+                    request_id,
+                    ticket.reason,
+                )
                 self._report.failed[ticket_id] = ticket.reason
                 self._lost.update(entry.expect.blocks)
                 self._changed.notify_all()
-                for writer in ticket.live_writers():
-                    entry.peers[writer].send(Revoke(ticket_id, ticket.reason))
-            if ticket.state is State.OPEN or not ticket.quiet(now):
+            self._revoke(entry, now)
+            if not ticket.quiet(now):
                 continue
             del self._entries[ticket_id]
-            self._closed[ticket_id] = ticket.reason or ticket.state.value
+            self._closed[ticket_id] = _Closed(ticket.digest, ticket.state, ticket.reason)
             while len(self._closed) > MAX_TOMBSTONES:
                 self._closed.popitem(last=False)
+            how = events.RECEIVED if ticket.state is State.RECEIVED else events.FAILED
+            self._trace.mark(how, request_id, ticket_id)
             if ticket.state is State.RECEIVED:
                 self._report.received[ticket_id] = (ticket.num_bytes, ticket.bytes_before_end)
             self._ended.append(entry)
             self._changed.notify_all()
+
+    def _revoke(self, entry: _Entry, now: float) -> None:
+        """Tells writers to stop, again and again until they have, or their processes have ended."""
+        ticket = entry.ticket
+        overdue = ticket.overdue(now)
+        live = [] if ticket.state is State.RECEIVED else ticket.live_writers()
+        for writer in {*live, *overdue}:
+            if now - entry.revoked.get(writer, -math.inf) >= _REVOKE_EVERY_S:
+                entry.revoked[writer] = now
+                peer = entry.peers[writer]
+                revoke = Revoke(ticket.ticket_id, ticket.attempt, writer, ticket.reason, ticket.digest)
+                peer.send(revoke, functools.partial(self._on_gone, entry, writer, peer))
+        if overdue and now >= entry.warn_at:
+            if entry.warn_at > -math.inf:
+                logger.warning(
+                    "request %s: its blocks are kept for prefill rank %d of engine %s, which neither says that it has "
+                    "stopped writing nor has ended: continue or kill its process",
+                    entry.expect.request_id,
+                    overdue[0].rank,
+                    overdue[0].engine_id,
+                )
+            entry.warn_at = now + (_WARN_EVERY_S if entry.warn_at > -math.inf else 2 * _REVOKE_EVERY_S)
+
+    def _on_gone(self, entry: _Entry, writer: Writer, peer: Peer) -> None:
+        """Nobody listens where the writer was heard last."""
+        with self._changed:
+            if entry.peers.get(writer) == peer:
+                now = time.monotonic()
+                entry.ticket.gone(writer, now)
+                self._settle(now)
 
 
 def encode_description(description: RankDescription) -> bytes:

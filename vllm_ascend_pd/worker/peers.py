@@ -12,6 +12,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.config import ConnectorConfig
+from vllm_ascend_pd.core.description import unsound
+from vllm_ascend_pd.core.failure import PushFailure
+from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.core.producer_ticket import Destination, RankKey
 from vllm_ascend_pd.core.protocol import (
     Describe,
@@ -24,9 +27,12 @@ from vllm_ascend_pd.core.protocol import (
     Writer,
 )
 from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.tracing.prefill import PrefillTrace
+from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.side_channel import Client, SideChannelError
 from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.peer import DecodeLayout
+from vllm_ascend_pd.worker.running_time import RunningTime
 from vllm_ascend_pd.worker.sender import Sender
 from vllm_ascend_pd.worker.transfer import Transfer
 
@@ -78,6 +84,7 @@ class Peers:
         identity: Identity,
         config: ConnectorConfig,
         settle_s: float,
+        running_time: RunningTime,
         make_sender: Callable[[str], Sender],
         check: Callable[[EngineDescription], str | None],
         destinations: Callable[[DecodeLayout, Transfer], dict[RankKey, Destination]],
@@ -85,12 +92,12 @@ class Peers:
         told: Callable[[Transfer], None],
         ended: Callable[[Transfer], None],
         forget_sessions: Callable[[Collection[str]], None],
+        trace: PrefillTrace,
     ) -> None:
         self._config = config
-        self._writer = Writer(identity.engine_id, identity.pp_rank, identity.rank)
-        self._sharding = identity.sharding
-        self._draft = identity.draft
+        self._identity = identity
         self._settle_s = settle_s
+        self._running_time = running_time
         self._make_sender = make_sender
         self._check = check
         self._destinations = destinations
@@ -98,12 +105,16 @@ class Peers:
         self._told = told
         self._ended = ended
         self._forget_sessions = forget_sessions
+        self._trace = trace
+        self._hosts = decode_hosts(config.decode_allowlist, identity.host, config.ticket_secret_file is not None)
         # Guards the two maps, and `waiting` and `users` of peers; all else in them belongs to the channel's thread.
         self._lock = threading.Lock()
         self._peers: dict[PeerKey, Peer] = {}
-        self._transfers: dict[str, Transfer] = {}
+        self._transfers: dict[int, Transfer] = {}  # by number
+        self._disclaimed: set[int] = set()  # numbers decode is just being told that we know no such transfer
         self._retired: list[Sender] = []  # of engines forgotten, until they have ended
-        self._client = Client(self._on_unasked, self._on_tick, name="pd-control")
+        keys = load_keys(config.side_channel_key_file)
+        self._client = Client(self._on_unasked, self._on_tick, name="pd-control", keys=keys)
 
     def acquire(self, ticket: Ticket) -> Sender:
         """The sender that writes to the engine that issued `ticket`; it takes tasks until `release`."""
@@ -126,7 +137,7 @@ class Peers:
     def open(self, transfer: Transfer) -> None:
         """Starts asking for grants. The ticket must have been acquired."""
         with self._lock:
-            self._transfers[transfer.ticket.ticket_id] = transfer
+            self._transfers[transfer.number] = transfer
             peer = self._peers[_key(transfer.ticket)]
             peer.waiting.append(transfer)
         self._client.call(lambda: self._advance(peer))
@@ -164,13 +175,14 @@ class Peers:
     def _contact(self, transfer: Transfer, layout: DecodeLayout | None, refused: str | None) -> None:
         """The decode engine has described itself (`layout`), or will not. One that gets nothing is told why."""
         if refused is not None:
-            self._refuse(transfer, refused)
+            self._refuse(transfer, refused, PushFailure.UNREACHABLE if layout is None else PushFailure.UNFIT)
         destinations: dict[RankKey, Destination] = {}
         if layout is not None and transfer.failure is None:
             try:
                 destinations = self._destinations(layout, transfer)
             except (LookupError, ValueError) as error:
-                self._refuse(transfer, f"the ticket does not fit the decode engine's layout: {error!r}")
+                reason = f"the ticket does not fit the decode engine's layout: {error!r}"
+                self._refuse(transfer, reason, PushFailure.UNFIT)
         if layout is not None and transfer.failure is None:
             contacted = destinations
         else:
@@ -186,6 +198,8 @@ class Peers:
             self._describe_again(peer, str(answer))
             return
         reason: str | None
+        if isinstance(answer, EngineDescription) and (reason := unsound(answer, self._hosts)) is not None:
+            answer = Problem(reason)  # its ranks are not even told
         if isinstance(answer, EngineDescription):
             peer.endpoints.update(rank.control for rank in answer.ranks)
             if answer.engine_id == peer.engine_id:
@@ -200,7 +214,9 @@ class Peers:
             peer.layout = peer.sender.layout = DecodeLayout(answer)
             self._advance(peer)
             return
-        logger.error("decode engine %s at %s: %s", peer.engine_id, peer.endpoint, reason)
+        logger.error(
+            "decode engine %s at %s: %s: requests that wait for it fail", peer.engine_id, peer.endpoint, reason
+        )
         layout = DecodeLayout(answer) if isinstance(answer, EngineDescription) else None
         with self._lock:
             waiting, peer.waiting = peer.waiting, []
@@ -217,7 +233,7 @@ class Peers:
             logger.info("decode %s", other.gone)
             for transfer in transfers:
                 if _key(transfer.ticket) == (other.endpoint, other.engine_id) and transfer not in other.waiting:
-                    self._refuse(transfer, other.gone)
+                    self._refuse(transfer, other.gone, PushFailure.UNREACHABLE)
             self._advance(other)
 
     def _describe_again(self, peer: Peer, reason: str) -> None:
@@ -231,8 +247,8 @@ class Peers:
         if peer.waiting:
             self._advance(peer)
 
-    def _refuse(self, transfer: Transfer, reason: str) -> None:
-        transfer.fail(reason)
+    def _refuse(self, transfer: Transfer, reason: str, cause: PushFailure) -> None:
+        transfer.fail(reason, cause)
         self._revoked(transfer)
 
     def _ask(self, transfer: Transfer, key: RankKey) -> None:
@@ -245,33 +261,60 @@ class Peers:
             ticket.ticket_id,
             ticket.attempt,
             transfer.digest,
-            self._writer,
-            self._sharding,
+            self._writer(transfer.number),
+            self._identity.sharding,
             destination.covers,
             self._settle_s,
-            self._draft,
+            self._identity.draft,
+            self._trace.wants_clock,
         )
+        renewal = destination.granted
         self._client.request(
             destination.rank.control,
             request,
             self._config.control_timeout_s,
-            lambda answer: self._on_grant(transfer, key, asked_at, answer),
+            lambda answer: self._on_grant(transfer, key, asked_at, answer, renewal),
         )
 
-    def _on_grant(self, transfer: Transfer, key: RankKey, asked_at: float, answer: Message | SideChannelError) -> None:
+    def _on_grant(
+        self, transfer: Transfer, key: RankKey, asked_at: float, answer: Message | SideChannelError, renewal: bool
+    ) -> None:
+        self._trace.answered(transfer, key, asked_at, answer, renewal)
         with transfer.changing() as state:
             refused = state.answered(key, asked_at, answer)
         if refused:
             self._revoked(transfer)
 
     def _on_unasked(self, endpoint: str, message: Message) -> None:
-        if isinstance(message, Revoke):
-            with self._lock:
-                transfer = self._transfers.get(message.ticket_id)
-            if transfer is not None:
-                self._refuse(transfer, f"decode took the ticket back: {message.reason}")
+        if not isinstance(message, Revoke) or message.writer != self._writer(message.writer.transfer):
+            return
+        with self._lock:
+            transfer = self._transfers.get(message.writer.transfer)
+        if transfer is None:
+            self._disclaim(endpoint, message)
+        elif endpoint in {d.rank.control for d in (transfer.state.destinations or {}).values()}:
+            # Only a rank that the ticket's own engine has described may take it back.
+            self._refuse(transfer, f"decode took the ticket back: {message.reason}", PushFailure.REVOKED)
+
+    def _disclaim(self, endpoint: str, revoke: Revoke) -> None:
+        """Answers the revocation of a transfer that has ended: it left the map when nothing of it was on its way any
+        more."""
+        number = revoke.writer.transfer
+        if number in self._disclaimed:
+            return
+        self._disclaimed.add(number)
+        self._client.request(
+            endpoint,
+            Report(revoke.ticket_id, revoke.attempt, revoke.writer, "the transfer has ended", digest=revoke.digest),
+            self._config.control_timeout_s,
+            lambda answer: self._disclaimed.discard(number),
+        )
+
+    def _writer(self, number: int) -> Writer:
+        return Writer(self._identity.engine_id, self._identity.pp_rank, self._identity.rank, number)
 
     def _on_tick(self, now: float) -> None:
+        self._running_time()
         with self._lock:
             transfers = list(self._transfers.values())
         for transfer in transfers:
@@ -294,37 +337,32 @@ class Peers:
 
     def _follow(self, transfer: Transfer) -> None:
         """Does what is due: asks for grants and renewals, tells decode how it went, ends."""
-        now = time.monotonic()
+        now, running = time.monotonic(), self._running_time()
         with transfer.changing() as state:
-            tell, due, end = state.tell(now), state.due(now), state.end(now)
+            tell, due, end = state.tell(running), state.due(now), state.end()
         for key in due:
             self._ask(transfer, key)
         if tell:
             self._tell(transfer)
         if end:
             with self._lock:
-                self._transfers.pop(transfer.ticket.ticket_id, None)
+                self._transfers.pop(transfer.number, None)
             self._ended(transfer)
 
     def _tell(self, transfer: Transfer) -> None:
         """A round of telling; the next follows when all have answered or will not."""
         with transfer.changing() as state:
             untold = state.next_round()
-            settle_s = state.settle_s(time.monotonic())
+            settle_s = state.settle_s(self._running_time())
+            reason = state.failure
         if not untold:
-            self._told(transfer)
+            if not transfer.told:
+                transfer.told = True
+                self._told(transfer)
             self._follow(transfer)
             return
         ticket = transfer.ticket
-        report = Report(
-            ticket.ticket_id,
-            ticket.attempt,
-            self._writer,
-            transfer.failure,
-            transfer.num_bytes,
-            transfer.bytes_at_end,
-            settle_s,
-        )
+        writer = self._writer(transfer.number)
         answers = 0
 
         def on_answer(key: RankKey, answer: Message | SideChannelError) -> None:
@@ -338,6 +376,8 @@ class Peers:
 
         for key, destination in untold.items():
             answered = functools.partial(on_answer, key)
+            total, early = transfer.written.get(key, (0, 0))
+            report = Report(ticket.ticket_id, ticket.attempt, writer, reason, total, early, settle_s, transfer.digest)
             self._client.request(destination.rank.control, report, self._config.control_timeout_s, answered)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.plan import Regroup, Route, make_route, why_slow
 from vllm_ascend_pd.core.producer_ticket import Destination, RankKey
 from vllm_ascend_pd.core.topology import Sharding
@@ -24,11 +25,16 @@ from vllm_ascend_pd.worker.transfer import Transfer
 logger = logging.getLogger(__name__)
 
 
+# Decode engines of that many different shapes, times our geometries; tickets from outside name the shapes.
+_MAX_ROUTES = 4096
+
+
 @dataclass
 class StepPlan:
-    """What this rank does in one step: shipments by the geometry they read, layers that still have to be pushed,
-    transfers whose prompt ends."""
+    """What this rank does in one step, whose `number` is the same on all ranks: shipments by the geometry they read,
+    layers that still have to be pushed, transfers whose prompt ends."""
 
+    number: int = 0
     shipments: dict[int, list[tuple[Sender, Shipment]]] = field(default_factory=dict)
     unsaved: dict[str, None] = field(default_factory=dict)  # an ordered set
     last: list[Transfer] = field(default_factory=list)
@@ -45,16 +51,18 @@ class Planner:
         self._geometries = caches.description.geometries
         self._device = device
         self._regrouper = regrouper
-        alike = caches.layers_by_geometry().values()
+        alike = caches.layers_by_geometry.values()
         # How many tensors of a layer lie alike at most, by geometry.
         self._parts = [max((len(of.get(g, ())) for of in alike), default=0) for g in range(len(self._geometries))]
+        self._steps = 0  # all ranks get the same ones from the scheduler
         self._connected: set[tuple[int, ...]] = set()
         self._routes: dict[tuple[int, Sharding, tuple[int, ...]], Route] = {}
         self._warned_of_pieces = False
 
     def plan(self, sends: list[Send], transfers: Mapping[str, Transfer], senders: Mapping[str, Sender]) -> StepPlan:
         """The plan of a step that completes `sends`. `transfers` by request id, `senders` by ticket id."""
-        plan = StepPlan()
+        self._steps += 1
+        plan = StepPlan(self._steps)
         if not sends:
             return plan
         plan.unsaved = dict.fromkeys(self._caches.layers)
@@ -90,16 +98,14 @@ class Planner:
         self, index: int, decode: Sharding, d_block_sizes: tuple[int, ...], items: list[Item]
     ) -> Shipment | None:
         geometry = self._geometries[index]
-        served = items
         try:
             route = self._route(index, decode, d_block_sizes)
-            served = [item for item in items if route.serves(item.transfer.ticket.salt)]
-            if not served:
-                return None
-            self._connect(route)
-        except (ValueError, DeviceError) as error:  # the two sides cannot fit, or the side stream is broken
-            for item in served:
-                item.transfer.fail(str(error))
+        except ValueError as error:  # the two sides cannot fit
+            for item in items:
+                item.transfer.fail(str(error), PushFailure.UNFIT)
+            return None
+        served = [item for item in items if route.serves(item.transfer.ticket.salt)]
+        if not served:
             return None
         chunk_units = 0
         if route.regroup is not Regroup.NONE:
@@ -108,11 +114,12 @@ class Planner:
             chunk_units = self._regrouper.slot_bytes // per_unit
             assert chunk_units > 0
         try:
+            self._connect(route)
             shipment = Shipment.build(route, geometry, served, self._device, chunk_units)
-        except DeviceError as error:
-            self.missed(route, error)
+        except DeviceError as error:  # the side stream is broken
+            self.missed(route, self._steps, error)
             for item in served:
-                item.transfer.fail(str(error))
+                item.transfer.fail(str(error), PushFailure.DEVICE)
             return None
         return shipment if len(shipment.src_units) > 0 else None
 
@@ -122,18 +129,16 @@ class Planner:
         if route.ranks and route.ranks not in self._connected:
             assert self._regrouper is not None
             self._connected.add(route.ranks)
-            connect = functools.partial(self._regrouper.connect, route.ranks)
-            try:
-                self._device.submit(connect, self._device.record_event())
-            except DeviceError as error:
-                self.missed(route, error)
-                raise
+            connect = functools.partial(self._regrouper.connect, route.ranks, self._steps)
+            self._device.submit(connect, self._device.record_event())
 
     def _route(self, index: int, decode: Sharding, d_block_sizes: tuple[int, ...]) -> Route:
         key = (index, decode, d_block_sizes)
         if key not in self._routes:
             geometry = self._geometries[index]
             identity = self._identity
+            if len(self._routes) >= _MAX_ROUTES:
+                self._routes.clear()
             route = make_route(geometry, identity.rank, identity.sharding, decode, d_block_sizes[geometry.group])
             self._routes[key] = route
             slow = why_slow(route, geometry, identity.sharding, decode, d_block_sizes[geometry.group])
@@ -161,8 +166,8 @@ class Planner:
                 ranks[remote.key] = remote.rank
         return {key: Destination(ranks[key], tuple(indices)) for key, indices in covers.items()}
 
-    def missed(self, route: Route, error: DeviceError) -> None:
-        """This rank does not take part in a collective of the route's."""
+    def missed(self, route: Route, step: int, error: DeviceError) -> None:
+        """This rank does not take part in a collective of the route's in the `step`-th step."""
         if route.ranks:
             assert self._regrouper is not None
-            self._regrouper.give_up(route.ranks, str(error))
+            self._regrouper.missed(route.ranks, step, str(error))

@@ -10,18 +10,22 @@ import numpy as np
 import torch
 
 from vllm_ascend_pd.config import ConnectorConfig
+from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.compatibility import mismatch
+from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.plan import Regroup
 from vllm_ascend_pd.core.producer_ticket import ProducerTicket
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.step import ProducerStep, WorkerReport
+from vllm_ascend_pd.tracing.prefill import prefill_trace
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.worker.caches import RegisteredCaches
 from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.peers import Peers
 from vllm_ascend_pd.worker.planner import Planner, StepPlan
 from vllm_ascend_pd.worker.regroup import make_regrouper
+from vllm_ascend_pd.worker.running_time import RunningTime
 from vllm_ascend_pd.worker.sender import Barrier, Finish, LayerPush, Sender, Source
 from vllm_ascend_pd.worker.shipment import Shipment
 from vllm_ascend_pd.worker.transfer import Transfer
@@ -47,20 +51,24 @@ class ProducerWorker:
         self._engine = engine
         self._caches = caches
         self._ring, self._regrouper = make_regrouper(identity, config, device, engine, caches, step_tokens)
-        self._by_geometry = caches.layers_by_geometry()
         self._planner = Planner(identity, caches, device, self._regrouper)
         self._senders: dict[str, Sender] = {}  # by ticket id
         self._transfers: dict[str, Transfer] = {}  # by request id
+        self._ungranted: list[Transfer] = []
         self._plan = StepPlan()
         self._written: tuple[str, Event] | None = None  # what was written since the last layer was announced
         self._idle = False
         self._changed = threading.Condition()
+        self._running_time = RunningTime()
+        self._stats = stats.Stats(f"{identity.pp_rank}/{identity.rank}")
+        self._trace = prefill_trace(config, identity)
         self._done: set[str] = set()
         self._failed: dict[str, str] = {}
         self._peers = Peers(
             identity,
             config,
             engine.limits.settle_s,
+            self._running_time,
             make_sender=self._make_sender,
             check=self._check,
             destinations=self._planner.destinations,
@@ -68,6 +76,7 @@ class ProducerWorker:
             told=self._on_told,
             ended=self._on_ended,
             forget_sessions=engine.forget,
+            trace=self._trace,
         )
 
     # Called by vLLM, on the model's thread.
@@ -87,10 +96,12 @@ class ProducerWorker:
             self._transfers[request_id] = transfer
             self._senders[ticket.ticket_id] = self._peers.acquire(ticket)
             self._peers.open(transfer)
+            self._ungranted = [*self._still_ungranted(), transfer]
         for request_id, aborted in step.finished.items():
             self._release(request_id, aborted)
         self._plan = self._planner.plan(step.sends, self._transfers, self._senders)
         self._written = None
+        self._trace.step_began(self._plan.number, ((send, self._transfers[send.request_id]) for send in step.sends))
 
     def layer_written(self, layer: str) -> None:
         """The layer to be announced next ("" if it is not named) has all its KV queued, its attention has not."""
@@ -120,8 +131,9 @@ class ProducerWorker:
             for layer in list(plan.unsaved):
                 self._push_layer(layer, event)
             self._plan = StepPlan()
-        if plan.last:
-            computed = self._device.record_event()
+        computed = self._device.record_event() if plan.last else None
+        self._trace.step_ended(computed)
+        if computed is not None:
             for transfer in plan.last:
                 transfer.computed = computed
                 self._finish(transfer)
@@ -138,10 +150,11 @@ class ProducerWorker:
         deadline = time.monotonic() + self._config.write_timeout_s
         for transfer, barrier in barriers:
             if not barrier.passed.wait(max(0.0, deadline - time.monotonic())):
-                self._lose(transfer, "the request was preempted while its KV could not be sent")
-            elif transfer.settled_at > time.monotonic():
+                self._lose(transfer, "the request was preempted while its KV could not be sent", PushFailure.PREEMPTED)
+            elif transfer.settled_at > self._running_time():
                 # What the failed write left behind would read the blocks' next content, and deliver that.
-                self._lose(transfer, "the request was preempted while a failed write of its KV may still be under way")
+                reason = "the request was preempted while a failed write of its KV may still be under way"
+                self._lose(transfer, reason, PushFailure.PREEMPTED)
 
     def take_sent(self) -> set[str]:
         """Requests whose blocks vLLM may free: those it is done with and no push reads any more."""
@@ -149,6 +162,9 @@ class ProducerWorker:
             if self._idle and not self._done and self._transfers:
                 self._changed.wait_for(lambda: bool(self._done), self._config.idle_wait_s)
             done, self._done = self._done, set()
+        for sender in {*self._senders.values()}:
+            if sender.broken is not None:  # its transfers would wait for ever
+                raise RuntimeError("a sender has ended by an error of its own") from sender.broken
         for request_id in done:
             ticket = self._transfers.pop(request_id).ticket
             self._senders.pop(ticket.ticket_id)
@@ -160,14 +176,27 @@ class ProducerWorker:
             failed, self._failed = self._failed, {}
         return WorkerReport(failed=failed) if failed else None
 
+    def take_stats(self) -> stats.Data:
+        queued = sum(sender.queued for sender in {*self._senders.values()})
+        self._ungranted = self._still_ungranted()
+        return self._stats.take({stats.PUSH_QUEUE_DEPTH: queued, stats.GRANTS_WAITING: len(self._ungranted)})
+
+    def _still_ungranted(self) -> list[Transfer]:
+        """Of those that waited when last asked: who has all grants keeps them."""
+        return [transfer for transfer in self._ungranted if transfer.state.waits_for_grant]
+
     def close(self, timeout_s: float) -> None:
         self._peers.close(timeout_s)
+        if self._regrouper is not None:
+            self._regrouper.close(timeout_s)
+        self._trace.close(timeout_s)
 
     # Pushing.
 
     def _push_layer(self, layer: str, computed: Event) -> None:
         self._plan.unsaved.pop(layer, None)
-        for geometry, indices in self._by_geometry.get(layer, {}).items():
+        self._trace.layer_computed(layer, computed)
+        for geometry, indices in self._caches.layers_by_geometry.get(layer, {}).items():
             for sender, shipment in self._plan.shipments.get(geometry, ()):
                 for push in self._prepare(layer, shipment, indices, computed):
                     sender.put_layer(push, self._config.write_timeout_s)
@@ -183,22 +212,23 @@ class ProducerWorker:
         for chunk in shipment.chunks:
             bytes_each = route.planes * chunk.count * route.staged_bytes
             sources = tuple(Source(described[i], n * bytes_each) for n, i in enumerate(indices))
-            push = LayerPush(layer, shipment, chunk, sources, computed)
+            push = LayerPush(layer, shipment, chunk, sources, computed, computed)
             try:
-                push.ready = self._device.submit(self._regrouping(push, tensors), computed)
+                push.ready = self._device.submit(self._regrouping(push, tensors, self._plan.number), computed)
             except DeviceError as error:
-                self._planner.missed(route, error)
-                push.fail(f"layer {layer} could not be regrouped: {error}")
+                self._planner.missed(route, self._plan.number, error)
+                push.fail(f"layer {layer} could not be regrouped: {error}", PushFailure.DEVICE)
                 continue
+            self._trace.regroups(push)
             pushes.append(push)
         return pushes
 
-    def _regrouping(self, push: LayerPush, tensors: list[torch.Tensor]) -> Callable[[], None]:
+    def _regrouping(self, push: LayerPush, tensors: list[torch.Tensor], step: int) -> Callable[[], None]:
         regrouper = self._regrouper
         assert regrouper is not None
 
         def work() -> None:
-            push.slot = regrouper.run(push.shipment.route, push.chunk, tensors)
+            push.slot = regrouper.run(push.shipment.route, push.chunk, tensors, step)
 
         return work
 
@@ -210,15 +240,15 @@ class ProducerWorker:
         if transfer is None:
             return
         if aborted is not None:
-            transfer.fail(aborted)
+            transfer.fail(aborted, PushFailure.ABORTED)
         self._finish(transfer)
         with self._changed:
             transfer.released = True
             if transfer.ended:
                 self._done.add(request_id)
 
-    def _lose(self, transfer: Transfer, reason: str) -> None:
-        transfer.fail(reason)
+    def _lose(self, transfer: Transfer, reason: str, cause: PushFailure) -> None:
+        transfer.fail(reason, cause)
         self._finish(transfer)
 
     def _finish(self, transfer: Transfer) -> None:
@@ -232,12 +262,25 @@ class ProducerWorker:
     def _on_finished(self, transfer: Transfer) -> None:
         """On the sender's thread: no write can follow."""
         transfer.finish()
+        self._trace.finished(transfer)
+        if (cause := transfer.state.cause) is not None:
+            self._stats.add(stats.PUSH_FAILURES, reason=cause.value)
+        elif transfer.num_bytes > 0:
+            self._stats.observe(stats.OVERLAP_RATIO, transfer.bytes_at_end / transfer.num_bytes)
         self._peers.report(transfer)
 
     def _on_told(self, transfer: Transfer) -> None:
         """On the control thread: decode knows how it ended, or cannot be reached."""
+        self._trace.told(transfer)
         if transfer.failure is not None:
-            logger.warning("request %s: KV was not delivered: %s", transfer.request_id, transfer.failure)
+            logger.warning(
+                "request %s: KV was not delivered to decode engine %s at %s:%d: %s: its answer says so",
+                transfer.request_id,
+                transfer.ticket.remote_engine_id,
+                transfer.ticket.remote_host,
+                transfer.ticket.remote_port,
+                transfer.failure,
+            )
             with self._changed:
                 self._failed[transfer.request_id] = transfer.failure
 
@@ -257,6 +300,9 @@ class ProducerWorker:
             self._engine,
             self._ring,
             self._on_finished,
+            self._running_time,
+            self._stats,
+            self._trace,
             queue_size=self._config.push_queue_size,
             ready_timeout_s=self._config.collective_timeout_s + self._config.write_timeout_s,
         )

@@ -2,22 +2,23 @@
 """Brings KV into decode's layout on its way: gather + all-to-all + interleave, or split.
 
 Everything here runs in order on the device's side stream. Every rank of a group runs the same chunks in the same
-order whatever became of the requests in them, so collectives stay aligned (R5).
+order whatever became of the requests in them, so collectives stay aligned (R5); after one has failed, from the step
+on that they agree on (`worker/exchange_group.py`).
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from vllm_ascend_pd import ops
 from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.plan import Regroup, Route, regroupable, slot_bytes
-from vllm_ascend_pd.device.base import Device, DeviceError
+from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.worker.caches import RegisteredCaches
+from vllm_ascend_pd.worker.exchange_group import ExchangeGroup
 from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.shipment import Chunk
 from vllm_ascend_pd.worker.staging import Slot, StagingRing
@@ -33,35 +34,42 @@ class Regrouper:
         self,
         device: Device,
         ring: StagingRing,
-        groups: dict[tuple[int, ...], dist.ProcessGroup],
+        groups: dict[tuple[int, ...], ExchangeGroup],
         slot_timeout_s: float,
     ) -> None:
         self._slot_timeout_s = slot_timeout_s
         self._device = device
         self._groups = groups
-        self._broken: dict[tuple[int, ...], str] = {}
         self._ring = ring
         self.slot_bytes = ring.slot_bytes
         # Used on the side stream only, where one chunk follows another: one pair serves all.
         self._send = device.allocate(ring.slot_bytes)
         self._received = device.allocate(ring.slot_bytes)
 
-    def connect(self, ranks: tuple[int, ...]) -> None:
+    def connect(self, ranks: tuple[int, ...], step: int) -> None:
         """A first, tiny exchange: communicators connect when they are first used."""
-        self._exchange(ranks, len(ranks))
+        self._exchange(ranks, step, len(ranks))
 
-    def give_up(self, ranks: tuple[int, ...], reason: str) -> None:
-        """This rank has missed a collective of the group. Its next one would meet the others' last one, and they
-        would take each other's bytes for those of another layer or request: there is no next one (R5)."""
-        self._broken.setdefault(ranks, reason)
+    def missed(self, ranks: tuple[int, ...], step: int, reason: str) -> None:
+        """This rank does not take part in a collective of the step."""
+        self._groups[ranks].missed(step, reason)
 
-    def run(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
-        """Returns the slot it filled with tensor after tensor, each `[planes, units, staged_bytes]`."""
+    def generations(self) -> list[int | None]:
+        """Of each group, see `ExchangeGroup.generation`."""
+        return [group.generation for group in self._groups.values()]
+
+    def close(self, timeout_s: float) -> None:
+        for group in self._groups.values():
+            group.close(timeout_s)
+
+    def run(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor], step: int) -> Slot:
+        """Returns the slot it filled with tensor after tensor, each `[planes, units, staged_bytes]`. `step`: the number
+        of the step, alike on all ranks."""
         if route.regroup is Regroup.GATHER:
-            return self._gather(route, chunk, tensors)
+            return self._gather(route, chunk, tensors, step)
         return self._split(route, chunk, tensors)
 
-    def _gather(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
+    def _gather(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor], step: int) -> Slot:
         assert chunk.unit_offsets is not None
         ratio = len(route.ranks)
         tokens = route.unit // ratio  # of every unit, per rank
@@ -71,7 +79,7 @@ class Regrouper:
         try:
             ops.gather_slices(tensors, chunk.unit_offsets, ratio, slice_bytes, self._send, 0, section, per_rank)
         finally:  # what the others get is not used when this rank's part fails, but they need the collective
-            self._exchange(route.ranks, per_rank * ratio)
+            self._exchange(route.ranks, step, per_rank * ratio)
         # Only now: a rank that finds no slot has still taken part in the collective.
         with self._slot() as slot:
             # Tensor after tensor on both sides: to this op they are one run of tokens.
@@ -81,17 +89,9 @@ class Regrouper:
             )
         return slot
 
-    def _exchange(self, ranks: tuple[int, ...], num_bytes: int) -> None:
-        if ranks in self._broken:
-            raise DeviceError(
-                f"tensor-parallel ranks {ranks} exchange no KV since this one missed an all-to-all; restart the "
-                f"prefill engine. It missed it because: {self._broken[ranks]}"
-            )
-        try:
-            self._device.all_to_all(self._received[:num_bytes], self._send[:num_bytes], self._groups[ranks])
-        except Exception as error:
-            self.give_up(ranks, str(error))
-            raise
+    def _exchange(self, ranks: tuple[int, ...], step: int, num_bytes: int) -> None:
+        with self._groups[ranks].taking_part(step) as group:
+            self._device.all_to_all(self._received[:num_bytes], self._send[:num_bytes], group)
 
     def _split(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
         assert chunk.unit_offsets is not None
@@ -142,9 +142,12 @@ def make_regrouper(
     sharding = identity.sharding
     wanted = sorted({ranks for g in movable for ranks in topology.regroup_groups(sharding, g.total_heads)})
     groups = device.new_groups(_world_groups(identity, wanted), config.collective_timeout_s)
-    mine = {
-        ranks: groups[tuple(identity.stage_ranks[rank] for rank in ranks)] for ranks in wanted if identity.rank in ranks
-    }
+    mine = {}
+    for ranks in wanted:
+        if identity.rank in ranks:
+            world = tuple(identity.stage_ranks[rank] for rank in ranks)
+            place = ranks.index(identity.rank)
+            mine[ranks] = ExchangeGroup(device, world, str(ranks), groups[world], place, config.collective_timeout_s)
     ring = StagingRing(buffer, size, slots)
     patience = config.write_timeout_s + config.grant_timeout_s
     return ring, Regrouper(device, ring, mine, patience)

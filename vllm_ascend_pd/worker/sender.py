@@ -4,6 +4,7 @@
 Tasks run in the order they were put, so when a transfer's `Finish` comes up, all its writes are behind it.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -11,12 +12,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vllm_ascend_pd.core import stats
+from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import CacheTensor
 from vllm_ascend_pd.core.plan import Target
 from vllm_ascend_pd.core.producer_ticket import RankKey
 from vllm_ascend_pd.device.base import DeviceError, Event
+from vllm_ascend_pd.tracing.prefill import PrefillTrace
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
 from vllm_ascend_pd.worker.peer import DecodeLayout, Remote
+from vllm_ascend_pd.worker.running_time import RunningTime
 from vllm_ascend_pd.worker.shipment import Chunk, Shipment
 from vllm_ascend_pd.worker.staging import Slot, StagingRing
 from vllm_ascend_pd.worker.transfer import Transfer
@@ -40,21 +45,22 @@ class Source:
 
 @dataclass
 class LayerPush:
-    """A chunk of a shipment, for the tensors of one layer. `ready`: when the bytes can be read; `slot`: where
-    they are, if they were regrouped (set by then)."""
+    """A chunk of a shipment, for the tensors of one layer. `ready`: when the bytes can be read; `computed`: when they
+    can be regrouped, if they must be; `slot`: where they are then (set by `ready`)."""
 
     layer: str
     shipment: Shipment
     chunk: Chunk
     sources: tuple[Source, ...]
     ready: Event
+    computed: Event | None = None
     slot: Slot | None = None
     settled_at: float = 0.0  # after a failed write: until then the slot may still be read
     has_room: bool = False  # counts against the queue's bound
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, cause: PushFailure) -> None:
         for item in self.shipment.items:
-            item.transfer.fail(reason)
+            item.transfer.fail(reason, cause)
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,8 @@ class Sender:
     `finished(transfer)` is called on this thread once a transfer's writes are over."""
 
     layout: DecodeLayout | None = None
+    broken: Exception | None = None
+    """What ended the thread: a bug, of which there is no owner but the engine as a whole."""
     _closing = False
 
     def __init__(
@@ -96,6 +104,9 @@ class Sender:
         engine: TransferEngine,
         ring: StagingRing | None,
         finished: Callable[[Transfer], None],
+        running_time: RunningTime,
+        measured: stats.Stats,
+        trace: PrefillTrace,
         *,
         queue_size: int,
         ready_timeout_s: float,
@@ -103,12 +114,15 @@ class Sender:
         self._engine = engine
         self._ring = ring
         self._finished = finished
+        self._running_time = running_time
+        self._stats = measured
+        self._trace = trace
         self._ready_timeout_s = ready_timeout_s
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         # Bounds the layers that wait; the other tasks are bounded by the number of transfers.
         self._unsettled: list[LayerPush] = []
         self._room = threading.Semaphore(queue_size)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_owned, name=name, daemon=True)
         self._thread.start()
 
     def put_layer(self, push: LayerPush, timeout_s: float) -> None:
@@ -117,11 +131,17 @@ class Sender:
         failed = all(item.transfer.failure is not None for item in push.shipment.items)
         push.has_room = self._room.acquire(timeout=0.0 if failed else timeout_s)
         if not push.has_room:
-            push.fail(f"the push queue stayed full for {timeout_s} s: the link does not keep up")
+            reason = f"the push queue stayed full for {timeout_s} s: the link does not keep up"
+            push.fail(reason, PushFailure.QUEUE_FULL)
         self._tasks.put(push)
 
     def put(self, task: Finish | Barrier) -> None:
         self._tasks.put(task)
+
+    @property
+    def queued(self) -> int:
+        """Tasks that have not begun."""
+        return self._tasks.qsize()
 
     def retire(self) -> None:
         """Nothing more will be put: ends by itself when all that was is done with, staging slots included."""
@@ -136,6 +156,13 @@ class Sender:
         self._closing = True
         self._tasks.put(None)
         self._thread.join(timeout_s)
+
+    def _run_owned(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            logger.exception("%s ends", threading.current_thread().name)
+            self.broken = error
 
     def _run(self) -> None:
         retired = False
@@ -160,11 +187,11 @@ class Sender:
         try:
             self._push_ready(task)
         except (DeviceError, TimeoutError) as error:
-            task.fail(f"layer {task.layer} could not be read: {error}")
+            task.fail(f"layer {task.layer} could not be read: {error}", PushFailure.DEVICE)
         except Exception as error:
             # Whatever it is, it ends in the requests it belongs to, and the thread lives on for the others.
             logger.exception("pushing layer %s failed", task.layer)
-            task.fail(f"pushing layer {task.layer} failed: {error}")
+            task.fail(f"pushing layer {task.layer} failed: {error}", PushFailure.INTERNAL)
         finally:
             if task.settled_at > 0:
                 self._unsettled.append(task)
@@ -172,7 +199,7 @@ class Sender:
                 self._release(task)
 
     def _push_ready(self, task: LayerPush) -> None:
-        task.ready.wait(self._ready_timeout_s)
+        self._await_bytes(task)
         for item in task.shipment.items:
             item.transfer.await_destinations()
         if self.layout is None:
@@ -183,13 +210,29 @@ class Sender:
             for target in task.shipment.route.targets:
                 remote = self.layout.locate(source.tensor, target.tp_rank)
                 writes.setdefault(remote.key, []).append(_Write(slot_address + source.base, target, remote))
+        writing_s = 0.0
         for key, batch in writes.items():
             live = frozenset(i for i, item in enumerate(task.shipment.items) if item.transfer.await_grant(key))
             if live:
+                begun = time.monotonic()
                 self._write_fused(task, key, batch, live)
+                writing_s += time.monotonic() - begun
+        if writing_s:
+            self._stats.observe(stats.LAYER_PUSH_SECONDS, writing_s)
+
+    def _await_bytes(self, task: LayerPush) -> None:
+        deadline = time.monotonic() + self._ready_timeout_s
+        if task.computed is not None:
+            with contextlib.suppress(DeviceError, TimeoutError):  # which end `ready` too, and count there
+                task.computed.wait(self._ready_timeout_s)
+        computed_at = time.monotonic()
+        task.ready.wait(max(0.0, deadline - computed_at))
+        if task.computed is not None:
+            self._stats.observe(stats.REGROUP_WAIT_SECONDS, time.monotonic() - computed_at)
 
     def _write_fused(self, task: LayerPush, key: RankKey, batch: list[_Write], live: frozenset[int]) -> None:
         """One write for all live items; if it fails, one for each, so that only those at fault suffer."""
+        begun = time.monotonic()
         everyone = len(live) == len(task.shipment.items)
         try:
             self._write(task, batch, None if everyone else live)
@@ -198,20 +241,26 @@ class Sender:
             logger.warning("layer %s to decode rank %s: %s; trying each request by itself", task.layer, key, error)
             for i in live:
                 transfer = task.shipment.items[i].transfer
+                self._stats.add(stats.WRITE_RETRIES)
                 try:
                     self._write_retrying(task, key, batch, i)
                 except TransferError as final:
                     self._unsettle(task, live, final)
-                    transfer.fail(str(final))
+                    transfer.fail(str(final), PushFailure.WRITE)
         # Units of each item, and the bytes of each, by what is written of them.
         written = [
             (task.shipment.units(task.chunk, write.remote.geometry.share), write.target.rows * write.target.nbytes)
             for write in batch
         ]
+        delivered = []
         for i in live:
             transfer = task.shipment.items[i].transfer
             if transfer.failure is None:
-                transfer.wrote(sum(units[i] * per_unit for units, per_unit in written))
+                of_item = sum(units[i] * per_unit for units, per_unit in written)
+                transfer.wrote(key, of_item)
+                delivered.append((transfer, of_item))
+        self._stats.add(stats.PUSHED_BYTES, sum(num_bytes for _, num_bytes in delivered))
+        self._trace.pushed(task.layer, key, begun, delivered)
 
     def _write_retrying(self, task: LayerPush, key: RankKey, batch: list[_Write], item: int) -> None:
         try:
@@ -222,6 +271,7 @@ class Sender:
             self._unsettle(task, frozenset((item,)), error)
             time.sleep(_RETRY_PAUSE_S)
             if task.shipment.items[item].transfer.await_grant(key):
+                self._stats.add(stats.WRITE_RETRIES)
                 self._write(task, batch, frozenset((item,)))
 
     def _write(self, task: LayerPush, batch: list[_Write], only: frozenset[int] | None) -> None:
@@ -247,12 +297,12 @@ class Sender:
     def _unsettle(self, task: LayerPush, items: frozenset[int], error: TransferError) -> None:
         """Bytes of a failed write may still leave from where they were read and arrive where they were sent."""
         if error.may_arrive:
-            task.settled_at = time.monotonic() + self._engine.limits.settle_s
+            task.settled_at = self._running_time() + self._engine.limits.settle_s
             for i in items:
                 task.shipment.items[i].transfer.unsettle(task.settled_at)
 
     def _release_settled(self) -> None:
-        now = time.monotonic()
+        now = self._running_time()
         for push in [push for push in self._unsettled if push.settled_at <= now]:
             self._unsettled.remove(push)
             self._release(push)

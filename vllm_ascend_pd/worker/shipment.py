@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import Geometry, Kind, TokenShare
 from vllm_ascend_pd.core.plan import (
     NULL_BLOCK,
@@ -92,7 +93,7 @@ class Shipment:
         ]
         for item, units in zip(items, src, strict=True):
             if np.any(units // geometry.block_stride == NULL_BLOCK):
-                item.transfer.fail("decode wants tokens that have left prefill's sliding window")
+                item.transfer.fail("decode wants tokens that have left prefill's sliding window", PushFailure.UNFIT)
         owner = np.repeat(np.arange(len(items), dtype=np.int64), [len(units) for units in src])
         shipment = cls(route, geometry, items, live, concatenate(src), owner)
         total = len(shipment.src_units)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request's transfer as a prefill rank sees it: a ticket's state, and what the rank's threads share of it."""
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.plan import Offsets
 from vllm_ascend_pd.core.producer_ticket import ProducerTicket, RankKey
 from vllm_ascend_pd.core.ticket import Ticket
@@ -15,10 +17,13 @@ from vllm_ascend_pd.device.base import Event
 
 @dataclass(eq=False)
 class Transfer:
-    """One ticket on one prefill rank. `state` decides; it is touched in `changing` alone, by three threads.
+    """One attempt at a ticket on one prefill rank. `state` decides; it is touched in `changing` alone, by three
+    threads. `number` is known to nobody but this rank and the decode ranks it asks.
 
-    The peer's sender alone writes for the transfer, and counts `num_bytes`. `finishing`: a Finish task is queued;
-    `ended`: nothing reads the request's blocks any more; `released`: vLLM is done with the request.
+    The peer's sender alone writes for the transfer, and counts `written`: bytes for each decode rank, in all and before
+    the last layer was computed. `finishing`: a Finish task is queued;
+    `told`: decode knows how it ended, or cannot be told; `ended`: nothing reads the request's blocks any more;
+    `released`: vLLM is done with the request.
     """
 
     request_id: str
@@ -26,10 +31,11 @@ class Transfer:
     digest: str
     d_blocks: tuple[Offsets, ...]
     state: ProducerTicket
-    num_bytes: int = 0
-    bytes_at_end: int = 0
+    number: int = field(default_factory=lambda: secrets.randbits(63))
+    written: dict[RankKey, tuple[int, int]] = field(default_factory=dict)
     computed: Event | None = None  # the end of the prompt's last layer
     finishing: bool = False
+    told: bool = False
     ended: bool = False
     released: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -42,11 +48,21 @@ class Transfer:
     def settled_at(self) -> float:
         return self.state.settled_at
 
-    def wrote(self, num_bytes: int) -> None:
-        """Counts what has arrived, and how much of it before the last layer was computed."""
-        self.num_bytes += num_bytes
+    def wrote(self, key: RankKey, num_bytes: int) -> None:
+        """Counts what has arrived."""
+        total, early = self.written.get(key, (0, 0))
         if self.computed is None or not self.computed.is_done():
-            self.bytes_at_end = self.num_bytes
+            early += num_bytes
+        self.written[key] = (total + num_bytes, early)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(total for total, _ in self.written.values())
+
+    @property
+    def bytes_at_end(self) -> int:
+        """Of `num_bytes`: what had arrived when the last layer was computed."""
+        return sum(early for _, early in self.written.values())
 
     @contextmanager
     def changing(self) -> Iterator[ProducerTicket]:
@@ -55,9 +71,9 @@ class Transfer:
             yield self.state
             self._changed.notify_all()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, cause: PushFailure) -> None:
         with self.changing() as state:
-            state.fail(reason)
+            state.fail(reason, cause)
 
     def unsettle(self, until: float) -> None:
         with self.changing() as state:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts that peers name: which of them may be connected to.
+
+Names are compared as they are and never looked up, so an answer of the DNS cannot widen a list.
+"""
+
+import ipaddress
+import re
+from collections.abc import Sequence
+
+_LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*")
+
+_PRIVATE = (
+    "localhost",
+    "127.0.0.0/8",
+    "10.0.0.0/8",
+    "172.16.0.0/12",
+    "192.168.0.0/16",
+    "100.64.0.0/10",
+    "::1",
+    "fc00::/7",
+)
+
+
+def is_host(text: str) -> bool:
+    """Whether `text` is an address or a name: nothing that an address parser could take for more than that."""
+    return _address(text) is not None or _NAME.fullmatch(text) is not None
+
+
+def normal_host(host: str) -> str:
+    """One spelling per host."""
+    address = _address(host)
+    return host.lower() if address is None else str(address)
+
+
+def host_of(endpoint: str) -> str:
+    """The host of `host:port` or `tcp://host:port`. Raises ValueError where it is anything else."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not is_host(host) or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise ValueError(f"{endpoint[:80]!r} is not host:port")
+    return host
+
+
+class HostList:
+    """Which hosts are admitted. `hint` is what to do about one that is not."""
+
+    def __init__(self, entries: Sequence[str], hint: str) -> None:
+        """`entries`: addresses, networks (`10.0.0.0/8`) and names. Raises ValueError naming one that is neither."""
+        self._networks = []
+        self._names = set()
+        self._hint = hint
+        for entry in entries:
+            try:
+                self._networks.append(ipaddress.ip_network(entry))
+            except ValueError as error:
+                if "/" in entry or not is_host(entry) or _looks_numeric(entry):
+                    raise ValueError(f"{entry!r} is not a host, an address or a network: {error}") from None
+                self._names.add(normal_host(entry))
+
+    def refusal(self, host: str) -> str | None:
+        """Why `host` must not be connected to; None if it may."""
+        address = _address(host)
+        if address is None:
+            admitted = host.lower() in self._names
+        else:
+            admitted = any(address in network for network in self._networks if network.version == address.version)
+        return None if admitted else f"host {host[:80]!r} {self._hint}"
+
+
+class AnyHost(HostList):
+    """Admits every host."""
+
+    def __init__(self) -> None:
+        super().__init__((), "")
+
+    def refusal(self, host: str) -> str | None:
+        return None
+
+
+def decode_hosts(allowlist: Sequence[str], own_host: str, signed: bool) -> HostList:
+    """Where prefill may look for decode engines: `allowlist` if it says anything; else anywhere, if tickets are
+    signed by who knows the cluster's secret; else in private networks and on this host. Raises ValueError."""
+    if allowlist:
+        return HostList(allowlist, "is not in decode_allowlist")
+    if signed:
+        return AnyHost()
+    return HostList(
+        (*_PRIVATE, own_host),
+        "is no private address: name it in decode_allowlist, or have tickets signed (ticket_secret_file)",
+    )
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address if mapped is None else mapped
+
+
+def _looks_numeric(name: str) -> bool:
+    """As `127.1` or `0x7f000001`, which resolvers take for addresses."""
+    return re.fullmatch(r"(0[xX][0-9a-fA-F]*|[0-9]+)", name.rpartition(".")[2]) is not None

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signed tickets: who knows the cluster's secret vouches for all that a ticket says, until it expires.
+
+Decode signs what it issues, prefill serves nothing else, and a proxy that tries a ticket again under another attempt
+signs it anew. The signature is an HMAC-SHA256 over the ticket's fields as prefill understands them: what it does not
+know does not count, and a field at its default is as good as absent.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from vllm_ascend_pd.core.ticket import Ticket, TicketError
+
+MIN_SECRET_BYTES = 32
+CLOCK_SKEW_S = 30
+"""How far the clocks of decode and prefill hosts may be apart."""
+
+_PURPOSE = b"vllm-ascend-pd ticket 1\0"
+_encoder = msgspec.msgpack.Encoder(order="sorted")
+
+
+class Secret:
+    """The cluster's ticket secret. It shows itself to nobody."""
+
+    __slots__ = ("_content",)
+
+    def __init__(self, content: bytes) -> None:
+        """Raises ValueError for one that can be guessed."""
+        if len(content) < MIN_SECRET_BYTES:
+            raise ValueError(f"{len(content)} bytes are too short for a secret: {MIN_SECRET_BYTES} at least")
+        self._content = content
+
+    def signature(self, content: bytes) -> str:
+        return hmac.new(self._content, _PURPOSE + content, hashlib.sha256).hexdigest()
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a secret is not sent anywhere")
+
+
+def signed(ticket: Ticket, secret: Secret, expires_at: int) -> Ticket:
+    """`ticket`, valid until `expires_at` (unix seconds)."""
+    ticket = msgspec.structs.replace(ticket, expires_at=expires_at)
+    return msgspec.structs.replace(ticket, signature=secret.signature(_content(ticket)))
+
+
+def verify(ticket: Ticket, secret: Secret) -> None:
+    """Raises TicketError unless `ticket` is as it was signed."""
+    if not ticket.signature:
+        raise TicketError("the ticket is not signed: decode needs this cluster's ticket_secret_file")
+    if not hmac.compare_digest(ticket.signature.encode(), secret.signature(_content(ticket)).encode()):
+        raise TicketError("the ticket was altered, or signed with another secret")
+
+
+def resigned(params: Mapping[str, Any], secret: Secret, attempt: int) -> dict[str, Any]:
+    """The ticket in `params` as attempt number `attempt`; it expires when it would have. Raises TicketError for one
+    that was not signed with `secret`."""
+    try:
+        ticket = msgspec.convert(params, Ticket)
+    except msgspec.ValidationError as error:
+        raise TicketError(f"not a ticket: {error}") from None
+    verify(ticket, secret)
+    again = signed(msgspec.structs.replace(ticket, attempt=attempt), secret, ticket.expires_at)
+    return {**params, "attempt": attempt, "signature": again.signature}
+
+
+def _content(ticket: Ticket) -> bytes:
+    said = {}
+    for field in msgspec.structs.fields(ticket):
+        value = getattr(ticket, field.name)
+        default = field.default
+        if field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        if field.name != "signature" and value != default:
+            said[field.name] = value
+    return _encoder.encode(said)

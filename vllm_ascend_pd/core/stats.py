@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine counts of its transfers: the metrics, and how threads, ranks and steps add up to them.
+
+Threads record into a `Stats`; a step takes what was recorded as plain data, whose size does not depend on how much that
+was, and `merged` adds up the data of ranks and steps:
+
+    {"counters": {name: {reason: sum}},            "" where a counter has no reasons
+     "histograms": {name: [[count], [sum]]},       by bucket
+     "gauges": {name: {rank: value}}}
+"""
+
+import math
+import threading
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
+
+Data: TypeAlias = dict[str, dict[str, Any]]
+
+PREFIX = "vllm:kv_pd_"
+
+
+@dataclass(frozen=True)
+class Counter:
+    """`reasons`: all values of its label `reason`, if it has one."""
+
+    name: str
+    help: str
+    reasons: tuple[str, ...] = ("",)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return () if self.reasons == ("",) else ("reason",)
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """`bounds`: the upper ones of its buckets, ascending, without the last, infinite one."""
+
+    name: str
+    help: str
+    bounds: tuple[float, ...]
+    labels = ()
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """One for each rank, which is its label: several front ends may each hear of some changes, and none of all."""
+
+    name: str
+    help: str
+    labels = ("rank",)
+
+
+Metric: TypeAlias = Counter | Histogram | Gauge
+
+# A layer of a short prompt over a fast link takes less than a millisecond, one of a long prompt over TCP a second.
+_LAYER_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+# Prefill waits in its queue and computes in between.
+_REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
+_SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+
+PUSHED_BYTES = Counter("pushed_bytes", "KV bytes written to decode engines and acknowledged.")
+LAYER_PUSH_SECONDS = Histogram(
+    "layer_push_seconds",
+    "Time to write one layer of a step to one decode engine, for each rank and layer.",
+    _LAYER_SECONDS,
+)
+REGROUP_WAIT_SECONDS = Histogram(
+    "regroup_wait_seconds",
+    "Time for which the writing of a computed layer waited for its regrouping, for each rank and regrouped layer.",
+    _LAYER_SECONDS,
+)
+PUSH_QUEUE_DEPTH = Gauge("push_queue_depth", "Layers that wait for the ones before them to be written.")
+GRANTS_WAITING = Gauge("grants_waiting", "Transfers that wait for a decode engine's grants.")
+OVERLAP_RATIO = Histogram(
+    "overlap_ratio",
+    "Share of a request's bytes that were written before prefill had computed its last layer, for each rank.",
+    _SHARES,
+)
+WRITE_RETRIES = Counter("write_retries", "Writes that were made again, each for one request, after one had failed.")
+PUSH_FAILURES = Counter(
+    "push_failures",
+    "Requests whose KV was not delivered, counted on each rank (reason ticket: once).",
+    tuple(failure.value for failure in PushFailure),
+)
+
+TICKET_TO_READY_SECONDS = Histogram(
+    "ticket_to_ready_seconds",
+    "Time from issuing a ticket until all of the request's KV was there, waiting for prefill included.",
+    _REQUEST_SECONDS,
+)
+TICKET_POST_RETRIES = Counter("ticket_post_retries", "Tickets that were posted to the metaserver again.")
+ATTEMPTS_GIVEN_UP = Counter(
+    "attempts_given_up", "Attempts at a ticket that failed; another prefill engine may have served it."
+)
+RECEIVE_FAILURES = Counter(
+    "receive_failures",
+    "Requests whose KV was not received.",
+    tuple(failure.value for failure in ReceiveFailure),
+)
+
+PREFILL_METRICS: tuple[Metric, ...] = (
+    PUSHED_BYTES,
+    LAYER_PUSH_SECONDS,
+    REGROUP_WAIT_SECONDS,
+    PUSH_QUEUE_DEPTH,
+    GRANTS_WAITING,
+    OVERLAP_RATIO,
+    WRITE_RETRIES,
+    PUSH_FAILURES,
+)
+DECODE_METRICS: tuple[Metric, ...] = (
+    TICKET_TO_READY_SECONDS,
+    TICKET_POST_RETRIES,
+    ATTEMPTS_GIVEN_UP,
+    RECEIVE_FAILURES,
+)
+
+
+class Stats:
+    """Records from any thread, holding a lock for some dictionary operations. `rank` tells its gauges from other
+    ranks'."""
+
+    def __init__(self, rank: str = "") -> None:
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._counters: dict[str, dict[str, int]] = {}
+        self._histograms: dict[str, tuple[list[int], list[float]]] = {}
+        self._gauges: dict[str, int] = {}  # as they were taken last
+
+    def add(self, counter: Counter, amount: int = 1, reason: str = "") -> None:
+        """`reason`: one of the counter's."""
+        if reason not in counter.reasons:
+            raise ValueError(f"{counter.name} has no reason {reason!r}")
+        with self._lock:
+            sums = self._counters.setdefault(counter.name, {})
+            sums[reason] = sums.get(reason, 0) + amount
+
+    def observe(self, histogram: Histogram, value: float) -> None:
+        bucket = bisect_left(histogram.bounds, value)
+        with self._lock:
+            of = self._histograms.get(histogram.name)
+            if of is None:
+                size = len(histogram.bounds) + 1
+                of = self._histograms[histogram.name] = ([0] * size, [0.0] * size)
+            of[0][bucket] += 1
+            of[1][bucket] += value
+
+    def take(self, gauges: Mapping[Gauge, int] | None = None) -> Data:
+        """What was recorded since the last time, and of `gauges` those that have changed; {} if nothing. One thread
+        takes."""
+        data: Data = {}
+        with self._lock:
+            counters, self._counters = self._counters, {}
+            histograms, self._histograms = self._histograms, {}
+        if counters:
+            data["counters"] = counters
+        if histograms:
+            data["histograms"] = {name: list(of) for name, of in histograms.items()}
+        for gauge, value in (gauges or {}).items():
+            if self._gauges.get(gauge.name, 0) != value:
+                self._gauges[gauge.name] = value
+                data.setdefault("gauges", {})[gauge.name] = {self._rank: value}
+        return data
+
+
+def merged(earlier: Data, later: Data) -> Data:
+    """What both say together; of a rank's gauge the later value. Neither is changed."""
+    both: Data = {kind: dict(of) for kind, of in earlier.items()}
+    for kind, of in later.items():
+        mine = both.setdefault(kind, {})
+        for name, value in of.items():
+            mine[name] = _MERGE[kind](mine[name], value) if name in mine else value
+    return both
+
+
+def _added(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+    return {reason: a.get(reason, 0) + b.get(reason, 0) for reason in {**a, **b}}
+
+
+def _added_by_bucket(a: list[list[float]], b: list[list[float]]) -> list[list[float]]:
+    return [[x + y for x, y in zip(mine, other, strict=True)] for mine, other in zip(a, b, strict=True)]
+
+
+def _replaced(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+    return {**a, **b}
+
+
+_MERGE: dict[str, Any] = {"counters": _added, "histograms": _added_by_bucket, "gauges": _replaced}
+
+
+def observations(histogram: Histogram, counts: list[int], sums: list[float]) -> Iterator[tuple[float, int]]:
+    """(value, how often): for who takes single values only. They fall in the same buckets and have the same sum as
+    those that were observed: each stands for its bucket's mean."""
+    edges = (-math.inf, *histogram.bounds, math.inf)
+    for bucket, (count, total) in enumerate(zip(counts, sums, strict=True)):
+        if count:  # rounding may have moved a mean across its bucket's edge
+            above = math.nextafter(edges[bucket], math.inf) if bucket else -math.inf
+            yield min(max(total / count, above), edges[bucket + 1]), count

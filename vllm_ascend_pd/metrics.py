@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's metrics on vLLM's `/metrics` and in its log: `core/stats.py` in the classes vLLM has for them.
+
+vLLM adds up what the ranks of a step and the scheduler say, and hands it to the process that serves HTTP.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import prometheus_client
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from vllm_ascend_pd.core.stats import (
+    DECODE_METRICS,
+    PREFILL_METRICS,
+    PREFIX,
+    Counter,
+    Data,
+    Histogram,
+    merged,
+    observations,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass
+class LayerwisePushStats(KVConnectorStats):
+    """`data` as `core/stats.py` describes it."""
+
+    data: Data
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "LayerwisePushStats":
+        self.data = merged(self.data, other.data)
+        return self
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log: sums of counters, means of histograms, gauges; without what is 0."""
+        data = self.data
+        shown: dict[str, int | float] = {}
+        for name, sums in data.get("counters", {}).items():
+            for reason, amount in sums.items():
+                shown[f"{name}[{reason}]" if reason else name] = amount
+        for name, (counts, totals) in data.get("histograms", {}).items():
+            shown[f"{name} (mean of {sum(counts)})"] = round(sum(totals) / sum(counts), 6)
+        for name, values in data.get("gauges", {}).items():
+            shown[name] = sum(values.values())
+        return {name: value for name, value in shown.items() if value}
+
+
+class LayerwisePushPromMetrics(KVConnectorPromMetrics):
+    """Those of the engine's role: a prefill engine's `/metrics` has none of decode's, and the other way round."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        is_producer = vllm_config.kv_transfer_config.is_kv_producer
+        self._families: dict[str, Any] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for metric in PREFILL_METRICS if is_producer else DECODE_METRICS:
+            common = {
+                "name": PREFIX + metric.name,
+                "documentation": metric.help,
+                "labelnames": [*labelnames, *metric.labels],
+            }
+            if isinstance(metric, Counter):
+                family = metric_types[prometheus_client.Counter](**common)
+            elif isinstance(metric, Histogram):
+                self._histograms[metric.name] = metric
+                family = metric_types[prometheus_client.Histogram](**common, buckets=list(metric.bounds))
+            else:
+                family = metric_types[prometheus_client.Gauge](**common, multiprocess_mode="mostrecent")
+            self._families[metric.name] = family
+            for engine in per_engine_labelvalues:  # from the start: what has not happened is 0, not unknown
+                if isinstance(metric, Counter):
+                    for reason in metric.reasons:
+                        self._series(metric.name, engine, reason)
+                elif isinstance(metric, Histogram):
+                    self._series(metric.name, engine)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        data: Data = transfer_stats_data
+        for name, sums in data.get("counters", {}).items():
+            for reason, amount in sums.items():
+                self._series(name, engine_idx, reason).inc(amount)
+        for name, (counts, totals) in data.get("histograms", {}).items():
+            series = self._series(name, engine_idx)
+            for value, count in observations(self._histograms[name], counts, totals):
+                for _ in range(count):
+                    series.observe(value)
+        for name, values in data.get("gauges", {}).items():
+            for rank, value in values.items():
+                self._series(name, engine_idx, rank).set(value)
+
+    def _series(self, name: str, engine: int, label: str = "") -> Any:
+        """`label`: the value of the metric's own label, if it has one."""
+        return self._families[name].labels(*self.per_engine_labelvalues[engine], *([label] if label else []))

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CURVE on the side channel: everything encrypted, and only who has the cluster's key file gets an answer.
+
+One file holds two key pairs, for listeners and for those who connect to them; all engines of a cluster have it.
+"""
+
+import contextlib
+import logging
+import time
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from vllm_ascend_pd.transport.secret_files import SecretFileError, read_secret
+
+logger = logging.getLogger(__name__)
+
+_KIND = "vllm-ascend-pd side channel keys: keep secret, give the same file to all engines"
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN = b"vllm-ascend-pd"
+_LOG_EVERY_S = 60.0
+
+
+class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kind: str
+    server_secret_key: str
+    client_secret_key: str
+
+    def __repr__(self) -> str:
+        return "_KeyFile(...)"
+
+
+class Keys:
+    """A cluster's keys. They show themselves to nobody."""
+
+    __slots__ = ("_client_public", "_client_secret", "_server_public", "_server_secret")
+
+    def __init__(self, server_secret: bytes, client_secret: bytes) -> None:
+        """Both in Z85. Raises ValueError for what is no key."""
+        if server_secret == client_secret:
+            raise ValueError("the two secret keys are the same")
+        self._server_secret, self._client_secret = server_secret, client_secret
+        try:
+            self._server_public = zmq.curve_public(server_secret)
+            self._client_public = zmq.curve_public(client_secret)
+        except (zmq.ZMQError, TypeError, ValueError):
+            raise ValueError("no secret keys of CURVE") from None
+
+    def __repr__(self) -> str:
+        return "Keys(...)"
+
+    def protect_server(self, socket: "zmq.Socket[bytes]") -> None:
+        """Before it is bound. Without a `Guard` in its context it lets nobody in."""
+        socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._server_secret)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._server_public)
+
+    def protect_client(self, socket: "zmq.Socket[bytes]") -> None:
+        """Before it is connected."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self._server_public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._client_secret)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._client_public)
+
+    @property
+    def admitted(self) -> bytes:
+        """The public key that a client must have, in binary."""
+        return z85.decode(self._client_public)
+
+
+def new_key_file() -> bytes:
+    """What is in a new cluster's key file."""
+    (_, server), (_, client) = zmq.curve_keypair(), zmq.curve_keypair()
+    return msgspec.json.format(msgspec.json.encode(_KeyFile(_KIND, server.decode(), client.decode()))) + b"\n"
+
+
+def load_keys(path: str | None) -> Keys | None:
+    """The keys in the file at `path`; None if there is none. Raises SecretFileError."""
+    if path is None:
+        return None
+    try:
+        file = msgspec.json.decode(read_secret(path), type=_KeyFile)
+        return Keys(file.server_secret_key.encode(), file.client_secret_key.encode())
+    except SecretFileError:
+        raise
+    except (ValueError, RecursionError):  # what they say might show what is in the file
+        raise SecretFileError(
+            f"the secret file {path} holds no side channel keys: make one with `vllm-ascend-pd keygen`"
+        ) from None
+
+
+class Guard:
+    """Admits clients with the cluster's key to a server. On the server's thread: call `attend` when `socket` is ready.
+
+    It is asked (ZAP, ZeroMQ RFC 27) about clients that speak CURVE and know the server's public key; libzmq itself
+    turns away all others, plain ones too. `refused` counts those whose own key is another.
+    """
+
+    def __init__(self, keys: Keys, context: "zmq.Context[zmq.Socket[bytes]]", server: "zmq.Socket[bytes]") -> None:
+        """Before `server` is bound."""
+        self.refused = 0
+        self._admitted = keys.admitted
+        self._logged = 0
+        self._log_at = 0.0
+        self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(_ZAP_ENDPOINT)
+        keys.protect_server(server)
+
+    def attend(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._answer(self.socket.recv_multipart(zmq.DONTWAIT))
+        now = time.monotonic()
+        if self.refused > self._logged and now >= self._log_at:
+            self._log_at = now + _LOG_EVERY_S
+            self._logged = self.refused
+            logger.warning(
+                "side channel: %d connections so far with another cluster's keys (side_channel_key_file)", self.refused
+            )
+
+    def _answer(self, question: list[bytes]) -> None:
+        version, request_id, _, _, _, mechanism, *credentials = question
+        admitted = mechanism == b"CURVE" and credentials == [self._admitted]
+        self.refused += not admitted
+        status = (b"200", b"OK") if admitted else (b"400", b"another cluster's key")
+        self.socket.send_multipart([version, request_id, *status, b"", b""])

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of ours is in Mooncake's queue to one peer: always less than it takes.
+
+A descriptor that finds this queue full is refused, and with Mooncake 0.3.13 that may stop the queue for good:
+`enqueuePooledTransfer` (`tcp_transport_lane_impl.h`) marks the queue's pump as scheduled, and then schedules it only if
+nothing was refused. If the refused descriptor was the first one since the pump last ran, it never runs again, and every
+later write to this peer fails. https://github.com/kvcache-ai/Mooncake/issues/4209 is what users see of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+BATCHES = 2
+"""Concurrent batches to one peer: one is prepared while the other is on its way."""
+
+
+def most_descriptors(capacity: int) -> int:
+    """Of one batch, for a queue of `capacity`: as many again as may run may be left over by batches that failed."""
+    return max(1, capacity // (2 * BATCHES))
+
+
+class PeerQueue:
+    def __init__(self, capacity: int, settle_s: float) -> None:
+        """`capacity`: descriptors. `settle_s`: how long some of a failed batch may stay."""
+        self._capacity = capacity
+        self._settle_s = settle_s
+        self._changed = threading.Condition()
+        self._batches = 0
+        self._descriptors = 0
+        self._left: deque[tuple[float, int]] = deque()
+        """Of each failed batch: until when, and how many."""
+
+    def enter(self, descriptors: int, timeout_s: float) -> bool:
+        """Waits until a batch has room, then counts it. False: not within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._has_room(descriptors):
+                now = time.monotonic()
+                if now >= deadline:
+                    return False
+                until = min(deadline, self._left[0][0]) if self._left else deadline
+                self._changed.wait(max(0.0, until - now))
+            self._batches += 1
+            self._descriptors += descriptors
+            return True
+
+    def leave(self, descriptors: int, *, failed: bool) -> None:
+        """A batch has ended."""
+        with self._changed:
+            self._batches -= 1
+            self._descriptors -= descriptors
+            if failed:
+                self._left.append((time.monotonic() + self._settle_s, descriptors))
+            self._changed.notify_all()
+
+    def _has_room(self, descriptors: int) -> bool:
+        now = time.monotonic()
+        while self._left and self._left[0][0] <= now:
+            self._left.popleft()
+        used = self._descriptors + sum(left for _, left in self._left)
+        return self._batches < BATCHES and used + descriptors <= self._capacity
