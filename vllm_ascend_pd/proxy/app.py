@@ -3,70 +3,164 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 
+import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from vllm_ascend_pd import __version__
+from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.signing import resigned
 
-from .bodies import Endpoint
-from .engines import EnginePool, Role
+from .admin import COMMAND_LINE, Admin
+from .checks import Checks
+from .counts import Counts
+from .discovery import Discovery
+from .endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
+from .engines import EnginePool
+from .engines_file import EnginesFile
 from .errors import error_response
 from .exchange import Exchanges
 from .forward import Forward
 from .health import Health
 from .metaserver import Metaserver
-from .settings import ProxySettings, without_slash
+from .metrics import Metrics
+from .registry import Engines, Role
+from .seats import Seats
+from .settings import ProxySettings
+from .status import Status, snapshot
+from .status_page import StatusPage
+from .tracing import start_tracing
 
 # A request with several prompts or several samples (n) has several prefills. Beyond this many per request, on
 # average, tickets wait `connect_timeout` for their turn and then fail.
 _PREFILLS_PER_REQUEST = 4
+# After which what an engine said of its load is too old.
+_MISSED_CHECKS = 3
 
 
 def create_app(settings: ProxySettings) -> Starlette:
-    """`app.state.exchanges.shut_down()` ends all requests; the server calls it when it is told to stop."""
+    """`app.state.exchanges.shut_down()` ends all requests; the server calls it when it is told to stop.
+    `app.state.metaserver` is the application of the metaserver's own port, if it has one."""
 
-    def pool(role: Role, urls: tuple[str, ...], requests: int) -> EnginePool:
+    def pool(role: Role, requests: int, per_engine: int | None, timeout: float) -> EnginePool:
+        engines = Engines(role, eject_after=settings.eject_after, return_after=settings.return_after)
         return EnginePool(
-            role,
-            without_slash(urls),
-            max_connections=requests + len(urls),  # one for each engine's health probe
+            engines,
+            settings.strategy,
+            Seats(per_engine, settings.queue_per_engine, settings.queue_timeout),
+            max_connections=requests,
             connect_timeout=settings.connect_timeout,
-            read_timeout=settings.read_timeout,
+            read_timeout=timeout,
+            fresh_for=_MISSED_CHECKS * settings.check_interval + 2 * settings.health_timeout,
         )
 
-    prefill = pool(Role.PREFILL, settings.prefill, settings.max_concurrent * _PREFILLS_PER_REQUEST)
-    decode = pool(Role.DECODE, settings.decode, settings.max_concurrent)
+    prefills = settings.max_concurrent * _PREFILLS_PER_REQUEST
+    patience = settings.prefill_timeout or settings.read_timeout
+    prefill = pool(Role.PREFILL, prefills, settings.max_per_prefill, patience)
+    decode = pool(Role.DECODE, settings.max_concurrent, settings.max_per_decode, settings.read_timeout)
+    checks = Checks(
+        (prefill.engines, decode.engines), interval=settings.check_interval, timeout=settings.health_timeout
+    )
+    discovery = Discovery({pool.role: pool.engines for pool in (prefill, decode)}, settings.dns_interval)
+    discovery.listed(COMMAND_LINE, settings.engines())
+    file = None
+    if settings.engines_file is not None:
+        file = EnginesFile(settings.engines_file, partial(discovery.listed, "the engines file"))
     exchanges = Exchanges(limit=settings.max_concurrent)
-    forward = partial(Forward, settings=settings, exchanges=exchanges, decode=decode)
+    counts = Counts()
+
+    def problems() -> list[str]:
+        of_lists = [f"{source}: {problem}" for source, problem in discovery.problems.items()]
+        return of_lists if file is None or file.problem is None else [*of_lists, file.problem]
+
+    health = Health((prefill, decode), counts, problems, settings.health_timeout)
+    metrics = Metrics(exchanges, counts, (prefill, decode), health.states)
+    tracing = start_tracing(settings.otlp_traces_endpoint)
+    forward = partial(
+        Forward,
+        settings=settings,
+        exchanges=exchanges,
+        decode=decode,
+        counts=counts,
+        metrics=metrics,
+        tracing=tracing,
+    )
+    secret = settings.ticket_secret()
+    sign = None if secret is None else lambda ticket, attempt: resigned(ticket, secret, attempt)
+    metaserver = Metaserver(settings, exchanges, prefill, counts, metrics, sign)
+    token = settings.admin_token()
+    admin = [] if token is None else Admin((prefill, decode), token).routes()
+
+    def status() -> Status:
+        return snapshot(
+            (prefill, decode),
+            exchanges,
+            counts,
+            metrics,
+            problems(),
+            version=__version__,
+            now=time.monotonic(),
+            wall=time.time(),
+        )
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         try:
-            yield
+            if file is not None:
+                await file.start()
+            await discovery.look()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(discovery.run)
+                if file is not None:
+                    tasks.start_soon(file.run)
+                tasks.start_soon(prefill.drop_expired)
+                tasks.start_soon(decode.drop_expired)
+                tasks.start_soon(metaserver.watch)
+                tasks.start_soon(checks.run)
+                yield
+                tasks.cancel_scope.cancel()
         finally:
             await prefill.aclose()
             await decode.aclose()
+            await anyio.to_thread.run_sync(tracing.close)
 
+    for_decode = [
+        Route(METASERVER_PATH, metaserver.post_ticket, methods=["POST"]),
+        Route(METASERVER_PATH + FAILURE_SUFFIX, metaserver.post_failure, methods=["POST"]),
+    ]
     app = Starlette(
         routes=[
             *(Route(each.value, forward(each.value, each), methods=["POST"]) for each in Endpoint),
-            Route("/v1/models", forward("/v1/models", None), methods=["GET"]),
-            Route(METASERVER_PATH, Metaserver(settings, exchanges, prefill).post_ticket, methods=["POST"]),
-            Route("/health", Health((prefill, decode), settings.health_timeout).get, methods=["GET"]),
+            *(Route(path, forward(path, None), methods=["GET"]) for path in DECODE_ALONE_GET),
+            *(Route(path, forward(path, None), methods=["POST"]) for path in DECODE_ALONE_POST),
+            *(Route(path, partial(_not_served, why), methods=["GET", "POST"]) for path, why in NOT_SERVED.items()),
+            *([] if settings.metaserver_apart else for_decode),
+            Route("/health", health.get, methods=["GET"]),
+            Route("/metrics", metrics.get, methods=["GET"]),
+            *StatusPage(status, token).routes(),
+            *admin,
         ],
         exception_handlers={HTTPException: _http_error},
         lifespan=lifespan,
     )
     app.state.exchanges = exchanges
+    if settings.metaserver_apart:
+        app.state.metaserver = Starlette(routes=for_decode, exception_handlers={HTTPException: _http_error})
     return app
+
+
+async def _not_served(reason: str, _: Request) -> Response:
+    return error_response(HTTPStatus.NOT_IMPLEMENTED, f"this proxy does not serve this route: {reason}")
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

@@ -7,21 +7,16 @@ nothing is lost or rounded on the way.
 
 from __future__ import annotations
 
-import enum
 from http import HTTPStatus
 
 import msgspec
 
+from vllm_ascend_pd.core.text import UNREADABLE
+
+from .endpoints import SHAPES, Endpoint, Shape
 from .errors import RequestRefused
 
 Fields = dict[str, msgspec.Raw]
-
-
-class Endpoint(enum.Enum):
-    """vLLM's two generating endpoints; the value is the path."""
-
-    COMPLETIONS = "/v1/completions"
-    CHAT = "/v1/chat/completions"
 
 
 class ClientRequest(msgspec.Struct, frozen=True):
@@ -36,65 +31,102 @@ class ClientRequest(msgspec.Struct, frozen=True):
 
 
 _FALSE, _ONE = msgspec.Raw(b"false"), msgspec.Raw(b"1")
-_NULL = b"null"
-
-# P runs one token per ticket, so that the prompt's KV exists, and nobody reads its answer. What would make P
-# produce or return more is dropped; what shapes the prompt (tools, response_format, truncation, ...) stays,
-# because P must see exactly D's tokens.
-_PREFILL_FIELDS: Fields = {"stream": _FALSE, "max_tokens": _ONE, "min_tokens": _ONE, "n": _ONE}
-_NOT_FOR_PREFILL = frozenset(
-    {
-        "best_of",
-        "echo",
-        "logprobs",
-        "logprob_token_ids",
-        "prompt_logprobs",
-        "return_prompt_text",
-        "return_token_ids",
-        "stream_options",
-        "top_logprobs",
-        "use_beam_search",
-    }
-)
+_NOT_GIVEN = (b"null", b"false")
 
 
 def parse_client_request(endpoint: Endpoint, body: bytes) -> ClientRequest:
     """Raises RequestRefused (400) for a body that is no JSON object or cannot be prefilled elsewhere."""
     try:
         fields = msgspec.json.decode(body, type=Fields)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise _bad_request(f"the request body is not a JSON object: {error}") from None
     if _given(fields.pop("kv_transfer_params", None)):
         raise _bad_request("kv_transfer_params is set by the proxy, not by clients", "kv_transfer_params")
+    shape = SHAPES[endpoint]
+    for name, reason in shape.refused.items():
+        if name in fields and bytes(fields[name]) not in _NOT_GIVEN:
+            raise _bad_request(f"{name} does not work here: {reason}", name)
+    # vLLM truncates to what max_tokens leaves free, and P has another max_tokens than D: their prompts,
+    # hence the KV that P writes into D's blocks, would differ.
     if bytes(fields.get("truncate_prompt_tokens", b"")) == b"-1":
-        # vLLM truncates to what max_tokens leaves free, and P has another max_tokens than D: their prompts,
-        # hence the KV that P writes into D's blocks, would differ.
         raise _bad_request(
             "truncate_prompt_tokens=-1 does not work with a separate prefill: give a number of tokens",
             "truncate_prompt_tokens",
         )
-    if endpoint is Endpoint.CHAT:
-        return ClientRequest(endpoint, fields, ({},), {})
-    # vLLM takes the prompts of both fields, embeddings first.
-    whole: Fields = {name: fields.pop(name) for name in ("prompt_embeds", "prompt") if name in fields}
-    prompts = tuple({name: one} for name, value in whole.items() if _given(value) for one in _split(value))
-    return ClientRequest(endpoint, fields, prompts, whole)
+    if endpoint is Endpoint.RESPONSES and bytes(fields.get("truncation", b"null")) not in (b"null", b'"disabled"'):
+        raise _bad_request('truncation must be "disabled" with a separate prefill', "truncation")
+    if endpoint is Endpoint.COMPLETIONS:
+        # vLLM takes the prompts of both fields, embeddings first.
+        whole: Fields = {name: fields.pop(name) for name in ("prompt_embeds", "prompt") if name in fields}
+        prompts = tuple({name: one} for name, value in whole.items() if _given(value) for one in _split(value))
+        return ClientRequest(endpoint, fields, prompts, whole)
+    if endpoint is Endpoint.CHAT_BATCH and bytes(fields.get("messages", b"")).startswith(b"["):
+        messages = fields.pop("messages")
+        conversations = msgspec.json.decode(messages, type=list[msgspec.Raw])
+        one_each = tuple({"messages": msgspec.Raw(b"[" + bytes(one) + b"]")} for one in conversations)
+        return ClientRequest(endpoint, fields, one_each, {"messages": messages})
+    return ClientRequest(endpoint, fields, ({},), {})
 
 
-def decode_body(request: ClientRequest, metaserver_url: str) -> bytes:
-    """The client's body, asking D to fetch the prompt's KV through the metaserver."""
+def check_other_request(body: bytes) -> None:
+    """Of a request that decode answers alone. Raises RequestRefused (400) for what would start a transfer."""
+    try:
+        fields = msgspec.json.decode(body, type=Fields)
+    except UNREADABLE as error:
+        raise _bad_request(f"the request body is not a JSON object: {error}") from None
+    if _given(fields.get("kv_transfer_params")):
+        raise _bad_request("kv_transfer_params is set by the proxy, not by clients", "kv_transfer_params")
+
+
+def decode_body(request: ClientRequest, metaserver_url: str, request_id: str) -> bytes:
+    """The client's body, asking D to fetch the prompt's KV through the metaserver. `request_id`: what D is to call
+    the request, where the body says so."""
     transfer = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": metaserver_url}
-    return msgspec.json.encode({**request.fields, **request.whole_prompt, "kv_transfer_params": transfer})
-
-
-def prefill_body(request: ClientRequest, index: int, ticket: bytes) -> bytes:
-    """The body for prompt `index`: one token, no stream, and D's ticket byte for byte."""
-    fields = {name: value for name, value in request.fields.items() if name not in _NOT_FOR_PREFILL}
-    if "max_completion_tokens" in fields:
-        fields["max_completion_tokens"] = _ONE
     return msgspec.json.encode(
-        {**fields, **_PREFILL_FIELDS, **request.prompts[index], "kv_transfer_params": msgspec.Raw(ticket)}
+        {**request.fields, **request.whole_prompt, **_id(request, request_id), "kv_transfer_params": transfer}
     )
+
+
+def prefill_body(request: ClientRequest, index: int, ticket: bytes, request_id: str) -> bytes:
+    """The body for prompt `index`: one token, no stream, and D's ticket byte for byte.
+
+    Nobody reads more of P's answer than whether it worked. What would make P produce or return more is dropped; what
+    shapes the prompt (tools, response_format, truncation, ...) stays, because P must see exactly D's tokens."""
+    shape = SHAPES[request.endpoint]
+    fields = request.fields
+    if shape.nested is None:
+        fields = _one_token(fields, shape)
+    else:
+        inner = fields.get(shape.nested)
+        try:
+            params = {} if inner is None else msgspec.json.decode(inner, type=Fields)
+            fields = {**fields, shape.nested: msgspec.Raw(msgspec.json.encode(_one_token(params, shape)))}
+        except UNREADABLE:
+            pass  # no object: P refuses it as D does
+        fields = {**fields, "stream": _FALSE}
+        fields.pop("stream_options", None)
+    return msgspec.json.encode(
+        {
+            **fields,
+            **request.prompts[index],
+            **_id(request, request_id),
+            "kv_transfer_params": msgspec.Raw(ticket),
+        }
+    )
+
+
+def _one_token(fields: Fields, shape: Shape) -> Fields:
+    kept = {
+        name: _ONE if name in shape.also_limits else value
+        for name, value in fields.items()
+        if name not in shape.not_for_prefill
+    }
+    return {**kept, **{name: msgspec.Raw(value) for name, value in shape.one_token.items()}}
+
+
+def _id(request: ClientRequest, request_id: str) -> Fields:
+    shape = SHAPES[request.endpoint]
+    return {} if shape.id_field is None else {shape.id_field: msgspec.Raw(shape.named(request_id))}
 
 
 def _split(prompt: msgspec.Raw) -> list[msgspec.Raw]:
@@ -108,7 +140,7 @@ def _split(prompt: msgspec.Raw) -> list[msgspec.Raw]:
 
 
 def _given(value: msgspec.Raw | None) -> bool:
-    return value is not None and bytes(value) != _NULL
+    return value is not None and bytes(value) != b"null"
 
 
 def _bad_request(message: str, param: str | None = None) -> RequestRefused:

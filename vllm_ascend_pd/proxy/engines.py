@@ -3,122 +3,234 @@
 
 from __future__ import annotations
 
-import enum
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from http import HTTPStatus
-from typing import Protocol
+from typing import NamedTuple
 
+import anyio
 import httpx
 
+from vllm_ascend_pd.http_pool import IDLE_CONNECTION_S, close_expired
+
+from .balance import STRATEGIES, EngineLoad, decode_costs, prefill_costs
 from .headers import Headers
+from .load import Sent, Snapshot, decode_load, prefill_load
+from .prompts import Prompt
+from .registry import MAX_ENGINES, Engine, Engines, Role
+from .retry import DECODE_BLAMED, PREFILL_BLAMED, Kind
+from .seats import Seats
 
 log = logging.getLogger(__name__)
 
-# vLLM's server closes a connection that was idle for 5 s. Ours are dropped well before that, so a request is
-# not sent into a connection that is just being closed.
-_KEEPALIVE_SECONDS = 2.0
-
-
-class Role(enum.Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-
 
 class EngineError(Exception):
-    """An engine that could not be reached, broke off or stayed silent. The message names no address."""
+    """An engine that could not be reached, broke off or stayed silent, or none that may be asked. The message names no
+    address."""
 
-    def __init__(self, role: Role, url: str, cause: httpx.HTTPError) -> None:
+    def __init__(self, kind: Kind, url: str, reason: str) -> None:
+        self.kind = kind
         self.url = url
-        silent = isinstance(cause, httpx.TimeoutException) and not isinstance(cause, httpx.ConnectTimeout)
-        self.status = HTTPStatus.GATEWAY_TIMEOUT if silent else HTTPStatus.BAD_GATEWAY
-        super().__init__(f"{role.value} engine: {describe(cause)}")
+        self.status = _STATUS.get(kind, HTTPStatus.BAD_GATEWAY)
+        super().__init__(reason)
 
 
-class Balancer(Protocol):
-    """Decides which engine serves a request."""
+_STATUS = {
+    Kind.TIMEOUT: HTTPStatus.GATEWAY_TIMEOUT,
+    Kind.NO_ENGINE: HTTPStatus.SERVICE_UNAVAILABLE,
+    Kind.FULL: HTTPStatus.TOO_MANY_REQUESTS,
+}
+_UNREACHABLE = (httpx.ConnectError, httpx.ConnectTimeout)
+# The mean length of prompts: of about so many, and before there is one.
+_MEAN_OF = 32
+_FIRST_MEAN = 512.0
 
-    def order(self) -> Sequence[str]:
-        """Engine URLs for the next request, best first; later ones are tried if earlier refuse to connect."""
 
+class Choice(NamedTuple):
+    """Who is asked for a prompt, best first."""
 
-class RoundRobin:
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._urls = tuple(urls)
-        self._next = 0
+    prompt: Prompt
+    tiers: tuple[tuple[str, ...], ...]
+    """An engine is asked, or waited for, only if none of the tiers before can be reached."""
 
-    def order(self) -> Sequence[str]:
-        first = self._next
-        self._next = (first + 1) % len(self._urls)
-        return self._urls[first:] + self._urls[:first]
+    @property
+    def first(self) -> str:
+        return next((url for tier in self.tiers for url in tier), "")
+
+    def then(self, urls: Sequence[str]) -> Choice:
+        return self._replace(tiers=(*self.tiers, tuple(urls)))
 
 
 class EnginePool:
     def __init__(
         self,
-        role: Role,
-        urls: Sequence[str],
+        engines: Engines,
+        strategy: str,
+        seats: Seats,
         *,
         max_connections: int,
         connect_timeout: float,
         read_timeout: float,
+        fresh_for: float,
     ) -> None:
-        self.role = role
-        self.urls = tuple(urls)
-        self._balancer: Balancer = RoundRobin(self.urls)
-        self._client = httpx.AsyncClient(
+        """`strategy`: of `balance.STRATEGIES`. `fresh_for`: seconds that what an engine said of its load counts."""
+        self.engines = engines
+        self.role = engines.role
+        prefills = self.role is Role.PREFILL
+        self._load = prefill_load if prefills else decode_load
+        self._blamed = PREFILL_BLAMED if prefills else DECODE_BLAMED
+        self._strategy = STRATEGIES[strategy](prefill_costs if prefills else decode_costs)
+        self.seats = seats
+        engines.on_gone = self._strategy.forget
+        engines.on_open = seats.call
+        self._fresh_for = fresh_for
+        self._mean_tokens = _FIRST_MEAN
+        # Engines are reached directly, whatever HTTP_PROXY or ~/.netrc say.
+        self._transport = httpx.AsyncHTTPTransport(
             limits=httpx.Limits(
-                max_connections=max_connections,
+                max_connections=max_connections + MAX_ENGINES,  # one for each engine's health probe
                 max_keepalive_connections=max_connections,
-                keepalive_expiry=_KEEPALIVE_SECONDS,
+                keepalive_expiry=IDLE_CONNECTION_S,
             ),
+            trust_env=False,
+        )
+        self._client = httpx.AsyncClient(
+            transport=self._transport,
             timeout=httpx.Timeout(read_timeout, connect=connect_timeout, pool=connect_timeout),
             # A client that did not ask for compression must not get it.
             headers={"Accept-Encoding": "identity"},
-            # Engines are reached directly, whatever HTTP_PROXY or ~/.netrc say.
             trust_env=False,
         )
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of the engines that may be asked now."""
+        return self.engines.urls
+
+    def order(self, prompt: Prompt, avoid: Collection[str] = ()) -> Choice:
+        """Of all engines but those in `avoid`; those that do not look healthy are a tier of their own, the last."""
+        now = time.monotonic()
+        engines = {engine.url: engine for engine in self.engines if engine.open and engine.url not in avoid}
+        ranked = self._strategy.order(prompt, [self.load(engine, now) for engine in engines.values()])
+        doubtful = tuple(url for url in ranked if engines[url].doubtful(now))
+        return Choice(prompt, (tuple(url for url in ranked if url not in doubtful), doubtful))
+
+    def load(self, engine: Engine, now: float) -> EngineLoad:
+        return self._load(engine.url, engine.sent, engine.seen(now, self._fresh_for), self._mean_tokens)
+
+    def reported(self, engine: Engine, now: float) -> Snapshot | None:
+        """What the engine itself said of its load, unless that is too old to count."""
+        seen = engine.seen(now, self._fresh_for)
+        return None if seen is None else seen.snapshot
+
+    def judge(self, url: str, kind: Kind | None) -> None:
+        """A request to an engine ended: how it failed, or None."""
+        engine = self.engines.get(url)
+        if engine is not None and (kind is None or kind in self._blamed):
+            engine.served(kind is None, time.monotonic())
+
     @asynccontextmanager
     async def open(
-        self, method: str, path: str, *, headers: Headers, content: bytes = b"", request_id: str
+        self,
+        choice: Choice,
+        method: str,
+        path: str,
+        *,
+        headers: Headers,
+        content: bytes = b"",
+        request_id: str,
+        asked: list[str],
     ) -> AsyncIterator[httpx.Response]:
         """Sends the request; yields the response as soon as its headers are there, its body still unread.
 
-        An engine that cannot be connected to is replaced by the next one. Once anything may have been sent
-        there is no second try: the engine may be working on it. Raises EngineError, also for what goes wrong
-        while the body is read inside the `async with`.
+        An engine of `choice` that cannot be connected to is replaced by the next; after all of them, each where that
+        took too long is tried once more. Once anything may have been sent there is no second try here: the engine may
+        be working on it. `asked` gets the URL of each engine as its
+        turn comes. Raises EngineError, also for what goes wrong while the body is read inside the `async with`.
         """
-        url, response = await self._send(method, path, headers, content, request_id)
-        try:
-            yield response
-        except httpx.HTTPError as error:
-            raise EngineError(self.role, url, error) from error
-        finally:
-            await response.aclose()
+        with ExitStack() as held:
+            response = await self._send(choice, method, path, headers, content, request_id, asked, held)
+            try:
+                yield response
+            except httpx.HTTPError as error:
+                raise self._error(asked[-1], error) from error
+            finally:
+                await response.aclose()
 
     async def _send(
-        self, method: str, path: str, headers: Headers, content: bytes, request_id: str
-    ) -> tuple[str, httpx.Response]:
-        *alternatives, last = self._balancer.order()
-        for url in alternatives:
-            try:
-                return url, await self._send_to(url, method, path, headers, content)
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                log.warning(
-                    "request %s: no connection to %s engine %s (%s): trying another one",
-                    request_id,
-                    self.role.value,
-                    url,
-                    describe(error),
-                )
-            except httpx.HTTPError as error:
-                raise EngineError(self.role, url, error) from error
-        try:
-            return last, await self._send_to(last, method, path, headers, content)
-        except httpx.HTTPError as error:
-            raise EngineError(self.role, last, error) from error
+        self,
+        choice: Choice,
+        method: str,
+        path: str,
+        headers: Headers,
+        content: bytes,
+        request_id: str,
+        asked: list[str],
+        held: ExitStack,
+    ) -> httpx.Response:
+        """`held` is closed when the engine has answered: until then it counts as loaded."""
+        failure = EngineError(Kind.NO_ENGINE, "", f"there is no {self.role.value} engine to ask")
+        tried: set[str] = set()
+        # A timeout may also say that this process, or the whole machine, stood still.
+        late: set[str] = set()
+        while (engine := await self._place(choice, tried) or await self._place(choice, tried - late)) is not None:
+            url = engine.url
+            late.discard(url)
+            first_time = url not in tried
+            tried.add(url)
+            with ExitStack() as place:
+                place.enter_context(self.seats.held(engine))
+                if failure.url:
+                    self.judge(failure.url, failure.kind)  # the caller judges the last one
+                asked.append(url)
+                place.enter_context(engine.serving(self._count(choice.prompt, url)))
+                try:
+                    response = await self._send_to(url, method, path, headers, content)
+                except _UNREACHABLE as error:
+                    if first_time and isinstance(error, httpx.ConnectTimeout):
+                        late.add(url)
+                    failure = self._error(url, error)
+                    log.warning(
+                        "request %s: no connection to %s engine %s (%s): trying the next one, if there is any",
+                        request_id,
+                        self.role.value,
+                        url,
+                        describe(error),
+                    )
+                    continue
+                except httpx.HTTPError as error:
+                    raise self._error(url, error) from error
+                held.push(place.pop_all())
+                return response
+        raise failure
+
+    async def _place(self, choice: Choice, tried: Collection[str]) -> Engine | None:
+        """A place at the next engine to ask, for `Seats.held`; None: all were tried. Raises EngineError when all are
+        full."""
+        for tier in choice.tiers:
+            known = (self.engines.get(url) for url in tier if url not in tried)
+            left = [engine for engine in known if engine is not None and engine.open]
+            if left:
+                engine = await self.seats.take(left)
+                if engine is None:
+                    raise EngineError(Kind.FULL, "", f"all {self.role.value} engines are busy: retry later")
+                return engine
+        return None
+
+    def _count(self, prompt: Prompt, url: str) -> Sent:
+        """What is sent with a prompt."""
+        if prompt.sequences:
+            self._mean_tokens += (prompt.tokens - self._mean_tokens) / _MEAN_OF
+        return Sent(prompt.sequences, self._strategy.sent(prompt, url))
+
+    def _error(self, url: str, cause: httpx.HTTPError) -> EngineError:
+        if isinstance(cause, _UNREACHABLE):
+            kind = Kind.UNREACHABLE
+        else:
+            kind = Kind.TIMEOUT if isinstance(cause, httpx.TimeoutException) else Kind.LOST
+        return EngineError(kind, url, f"{self.role.value} engine: {describe(cause)}")
 
     async def _send_to(self, url: str, method: str, path: str, headers: Headers, content: bytes) -> httpx.Response:
         request = self._client.build_request(method, url + path, headers=headers, content=content)
@@ -131,6 +243,22 @@ class EnginePool:
         except httpx.HTTPError as error:
             return describe(error)
         return "ok" if response.is_success else f"HTTP {response.status_code}"
+
+    async def is_silent(self, url: str, timeout: float) -> bool:
+        """Whether an engine neither answers a health probe nor refuses to: one that breaks off shows it elsewhere."""
+        try:
+            await self._client.get(f"{url}/health", timeout=timeout)
+        except httpx.TimeoutException as error:
+            return not isinstance(error, httpx.PoolTimeout)
+        except httpx.HTTPError:
+            return False
+        return False
+
+    async def drop_expired(self) -> None:
+        """Until cancelled, closes connections that nobody has used for a while."""
+        while True:
+            await anyio.sleep(IDLE_CONNECTION_S)
+            await close_expired(self._transport)
 
     async def aclose(self) -> None:
         await self._client.aclose()

@@ -19,8 +19,12 @@ class RequestRefused(Exception):
         self.param = param
 
     def response(self) -> JSONResponse:
-        headers = {"Retry-After": "1"} if self.status is HTTPStatus.TOO_MANY_REQUESTS else None
-        return error_response(self.status, self.message, param=self.param, headers=headers)
+        return error_response(self.status, self.message, param=self.param)
+
+
+def excerpt(body: bytes) -> str:
+    """Of an engine's answer, for a reason."""
+    return body[:500].decode(errors="replace")
 
 
 def error_response(
@@ -30,7 +34,10 @@ def error_response(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """`{"error": {...}}` as OpenAI clients expect it; `type` is vLLM's, e.g. `BadRequestError` for 400."""
+    """`{"error": {...}}` as OpenAI clients expect it; `type` is vLLM's, e.g. `BadRequestError` for 400.
+    429 says when to come back."""
     name = status.phrase.replace(" ", "").replace("-", "").removesuffix("Error")
+    if status is HTTPStatus.TOO_MANY_REQUESTS:
+        headers = {"Retry-After": "1", **(headers or {})}
     error = {"message": message, "type": f"{name}Error", "param": param, "code": status.value}
     return JSONResponse({"error": error}, status_code=status.value, headers=headers)

@@ -3,40 +3,167 @@
 
 from __future__ import annotations
 
-import re
+import enum
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
+from typing import NamedTuple
 
 import anyio
 from starlette.responses import Response
 
-from .bodies import ClientRequest, Endpoint
+from .bodies import ClientRequest
+from .endpoints import prompt_number, uuid_in
 from .errors import RequestRefused, error_response
 from .headers import Headers
+from .retry import Failure, Kind
+from .tracing import REQUEST_ID, Span
 
-_UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-# vLLM names an engine request after X-Request-Id: a completion's carry the index of their prompt.
-_COMPLETION_ID = re.compile(f"cmpl-({_UUID})-([0-9]{{1,6}})")
-_CHAT_ID = re.compile(f"chatcmpl-({_UUID})")
+
+class Phase(enum.Enum):
+    """Where a client's request is."""
+
+    ARRIVING = "arriving"
+    """Its body is not here yet."""
+    QUEUED = "queued"
+    """It waits for a place at a decode engine."""
+    DECODE = "decode"
+    """A decode engine has it and has posted no ticket: not yet, or it needs no prefill."""
+    PREFILL = "prefill"
+    """A prefill engine computes a prompt of it, or the ticket waits for one."""
+    TRANSFER = "transfer"
+    """All that was asked for is prefilled; the rest of the KV, or the first token, is on its way."""
+    ANSWERING = "answering"
+    """The client has something of the answer: without a stream, that is all of it at once."""
+
+
+class PrefillTicket:
+    """A ticket of an attempt: who prefills it, and what became of that."""
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
+        """Of the ticket, as it was sent to a prefill engine last."""
+        self.engines: list[str] = []
+        """Prefill engines that were asked in this attempt; the last one has, or had, the prompt."""
+        self.post: anyio.CancelScope | None = None
+        """Decode's waiting for an answer."""
+        self.running: anyio.CancelScope | None = None
+        """The request to a prefill engine, while it is under way."""
+        self.cut: tuple[Kind, str] | None = None
+        """Why the running request was ended from here: its engine does not say what is wrong."""
+        self.answered = False
+        """Decode was told that prefill has run: it waits for the KV alone."""
+        self.given_up = False
+        """Decode waits for no further attempt."""
+        self.left = False
+        """Decode closed the connection it waited on."""
+        self.recomputes = False
+        """Decode computes the prompt itself if its KV does not come."""
+
+    @property
+    def engine(self) -> str:
+        return self.engines[-1] if self.engines else ""
+
+    def cut_short(self, kind: Kind, reason: str) -> None:
+        if self.running is not None and self.cut is None:
+            self.cut = (kind, reason)
+            self.running.cancel()
+
+
+class Attempt:
+    """A client's request at one decode engine. All its work there runs under `scope`."""
+
+    def __init__(self, request_id: str, last: bool, span: Span) -> None:
+        self.last = last
+        """No other will follow."""
+        self.request_id = request_id
+        self.span = span
+        self.scope = anyio.CancelScope()
+        self.prefill_headers: Headers = []
+        self.engines: list[str] = []
+        """Decode engines that were asked; the last one has the request."""
+        self.answering = False
+        """Something of the answer has gone to the client: from here on it, good or bad, is the decode engine's."""
+        self.tickets: dict[str, PrefillTicket] = {}
+        self.prefilled_at: float | None = None
+        """When a first prompt's prefill had succeeded, on `time.monotonic`'s clock."""
+        self.transfer_failed = anyio.Event()
+        self.transfer_failure: Failure | None = None
+        """The first reason why KV did not come: a decode engine that ends by it does not say so."""
+        self._prefills: set[anyio.CancelScope] = set()
+
+    @property
+    def engine(self) -> str:
+        return self.engines[-1] if self.engines else ""
+
+    @property
+    def phase(self) -> Phase:
+        if self.answering:
+            return Phase.ANSWERING
+        if not self.engines:
+            return Phase.QUEUED
+        if self._prefills:
+            return Phase.PREFILL
+        return Phase.DECODE if self.prefilled_at is None else Phase.TRANSFER
+
+    def ticket(self, ticket_id: str, attempt: int) -> PrefillTicket:
+        """Of a ticket that decode posts: for the first time, or again because it lost the connection. A prefill of
+        then is cancelled, and the next one is another attempt."""
+        if not ticket_id:
+            return PrefillTicket(attempt)
+        state = self.tickets.get(ticket_id)
+        if state is None:
+            state = self.tickets[ticket_id] = PrefillTicket(attempt)
+        else:
+            state.attempt += 1
+            if state.post is not None:
+                state.post.cancel()
+        return state
+
+    def note_transfer_failure(self, failure: Failure) -> None:
+        self.transfer_failure = self.transfer_failure or failure
+        self.transfer_failed.set()
+
+    @property
+    def may_begin_anew(self) -> bool:
+        """Whether the same request can be made again, and nobody has seen anything of this one."""
+        return not (self.answering or self.last)
+
+    def end(self) -> None:
+        """Gives the attempt up for its transfer's failure: another one may follow."""
+        assert self.transfer_failure is not None
+        self.scope.cancel()
+
+    @contextmanager
+    def prefill(self) -> Iterator[anyio.CancelScope]:
+        """A scope that is cancelled when the attempt is over."""
+        with anyio.CancelScope() as scope:
+            self._prefills.add(scope)
+            try:
+                yield scope
+            finally:
+                self._prefills.discard(scope)
+
+    def close(self) -> None:
+        for scope in self._prefills:
+            scope.cancel()
 
 
 class Exchange:
     """One client request. All its work runs under `scope`; `end` is the only way to cut it short."""
 
-    def __init__(self) -> None:
-        # Never the client's own id: tickets are matched by it, so it must be unique and not guessable.
-        self.request_id = str(uuid.uuid4())
+    def __init__(self, attempts: dict[str, tuple[Exchange, Attempt]], span: Span) -> None:
+        self.span = span
         self.request: ClientRequest | None = None
         """None until the body has arrived: no ticket can be meant for it before."""
-        self.prefill_headers: Headers = []
         self.scope = anyio.CancelScope()
-        self.answering = False
-        """The decode engine has begun to answer: from here on the answer, good or bad, is its own."""
         self.verdict: Response | None = None
         """What the client gets instead of the decode engine's answer."""
-        self._prefills: set[anyio.CancelScope] = set()
+        self.failed_prefill: set[str] = set()
+        """Prefill engines that failed for it, under whatever ticket."""
+        self._attempts = attempts
         self._ended = False
 
     def end(self, verdict: Response | None) -> None:
@@ -47,65 +174,85 @@ class Exchange:
             self.scope.cancel()
 
     @contextmanager
-    def prefill(self) -> Iterator[anyio.CancelScope]:
-        """A scope that is cancelled when the request is over."""
-        with anyio.CancelScope() as scope:
-            self._prefills.add(scope)
+    def attempt(self, last: bool) -> Iterator[Attempt]:
+        """Under an id of its own: tickets of those before match nothing any more, and their prefills are cancelled."""
+        # Never the client's own id: tickets are matched by it, so it must be unique and not guessable.
+        request_id = str(uuid.uuid4())
+        with self.span.child("decode", {REQUEST_ID: request_id}) as span:
+            attempt = Attempt(request_id, last, span)
+            self._attempts[request_id] = (self, attempt)
             try:
-                yield scope
+                yield attempt
             finally:
-                self._prefills.discard(scope)
+                del self._attempts[request_id]
+                attempt.close()
+                span.asked(attempt.engines)
 
     def close(self) -> None:
         self._ended = True
-        for scope in self._prefills:
-            scope.cancel()
+
+
+class Waiting(NamedTuple):
+    """Who waits for a ticket: number `prompt` of the request's."""
+
+    exchange: Exchange
+    attempt: Attempt
+    request: ClientRequest
+    prompt: int
+    is_sample: bool
+    """Decode asks for each of several samples under an id of its own."""
 
 
 class Exchanges:
     """At most `limit` exchanges at a time."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._open: dict[str, Exchange] = {}
+        self.limit = limit
+        self._open: set[Exchange] = set()
+        self._attempts: dict[str, tuple[Exchange, Attempt]] = {}
         self._closed = False
 
+    @property
+    def in_flight(self) -> int:
+        return len(self._open)
+
+    def phases(self) -> Mapping[Phase, int]:
+        """How many requests are where; all of them together are `in_flight`."""
+        counted = Counter(attempt.phase for _, attempt in self._attempts.values())
+        counted[Phase.ARRIVING] = len(self._open) - counted.total()
+        return {phase: counted[phase] for phase in Phase}
+
     @contextmanager
-    def open(self) -> Iterator[Exchange]:
+    def open(self, span: Span) -> Iterator[Exchange]:
         """Raises RequestRefused when the proxy is full (429) or shutting down (503)."""
         if self._closed:
             raise RequestRefused(HTTPStatus.SERVICE_UNAVAILABLE, "the proxy is shutting down")
-        if len(self._open) >= self._limit:
+        if len(self._open) >= self.limit:
             raise RequestRefused(
-                HTTPStatus.TOO_MANY_REQUESTS, f"the proxy already serves {self._limit} requests: retry later"
+                HTTPStatus.TOO_MANY_REQUESTS, f"the proxy already serves {self.limit} requests: retry later"
             )
-        exchange = Exchange()
-        self._open[exchange.request_id] = exchange
+        exchange = Exchange(self._attempts, span)
+        self._open.add(exchange)
         try:
             yield exchange
         finally:
-            del self._open[exchange.request_id]
+            self._open.discard(exchange)
             exchange.close()
 
-    def find(self, engine_request_id: str) -> tuple[Exchange, ClientRequest, int]:
-        """The exchange a ticket is for, its request, and the index of the ticket's prompt.
-
-        Raises LookupError when no request waits under that id.
-        """
-        if completion := _COMPLETION_ID.fullmatch(engine_request_id):
-            endpoint, request_id, index = Endpoint.COMPLETIONS, completion[1], int(completion[2])
-        elif chat := _CHAT_ID.fullmatch(engine_request_id):
-            endpoint, request_id, index = Endpoint.CHAT, chat[1], 0
-        else:
-            raise LookupError(engine_request_id)
-        exchange = self._open.get(request_id)
+    def find(self, engine_request_id: str) -> Waiting:
+        """Who waits for a ticket. Raises LookupError when no request does under that id."""
+        exchange, attempt = self._attempts.get(uuid_in(engine_request_id), (None, None))
         request = exchange.request if exchange else None
-        if exchange is None or request is None or request.endpoint is not endpoint or index >= len(request.prompts):
+        found = None if request is None else prompt_number(request.endpoint, engine_request_id)
+        if exchange is None or attempt is None or request is None or found is None:
             raise LookupError(engine_request_id)
-        return exchange, request, index
+        index, is_sample = found
+        if index >= len(request.prompts):
+            raise LookupError(engine_request_id)
+        return Waiting(exchange, attempt, request, index, is_sample)
 
     def shut_down(self) -> None:
         """Ends every exchange and refuses new ones."""
         self._closed = True
-        for exchange in self._open.values():
+        for exchange in self._open:
             exchange.end(error_response(HTTPStatus.SERVICE_UNAVAILABLE, "the proxy is shutting down"))

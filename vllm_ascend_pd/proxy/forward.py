@@ -4,22 +4,39 @@
 from __future__ import annotations
 
 import logging
+import time
 from http import HTTPStatus
 
 import anyio
+import httpx
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .bodies import Endpoint, decode_body, parse_client_request
-from .engines import EngineError, EnginePool
-from .errors import RequestRefused, error_response
-from .exchange import Exchange, Exchanges
-from .headers import decode_request_headers, prefill_request_headers
+from .bodies import check_other_request, decode_body, parse_client_request
+from .counts import Counts
+from .endpoints import Endpoint, error_event
+from .engines import Choice, EngineError, EnginePool
+from .errors import RequestRefused, error_response, excerpt
+from .events import Events, Opening, error_of, names_no_reason, opening, split_errors
+from .exchange import Attempt, Exchange, Exchanges
+from .headers import client_response_headers, decode_request_headers, prefill_request_headers
+from .metrics import Metrics
+from .prompts import NO_PROMPT, prompts_of
+from .registry import Role
 from .reply import Reply
+from .retry import DECODE_AGAIN, Failure, Kind, engines_to_avoid, last_resorts
 from .settings import ProxySettings
 from .streams import TooLarge, read_all, when_disconnected
+from .tracing import Span, Tracing
 
 log = logging.getLogger(__name__)
+
+# A stream's first events are held back until they say something; longer ones say something.
+_MAX_HELD_BYTES = 64 * 1024
+_MAX_ERROR_BYTES = 1024 * 1024
+# Decode says why a transfer failed in a message of its own, which may come after its answer.
+_REASON_SECONDS = 5.0
 
 
 class Forward:
@@ -37,34 +54,45 @@ class Forward:
         settings: ProxySettings,
         exchanges: Exchanges,
         decode: EnginePool,
+        counts: Counts,
+        metrics: Metrics,
+        tracing: Tracing,
     ) -> None:
         self._path = path
         self._endpoint = endpoint
-        """None: a request without body, which needs no prefill."""
+        """None: a request that decode answers alone, without prefill."""
         self._settings = settings
         self._exchanges = exchanges
         self._decode = decode
+        self._counts = counts
+        self._metrics = metrics
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         reply = Reply(send, request_id=request.headers.get("x-request-id"), timeout=self._settings.read_timeout)
+        traced = self._tracing.request(request.method, self._path, request.headers.raw, reply)
+        with self._metrics.request(self._path, reply), traced as span:
+            await self._exchange(request, reply, scope, receive, span)
+
+    async def _exchange(self, request: Request, reply: Reply, scope: Scope, receive: Receive, span: Span) -> None:
         try:
-            with self._exchanges.open() as exchange:
-                reply.request_id = reply.request_id or exchange.request_id
+            with self._exchanges.open(span) as exchange:
                 with exchange.scope:
                     await self._serve(exchange, request, reply)
                 if exchange.verdict is None or reply.finished:
                     return
                 if reply.started:
-                    await reply.break_off(bytes(exchange.verdict.body))
+                    await reply.break_off(error_event(self._path, bytes(exchange.verdict.body)))
                 else:
                     await exchange.verdict(scope, receive, reply.send)
         except RequestRefused as refused:
+            self._metrics.refused(refused.status)
             await refused.response()(scope, receive, reply.send)
 
     async def _serve(self, exchange: Exchange, request: Request, reply: Reply) -> None:
         try:
-            content = b"" if self._endpoint is None else await self._prepare(self._endpoint, exchange, request)
+            content = await self._prepare(exchange, request)
         except ClientDisconnect:
             return
         except RequestRefused as refused:
@@ -74,16 +102,19 @@ class Forward:
         def client_left() -> None:
             if reply.finished:
                 return
-            log.info("request %s: the client left: stopping its engines", exchange.request_id)
+            log.info("request %s: the client left: stopping its engines", reply.request_id)
             exchange.end(None)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(when_disconnected, request.receive, client_left)
-            await self._relay(exchange, request, content, reply)
+            await self._answer(exchange, request, content, reply)
             tasks.cancel_scope.cancel()
 
-    async def _prepare(self, endpoint: Endpoint, exchange: Exchange, request: Request) -> bytes:
-        """The body for the decode engine. Once it is sent, tickets for this request are expected."""
+    async def _prepare(self, exchange: Exchange, request: Request) -> bytes:
+        """Reads the body. One that has prompts to be prefilled becomes the exchange's request; any other is returned,
+        to be sent as it is."""
+        if request.method == "GET":
+            return b""
         limit = self._settings.max_body_bytes
         try:
             with anyio.fail_after(self._settings.read_timeout):
@@ -94,33 +125,173 @@ class Forward:
             ) from None
         except TimeoutError:
             raise RequestRefused(HTTPStatus.REQUEST_TIMEOUT, "the request body did not arrive") from None
-        exchange.request = parse_client_request(endpoint, body)
-        return decode_body(exchange.request, self._settings.metaserver_url)
+        if self._endpoint is None:
+            check_other_request(body)
+            return body
+        exchange.request = parse_client_request(self._endpoint, body)
+        return b""
 
-    async def _relay(self, exchange: Exchange, request: Request, content: bytes, reply: Reply) -> None:
-        headers = decode_request_headers(request.headers.raw, exchange.request_id)
-        exchange.prefill_headers = prefill_request_headers(headers)
+    async def _answer(self, exchange: Exchange, request: Request, content: bytes, reply: Reply) -> None:
+        """Asks one decode engine after the other, until the client has got something, or all that may be asked."""
+        pool = self._decode
+        clients_id = reply.request_id
+        failures: list[Failure] = []
+        prompt = NO_PROMPT if exchange.request is None else prompts_of(exchange.request)
+        choice = pool.order(prompt)
+        while True:
+            with exchange.attempt(last=len(failures) + 1 >= self._settings.decode_attempts) as attempt:
+                reply.request_id = clients_id or attempt.request_id
+                failure = await self._attempt(exchange, attempt, choice, request, content, reply)
+                if failure is not None:
+                    attempt.span.failed(failure)
+            if failure is None:
+                return
+            self._counts.failed(Role.DECODE, failure, attempt.request_id)
+            pool.judge(failure.url, failure.kind)
+            failures.append(failure)
+            avoid = engines_to_avoid(pool.urls, failures, self._settings.decode_attempts, DECODE_AGAIN)
+            if reply.started or avoid is None:
+                log.warning(
+                    "request %s: decode at %s failed: %s: the client gets %d",
+                    attempt.request_id,
+                    failure.url,
+                    failure.reason,
+                    failure.answer.status_code,
+                )
+                exchange.span.failed(failure)
+                exchange.end(failure.answer)
+                return
+            choice = pool.order(prompt, avoid).then(last_resorts(failures, avoid, DECODE_AGAIN))
+            self._counts.retried(Role.DECODE)
+            exchange.span.retried(failure, choice.first)
+            log.warning(
+                "request %s: decode at %s failed: %s: attempt %d, under another id, goes to %s",
+                attempt.request_id,
+                failure.url,
+                failure.reason,
+                len(failures) + 1,
+                choice.first,
+            )
+
+    async def _attempt(
+        self,
+        exchange: Exchange,
+        attempt: Attempt,
+        choice: Choice,
+        request: Request,
+        content: bytes,
+        reply: Reply,
+    ) -> Failure | None:
+        headers = attempt.span.onto(decode_request_headers(request.headers.raw, attempt.request_id))
+        attempt.prefill_headers = prefill_request_headers(headers)
+        failure: Failure | None = None
+        if exchange.request is not None:
+            content = decode_body(exchange.request, self._settings.metaserver_url, attempt.request_id)
+        with attempt.scope:
+            try:
+                async with self._decode.open(
+                    choice,
+                    request.method,
+                    self._path,
+                    headers=headers,
+                    content=content,
+                    request_id=attempt.request_id,
+                    asked=attempt.engines,
+                ) as answer:
+                    failure = await self._relay(attempt, answer, reply)
+                    if failure is None:
+                        self._decode.judge(attempt.engine, None)
+            except EngineError as error:
+                failure = Failure(error.kind, str(error), error.url, error_response(error.status, str(error)))
+            except TimeoutError:
+                log.warning("request %s: the client stopped reading: giving it up", attempt.request_id)
+                exchange.end(None)
+        # Cancelled for its transfer's failure, or whatever else came of that first.
+        return attempt.transfer_failure if attempt.scope.cancelled_caught else failure
+
+    async def _relay(self, attempt: Attempt, answer: httpx.Response, reply: Reply) -> Failure | None:
+        """Passes the answer on, unless it is a failure before anything was sent."""
+        if answer.status_code >= 500:
+            return await self._server_error(attempt, answer)
+        chunks = answer.aiter_raw()
+        is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
+        if not is_stream or "content-encoding" in answer.headers:
+            # An answer's headers may come long before its body: hold them back, so that a failed prefill can still
+            # be answered with its status.
+            first = await anext(chunks, b"")
+            await self._begin(attempt, answer, reply, first)
+            async for chunk in chunks:
+                await reply.write(chunk)
+            await reply.finish()
+            return None
+
+        events = Events(_MAX_HELD_BYTES)
+        held = b""
+        async for chunk in chunks:
+            held += events.feed(chunk)
+            says = opening(held)
+            if says is Opening.FAILED:
+                return await self._error_event(attempt, held)
+            if says is Opening.CONTENT or len(held) > _MAX_HELD_BYTES:
+                break
+        await self._begin(attempt, answer, reply, b"")
+        if attempt.prefilled_at is not None:
+            self._metrics.first_token_after_prefill(time.monotonic() - attempt.prefilled_at)
+        await self._write_events(attempt, reply, held)
+        async for chunk in chunks:
+            await self._write_events(attempt, reply, events.feed(chunk))
+        await self._write_events(attempt, reply, events.rest())
+        await reply.finish()
+        return None
+
+    async def _begin(self, attempt: Attempt, answer: httpx.Response, reply: Reply, first: bytes) -> None:
+        attempt.answering = True
+        await reply.start(answer)
+        await reply.write(first)
+
+    async def _write_events(self, attempt: Attempt, reply: Reply, events: bytes) -> None:
+        """A stream that ends by a failed transfer says so without the reason: puts it in."""
+        for part, status in split_errors(events):
+            failure = await self._transfer_failure(attempt) if status >= 500 else None
+            await reply.write(part if failure is None else error_event(self._path, bytes(failure.answer.body)))
+
+    async def _server_error(self, attempt: Attempt, answer: httpx.Response) -> Failure:
         try:
-            async with self._decode.open(
-                request.method,
-                self._path,
-                headers=headers,
-                content=content,
-                request_id=exchange.request_id,
-            ) as answer:
-                chunks = answer.aiter_raw()
-                # A stream's headers come at once, long before its prompt is prefilled: hold them back, so
-                # that a failed prefill can still be answered with its status.
-                first = await anext(chunks, b"")
-                exchange.answering = True
-                await reply.start(answer)
-                await reply.write(first)
-                async for chunk in chunks:
-                    await reply.write(chunk)
-                await reply.finish()
-        except EngineError as error:
-            log.warning("request %s: %s (%s): the client gets %d", exchange.request_id, error, error.url, error.status)
-            exchange.end(error_response(error.status, str(error)))
-        except TimeoutError:
-            log.warning("request %s: the client stopped reading: giving it up", exchange.request_id)
-            exchange.end(None)
+            body = await read_all(answer.aiter_raw(), _MAX_ERROR_BYTES)
+        except TooLarge:
+            body = b""
+        response = Response(body, status_code=answer.status_code)
+        response.raw_headers = client_response_headers(answer.headers.raw)
+        what = f"HTTP {answer.status_code}"
+        return await self._failed(attempt, body, response, f"{what}: {excerpt(body)}", what)
+
+    async def _error_event(self, attempt: Attempt, events: bytes) -> Failure:
+        status, body = error_of(events)
+        response = Response(body, status_code=status, media_type="application/json")
+        return await self._failed(attempt, body, response, excerpt(body), f"an error, {status}, as the first event")
+
+    async def _failed(self, attempt: Attempt, body: bytes, response: Response, reason: str, unquoted: str) -> Failure:
+        """Decode answered with an error, `body`; `response` and `reason` count if nothing better is known."""
+        known = await self._transfer_failure(attempt) or self._guess(attempt, response.status_code, body)
+        return known or Failure(Kind.ERROR, reason, attempt.engine, response, unquoted)
+
+    def _guess(self, attempt: Attempt, status: int, body: bytes) -> Failure | None:
+        """For an error that names no reason, when decode could not tell it either: what is to be seen from here."""
+        if self._endpoint is None or not names_no_reason(body):
+            return None
+        if not attempt.tickets:
+            reason = "it failed before any ticket for its KV came here: can it reach the metaserver?"
+        elif any(ticket.left for ticket in attempt.tickets.values()):
+            reason = "it gave up waiting for prefill"
+        else:
+            return None
+        return Failure(
+            Kind.ERROR, reason, attempt.engine, error_response(HTTPStatus(status), f"decode engine: {reason}")
+        )
+
+    async def _transfer_failure(self, attempt: Attempt) -> Failure | None:
+        """Why KV did not come, if it did not, for an answer that is an error: waits a moment for decode to say so."""
+        if attempt.tickets:
+            with anyio.move_on_after(_REASON_SECONDS):
+                await attempt.transfer_failed.wait()
+        return attempt.transfer_failure

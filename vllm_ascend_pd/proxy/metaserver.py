@@ -1,36 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metaserver: a decode engine posts a ticket (which blocks wait for KV, and where), and gets its answer
-once a prefill engine has run the prompt, or has failed to."""
+once a prefill engine has run the prompt, or none could. What decode notices of a transfer it says here too."""
 
 from __future__ import annotations
 
 import logging
+import time
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import TypeVar
 
 import anyio
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from .bodies import ClientRequest, prefill_body
-from .engines import EngineError, EnginePool
-from .errors import error_response
-from .exchange import Exchange, Exchanges
+from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, RECOMPUTES_HEADER, TransferFailure
+from vllm_ascend_pd.core.text import UNREADABLE, one_line
+
+from .bearer import BearerToken
+from .bodies import prefill_body
+from .counts import Counts
+from .engines import Choice, EngineError, EnginePool
+from .errors import error_response, excerpt
+from .exchange import Attempt, Exchanges, PrefillTicket, Waiting
+from .metrics import Metrics
+from .prompts import prompt_of
+from .registry import Role
+from .retry import FINAL, PREFILL_AGAIN, Failure, Kind, engines_to_avoid, summary, without
 from .settings import MIB, ProxySettings
 from .streams import TooLarge, read_all, when_disconnected
+from .tickets import NotRepeatableError, Sign, Ticket, of_attempt
+from .tracing import ATTEMPT, PROMPT, REQUEST_ID, Attributes, Span
 
 log = logging.getLogger(__name__)
 
 # P answers with one token; more than this is no completion.
 _MAX_PREFILL_ANSWER_BYTES = 8 * MIB
+_MAX_FAILURE_BYTES = 64 * 1024
+_PROBE_EVERY_SECONDS = 1.0
 
-
-class Ticket(msgspec.Struct, frozen=True):
-    """The part of a ticket that the proxy reads. The rest is between D and P."""
-
-    request_id: str
-    remote_engine_id: str
+_T = TypeVar("_T")
 
 
 class _TransferResult(msgspec.Struct, frozen=True):
@@ -41,108 +50,299 @@ class _PrefillAnswer(msgspec.Struct, frozen=True):
     kv_transfer_params: _TransferResult | None = None
 
 
-class PrefillFailure(NamedTuple):
-    reason: str
-    answer: Response
-    """What the client gets, should its request end by this."""
+class _Refused(Exception):
+    """What is wrong with a post, as its answer."""
 
-    @classmethod
-    def because(cls, reason: str) -> PrefillFailure:
-        return cls(reason, error_response(HTTPStatus.BAD_GATEWAY, f"prefill failed: {reason}"))
+    def __init__(self, status: HTTPStatus, reason: str) -> None:
+        self.answer = _error(status, reason)
 
 
 class Metaserver:
-    def __init__(self, settings: ProxySettings, exchanges: Exchanges, prefill: EnginePool) -> None:
+    def __init__(
+        self,
+        settings: ProxySettings,
+        exchanges: Exchanges,
+        prefill: EnginePool,
+        counts: Counts,
+        metrics: Metrics,
+        sign: Sign | None = None,
+    ) -> None:
+        """`sign`: for other attempts of signed tickets."""
         self._settings = settings
         self._exchanges = exchanges
         self._prefill = prefill
+        self._counts = counts
+        self._metrics = metrics
+        self._sign = sign
+        token = settings.metaserver_token()
+        self._token = None if token is None else BearerToken(token)
+        self._running: set[PrefillTicket] = set()
 
     async def post_ticket(self, request: Request) -> Response:
-        """200 once P has run the prompt; 400 for what is no ticket; 404 when no request waits for it; 410 when
-        that request ended meanwhile; 502 when the prefill failed. Errors are `{"error": reason}`."""
-        limit = self._settings.max_ticket_bytes
+        """200 once P has run the prompt; 400 for what is no ticket; 401 without the token; 404 when no request waits
+        for it; 410 when that request ended meanwhile; 502 when the prefill failed. Errors are `{"error": reason}`."""
         try:
-            with anyio.fail_after(self._settings.read_timeout):
-                body = await read_all(request.stream(), limit)
-            ticket = msgspec.json.decode(body, type=Ticket)
-        except TooLarge:
-            return _error(HTTPStatus.BAD_REQUEST, f"the ticket exceeds {limit} bytes")
-        except (TimeoutError, ClientDisconnect):
-            return _error(HTTPStatus.BAD_REQUEST, "the ticket did not arrive")
-        except msgspec.DecodeError as error:
-            return _error(HTTPStatus.BAD_REQUEST, f"not a ticket: {error}")
-        try:
-            exchange, client_request, index = self._exchanges.find(ticket.request_id)
-        except LookupError:
-            return _error(HTTPStatus.NOT_FOUND, "no request waits under this request_id")
+            body, ticket = await self._read(request, self._settings.max_ticket_bytes, Ticket, "ticket")
+            waiting = self._find(ticket.request_id)
+        except _Refused as refused:
+            return refused.answer
+        attempt, index = waiting.attempt, waiting.prompt
+        if not ticket.ticket_id and (index or waiting.is_sample):
+            return _refuse_unmatched(attempt)
+        state = attempt.ticket(ticket.ticket_id, ticket.attempt)
+        state.recomputes = request.headers.get(RECOMPUTES_HEADER) == "1"
 
-        failure: PrefillFailure | None = None
-        with exchange.prefill() as scope:
+        failures: list[Failure] = []
+        with attempt.prefill() as scope, self._metrics.ticket_waits():
+            state.post = scope
 
             def decode_left() -> None:
                 log.warning(
                     "request %s, prompt %d: decode engine %s gave its ticket up: cancelling the prefill",
-                    exchange.request_id,
+                    attempt.request_id,
                     index,
                     ticket.remote_engine_id,
                 )
+                state.left = True
                 scope.cancel()
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(when_disconnected, request.receive, decode_left)
-                failure = await self._run(exchange, client_request, index, body)
+                failures = await self._serve(waiting, ticket, state, body)
                 tasks.cancel_scope.cancel()
-        if scope.cancelled_caught:
-            return _error(HTTPStatus.GONE, "the client's request has ended")
-        if failure is None:
+        if scope.cancelled_caught or attempt.scope.cancel_called:
+            return _error(HTTPStatus.GONE, "the client's request has ended, or was made anew")
+        if not failures:
+            state.answered = True
+            attempt.prefilled_at = attempt.prefilled_at or time.monotonic()
             return JSONResponse({"status": "ok"})
+        reason = summary(failures)
+        goes_on = attempt.answering or state.recomputes
         log.warning(
             "request %s, prompt %d, decode engine %s: prefill failed: %s: the decode engine is told%s",
-            exchange.request_id,
+            attempt.request_id,
             index,
             ticket.remote_engine_id,
-            failure.reason,
-            " and ends its own answer" if exchange.answering else ", the client gets the error",
+            reason,
+            " and goes on or ends its own answer" if goes_on else "",
         )
-        if not exchange.answering:
-            exchange.end(failure.answer)
-        return _error(HTTPStatus.BAD_GATEWAY, failure.reason)
+        answer, kind = bad_gateway(f"prefill failed: {reason}"), Kind.PREFILL
+        if failures[-1].kind in FINAL:
+            answer, kind = failures[-1].answer, failures[-1].kind
+        elif failures[-1].kind is Kind.NO_ENGINE:
+            answer = failures[-1].answer
+        unquoted = "; ".join(failure.for_all for failure in failures)
+        attempt.note_transfer_failure(Failure(kind, reason, attempt.engine, answer, unquoted))
+        if not goes_on:
+            attempt.end()
+        return _error(HTTPStatus.BAD_GATEWAY, reason)
 
-    async def _run(
-        self, exchange: Exchange, request: ClientRequest, index: int, ticket: bytes
-    ) -> PrefillFailure | None:
+    async def post_failure(self, request: Request) -> Response:
+        """Decode says that an attempt of a ticket failed: the prefill engine that serves it is let go, and another
+        asked, under a new request if that is still possible. 200, also for an attempt that is over; 400 and 404 as for
+        a ticket."""
+        try:
+            _, failed = await self._read(request, _MAX_FAILURE_BYTES, TransferFailure, "failure")
+            exchange, attempt, _, index, _ = self._find(failed.request_id)
+        except _Refused as refused:
+            return refused.answer
+        state = attempt.tickets.get(failed.ticket_id)
+        if state is None:
+            return _error(HTTPStatus.NOT_FOUND, "no such ticket was posted for this request_id")
+        if not failed.final and failed.attempt != state.attempt:
+            return JSONResponse({"status": "over"})
+        reason = one_line(failed.reason, MAX_REASON_CHARS)
+        anew = state.running is not None and attempt.may_begin_anew
+        logged_elsewhere = state.running is not None
+        # Once decode has its answer there is no other attempt under this ticket.
+        if failed.final or state.answered or anew:
+            state.given_up = True
+            exchange.failed_prefill.update(state.engines[-1:])
+            attempt.note_transfer_failure(_not_transferred(reason, attempt))
+            if anew or not (attempt.answering or state.recomputes):
+                attempt.end()
+                logged_elsewhere = True
+        if not logged_elsewhere:
+            log.warning(
+                "request %s, prompt %d: a transfer failed, says decode engine %s, which goes on without: %s",
+                attempt.request_id,
+                index,
+                attempt.engine,
+                reason,
+            )
+        state.cut_short(Kind.TRANSFER, f"decode noticed: {reason}")
+        return JSONResponse({"status": "ok"})
+
+    async def watch(self) -> None:
+        """Until cancelled, looks after engines that have something to prefill: one that was stopped keeps its
+        connections open."""
+        while True:
+            await anyio.sleep(_PROBE_EVERY_SECONDS)
+            async with anyio.create_task_group() as tasks:
+                for url in {state.engine for state in self._running if state.engine}:
+                    tasks.start_soon(self._probe, url)
+
+    async def _probe(self, url: str) -> None:
+        asked = [state for state in self._running if state.engine == url]
+        patience = self._settings.probe_timeout
+        if await self._prefill.is_silent(url, patience):
+            for state in asked:
+                if state in self._running and state.engine == url:
+                    state.cut_short(Kind.TIMEOUT, f"prefill engine: no answer to a health probe for {patience:g} s")
+
+    async def _read(self, request: Request, limit: int, kind: type[_T], name: str) -> tuple[bytes, _T]:
+        if self._token is not None and not self._token.is_in(request):
+            reason = "the bearer token is missing or another (metaserver_token_file)"
+            raise _Refused(HTTPStatus.UNAUTHORIZED, reason)
+        try:
+            with anyio.fail_after(self._settings.read_timeout):
+                body = await read_all(request.stream(), limit)
+            return body, msgspec.json.decode(body, type=kind)
+        except TooLarge:
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"the {name} exceeds {limit} bytes") from None
+        except (TimeoutError, ClientDisconnect):
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"the {name} did not arrive") from None
+        except UNREADABLE as error:
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"not a {name}: {error}") from None
+
+    def _find(self, engine_request_id: str) -> Waiting:
+        try:
+            return self._exchanges.find(engine_request_id)
+        except LookupError:
+            raise _Refused(HTTPStatus.NOT_FOUND, "no request waits under this request_id") from None
+
+    async def _serve(self, waiting: Waiting, ticket: Ticket, state: PrefillTicket, body: bytes) -> list[Failure]:
+        """Has one prefill engine after the other run the prompt. Returns why all failed, or nothing."""
+        exchange, attempt, request, index, _ = waiting
+        pool = self._prefill
+        prompt = prompt_of(request, index)
+        failures: list[Failure] = []
+        choice = pool.order(prompt, without(pool.urls, frozenset(), exchange.failed_prefill))
+        if state.attempt != ticket.attempt:  # posted again
+            try:
+                body = of_attempt(body, ticket, state.attempt, self._sign)
+            except NotRepeatableError as error:
+                return [_failed(Kind.TRANSFER, f"the ticket was posted again: {error}", "")]
+        while True:
+            failure = await self._run(waiting, state, choice, body)
+            pool.judge(state.engine, failure and failure.kind)
+            if failure is None:
+                return []
+            self._counts.failed(Role.PREFILL, failure, attempt.request_id)
+            failures.append(failure)
+            if failure.kind is not Kind.REFUSED:
+                exchange.failed_prefill.add(failure.url)
+            if failure.kind is Kind.TIMEOUT and attempt.may_begin_anew:
+                # Decode takes the next attempt's KV only when nobody of this one can write any more, and an engine
+                # that is silent may still: a new request does not wait for that.
+                attempt.note_transfer_failure(_not_transferred(failure.reason, attempt))
+                attempt.end()
+                return failures
+            avoid = engines_to_avoid(pool.urls, failures, self._settings.prefill_attempts, PREFILL_AGAIN)
+            if avoid is None or state.given_up:
+                return failures
+            try:
+                body = of_attempt(body, ticket, state.attempt + 1, self._sign)
+            except NotRepeatableError as error:
+                return [*failures[:-1], failure._replace(reason=f"{failure.reason} (no other attempt: {error})")]
+            state.attempt += 1
+            choice = pool.order(prompt, without(pool.urls, avoid, exchange.failed_prefill))
+            self._counts.retried(Role.PREFILL)
+            attempt.span.retried(failure, choice.first)
+            log.warning(
+                "request %s, prompt %d: prefill at %s failed: %s: attempt %d goes to %s",
+                attempt.request_id,
+                index,
+                failure.url,
+                failure.reason,
+                state.attempt,
+                choice.first,
+            )
+
+    async def _run(self, waiting: Waiting, state: PrefillTicket, choice: Choice, ticket: bytes) -> Failure | None:
+        """One attempt. Decode may cut it short."""
+        failure: Failure | None = None
+        state.cut = None
+        state.engines.clear()
+        self._running.add(state)
+        begun = time.monotonic()
+        about: Attributes = {REQUEST_ID: waiting.attempt.request_id, PROMPT: waiting.prompt, ATTEMPT: state.attempt}
+        with waiting.attempt.span.child("prefill", about) as span:
+            try:
+                with anyio.CancelScope() as state.running:
+                    failure = await self._ask(waiting, choice, ticket, state.engines, span)
+                state.running = None
+            finally:
+                self._running.discard(state)
+                span.asked(state.engines)
+            if state.cut is not None:
+                failure = _failed(*state.cut, state.engine)
+            if failure is not None:
+                span.failed(failure)
+        if failure is None:
+            self._metrics.prefilled(time.monotonic() - begun)
+        return failure
+
+    async def _ask(
+        self, waiting: Waiting, choice: Choice, ticket: bytes, asked: list[str], span: Span
+    ) -> Failure | None:
+        _, attempt, request, index, _ = waiting
         try:
             async with self._prefill.open(
+                choice,
                 "POST",
                 request.endpoint.value,
-                headers=exchange.prefill_headers,
-                content=prefill_body(request, index, ticket),
-                request_id=exchange.request_id,
+                headers=span.onto(attempt.prefill_headers),
+                content=prefill_body(request, index, ticket, attempt.request_id),
+                request_id=attempt.request_id,
+                asked=asked,
             ) as answer:
                 body = await read_all(answer.aiter_bytes(), _MAX_PREFILL_ANSWER_BYTES)
         except EngineError as error:
-            return PrefillFailure.because(str(error))
+            refusal = error_response(error.status, f"prefill failed: {error}")
+            return Failure(error.kind, str(error), error.url, refusal)
         except TooLarge:
-            return PrefillFailure.because(f"the prefill engine's answer exceeds {_MAX_PREFILL_ANSWER_BYTES} bytes")
-        return _judge(answer.status_code, answer.headers.get("content-type"), body)
+            reason = f"the prefill engine's answer exceeds {_MAX_PREFILL_ANSWER_BYTES} bytes"
+            return _failed(Kind.GARBAGE, reason, asked[-1])
+        return _judge(answer.status_code, answer.headers.get("content-type"), body, asked[-1])
 
 
-def _judge(status: int, content_type: str | None, body: bytes) -> PrefillFailure | None:
+def _refuse_unmatched(attempt: Attempt) -> Response:
+    """vllm-ascend's connector finds the request that KV is for by its id on P. P always has the id of one prompt and
+    one sample: decode would wait for all others for ever."""
+    reason = "the decode engines' connector takes one prompt and one sample (n) per request: send them one by one"
+    log.warning("request %s: %s", attempt.request_id, reason)
+    answer = error_response(HTTPStatus.BAD_REQUEST, reason)
+    attempt.note_transfer_failure(Failure(Kind.REFUSED, reason, attempt.engine, answer))
+    attempt.end()
+    return _error(HTTPStatus.BAD_REQUEST, reason)
+
+
+def _judge(status: int, content_type: str | None, body: bytes, url: str) -> Failure | None:
     """P refuses a bad request (4xx) in words meant for the client; a failed transfer comes with HTTP 200."""
     if 400 <= status < 500:
         reason = f"HTTP {status} from the prefill engine"
-        return PrefillFailure(reason, Response(body, status_code=status, media_type=content_type))
+        return Failure(Kind.REFUSED, reason, url, Response(body, status_code=status, media_type=content_type))
     if not 200 <= status < 300:
-        return PrefillFailure.because(f"HTTP {status} from the prefill engine: {_excerpt(body)}")
+        reason = f"HTTP {status} from the prefill engine"
+        return _failed(Kind.ERROR, f"{reason}: {excerpt(body)}", url)._replace(unquoted=reason)
     try:
         result = msgspec.json.decode(body, type=_PrefillAnswer).kv_transfer_params
-    except msgspec.DecodeError as error:
-        return PrefillFailure.because(f"the prefill engine's answer is no completion: {error}")
-    return PrefillFailure.because(result.error) if result is not None and result.error is not None else None
+    except UNREADABLE as error:
+        return _failed(Kind.GARBAGE, f"the prefill engine's answer is no completion: {error}", url)
+    return _failed(Kind.TRANSFER, result.error, url) if result is not None and result.error is not None else None
 
 
-def _excerpt(body: bytes) -> str:
-    return body[:500].decode(errors="replace")
+def _failed(kind: Kind, reason: str, url: str) -> Failure:
+    return Failure(kind, reason, url, bad_gateway(f"prefill failed: {reason}"))
+
+
+def _not_transferred(reason: str, attempt: Attempt) -> Failure:
+    return Failure(Kind.TRANSFER, reason, attempt.engine, bad_gateway(f"KV transfer failed: {reason}"))
+
+
+def bad_gateway(message: str) -> Response:
+    return error_response(HTTPStatus.BAD_GATEWAY, message)
 
 
 def _error(status: HTTPStatus, reason: str) -> JSONResponse:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import time
+
 import anyio
 import httpx
 from starlette.datastructures import MutableHeaders
@@ -21,6 +23,9 @@ class Reply:
         self.request_id = request_id
         self.started = False
         self.finished = False
+        self.status: int | None = None
+        self.first_event_at: float | None = None
+        """When a stream's first bytes went to the client, on `time.monotonic`'s clock."""
         self._send = send
         self._timeout = timeout
         self._is_event_stream = False
@@ -30,7 +35,7 @@ class Reply:
         if message["type"] == "http.response.start":
             if self.request_id is not None:
                 MutableHeaders(scope=message)["X-Request-Id"] = self.request_id
-            self.started = True
+            self.started, self.status = True, message["status"]
         # Before the send: the server takes a completed answer for a client that left.
         self.finished = message["type"] == "http.response.body" and not message.get("more_body", False)
         with anyio.fail_after(self._timeout):
@@ -48,15 +53,17 @@ class Reply:
         )
 
     async def write(self, chunk: bytes) -> None:
+        if chunk and self._is_event_stream and self.first_event_at is None:
+            self.first_event_at = time.monotonic()
         await self.send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def finish(self) -> None:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def break_off(self, error: bytes) -> None:
+    async def break_off(self, error_event: bytes) -> None:
         """Ends an answer that cannot be completed: a stream with an error event, as vLLM does. Any other body
         stays short of its announced length, so the server closes the connection and the client sees that."""
         if self._is_event_stream:
             with anyio.move_on_after(_BREAK_OFF_SECONDS):
-                await self.write(b"\n\ndata: " + error + b"\n\n")
+                await self.write(b"\n\n" + error_event)
                 await self.finish()

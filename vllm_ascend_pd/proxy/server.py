@@ -5,20 +5,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import resource
 import signal
 import socket
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import uvicorn
+from starlette.applications import Starlette
 
 from .app import create_app
+from .door import Door
 from .settings import ProxySettings
+from .tls import Tls
 
+_HANDSHAKE_SECONDS = 5.0
 # Requests end at once when the proxy stops; this bounds the wait for clients that do not read their ends.
 _GRACEFUL_SHUTDOWN_SECONDS = 3
-# A request holds four sockets: client, decode engine, its ticket, prefill engine.
-_SOCKETS_PER_REQUEST = 4
+# A request holds the client's socket, one to a decode engine and, for each of its prompts, a ticket's and one to a
+# prefill engine. So half of them come from outside.
+_SOCKETS_PER_REQUEST = 8
+# Files of our own, and connections that were accepted and not yet counted: at most the backlog.
+_BACKLOG = 512
+_SPARE_FILES = _BACKLOG + 256
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """uvicorn leaves the handshake asyncio's minute, and a connection is counted behind it."""
+
+    async def create_server(self, *args: Any, **options: Any) -> asyncio.Server:
+        if options.get("ssl") is not None:
+            options["ssl_handshake_timeout"] = _HANDSHAKE_SECONDS
+        return await super().create_server(*args, **options)
 
 
 class _Server(uvicorn.Server):
@@ -31,38 +50,68 @@ class _Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """Raises OSError. Port 0 takes a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
+    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    # For connections that are accepted: asyncio sets it only where a socket names its protocol, which these do not.
+    # Without it an answer's first token waits 40 ms for the client to acknowledge the headers.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
-def serve(settings: ProxySettings, listener: socket.socket) -> None:
-    """Blocks until SIGINT or SIGTERM; by then every client has its answer or an error."""
-    _raise_open_file_limit(settings.max_concurrent * _SOCKETS_PER_REQUEST + 256)
+def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.socket | None = None) -> None:
+    """Blocks until SIGINT or SIGTERM; by then every client has its answer or an error. `for_decode`: the metaserver's
+    own port."""
+    files = _raise_open_file_limit(settings.max_concurrent * _SOCKETS_PER_REQUEST + _SPARE_FILES)
     app = create_app(settings)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_SECONDS,
-        )
-    )
+    app.state.door = Door(max(1, (files - _SPARE_FILES) // 2))
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for each wrong request of a stranger's: counted
+    servers = [(_server(app, app.state.door, settings.tls, "on"), listener)]
+    if for_decode is not None:
+        servers.append((_server(app.state.metaserver, app.state.door, settings.metaserver_tls, "off"), for_decode))
 
     def stop() -> None:
         app.state.exchanges.shut_down()
-        server.should_exit = True
+        for server, _ in servers:
+            server.should_exit = True
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop)
-        await server.serve(sockets=[listener])
+        running = [asyncio.create_task(server.serve(sockets=[own])) for server, own in servers]
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        stop()  # one that could not start
+        await asyncio.gather(*running)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
-    asyncio.run(run())
+    with contextlib.closing(_Loop()) as loop:
+        loop.run_until_complete(run())
+        loop.run_until_complete(loop.shutdown_default_executor())
 
 
-def _raise_open_file_limit(wanted: int) -> None:
+def _server(app: Starlette, door: Door, tls: Tls | None, lifespan: Literal["on", "off"]) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            lifespan=lifespan,
+            http=door.protocol,
+            ws="none",
+            backlog=_BACKLOG,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_SECONDS,
+            **({} if tls is None else tls.uvicorn_options()),
+        )
+    )
+
+
+def _raise_open_file_limit(wanted: int) -> int:
+    """Returns how many files may be open, at most `wanted`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed

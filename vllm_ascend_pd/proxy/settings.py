@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 import msgspec
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.signing import Secret
+from vllm_ascend_pd.transport.secret_files import read_text_secret, read_ticket_secret
+
+from .addresses import check_engine_urls, is_http
+from .balance import DEFAULT_STRATEGY, STRATEGIES
+from .engines_file import read_engines
+from .registry import Role
+from .tls import Tls
+from .tracing import check_tracing
 
 MIB = 1024 * 1024
 
@@ -18,7 +25,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Raises ValueError, in words meant for the operator, when a value cannot work."""
 
     prefill: tuple[str, ...]
-    """Root URLs of the prefill engines, such as `http://10.0.0.1:8100`."""
+    """Root URLs of the prefill engines, such as `http://10.0.0.1:8100`, or `dns+http://NAME:PORT`."""
     decode: tuple[str, ...]
     """Root URLs of the decode engines."""
     metaserver_url: str
@@ -27,68 +34,140 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds to open a connection to an engine, or to wait for a free one."""
     read_timeout: float = 600.0
     """Seconds an engine, or a client that sends or reads, may stay silent."""
+    prefill_timeout: float | None = None
+    """The same for a prefill alone. None: as long. Shorter, it leaves time for another attempt."""
+    probe_timeout: float = 15.0
+    """Seconds without an answer to a health probe after which an engine's prefills are taken away from it."""
     health_timeout: float = 2.0
-    """Seconds an engine has to answer a health probe."""
+    """Seconds an engine has to answer a health check, one at `/health` included, or a question about its load."""
+    check_interval: float = 1.0
+    """Seconds between two checks of an engine: of its health and its load."""
+    eject_after: int = 3
+    """Failed health checks in a row after which an engine gets requests only if no other is left."""
+    return_after: int = 2
+    """Good ones in a row after which it does again."""
+    strategy: str = DEFAULT_STRATEGY
+    """Who gets a request: one of `balance.STRATEGIES`."""
+    prefill_attempts: int = 2
+    """Prefill engines that are asked for one ticket, until one serves it; 1: no retry."""
+    decode_attempts: int = 2
+    """Decode engines that are asked for one request, as long as nothing was sent to the client; 1: no retry."""
     max_concurrent: int = 1024
     """Client requests in flight; further ones are answered 429."""
+    max_per_prefill: int | None = None
+    """Prompts at a prefill engine at a time; None: any number."""
+    max_per_decode: int | None = None
+    """Requests at a decode engine at a time; None: any number."""
+    queue_per_engine: int = 64
+    """Requests that wait for a place, for each engine that could have one; further ones are answered 429."""
+    queue_timeout: float = 30.0
+    """Seconds they wait; then they are answered 429."""
     max_body_bytes: int = 64 * MIB
     """Largest client request: images travel inside it."""
     max_ticket_bytes: int = 8 * MIB
     """Largest ticket: its block ids take about 8 bytes per 128 tokens and cache group."""
+    ticket_secret_file: str | None = None
+    """The cluster's ticket secret: signs a ticket that is tried again under another attempt."""
+    metaserver_token_file: str | None = None
+    """The bearer token that decode engines must send with their tickets."""
+    admin_token_file: str | None = None
+    """The bearer token of the admin API and the status page. None: there is no admin API, and the page is open."""
+    engines_file: str | None = None
+    """A YAML file that lists more engines, read again when it changes."""
+    tls: Tls | None = None
+    """Of the port for clients. None: plain HTTP."""
+    metaserver_apart: bool = False
+    """The metaserver has a port of its own; the one for clients does not have it then."""
+    metaserver_tls: Tls | None = None
+    """Of that port."""
+    dns_interval: float = 10.0
+    """Seconds between lookups of the names of `dns+http://` engines."""
+    otlp_traces_endpoint: str | None = None
+    """The collector that spans of requests are sent to, as vLLM's option of that name. None: there are no spans."""
 
     def __post_init__(self) -> None:
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
-            if not urls:
-                raise ValueError(f"at least one {role} engine is needed")
-            for url in urls:
-                _check_engine_url(role, url)
-            if len({url.rstrip("/") for url in urls}) < len(urls):
-                raise ValueError(f"the same {role} engine is given twice")
-        if not _is_http(self.metaserver_url):
+            if not (urls or self.engines_file or self.admin_token_file):
+                raise ValueError(f"at least one {role} engine is needed: --{role}, or --engines-file")
+        self.engines()
+        if self.engines_file is not None:
+            try:
+                read_engines(self.engines_file)
+            except ValueError as error:
+                raise ValueError(f"the engines file {self.engines_file} cannot be used: {error}") from None
+        if not is_http(self.metaserver_url):
             raise ValueError(f"the metaserver URL {self.metaserver_url!r} is not an http(s) URL")
         for name in (
             "connect_timeout",
             "read_timeout",
+            "prefill_timeout",
+            "probe_timeout",
             "health_timeout",
+            "check_interval",
+            "eject_after",
+            "return_after",
+            "dns_interval",
+            "prefill_attempts",
+            "decode_attempts",
             "max_concurrent",
+            "max_per_prefill",
+            "max_per_decode",
+            "queue_timeout",
             "max_body_bytes",
             "max_ticket_bytes",
         ):
-            if not getattr(self, name) > 0:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
                 raise ValueError(f"{name.replace('_', ' ')} must be greater than 0")
+        if self.queue_per_engine < 0:
+            raise ValueError("queue per engine must not be less than 0")
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"the strategy {self.strategy!r} is none of {', '.join(STRATEGIES)}")
+        self._check_tls()
+        self.ticket_secret()
+        self.metaserver_token()
+        self.admin_token()
+        if self.otlp_traces_endpoint is not None:
+            check_tracing(self.otlp_traces_endpoint)
+
+    def _check_tls(self) -> None:
+        if self.metaserver_tls is not None and not self.metaserver_apart:
+            raise ValueError("certificates of the metaserver's own need a port of its own: --metaserver-port")
+        if self.tls is not None and self.tls.client_ca is not None:
+            raise ValueError("clients are told apart by their bearer tokens: engines check those, the proxy no client")
+        for tls in (self.tls, self.metaserver_tls):
+            if tls is not None:
+                tls.check()
+        scheme = "http" if (self.metaserver_tls if self.metaserver_apart else self.tls) is None else "https"
+        if scheme == "https" and not self.metaserver_url.startswith("https://"):
+            raise ValueError(f"the metaserver URL {self.metaserver_url!r} must begin with https://: it is behind TLS")
+
+    def engines(self) -> dict[Role, tuple[str, ...]]:
+        """Those that the command line lists."""
+        lists = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        return {role: check_engine_urls(role.value, urls) for role, urls in lists.items()}
+
+    def ticket_secret(self) -> Secret | None:
+        return None if self.ticket_secret_file is None else read_ticket_secret(self.ticket_secret_file)
+
+    def metaserver_token(self) -> str | None:
+        return None if self.metaserver_token_file is None else read_text_secret(self.metaserver_token_file)
+
+    def admin_token(self) -> str | None:
+        return None if self.admin_token_file is None else read_text_secret(self.admin_token_file)
 
 
-def default_metaserver_url(host: str, port: int) -> str:
+def default_metaserver_url(host: str, port: int, tls: Tls | None = None) -> str:
     """The metaserver's URL of a proxy that listens on `host`: only right if engines can reach that address."""
+    scheme = "http" if tls is None else "https"
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return f"http://{host}:{port}{METASERVER_PATH}"
+        return f"{scheme}://{host}:{port}{METASERVER_PATH}"
     if address.is_unspecified:
         raise ValueError(
             f"decode engines cannot reach {host}: say where they find this proxy, "
-            f"with --metaserver-url http://ADDRESS:{port}{METASERVER_PATH}"
+            f"with --metaserver-url {scheme}://ADDRESS:{port}{METASERVER_PATH}"
         )
     authority = f"[{host}]" if address.version == 6 else host
-    return f"http://{authority}:{port}{METASERVER_PATH}"
-
-
-def _check_engine_url(role: str, url: str) -> None:
-    if not _is_http(url):
-        raise ValueError(f"{role} engine {url!r} is not a URL such as http://10.0.0.1:8100")
-    parts = urlsplit(url)
-    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{role} engine {url!r}: give only scheme, host and port, without a path or user")
-
-
-def _is_http(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or an unclosed bracket
-        return False
-
-
-def without_slash(urls: Sequence[str]) -> tuple[str, ...]:
-    """Root URLs to which a path can be appended."""
-    return tuple(url.rstrip("/") for url in urls)
+    return f"{scheme}://{authority}:{port}{METASERVER_PATH}"

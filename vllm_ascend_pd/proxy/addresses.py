@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where engines are, as the operator writes it."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+DNS_SCHEME = "dns+http"
+"""`dns+http://NAME:PORT`: an engine at each address that the name resolves to, now and later."""
+_EXAMPLE = "http://10.0.0.1:8100"
+_LABEL = re.compile("[A-Za-z0-9_-]{1,63}")
+
+
+def check_engine_url(role: str, url: str, schemes: Sequence[str] = ("http", "https", DNS_SCHEME)) -> str:
+    """The root URL, to which a path can be appended. Raises ValueError, in words meant for the operator."""
+    if not url.isprintable() or not _has_host(url, schemes):
+        raise ValueError(f"{role} engine {url!r} is not a URL such as {_EXAMPLE}")
+    parts = urlsplit(url)
+    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(f"{role} engine {url!r}: give only scheme, host and port, without a path or user")
+    if parts.scheme == DNS_SCHEME and parts.port is None:
+        raise ValueError(f"{role} engine {url!r}: give the port")
+    return url.rstrip("/")
+
+
+def check_engine_urls(role: str, urls: Sequence[str]) -> tuple[str, ...]:
+    """As `check_engine_url`; no two may be the same."""
+    roots = tuple(check_engine_url(role, url) for url in urls)
+    if len(set(roots)) < len(roots):
+        raise ValueError(f"the same {role} engine is given twice")
+    return roots
+
+
+def is_http(url: str) -> bool:
+    return _has_host(url, ("http", "https"))
+
+
+def _has_host(url: str, schemes: Sequence[str]) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in schemes and _is_host(parts.hostname or "") and parts.port != 0
+    except ValueError:  # a port that is no number, or an unclosed bracket
+        return False
+
+
+def _is_host(host: str) -> bool:
+    """An address, or a name that can be looked up: the resolver fails on others in ways of its own."""
+    if ":" in host:
+        ipaddress.IPv6Address(host)
+        return "%" not in host
+    return len(host) <= 253 and all(map(_LABEL.fullmatch, host.removesuffix(".").split(".")))

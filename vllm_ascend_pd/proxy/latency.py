@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Percentiles of what took how long lately. They are exact: of the samples themselves, not of a histogram's buckets."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import msgspec
+
+MAX_SAMPLES = 2000
+WINDOW_SECONDS = 600.0
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """In seconds; None if there was nothing in the window."""
+
+    count: int
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+
+
+class Recent:
+    """The samples of the last `WINDOW_SECONDS`, at most the last `MAX_SAMPLES`."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
+
+    def add(self, seconds: float, now: float) -> None:
+        """`now`: of any steady clock, the same for `percentiles`."""
+        self._samples.append((now, seconds))
+
+    def percentiles(self, now: float) -> Percentiles:
+        while self._samples and now - self._samples[0][0] > WINDOW_SECONDS:
+            self._samples.popleft()
+        return percentiles([seconds for _, seconds in self._samples])
+
+
+def percentiles(samples: list[float]) -> Percentiles:
+    """Each the smallest sample that at least so many percent do not exceed (nearest rank)."""
+    if not samples:
+        return Percentiles(0)
+    ranked = sorted(samples)
+    return Percentiles(len(ranked), *(ranked[math.ceil(len(ranked) * part / 100) - 1] for part in (50, 90, 99)))

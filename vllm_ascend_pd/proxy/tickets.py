@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a ticket that the proxy reads, and what it changes for another attempt. The rest is between D and P."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from vllm_ascend_pd.core.text import is_name
+
+Sign = Callable[[dict[str, Any], int], dict[str, Any]]
+"""Of a signed ticket and an attempt's number: the ticket as that attempt, signed anew. Raises ValueError for one that
+was not signed with the cluster's secret."""
+
+
+class NotRepeatableError(Exception):
+    """A ticket that only one attempt can be made with."""
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    request_id: str
+    remote_engine_id: str
+    ticket_id: str = ""
+    """Empty: of another connector, whose decode engines cannot tell attempts apart."""
+    attempt: int = 0
+    signature: str = ""
+
+    def __post_init__(self) -> None:
+        if not (is_name(self.request_id) and is_name(self.remote_engine_id)):
+            raise ValueError("request_id or remote_engine_id is too long or has unprintable characters")
+
+
+def of_attempt(encoded: bytes, ticket: Ticket, number: int, sign: Sign | None) -> bytes:
+    """The same ticket for attempt `number`. Raises NotRepeatableError."""
+    if not ticket.ticket_id:
+        raise NotRepeatableError("the ticket has no ticket_id")
+    if ticket.signature:
+        if sign is None:
+            raise NotRepeatableError("the ticket is signed, and the proxy has no ticket secret to sign it again")
+        try:
+            return msgspec.json.encode(sign(msgspec.json.decode(encoded), number))
+        except ValueError as error:
+            raise NotRepeatableError(str(error)) from None
+    fields = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode({**fields, "attempt": msgspec.Raw(str(number).encode())})
