@@ -157,6 +157,7 @@ def ours(rank: int, tokens: int, library: Path | None) -> tuple[Counter[str], di
     from vllm_ascend_pd.core.topology import sharding
     from vllm_ascend_pd.device.npu import NpuDevice
     from vllm_ascend_pd.worker.caches import LayerSpec, describe
+    from vllm_ascend_pd.worker.exchange_group import ExchangeGroup
     from vllm_ascend_pd.worker.regroup import Regrouper
     from vllm_ascend_pd.worker.shipment import Chunk
     from vllm_ascend_pd.worker.staging import StagingRing
@@ -170,7 +171,9 @@ def ours(rank: int, tokens: int, library: Path | None) -> tuple[Counter[str], di
     device = NpuDevice()
     slot_bytes = 2 * tokens * geometry.token_bytes
     ring = StagingRing(device.allocate(slot_bytes), slot_bytes, 1)
-    regrouper = Regrouper(device, ring, device.new_groups([route.ranks], 30.0), 1.0)
+    group = device.new_groups([route.ranks], 30.0)[route.ranks]
+    exchange = ExchangeGroup(device, route.ranks, str(route.ranks), group, rank, 30.0)
+    regrouper = Regrouper(device, ring, {route.ranks: exchange}, 1.0)
     blocks = block_ids(tokens)
     chunk = Chunk(0, len(blocks), torch.tensor(blocks).npu() * geometry.block_stride)
 
@@ -179,7 +182,7 @@ def ours(rank: int, tokens: int, library: Path | None) -> tuple[Counter[str], di
 
         def regroup() -> None:
             nonlocal slot
-            slot = regrouper.run(route, chunk, caches.tensors)
+            slot = regrouper.run(route, chunk, caches.tensors, step=1)
 
         device.submit(regroup, after=device.record_event()).wait(30.0)
         ring.release(slot)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
@@ -25,40 +26,137 @@ app = typer.Typer(
 
 @app.command()
 def proxy(
-    prefill: Annotated[list[str], typer.Option(help="URL of a prefill engine; repeat for several.")],
-    decode: Annotated[list[str], typer.Option(help="URL of a decode engine; repeat for several.")],
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(help="URL of a prefill engine, or dns+http://NAME:PORT for all of a name's; repeat for several."),
+    ] = None,
+    decode: Annotated[list[str] | None, typer.Option(help="The same of decode engines.")] = None,
+    engines_file: Annotated[
+        str | None, typer.Option(help="YAML file with lists `prefill` and `decode`, read again when it changes.")
+    ] = None,
+    dns_interval: Annotated[float, typer.Option(help="Seconds between lookups of names in dns+http:// URLs.")] = 10.0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     metaserver_url: Annotated[
         str | None,
         typer.Option(help="Where decode engines reach this proxy.", show_default="http://HOST:PORT/v1/metaserver"),
     ] = None,
+    metaserver_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="A port for tickets alone, not on --port then; 0 takes a free one."),
+    ] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="PEM file: certificate (chain) of --port, for HTTPS.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="PEM file: its key.")] = None,
+    tls_key_password_file: Annotated[str | None, typer.Option(help="File with the key's password.")] = None,
+    metaserver_tls_cert: Annotated[
+        str | None, typer.Option(help="The same of --metaserver-port.", show_default="--tls-cert")
+    ] = None,
+    metaserver_tls_key: Annotated[str | None, typer.Option(help="Its key.", show_default="--tls-key")] = None,
+    metaserver_tls_key_password_file: Annotated[str | None, typer.Option(help="File with that key's password.")] = None,
+    metaserver_client_ca: Annotated[
+        str | None,
+        typer.Option(help="PEM file: only decode engines with a certificate of this authority may post tickets."),
+    ] = None,
     connect_timeout: Annotated[float, typer.Option(help="Seconds to connect to an engine.")] = 5.0,
     read_timeout: Annotated[float, typer.Option(help="Seconds an engine or client may stay silent.")] = 600.0,
+    prefill_timeout: Annotated[
+        float | None,
+        typer.Option(help="The same of a prefill alone: then another is asked.", show_default="--read-timeout"),
+    ] = None,
+    probe_timeout: Annotated[
+        float, typer.Option(help="Seconds without an answer to a health probe until another engine prefills.")
+    ] = 15.0,
+    prefill_attempts: Annotated[
+        int, typer.Option(help="Most prefills of a prompt, on other engines each time; 1: no retry.")
+    ] = 2,
+    decode_attempts: Annotated[
+        int, typer.Option(help="Most decode engines asked until the first token; 1: no retry.")
+    ] = 2,
+    strategy: Annotated[
+        str, typer.Option(help="Who gets a request: round-robin, least-load or prefix-affinity.")
+    ] = "prefix-affinity",
+    check_interval: Annotated[float, typer.Option(help="Seconds between checks of an engine's health and load.")] = 1.0,
+    eject_after: Annotated[int, typer.Option(help="Failed health checks in a row until an engine is passed over.")] = 3,
+    return_after: Annotated[int, typer.Option(help="Good ones in a row until it is asked again.")] = 2,
     max_concurrent: Annotated[int, typer.Option(help="Requests in flight; more are answered 429.")] = 1024,
+    max_per_prefill: Annotated[
+        int | None, typer.Option(help="Prompts at a prefill engine at a time; more wait.", show_default="any number")
+    ] = None,
+    max_per_decode: Annotated[
+        int | None, typer.Option(help="Requests at a decode engine at a time; more wait.", show_default="any number")
+    ] = None,
+    queue_per_engine: Annotated[
+        int, typer.Option(help="Requests that wait for a place, for each engine; more are answered 429.")
+    ] = 64,
+    queue_timeout: Annotated[float, typer.Option(help="Seconds they wait before they are answered 429.")] = 30.0,
     max_body_mib: Annotated[int, typer.Option(help="Largest request body, in MiB.")] = 64,
+    ticket_secret_file: Annotated[
+        str | None, typer.Option(help="The cluster's ticket secret, to sign a ticket again for another attempt.")
+    ] = None,
+    metaserver_token_file: Annotated[
+        str | None, typer.Option(help="Bearer token without which no ticket is taken from decode engines.")
+    ] = None,
+    admin_token_file: Annotated[
+        str | None,
+        typer.Option(help="Bearer token of /admin/engines, which does not exist without it, and of the status page."),
+    ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="OpenTelemetry collector to send requests' spans to, as vLLM's option.")
+    ] = None,
 ) -> None:
     """Serve the OpenAI API in front of prefill and decode engines."""
     # Imported here: other commands should not pay for a web server.
     from .proxy.server import listen, serve
     from .proxy.settings import MIB, ProxySettings, default_metaserver_url
+    from .proxy.tls import from_files
 
-    try:
-        listener = listen(host, port)
-    except OSError as error:
-        print(f"vllm-ascend-pd: cannot listen on {host}:{port}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    port = listener.getsockname()[1]
-    with listener:
+    apart = metaserver_port is not None
+    with contextlib.ExitStack() as open_ports:
+        listeners = []
+        for each in [port] if metaserver_port is None else [port, metaserver_port]:
+            try:
+                listeners.append(open_ports.enter_context(listen(host, each)))
+            except OSError as error:
+                print(f"vllm-ascend-pd: cannot listen on {host}:{each}: {error}", file=sys.stderr)
+                raise typer.Exit(1) from None
+        port, ticket_port = (each.getsockname()[1] for each in (listeners[0], listeners[-1]))
         try:
+            if metaserver_client_ca is not None and not apart:
+                raise ValueError("--metaserver-client-ca needs --metaserver-port: clients have no such certificate")
+            tls = from_files("tls", tls_cert, tls_key, tls_key_password_file)
+            own = (metaserver_tls_cert, metaserver_tls_key, metaserver_tls_key_password_file)
+            shared = (tls_cert, tls_key, tls_key_password_file) if apart and own == (None, None, None) else own
+            metaserver_tls = from_files("metaserver-tls", *shared, metaserver_client_ca)
+            ticket_tls = metaserver_tls if apart else tls
             settings = ProxySettings(
-                prefill=tuple(prefill),
-                decode=tuple(decode),
-                metaserver_url=metaserver_url or default_metaserver_url(host, port),
+                prefill=tuple(prefill or ()),
+                decode=tuple(decode or ()),
+                engines_file=engines_file,
+                dns_interval=dns_interval,
+                metaserver_url=metaserver_url or default_metaserver_url(host, ticket_port, ticket_tls),
+                tls=tls,
+                metaserver_apart=apart,
+                metaserver_tls=metaserver_tls,
                 connect_timeout=connect_timeout,
                 read_timeout=read_timeout,
+                prefill_timeout=prefill_timeout,
+                probe_timeout=probe_timeout,
+                prefill_attempts=prefill_attempts,
+                decode_attempts=decode_attempts,
+                strategy=strategy,
+                check_interval=check_interval,
+                eject_after=eject_after,
+                return_after=return_after,
                 max_concurrent=max_concurrent,
+                max_per_prefill=max_per_prefill,
+                max_per_decode=max_per_decode,
+                queue_per_engine=queue_per_engine,
+                queue_timeout=queue_timeout,
                 max_body_bytes=max_body_mib * MIB,
+                ticket_secret_file=ticket_secret_file,
+                metaserver_token_file=metaserver_token_file,
+                admin_token_file=admin_token_file,
+                otlp_traces_endpoint=otlp_traces_endpoint,
             )
         except ValueError as error:
             raise _USAGE_ERROR(str(error)) from None
@@ -66,7 +164,7 @@ def proxy(
         logging.getLogger(__name__).info(
             "proxy listens on %s port %d; decode engines post tickets to %s", host, port, settings.metaserver_url
         )
-        serve(settings, listener)
+        serve(settings, *listeners)
 
 
 @app.command()
@@ -128,6 +226,98 @@ def plan(
         print(f"vllm-ascend-pd: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     print(text, end="")
+
+
+@app.command()
+def doctor(
+    proxy: Annotated[str | None, typer.Option(help="URL of a running proxy.")] = None,
+    prefill: Annotated[
+        list[str] | None, typer.Option(help="URL of a running prefill engine; repeat for several.")
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(help="URL of a running decode engine; repeat for several.")
+    ] = None,
+    kv_transfer_config: Annotated[
+        str | None, typer.Option(help="What `vllm serve` gets on this machine: checks it, its files and its ports.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the engine's API on this machine.")
+    ] = None,
+    data_parallel_size: Annotated[
+        int, typer.Option(min=1, max=1024, help="Data-parallel engines on this machine, each with a port of its own.")
+    ] = 1,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Address of an NPU of another node, to ping; repeat for several.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Find what is wrong with this machine or, where URLs are given, with a running pair, and what to do about it.
+
+    Exit code 1 if there is an error.
+    """
+    # Imported here: other commands should not pay for it.
+    from .doctor.command import options, print_report
+    from .doctor.engine_config import UsageError
+
+    try:
+        chosen = options(proxy, prefill or (), decode or (), kv_transfer_config, port, data_parallel_size, peer or ())
+    except UsageError as error:
+        raise _USAGE_ERROR(str(error)) from None
+    if not print_report(chosen, as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def timeline(
+    folder: Annotated[Path, typer.Argument(help="Where engines traced to: the `trace_dir` of all of them.")],
+    request: Annotated[
+        str | None, typer.Option(help="Id of a request: only that one.", show_default="all; the largest is drawn")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="The picture.", show_default="FOLDER/timeline.png")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="The page to zoom in.", show_default="FOLDER/timeline.html")
+    ] = None,
+) -> None:
+    """Print and draw where the time of requests went, from traces of prefill and decode engines.
+
+    Also merges them into FOLDER/trace.json, which https://ui.perfetto.dev and chrome://tracing open.
+    """
+    # Imported here: other commands should not pay for it.
+    from rich.console import Console
+
+    from .tracing.command import show_timeline
+    from .tracing.file import TraceError
+
+    try:
+        show_timeline(folder, request, png, html, Console())
+    except TraceError as error:
+        print(f"vllm-ascend-pd: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def keygen(
+    file: Annotated[Path, typer.Argument(help="The file to make; it must not exist.")],
+    ticket_secret: Annotated[
+        bool, typer.Option("--ticket-secret", help="Make a ticket secret, not keys of the side channel.")
+    ] = False,
+) -> None:
+    """Make a file with new keys for the side channel between engines, or with a secret that signs tickets."""
+    from .transport.curve import new_key_file
+    from .transport.secret_files import SecretFileError, new_ticket_secret, write_new
+
+    try:
+        write_new(file, new_ticket_secret() if ticket_secret else new_key_file())
+    except SecretFileError as error:
+        print(f"vllm-ascend-pd: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    key = "ticket_secret_file" if ticket_secret else "side_channel_key_file"
+    print(f"{file}: made, mode 0600. Copy it to the hosts of all prefill and decode engines, and name it in each one's")
+    print(f'  --kv-transfer-config: "kv_connector_extra_config": {{"{key}": "{file.absolute()}"}}')
+    if ticket_secret:
+        print(f"The proxy takes it too: --ticket-secret-file {file.absolute()}")
 
 
 def main() -> None:

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+# What launch_prefill.sh, launch_decode.sh and launch_proxy.sh share. Sourced by them, with `root` (the repository) set.
+# shellcheck shell=bash
+
+: "${root:?}"
+script=${0##*/}
+script=${script%.sh}
+dry_run=
+variables=() # names, in the order in which they were preset
+declare -A why origin
+
+die() { # wrong options
+  printf '%s: %s\n' "$script" "$*" >&2
+  exit 2
+}
+
+fail() { # right options, but it cannot work here
+  printf '%s: %s\n' "$script" "$*" >&2
+  exit 1
+}
+
+# --- the environment ---------------------------------------------------------------------------------------
+
+preset() { # preset NAME VALUE WHY: exported, unless the environment has it already, which then wins
+  variables+=("$1")
+  why[$1]=$3
+  if [[ -v $1 ]]; then
+    origin[$1]="set by you; else $2"
+  else
+    printf -v "$1" %s "$2"
+  fi
+  export "${1?}"
+}
+
+known() { # known NAME WHY: nothing is set; handed on, and shown, where the environment has it
+  why[$1]=$2
+  unset_variables+=("$1")
+  if [[ -v $1 ]]; then
+    variables+=("$1")
+    origin[$1]="set by you"
+    export "${1?}"
+  fi
+}
+unset_variables=()
+
+# Secrets (VLLM_API_KEY, HF_TOKEN, ...) come from a file that only its owner can read, as NAME=VALUE lines: command
+# lines and hosts.yaml are read by many.
+secret_names=()
+read_env_file() { # read_env_file FILE
+  local file=$1 mode line name
+  [[ -f $file ]] || fail "--env-file $file: no such file"
+  mode=$(stat -L -c %a -- "$file")
+  (((8#$mode & 8#077) == 0)) || fail "--env-file $file has mode $mode: others may use it; chmod 600 it"
+  while IFS= read -r line || [[ $line ]]; do
+    [[ $line =~ ^[[:space:]]*(#|$) ]] && continue
+    name=${line%%=*}
+    [[ $line == *=* && $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || fail "--env-file $file: a line is not NAME=VALUE"
+    export "$name=${line#*=}"
+    secret_names+=("$name")
+  done <"$file"
+}
+
+# Every variable that an Ascend engine's start depends on: value, and why. Values are those that vllm-ascend's guides
+# to prefill/decode disaggregation (0.23) start from unless it says otherwise.
+npu_environment() {
+  preset VLLM_HOST_IP "$address" "this node's address: the connector listens there, tickets name it"
+  preset HCCL_IF_IP "$address" "the address by which HCCL's ranks find each other before NPUs talk"
+  preset HCCL_SOCKET_IFNAME "$interface" "the network interface for that; must have HCCL_IF_IP"
+  preset GLOO_SOCKET_IFNAME "$interface" "the same for torch's gloo groups, which exchange small things on the CPU"
+  preset TP_SOCKET_IFNAME "$interface" "the same for torch's TensorPipe"
+  preset ASCEND_RT_VISIBLE_DEVICES "$devices" "the NPUs of this engine, by number; engines of one node share none"
+  preset PYTORCH_NPU_ALLOC_CONF expandable_segments:True "memory grows in place: less of it is lost to fragments"
+  preset HCCL_BUFFSIZE "$hccl_buffer_mb" "MB of each HCCL communicator's buffer; expert-parallel decode needs more"
+  preset HCCL_OP_EXPANSION_MODE AIV "collectives start on vector cores, not on the AI CPU: shorter for small ones"
+  preset HCCL_CONNECT_TIMEOUT 1200 "s that ranks wait for each other; nodes load weights for minutes (HCCL's own: 120)"
+  preset TASK_QUEUE_ENABLE 1 "torch_npu queues launches on a second thread, which hides their cost"
+  preset OMP_NUM_THREADS 10 "CPU threads of each rank; ranks * threads should not exceed the cores"
+  preset OMP_PROC_BIND false "threads are not bound to cores: ranks would bind to the same ones"
+  known ASCEND_CONNECT_TIMEOUT "ms to connect to a peer NPU; the connector sets write_timeout_s"
+  known ASCEND_TRANSFER_TIMEOUT "ms of one transfer; the connector sets write_timeout_s"
+  known MC_TRANSFER_TIMEOUT "s after which Mooncake gives a batch up; the connector sets 1 s more than a transfer"
+  known ASCEND_BASE_PORT "first of the ports on which Mooncake's NPUs listen (20000); keep --kv-port away from them"
+  known MC_LOG_LEVEL "Mooncake's log: INFO, WARNING or ERROR"
+  known MOONCAKE_CONFIG_PATH "JSON file of a Mooncake KV pool (--beside)"
+  known HCCL_RDMA_TIMEOUT "RoCE sends again after 4.096 us * 2 ^ this (20); decides how soon a lost link is noticed"
+  known HCCL_RDMA_RETRY_CNT "times that RoCE sends again (7)"
+  known HCCL_RDMA_TC "traffic class of RoCE packets: what the switches' lossless queue is set up for"
+  known HCCL_RDMA_SL "service level of RoCE packets, as HCCL_RDMA_TC"
+  if [[ $device == a2 ]]; then
+    known HCCL_INTRA_PCIE_ENABLE "A2: 1 with HCCL_INTRA_ROCE_ENABLE=0 makes expert exchange of several nodes hierarchical"
+    known HCCL_INTRA_ROCE_ENABLE "A2: 1 takes RoCE inside a server too, as where its NPUs have no full HCCS mesh"
+  else
+    known ASCEND_ENABLE_USE_FABRIC_MEM "A3: 1 lets Mooncake reach host memory of a super node over HCCS (KV pools)"
+  fi
+  if [[ $executor == ray ]]; then
+    preset RAY_ADDRESS auto "vLLM joins the Ray cluster that runs here, and fails where there is none"
+    preset RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES 1 "Ray leaves the choice of NPUs to vLLM"
+  fi
+}
+
+# vLLM's CPU backend, for trying out on a machine without NPUs.
+cpu_environment() {
+  preset VLLM_HOST_IP "$address" "this node's address: the connector listens there, tickets name it"
+  preset VLLM_LOOPBACK_IP "$address" "the address for processes of one engine"
+  preset GLOO_SOCKET_IFNAME "$interface" "the network interface for torch's gloo groups"
+  preset VLLM_CPU_OMP_THREADS_BIND nobind "threads are not bound to cores: several engines share few"
+  preset OMP_NUM_THREADS 1 "CPU threads of each rank"
+}
+
+engine_environment() {
+  if [[ $device == cpu ]]; then cpu_environment; else npu_environment; fi
+  if [[ $beside ]]; then
+    preset PYTHONHASHSEED 0 "a KV pool finds blocks by hash: the same on all engines"
+  fi
+  preset VLLM_NO_USAGE_STATS 1 "no report to vLLM's project"
+  known VLLM_LOGGING_LEVEL "vLLM's log: DEBUG, INFO, WARNING or ERROR"
+  known HF_HUB_OFFLINE "1: models come from disk alone"
+}
+
+# CANN's own environment, for shells in which it is not loaded.
+cann_files() {
+  [[ $device == cpu || ${ASCEND_HOME_PATH:-} ]] && return
+  printf '%s\n' "${ASCEND_TOOLKIT_ENV:-/usr/local/Ascend/ascend-toolkit/set_env.sh}"
+  printf '%s\n' "${ASCEND_ATB_ENV:-/usr/local/Ascend/nnal/atb/set_env.sh}"
+}
+
+load_cann() {
+  local file
+  while IFS= read -r file; do
+    [[ -r $file ]] || fail "CANN's environment is not loaded, and there is no $file: \`source\` its set_env.sh first"
+    set +u # it is not written for it
+    # shellcheck disable=SC1090
+    source "$file"
+    set -u
+  done < <(cann_files)
+}
+
+# --- running -----------------------------------------------------------------------------------------------
+
+find_python() {
+  python=${PYTHON:-${VENV:+$VENV/bin/python}}
+  python=$(command -v "${python:-python3}") || fail "there is no ${PYTHON:-${VENV:-python3}}"
+}
+
+sibling() { # sibling COMMAND: the one of $python's environment, else of PATH
+  local own=${python%/*}/$1
+  if [[ -x $own ]]; then printf '%s\n' "$own"; else printf '%s\n' "$1"; fi
+}
+
+quoted() { # quoted WORD: for a shell, as it is where that will do
+  if [[ $1 =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]]; then printf '%s' "$1"; else printf '%s' "${1@Q}"; fi
+}
+
+# Prints a shell script that does what `run` would; secrets of --env-file are named, not shown.
+show() { # show COMMAND...
+  local name file word
+  while IFS= read -r file; do
+    printf 'source %s\n' "$(quoted "$file")"
+  done < <(cann_files)
+  for name in "${variables[@]}"; do
+    printf '# %s: %s%s\n' "$name" "${why[$name]}" "${origin[$name]:+ (${origin[$name]})}"
+    printf 'export %s=%s\n' "$name" "$(quoted "${!name}")"
+  done
+  for name in "${secret_names[@]}"; do
+    printf '# %s: from %s\n' "$name" "$env_file"
+  done
+  printf 'exec'
+  for word in "$@"; do printf ' %s' "$(quoted "$word")"; done
+  printf '\n'
+}
+
+run() { # run COMMAND...
+  if [[ $dry_run ]]; then
+    show "$@"
+    exit
+  fi
+  load_cann
+  exec "$@"
+}
+
+comment() { # the comment at the top of a file
+  sed -n '3,/^[^#]/{s/^# \{0,1\}//p}' "$1"
+}
+
+engine_help() {
+  local name
+  sed -n '/^# Options of both/,/^$/{s/^# \{0,1\}//p}' "$root/scripts/launch_common.sh"
+  for name in "${variables[@]}"; do
+    printf '  %s=%s\n      %s\n' "$name" "${!name}" "${why[$name]}"
+  done
+  for name in "${unset_variables[@]}"; do
+    [[ -v $name ]] || printf '  %s (not set)\n      %s\n' "$name" "${why[$name]}"
+  done
+}
+
+# Options of both (scripts/launch_prefill.sh, scripts/launch_decode.sh):
+#
+#   --model PATH            what vLLM serves; --served-model-name NAME: what clients call it
+#   --device DEVICE         a2, a3 (Atlas servers with 8 and with 16 NPUs as vLLM counts them), or cpu for trying out
+#   --address IP            this node's address for other nodes (cpu: 127.0.0.1)
+#   --interface NAME        the network interface that has it (default: found with `ip`; cpu: lo)
+#   --port PORT             where the engine serves HTTP (8100 for prefill, 8200 for decode)
+#   --listen ADDRESS        on which address (default: --address)
+#   --tp, --pp, --dp SIZE   tensor, pipeline and data parallel size of the engine (1 each)
+#   --devices LIST          NPUs of this node, as 0,1,2,3 (default: the first ones, as many as it needs)
+#   --nodes N               nodes of the engine (1). Run the script on each, with the same options but these:
+#   --node-rank R           which of them this is, 0 to N-1; the first one serves HTTP
+#   --head-address HOST     the first one's address, for the others; --head-port PORT: a free port there (13345)
+#   --executor mp|ray       ray: the nodes are those of a Ray cluster, and this runs on its first node alone;
+#   --ray-node              starts one node of that cluster instead of vLLM, with the same environment
+#   --engine-id ID          the engine's name in tickets, kept over restarts (default: a new one each time)
+#   --side-channel-keys FILE, --ticket-secret FILE
+#                           made with `vllm-ascend-pd keygen`, the same on all engines
+#   --beside FILE           JSON object of another connector, a KV pool's, to run beside ours below a MultiConnector
+#   --extra KEY=VALUE       any other key of kv_connector_extra_config (vllm_ascend_pd/config.py); may be repeated
+#   --env-file FILE         NAME=VALUE lines with secrets (VLLM_API_KEY, HF_TOKEN, ...), mode 0600
+#   --dry-run               print the environment and the command as a shell script, and start nothing
+#   -- ARGUMENT...          everything after it goes to `vllm serve`
+#
+# PYTHON (default: $VENV/bin/python, else python3) is the Python with vLLM in it, VLLM and RAY the commands (default:
+# those beside PYTHON). Exits with 2 and a reason for options that make no sense together. Where
+# CANN is not loaded it is, from ASCEND_TOOLKIT_ENV and ASCEND_ATB_ENV (set_env.sh at their usual places).
+#
+# Variables, their values unless the environment has others, and what they are for:
+
+# Parses the options, and starts the engine or shows how.
+launch_engine() { # launch_engine ROLE DEFAULT_PORT HCCL_BUFFER_MB ARGUMENT...
+  local role=$1 port=$2 hccl_buffer_mb=$3 help='' ray_node='' options=() rest=() words=() output program
+  local device='' address='' interface='' devices='' env_file='' beside='' executor=mp
+  shift 3
+  while (($#)); do
+    case $1 in
+      -h | --help) help=1 ;;
+      --dry-run) dry_run=1 ;;
+      --ray-node)
+        ray_node=1
+        options+=("$1")
+        ;;
+      --)
+        shift
+        rest=("$@")
+        break
+        ;;
+      --*=*) # --NAME=VALUE is --NAME VALUE
+        set -- "${1%%=*}" "${1#*=}" "${@:2}"
+        continue
+        ;;
+      --*)
+        (($# > 1)) || die "$1 needs a value; see --help"
+        case $1 in
+          --device) device=$2 ;;
+          --address) address=$2 ;;
+          --interface) interface=$2 ;;
+          --devices) devices=$2 ;;
+          --env-file) env_file=$2 ;;
+          --port) port=$2 ;;
+          --beside) beside=$2 options+=("$1" "$2") ;;
+          --executor) executor=$2 options+=("$1" "$2") ;;
+          *) options+=("$1" "$2") ;;
+        esac
+        shift
+        ;;
+      *) die "what is $1? arguments for vLLM go behind --; see --help" ;;
+    esac
+    shift
+  done
+  if [[ $help ]]; then
+    comment "$0"
+    device=${device:-a3} address=${address:-IP} interface=${interface:-NAME} devices=${devices:-0,1,...}
+    engine_environment
+    engine_help
+    exit
+  fi
+
+  case $device in
+    cpu) address=${address:-127.0.0.1} ;;
+    a2 | a3) ;;
+    '') die "--device is missing: a2, a3 or cpu" ;;
+    *) die "--device $device: a2, a3 or cpu" ;;
+  esac
+  [[ $address ]] || die "--address is missing: how do other nodes reach this one?"
+  [[ $device != cpu || $executor != ray ]] || die "--executor ray: vLLM's CPU backend does not run on Ray"
+  [[ $device != cpu || ! $devices ]] || die "--devices: the CPU backend has none"
+  find_python
+  output=$("$python" -m vllm_ascend_pd.launch.engine --role "$role" --device "$device" --address "$address" \
+    --port "$port" "${options[@]}" -- "${rest[@]}") || exit
+  mapfile -t words <<<"$output"
+  choose_devices "${words[0]}"
+  choose_interface
+  engine_environment
+  if [[ $env_file ]]; then
+    read_env_file "$env_file"
+  fi
+  if [[ $ray_node ]]; then program=${RAY:-$(sibling ray)}; else program=${VLLM:-$(sibling vllm)}; fi
+  run "$program" "${words[@]:1}"
+}
+
+choose_devices() { # choose_devices COUNT
+  local -A seen=()
+  local one listed
+  [[ $device == cpu ]] && return
+  if [[ ! $devices && ! -v ASCEND_RT_VISIBLE_DEVICES ]]; then
+    devices=$(seq -s , 0 $(($1 - 1)))
+    return
+  fi
+  if [[ $devices && ${ASCEND_RT_VISIBLE_DEVICES-$devices} != "$devices" ]]; then
+    die "--devices $devices, but ASCEND_RT_VISIBLE_DEVICES is $ASCEND_RT_VISIBLE_DEVICES: which?"
+  fi
+  devices=${devices:-$ASCEND_RT_VISIBLE_DEVICES}
+  IFS=, read -ra listed <<<"$devices"
+  for one in "${listed[@]}"; do
+    [[ $one =~ ^[0-9]+$ ]] || die "--devices $devices: numbers, as 0,1,2"
+    [[ ! -v seen[$one] ]] || die "--devices $devices: $one is there twice"
+    seen[$one]=1
+  done
+  ((${#listed[@]} == $1)) || die "--devices $devices: ${#listed[@]} of them, but the engine needs $1 on this node"
+}
+
+choose_interface() {
+  [[ $interface ]] && return
+  if [[ $device == cpu && $address == 127.* ]]; then
+    interface=lo
+    return
+  fi
+  interface=${GLOO_SOCKET_IFNAME:-$(ip -o addr show to "$address" 2>/dev/null | awk '{print $2; exit}')}
+  [[ $interface ]] || die "--interface is missing: which one has $address was not found out"
+}

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the options of `vllm-ascend-pd doctor` to its report."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+from collections.abc import Sequence
+
+import anyio
+import msgspec
+
+from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.doctor import (
+    engine_config,
+    hccn,
+    limits,
+    loading,
+    loopback,
+    mooncake,
+    npus,
+    pair,
+    ports,
+    versions,
+)
+from vllm_ascend_pd.doctor.engine_config import KvTransferConfig, UsageError
+from vllm_ascend_pd.doctor.finding import Finding, Report, Target, make_report
+from vllm_ascend_pd.doctor.http_get import root_url
+from vllm_ascend_pd.doctor.progress import Progress
+from vllm_ascend_pd.doctor.render import show
+from vllm_ascend_pd.doctor.stacks import NPU, stack_of
+from vllm_ascend_pd.transport import ascend
+
+MAX_PEERS = 64
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What is to run on this machine. `peers`: addresses of NPUs of other nodes."""
+
+    config: KvTransferConfig | None
+    api_port: int | None
+    data_parallel: int
+    peers: tuple[str, ...]
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """Root URLs of what runs."""
+
+    proxy: tuple[str, ...]
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+
+
+def options(
+    proxy: str | None,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    kv_transfer_config: str | None,
+    port: int | None,
+    data_parallel: int,
+    peers: Sequence[str],
+) -> Machine | Pair:
+    """What to look at: a pair where URLs are given, else this machine. Raises UsageError."""
+    if proxy is None and not prefill and not decode:
+        config = None if kv_transfer_config is None else engine_config.read(kv_transfer_config)
+        if len(peers) > MAX_PEERS:
+            raise UsageError(f"{len(peers)} addresses for --peer: at most {MAX_PEERS}")
+        return Machine(config, port, data_parallel, tuple(_address(peer) for peer in peers))
+    if kv_transfer_config is not None or port is not None or data_parallel != 1 or peers:
+        raise UsageError(
+            "--proxy, --prefill and --decode look at what runs; --kv-transfer-config, --port, --data-parallel-size and "
+            "--peer at this machine: give one kind"
+        )
+    try:
+        pair.api_key(os.environ)
+        return Pair(*(tuple(map(root_url, urls)) for urls in ([proxy] if proxy else [], prefill, decode)))
+    except ValueError as problem:
+        raise UsageError(str(problem)) from None
+
+
+def print_report(chosen: Machine | Pair, as_json: bool) -> bool:
+    """Prints the report; whether there is no error."""
+    report = anyio.run(examine, chosen)
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    else:
+        show(report)
+    return report.ok
+
+
+async def examine(chosen: Machine | Pair) -> Report:
+    if isinstance(chosen, Pair):
+        return make_report(Target.PAIR, await _examine_pair(chosen, Progress()))
+    return make_report(Target.MACHINE, await _examine_machine(chosen, Progress()))
+
+
+async def _examine_pair(chosen: Pair, progress: Progress) -> list[Finding]:
+    async with progress.step("asking proxy and engines"):
+        servers = await pair.ask(msgspec.structs.asdict(chosen), os.environ)
+    return pair.judge(servers)
+
+
+async def _examine_machine(chosen: Machine, progress: Progress) -> list[Finding]:
+    on_npu = stack_of(versions.installed_versions()) is NPU
+    findings = versions.check()
+    async with progress.step("loading torch, Mooncake, vLLM and the compiled ops"):
+        loaded, ran = await loading.load_all()
+    findings += loading.judge(loaded, ran, on_npu)
+    configured, extra = engine_config.judge(chosen.config)
+    built_with = loading.detail_of(loaded, "mooncake")
+    findings += [*configured, mooncake.judge(extra.transfer_protocol, on_npu, built_with)]
+    findings += [mooncake.check_cann(os.environ)] if on_npu else []
+    async with progress.step("asking npu-smi"):
+        seen, chips = npus.judge(await npus.look(), on_npu, os.environ.get("ASCEND_RT_VISIBLE_DEVICES"))
+    findings += seen
+    devices = [chip.device for chip in chips]
+    if devices or chosen.peers:
+        async with progress.step("asking hccn_tool"):
+            findings += await _examine_network(devices, chosen.peers)
+    findings += limits.check(mooncake.protocol_of(extra.transfer_protocol, on_npu))
+    findings += ports.check(_ports(chosen, loading.detail_of(loaded, "host")), devices, os.environ)
+    async with progress.step("transferring from one Mooncake engine to another"):
+        findings += await loopback.check()
+    return findings
+
+
+async def _examine_network(devices: Sequence[int], peers: Sequence[str]) -> list[Finding]:
+    has_tool = hccn.tool() is not None
+    findings, addresses = hccn.judge_conf(ascend.HCCN_CONF, devices, has_tool) if devices else ([], {})
+    return findings + await hccn.check_devices(devices, peers, addresses)
+
+
+def _ports(chosen: Machine, host: str | None) -> list[ports.Port]:
+    config = chosen.config
+    kv_port = config.kv_port if config is not None and config.kv_role == "kv_consumer" else None
+    return ports.needed(kv_port, chosen.data_parallel, host or "", chosen.api_port)
+
+
+def _address(text: str) -> str:
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        raise UsageError(f"--peer {one_line(text, 80)!r} is not an address of an NPU") from None

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of an engine that is to run on this machine, as given to `vllm serve`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from vllm_ascend_pd.config import ConfigError, ConnectorConfig, parse_config
+from vllm_ascend_pd.core.text import UNREADABLE
+from vllm_ascend_pd.doctor.finding import Finding, error, note, ok
+from vllm_ascend_pd.transport.curve import load_keys
+from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret
+
+CONNECTOR = "LayerwisePushConnector"
+DEFAULT_KV_PORT = 14579
+"""vLLM's (`vllm/config/kv_transfer.py`)."""
+
+_ROLES = ("kv_producer", "kv_consumer")
+_ACTION = "correct --kv-transfer-config, here and where the engine starts"
+
+
+class UsageError(ValueError):
+    """An option that cannot be understood."""
+
+
+class KvTransferConfig(msgspec.Struct, frozen=True):
+    """What the doctor reads of vLLM's `KVTransferConfig`."""
+
+    kv_connector: str = ""
+    kv_role: str = ""
+    kv_port: int = DEFAULT_KV_PORT
+    kv_connector_extra_config: dict[str, Any] = {}
+
+
+def read(text: str) -> KvTransferConfig:
+    """The value of `--kv-transfer-config`; below a `MultiConnector`, our own entry. Raises UsageError."""
+    try:
+        config = msgspec.json.decode(text, type=KvTransferConfig)
+        if config.kv_connector == "MultiConnector":
+            entries = msgspec.convert(config.kv_connector_extra_config.get("connectors", []), list[KvTransferConfig])
+            config = next((entry for entry in entries if entry.kv_connector == CONNECTOR), config)
+    except (*UNREADABLE, UnicodeEncodeError) as problem:
+        raise UsageError(f"--kv-transfer-config: {problem}") from None
+    if not 0 < config.kv_port < 65536:
+        raise UsageError(f"--kv-transfer-config: kv_port is {config.kv_port}")
+    return config
+
+
+def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConfig]:
+    """What is wrong with it, secret files included; and the connector's part, its defaults where it is wrong."""
+    if config is None:
+        unseen = "no --kv-transfer-config given: defaults are assumed, and its ports are not checked"
+        return [note("config.connector", unseen)], ConnectorConfig()
+    if config.kv_connector != CONNECTOR:
+        found = f"kv_connector is {config.kv_connector!r}, and {CONNECTOR} is not in it"
+        return [error("config.connector", found, _ACTION)], ConnectorConfig()
+    if config.kv_role not in _ROLES:
+        found = f"kv_role is {config.kv_role!r}: it is {' or '.join(_ROLES)}"
+        return [error("config.connector", found, _ACTION)], ConnectorConfig()
+    try:
+        extra = parse_config(config.kv_connector_extra_config)
+    except ConfigError as problem:
+        return [error("config.connector", " ".join(str(problem).split()), _ACTION)], ConnectorConfig()
+    findings = [ok("config.connector", f"{config.kv_role}, every key of kv_connector_extra_config is understood")]
+    return [*findings, *_secrets(extra)], extra
+
+
+def _secrets(config: ConnectorConfig) -> list[Finding]:
+    findings = []
+    for name, read_file in (
+        ("side_channel_key_file", load_keys),
+        ("ticket_secret_file", read_ticket_secret),
+        ("metaserver_token_file", read_text_secret),
+    ):
+        path = getattr(config, name)
+        if path is None:
+            continue
+        try:
+            read_file(path)
+        except SecretFileError as problem:
+            action = (
+                "make it with `vllm-ascend-pd keygen` and copy it to all hosts, for the user that runs vLLM, mode 0600"
+            )
+            findings.append(error(f"config.{name}", str(problem), action))
+        else:
+            findings.append(ok(f"config.{name}", f"{path} can be used"))
+    return findings

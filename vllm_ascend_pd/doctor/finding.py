@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `vllm-ascend-pd doctor` finds; `--json` prints a `Report` as it stands here."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+import msgspec
+
+from vllm_ascend_pd.core.text import one_line
+
+SCHEMA = 1
+"""Grows when a field changes its meaning or goes; fields, checks and figures may be added without."""
+
+
+class Level(enum.Enum):
+    OK = "ok"
+    NOTE = "note"
+    """Worth knowing: something was not checked, or is unusual and may be meant so."""
+    WARNING = "warning"
+    """Works, but not well, or not in every case."""
+    ERROR = "error"
+    """Does not work."""
+
+
+class Target(enum.Enum):
+    MACHINE = "machine"
+    PAIR = "pair"
+
+
+_CHARS = 1000
+
+Figure = int | float | str | bool
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """`check` names what was looked at, `area.subject`, and stays the same; `found` is one line; `action` says what to
+    do, and is there for every warning and error. `figures` are what was measured or read, in bytes and seconds."""
+
+    check: str
+    level: Level
+    found: str
+    action: str = ""
+    figures: dict[str, Figure] = {}
+
+    def __post_init__(self) -> None:
+        if "\n" in self.found or "\n" in self.action:
+            raise ValueError(f"more than a line: {self.found!r}, {self.action!r}")
+        if self.level in (Level.WARNING, Level.ERROR) and not self.action:
+            raise ValueError(f"{self.check} does not say what to do: {self.found}")
+
+
+class Report(msgspec.Struct, frozen=True):
+    """`ok`: there is no error. `counts`: findings of each level, those without any included."""
+
+    schema: int
+    target: Target
+    ok: bool
+    counts: dict[Level, int]
+    findings: tuple[Finding, ...]
+
+
+def make_report(target: Target, findings: Iterable[Finding]) -> Report:
+    found = tuple(findings)
+    counts = {level: sum(finding.level is level for finding in found) for level in Level}
+    return Report(SCHEMA, target, counts[Level.ERROR] == 0, counts, found)
+
+
+def ok(check: str, found: str, **figures: Figure) -> Finding:
+    return _finding(check, Level.OK, found, "", figures)
+
+
+def note(check: str, found: str, action: str = "", **figures: Figure) -> Finding:
+    return _finding(check, Level.NOTE, found, action, figures)
+
+
+def warning(check: str, found: str, action: str, **figures: Figure) -> Finding:
+    return _finding(check, Level.WARNING, found, action, figures)
+
+
+def error(check: str, found: str, action: str, **figures: Figure) -> Finding:
+    return _finding(check, Level.ERROR, found, action, figures)
+
+
+def _finding(check: str, level: Level, found: str, action: str, figures: dict[str, Figure]) -> Finding:
+    """Texts may hold what tools, files and servers say."""
+    bounded = {name: one_line(value, _CHARS) if isinstance(value, str) else value for name, value in figures.items()}
+    return Finding(check, level, one_line(found, _CHARS), one_line(action, _CHARS), bounded)

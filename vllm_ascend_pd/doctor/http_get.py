@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What HTTP servers answer to the doctor: within a time, and never more than a bound."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import anyio
+import httpx
+
+from vllm_ascend_pd.core.text import one_line
+
+TIMEOUT_S = 5.0
+MAX_BODY_BYTES = 1 << 20
+_CHARS = 200
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`status` 0 and a `problem` where there was none. `sent`, `received`: by this host's clock, unix seconds."""
+
+    status: int
+    body: bytes
+    date: str | None
+    sent: float
+    received: float
+    problem: str = ""
+
+
+def root_url(text: str) -> str:
+    """`text` without a slash at its end. Raises ValueError if it is not the root of an HTTP server."""
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text.isascii()
+        httpx.URL(text)
+    except (ValueError, httpx.InvalidURL):  # a port that is no number, or an unclosed bracket
+        usable = False
+    if not usable:
+        raise ValueError(f"{one_line(text, _CHARS)!r} is not a URL such as http://10.0.0.1:8100")
+    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username or parts.password:
+        raise ValueError("give only scheme, host and port of a URL, without a path or user")
+    return text.rstrip("/")
+
+
+async def get(client: httpx.AsyncClient, url: str) -> Answer:
+    """Never raises for what a server does."""
+    sent = time.time()
+    body = bytearray()
+    try:
+        with anyio.fail_after(TIMEOUT_S):
+            async with client.stream("GET", url) as response:
+                received = time.time()
+                async for piece in response.aiter_bytes():
+                    body += piece
+                    if len(body) > MAX_BODY_BYTES:
+                        return Answer(0, b"", None, sent, received, f"sent more than {MAX_BODY_BYTES >> 10} KiB")
+        return Answer(response.status_code, bytes(body), response.headers.get("date"), sent, received)
+    except (TimeoutError, httpx.TimeoutException):
+        problem = f"did not answer within {TIMEOUT_S:g} s"
+    except httpx.ConnectError as failure:
+        problem = f"cannot be connected to: {one_line(str(failure), _CHARS) or type(failure).__name__}"
+    except httpx.HTTPError as failure:
+        problem = f"broke off: {one_line(str(failure), _CHARS) or type(failure).__name__}"
+    return Answer(0, b"", None, sent, time.time(), problem)

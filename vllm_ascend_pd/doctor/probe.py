@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A child of the doctor: loads what an engine loads, in its order, and says how far it came.
+
+Importing is the test that versions fit: compiled parts find their libraries, `compat.py` finds vLLM's insides.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from vllm_ascend_pd.doctor import child
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """`detail`: what it says of itself. `error`: why it could not be loaded; "" if it could, or was not tried.
+    `missing`: the part without which it was not tried."""
+
+    part: str
+    seconds: float
+    detail: str = ""
+    error: str = ""
+    missing: str = ""
+
+
+def _torch() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+def _torch_npu() -> str:
+    import torch
+    import torch_npu
+
+    return f"{torch_npu.__version__}, {torch.npu.device_count()} NPUs"
+
+
+def _ops() -> str:
+    import torch
+
+    from vllm_ascend_pd import ops
+
+    units = torch.arange(4096, dtype=torch.uint8).reshape(8, 512)
+    out = torch.zeros(4096, dtype=torch.uint8)
+    ops.gather_slices([units], torch.arange(8) * 512, 2, 256, out, 0, 0, 2048)
+    if not torch.equal(out, units.reshape(8, 2, 256).transpose(0, 1).reshape(-1)):
+        raise RuntimeError("gather_slices gives wrong bytes")
+    return "npu" if ops.NPU_LIBRARY.exists() else ""
+
+
+def _mooncake() -> str:
+    import mooncake.engine  # noqa: F401 - loads its libraries
+
+    from vllm_ascend_pd.transport import ascend
+
+    return "ascend" if ascend.is_loaded(Path("/proc/self/maps").read_text()) else ""
+
+
+def _connector() -> str:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    import vllm_ascend_pd
+
+    vllm_ascend_pd.register()
+    return str(KVConnectorFactory.get_connector_class_by_name("LayerwisePushConnector").__name__)
+
+
+def _device() -> str:
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def _host() -> str:
+    """As the connector asks for it, which must not be an address of all interfaces."""
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())
+
+
+PARTS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
+    "torch": (_torch, ()),
+    "torch_npu": (_torch_npu, ("torch",)),
+    "ops": (_ops, ("torch", "torch_npu")),
+    "mooncake": (_mooncake, ()),
+    "connector": (_connector, ("torch", "torch_npu", "ops")),
+    "device": (_device, ("connector",)),
+    "host": (_host, ("connector",)),
+}
+"""In the order in which they are loaded, and what each needs; torch_npu only where it is installed."""
+
+
+def main() -> None:
+    out = child.take_stdout()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_npu is imported next, and says more by itself
+    failed: set[str] = set()
+    for part, (load, needs) in PARTS.items():
+        if part == "torch_npu" and find_spec(part) is None:
+            continue
+        missing = next((need for need in needs if need in failed), None)
+        loaded = _try(part, load) if missing is None else Loaded(part, 0.0, missing=missing)
+        if loaded.error or loaded.missing:
+            failed.add(part)
+        child.say(out, loaded)
+    os._exit(0)  # how libraries end, and in what order, is not the question
+
+
+def _try(part: str, load: Callable[[], str]) -> Loaded:
+    started = time.monotonic()
+    detail = error = ""
+    try:
+        detail = load()
+    except BaseException as problem:  # noqa: BLE001 - libraries raise all kinds when they do not fit
+        error = f"{type(problem).__name__}: {problem}"
+        if problem.__cause__ is not None:
+            error = f"{type(problem.__cause__).__name__}: {problem.__cause__}, so {error}"
+    return Loaded(part, time.monotonic() - started, detail, error)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that the doctor runs: each ends in time, with all that it started, and what it says is bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+from anyio.abc import ByteReceiveStream, Process
+
+MAX_OUTPUT_BYTES = 256 << 10
+"""Of each stream of a program. `npu-smi info` prints some 10 KiB for 16 chips."""
+
+_REAP_S = 5.0
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a program said, and how it ended. `problem`: why that cannot be relied on; None if it ended by itself,
+    with code 0."""
+
+    output: str
+    errors: str
+    problem: str | None = None
+
+    @property
+    def said(self) -> str:
+        return f"{self.output}\n{self.errors}".strip()
+
+
+@asynccontextmanager
+async def running(command: Sequence[str], stdin: int = subprocess.DEVNULL) -> AsyncIterator[Process]:
+    """`command`, in a session of its own: with the block its whole process group ends. Raises OSError."""
+    process = await anyio.open_process(
+        list(command), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        # Even where its leader has ended: what it started may live on, and keeps the group's number from reuse.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with anyio.move_on_after(_REAP_S, shield=True):
+            await process.wait()
+            await process.aclose()
+
+
+async def read_bounded(stream: ByteReceiveStream | None, into: bytearray, limit: int = MAX_OUTPUT_BYTES) -> bool:
+    """Reads to the end of `stream`, or to `limit`; whether it came to the end."""
+    assert stream is not None
+    with contextlib.suppress(anyio.EndOfStream):
+        while len(into) <= limit:
+            into += await stream.receive()
+        del into[limit:]
+        return False
+    return True
+
+
+async def run_tool(command: Sequence[str], timeout_s: float) -> Ran:
+    """Runs `command` for at most `timeout_s` seconds. Never raises for what a program does, or if there is none."""
+    output, errors = bytearray(), bytearray()
+    problem: str | None = None
+    try:
+        async with running(command) as process:
+            whole: list[bool] = []
+
+            async def read(stream: ByteReceiveStream | None, into: bytearray) -> None:
+                whole.append(await read_bounded(stream, into))
+                if not whole[-1]:
+                    tasks.cancel_scope.cancel()
+
+            with anyio.move_on_after(timeout_s) as scope:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(read, process.stdout, output)
+                    tasks.start_soon(read, process.stderr, errors)
+                if whole == [True, True]:
+                    problem = _how_it_ended(await process.wait())
+                else:
+                    problem = f"printed more than {MAX_OUTPUT_BYTES >> 10} KiB and was stopped"
+            if scope.cancelled_caught:
+                problem = f"did not end within {timeout_s:g} s and was stopped"
+    except OSError as failure:
+        problem = f"cannot be started: {failure.strerror or failure}"
+    return Ran(output.decode(errors="replace"), errors.decode(errors="replace"), problem)
+
+
+def _how_it_ended(code: int) -> str | None:
+    if code == 0:
+        return None
+    if code > 0:
+        return f"ended with code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"
