@@ -16,7 +16,8 @@ from harness.models import FIRST_TEXT_TOKEN, TINY
 T = TypeVar("T")
 R = TypeVar("R")
 
-TIMEOUT = httpx.Timeout(120, connect=5)
+TIMEOUT = httpx.Timeout(300, connect=5)
+"""Longer than engines with `PATIENT` settings may take to say what is wrong."""
 
 Prompt = Sequence[int] | str
 Messages = list[dict[str, str]]
@@ -44,7 +45,8 @@ class Client:
     """Greedy requests that always run to `max_tokens`, so that outputs can be compared token by token."""
 
     def __init__(self, url: str, model: str | None = None, timeout: httpx.Timeout = TIMEOUT) -> None:
-        limits = httpx.Limits(max_connections=None)
+        # A server closes a connection that was idle for 5 s: none is used that is just being closed.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         self.http = httpx.Client(base_url=url, timeout=timeout, limits=limits, trust_env=False)
         self._model = model
 

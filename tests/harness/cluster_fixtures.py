@@ -13,7 +13,8 @@ from harness.pool import ClusterPool, Reference, ReferencePool, sort_by_cluster
 from harness.processes import interrupt_on_sigterm
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: with engines of kinds that other tests start, too: not in the short form")
     interrupt_on_sigterm()
 
 

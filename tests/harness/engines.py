@@ -12,12 +12,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import httpx
 
 from harness.models import TINY, ModelSpec, make_model
 from harness.ports import release_port, reserve_ports
 from harness.processes import ManagedProcess, wait_all_healthy
+
+if TYPE_CHECKING:
+    from harness.collector import Collector
 
 HOST = "127.0.0.1"
 PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
@@ -46,6 +50,8 @@ PATIENT: tuple[tuple[str, object], ...] = (
     ("lease_s", 45.0),
 )
 """Connector settings for tests that are not about time: a shared machine may stop a process for many seconds."""
+PATIENT_PROXY = ("--connect-timeout", "30", "--probe-timeout", "60")
+"""The same for the proxy."""
 
 
 class Role(str, enum.Enum):
@@ -83,8 +89,12 @@ class EngineConfig:
     kv_port: int | None = None
     engine_id: str | None = None
     """None: vLLM makes one up at each start."""
+    load_failure_policy: str | None = None
+    """`kv_load_failure_policy`: "fail" or "recompute"; None leaves it to vLLM."""
     connector_extra: tuple[tuple[str, object], ...] = ()
     """`kv_connector_extra_config`, as pairs so that the config stays hashable."""
+    traces: str | None = None
+    """Name of a folder beside the logs for `trace_dir`."""
     beside: tuple[tuple[str, object], ...] = ()
     """`kv_connector_extra_config` of vLLM's ExampleConnector, which then runs beside ours below a MultiConnector."""
     ours_first: bool = True
@@ -142,6 +152,8 @@ class EngineConfig:
         }
         if self.engine_id is not None:
             ours["engine_id"] = self.engine_id
+        if self.load_failure_policy is not None:
+            ours["kv_load_failure_policy"] = self.load_failure_policy
         if self.connector_extra:
             ours["kv_connector_extra_config"] = dict(self.connector_extra)
         if not self.beside:
@@ -194,23 +206,32 @@ class Server:
 class Engine(Server):
     """A `vllm serve` process."""
 
+    traces: Path
+    """Of one that traces."""
+
     def __init__(self, config: EngineConfig, model: Path, logs: Path) -> None:
         super().__init__(config.label, config.port, logs)
         self.config = config
         self.kv_port = config.kv_port
         if self.kv_port is None and config.role is not Role.SINGLE:
             self.kv_port = self._reserve(config.dp)  # each data-parallel engine listens on one
+        if config.traces is not None:
+            self.traces = logs / config.traces
+            config = dataclasses.replace(
+                config, connector_extra=(*config.connector_extra, ("trace_dir", str(self.traces)))
+            )
         self._command = config.command(model, self.port, self.kv_port)
-        self._environment = config.environment()
+        self.environment = config.environment()
+        """From the next start on."""
         if not config.eager:
             # Its own: engines that compile at the same time would write the same files.
             cache = logs / f"{self.name}-{self.port}-cache"
-            self._environment |= {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
+            self.environment |= {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
         self.start()
 
     def start(self) -> None:
         """With what it was made with; again, after its `process` was stopped or killed."""
-        self.process = ManagedProcess(self.name, self._command, self._environment, self.log)
+        self.process = ManagedProcess(self.name, self._command, self.environment, self.log)
 
     def metric(self, name: str) -> float:
         """The sum of a Prometheus metric's samples, whatever their labels; 0 if it has none yet."""
@@ -223,13 +244,17 @@ class Engine(Server):
         return [(dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)) for labels, value in lines]
 
 
+class HasUrl(Protocol):
+    url: str
+
+
 class Proxy(Server):
     """A `vllm-ascend-pd proxy` process in front of running engines."""
 
     def __init__(
         self,
-        prefill: Sequence[Engine],
-        decode: Sequence[Engine],
+        prefill: Sequence[HasUrl],
+        decode: Sequence[HasUrl],
         logs: Path,
         port: int | None = None,
         args: Sequence[str] = (),
@@ -239,7 +264,12 @@ class Proxy(Server):
         for option, engines in (("--prefill", prefill), ("--decode", decode)):
             for engine in engines:
                 command += [option, engine.url]
-        self.process = ManagedProcess(self.name, [*command, *args], os.environ, self.log)
+        self._command = [*command, *args]
+        self.start()
+
+    def start(self) -> None:
+        """Again, after its `process` was stopped or killed."""
+        self.process = ManagedProcess(self.name, self._command, os.environ, self.log)
 
 
 OnHealthy = Callable[[ManagedProcess, float], None]
@@ -291,9 +321,11 @@ class ClusterConfig:
     name: str
     prefill: tuple[EngineConfig, ...]
     decode: tuple[EngineConfig, ...]
-    proxy_args: tuple[str, ...] = ()
+    proxy_args: tuple[str, ...] = PATIENT_PROXY
     model: ModelSpec = TINY
     single: EngineConfig | None = None
+    spans: bool = False
+    """Engines and proxy send their spans to `Cluster.collector`."""
 
     def __str__(self) -> str:
         return self.name
@@ -331,6 +363,19 @@ def one_to_one(
     )
 
 
+def traced(config: ClusterConfig, folder: str) -> ClusterConfig:
+    """The same, with engines that trace to a folder of that name beside the logs."""
+    engines = {
+        side: tuple(dataclasses.replace(engine, traces=folder) for engine in getattr(config, side))
+        for side in ("prefill", "decode")
+    }
+    return dataclasses.replace(config, prefill=engines["prefill"], decode=engines["decode"])
+
+
+TRACED = traced(one_to_one(2, 1, token_major=True), "traces")
+"""Token-major, prefill TP 2, decode TP 1."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """A running one. `model`: the folder of the model it serves."""
@@ -340,6 +385,8 @@ class Cluster:
     prefill: list[Engine]
     decode: list[Engine]
     proxy: Proxy
+    collector: "Collector | None" = None
+    """Of one that sends spans."""
 
     @property
     def url(self) -> str:
@@ -356,12 +403,24 @@ def running_cluster(
     seconds: float = START_SECONDS,
 ) -> Iterator[Cluster]:
     """A cluster whose engines start side by side; `port` is the proxy's."""
-    with running_engines(model, [*config.prefill, *config.decode], logs, on_healthy, seconds) as engines:
+    with contextlib.ExitStack() as running:
+        collector, traces, soon = None, (), ()
+        if config.spans:
+            from harness.collector import Collector  # others do without OpenTelemetry
+
+            collector = running.enter_context(Collector())
+            traces = ("--otlp-traces-endpoint", collector.url)
+            soon = (("OTEL_BSP_SCHEDULE_DELAY", "200"),)  # milliseconds, instead of 5 s
+        configs = [
+            dataclasses.replace(each, args=(*each.args, *traces), env=(*each.env, *soon))
+            for each in (*config.prefill, *config.decode)
+        ]
+        engines = running.enter_context(running_engines(model, configs, logs, on_healthy, seconds))
         prefill, decode = engines[: len(config.prefill)], engines[len(config.prefill) :]
-        proxy = Proxy(prefill, decode, logs, port, config.proxy_args)
+        proxy = Proxy(prefill, decode, logs, port, (*config.proxy_args, *traces))
         wait_ready([proxy], on_healthy)
         try:
-            yield Cluster(config, model, prefill, decode, proxy)
+            yield Cluster(config, model, prefill, decode, proxy, collector)
         finally:
             proxy.stop()
 

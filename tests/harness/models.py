@@ -72,6 +72,8 @@ class ModelSpec:
 
 
 TINY = ModelSpec("tiny")
+DEMO = ModelSpec("demo", layers=10, heads=8, kv_heads=8, head_size=64, intermediate_size=1024)
+"""40 KiB of KV per token, in layers that a CPU computes about as fast as it sends them."""
 WIDE = ModelSpec("wide", layers=8, heads=16, kv_heads=8, head_size=64, intermediate_size=2048)
 """64 KiB of KV per token: enough bytes to see a transfer's speed."""
 

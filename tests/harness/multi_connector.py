@@ -4,12 +4,14 @@
 The other is vLLM's ExampleConnector, which supports one cache group only and reports nothing.
 """
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorWorkerMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -17,11 +19,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from harness.engines import EngineConfig, Role
-from harness.scheduling import Scheduled, make_output, make_request, remembered
-from vllm_ascend_pd.core.ticket import Ticket
+from harness.scheduling import Scheduled, make_output, make_request, make_ticket, remembered
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep, WorkerReport
 
-BLOCK = 128
 PROMPT = 300
 BLOCKS = ([5, 6, 7],)
 TP = 2
@@ -40,6 +40,20 @@ def transfer_config(role: Role, ours_first: bool, folder: Path) -> dict[str, Any
     """`kv_transfer_config` of an engine with both; the other keeps its files in `folder`."""
     beside = (("shared_storage_path", str(folder)),)
     return EngineConfig(role=role, beside=beside, ours_first=ours_first).transfer_config(30001)
+
+
+def hooks_of(connector: type) -> set[str]:
+    """Methods for vLLM that its class defines itself."""
+    members = vars(connector).items()
+    hooks = {name for name, member in members if inspect.isfunction(member) or isinstance(member, classmethod)}
+    return {name for name in hooks if not name.startswith("_")}
+
+
+def hooks_left_out(multi: type, ours: type) -> set[str]:
+    """Hooks of `ours` that `multi` does not hand on, as it leaves them to its base classes."""
+    bases = (KVConnectorBase_V1, SupportsHMA)
+    asked = {name for name in hooks_of(ours) if any(hasattr(base, name) for base in bases)}
+    return {name for name in asked if any(getattr(multi, name) is getattr(base, name, None) for base in bases)}
 
 
 @dataclass
@@ -109,18 +123,7 @@ def decode_is_served(both: Both) -> None:
 
 
 def prefill_pushes(both: Both) -> None:
-    ticket = Ticket(
-        request_id="cmpl-1-0",
-        remote_block_ids=[[1, 2, 3]],
-        remote_block_size=[BLOCK],
-        remote_engine_id="decode",
-        remote_host="192.0.2.1",
-        remote_port=20001,
-        remote_tp_size=1,
-        remote_cached_tokens=0,
-        ticket_id=32 * "0",
-        num_tokens=PROMPT,
-    )
+    ticket = make_ticket(PROMPT, [1, 2, 3])
     request = make_request("cmpl-1-0-0a1b2c3d", PROMPT, msgspec.to_builtins(ticket))
     plain = make_request("cmpl-2-0-0a1b2c3d", PROMPT, None)
     for each, blocks in ((request, BLOCKS), (plain, ([2, 3, 4],))):

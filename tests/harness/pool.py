@@ -6,11 +6,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from harness.client import Client, Completion, Messages, Prompt
 from harness.engines import Cluster, ClusterConfig, Engine, EngineConfig, running_cluster, running_engines
 from harness.models import ModelSpec, make_model
 from harness.processes import StartupError
+
+
+def long(*parameters: object) -> ParameterSet:
+    """For tests whose engines are of kinds that others start, too: only the long form runs them."""
+    return pytest.param(*parameters, marks=pytest.mark.long)
 
 
 def sort_by_cluster(items: list[pytest.Item]) -> None:

@@ -49,7 +49,8 @@ class ManagedProcess:
         return self._process.poll()
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        said = self.log.read_text(errors="replace").splitlines()
+        return "\n".join([line for line in said if "Route: /" not in line][-lines:])  # vLLM lists its dozens of routes
 
     def members(self) -> list[int]:
         """The living processes of the group, oldest first."""
@@ -130,8 +131,12 @@ def wait_all_healthy(
 
 
 def interrupt_on_sigterm() -> None:
-    """Make SIGTERM end this process as Ctrl-C does: through `finally` blocks and exit handlers."""
+    """Make SIGTERM end this process as Ctrl-C does: through `finally` blocks and exit handlers.
+
+    Also SIGINT, which a shell without job control makes its background jobs ignore, and all that they start.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _is_alive_in_group(process: psutil.Process, group: int) -> bool:

@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -65,7 +66,10 @@ class Rank:
     def freeze(self, frozen: bool = True) -> None:
         """SIGSTOP, or SIGCONT: all its threads stand still, its connections stay."""
         assert self._host.process.pid is not None
-        os.kill(self._host.process.pid, signal.SIGSTOP if frozen else signal.SIGCONT)
+        if frozen:
+            stop(self._host.process.pid)
+        else:
+            os.kill(self._host.process.pid, signal.SIGCONT)
 
     def dies(self, timeout_s: float) -> bool:
         """Whether its process ends by itself, sooner or later."""
@@ -140,6 +144,27 @@ def _settings(device: str, kernels: Path | None) -> tuple[object, ...]:
 
 
 _hosts = _Hosts()
+
+
+def start_afresh() -> None:
+    """Ranks started from now on get new processes: a transfer engine's timeouts last as long as its process."""
+    _hosts.close()
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP; returns when all threads stand still, which takes a moment where cores are few."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 30.0
+    while not all(_state(task) in "TZX" for task in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.005)
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # the thread has ended
+        return "X"
 
 
 def _serve(pipe: Connection, kernels: Path | None) -> None:

@@ -195,8 +195,21 @@ class PrefillRank(_RankBase):
         report = self.worker.take_report()
         return self.worker.take_sent(), report.failed if report else {}
 
+    def stats(self) -> dict[str, Any]:
+        """What the worker has counted since the last time."""
+        return self.worker.take_stats()
+
     def open_transfers(self) -> int:
         return len(self.worker._transfers)
+
+    def is_granted(self) -> bool:
+        """Whether decode has described itself and granted every request's writing."""
+        contacted = [transfer.state.destinations for transfer in self.worker._transfers.values()]
+        return all(d is not None and all(rank.granted for rank in d.values()) for d in contacted)
+
+    def open_failures(self) -> list[str]:
+        """Why those of its transfers have failed that have."""
+        return [t.failure for t in self.worker._transfers.values() if t.failure is not None]
 
     def slow_down(self, seconds: float) -> None:
         """From now on every write takes that much longer."""
@@ -236,11 +249,13 @@ class DecodeRank(_RankBase):
     def step(self, step: Any) -> None:
         self.worker.start_step(step)
 
-    def arrivals(self) -> tuple[set[str], set[str], dict[str, str]]:
+    def arrivals(self) -> tuple[set[str], set[str], dict[str, str], dict[str, str]]:
+        """Requests that ended, those of them that failed, and by ticket why tickets and attempts failed."""
         report = self.worker.take_report()
         self.received_bytes += sum(num_bytes for num_bytes, _ in report.received.values()) if report else 0
         arrivals = self.worker.take_arrivals()
-        return arrivals.finished, arrivals.failed, report.failed if report else {}
+        given_up = {ticket_id: reason for ticket_id, (_, reason) in report.given_up.items()} if report else {}
+        return arrivals.finished, arrivals.failed, report.failed if report else {}, given_up
 
     def differences(self, prompts: list[Prompt]) -> list[str]:
         """Every place where the cache is not what it must be: the prompts' KV from their first uncached token on,

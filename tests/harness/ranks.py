@@ -20,6 +20,7 @@ from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.scheduler.listener import DescriptionListener
 from vllm_ascend_pd.step import ConsumerStep, Expect, ProducerStep, Send
+from vllm_ascend_pd.transport.curve import load_keys
 
 
 def run(pair: "Pair", requests: list[Prompt], chunk: int | None = None, hooks: Hooks = ONCE) -> dict[str, Ticket]:
@@ -77,6 +78,15 @@ def prompts(pair: "Pair", lengths: list[int], cached: int = 0, seed: int = 0) ->
     return made
 
 
+def expect_delivery(pair: "Pair", requests: list[Prompt], timeout_s: float = 30.0) -> None:
+    """Every request ends well on all ranks, and decode's bytes are the truth."""
+    received, failed = pair.wait_arrivals(len(requests), timeout_s)
+    assert failed == {}
+    assert received == {prompt.request_id for prompt in requests}
+    assert pair.differences(requests) == []
+    assert pair.wait_sent(len(requests), timeout_s) == {}
+
+
 class Pair:
     """A prefill and a decode engine's ranks, and the test's own listener for decode's description."""
 
@@ -108,7 +118,8 @@ class Pair:
         description = EngineDescription(
             engine_id, MODEL, decode.tp, decode.pp, self.descriptions, decode.dcp, decode.interleave
         )
-        self.listener = DescriptionListener(description, HOST, port)
+        keys = load_keys(self._options[0].get("side_channel_key_file"))
+        self.listener = DescriptionListener(description, HOST, port, keys)
         self.port = int(self.listener.endpoint.rpartition(":")[2])
 
     def restart_decode(self, engine_id: str) -> None:
@@ -156,6 +167,17 @@ class Pair:
         ]
         self.each(self.d_ranks, "step", ConsumerStep(expects))
 
+    def wait_granted(self, timeout_s: float = 30.0) -> None:
+        """Until nothing but its own device keeps any prefill rank from writing."""
+        deadline = time.monotonic() + timeout_s
+        while not all(self.each(self.p_ranks, "is_granted")):
+            assert time.monotonic() < deadline, "no grant"
+            time.sleep(0.02)
+
+    def cancel(self, tickets: dict[str, str]) -> None:
+        """Tickets (by id) end for a reason; the proxy has no other prefill engine for them, say."""
+        self.each(self.d_ranks, "step", ConsumerStep(cancelled=tickets))
+
     def addresses(self, layer: int, blocks: list[int]) -> list[tuple[str, int, int]]:
         """(session, address, bytes) of blocks of a layer on all decode ranks: their addresses may be the same."""
         found = []
@@ -172,8 +194,11 @@ class Pair:
             rank.send(name, *args)
         return [rank.receive() for rank in ranks]
 
-    def wait_arrivals(self, count: int, timeout_s: float = 30.0) -> tuple[set[str], dict[str, str]]:
-        """Until every decode rank has ended `count` requests: (received by all, failed -> reason)."""
+    def wait_arrivals(
+        self, count: int, timeout_s: float = 30.0, others_follow: bool = False
+    ) -> tuple[set[str], dict[str, str]]:
+        """Until every decode rank has ended `count` requests: (received by all, failed -> reason). Unless
+        `others_follow`, an attempt that failed is the last."""
         finished: list[set[str]] = [set() for _ in self.d_ranks]
         lost: set[str] = set()
         reasons: dict[str, str] = {}
@@ -181,10 +206,12 @@ class Pair:
         while any(len(f) < count for f in finished):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"only {finished} ended, {reasons}")
-            for mine, (ended, failed, why) in zip(finished, self.each(self.d_ranks, "arrivals"), strict=True):
+            for mine, (ended, failed, why, given_up) in zip(finished, self.each(self.d_ranks, "arrivals"), strict=True):
                 mine |= ended
                 lost |= failed
                 reasons |= {self._request_of[ticket_id]: reason for ticket_id, reason in why.items()}
+                if given_up and not others_follow:
+                    self.cancel(given_up)
             time.sleep(0.01)
         return set.intersection(*finished) - lost, {request: reasons[request] for request in lost}
 

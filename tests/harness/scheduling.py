@@ -9,7 +9,32 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
+from vllm_ascend_pd.core.ticket import Ticket
+
 Blocks = tuple[list[int], ...]
+
+BLOCK = 128
+
+FOR_A_PULLING_CONNECTOR: dict[str, dict[str, Any]] = {
+    "prefill": {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    },
+    "decode": {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_engine_id": "some-other-engine",
+        "remote_block_ids": [[1, 2, 3]],
+        "remote_host": "127.0.0.1",
+        "remote_port": 9,
+        "tp_size": 1,
+    },
+}
+"""`kv_transfer_params` that proxies of vLLM's and vllm-ascend's pulling connectors send to either side."""
 
 
 def make_request(request_id: str, num_tokens: int, params: object) -> Request:
@@ -17,6 +42,22 @@ def make_request(request_id: str, num_tokens: int, params: object) -> Request:
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
     return Request(
         request_id=request_id, prompt_token_ids=list(range(num_tokens)), sampling_params=sampling, pooling_params=None
+    )
+
+
+def make_ticket(prompt: int, blocks: list[int], tp: int = 1, cached: int = 0) -> Ticket:
+    """For `prompt` tokens in `blocks` of a decode engine of `tp` ranks, which has `cached` of them."""
+    return Ticket(
+        request_id="cmpl-1-0",
+        remote_block_ids=[blocks],
+        remote_block_size=[BLOCK],
+        remote_engine_id="decode",
+        remote_host="10.0.0.1",
+        remote_port=20001,
+        remote_tp_size=tp,
+        remote_cached_tokens=cached,
+        ticket_id=32 * "0",
+        num_tokens=prompt,
     )
 
 

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of a server hold: threads, sockets, other files, memory."""
+
+import contextlib
+import dataclasses
+import os
+from collections import Counter
+from pathlib import Path
+
+import psutil
+
+from harness import remote
+from harness.engines import Server
+
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """Of one server. `threads`: of all its processes, by name where Python knows it; `memory`: resident bytes."""
+
+    processes: int
+    threads: Counter[str]
+    sockets: int
+    files: int
+    memory: int
+
+    def above(self, before: "Level") -> dict[str, int]:
+        """What there is more of than before, memory apart."""
+        grown = {
+            "processes": self.processes - before.processes,
+            "sockets": self.sockets - before.sockets,
+            "files": self.files - before.files,
+        }
+        grown |= {f"thread {name}": count for name, count in (self.threads - before.threads).items()}
+        return {what: count for what, count in grown.items() if count > 0}
+
+
+def measure(server: Server, control: Path) -> Level:
+    threads: Counter[str] = Counter()
+    sockets = files = memory = 0
+    members = server.process.members()
+    for pid in members:
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+            process = psutil.Process(pid)
+            memory += process.memory_info().rss
+            count = process.num_threads()
+            names = _names(control, pid)
+            threads.update(names)
+            threads["native"] += count - len(names)
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if os.readlink(fd).startswith("socket:"):
+                        sockets += 1
+                    else:
+                        files += 1
+    return Level(len(members), threads, sockets, files, memory)
+
+
+def _names(control: Path, pid: int) -> list[str]:
+    """Of the threads that Python started, numbers taken off."""
+    try:
+        names = remote.call(control, pid, "threads")
+    except OSError:  # not a process of vLLM's
+        return []
+    return [name.rstrip("0123456789") for name in names]

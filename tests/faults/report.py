@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a run: one row for each fault."""
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = (
+    "fault",
+    "requests",
+    "right",
+    "failed cleanly",
+    "failed unclearly",
+    "left by client",
+    "wrong",
+    "hung",
+    "leaked blocks",
+    "other leaks",
+    "memory, MiB",
+    "seconds to recover",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """`number`: which of the kinds of faults; `recovery_s`: from the end of the fault, a restart included, to the
+    first right answer; `leaks`: threads, sockets, files and processes more than before; `memory_growth`: bytes, of each
+    server."""
+
+    number: int
+    name: str
+    where: str
+    outcomes: dict[str, int]
+    leaked_blocks: int
+    leaks: dict[str, int]
+    recovery_s: float
+    memory_growth: dict[str, int] = dataclasses.field(default_factory=dict)
+    reasons: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def requests(self) -> int:
+        return sum(self.outcomes.values())
+
+    def cells(self) -> tuple[str, ...]:
+        count = Counter(self.outcomes)
+        return (
+            f"{self.number}. {self.name}",
+            str(self.requests),
+            str(count["right"]),
+            str(count["failed cleanly"]),
+            str(count["failed without a reason"] + count["connection broken"]),
+            str(count["client left"]),
+            str(count["wrong"]),
+            str(count["hung"]),
+            str(self.leaked_blocks),
+            str(sum(self.leaks.values())),
+            f"{sum(self.memory_growth.values()) / (1 << 20):+.0f}",
+            f"{self.recovery_s:.1f}",
+        )
+
+
+class Report:
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def _sections(self) -> dict[str, list[Row]]:
+        sections: dict[str, list[Row]] = {}
+        for row in sorted(self.rows, key=lambda row: row.number):
+            sections.setdefault(row.where, []).append(row)
+        return sections
+
+    def total(self) -> tuple[str, ...]:
+        columns = list(zip(*(row.cells() for row in self.rows), strict=True))
+        sums = [str(sum(int(cell) for cell in column)) for column in columns[1:-2]]
+        return ("total", *sums, "", f"{max(row.recovery_s for row in self.rows):.1f} at most")
+
+    def print(self, console: Console) -> None:
+        for where, rows in self._sections().items():
+            table = Table(title=where)
+            for i, name in enumerate(COLUMNS):
+                table.add_column(name, justify="left" if i == 0 else "right")
+            for row in rows:
+                table.add_row(*row.cells())
+            console.print(table)
+        console.print("  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, self.total(), strict=True)))
+
+    def markdown(self) -> str:
+        lines = []
+        for where, rows in self._sections().items():
+            lines += [f"**{where}**", "", _line(COLUMNS), _line(["---"] + ["---:"] * (len(COLUMNS) - 1))]
+            lines += [*(_line(row.cells()) for row in rows), ""]
+        return "\n".join([*lines, _line(COLUMNS), _line(["---"] * len(COLUMNS)), _line(self.total()), ""])
+
+    def write(self, folder: Path) -> None:
+        """`faults.md`, the table, and `faults.json`, with reasons and memory beside it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "faults.md").write_text(self.markdown())
+        rows: list[dict[str, Any]] = [dataclasses.asdict(row) for row in self.rows]
+        (folder / "faults.json").write_text(json.dumps(rows, indent=1))
+
+
+def _line(cells: "list[str] | tuple[str, ...]") -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill and a decode engine, real ones, with a relay between every pair of parties, and the truth beside them."""
+
+import contextlib
+import dataclasses
+import itertools
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from faults.level import Level, measure
+from faults.traffic import DEADLINE_S, Answer, Ask, Outcome, Volley, ask, asks
+from harness import remote
+from harness.client import Client, at_once
+from harness.engines import HOST, Engine, EngineConfig, Proxy, Role, Server, stop_all, wait_ready
+from harness.models import TINY, ModelSpec, make_model
+from harness.wire import Relay, Sessions, SideChannel, Wire
+
+LIMITS = (
+    ("lease_s", 5.0),
+    ("write_timeout_s", 2.0),
+    ("control_timeout_s", 1.5),
+    ("grant_timeout_s", 12.0),
+    ("settle_timeout_s", 6.0),
+    ("transfer_timeout_s", 40.0),
+    ("collective_timeout_s", 10.0),
+)
+"""Short, so that every fault is over in seconds: `DEADLINE_S` is far above the longest of them."""
+SILENCE_S = 75
+"""The proxy's `--read-timeout`: a request for which decode has no blocks ends by it."""
+SHORT_QUEUE = ("MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER", "124")
+"""Mooncake's, for a peer: a write needs several batches, and what failed ones leave in it counts."""
+RECOVERS_WITHIN_S = 60.0
+QUIET_WITHIN_S = 90.0
+LEVEL_WITHIN_S = 25.0
+"""After the last request: idle connections are closed, threads have ended."""
+KEEP_ALIVE_S = 6.0
+"""vLLM and the proxy keep idle connections for up to 5 s."""
+
+PREFILL = EngineConfig(Role.PREFILL, tp=2, connector_extra=LIMITS, engine_id="prefill")
+DECODE = EngineConfig(Role.DECODE, connector_extra=LIMITS, engine_id="decode")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What runs. `longest`: tokens of a request that surely fit."""
+
+    name: str
+    prefill: EngineConfig = PREFILL
+    decode: EngineConfig = DECODE
+    model: ModelSpec = TINY
+    longest: int = 2000
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class World:
+    """Everything that runs. `channel`: the side channel; `sessions`: Mooncake's connections to decode."""
+
+    def __init__(self, shape: Shape, models: Path, logs: Path) -> None:
+        self.shape = shape
+        self._number = itertools.count()
+        self._stack = contextlib.ExitStack()
+        self._levels: dict[Server, Level] = {}
+        self.control = Path(tempfile.mkdtemp(prefix="pd-faults-"))  # a socket's path must be short
+        self._stack.callback(shutil.rmtree, self.control)
+        self._wire = wire = Wire()
+        self._stack.callback(wire.close)
+        self.channel, self.sessions = SideChannel(wire), Sessions(wire)
+        self.front, self.to_prefill, self.to_decode, self.metaserver = (Relay(wire) for _ in range(4))
+        folder = make_model(shape.model, models)
+        common = (("VLLM_ASCEND_PD_TEST_CONTROL", str(self.control)),)
+        socks = ("VLLM_ASCEND_PD_TEST_SOCKS", f"{HOST}:{self.channel.port}")
+        session = ("VLLM_ASCEND_PD_TEST_SESSION", f"{HOST}:{self.sessions.port}")
+        configs = (
+            dataclasses.replace(shape.prefill, env=(*shape.prefill.env, *common, socks, SHORT_QUEUE)),
+            dataclasses.replace(shape.decode, env=(*shape.decode.env, *common, session)),
+        )
+        single = EngineConfig(max_model_len=shape.decode.max_model_len)
+        try:
+            engines: list[Server] = []
+            self._stack.callback(lambda: stop_all(engines))
+            self.prefill, self.decode, truth = (Engine(config, folder, logs) for config in (*configs, single))
+            engines += [self.prefill, self.decode, truth]
+            url = f"{self.metaserver.url}/v1/metaserver"
+            self.proxy = Proxy(
+                [self.to_prefill],
+                [self.to_decode],
+                logs,
+                args=("--metaserver-url", url, "--read-timeout", str(SILENCE_S)),
+            )
+            self.to_prefill.target, self.to_decode.target = self.prefill.port, self.decode.port
+            self.front.target = self.metaserver.target = self.proxy.port
+            engines.append(self.proxy)
+            wait_ready(engines)
+            self._truth = self._stack.enter_context(Client(truth.url))
+            self._find_session()
+            patience = httpx.Timeout(DEADLINE_S, connect=5)
+            self.client = self._stack.enter_context(Client(self.front.url, model=str(folder), timeout=patience))
+            self.warm_up()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def servers(self) -> list[Server]:
+        return [self.prefill, self.decode, self.proxy]
+
+    def close(self) -> None:
+        self._stack.close()
+
+    # Requests.
+
+    def requests(self, count: int = 12, name: str = "") -> list[tuple[Ask, tuple[int, ...]]]:
+        """New ones, and what the answers must be."""
+        made = asks(f"{name}{next(self._number)}", count, self.shape.longest)
+        answers = at_once(lambda one: self._truth.complete(one.prompt, one.max_tokens).token_ids, made, 4)
+        return list(zip(made, answers, strict=True))
+
+    def send(self, requests: Sequence[tuple[Ask, tuple[int, ...]]]) -> Volley:
+        return Volley(self.client, [one for one, _ in requests], [tokens for _, tokens in requests])
+
+    def complete(self, count: int) -> list[Answer]:
+        return self.send(self.requests(count)).answers()
+
+    def first_right_answer(
+        self, since: float, probes: Sequence[tuple[Ask, tuple[int, ...]]]
+    ) -> tuple[float, list[Answer]]:
+        """Seconds from `since` to it, and the failures before it. Raises TimeoutError."""
+        failures: list[Answer] = []
+        deadline = time.monotonic() + RECOVERS_WITHIN_S
+        for request, expected in itertools.cycle(probes):
+            answer = ask(self.client, dataclasses.replace(request, stream=False), expected)
+            if answer.outcome is Outcome.RIGHT:
+                return time.monotonic() - since, failures
+            failures.append(answer)
+            if answer.outcome is Outcome.WRONG:
+                raise AssertionError(f"a wrong answer after the fault: {answer.detail}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no right answer within {RECOVERS_WITHIN_S:g} s: {answer.detail}")
+            time.sleep(0.1)
+        raise AssertionError("no probes")
+
+    # Processes.
+
+    def ranks(self, engine: Engine) -> list[int]:
+        """The processes of an engine's ranks."""
+        return [pid for pid in engine.process.members() if self._session_of(pid) is not None]
+
+    def tell(self, engine: Engine, name: str, *args: Any) -> list[Any]:
+        """A command of `remote_control.py`, to every rank."""
+        return [remote.call(self.control, pid, name, *args) for pid in self.ranks(engine)]
+
+    def set_writes(self, fault: str, times: int | None = None, seconds: float = 0.0) -> None:
+        """What becomes of the next batches of each of prefill's ranks."""
+        self.tell(self.prefill, "set_writes", fault, times, seconds)
+
+    @contextlib.contextmanager
+    def writes(self, fault: str, times: int | None = None, seconds: float = 0.0) -> Iterator[None]:
+        self.set_writes(fault, times, seconds)
+        try:
+            yield
+        finally:
+            self.set_writes("")
+
+    def restart(self, server: Server) -> None:
+        """One that has been killed. Returns when it is healthy."""
+        assert isinstance(server, Engine | Proxy)
+        if server is self.decode:  # its session has another port, as it would without relays
+            self.sessions = Sessions(self._wire)
+            self.decode.environment["VLLM_ASCEND_PD_TEST_SESSION"] = f"{HOST}:{self.sessions.port}"
+        server.start()
+        wait_ready([server])
+        self._levels.pop(server)
+        if server is self.decode:
+            self._find_session()
+
+    def running(self, engine: Engine) -> float:
+        return engine.metric("vllm:num_requests_running")
+
+    def _find_session(self) -> None:
+        [session] = self.tell(self.decode, "session")
+        self.sessions.target = int(session.rpartition(":")[2])
+
+    def _session_of(self, pid: int) -> Any:
+        try:
+            return remote.call(self.control, pid, "session")
+        except OSError:  # not a process of vLLM's
+            return None
+
+    # What must be as it was.
+
+    def warm_up(self) -> None:
+        """Everything that an engine starts only when it is first needed is started: all kinds of ends, too."""
+        with self.writes("fail", times=1):
+            self.complete(16)
+        leaving = [one for one, _ in self.requests(8)]
+        at_once(lambda one: leave(self, one, 0.3), leaving, 8)
+        self.complete(16)
+        self.leaked_blocks()
+        time.sleep(KEEP_ALIVE_S)
+        for server in self.servers:
+            if server not in self._levels:  # the level of those that were there before a restart stays what it was
+                self._levels[server] = measure(server, self.control)
+
+    def leaked_blocks(self) -> int:
+        """How many are in use when nothing has been going on for `QUIET_WITHIN_S`: 0 as soon as there are none."""
+        deadline = time.monotonic() + QUIET_WITHIN_S
+        while (held := sum(blocks_in_use(engine) for engine in (self.prefill, self.decode))) > 0:
+            if time.monotonic() > deadline:
+                return held
+            time.sleep(0.2)
+        return 0
+
+    def leaks(self) -> tuple[dict[str, int], dict[str, int]]:
+        """What servers hold more of than after they were warmed up, for good; and bytes of memory more, by server."""
+        if len(self._levels) < len(self.servers):  # one was restarted
+            self.warm_up()
+        deadline = time.monotonic() + LEVEL_WITHIN_S
+        while True:
+            now = {server: measure(server, self.control) for server in self.servers}
+            more = {
+                f"{server.name}: {what}": count
+                for server in self.servers
+                for what, count in now[server].above(self._levels[server]).items()
+            }
+            if not more or time.monotonic() > deadline:
+                growth = {server.name: now[server].memory - self._levels[server].memory for server in self.servers}
+                return more, growth
+            time.sleep(1.0)
+
+
+class Worlds:
+    """One at a time."""
+
+    def __init__(self, models: Path, logs: Path) -> None:
+        self._models, self._logs = models, logs
+        self._world: World | None = None
+
+    def get(self, shape: Shape) -> World:
+        if self._world is None or self._world.shape != shape:
+            self.close()
+            self._world = World(shape, self._models, self._logs)
+        return self._world
+
+    def close(self) -> None:
+        world, self._world = self._world, None
+        if world is not None:
+            world.close()
+
+
+def blocks_in_use(engine: Engine) -> int:
+    """At least 1 as long as the engine has anything to do."""
+    if engine.metric("vllm:num_requests_running") + engine.metric("vllm:num_requests_waiting") > 0:
+        return 1
+    [(labels, _)] = engine.samples("vllm:cache_config_info")
+    return round(engine.metric("vllm:kv_cache_usage_perc") * int(labels["num_gpu_blocks"]))
+
+
+def leave(world: World, request: Ask, patience_s: float) -> Answer:
+    """Sends a request, and goes away after a while."""
+    body = {"model": world.client.model, "prompt": request.prompt, "max_tokens": request.max_tokens}
+    end = time.monotonic() + patience_s
+    outcome, detail = Outcome.LEFT, ""
+    try:
+        with httpx.stream(
+            "POST",
+            f"{world.front.url}/v1/completions",
+            json={**body, "temperature": 0, "ignore_eos": True, "stream": True},
+            timeout=httpx.Timeout(20, read=patience_s),
+            trust_env=False,
+        ) as response:
+            for _ in response.iter_lines():
+                if time.monotonic() > end:
+                    break
+    except httpx.TransportError as error:
+        detail = repr(error)
+    return Answer(request, outcome, detail)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for vllm-ascend's example of a layerwise proxy (v0.23.0), which speaks its wire format and fails as it
+does: whatever goes wrong, decode's ticket is answered 200, and the client 200 with what there is of an answer."""
+
+import copy
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import httpx
+
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+
+_API_IDS = {"/v1/completions": "cmpl-{}-0", "/v1/chat/completions": "chatcmpl-{}"}
+"""Under which id a ticket is expected: of a list of prompts only the first one's is."""
+_RETRY_DELAY_S = 0.001
+
+
+@dataclass
+class LayerwiseProxy:
+    """`attempts`: how often a request is sent to decode, and a ticket to prefill, until one answers with a 2xx."""
+
+    prefill: str
+    decode: str
+    attempts: int
+    url: str = ""
+    tickets: list[dict[str, Any]] = field(default_factory=list)
+    """As decode posted them."""
+    swallowed: list[str] = field(default_factory=list)
+    """What the real one only logs: failed prefills, then failed answers."""
+    _waiting: dict[str, tuple[str, str, dict[str, Any]]] = field(default_factory=dict)
+    _http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=None, trust_env=False))
+
+    def serve_client(self, path: str, body: dict[str, Any]) -> Iterator[bytes]:
+        """Decode's answer; nothing if it gave none."""
+        request_id = str(uuid.uuid4())
+        self._waiting[_API_IDS[path].format(request_id)] = (request_id, path, copy.deepcopy(body))
+        transfer = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": self.url + METASERVER_PATH}
+        for attempt in range(self.attempts):
+            try:
+                yield from self._ask_decode(path, {**body, "kv_transfer_params": transfer}, request_id)
+                return
+            except httpx.HTTPError as error:
+                self.swallowed.append(f"decode: {error}")
+                time.sleep(_RETRY_DELAY_S * 2**attempt)
+
+    def serve_ticket(self, ticket: dict[str, Any]) -> None:
+        """Returns when prefill has ended, well or not. Raises KeyError for a request that it does not know."""
+        self.tickets.append(ticket)
+        request_id, path, body = self._waiting[ticket["request_id"]]
+        asked = {**body, "kv_transfer_params": ticket, "stream": False, "max_tokens": 1, "min_tokens": 1}
+        if "max_completion_tokens" in asked:
+            asked["max_completion_tokens"] = 1
+        asked.pop("stream_options", None)
+        for attempt in range(self.attempts):
+            try:
+                self._http.post(self.prefill + path, json=asked, headers=_headers(request_id)).raise_for_status()
+                return
+            except httpx.HTTPError as error:
+                self.swallowed.append(f"prefill: {error}")
+                time.sleep(_RETRY_DELAY_S * 2**attempt)
+
+    def _ask_decode(self, path: str, body: dict[str, Any], request_id: str) -> Iterator[bytes]:
+        with self._http.stream("POST", self.decode + path, json=body, headers=_headers(request_id)) as response:
+            response.raise_for_status()
+            yield from response.iter_bytes()
+
+
+def _headers(request_id: str) -> dict[str, str]:
+    return {"Authorization": "Bearer None", "X-Request-Id": request_id}
+
+
+@contextmanager
+def layerwise_proxy(prefill: str, decode: str, attempts: int = 3) -> Iterator[LayerwiseProxy]:
+    """Between two running engines, given by their URLs."""
+    proxy = LayerwiseProxy(prefill, decode, attempts)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == METASERVER_PATH:
+                try:
+                    proxy.serve_ticket(body)
+                    self._begin(200, "application/json")
+                    self.wfile.write(b"null")
+                except KeyError:
+                    self._begin(500, "text/plain")
+                    self.wfile.write(b"Internal Server Error")
+            elif self.path not in _API_IDS:
+                self._begin(404, "application/json")
+                self.wfile.write(b'{"detail":"Not Found"}')
+            else:
+                self._begin(200, "text/event-stream" if body.get("stream") else "application/json")
+                for chunk in proxy.serve_client(self.path, body):
+                    self.wfile.write(chunk)
+
+        def _begin(self, status: int, content_type: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    proxy.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        proxy._http.close()

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for what other threads and processes do."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+State = TypeVar("State")
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float) -> None:
+    wait_for(condition, bool, timeout_s)
+
+
+def wait_for(
+    look: Callable[[], State], right: Callable[[State], object], timeout_s: float, every_s: float = 0.02
+) -> State:
+    """What `look` shows, as soon as it is right."""
+    deadline = time.monotonic() + timeout_s
+    while not right(state := look()):
+        assert time.monotonic() < deadline, f"after {timeout_s:g} s: {state}"
+        time.sleep(every_s)
+    return state

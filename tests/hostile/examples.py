@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages as engines send them."""
+
+import msgspec
+
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches, TokenShare
+from vllm_ascend_pd.core.protocol import (
+    Acknowledged,
+    ClockReading,
+    Describe,
+    EngineDescription,
+    Granted,
+    GrantRequest,
+    Problem,
+    RankDescription,
+    Refused,
+    Report,
+    Revoke,
+    Writer,
+)
+from vllm_ascend_pd.core.topology import sharding
+
+WRITER = Writer("prefill-0", 0, 1)
+GEOMETRY = Geometry(0, Order.TOKEN_MAJOR, "bfloat16", 16, 32768, 4, 8, 256)
+CACHES = RankCaches(
+    (GEOMETRY, msgspec.structs.replace(GEOMETRY, share=TokenShare(2, 1, 8))),
+    (CacheTensor("model.layers.0", 0, 1 << 40, 64, 0), CacheTensor("model.layers.0", 1, 1 << 41, 64, 1)),
+)
+RANK = RankDescription(0, 1, "tcp://127.0.0.1:5555", "127.0.0.1:5556", CACHES)
+MESSAGES = (
+    Describe("decode-0"),
+    EngineDescription("decode-0", "a model", 2, 1, (RANK, RANK), 2, 8),
+    GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4, 2, 16), (0, 1, 2), 5.0),
+    Granted(20.0, ClockReading("0" * 16, 1.5, 2.5)),
+    Refused("not yet", retry=True),
+    Report("0" * 32, 0, WRITER, None, 1000, 10, 1.5, "f" * 32),
+    Report("0" * 32, 1, WRITER, "it failed"),
+    Acknowledged(),
+    Revoke("0" * 32, 0, WRITER, "the client left", "f" * 32),
+    Problem("unreadable"),
+)
+PLAIN = tuple(msgspec.to_builtins(message) for message in MESSAGES)
+LARGE = EngineDescription("decode-0", "a model", 2, 1, (RANK,) * 500)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A listener in a process of its own: its memory, files and threads are its alone. Imports little, so starts fast."""
+
+import resource
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import psutil
+from examples import LARGE
+
+from vllm_ascend_pd.core.protocol import Refused
+from vllm_ascend_pd.scheduler.listener import DescriptionListener
+from vllm_ascend_pd.transport.side_channel import Server
+
+HOST = "127.0.0.1"
+LIMIT = 1000
+"""Connections it takes."""
+
+
+@dataclass(frozen=True)
+class State:
+    rss: int
+    files: int
+    threads: frozenset[str]
+    rejected: int
+    refused: int
+
+
+def serve(pipe: Connection, kind: str) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4 * LIMIT), hard))  # what `default_limit` goes by
+    if kind == "ranks":
+        server = Server(HOST, 0, lambda message, peer: Refused(getattr(message, "engine_id", ""), retry=False))
+        endpoint, close = server.endpoint, server.close
+    else:
+        listener = DescriptionListener(LARGE, HOST, 0)
+        endpoint, close, server = listener.endpoint, lambda: listener.close(5.0), listener._server
+    pipe.send(endpoint)
+    process = psutil.Process()
+    while pipe.recv() == "state":
+        threads = frozenset(thread.name for thread in threading.enumerate())
+        pipe.send(
+            State(process.memory_info().rss, process.num_fds(), threads, server.rejected, server.refused_connections)
+        )
+    close()
+    pipe.send((threading.active_count(), process.num_fds()))

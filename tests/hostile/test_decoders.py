@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that reads what others send: any bytes give a value or the documented error, and nothing is kept of them.
+
+Each input follows from `--fuzz-seed` and its number, which a failure names together with the input.
+"""
+
+import contextlib
+import gc
+import itertools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from examples import MESSAGES, PLAIN, RANK
+from mutate import hostile_bytes, json_text, msgpack
+
+from vllm_ascend_pd.config import ConfigError, ConnectorConfig, parse_config
+from vllm_ascend_pd.core.protocol import ProtocolError, decode, encode
+from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket, wants_ticket
+from vllm_ascend_pd.core.topology import TopologyError, sharding, writers_to
+from vllm_ascend_pd.proxy import metaserver
+from vllm_ascend_pd.proxy.bodies import decode_body, parse_client_request, prefill_body
+from vllm_ascend_pd.proxy.endpoints import Endpoint
+from vllm_ascend_pd.proxy.errors import RequestRefused
+from vllm_ascend_pd.proxy.exchange import Exchanges
+from vllm_ascend_pd.scheduler import metaserver_client
+from vllm_ascend_pd.scheduler.allowlist import Allowlist
+from vllm_ascend_pd.worker.consumer import decode_description
+
+pytestmark = pytest.mark.timeout(7200)  # the long form
+
+MAX_GROWTH_BYTES = 24 << 20
+"""Of resident memory over a target's inputs but the first tenth, which fill caches and the allocator's pools."""
+
+TICKET = {
+    "request_id": "cmpl-0-0", "do_remote_prefill": False, "do_remote_decode": True, "token_ids": [1, 2, 3],
+    "remote_block_ids": [[1, 2, 3, 4], [7]], "remote_block_size": [16, 1], "remote_engine_id": "decode-0",
+    "remote_host": "127.0.0.1", "remote_port": 30101, "remote_tp_size": 2, "remote_pcp_size": 1, "remote_dcp_size": 1,
+    "remote_cached_tokens": 0, "ticket_id": "0123456789abcdef" * 2, "attempt": 0, "num_tokens": 60,
+    "remote_interleave_size": 1, "remote_draft": "",
+}  # fmt: skip
+ONE_GROUP = {**TICKET, "remote_block_ids": [[1, 2, 3, 4]], "remote_block_size": [16], "remote_dcp_size": 2}
+COMPLETION = {
+    "model": "m", "prompt": "hello", "max_tokens": 8, "n": 2, "stream": True, "logprobs": 3, "seed": 2**62,
+    "stream_options": {"include_usage": True}, "kv_transfer_params": None, "truncate_prompt_tokens": 5,
+}  # fmt: skip
+PROMPTS = [{**COMPLETION, "prompt": prompt} for prompt in (["a", "b"], [1, 2, 3], [[1, 2], [3]], None)]
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 8, "tools": []}
+CONFIG = {
+    **{name: getattr(ConnectorConfig(), name) for name in ConnectorConfig.__struct_fields__},
+    "metaserver_allowlist": ["http://proxy:8000"], "prefill": {"tp_size": 2}, "decode": {"dp_size": 1, "pp_size": 2},
+    "tls_config": {"ssl_enable": True, "ssl_ca_certs": "/ca.pem"},
+}  # fmt: skip
+URLS = [
+    "http://127.0.0.1:8000/v1/metaserver", "http://[::1]:8000/v1/metaserver", "https://10.1.2.3/v1/metaserver",
+    "http://localhost/v1/metaserver", "http://2130706433:80/v1/metaserver", "http://127.1/v1/metaserver",
+]  # fmt: skip
+OWN_HOST = "10.1.2.3"
+BATCH = {"messages": [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]], "max_tokens": 3}
+RESPONSE = {"input": "hi", "max_output_tokens": 3, "background": False, "truncation": "disabled"}
+GENERATE = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 3, "n": 1}, "stream_options": {}}
+
+
+def _protocol(data: bytes) -> None:
+    seq, message = decode(data)
+    assert isinstance(seq, int)
+    assert decode(encode(seq, message)) == (seq, message) or "nan" in repr(message)
+
+
+def _describe(data: bytes) -> None:
+    for tensor in decode_description(data).caches.tensors:
+        assert tensor.geometry >= 0
+
+
+def _parsed_ticket(data: bytes) -> None:
+    params = json.loads(data)  # as vLLM's server gets it; in `vllm_xargs` it takes others than objects, too
+    wanted = wants_ticket(params), carries_ticket(params)
+    if not isinstance(params, dict):
+        assert wanted == (False, False)
+        raise ValueError("no object")
+    for groups, states in ((2, {1}), (1, set())):
+        with contextlib.suppress(TicketError):
+            _use(parse_ticket(params, 60, groups, states))
+
+
+def _use(ticket: Ticket) -> None:
+    """What a parsed ticket is asked for."""
+    assert len(ticket.digest()) == 32
+    assert ticket.salt >= 0
+    assert ticket.endpoint.startswith("tcp://")
+    assert len(ticket.sharding.shares) == ticket.remote_tp_size <= 1024
+    with contextlib.suppress(TopologyError):
+        writers_to(0, ticket.sharding, sharding(4), 8, ticket.salt)
+
+
+def _client_request(endpoint: Endpoint, data: bytes) -> None:
+    request = parse_client_request(endpoint, data)
+    decode_body(request, "http://127.0.0.1:1/v1/metaserver", "an-id")
+    for index in range(min(3, len(request.prompts))):
+        prefill_body(request, index, b"{}", "an-id")
+
+
+def _posted_ticket(data: bytes) -> None:
+    ticket = msgspec.json.decode(data, type=metaserver.Ticket)
+    Exchanges(1).find(ticket.request_id)
+
+
+def _prefill_answer(data: bytes) -> None:
+    for status in (200, 400, 500):
+        metaserver._judge(status, "application/json", data, "http://127.0.0.1:1")
+
+
+def _metaserver_answer(data: bytes) -> None:
+    for status in (200, 302, 404, 500, 502):
+        try:
+            metaserver_client._judge("http://127.0.0.1:1", status, data)
+        except (metaserver_client._FinalError, metaserver_client._RetryableError) as error:
+            reason = str(error)
+            if len(reason) > 1000 or not reason.isprintable():
+                raise AssertionError(reason) from None
+
+
+def _config(data: bytes) -> None:
+    extra = json.loads(data)
+    if isinstance(extra, dict):  # vLLM takes nothing else
+        parse_config(extra)
+
+
+_OPEN = Allowlist([], OWN_HOST)
+_LISTED = Allowlist(["http://proxy:8000", "https://10.9.9.9/prefix"], OWN_HOST)
+
+
+def _url(data: bytes) -> None:
+    url = data.decode("utf-8", "surrogateescape")
+    if _OPEN.refusal(url) is None:
+        authority = url.partition("://")[2].partition("/")[0].lower()
+        assert authority.startswith(("127.", "localhost", "[", OWN_HOST)), url
+    assert _LISTED.refusal(url) is not None, url
+
+
+@dataclass(frozen=True)
+class Target:
+    """`read` may raise `errors`, nothing else; `valid` are inputs it takes, as builtins."""
+
+    read: Callable[[bytes], None]
+    errors: tuple[type[Exception], ...]
+    valid: tuple[Any, ...]
+    encode: Callable[[Any], bytes]
+
+
+TARGETS = {
+    "messages": Target(_protocol, (ProtocolError,), tuple([1, 7, message] for message in PLAIN), msgpack),
+    "a rank's description": Target(
+        _describe, (msgspec.MsgspecError, UnicodeDecodeError, RecursionError), (msgspec.to_builtins(RANK),), msgpack
+    ),
+    "kv_transfer_params": Target(_parsed_ticket, (ValueError, RecursionError), (TICKET, ONE_GROUP), json_text),
+    "completions": Target(
+        lambda data: _client_request(Endpoint.COMPLETIONS, data), (RequestRefused,), (COMPLETION, *PROMPTS), json_text
+    ),
+    "chats": Target(lambda data: _client_request(Endpoint.CHAT, data), (RequestRefused,), (CHAT,), json_text),
+    "conversations": Target(lambda d: _client_request(Endpoint.CHAT_BATCH, d), (RequestRefused,), (BATCH,), json_text),
+    "responses": Target(lambda d: _client_request(Endpoint.RESPONSES, d), (RequestRefused,), (RESPONSE,), json_text),
+    "messages of Anthropic's": Target(
+        lambda data: _client_request(Endpoint.MESSAGES, data), (RequestRefused,), (CHAT,), json_text
+    ),
+    "token ids": Target(lambda d: _client_request(Endpoint.GENERATE, d), (RequestRefused,), (GENERATE,), json_text),
+    "tickets at the metaserver": Target(
+        _posted_ticket, (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError), (TICKET,), json_text
+    ),
+    "prefill's answers": Target(
+        _prefill_answer,
+        (),
+        ({"choices": [], "kv_transfer_params": {"error": "x"}}, {"error": {"message": "x"}}),
+        json_text,
+    ),
+    "the metaserver's answers": Target(_metaserver_answer, (), ({"status": "ok"}, {"error": "no prefill"}), json_text),
+    "configuration": Target(
+        _config, (ConfigError, json.JSONDecodeError, UnicodeDecodeError, RecursionError), (CONFIG,), json_text
+    ),
+    "metaserver URLs": Target(
+        _url,
+        (),
+        tuple(URLS),
+        lambda url: url.encode("utf-8", "surrogatepass") if isinstance(url, str) else json_text(url),
+    ),
+}
+_SHARE = {"messages": 4}  # the others get one
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_any_input_gives_a_value_or_the_documented_error(name: str, inputs: int, fuzz_seed: int) -> None:
+    target = TARGETS[name]
+    for value in target.valid:
+        _read_valid(target, value)
+    count = -(-inputs * _SHARE.get(name, 1) // (len(TARGETS) + sum(_SHARE.values()) - len(_SHARE)))
+    process, rejected, before = psutil.Process(), 0, 0
+    start = time.monotonic()
+    for number in range(count):
+        data = hostile_bytes(fuzz_seed, number, target.valid, target.encode)
+        try:
+            target.read(data)
+        except target.errors:
+            rejected += 1
+        except BaseException as error:
+            raise AssertionError(
+                f"{name}: {type(error).__name__}: {error}; --fuzz-seed {fuzz_seed}, input {number}: {data[:4000]!r}"
+            ) from error
+        if number == count // 10:
+            gc.collect()
+            before = process.memory_info().rss
+    gc.collect()
+    growth = process.memory_info().rss - before
+    print(
+        f"{name}: {count} inputs, {rejected} refused, {time.monotonic() - start:.0f} s, "
+        f"{before >> 20} MiB before, {growth / (1 << 20):+.1f} MiB"
+    )
+    assert growth < MAX_GROWTH_BYTES
+    for value in target.valid:
+        _read_valid(target, value)
+    if target.errors and LookupError not in target.errors:  # no request waits for a ticket here
+        assert count // 10 < rejected < count  # the inputs are neither all right nor all rubbish
+
+
+def _read_valid(target: Target, value: Any) -> None:
+    with contextlib.suppress(LookupError):  # a ticket of no request
+        target.read(target.encode(value))
+
+
+def test_inputs_are_of_every_kind(fuzz_seed: int) -> None:
+    """The same number gives the same input, two numbers hardly ever the same."""
+    target = TARGETS["messages"]
+    made = [hostile_bytes(fuzz_seed, n, target.valid, target.encode) for n in range(2000)]
+    assert made == [hostile_bytes(fuzz_seed, n, target.valid, target.encode) for n in range(2000)]
+    assert len(set(made)) > 1500
+    readable = set()
+    for data in made:
+        with contextlib.suppress(ProtocolError):
+            readable.add(type(decode(data)[1]))
+    assert readable == {type(message) for message in MESSAGES}
+    assert max(map(len, made)) > 60_000
+    assert any(a != b for a, b in itertools.pairwise(made))

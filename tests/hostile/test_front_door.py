@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy's port, the real command's, against strangers: clients are served, and nothing of the others stays."""
+
+import contextlib
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+from test_listeners import attack, many
+
+from harness.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(3600)  # the long form
+
+PATIENCE_S = 90.0
+MAX_GROWTH_BYTES = 200 << 20
+"""Three bodies of 64 MiB, the most a client may send, are there at once while they are refused; 4096 connections."""
+
+
+class Proxy:
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "vllm_ascend_pd.cli", "proxy", "--port", "0"]
+        engines = ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9"]  # nobody listens there
+        self._process = subprocess.Popen([*command, *engines], stderr=subprocess.PIPE, text=True)
+        assert self._process.stderr is not None
+        found = re.search(r"port (\d+)", self._process.stderr.readline())
+        assert found is not None
+        self.port = int(found[1])
+        self.process = psutil.Process(self._process.pid)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", trust_env=False, timeout=PATIENCE_S)
+
+    def serves(self) -> None:
+        """A client, new or known, gets an answer of the application's: that no engine is there."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                for get in (self.client.get, httpx.Client(trust_env=False, timeout=PATIENCE_S).get):
+                    answer = get(f"http://127.0.0.1:{self.port}/v1/models")
+                    assert answer.status_code == 502
+                    assert "decode engine" in answer.json()["error"]["message"]
+                return
+            except httpx.TransportError:
+                assert time.monotonic() < deadline
+
+    def files(self) -> int:
+        return int(self.process.num_fds())
+
+    def stop(self) -> str:
+        """What it logged: nothing that strangers can make long."""
+        self.client.close()
+        self._process.send_signal(signal.SIGTERM)
+        _, log = self._process.communicate(timeout=PATIENCE_S)
+        assert self._process.returncode == 0, log
+        return log
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    proxy = Proxy()
+    proxy.serves()
+    files, rss = proxy.files(), proxy.process.memory_info().rss
+    yield proxy
+    proxy.serves()
+    wait_for(proxy.files, lambda now: now <= files + 2, PATIENCE_S, every_s=0.1)
+    growth = proxy.process.memory_info().rss - rss
+    print(f"memory {rss >> 20} MiB, {growth / (1 << 20):+.1f} MiB; {files} -> {proxy.files()} files")
+    assert growth < MAX_GROWTH_BYTES
+    log = proxy.stop()
+    assert "Traceback" not in log
+    assert len(log) < 100_000
+
+
+@pytest.mark.parametrize("kind", ["scan", "greetings"])
+def test_strangers_that_connect_and_leave(proxy: Proxy, kind: str, inputs: int, fuzz_seed: int) -> None:
+    with attack(kind, proxy.port, many(inputs, 1500), fuzz_seed) as finish:
+        for _ in range(3):
+            proxy.serves()
+        finish(wait=True)
+
+
+def test_ten_thousand_connections_at_once(proxy: Proxy) -> None:
+    with attack("flood", proxy.port, 10_000) as finish:
+        for _ in range(3):
+            proxy.serves()
+        assert proxy.files() < 7000  # its door takes 4096; the kernel may have queued 2048 more just now
+        assert finish() >= 10_000
+
+
+def test_slow_connections(proxy: Proxy) -> None:
+    """All are cut in the end, whatever they were in the middle of."""
+    with attack("drip", proxy.port, 500) as finish:
+        for _ in range(3):
+            proxy.serves()
+        assert finish() >= 500
+
+
+CHUNKED = b"HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNK = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 104857600\r\n\r\n", b"x" * (1 << 20), 413),
+        (b"POST /v1/metaserver HTTP/1.1\r\nContent-Length: 104857600\r\n\r\n", b"x" * (1 << 20), 400),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
+            b"10000\r\n" + b"x" * 65536 + b"\r\n",
+            413,
+        ),
+        (
+            b"POST /v1/nowhere HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
+            b"10000\r\n" + b"x" * 65536 + b"\r\n",
+            404,
+        ),
+        (b"GET /v1/models HTTP/1.1\r\n", b"X-A: " + b"b" * 60_000 + b"\r\n", 431),
+        (b"GET /", b"x" * 65536, 431),
+        (b"POST /v1/completions " + CHUNKED + b"0\r\n", b"X-A: b\r\n" * 1000, 431),
+    ],
+    ids=["body", "ticket", "endless-body", "unwanted-body", "endless-headers", "endless-url", "endless-trailers"],
+)
+def test_what_is_too_long_is_refused_and_cut(proxy: Proxy, head: bytes, body: bytes, status: int) -> None:
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", proxy.port), PATIENCE_S) as connection:
+            connection.sendall(head)
+            answer, rest = b"", body
+            connection.setblocking(False)
+            deadline = time.monotonic() + PATIENCE_S
+            with contextlib.suppress(ConnectionError):
+                while True:  # until it is cut
+                    assert time.monotonic() < deadline
+                    readable, writable, _ = select.select([connection], [connection], [], 1.0)
+                    if writable:
+                        rest = rest[connection.send(rest) :] or body
+                    if readable:
+                        answer += (taken := connection.recv(65536))
+                        if not taken:
+                            break
+            # A reset, of who goes on sending, may overtake the last words.
+            assert answer.startswith(f"HTTP/1.1 {status} ".encode()) or (status == 431 and not answer), answer[:200]
+        proxy.serves()
+
+
+def test_a_body_that_does_not_come_holds_no_place(proxy: Proxy) -> None:
+    held = [socket.create_connection(("127.0.0.1", proxy.port), PATIENCE_S) for _ in range(50)]
+    for connection in held:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
+    proxy.serves()
+    for connection in held:
+        connection.settimeout(PATIENCE_S)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+        assert connection.recv(4096) == b""
+        connection.close()

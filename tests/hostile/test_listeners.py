@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A side-channel listener against strangers: whatever they do, peers are served, and nothing of it stays.
+
+The listener is a process of its own, so that its memory, files and threads are its alone.
+"""
+
+import contextlib
+import multiprocessing
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from examples import LARGE, PLAIN
+from listener_process import LIMIT, State, serve
+from mutate import hostile_bytes, msgpack
+
+from harness import waiting
+from harness.channels import plain_sockets
+from vllm_ascend_pd.core.protocol import Describe, Message, Refused, decode
+from vllm_ascend_pd.transport.side_channel import Client, SideChannelError
+
+pytestmark = pytest.mark.timeout(3600)  # the long form
+
+PATIENCE_S = 60.0
+MAX_GROWTH_BYTES = 128 << 20
+"""Of resident memory."""
+MAX_GROWTH_MEANWHILE_BYTES = 512 << 20
+"""The same while an attack goes on: some looks' worth of a link's full speed (`Gate`), 4096 connections."""
+
+_processes = multiprocessing.get_context("forkserver")
+
+
+class Listener:
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._pipe, child = _processes.Pipe()
+        self._process = _processes.Process(target=serve, args=(child, kind), daemon=True)
+        self._process.start()
+        self.endpoint = self._take()
+        self.port = int(self.endpoint.rpartition(":")[2])
+        self._client = Client()
+
+    def _take(self) -> Any:
+        assert self._pipe.poll(PATIENCE_S), "the listener's process does not answer"
+        return self._pipe.recv()
+
+    def state(self) -> State:
+        self._pipe.send("state")
+        return self._take()
+
+    def serves(self, client: Client | None = None) -> None:
+        """A peer gets its answer. It asks again, as peers do."""
+        question = Describe("decode-0")
+        right = LARGE if self.kind == "descriptions" else Refused("decode-0", retry=False)
+        answers: queue.Queue[Message | SideChannelError] = queue.Queue()
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            (client or self._client).request(self.endpoint, question, 5.0, answers.put)
+            answer = answers.get(timeout=PATIENCE_S)
+            if not isinstance(answer, SideChannelError):
+                assert answer == right
+                return
+            assert time.monotonic() < deadline, answer
+
+    def serves_newcomers(self) -> None:
+        client = Client()
+        try:
+            self.serves(client)
+        finally:
+            client.close()
+
+    def end(self) -> tuple[int, int]:
+        self._client.close()
+        self._pipe.send("end")
+        left = self._take()
+        self._process.join(PATIENCE_S)
+        assert self._process.exitcode == 0
+        return left
+
+
+@pytest.fixture(params=["ranks", "descriptions"])
+def listener(request: pytest.FixtureRequest) -> Iterator[Listener]:
+    """Checked afterwards: as many files and threads as before, no more memory, and all of them gone when it closes."""
+    listener = Listener(request.param)
+    listener.serves()
+    listener.serves_newcomers()
+    before = wait_for(listener.state, lambda state: state.files <= listener.state().files)
+    yield listener
+    listener.serves()
+    listener.serves_newcomers()
+    after = wait_for(listener.state, lambda state: state.files <= before.files)
+    assert after.threads == before.threads
+    assert after.rss - before.rss < MAX_GROWTH_BYTES
+    print(
+        f"{request.node.name}: {after.rejected} messages rejected, {after.refused} connections refused, "
+        f"{before.rss >> 20} -> {after.rss >> 20} MiB, {before.files} -> {after.files} files"
+    )
+    threads, files = listener.end()
+    assert threads == 1
+    assert files <= before.files
+
+
+wait_for = partial(waiting.wait_for, timeout_s=PATIENCE_S, every_s=0.05)
+
+
+@contextlib.contextmanager
+def attack(kind: str, port: int, count: int, seed: int = 0) -> Iterator[Callable[[], int]]:
+    """A stranger at work. The function ends it, or waits until it has done all, and says how often it did it."""
+    command = [sys.executable, str(Path(__file__).with_name("attackers.py")), kind, str(port), str(count), str(seed)]
+    stranger = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert stranger.stdin is not None
+    assert stranger.stdout is not None
+
+    def finish(wait: bool = False) -> int:
+        if not wait:
+            stranger.stdin.close()
+        word, number = stranger.stdout.readline().split()
+        assert word == "done"
+        return int(number)
+
+    try:
+        assert stranger.stdout.readline() == "ready\n"
+        yield finish
+    finally:
+        stranger.kill()
+        stranger.wait()
+        for pipe in (stranger.stdin, stranger.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def many(inputs: int, per_20000: int) -> int:
+    """How often, in the form that is run: the long one is bounded by the ports a host has."""
+    return per_20000 * max(1, min(10, inputs // 20_000))
+
+
+@pytest.mark.parametrize("kind", ["scan", "greetings"])
+def test_strangers_that_connect_and_leave(listener: Listener, kind: str, inputs: int, fuzz_seed: int) -> None:
+    count = many(inputs, 1500)
+    with attack(kind, listener.port, count, fuzz_seed) as finish:
+        for _ in range(5):
+            listener.serves()
+            listener.serves_newcomers()
+        assert finish(wait=True) == count
+    wait_for(listener.state, lambda state: state.refused > count // 2)
+
+
+def test_ten_thousand_connections_at_once(listener: Listener) -> None:
+    with attack("flood", listener.port, 10_000) as finish:
+        for _ in range(5):
+            listener.serves()
+            listener.serves_newcomers()
+        state = wait_for(listener.state, lambda state: state.refused >= LIMIT)
+        assert state.files < 4 * LIMIT
+        made = finish()
+    assert made >= 10_000
+    print(f"{made} connections made, {state.files} files open then")
+
+
+def test_slow_connections(listener: Listener) -> None:
+    with attack("drip", listener.port, 500) as finish:
+        for _ in range(5):
+            listener.serves()
+            listener.serves_newcomers()
+        made = finish()
+        listener.serves()
+    assert made >= 500
+    wait_for(listener.state, lambda state: state.refused >= 500)
+
+
+def test_messages_of_a_hundred_megabytes(listener: Listener, inputs: int) -> None:
+    """Announced as such, and in parts that are short enough: 1 GB of them if they were taken."""
+    before = listener.state()
+    with attack("announced", listener.port, many(inputs, 20)) as finish:
+        listener.serves()
+        listener.serves_newcomers()
+        assert finish(wait=True) == many(inputs, 20)
+    assert listener.state().rss - before.rss < MAX_GROWTH_BYTES
+    with attack("endless", listener.port, 1000) as finish:
+        for _ in range(10 * many(inputs, 1)):
+            listener.serves()
+            assert listener.state().rss - before.rss < MAX_GROWTH_MEANWHILE_BYTES
+            time.sleep(0.1)
+        listener.serves_newcomers()
+        finish()
+
+
+def test_messages_that_cannot_be_read(listener: Listener, inputs: int, fuzz_seed: int) -> None:
+    """Each is answered, so that none is lost between them, and what could not be read is counted."""
+    count = many(inputs, 2000)
+    valid = tuple([1, n, message] for n, message in enumerate(PLAIN))
+    batch = 1 if listener.kind == "descriptions" else 100  # descriptions' answers wait for few
+    before = listener.state()
+    unread = unreadable = 0
+    with plain_sockets() as make:
+        dealer = make(zmq.DEALER, listener.endpoint)
+        for number in range(count):
+            data = hostile_bytes(fuzz_seed, number, valid, msgpack)[:60_000]
+            parts = [data] if number % 20 else [b"", data]
+            dealer.send_multipart(parts)
+            unreadable += _is_unreadable(data) or len(parts) > 1
+            unread += 1
+            if unread == batch or number == count - 1:
+                for _ in range(unread):
+                    decode(dealer.recv())
+                unread = 0
+                if number % 1000 == 99:
+                    listener.serves()
+    after = listener.state()
+    assert after.rejected - before.rejected == unreadable > count // 2
+
+
+def _is_unreadable(data: bytes) -> bool:
+    try:
+        decode(data)
+    except ValueError:
+        return True
+    return False
