@@ -51,4 +51,6 @@ def test_decode_engines_that_are_processes_of_their_own(cluster: Cluster, client
     prompts = [random_prompt(tokens, f"external-{i}") for i, tokens in enumerate(2 * (1, 128, 129, 700))]
     completions = at_once(client.complete, prompts, concurrency=4)
     assert [completion.token_ids for completion in completions] == [reference.complete(p) for p in prompts]
-    assert [engine.metric("vllm:request_success_total") for engine in cluster.decode] == [4, 4]
+    served = [engine.metric("vllm:request_success_total") for engine in cluster.decode]
+    assert sum(served) == 8
+    assert min(served) > 0

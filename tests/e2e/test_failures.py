@@ -4,9 +4,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,6 +13,7 @@ import pytest
 from harness.client import Client, at_once, random_prompt
 from harness.engines import POISONED_TOKENS, Cluster, one_to_one
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
+from harness.metaserver import Answer, metaserver
 
 pytestmark = [
     pytest.mark.parametrize("cluster", [one_to_one(2, 1, token_major=False)], ids=str, indirect=True),
@@ -71,39 +70,15 @@ def ask_decode(cluster: Cluster, client: Client, params: dict[str, Any], timeout
     )
 
 
-@contextmanager
-def metaserver(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
-    """A metaserver on this host that treats every ticket in one way; yields its URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            answer(self)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1/metaserver"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-BAD_METASERVERS: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {
-    "not-found": lambda handler: handler.send_error(404),
-    "broken": lambda handler: handler.send_error(500),
-    "garbage": lambda handler: handler.wfile.write(b"\x00\xff not HTTP at all\r\n\r\n"),
+BAD_METASERVERS: dict[str, Answer] = {
+    "not-found": lambda handler, _: handler.send_error(404),
+    "broken": lambda handler, _: handler.send_error(500),
+    "garbage": lambda handler, _: handler.wfile.write(b"\x00\xff not HTTP at all\r\n\r\n"),
 }
 
 
 @pytest.mark.parametrize("answer", BAD_METASERVERS.values(), ids=BAD_METASERVERS.keys())
-def test_bad_metaserver(cluster: Cluster, client: Client, answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
+def test_bad_metaserver(cluster: Cluster, client: Client, answer: Answer) -> None:
     with metaserver(answer) as url:
         response = ask_decode(cluster, client, {"metaserver": url})
     assert response.status_code >= 500
@@ -112,7 +87,7 @@ def test_bad_metaserver(cluster: Cluster, client: Client, answer: Callable[[Base
 
 def test_hanging_metaserver_and_a_client_that_gives_up(cluster: Cluster, client: Client) -> None:
     released = threading.Event()
-    with metaserver(lambda handler: released.wait(60) and None) as url:  # type: ignore[func-returns-value]
+    with metaserver(lambda *_: released.wait(60)) as url:
         with pytest.raises(httpx.ReadTimeout):
             ask_decode(cluster, client, {"metaserver": url}, timeout=2)
         released.set()

@@ -16,7 +16,8 @@ from harness.client import Client, at_once, random_prompt
 from harness.engines import POISONED_TOKENS, Cluster, ClusterConfig, Engine, EngineConfig, one_to_one
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 from harness.models import TINY
-from harness.pool import ClusterPool, Reference
+from harness.pool import ClusterPool, Reference, long
+from harness.scheduling import FOR_A_PULLING_CONNECTOR
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -30,7 +31,7 @@ RECEIVED = 3 * BLOCK * TINY.kv_bytes_per_token
 RESETTABLE = EngineConfig(env=(("VLLM_SERVER_DEV_MODE", "1"),))
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["ours-first", "ours-second"])
+@pytest.fixture(scope="module", params=[long(True), False], ids=["ours-first", "ours-second"])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ClusterConfig:
     def beside_another(engine: EngineConfig) -> EngineConfig:
         folder = tmp_path_factory.mktemp(f"kv-of-{engine.label}")
@@ -126,34 +127,12 @@ def test_ours_pushes_what_the_other_restored(cluster: Cluster, client: Client, r
     assert completion.kv_transfer_params["received_bytes"] == RECEIVED
 
 
-OF_A_CONNECTOR_THAT_PULLS = {
-    "prefill": {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    },
-    "decode": {
-        "do_remote_decode": False,
-        "do_remote_prefill": True,
-        "remote_engine_id": "some-other-engine",
-        "remote_block_ids": [[1, 2, 3]],
-        "remote_host": "127.0.0.1",
-        "remote_port": 9,
-        "tp_size": 1,
-    },
-}
-"""As vLLM's NixlConnector has them."""
-
-
 def test_parameters_of_another_kind_are_left_alone(cluster: Cluster, reference: Reference) -> None:
     prompt = random_prompt(PROMPT, "another kind")
     for side, engines in (("prefill", cluster.prefill), ("decode", cluster.decode)):
-        answer = ask(engines[0], cluster, prompt, kv_transfer_params=OF_A_CONNECTOR_THAT_PULLS[side])
+        answer = ask(engines[0], cluster, prompt, kv_transfer_params=FOR_A_PULLING_CONNECTOR[side])
         assert answer == reference.complete(prompt)
 
 
 def test_a_request_that_ours_cannot_deliver_fails_alone(client: Client, reference: Reference) -> None:
-    assert poisoned_fails_alone(client, reference, [300, 129, POISONED_TOKENS, 5]).status_code == 500
+    assert poisoned_fails_alone(client, reference, [300, 129, POISONED_TOKENS, 5]).status_code == 502

@@ -8,7 +8,8 @@ prompts of its own, so that only those that mean to find cached blocks do.
 import pytest
 
 from harness.client import Client, Messages, at_once, random_prompt
-from harness.engines import one_to_one
+from harness.engines import TRACED, one_to_one
+from harness.pool import long
 
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 """Around a block's end (128), several blocks, several chunks (512)."""
@@ -17,10 +18,11 @@ STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"
 
 
 HEAD_MAJOR = [one_to_one(p, d, token_major=False) for p, d in [(1, 1), (2, 1), (1, 2), (2, 2)]]
-TOKEN_MAJOR = [one_to_one(p, d, token_major=True) for p, d in [(2, 1), (1, 2), (4, 1)]]
+TOKEN_MAJOR = [TRACED, *(one_to_one(p, d, token_major=True) for p, d in [(1, 2), (4, 1)])]
+CLUSTERS = [*HEAD_MAJOR[:2], *map(long, HEAD_MAJOR[2:]), *TOKEN_MAJOR[:2], *map(long, TOKEN_MAJOR[2:])]
 
 pytestmark = [
-    pytest.mark.parametrize("cluster", HEAD_MAJOR + TOKEN_MAJOR, ids=str, indirect=True),
+    pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True),
     pytest.mark.timeout(600),  # the first test of a cluster starts it
 ]
 

@@ -14,7 +14,7 @@ import pytest
 from harness.client import Client, Prompt, at_once, random_prompt
 from harness.engines import LOSING_TOKENS, Cluster, ClusterConfig, Engine, EngineConfig, one_to_one
 from harness.models import EAGLE, ONE_LAYER, TINY, ModelSpec
-from harness.pool import Reference
+from harness.pool import Reference, long
 
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 700, 1500)
 
@@ -63,7 +63,7 @@ def accepted(engine: Engine, complete: Callable[[Prompt], object], prompts: list
 
 
 @pytest.mark.parametrize(
-    "cluster", [BOTH_EAGLE, NGRAM_TO_EAGLE, EAGLE_TO_NGRAM, BOTH_DRAFT_MODEL], ids=str, indirect=True
+    "cluster", [BOTH_EAGLE, NGRAM_TO_EAGLE, long(EAGLE_TO_NGRAM), long(BOTH_DRAFT_MODEL)], ids=str, indirect=True
 )
 def test_tokens_are_those_of_a_single_engine(client: Client, reference: Reference) -> None:
     prompts = [random_prompt(tokens, f"tokens-{i}") for i, tokens in enumerate(2 * PROMPT_TOKENS)]
@@ -71,7 +71,7 @@ def test_tokens_are_those_of_a_single_engine(client: Client, reference: Referenc
     assert [completion.token_ids for completion in completions] == [reference.complete(p) for p in prompts]
 
 
-@pytest.mark.parametrize("cluster", [BOTH_EAGLE, BOTH_DRAFT_MODEL], ids=str, indirect=True)
+@pytest.mark.parametrize("cluster", [BOTH_EAGLE, long(BOTH_DRAFT_MODEL)], ids=str, indirect=True)
 def test_as_many_drafts_are_accepted(cluster: Cluster, client: Client, reference: Reference) -> None:
     prompts: list[Prompt] = [random_prompt(tokens, "drafts") for tokens in PROMPT_TOKENS]
     alone = accepted(reference.engine, reference.complete, prompts)
@@ -80,7 +80,7 @@ def test_as_many_drafts_are_accepted(cluster: Cluster, client: Client, reference
 
 @pytest.mark.parametrize(
     ("cluster", "tensor"),
-    [(BOTH_EAGLE, ONE_LAYER.layers), (BOTH_DRAFT_MODEL, TINY.layers)],
+    [(BOTH_EAGLE, ONE_LAYER.layers), long(BOTH_DRAFT_MODEL, TINY.layers)],
     ids=str,
     indirect=["cluster"],
 )
@@ -91,7 +91,7 @@ def test_fewer_are_where_its_kv_is_lost(cluster: Cluster, client: Client, refere
     assert accepted(cluster.decode[0], client.complete, prompts) < alone / 2
 
 
-@pytest.mark.parametrize("cluster", [NGRAM_TO_EAGLE, EAGLE_TO_NGRAM], ids=str, indirect=True)
+@pytest.mark.parametrize("cluster", [NGRAM_TO_EAGLE, long(EAGLE_TO_NGRAM)], ids=str, indirect=True)
 def test_a_draft_of_one_side_alone_is_not_sent(cluster: Cluster, client: Client) -> None:
     completion = client.complete(random_prompt(700, "one side"))
     assert completion.kv_transfer_params is not None

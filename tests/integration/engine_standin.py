@@ -29,7 +29,17 @@ INTERNAL_ERROR = {
         "code": 500,
     }
 }
-PATHS = ("/v1/completions", "/v1/chat/completions")
+PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/inference/v1/generate",
+)
+"""Of requests that take `kv_transfer_params`."""
+OTHER_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/version")
+"""Of requests that need no prefill."""
 
 
 class Received(NamedTuple):
@@ -44,9 +54,9 @@ class Servers:
     def __init__(self) -> None:
         self._running: list[tuple[uvicorn.Server, threading.Thread, socket.socket]] = []
 
-    def start(self, make_app: Callable[[str], ASGIApp]) -> str:
-        """Serves `make_app(url)` on a free port of 127.0.0.1; returns the URL once it answers."""
-        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    def start(self, make_app: Callable[[str], ASGIApp], listener: socket.socket | None = None) -> str:
+        """Serves `make_app(url)` at `listener`, or on a free port of 127.0.0.1; returns the URL once it answers."""
+        listener = listener or socket.create_server(("127.0.0.1", 0), backlog=128)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         config = uvicorn.Config(make_app(url), log_config=None, access_log=False, timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
@@ -79,7 +89,20 @@ class _Engine:
         """Answer every request with this status and body."""
         self.hangs = False
         """Accept requests and never answer them."""
+        self.frozen = False
+        """Accept connections, and answer nothing at all."""
+        self.holds = False
+        """Prefill: answer no request while this is set."""
+        self.most_at_once = 0
+        """Requests that were answered at the same time."""
+        self._at_once = 0
         self.healthy = True
+        self.metrics: str | None = None
+        """What `/metrics` says; None: there is none."""
+        self.metrics_read = threading.Semaphore(0)
+        """Released when it was said."""
+        self.probed = threading.Semaphore(0)
+        """Released when a health probe was answered."""
         self.working = threading.Event()
         """A request has arrived."""
         self.cancelled = threading.Event()
@@ -87,7 +110,9 @@ class _Engine:
         self.app = Starlette(
             routes=[
                 *(Route(path, self._generate, methods=["POST"]) for path in PATHS),
+                *(Route(path, self._echo, methods=["GET", "POST"]) for path in OTHER_PATHS),
                 Route("/health", self._health),
+                Route("/metrics", self._metrics),
                 Route("/v1/models", self._models),
             ]
         )
@@ -101,7 +126,12 @@ class _Engine:
             return JSONResponse(body, status_code=status)
         if received.body.get("stream"):
             return StreamingResponse(self._stream(received), media_type="text/event-stream")
-        return await self._unless_disconnected(request, self._answer(received))
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            return await self._unless_disconnected(request, self._answer(received))
+        finally:
+            self._at_once -= 1
 
     async def _unless_disconnected(self, request: Request, work: Awaitable[Response]) -> Response:
         """vLLM's `with_cancellation`: aborts the work when the sender leaves."""
@@ -126,7 +156,19 @@ class _Engine:
         raise NotImplementedError
 
     async def _health(self, _: Request) -> Response:
+        while self.frozen:
+            await anyio.sleep(0.05)
+        self.probed.release()
         return Response(status_code=200 if self.healthy else 503)
+
+    async def _echo(self, request: Request) -> Response:
+        body = await request.body()
+        self.received.append(Received(request.url.path, dict(request.headers), json.loads(body or b"{}")))
+        return Response(body, media_type="application/json")
+
+    async def _metrics(self, _: Request) -> Response:
+        self.metrics_read.release()
+        return Response(status_code=404) if self.metrics is None else Response(self.metrics)
 
     async def _models(self, request: Request) -> Response:
         self.received.append(Received(request.url.path, dict(request.headers), {}))
@@ -140,11 +182,13 @@ class PrefillEngine(_Engine):
         """Answer with a token, and with this as the reason why its KV did not reach the decode engine."""
 
     async def _answer(self, received: Received) -> Response:
-        if self.hangs:
+        if self.hangs or self.frozen:
             await anyio.sleep_forever()
+        while self.holds:
+            await anyio.sleep(0.02)
         ticket = received.body["kv_transfer_params"]
         assert ticket["do_remote_decode"] is True
-        assert received.body["max_tokens"] == 1
+        assert limit_of(received) == 1
         transfer = None if self.transfer_error is None else {"error": self.transfer_error}
         choices = [{"index": 0, "text": "x", "finish_reason": "length"}]
         return JSONResponse({"object": "text_completion", "choices": choices, "kv_transfer_params": transfer})
@@ -161,6 +205,22 @@ class DecodeEngine(_Engine):
         """Keep waiting for KV although the metaserver has reported a failure."""
         self.needs_prefill = True
         """False: every prompt is in the prefix cache."""
+        self.recomputes = False
+        """Answer although the metaserver has reported a failure."""
+        self.fails = False
+        """End with an error once all is prefilled."""
+        self.waits = 0.0
+        """Seconds before that."""
+        self.fails_after_first_token = False
+        self.breaks_off = False
+        """Close the connection of a stream when all is prefilled, before its first token."""
+        self.first_events: list[dict[str, Any]] = []
+        """Events of a stream before its first token."""
+        self.explains: str | None = None
+        """After an answer that is an error, tell the metaserver that the transfer failed for this reason."""
+        self.tickets: list[dict[str, Any]] = []
+        """As posted."""
+        self._reasons = httpx.Client(trust_env=False, timeout=10)
         self.metaserver_answers: list[tuple[int, Any]] = []
 
     def expected_stream(self, received: Received) -> bytes:
@@ -170,7 +230,10 @@ class DecodeEngine(_Engine):
     async def _answer(self, received: Received) -> Response:
         if self.hangs:
             await anyio.sleep_forever()
-        if not await self._prefill(received):
+        prefilled = await self._prefill(received)
+        await anyio.sleep(self.waits)
+        if not prefilled or self.fails:
+            self._explain(received)
             return JSONResponse(INTERNAL_ERROR, status_code=500)
         return JSONResponse({"object": "text_completion", "choices": self._tokens(received)})
 
@@ -178,12 +241,23 @@ class DecodeEngine(_Engine):
         try:
             if self.hangs:
                 await anyio.sleep_forever()
-            if not await self._prefill(received):
+            prefilled = await self._prefill(received)
+            if self.breaks_off:
+                raise RuntimeError("this engine dies now")
+            for each in self.first_events:
+                yield event(each)
+            if not prefilled or (self.fails and not self.fails_after_first_token):
+                self._explain(received)
                 yield event(INTERNAL_ERROR)
                 yield b"data: [DONE]\n\n"
                 return
             for token in self._tokens(received):
                 yield event(token)
+                if self.fails_after_first_token:
+                    self._explain(received)
+                    yield event(INTERNAL_ERROR)
+                    yield b"data: [DONE]\n\n"
+                    return
                 if self.dies_after_first_token:
                     raise RuntimeError("this engine dies now")
                 if self.hangs_after_first_token:
@@ -207,7 +281,9 @@ class DecodeEngine(_Engine):
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=30) as client:
 
             async def post(ticket: dict[str, Any]) -> None:
-                response = await client.post(transfer["metaserver"], json=ticket)
+                self.tickets.append(ticket)
+                headers = {"X-KV-Recomputes": "1"} if self.recomputes else {}
+                response = await client.post(transfer["metaserver"], json=ticket, headers=headers)
                 answers.append((response.status_code, response.json()))
                 self.metaserver_answers.append(answers[-1])
 
@@ -217,22 +293,43 @@ class DecodeEngine(_Engine):
         succeeded = all(status == 200 for status, _ in answers)
         if not succeeded and self.hangs_when_prefill_fails:
             await anyio.sleep_forever()
-        return succeeded
+        return succeeded or self.recomputes
+
+    def _explain(self, received: Received) -> None:
+        if self.explains is not None:
+            url = received.body["kv_transfer_params"]["metaserver"] + "/failure"
+            failure = make_failure(self.tickets[-1], self.explains, final=True)
+            threading.Timer(0.1, self._reasons.post, (url,), {"json": failure}).start()
 
     @staticmethod
     def _engine_request_ids(received: Received) -> list[str]:
         request_id, n = received.headers["x-request-id"], received.body.get("n", 1)
-        if received.path == "/v1/chat/completions":
+        if received.path == "/v1/responses":
+            return [f"{received.body['request_id']}_0"]
+        if received.path == "/inference/v1/generate":
+            return [f"generate-tokens-{request_id}"]
+        if received.path == "/v1/chat/completions/batch":
+            return [f"chatcmpl-{request_id}_{i}" for i in range(len(received.body["messages"]))]
+        if received.path != "/v1/completions":
             return [f"chatcmpl-{request_id}"] * n
         prompt = received.body["prompt"]
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         return [f"cmpl-{request_id}-{i}" for i in range(len(prompt) if several else 1) for _ in range(n)]
 
 
-def make_ticket(request_id: str, ticket_id: str) -> dict[str, Any]:
+def limit_of(received: Received) -> int:
+    """How many tokens a request asks for."""
+    if received.path == "/v1/responses":
+        return int(received.body["max_output_tokens"])
+    params = received.body["sampling_params"] if received.path == "/inference/v1/generate" else received.body
+    return int(params["max_tokens"])
+
+
+def make_layerwise_ticket(request_id: str) -> dict[str, Any]:
+    """All that vllm-ascend's layerwise connector posts on decode; `tests/npu/contract` compares."""
     return {
-        "request_id": request_id,
         "token_ids": [],
+        "request_id": request_id,
         "do_remote_prefill": False,
         "do_remote_decode": True,
         "remote_block_ids": [[3, 4, 5]],
@@ -244,8 +341,17 @@ def make_ticket(request_id: str, ticket_id: str) -> dict[str, Any]:
         "remote_pcp_size": 1,
         "remote_dcp_size": 1,
         "remote_cached_tokens": 0,
-        "ticket_id": ticket_id,
     }
+
+
+def make_ticket(request_id: str, ticket_id: str) -> dict[str, Any]:
+    return {**make_layerwise_ticket(request_id), "ticket_id": ticket_id}
+
+
+def make_failure(ticket: dict[str, Any], reason: str, *, attempt: int = 0, final: bool = False) -> dict[str, Any]:
+    """What decode says when it notices that a transfer failed."""
+    ids = {name: ticket[name] for name in ("request_id", "ticket_id")}
+    return {**ids, "attempt": attempt, "reason": reason, "final": final}
 
 
 def event(data: object) -> bytes:

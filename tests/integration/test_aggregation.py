@@ -104,7 +104,7 @@ def test_requests_end_after_exactly_the_reports_that_come(connector: Any, shape:
         once = dict.fromkeys((prompt.request_id for prompt in requests), 1)
 
         def decode_step() -> list[ModelRunnerOutput]:
-            return [output(finished_recving=done or None) for done, _, _ in pair.each(pair.d_ranks, "arrivals")]
+            return [output(finished_recving=done or None) for done, *_ in pair.each(pair.d_ranks, "arrivals")]
 
         def prefill_step() -> list[ModelRunnerOutput]:
             return [output(finished_sending=done or None) for done, _ in pair.each(pair.p_ranks, "sent")]

@@ -13,9 +13,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 import vllm_ascend_pd
-from harness.models import TINY, make_model
 from vllm_ascend_pd.compat import external_request_id, layer_specs
 from vllm_ascend_pd.config import ConfigError
+from vllm_ascend_pd.connector import _own_host
 from vllm_ascend_pd.worker.caches import describe
 
 
@@ -48,14 +48,27 @@ class _Config:
         ("kv_both", {}, "kv_both"),
         ("kv_producer", {"lease": 3}, "did you mean `lease_s`"),
         ("kv_consumer", {"lease_s": "long"}, "lease_s"),
+        ("kv_producer", {"decode_allowlist": ["10.0.0.1/8"]}, "decode_allowlist.*10.0.0.1/8"),
     ],
-    ids=["both", "unknown-key", "ill-typed"],
+    ids=["both", "unknown-key", "ill-typed", "no-network"],
 )
 def test_a_config_it_cannot_work_with(
     connector_class: type[KVConnectorBase_V1], role: str, extra: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         connector_class(_Config(role, extra), KVConnectorRole.WORKER, None)
+
+
+def test_a_host_that_does_not_know_its_address(
+    connector_class: type[KVConnectorBase_V1], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM then says 0.0.0.0: tickets would name it, and listeners listen everywhere."""
+    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
+    monkeypatch.setattr("vllm_ascend_pd.connector.get_ip", lambda: "0.0.0.0")
+    with pytest.raises(ConfigError, match="set VLLM_HOST_IP"):
+        _own_host()
+    monkeypatch.setenv("VLLM_HOST_IP", "0.0.0.0")
+    assert _own_host() == "0.0.0.0"
 
 
 @pytest.mark.parametrize(
@@ -70,11 +83,6 @@ def test_a_config_it_cannot_work_with(
 )
 def test_the_id_a_proxy_knows_a_request_by(engine_id: str, api_id: str) -> None:
     assert external_request_id(engine_id) == api_id
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(TINY, tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_all_to_all_beside_other_collectives(world: int, tmp_path: Path) -> None
     assert run_ranks(world, "exchange", tmp_path / "store") == ["OK\n"] * world
 
 
-@pytest.mark.parametrize(("scenario", "bound_s"), [("dies", 4.0), ("hangs", 4.5)])
+@pytest.mark.parametrize(("scenario", "bound_s"), [("dies", 7.0), ("hangs", 7.0)])
 def test_rank_that_does_not_take_part_is_bounded(scenario: str, bound_s: float, tmp_path: Path) -> None:
     word, seconds, *reason = run_ranks(2, scenario, tmp_path / "store")[0].split()
     assert word == "FAILED", reason

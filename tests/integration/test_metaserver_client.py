@@ -10,7 +10,8 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,9 +19,11 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from harness.waiting import wait_until
+from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, RECOMPUTES_HEADER, TransferFailure
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.scheduler.metaserver_client import (
     MetaserverClient,
@@ -39,20 +42,36 @@ class Metaserver:
     def __init__(self) -> None:
         self.attempts: Counter[str] = Counter()
         self.tokens: set[str | None] = set()
+        self.recomputes: str | None = None
         self.waiting = 0
         self.all_wait: asyncio.Event | None = None
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}{METASERVER_PATH}"
-        routes = [Route(METASERVER_PATH, self.answer, methods=["POST"])]
+        self.failures: list[dict[str, object]] = []
+        routes = [
+            Route(METASERVER_PATH, self.answer, methods=["POST"]),
+            Route(METASERVER_PATH + FAILURE_SUFFIX, self.take_failure, methods=["POST"]),
+        ]
         config = uvicorn.Config(Starlette(routes=routes), log_level="critical", timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
         self.thread.start()
 
+    async def trickle(self) -> AsyncIterator[bytes]:
+        for _ in range(300):
+            yield b"x"
+            await asyncio.sleep(0.1)
+
+    async def take_failure(self, request: Request) -> Response:
+        self.failures.append(await request.json())
+        self.tokens.add(request.headers.get("authorization"))
+        return Response()
+
     async def answer(self, request: Request) -> Response:
         body = await request.json()
         self.attempts[body["id"]] += 1
         self.tokens.add(request.headers.get("authorization"))
+        self.recomputes = request.headers.get(RECOMPUTES_HEADER)
         match body["do"]:
             case "ok":
                 return Response("whatever")
@@ -66,6 +85,8 @@ class Metaserver:
             case "hang":
                 await asyncio.sleep(30)
                 return Response()
+            case "trickle":
+                return StreamingResponse(self.trickle(), media_type="text/plain")
             case "redirect":
                 return RedirectResponse("http://127.0.0.1:1/v1/metaserver", status_code=307)
             case "500 once" if self.attempts[body["id"]] > 1:
@@ -99,9 +120,9 @@ def client() -> Iterator[MetaserverClient]:
 
 
 @contextlib.contextmanager
-def raw_server(answer: bytes, reset: bool = False) -> Iterator[tuple[str, list[None]]]:
+def raw_server(answer: bytes, reset: bool = False, until_closed: bool = False) -> Iterator[tuple[str, list[None]]]:
     """A server that sends `answer` whatever it is asked, and no more, or resets the connection instead: its URL and
-    one entry per connection."""
+    one entry per connection. `until_closed`: it does not close connections, and another entry is for each that was."""
     listener = socket.create_server(("127.0.0.1", 0))
     connections: list[None] = []
 
@@ -116,9 +137,12 @@ def raw_server(answer: bytes, reset: bool = False) -> Iterator[tuple[str, list[N
                         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                         continue
                     peer.sendall(answer)
-                    peer.shutdown(socket.SHUT_WR)
+                    if not until_closed:
+                        peer.shutdown(socket.SHUT_WR)
                     while peer.recv(65536):  # closing with bytes unread would be a reset
                         pass
+                    if until_closed:
+                        connections.append(None)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -138,6 +162,9 @@ def outcomes(client: MetaserverClient, count: int, timeout_s: float = 10.0) -> l
         time.sleep(0.005)
     assert len(got) == count
     return got
+
+
+eventually = partial(wait_until, timeout_s=20)
 
 
 def outcome_of(client: MetaserverClient, url: str, do: str) -> Outcome:
@@ -167,7 +194,7 @@ def test_answers_held_back_for_many_requests_at_once(client: MetaserverClient, m
         ("unknown", 1, False, "answered 404: unknown [31mid: it does not know this request"),
         ("500 once", 2, True, ""),
         ("prefill failed", 1, False, "prefill failed, says metaserver"),
-        ("bad gateway", 4, False, "answered 502: <html>bad gateway</html>; see the proxy's log (4 attempts)"),
+        ("bad gateway", 6, False, "answered 502: <html>bad gateway</html>; see the proxy's log (6 attempts)"),
         ("redirect", 1, False, "redirects are not followed"),
     ],
 )
@@ -175,14 +202,14 @@ def test_answers(client: MetaserverClient, metaserver: Metaserver, do: str, atte
     outcome = outcome_of(client, metaserver.url, do)
     assert outcome.ok is ok
     assert text in outcome.reason
-    assert metaserver.attempts[do] == attempts
+    assert metaserver.attempts[do] == client.retried + 1 == attempts
 
 
 @pytest.mark.parametrize(
     ("answer", "connections", "text"),
     [
         (b"\x00\xffSSH-2.0 hello\r\n\r\n", 1, "does not speak HTTP"),
-        (b"", 4, "closed the connection without an answer"),
+        (b"", 6, "closed the connection without an answer"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc", 1, "peer closed connection"),
     ],
 )
@@ -197,8 +224,8 @@ def test_broken_servers(client: MetaserverClient, answer: bytes, connections: in
 def test_a_reset_is_tried_again(client: MetaserverClient) -> None:
     with raw_server(b"", reset=True) as (url, seen):
         outcome = outcome_of(client, url, "ok")
-        assert "closed the connection without an answer; did it restart? (4 attempts)" in outcome.reason
-        assert len(seen) == 4
+        assert "closed the connection without an answer; did it restart? (6 attempts)" in outcome.reason
+        assert len(seen) == 6
 
 
 def test_endless_body_is_cut(client: MetaserverClient) -> None:
@@ -207,12 +234,31 @@ def test_endless_body_is_cut(client: MetaserverClient) -> None:
         assert "answered 400: yyy" in outcome_of(client, url, "ok").reason
 
 
+def test_a_redirect_and_proxies_of_the_environment_lead_nowhere(
+    metaserver: Metaserver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with raw_server(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n") as (elsewhere, seen):
+        for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, elsewhere.removesuffix(METASERVER_PATH))
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        client = MetaserverClient(QUICK, own_host="127.0.0.1")
+        try:
+            assert outcome_of(client, metaserver.url, "ok").ok
+            moved = f"HTTP/1.1 308 Moved\r\nLocation: {elsewhere}\r\nContent-Length: 0\r\n\r\n"
+            with raw_server(moved.encode()) as (url, _):
+                assert "redirects are not followed" in outcome_of(client, url, "ok").reason
+        finally:
+            client.close()
+        assert seen == []
+
+
 def test_unreachable_port(client: MetaserverClient) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     outcome = outcome_of(client, f"http://127.0.0.1:{port}{METASERVER_PATH}", "ok")
     assert "unreachable" in outcome.reason
-    assert "(4 attempts)" in outcome.reason
+    assert "(6 attempts)" in outcome.reason
 
 
 def test_hang_past_the_deadline(metaserver: Metaserver) -> None:
@@ -265,9 +311,85 @@ def test_cancelled_post_has_no_outcome_and_frees_its_key(client: MetaserverClien
     assert client.poll() == []
 
 
+def test_failures_are_told_beside_the_post(metaserver: Metaserver, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("told\n")
+    token.chmod(0o600)
+    client = MetaserverClient(msgspec.structs.replace(QUICK, token_file=str(token)), own_host="127.0.0.1")
+    client.post("key", metaserver.url, {"id": "told", "do": "hang"})
+    client.tell_failure(metaserver.url, TransferFailure("r", "t", 1, "went silent", final=False))
+    eventually(lambda: metaserver.failures)
+    assert metaserver.failures == [
+        {"request_id": "r", "ticket_id": "t", "attempt": 1, "reason": "went silent", "final": False}
+    ]
+    assert "Bearer told" in metaserver.tokens
+    assert client.poll() == []
+    client.close()
+
+
+def test_failures_that_cannot_be_told(metaserver: Metaserver, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody waits for them, and nothing else suffers."""
+    failure = TransferFailure("r", "t", 0, "why", final=True)
+    client = MetaserverClient(QUICK, own_host="127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with caplog.at_level("WARNING"), raw_server(b"\x00 garbage\r\n\r\n") as (url, seen):
+        client.tell_failure(f"http://127.0.0.1:{port}{METASERVER_PATH}", failure)
+        client.tell_failure(url, failure)
+        client.tell_failure("http://192.0.2.1/v1/metaserver", failure)  # not allowed: not even tried
+        eventually(lambda: len(caplog.records) == 2)
+        assert len(seen) == 1
+    for record in caplog.records:
+        assert record.message.startswith("request r: metaserver http://127.0.0.1:")
+        assert "cannot be told of a failed transfer" in record.message
+    assert outcome_of(client, metaserver.url, "ok").ok
+    client.close()
+    client.tell_failure(metaserver.url, failure)
+
+
+def test_failures_told_at_once_are_bounded() -> None:
+    client = MetaserverClient(msgspec.structs.replace(QUICK, max_pending=2), own_host="127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}{METASERVER_PATH}"
+        for _ in range(5):
+            client.tell_failure(url, TransferFailure("r", "t", 0, "why", final=True))
+        silent.settimeout(10)
+        peers = [silent.accept()[0] for _ in range(2)]
+        silent.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            silent.accept()
+        started = time.monotonic()
+        client.close()
+        assert time.monotonic() - started < 5
+        for peer in peers:
+            peer.close()
+
+
+def test_decode_says_that_it_recomputes(metaserver: Metaserver) -> None:
+    for recomputes in (False, True):
+        client = MetaserverClient(msgspec.structs.replace(QUICK, recomputes=recomputes), own_host="127.0.0.1")
+        assert outcome_of(client, metaserver.url, "ok").ok
+        assert metaserver.recomputes == ("1" if recomputes else None)
+        client.close()
+
+
+def test_idle_connections_go_without_another_post(client: MetaserverClient) -> None:
+    with raw_server(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", until_closed=True) as (url, seen):
+        assert outcome_of(client, url, "ok").ok
+        eventually(lambda: seen == [None, None])  # one connection, and its end
+
+
+def test_an_answer_that_trickles_in_ends_at_the_deadline(metaserver: Metaserver) -> None:
+    """Every byte comes within the read timeout."""
+    client = MetaserverClient(msgspec.structs.replace(QUICK, deadline_s=1.0), own_host="127.0.0.1")
+    assert "did not answer within 1 s" in outcome_of(client, metaserver.url, "trickle").reason
+    client.close()
+
+
 def test_token_is_sent(metaserver: Metaserver, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
+    token.chmod(0o600)
     settings = msgspec.structs.replace(QUICK, token_file=str(token))
     client = MetaserverClient(settings, own_host="127.0.0.1")
     assert outcome_of(client, metaserver.url, "ok").ok

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector beside another one, below vLLM's own MultiConnector, without an engine."""
 
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,8 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
-    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
@@ -22,34 +19,24 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 import vllm_ascend_pd
 from harness.engines import Role
-from harness.models import TINY, make_model
 from harness.multi_connector import (
-    BLOCK,
     OF_ANOTHER,
     TP,
     Both,
     decode_is_served,
+    hooks_left_out,
     others_are_left_alone,
     prefill_pushes,
     transfer_config,
 )
+from harness.scheduling import BLOCK
 from vllm_ascend_pd.config import ConfigError
 from vllm_ascend_pd.connector import LayerwisePushConnector
 
 
 def test_it_hands_on_every_hook_of_ours() -> None:
-    ours = vars(LayerwisePushConnector).items()
-    hooks = {name for name, hook in ours if inspect.isfunction(hook) or isinstance(hook, classmethod)}
-    asked = {name for name in hooks if hasattr(KVConnectorBase_V1, name) and not name.startswith("_")}
-    asked |= {"request_finished_all_groups"}
-    bases = (KVConnectorBase_V1, SupportsHMA)
-    left_out = {name for name in asked if any(getattr(MultiConnector, name) is getattr(b, name, None) for b in bases)}
+    left_out = hooks_left_out(MultiConnector, LayerwisePushConnector)
     assert left_out == set(), "MultiConnector answers these itself, our class is never asked"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(TINY, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(params=[True, False], ids=["ours-first", "ours-second"])

@@ -4,75 +4,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from http.client import HTTPConnection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers, make_ticket
+from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, eventually, running_cluster
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.proxy.app import create_app
-from vllm_ascend_pd.proxy.settings import ProxySettings
 
-COMPLETION = {"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 8}
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 8}
-STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-
-
-@dataclass
-class Cluster:
-    """A proxy, its engines, and a client of it."""
-
-    prefill: PrefillEngine = field(default_factory=PrefillEngine)
-    decode: DecodeEngine = field(default_factory=DecodeEngine)
-    client: httpx.Client = field(default_factory=httpx.Client)
-
-    def send_only(self, path: str, body: dict[str, Any]) -> HTTPConnection:
-        """Sends a request and returns without waiting for an answer."""
-        connection = HTTPConnection(self.client.base_url.host, self.client.base_url.port, timeout=10)
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        return connection
-
-    def complete(self, **fields: Any) -> httpx.Response:
-        return self.client.post("/v1/completions", json={**COMPLETION, **fields})
-
-
-@contextmanager
-def running_cluster(
-    other_prefill: tuple[str, ...] = (),
-    other_decode: tuple[str, ...] = (),
-    only_prefill: tuple[str, ...] | None = None,
-    **settings: Any,
-) -> Iterator[Cluster]:
-    """`other_*` engines come first in line; `only_prefill` replaces the cluster's own."""
-    cluster = Cluster()
-    with Servers() as servers:
-        prefill_url = servers.start(lambda _: cluster.prefill.app)
-        decode_url = servers.start(lambda _: cluster.decode.app)
-        proxy_url = servers.start(
-            lambda url: create_app(
-                ProxySettings(
-                    prefill=only_prefill or (*other_prefill, prefill_url),
-                    decode=(*other_decode, decode_url),
-                    metaserver_url=url + METASERVER_PATH,
-                    **settings,
-                )
-            )
-        )
-        with httpx.Client(base_url=proxy_url, trust_env=False, timeout=10) as cluster.client:
-            yield cluster
 
 
 @pytest.fixture
@@ -276,6 +222,23 @@ def test_no_reachable_prefill_engine(refusing_url: str) -> None:
         assert cluster.decode.cancelled.wait(5)
 
 
+def test_engine_that_takes_too_long_to_connect_to_gets_a_second_chance(caplog: pytest.LogCaptureFixture) -> None:
+    listener = socket.create_server(("127.0.0.1", 0), backlog=0)
+    with ExitStack() as waiting, Servers() as servers, ThreadPoolExecutor() as client:
+        # The kernel completes no further connection until these are accepted.
+        for _ in range(2):
+            filler = waiting.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        # SYN packets are sent again after 1 s and after 3 s.
+        with running_cluster(only_prefill=(url,), connect_timeout=4.0) as cluster:
+            answer = client.submit(cluster.complete)
+            eventually(lambda: "(ConnectTimeout): trying the next one" in caplog.text)
+            servers.start(lambda _: cluster.prefill.app, listener)
+            assert answer.result(30).status_code == 200
+
+
 @pytest.mark.parametrize("status", [400, 404, 503])
 def test_decodes_refusal_is_passed_through(cluster: Cluster, status: int) -> None:
     cluster.decode.refusal = (status, {"error": {"message": "no", "code": status}})
@@ -358,7 +321,10 @@ def test_client_leaving_in_the_stream_cancels_decode(cluster: Cluster) -> None:
 def test_failed_prefill_cancels_decode_and_the_other_prefills() -> None:
     failing = PrefillEngine()
     failing.transfer_error = "session lost"
-    with Servers() as others, running_cluster(other_prefill=(others.start(lambda _: failing.app),)) as cluster:
+    with (
+        Servers() as others,
+        running_cluster(other_prefill=(others.start(lambda _: failing.app),), prefill_attempts=1) as cluster,
+    ):
         cluster.prefill.hangs = True
         assert cluster.complete(prompt=["a", "b"]).status_code == 502
         assert cluster.decode.cancelled.wait(5)
@@ -443,68 +409,35 @@ def test_health_needs_both_roles(cluster: Cluster) -> None:
     assert list(response.json()["decode"].values()) == ["HTTP 503"]
 
 
-def command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "vllm_ascend_pd.cli", "proxy", *options]
+TOKEN = "the-token-of-this-test"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
-    prefill, decode = PrefillEngine(), DecodeEngine()
-    decode.hangs_after_first_token = True
-    with Servers() as servers:
-        prefill_url, decode_url = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
-        process = subprocess.Popen(
-            command("--port", "0", "--prefill", prefill_url, "--decode", decode_url),
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
-        try:
-            assert process.stderr is not None
-            port = re.search(r"port (\d+)", process.stderr.readline())
-            assert port is not None
-            url = f"http://127.0.0.1:{port[1]}/v1/completions"
-            body = {**COMPLETION, "stream": True}
-            headers = {"Authorization": "Bearer secret"}
-            with httpx.stream("POST", url, json=body, headers=headers, trust_env=False) as response:
-                events = response.iter_raw()
-                next(events)
-                process.send_signal(number)
-                stopped_at = time.monotonic()
-                assert b"the proxy is shutting down" in b"".join(events)
-            _, log = process.communicate(timeout=5)
-        finally:
-            process.kill()
-        assert time.monotonic() - stopped_at < 3
-        assert process.returncode == 0
-        assert "Traceback" not in log
-        assert "secret" not in log
-        assert decode.cancelled.wait(5)
+@pytest.mark.parametrize("authorization", [None, "", TOKEN, f"Bearer {TOKEN}x", f"Basic {TOKEN}", "Bearer \xfc"])
+def test_a_ticket_without_the_token(tmp_path: Path, authorization: str | None) -> None:
+    token = tmp_path / "token"
+    token.write_text(f"{TOKEN}\n")
+    token.chmod(0o600)
+    ticket = make_ticket("cmpl-nobody-waits", "0" * 32)
+    headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
+    with running_cluster(metaserver_token_file=str(token)) as cluster:
+        refused = cluster.client.post(METASERVER_PATH, json=ticket, headers=headers)
+        assert (refused.status_code, "token" in refused.json()["error"]) == (401, True)
+        assert TOKEN not in refused.text
+        known = cluster.client.post(METASERVER_PATH, json=ticket, headers={"Authorization": f"Bearer {TOKEN}"})
+        assert known.status_code == 404
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (("--prefill", "http://p:1"), "--decode"),
-        (("--prefill", "p:1", "--decode", "http://d:1"), "prefill engine 'p:1' is not a URL"),
-        (("--prefill", "http://p:1/v1", "--decode", "http://d:1"), "without a path"),
-        (("--prefill", "http://p:1", "--decode", "http://d:1", "--max-concurrent", "0"), "max concurrent"),
-        (("--prefill", "http://p:1", "--decode", "http://d:1", "--host", "0.0.0.0"), "--metaserver-url"),
-        (("--prefil", "http://p:1"), "--prefil"),
-    ],
+    "body", [b"[" * 100_000, b'{"request_id": "a", "remote_engine_id": "b", "x": ' + b"[" * 100_000, b'{"\xff": 1}']
 )
-def test_wrong_option_is_one_clear_line(options: tuple[str, ...], reason: str) -> None:
-    run = subprocess.run(command("--port", "0", *options), capture_output=True, text=True, timeout=20, check=False)
-    assert run.returncode == 2
-    assert run.stdout == ""
-    (line,) = run.stderr.splitlines()
-    assert line.startswith("vllm-ascend-pd: ")
-    assert reason in line
+def test_a_ticket_that_cannot_be_read(idle_cluster: Cluster, body: bytes) -> None:
+    refused = idle_cluster.client.post(METASERVER_PATH, content=body)
+    assert (refused.status_code, "not a ticket" in refused.json()["error"]) == (400, True)
 
 
-def test_taken_port_is_one_clear_line(idle_cluster: Cluster) -> None:
-    options = ("--port", str(idle_cluster.client.base_url.port), "--prefill", "http://p:1", "--decode", "http://d:1")
-    run = subprocess.run(command(*options), capture_output=True, text=True, timeout=20, check=False)
-    assert run.returncode == 1
-    assert "cannot listen" in run.stderr
-    assert len(run.stderr.splitlines()) == 1
+@pytest.mark.parametrize("name", ["request_id", "remote_engine_id"])
+@pytest.mark.parametrize("value", ["\x1b[31m", "a\nb", "x" * 1000])
+def test_a_ticket_whose_names_would_spoil_the_log(idle_cluster: Cluster, name: str, value: str) -> None:
+    ticket = make_ticket("cmpl-nobody-waits", "0" * 32) | {name: value}
+    refused = idle_cluster.client.post(METASERVER_PATH, json=ticket)
+    assert (refused.status_code, "unprintable" in refused.json()["error"]) == (400, True)

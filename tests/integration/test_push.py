@@ -8,7 +8,7 @@ import torch
 
 from harness.kv import Model, Side
 from harness.rank_programs import Hooks
-from harness.ranks import Pair, prompts, run
+from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.core.layout import Order
 
 GQA = Model()
@@ -75,11 +75,7 @@ def test_bytes_arrive(pair: Pair, chunk: int | None, cached: int) -> None:
         rank.call("clear")
     requests = prompts(pair, [1, 15, 16, 17, 64, 100], cached)
     run(pair, requests, chunk)
-    received, failed = pair.wait_arrivals(len(requests))
-    assert failed == {}
-    assert received == {prompt.request_id for prompt in requests}
-    assert pair.differences(requests) == []
-    assert pair.wait_sent(len(requests)) == {}
+    expect_delivery(pair, requests)
     assert pair.each(pair.p_ranks, "open_transfers") == [0] * len(pair.p_ranks)
 
 
@@ -102,7 +98,4 @@ def test_layers_nobody_announces_are_pushed_at_the_end(pair: Pair) -> None:
         rank.call("clear")
     requests = prompts(pair, [50])
     run(pair, requests, hooks=Hooks(saved=(0, 2)))
-    received, failed = pair.wait_arrivals(1)
-    assert (received, failed) == ({"request-0"}, {})
-    assert pair.differences(requests) == []
-    assert pair.wait_sent(1) == {}
+    expect_delivery(pair, requests)

@@ -3,14 +3,18 @@
 
 import time
 from collections.abc import Iterator
+from functools import reduce
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from harness.kv import Model, Side
+from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, prefill, prompts, run
 from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.stats import PUSH_FAILURES, WRITE_RETRIES, merged
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep
 
 GQA = Model()
@@ -35,6 +39,11 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     assert made.close() == []
 
 
+def counted(pair: Pair) -> dict[str, Any]:
+    """What prefill's ranks have counted since the last time, together."""
+    return reduce(merged, pair.each(pair.p_ranks, "stats"), {})["counters"]
+
+
 def test_a_write_that_fails_fails_its_request_alone(pair: Pair) -> None:
     requests = prompts(pair, [40, 50, 60])
     victim = requests[1]
@@ -48,6 +57,12 @@ def test_a_write_that_fails_fails_its_request_alone(pair: Pair) -> None:
     strays = [d for d in pair.differences(rest) if "belongs to nobody" not in d]
     assert strays == []
     assert pair.wait_sent(3).keys() == {"request-1"}
+    said = counted(pair)
+    causes = said[PUSH_FAILURES.name]
+    assert sum(causes.values()) == len(pair.p_ranks), "once on each rank"
+    assert causes["write"] >= 1
+    assert causes.keys() <= {"write", "revoked", "refused"}, "other ranks may hear of it before they fail themselves"
+    assert said[WRITE_RETRIES.name][""] >= 3, "each request by itself"
 
 
 def test_a_cancelled_ticket_is_written_no_more(pair: Pair) -> None:
@@ -60,6 +75,7 @@ def test_a_cancelled_ticket_is_written_no_more(pair: Pair) -> None:
     assert (received, set(failed)) == (set(), {"request-0"})
     prefill(pair, requests, tickets)
     assert "the test lost interest" in pair.wait_sent(1)["request-0"]
+    assert counted(pair)[PUSH_FAILURES.name] == {"refused": len(pair.p_ranks)}
     assert pair.differences([]) == []  # not one byte
 
 
@@ -86,6 +102,7 @@ def test_a_made_up_ticket_gets_no_grant(pair: Pair) -> None:
     tickets = {p.request_id: pair.ticket(p) for p in requests}  # decode is never told
     prefill(pair, requests, tickets)
     assert "no grant" in pair.wait_sent(1)["request-0"]
+    assert counted(pair)[PUSH_FAILURES.name] == {"no_grant": len(pair.p_ranks)}
     assert pair.differences([]) == []
 
 
@@ -97,6 +114,7 @@ def test_an_altered_ticket_gets_no_grant(pair: Pair) -> None:
     altered = msgspec.structs.replace(ticket, remote_block_ids=elsewhere)
     prefill(pair, requests, {"request-0": altered})
     assert "altered" in pair.wait_sent(1)["request-0"]
+    assert counted(pair)[PUSH_FAILURES.name] == {"refused": len(pair.p_ranks)}
     assert pair.differences([]) == []
 
 
@@ -111,6 +129,7 @@ def test_an_aborted_prefill_fails_decode_at_once(pair: Pair) -> None:
     assert received == set()
     assert "was aborted" in failed["request-0"]
     pair.wait_sent(1)
+    assert counted(pair)[PUSH_FAILURES.name]["aborted"] >= 1
 
 
 @pytest.mark.parametrize(
@@ -144,6 +163,7 @@ def test_engines_that_do_not_fit_are_refused_naming_both_values(
         run(pair, requests)
         reason = pair.wait_sent(1)["request-0"]
         assert all(value in reason for value in named), reason
+        assert counted(pair)[PUSH_FAILURES.name] == {"unfit": 1}
         _, failed = pair.wait_arrivals(1)
         assert all(value in failed["request-0"] for value in named), failed
     finally:
@@ -160,6 +180,7 @@ def test_a_link_that_does_not_keep_up_fails_requests_and_holds_nothing(d_side: S
         requests = prompts(pair, [40])
         run(pair, requests)
         assert "does not keep up" in pair.wait_sent(1)["request-0"]
+        assert counted(pair)[PUSH_FAILURES.name]["queue_full"] >= 1
         _, failed = pair.wait_arrivals(1, timeout_s=60)
         assert failed.keys() == {"request-0"}
         pair.each(pair.p_ranks, "slow_down", 0.0)
@@ -171,3 +192,20 @@ def test_a_link_that_does_not_keep_up_fails_requests_and_holds_nothing(d_side: S
         assert pair.differences(requests) == []
     finally:
         pair.close()
+
+
+def fail_to_report(rank: PrefillRank) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    rank.worker._peers.report = fail
+
+
+def test_an_error_that_ends_a_sender_ends_the_engine() -> None:
+    """Nobody else would ever hear of its transfers."""
+    pair = Pair(GQA, Side(1), Side(1), QUICK)
+    pair.each(pair.p_ranks, "do", fail_to_report)
+    run(pair, prompts(pair, [40]))
+    with pytest.raises(RuntimeError, match="a sender has ended by an error of its own"):
+        pair.wait_sent(1)
+    assert pair.close() == []

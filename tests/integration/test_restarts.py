@@ -3,7 +3,6 @@
 engines that are gone. Real processes, killed with SIGKILL."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +10,10 @@ import msgspec
 import pytest
 
 from harness.kv import Model, Prompt, Side
+from harness.rank_hosts import start_afresh
 from harness.rank_programs import PrefillRank
-from harness.ranks import Pair, prefill, prompts, run
+from harness.ranks import Pair, expect_delivery, prefill, prompts, run
+from harness.waiting import wait_until
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.step import ProducerStep, Send
 
@@ -27,24 +28,15 @@ SHAPES = {"gathered": (Model(), Side(2), Side(1), CONFIG), "direct": (HEAD_MAJOR
 
 @pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    start_afresh()
     made = Pair(*request.param)
     yield made
     assert made.close() == []
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def delivers(pair: Pair, requests: list[Prompt]) -> None:
     run(pair, requests)
-    received, failed = pair.wait_arrivals(len(requests), PATIENCE_S)
-    assert (received, failed) == ({p.request_id for p in requests}, {})
-    assert pair.differences(requests) == []
-    assert pair.wait_sent(len(requests), PATIENCE_S) == {}
+    expect_delivery(pair, requests, PATIENCE_S)
 
 
 def remembered(rank: PrefillRank) -> set[str]:
@@ -57,18 +49,9 @@ def resources(rank: PrefillRank) -> tuple[int, int]:
     return len(sending), len(rank.worker._peers._client._dealers)
 
 
-def is_granted(rank: PrefillRank, request_id: str) -> bool:
-    destinations = rank.worker._transfers[request_id].state.destinations
-    return destinations is not None and all(destination.granted for destination in destinations.values())
-
-
 def on_prefill(pair: Pair, action: Callable[..., Any], *args: Any) -> list[Any]:
     """`action(rank, *args)` of each prefill rank."""
     return pair.each(pair.p_ranks, "do", action, *args)
-
-
-def wait_granted(pair: Pair, prompt: Prompt) -> None:
-    wait_until(lambda: all(on_prefill(pair, is_granted, prompt.request_id)))
 
 
 def knows(pair: Pair) -> set[str]:
@@ -83,8 +66,8 @@ def test_a_decode_engine_in_anothers_place(pair: Pair) -> None:
     for engine_id in ("second", "third"):
         pair.restart_decode(engine_id)
         delivers(pair, prompts(pair, [60, 17], seed=len(engine_id)))
-        wait_until(lambda engine_id=engine_id: knows(pair) == {engine_id})
-        wait_until(lambda: on_prefill(pair, resources) == before)
+        wait_until(lambda engine_id=engine_id: knows(pair) == {engine_id}, PATIENCE_S)
+        wait_until(lambda: on_prefill(pair, resources) == before, PATIENCE_S)
 
 
 def test_decode_that_dies_while_it_is_written_to(pair: Pair) -> None:
@@ -93,8 +76,7 @@ def test_decode_that_dies_while_it_is_written_to(pair: Pair) -> None:
     tickets = {p.request_id: pair.ticket(p) for p in old}
     pair.expect(old, tickets)
     pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {p.request_id: p for p in old})
-    for prompt in old:
-        wait_granted(pair, prompt)
+    pair.wait_granted(PATIENCE_S)
     pair.each(pair.p_ranks, "slow_down", 2.0)
     prefill(pair, old, {})
     pair.restart_decode("second")
@@ -121,7 +103,7 @@ def test_meeting_an_engine_ends_the_transfers_of_the_one_before_it(pair: Pair) -
     by_id = {p.request_id: p for p in (old, unmet, new)}
     step = ProducerStep(tickets={old.request_id: tickets[old.request_id]})
     pair.each(pair.p_ranks, "step", step, by_id)
-    wait_granted(pair, old)
+    pair.wait_granted(PATIENCE_S)
     pair.restart_decode("second")
     run(pair, [new])
     assert pair.wait_arrivals(1, PATIENCE_S) == ({new.request_id}, {})
@@ -132,9 +114,11 @@ def test_meeting_an_engine_ends_the_transfers_of_the_one_before_it(pair: Pair) -
     failed = pair.wait_sent(2, PATIENCE_S)
     assert all("engine decode has ended: second is at" in failed[p.request_id] for p in (old, unmet)), failed
     assert pair.differences([new]) == []
-    wait_until(lambda: knows(pair) == {"second"})
+    wait_until(lambda: knows(pair) == {"second"}, PATIENCE_S)
     known = 1 + len(pair.d_ranks)  # a listener and its ranks
-    wait_until(lambda: on_prefill(pair, resources) == [(sent + 1, opened + known) for sent, opened in before])
+    wait_until(
+        lambda: on_prefill(pair, resources) == [(sent + 1, opened + known) for sent, opened in before], PATIENCE_S
+    )
 
 
 def test_tickets_that_name_engines_that_never_were(pair: Pair) -> None:
@@ -149,7 +133,7 @@ def test_tickets_that_name_engines_that_never_were(pair: Pair) -> None:
     prefill(pair, requests, tickets)
     failed = pair.wait_sent(len(requests), PATIENCE_S)
     assert all(f"nobody-{p.request_id} is not here" in failed[p.request_id] for p in requests)
-    wait_until(lambda: on_prefill(pair, resources) == before)
+    wait_until(lambda: on_prefill(pair, resources) == before, PATIENCE_S)
     assert knows(pair) == {"decode"}
 
 
@@ -159,7 +143,7 @@ def test_a_prefill_engine_in_anothers_place(pair: Pair) -> None:
     tickets = {old.request_id: pair.ticket(old)}
     pair.expect([old], tickets)
     pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {old.request_id: old})
-    wait_granted(pair, old)
+    pair.wait_granted(PATIENCE_S)
     pair.restart_prefill("second")
     prefill(pair, [old], tickets)
     received, failed = pair.wait_arrivals(1, PATIENCE_S)
@@ -191,7 +175,7 @@ def test_preempted_while_a_failed_write_may_still_arrive() -> None:
         assert pair.p_ranks[0].call("sent") == (set(), {})
         d_rank.freeze()
         send(1)
-        wait_until(lambda: any("trying each request by itself" in text for text in p_rank.call("warnings")))
+        wait_until(lambda: any("trying each request by itself" in text for text in p_rank.call("warnings")), PATIENCE_S)
         d_rank.freeze(False)
         p_rank.call("step", ProducerStep(preempted={prompt.request_id}), by_id)
         send(2)

@@ -10,30 +10,22 @@ import psutil
 import pytest
 import zmq
 
-from harness.channels import HOST, PATIENCE_S, Answer, MakeSocket, ask, assert_works, echo, endpoint_of, plain_sockets
+from harness.channels import HOST, PATIENCE_S, Answer, ask, assert_works, echo, endpoint_of
 from harness.ports import release_port, reserve_port
-from vllm_ascend_pd.core.protocol import Acknowledged, Describe, Message, Problem, Refused, Revoke, decode, encode
+from vllm_ascend_pd.core.protocol import (
+    Acknowledged,
+    Describe,
+    Message,
+    Problem,
+    Refused,
+    Revoke,
+    Writer,
+    decode,
+    encode,
+)
 from vllm_ascend_pd.transport.side_channel import Client, Peer, Server, SideChannelError
 
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server(HOST, 0, echo)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def client() -> Iterator[Client]:
-    client = Client()
-    yield client
-    client.close()
-
-
-@pytest.fixture
-def raw() -> Iterator[MakeSocket]:
-    with plain_sockets() as make:
-        yield make
+WRITER = Writer("prefill-0", 0, 0)
 
 
 @pytest.fixture
@@ -163,17 +155,79 @@ def test_messages_that_nobody_asked_for():
         assert ask(client, server.endpoint) == Acknowledged()
         peer = peers.get()
         for reason in ("first", "second"):
-            peer.send(Revoke("0" * 32, reason))
+            peer.send(Revoke("0" * 32, 0, WRITER, reason))
         for reason in ("first", "second"):
-            assert unasked.get(timeout=PATIENCE_S) == (server.endpoint, Revoke("0" * 32, reason))
+            assert unasked.get(timeout=PATIENCE_S) == (server.endpoint, Revoke("0" * 32, 0, WRITER, reason))
         client.close()
-        peer.send(Revoke("0" * 32, "to nobody"))
+        peer.send(Revoke("0" * 32, 0, WRITER, "to nobody"))
         client = Client()
         assert ask(client, server.endpoint) == Acknowledged()
     finally:
         client.close()
         server.close()
-    peer.send(Revoke("0" * 32, "from a closed server"))
+    peer.send(Revoke("0" * 32, 0, WRITER, "from a closed server"))
+
+
+def test_a_message_to_a_peer_whose_connection_is_closed(caplog):
+    """It is told from one that does not read; the answer to a request that is too late is dropped without a word."""
+    peers: queue.Queue[Peer] = queue.Queue()
+    answer_now = threading.Event()
+
+    def handle(message: Message, peer: Peer) -> Message:
+        peers.put(peer)
+        answer_now.wait(PATIENCE_S)
+        return Acknowledged()
+
+    gone = threading.Event()
+    server = Server(HOST, 0, handle)
+    client = Client()
+    try:
+        client.request(server.endpoint, Describe("x"), PATIENCE_S, lambda answer: None)
+        peer = peers.get(timeout=PATIENCE_S)
+        client.close()
+        answer_now.set()
+        deadline = time.monotonic() + PATIENCE_S
+        while not gone.wait(0.05) and time.monotonic() < deadline:
+            peer.send(Revoke("0" * 32, 0, WRITER, "to nobody"), gone.set)
+        assert gone.is_set()
+        other = Client()
+        client = other
+        assert ask(other, server.endpoint) == Acknowledged()
+        gone.clear()
+        assert peers.get(timeout=PATIENCE_S) != peer
+        assert not caplog.records
+    finally:
+        client.close()
+        server.close()
+
+
+def test_a_peer_that_does_not_read_is_not_gone():
+    """Its process is stopped, say: its host answers for it, whatever piles up here."""
+    peers: queue.Queue[Peer] = queue.Queue()
+
+    def handle(message: Message, peer: Peer) -> Message:
+        peers.put(peer)
+        return Acknowledged()
+
+    server = Server(HOST, 0, handle)
+    stuck = threading.Event()
+    client = Client(lambda endpoint, message: stuck.wait(PATIENCE_S))
+    gone = threading.Event()
+    try:
+        assert ask(client, server.endpoint) == Acknowledged()
+        peer = peers.get(timeout=PATIENCE_S)
+        for _ in range(20):
+            for _ in range(1000):
+                peer.send(Revoke("0" * 32, 0, WRITER, "x" * 1000), gone.set)
+            time.sleep(0.02)
+        other = Client()
+        assert ask(other, server.endpoint) == Acknowledged()
+        other.close()
+        assert not gone.is_set()
+    finally:
+        stuck.set()
+        client.close()
+        server.close()
 
 
 def test_nothing_is_left_after_close(raw):

@@ -5,49 +5,30 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 
 import msgspec
 import pytest
 import zmq
 
-from harness.channels import HOST, PATIENCE_S, Answer, MakeSocket, ask, assert_works, echo, endpoint_of, plain_sockets
+from harness.channels import HOST, PATIENCE_S, Answer, ask, assert_works, echo, endpoint_of
 from vllm_ascend_pd.core.protocol import (
     MAX_DESCRIPTION_BYTES,
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Acknowledged,
     Describe,
+    EngineDescription,
     Message,
     Problem,
     Refused,
     Revoke,
+    Writer,
     decode,
     encode,
 )
 from vllm_ascend_pd.transport.side_channel import Client, Peer, Server, SideChannelError
 
 BODY = msgspec.msgpack.encode(Describe("x"))
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server(HOST, 0, echo)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def client() -> Iterator[Client]:
-    client = Client()
-    yield client
-    client.close()
-
-
-@pytest.fixture
-def raw() -> Iterator[MakeSocket]:
-    with plain_sockets() as make:
-        yield make
 
 
 @pytest.mark.parametrize(
@@ -109,7 +90,8 @@ def test_an_answer_that_is_too_long(client, server, raw):
     answers: queue.Queue[Answer] = queue.Queue()
     client.request(endpoint_of(huge), Describe("x"), 0.5, answers.put)
     peer, request = huge.recv_multipart()
-    huge.send_multipart([peer, encode(decode(request)[0], Problem("x" * (MAX_DESCRIPTION_BYTES + 1)))])
+    description = EngineDescription("x" * (MAX_DESCRIPTION_BYTES + 1), "", 1, 1, ())
+    huge.send_multipart([peer, encode(decode(request)[0], description)])
     assert isinstance(answers.get(timeout=PATIENCE_S), SideChannelError)
     assert_works(client, server)
 
@@ -179,7 +161,7 @@ def test_an_unasked_message_whose_handling_raises(raw):
         answers: queue.Queue[Answer] = queue.Queue()
         client.request(endpoint_of(other_side), Describe("x"), PATIENCE_S, answers.put)
         peer, request = other_side.recv_multipart()
-        other_side.send_multipart([peer, encode(0, Revoke("0" * 32, "x"))])
+        other_side.send_multipart([peer, encode(0, Revoke("0" * 32, 0, Writer("prefill-0", 0, 0), "x"))])
         other_side.send_multipart([peer, encode(decode(request)[0], Acknowledged())])
         assert answers.get(timeout=PATIENCE_S) == Acknowledged()
         assert seen.is_set()

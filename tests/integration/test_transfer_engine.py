@@ -14,15 +14,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from harness.waiting import wait_for
+
 pytest.importorskip("mooncake.engine")
 
+from harness.rank_hosts import stop
+from vllm_ascend_pd.transport.batches import merge_regions, split_batches
 from vllm_ascend_pd.transport.engine import (
     MIB,
     TransferEngine,
     TransferError,
     TransferLimits,
-    merge_regions,
-    split_batches,
 )
 
 LIMITS = TransferLimits(timeout_s=2)
@@ -196,7 +198,7 @@ def test_stopped_peer_is_bounded_and_blocks_nobody_else(source: Source, receiver
     try:
         for peer in (receiver, other):
             source.write(peer, 0, 64)
-        receiver.process.send_signal(signal.SIGSTOP)
+        stop(receiver.process.pid)
         first = elapsed_until_error(source, receiver)
         assert LIMITS.timeout_s - 0.2 < first < LIMITS.timeout_s + 1.5
 
@@ -217,14 +219,14 @@ def test_stopped_peer_is_bounded_and_blocks_nobody_else(source: Source, receiver
 
 
 def test_stopped_peer_before_the_first_contact(source: Source, receiver: Receiver) -> None:
-    receiver.process.send_signal(signal.SIGSTOP)
+    stop(receiver.process.pid)
     assert elapsed_until_error(source, receiver) < LIMITS.timeout_s + 1
 
 
 def test_failed_batch_stops_within_settle_time(source: Source, receiver: Receiver) -> None:
     """Of 512 descriptors to a stopped peer only those on the wire or next in line may still arrive."""
     source.write(receiver, BUFFER_BYTES - 64, 64)
-    receiver.process.send_signal(signal.SIGSTOP)
+    stop(receiver.process.pid)
     size = 16 * 1024
     offsets = [i * size for i in range(512)]
     with pytest.raises(TransferError):
@@ -241,6 +243,60 @@ def test_failed_batch_stops_within_settle_time(source: Source, receiver: Receive
     assert arrived <= 16
     time.sleep(2)
     assert sum(receiver.read(offset, 1) != b"\0" for offset in offsets) == arrived
+
+
+def test_short_queue_of_mooncakes_is_never_filled(receiver: Receiver) -> None:
+    """Not by six threads, nor by what they leave while the receiver stands still: a refusal may end all writes."""
+    program = """
+import ctypes, sys, threading
+from vllm_ascend_pd.transport.engine import TransferEngine, TransferError, TransferLimits
+session, address, count = sys.argv[1], int(sys.argv[2]), 400
+memory = ctypes.create_string_buffer(count)
+engine = TransferEngine("127.0.0.1", "tcp", TransferLimits(timeout_s=1))
+engine.register([(ctypes.addressof(memory), count)])
+print("DESCRIPTORS", engine.limits.max_descriptors, flush=True)
+def write(results):
+    try:
+        sources = list(range(ctypes.addressof(memory), ctypes.addressof(memory) + count))
+        engine.write(session, sources, list(range(address, address + count)), [1] * count)
+        results.append("arrived")
+    except TransferError:
+        results.append("failed")
+for _ in sys.stdin:
+    results = []
+    threads = [threading.Thread(target=write, args=(results,)) for _ in range(6)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    print("RESULTS", *results, flush=True)
+"""
+    others = {k: v for k, v in os.environ.items() if not k.startswith("MC_")}
+    env = {**others, "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "28"}
+    with subprocess.Popen(
+        [sys.executable, "-c", program, receiver.session, str(receiver.address)],
+        env=env,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as source:
+
+        def answer(word: str) -> list[str]:
+            assert source.stdout is not None
+            return next(rest for first, *rest in map(str.split, source.stdout) if first == word)
+
+        def write() -> set[str]:
+            assert source.stdin is not None
+            print(file=source.stdin, flush=True)
+            return set(answer("RESULTS"))
+
+        assert answer("DESCRIPTORS") == ["8"]
+        assert write() == {"arrived"}
+        receiver.process.send_signal(signal.SIGSTOP)
+        assert write() == {"failed"}
+        receiver.process.send_signal(signal.SIGCONT)
+        wait_for(write, lambda results: results == {"arrived"}, 60)
+        _, errors = source.communicate()
+        assert "queue-full" not in errors
 
 
 def test_registering_again_and_closing() -> None:

@@ -4,7 +4,6 @@
 Each of them pushes twice between the same ranks, under the same delays: as it is, and with the wait taken out.
 """
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -66,12 +65,6 @@ def sent_without_waiting(rank: PrefillRank) -> None:
     rank.device.record_event = lambda: unawaited(record())
 
 
-def are_granted(rank: PrefillRank) -> bool:
-    """Whether nothing but the device keeps this rank from writing."""
-    states = [transfer.state for transfer in rank.worker._transfers.values()]
-    return all(s.destinations and all(d.granted for d in s.destinations.values()) for s in states)
-
-
 def set_delays(_: PrefillRank, delays: tuple[int, int]) -> None:
     cann_on_host.set_delays(*delays)
 
@@ -86,10 +79,7 @@ def push(pair: Pair, seed: int, delays: tuple[int, int], mutation: Callable[[Pre
     if mutation is not None:
         pair.each(pair.p_ranks, "do", mutation)
     pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {})
-    deadline = time.monotonic() + 30
-    while not all(pair.each(pair.p_ranks, "do", are_granted)):
-        assert time.monotonic() < deadline, "no grant"
-        time.sleep(0.01)
+    pair.wait_granted()
     pair.each(pair.p_ranks, "do", set_delays, delays)
     prefill(pair, requests, {})
     received, failed = pair.wait_arrivals(len(requests))

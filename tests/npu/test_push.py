@@ -15,7 +15,7 @@ import torch
 import cann_on_host
 from harness.kv import Model, Side
 from harness.rank_programs import PrefillRank
-from harness.ranks import Pair, prompts, run
+from harness.ranks import Pair, expect_delivery, prompts, run
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -80,11 +80,7 @@ def push(pair: Pair) -> None:
     """Two steps at least for the longest prompt: what the first one's pushes read is not what the second computes."""
     requests = prompts(pair, LENGTHS)
     run(pair, requests, chunk=200)
-    received, failed = pair.wait_arrivals(len(requests))
-    assert failed == {}
-    assert received == {prompt.request_id for prompt in requests}
-    assert pair.differences(requests) == []
-    assert pair.wait_sent(len(requests)) == {}
+    expect_delivery(pair, requests)
 
 
 def test_bytes_arrive(pair: Pair) -> None:

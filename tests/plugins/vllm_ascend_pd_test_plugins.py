@@ -5,6 +5,7 @@ Each is off unless its environment variable is set, so the folder alone changes 
 """
 
 import os
+from pathlib import Path
 
 TOKEN_MAJOR = "VLLM_ASCEND_PD_TEST_TOKEN_MAJOR"
 """The KV cache in vllm-ascend's token-major order, read and written by `token_major.py`."""
@@ -21,6 +22,16 @@ LOSE_TENSORS_FROM = "VLLM_ASCEND_PD_TEST_LOSE_TENSORS_FROM"
 
 SAY_SAVED = "VLLM_ASCEND_PD_TEST_SAY_SAVED"
 """Prefill says how many layers each step saved, see `hooks_seen.py`."""
+
+SOCKS = "VLLM_ASCEND_PD_TEST_SOCKS"
+"""`host:port` of a SOCKS5 proxy that side channels connect through."""
+
+CONTROL = "VLLM_ASCEND_PD_TEST_CONTROL"
+"""A folder: every process listens there, see `remote_control.py`. With it:"""
+SESSION = "VLLM_ASCEND_PD_TEST_SESSION"
+"""`host:port` that is published instead of the transfer engine's session;"""
+REFUSE_MEMORY = "VLLM_ASCEND_PD_TEST_REFUSE_MEMORY"
+"""the transfer engine registers no memory."""
 
 
 def register() -> None:
@@ -41,6 +52,12 @@ def register() -> None:
         from hooks_seen import say_what_was_saved
 
         say_what_was_saved()
+    if proxy := os.environ.get(SOCKS):
+        _connect_through(proxy)
+    if folder := os.environ.get(CONTROL):
+        from remote_control import listen
+
+        listen(Path(folder), os.environ.get(SESSION, ""), os.environ.get(REFUSE_MEMORY) == "1")
 
 
 def _use_token_major_cache() -> None:
@@ -55,3 +72,19 @@ def _shorten_spin(seconds: float) -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.SpinCondition = functools.partial(shm_broadcast.SpinCondition, busy_loop_s=seconds)
+
+
+def _connect_through(proxy: str) -> None:
+    import zmq
+
+    from vllm_ascend_pd.transport import side_channel
+
+    make = side_channel._Loop._socket
+
+    def make_proxied(self: side_channel._Loop, kind: int) -> "zmq.Socket[bytes]":
+        socket = make(self, kind)
+        if kind == zmq.DEALER:
+            socket.setsockopt(zmq.SOCKS_PROXY, proxy.encode())
+        return socket
+
+    side_channel._Loop._socket = make_proxied  # type: ignore[method-assign]

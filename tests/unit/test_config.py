@@ -99,6 +99,9 @@ def test_an_unknown_key_unlike_any_other(key):
         ("metaserver_allowlist", "http://10.0.0.1:8000"),
         ("metaserver_allowlist", [1]),
         ("metaserver_token_file", 7),
+        ("side_channel_key_file", ["/keys"]),
+        ("ticket_secret_file", 7),
+        ("decode_allowlist", "10.0.0.0/8"),
         ("prefill", 2),
         ("tls_config", "/ca.pem"),
         ("tls_config", {"ssl_ca_certs": "/ca.pem"}),
@@ -136,6 +139,11 @@ def test_times_are_finite(name, value):
         ({"lease_s": 86401}, "`lease_s` must be from 1 second to a day"),
         ({"write_timeout_s": 601}, "`write_timeout_s` must be at most 600 seconds"),
         ({"metaserver_retries": -1}, "`metaserver_retries` must not be negative"),
+        ({"decode_allowlist": ["10.0.0.1:80"]}, "`decode_allowlist`: '10.0.0.1:80' is not a host"),
+        (
+            {"tls_config": {"ssl_enable": True, "ssl_keyfile_password": "a", "ssl_keyfile_password_file": "/b"}},
+            "a password and a file with one",
+        ),
     ],
 )
 def test_values_out_of_range(changes, complaint):

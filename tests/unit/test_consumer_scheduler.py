@@ -6,15 +6,20 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from harness.scheduling import make_request, remembered
+from harness.scheduling import FOR_A_PULLING_CONNECTOR, make_request, remembered
+from harness.waiting import wait_until
+from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
+from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.signing import Secret, verify
 from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
-from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener
+from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener, Signer
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverSettings
 from vllm_ascend_pd.step import ConsumerStep, WorkerReport
 
@@ -31,15 +36,19 @@ class Metaserver:
     def __init__(self) -> None:
         self.status = 200
         self.bodies: list[dict] = []
+        self.failures: list[dict] = []
         self.answering = threading.Event()
         self.answering.set()
         metaserver = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                metaserver.bodies.append(json.loads(body))
-                metaserver.answering.wait(20)
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path == METASERVER_PATH + FAILURE_SUFFIX:
+                    metaserver.failures.append(body)
+                else:
+                    metaserver.bodies.append(body)
+                    metaserver.answering.wait(20)
                 self.send_response(metaserver.status)
                 self.end_headers()
 
@@ -72,6 +81,22 @@ def scheduler() -> Iterator[ConsumerScheduler]:
     scheduler.close()
 
 
+def test_tickets_are_signed_until_their_transfer_would_be_over(metaserver):
+    secret = Secret(b"a secret of this test, long enough")
+    client = MetaserverClient(SETTINGS, own_host="127.0.0.1")
+    scheduler = ConsumerScheduler(LISTENER, [TokenGroup(BLOCK)], client, Signer(secret, 480.0))
+    try:
+        before = time.time()
+        scheduler.allocated(wanting(metaserver.url), BLOCKS, PROMPT)
+        scheduler.build_step(idle=True)
+        wait_until(lambda: metaserver.bodies, 20)
+        ticket = parse_ticket(metaserver.bodies[0], PROMPT, 1)
+    finally:
+        scheduler.close()
+    verify(ticket, secret)
+    assert before + 480 <= ticket.expires_at <= time.time() + 481
+
+
 def wanting(url: object, request_id: str = "r", num_tokens: int = PROMPT):
     """A request as the proxy sends it to decode."""
     return make_request(request_id, num_tokens, {"do_remote_prefill": True, "metaserver": url})
@@ -95,11 +120,7 @@ def step_with(scheduler: ConsumerScheduler, what: Callable[[ConsumerStep], objec
     raise AssertionError("no step had it")
 
 
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+eventually = partial(wait_until, timeout_s=10)
 
 
 def test_a_request_gets_a_ticket(scheduler, metaserver):
@@ -201,20 +222,9 @@ def test_the_metaserver_knows_the_request_by_its_external_id(scheduler, metaserv
     assert metaserver.bodies[0]["request_id"] == "cmpl-42-0"
 
 
-# What a proxy of vLLM's or vllm-ascend's pulling connectors sends to decode.
-FOR_A_PULLING_CONNECTOR = {
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-    "remote_engine_id": "prefill",
-    "remote_block_ids": [[1, 2, 3]],
-    "remote_host": "127.0.0.1",
-    "remote_port": 20001,
-}
-
-
 @pytest.mark.parametrize(
     "params",
-    [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": True}, FOR_A_PULLING_CONNECTOR],
+    [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": True}, FOR_A_PULLING_CONNECTOR["decode"]],
     ids=["none", "empty", "no", "prefill", "pull"],
 )
 def test_requests_that_decode_prefills_itself(scheduler, params):
@@ -315,6 +325,48 @@ def test_one_rank_fails_and_the_others_are_told(scheduler, metaserver):
     assert remembered(scheduler) == {}
 
 
+def test_the_metaserver_hears_what_ranks_noticed(scheduler, metaserver):
+    """While it works on the ticket, of an attempt that failed, once; then that there will be no other."""
+    metaserver.answering.clear()
+    [expect] = issue(scheduler, wanting(metaserver.url)).expects
+    given_up = WorkerReport(given_up={expect.ticket_id: (0, "prefill rank 1 went silent"), "unknown": (0, "x")})
+    scheduler.update(given_up, set())
+    scheduler.update(given_up, set())
+    eventually(lambda: metaserver.failures)
+    ids = {"request_id": "r", "ticket_id": expect.ticket_id}
+    told = {**ids, "attempt": 0, "reason": "prefill rank 1 went silent", "final": False}
+    assert metaserver.failures == [told]
+    again = WorkerReport({expect.ticket_id: "x" * 1000}, given_up={expect.ticket_id: (1, "it broke")})
+    scheduler.update(again, set())
+    eventually(lambda: len(metaserver.failures) == 2)
+    assert metaserver.failures[1] == {**ids, "attempt": 1, "reason": "x" * 500, "final": True}
+    assert scheduler.build_step(idle=True).cancelled == {expect.ticket_id: "x" * 1000}
+    scheduler.update(WorkerReport({expect.ticket_id: "another rank"}), {"r"})
+    time.sleep(0.1)
+    assert len(metaserver.failures) == 2
+
+
+def test_the_metaserver_is_not_told_of_an_abort(scheduler, metaserver):
+    request = wanting(metaserver.url)
+    [expect] = issue(scheduler, request).expects
+    scheduler.finished(request)
+    [reason] = scheduler.build_step(idle=True).cancelled.values()
+    scheduler.update(WorkerReport({expect.ticket_id: reason}), {"r"})
+    time.sleep(0.1)
+    assert metaserver.failures == []
+
+
+def test_the_metaserver_hears_why_vllm_has_ended_a_request(scheduler, metaserver):
+    """Lost blocks end the request before the report that comes with them is handed on."""
+    metaserver.answering.clear()
+    request = wanting(metaserver.url)
+    [expect] = issue(scheduler, request).expects
+    scheduler.finished(request)
+    scheduler.update(WorkerReport({expect.ticket_id: "prefill rank 1 went silent"}), set())
+    eventually(lambda: metaserver.failures)
+    assert [(told["reason"], told["final"]) for told in metaserver.failures] == [("prefill rank 1 went silent", True)]
+
+
 def test_an_abort_cancels_the_ticket_and_the_post(scheduler, metaserver):
     metaserver.answering.clear()
     request = wanting(metaserver.url)
@@ -390,3 +442,24 @@ def test_nothing_is_kept_of_requests_that_ended(scheduler, metaserver):
     scheduler.update(WorkerReport(failed={tickets[0]: "late"}, received={tickets[1]: (1, 1)}), {"0", "never seen"})
     assert remembered(scheduler) == {}
     assert scheduler.matched_tokens(requests[0], 0) == PROMPT  # the same id may come again
+
+
+def test_what_becomes_of_tickets_is_counted(scheduler, metaserver):
+    """Once for each request, however many ranks say so, and in whatever order."""
+    for request_id, ticket_url in (("ok", metaserver.url), ("late", metaserver.url), ("lost", None)):
+        issue(scheduler, wanting(ticket_url, request_id))
+    tickets = {request_id: issued.ticket.ticket_id for request_id, issued in scheduler._by_request.items()}
+    scheduler.update(WorkerReport(given_up={tickets["ok"]: (0, "a rank went silent")}), set())
+    scheduler.update(WorkerReport(given_up={tickets["ok"]: (0, "so says another")}), set())
+    scheduler.update(WorkerReport(received={tickets["ok"]: (10, 5)}), {"ok"})
+    scheduler.update(WorkerReport(failed={tickets["late"]: "no grant"}), set())
+    scheduler.update(WorkerReport(failed={tickets["late"]: "so says another"}), {"late", "lost"})
+    said = scheduler.take_stats()
+    assert said["counters"] == {
+        stats.ATTEMPTS_GIVEN_UP.name: {"": 1},
+        stats.RECEIVE_FAILURES.name: {"transfer": 1, "not_posted": 1},
+    }
+    counts, sums = said["histograms"][stats.TICKET_TO_READY_SECONDS.name]
+    assert sum(counts) == 1
+    assert 0 < sum(sums) < 60
+    assert scheduler.take_stats() == {}

@@ -4,10 +4,13 @@
 import msgspec
 import pytest
 from tickets import (
+    COVERS,
     DEADLINE,
     DIGEST,
+    EXPECTED,
     LEASE_S,
     LEFT,
+    P_TP,
     RIGHT,
     SETTLE_S,
     STRANGER,
@@ -19,8 +22,8 @@ from tickets import (
     wrote,
 )
 
-from vllm_ascend_pd.core.protocol import Granted, Refused, Writer
-from vllm_ascend_pd.core.ticket import ConsumerTicket, State
+from vllm_ascend_pd.core.protocol import Complete, Granted, Refused, Report, Writer
+from vllm_ascend_pd.core.ticket import MAX_ATTEMPTS, ConsumerTicket, State
 from vllm_ascend_pd.core.topology import sharding
 
 
@@ -61,11 +64,15 @@ def test_a_tensor_needs_all_its_writers():
     assert ticket.state is State.OPEN
 
 
-def test_a_writer_that_fails_fails_the_ticket():
+def test_a_writer_that_fails_fails_the_attempt():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     ticket.grant(asks(RIGHT), 0.0)
     assert ticket.report(failed(RIGHT), 1.0)
+    assert (ticket.state, ticket.reason) == (State.FENCING, "prefill rank 1: it broke")
+    assert ticket.live_writers() == [LEFT]
+    assert ticket.grant(asks(LEFT), 1.0) == Refused("attempt 0 is over: prefill rank 1: it broke", retry=False)
+    ticket.fail("prefill answered 502")
     assert (ticket.state, ticket.reason) == (State.FAILED, "prefill rank 1: it broke")
     assert not ticket.quiet(1.0)  # the other one may still write
     assert ticket.report(wrote(LEFT), 1.0)
@@ -79,8 +86,64 @@ def test_a_writer_that_goes_silent():
     ticket.tick(5.0 + LEASE_S)  # a write begun at the lease's end may still be under way
     assert ticket.state is State.OPEN
     ticket.tick(5.0 + LEASE_S + SETTLE_S)
-    assert (ticket.state, ticket.reason) == (State.FAILED, "prefill rank 0 of engine prefill-0 went silent")
-    assert ticket.quiet(5.0 + LEASE_S + SETTLE_S)
+    assert (ticket.state, ticket.reason) == (State.FENCING, "prefill rank 0 of engine prefill-0 went silent")
+
+
+def test_blocks_are_kept_for_a_writer_whose_process_is_stopped():
+    """It goes on where it was, whenever that is, and with it the bytes it was sending."""
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.fail("the request was aborted")
+    over = LEASE_S + SETTLE_S
+    assert (ticket.quiet(1e6), ticket.overdue(over - 0.1), ticket.overdue(over)) == (False, [], [LEFT])
+    assert ticket.report(failed(LEFT, settle_s=4.0), 1e6)
+    assert (ticket.quiet(1e6 + 4.0), ticket.overdue(1e6), ticket.overdue(1e6 + 4.0)) == (False, [], [LEFT])
+    assert ticket.report(failed(LEFT), 1e6 + 4.0)
+    assert (ticket.quiet(1e6 + 4.0), ticket.overdue(1e6 + 4.0)) == (True, [])
+
+
+def test_a_process_that_has_ended_writes_nothing_once_its_lease_is_over():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.fail("the request was aborted")
+    ticket.gone(LEFT, 1.0)
+    ticket.gone(RIGHT, 1.0)  # was granted nothing
+    assert not ticket.quiet(LEASE_S + SETTLE_S - 0.1)
+    assert ticket.quiet(LEASE_S + SETTLE_S)
+
+
+def test_a_process_that_went_on_before_it_ended():
+    """What it sent then has its time."""
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.fail("the request was aborted")
+    for now in (100.0, 101.0):
+        ticket.gone(LEFT, now)
+    assert not ticket.quiet(100.0 + SETTLE_S - 0.1)
+    assert ticket.quiet(100.0 + SETTLE_S)
+
+
+def test_a_process_that_ends_before_its_bytes_have_settled():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.report(failed(LEFT, settle_s=4.0), 1.0)
+    ticket.fail("the request was aborted")
+    ticket.gone(LEFT, 1.5)
+    assert not ticket.quiet(4.9)
+    assert ticket.quiet(5.0)
+
+
+def test_who_comes_back_on_another_connection_is_not_gone():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.gone(LEFT, 0.5)
+    ticket.grant(asks(LEFT), 1.0)
+    ticket.grant(asks(RIGHT), 1.0)
+    ticket.gone(RIGHT, 1.0)
+    ticket.report(failed(RIGHT, settle_s=4.0), 1.0)
+    ticket.fail("the request was aborted")
+    assert ticket.overdue(1e6) == [LEFT, RIGHT]
+    assert not ticket.quiet(1e6)
 
 
 def test_each_writer_says_how_long_it_may_outlast_its_lease():
@@ -88,19 +151,20 @@ def test_each_writer_says_how_long_it_may_outlast_its_lease():
     ticket.grant(asks(LEFT, settle_s=0.0), 0.0)
     ticket.grant(asks(RIGHT, settle_s=20.0), 0.0)
     ticket.tick(LEASE_S)
-    assert (ticket.state, ticket.reason) == (State.FAILED, "prefill rank 0 of engine prefill-0 went silent")
-    assert not ticket.quiet(LEASE_S + 19.9)
-    assert ticket.quiet(LEASE_S + 20.0)
+    assert (ticket.state, ticket.reason) == (State.FENCING, "prefill rank 0 of engine prefill-0 went silent")
+    assert (ticket.overdue(LEASE_S + 19.9), ticket.overdue(LEASE_S + 20.0)) == ([LEFT], [LEFT, RIGHT])
 
 
 def test_bytes_of_a_failed_write_may_still_arrive():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     assert ticket.report(failed(LEFT, settle_s=4.0), 1.0)
-    assert (ticket.state, ticket.reason) == (State.FAILED, "prefill rank 0: it broke")
+    assert (ticket.state, ticket.reason) == (State.FENCING, "prefill rank 0: it broke")
+    ticket.fail("prefill answered 502")
     assert ticket.live_writers() == []  # nothing to revoke
-    assert not ticket.quiet(4.9)
-    assert ticket.quiet(5.0)
+    assert not ticket.quiet(1.0)
+    assert ticket.report(failed(LEFT), 3.0)
+    assert ticket.quiet(3.0)
 
 
 def test_a_repeated_report_does_not_settle_anew():
@@ -108,9 +172,18 @@ def test_a_repeated_report_does_not_settle_anew():
     ticket.grant(asks(LEFT), 0.0)
     ticket.report(failed(LEFT, settle_s=4.0), 1.0)
     assert ticket.report(failed(LEFT, settle_s=4.0), 4.0)
-    assert ticket.report(failed(LEFT), 4.0)  # nor is it over sooner
-    assert not ticket.quiet(4.9)
-    assert ticket.quiet(5.0)
+    assert (ticket.overdue(4.9), ticket.overdue(5.0)) == ([], [LEFT])
+
+
+def test_success_and_failure_of_one_transfer():
+    """Whoever says both is believed what it says first."""
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.grant(asks(RIGHT), 0.0)
+    ticket.report(failed(LEFT, settle_s=4.0), 1.0)
+    ticket.report(wrote(LEFT), 2.0)
+    ticket.report(wrote(RIGHT), 2.0)
+    assert (ticket.state, ticket.num_bytes) == (State.FENCING, 0)
 
 
 def test_settling_after_another_writer_failed():
@@ -119,9 +192,162 @@ def test_settling_after_another_writer_failed():
     ticket.grant(asks(RIGHT), 0.0)
     ticket.report(failed(RIGHT), 1.0)
     assert ticket.report(failed(LEFT, settle_s=4.0), 2.0)
+    ticket.fail("prefill answered 502")
     assert ticket.reason == "prefill rank 1: it broke"
-    assert not ticket.quiet(5.9)
+    assert not ticket.quiet(6.0)
+    ticket.report(failed(LEFT), 6.0)
     assert ticket.quiet(6.0)
+
+
+# Attempts.
+
+
+def again(writer=LEFT, attempt=1, **changes):
+    """Another transfer of the rank asks."""
+    other = msgspec.structs.replace(writer, transfer=100 + attempt)
+    return asks(other, COVERS[writer], attempt=attempt, **changes)
+
+
+def test_another_attempt_writes_everything_again():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.grant(asks(RIGHT), 0.0)
+    ticket.report(wrote(RIGHT, 50, 50), 1.0)
+    ticket.report(failed(LEFT), 1.0)
+    first = again()
+    assert ticket.admit(first, 2.0) is None
+    assert (ticket.state, ticket.attempt, ticket.reason, ticket.engine_known) == (State.OPEN, 1, "", False)
+    ticket.expect("prefill-0", P_TP, EXPECTED)
+    assert ticket.grant(first, 2.0) == ticket.grant(again(RIGHT), 2.0) == Granted(LEASE_S)
+    for request in (first, again(RIGHT)):
+        assert ticket.state is State.OPEN
+        ticket.report(Report(TICKET_ID, 1, request.writer, None, 10, 5), 3.0)
+    assert (ticket.state, ticket.num_bytes, ticket.bytes_before_end) == (State.RECEIVED, 20, 10)
+
+
+def test_another_attempt_may_come_from_an_engine_of_another_shape():
+    ticket = opened()
+    ticket.report(failed(LEFT), 1.0)
+    request = asks(STRANGER, (0, 1, 2), attempt=3, sharding=sharding(1))
+    assert ticket.admit(request, 1.0) is None
+    ticket.expect("prefill-9", sharding(1), frozenset((tensor, 0) for tensor in range(3)))
+    assert ticket.grant(request, 1.0) == Granted(LEASE_S)
+    assert ticket.grant(again(attempt=1), 1.0) == Refused("attempt 1 is over: ", retry=False)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_another_attempt_waits_for_the_writers_of_the_one_before(silent):
+    """Also where that looked alive: prefill may be known to be dead elsewhere first."""
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    now = LEASE_S + SETTLE_S if silent else 1.0
+    answer = ticket.grant(again(), now)
+    assert isinstance(answer, Refused)
+    assert (answer.retry, answer.wait_s > 0, ticket.state) == (True, True, State.FENCING)
+    assert ticket.live_writers() == [LEFT]
+    assert isinstance(ticket.grant(asks(LEFT), now), Refused)  # no renewal
+    over = LEASE_S + SETTLE_S
+    assert ticket.admit(again(), over).retry
+    ticket.gone(LEFT, over)
+    assert ticket.admit(again(), over).retry
+    assert ticket.admit(again(), over + SETTLE_S) is None
+
+
+def test_the_highest_attempt_has_its_turn():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    assert ticket.admit(again(attempt=2), 1.0).retry
+    assert not ticket.admit(again(attempt=1), 1.0).retry
+    ticket.report(failed(LEFT), 1.0)
+    assert not ticket.admit(again(attempt=1), 1.0).retry
+    assert ticket.admit(again(attempt=2), 1.0) is None
+
+
+def test_attempts_are_bounded():
+    ticket = opened()
+    ticket.report(failed(LEFT), 1.0)
+    assert not ticket.admit(again(attempt=MAX_ATTEMPTS), 1.0).retry
+    assert ticket.admit(again(attempt=MAX_ATTEMPTS - 1), 1.0) is None
+
+
+def test_an_altered_ticket_does_not_end_an_attempt():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    assert not ticket.admit(again(digest="e" * 32), 1.0).retry
+    assert ticket.state is State.OPEN
+
+
+def test_what_a_transfer_of_another_attempt_reports_is_not_counted():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.report(failed(LEFT), 1.0)
+    ticket.admit(again(), 1.0)
+    ticket.expect("prefill-0", P_TP, EXPECTED)
+    ticket.grant(again(), 1.0)
+    for attempt in (0, 1):
+        assert not ticket.report(msgspec.structs.replace(failed(LEFT), attempt=attempt), 2.0)
+        assert not ticket.report(msgspec.structs.replace(wrote(LEFT), attempt=attempt), 2.0)
+    assert (ticket.state, ticket.live_writers()) == (State.OPEN, [again().writer])
+
+
+def test_a_rank_has_one_transfer_of_an_attempt():
+    """The same ticket came to it twice: the second finds the first's place taken, and cannot end it."""
+    ticket = opened()
+    twice = msgspec.structs.replace(RIGHT, transfer=5)
+    ticket.grant(asks(RIGHT), 0.0)
+    for covers in (COVERS[RIGHT], ()):
+        assert "in another transfer" in ticket.grant(asks(twice, covers), 0.0).reason
+    assert not ticket.report(failed(twice), 1.0)
+    assert not ticket.report(wrote(twice), 1.0)
+    assert (ticket.state, ticket.live_writers()) == (State.OPEN, [RIGHT])
+
+
+def test_who_asks_for_what_has_been_received_need_not_write():
+    ticket = opened()
+    for writer in (LEFT, RIGHT):
+        ticket.grant(asks(writer), 0.0)
+        ticket.report(wrote(writer), 1.0)
+    assert ticket.state is State.RECEIVED
+    assert ticket.grant(again(), 2.0) == Complete()
+    assert isinstance(ticket.grant(again(digest="e" * 32), 2.0), Refused)
+
+
+def test_no_other_attempt_comes():
+    """The proxy takes no notice of failures: it says that prefill has ended, and that is all."""
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.prefill_has_ended(1.0, 30.0)
+    ticket.report(failed(LEFT), 2.0)
+    ticket.tick(5.9)
+    assert ticket.state is State.FENCING
+    ticket.tick(6.0)
+    assert (ticket.state, ticket.reason) == (State.FAILED, "prefill rank 0: it broke")
+
+
+def test_another_attempt_is_waited_for_as_long_as_it_asks():
+    ticket = opened(deadline=1000.0)
+    ticket.grant(asks(LEFT), 0.0)
+    assert ticket.admit(again(), 1.0).retry
+    ticket.prefill_has_ended(1.0, 3.0)  # this one's
+    for now in range(2, 30, 4):
+        assert ticket.admit(again(), now).retry
+    ticket.report(failed(LEFT), 30.0)
+    assert ticket.admit(again(), 30.0) is None
+    ticket.tick(32.9)  # and its other ranks for as long as usual
+    assert ticket.state is State.OPEN
+    ticket.tick(33.0)
+    assert (ticket.state, ticket.reason) == (State.FAILED, "prefill ended without writing everything")
+
+
+def test_fencing_ends_with_the_deadline():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.report(failed(LEFT, settle_s=4.0), 1.0)
+    assert isinstance(ticket.admit(again(), DEADLINE), Refused)
+    assert (ticket.state, ticket.reason) == (State.FAILED, "prefill rank 0: it broke")
+
+
+# Time.
 
 
 def test_a_renewal_extends_the_lease():
@@ -143,7 +369,7 @@ def test_nobody_came():
 
 def test_no_grant_after_the_deadline_even_if_nobody_looked_at_the_clock():
     ticket = opened()
-    assert ticket.grant(asks(LEFT), DEADLINE) == Refused("the ticket is failed nothing was received", retry=False)
+    assert ticket.grant(asks(LEFT), DEADLINE) == Refused("the ticket is failed: nothing was received", retry=False)
     assert ticket.quiet(DEADLINE)
 
 
@@ -157,7 +383,7 @@ def test_no_renewal_of_a_lease_that_ran_out():
 
 def test_prefill_ended_without_asking_to_write():
     ticket = opened()
-    ticket.prefill_has_ended(5.0)
+    ticket.prefill_has_ended(0.0, 5.0)
     ticket.tick(4.9)
     assert ticket.state is State.OPEN
     ticket.tick(5.0)
@@ -167,7 +393,7 @@ def test_prefill_ended_without_asking_to_write():
 
 def test_prefill_ended_and_its_writers_are_still_at_it():
     ticket = opened()
-    ticket.prefill_has_ended(5.0)
+    ticket.prefill_has_ended(0.0, 5.0)
     ticket.grant(asks(LEFT), 4.0)
     ticket.tick(6.0)
     assert ticket.state is State.OPEN
@@ -181,10 +407,10 @@ def test_prefill_ended_and_its_writers_are_still_at_it():
 def test_prefill_ended_and_one_writer_never_came():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
-    ticket.prefill_has_ended(5.0)
+    ticket.prefill_has_ended(0.0, 5.0)
     ticket.report(wrote(LEFT), 1.0)
     answer = ticket.grant(asks(RIGHT), 5.0)
-    assert answer == Refused("the ticket is failed prefill ended without writing everything", retry=False)
+    assert answer == Refused("the ticket is failed: prefill ended without writing everything", retry=False)
 
 
 def test_an_open_ticket_is_never_quiet():
@@ -199,16 +425,17 @@ def test_a_cancelled_ticket_waits_for_its_writers():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     ticket.fail("the request was aborted")
-    assert not ticket.quiet(LEASE_S + SETTLE_S - 0.1)
-    assert ticket.quiet(LEASE_S + SETTLE_S)
-    assert ticket.grant(asks(LEFT), 1.0) == Refused("the ticket is failed the request was aborted", retry=False)
+    assert not ticket.quiet(1.0)
+    assert ticket.grant(asks(LEFT), 1.0) == Refused("the ticket is failed: the request was aborted", retry=False)
+    ticket.report(failed(LEFT), 2.0)
+    assert ticket.quiet(2.0)
 
 
 @pytest.mark.parametrize(
     ("request_", "complaint"),
     [
-        (asks(LEFT, attempt=1), "altered or is of another attempt"),
-        (asks(LEFT, digest="e" * 32), "altered or is of another attempt"),
+        (asks(LEFT, attempt=MAX_ATTEMPTS), "at most 16"),
+        (asks(LEFT, digest="e" * 32), "altered"),
         (asks(LEFT, sharding=sharding(4)), "another prefill engine"),
         (asks(STRANGER, (0,)), "another prefill engine"),
         (asks(LEFT, (0, 1)), "not its to write"),
@@ -265,7 +492,7 @@ def test_reports_that_are_not_believed():
 def test_a_writer_without_a_grant_may_say_that_it_cannot():
     ticket = opened()
     assert ticket.report(failed(RIGHT, "the layouts do not fit"), 1.0)
-    assert (ticket.state, ticket.reason) == (State.FAILED, "prefill rank 1: the layouts do not fit")
+    assert (ticket.state, ticket.reason) == (State.FENCING, "prefill rank 1: the layouts do not fit")
 
 
 def test_a_stranger_cannot_fail_the_ticket():
@@ -278,5 +505,6 @@ def test_anyone_may_say_that_it_cannot_before_the_engine_is_known():
     ticket = ConsumerTicket(TICKET_ID, 0, DIGEST, DEADLINE, LEASE_S)
     assert not ticket.report(wrote(STRANGER), 1.0)
     assert ticket.report(failed(STRANGER, "models differ"), 1.0)
-    assert (ticket.state, ticket.reason) == (State.FAILED, "prefill rank 0: models differ")
+    assert (ticket.state, ticket.reason) == (State.FENCING, "prefill rank 0: models differ")
+    ticket.fail("prefill answered 502")
     assert ticket.quiet(1.0)

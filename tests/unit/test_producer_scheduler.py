@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.scheduling import Scheduled, make_output, make_request, remembered
+from harness.scheduling import FOR_A_PULLING_CONNECTOR, Scheduled, make_output, make_request, remembered
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
@@ -352,20 +352,9 @@ def test_a_ticket_is_served_once(scheduler):
     assert remembered(scheduler) == {}
 
 
-# What proxies of vLLM's and vllm-ascend's pulling connectors send to prefill.
-FOR_A_PULLING_CONNECTOR = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-
-
 @pytest.mark.parametrize(
     "params",
-    [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": True}, FOR_A_PULLING_CONNECTOR],
+    [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": True}, FOR_A_PULLING_CONNECTOR["prefill"]],
     ids=["none", "empty", "no", "decode", "pull"],
 )
 def test_requests_without_a_ticket(scheduler, params):

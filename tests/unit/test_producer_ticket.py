@@ -3,9 +3,10 @@
 
 import pytest
 
+from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.producer_ticket import Destination, Phase, ProducerTicket
-from vllm_ascend_pd.core.protocol import Granted, Problem, RankDescription, Refused
+from vllm_ascend_pd.core.protocol import Complete, Granted, Problem, RankDescription, Refused
 
 LEFT, RIGHT = (0, 0), (0, 1)
 GRANT_DEADLINE = 20.0
@@ -35,13 +36,13 @@ def test_writes_under_its_grants_and_tells_success_once_to_each():
     assert state.tell(2.0)
     assert not state.tell(2.0)
     assert (list(state.next_round()), state.settle_s(2.0)) == ([LEFT, RIGHT], 0.0)
-    assert not state.end(2.0)
+    assert not state.end()
     state.told(LEFT)
     assert list(state.next_round()) == [RIGHT]
     state.told(RIGHT)
     assert not state.next_round()
-    assert state.end(2.0)
-    assert (state.phase, state.failure, state.end(2.0)) == (Phase.ENDED, None, False)
+    assert state.end()
+    assert (state.phase, state.failure, state.end()) == (Phase.ENDED, None, False)
 
 
 def test_waits_for_decodes_description_until_the_grant_deadline():
@@ -54,7 +55,7 @@ def test_waits_for_decodes_description_until_the_grant_deadline():
     state.contacted({})
     assert state.tell(GRANT_DEADLINE)
     assert not state.next_round()
-    assert state.end(GRANT_DEADLINE)
+    assert state.end()
 
 
 def test_waits_for_a_grant_until_the_grant_deadline():
@@ -114,12 +115,12 @@ def test_a_refusal_ends_the_writing_everywhere():
 
 def test_the_first_reason_stays_and_none_comes_after_the_end():
     state = granted()
-    state.fail("first")
-    state.fail("second")
+    state.fail("first", PushFailure.WRITE)
+    state.fail("second", PushFailure.WRITE)
     assert state.failure == "first"
     complete = granted()
     assert complete.finish(1.0)
-    complete.fail("too late")
+    complete.fail("too late", PushFailure.WRITE)
     assert complete.failure is None
 
 
@@ -138,15 +139,59 @@ def test_success_waits_for_bytes_on_their_way_and_keeps_its_leases_meanwhile():
 def test_failure_is_told_at_once_and_the_blocks_are_kept_for_what_still_reads_them():
     state = granted()
     state.unsettle(8.0)
-    state.fail("it broke")
+    state.fail("it broke", PushFailure.WRITE)
     assert state.finish(4.0) is False
     assert state.tell(4.0)
     assert state.settle_s(4.0) == 4.0
     for key in state.next_round():
         state.told(key)
     assert not state.next_round()
-    assert not state.end(7.9)
-    assert state.end(8.0)
+    assert not state.tell(7.9)
+    assert not state.end()
+    assert state.tell(8.0)  # once more: nothing can arrive any more
+    assert (list(state.next_round()), state.settle_s(8.0)) == ([LEFT, RIGHT], 0.0)
+    assert not state.end()
+    for key in (LEFT, RIGHT):
+        state.told(key)
+    assert not state.next_round()
+    assert not state.tell(9.0)
+    assert state.end()
+
+
+def test_who_did_not_hear_of_a_failure_asks():
+    state = granted()
+    state.unsettle(8.0)
+    state.fail("it broke", PushFailure.WRITE)
+    state.finish(4.0)
+    state.tell(4.0)
+    state.next_round()
+    state.told(RIGHT)
+    assert [list(state.next_round()) for _ in range(3)] == [[LEFT], [LEFT], []]
+    assert state.tell(8.0)
+    assert list(state.next_round()) == [RIGHT]
+
+
+def test_nothing_is_written_to_who_needs_nothing():
+    state = contacted()
+    state.asked(LEFT, 0.0)
+    assert not state.answered(LEFT, 0.0, Complete())
+    state.asked(RIGHT, 0.0)
+    state.answered(RIGHT, 0.0, Granted(LEASE_S))
+    assert (state.may_write(LEFT, 1.0), state.may_write(RIGHT, 1.0)) == (False, True)
+    assert state.due(100.0) == [RIGHT]
+    assert state.finish(1.0)
+    assert state.tell(1.0)
+    assert list(state.next_round()) == [LEFT, RIGHT]
+
+
+def test_decode_may_ask_for_patience():
+    """As long as it says so: another attempt may still write."""
+    state = contacted()
+    for at in (0.0, 16.0, 19.0):
+        state.asked(LEFT, at)
+        state.answered(LEFT, at, Refused("another attempt may still write", retry=True, wait_s=5.0))
+    assert state.may_write(LEFT, 23.9) is None
+    assert state.may_write(LEFT, 24.0) is False
 
 
 def test_who_never_answers_is_told_three_times():
@@ -154,4 +199,4 @@ def test_who_never_answers_is_told_three_times():
     state.finish(1.0)
     state.tell(1.0)
     assert [len(state.next_round()) for _ in range(4)] == [2, 2, 2, 0]
-    assert state.end(1.0)
+    assert state.end()

@@ -14,6 +14,8 @@ from vllm_ascend_pd.core.protocol import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Acknowledged,
+    ClockReading,
+    Complete,
     Describe,
     EngineDescription,
     Granted,
@@ -44,11 +46,14 @@ EXAMPLES = [
     GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0),
     Granted(10.0),
     Refused("the ticket is not known", retry=True),
+    Refused("attempt 0 may still write", retry=True, wait_s=5.0),
     Report("0" * 32, 0, WRITER, None, num_bytes=2**40, bytes_before_end=2**39),
     Report("0" * 32, 1, WRITER, "the transfer engine failed", settle_s=2.5),
+    Complete(),
     Acknowledged(),
-    Revoke("0" * 32, "the request was aborted"),
+    Revoke("0" * 32, 1, WRITER, "the request was aborted"),
     Problem("malformed message"),
+    Granted(10.0, ClockReading("0" * 16, 1.5, 2.5)),
 ]
 
 
@@ -71,10 +76,14 @@ def test_round_trip(message, seq):
 
 
 TEXT = st.text()
+NAMES = st.text().filter(str.isprintable)
+IDS = st.text(max_size=64)
+RANK_NUMBERS = st.integers(0, 2**20 - 1)
 INTS = st.integers(-(2**63), 2**63 - 1)
 COUNTS = st.integers(0, 2**63 - 1)
+RANK_COUNTS = st.integers(1, 1024)
 SETTLE = st.floats(0, 3600)
-WRITERS = st.builds(Writer, TEXT, INTS, INTS)
+WRITERS = st.builds(Writer, NAMES, RANK_NUMBERS, RANK_NUMBERS, INTS)
 INDICES, SIZES, ADDRESSES = st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1), st.integers(0, 2**62 - 1)
 SHARDINGS = st.builds(Sharding, SIZES, st.lists(INDICES, min_size=1, max_size=5).map(tuple), SIZES)
 GEOMETRIES = st.builds(Geometry, INDICES, st.sampled_from(Order), TEXT, SIZES, SIZES, SIZES, SIZES, SIZES)
@@ -98,13 +107,14 @@ CACHES_OF_TWO = st.builds(RankCaches, st.tuples(GEOMETRIES, OF_A_SHARE), tuples(
 RANKS = st.builds(RankDescription, INTS, INTS, TEXT, TEXT, NO_CACHES | CACHES_OF_TWO)
 MESSAGES = st.one_of(
     st.builds(Describe, TEXT),
-    st.builds(EngineDescription, TEXT, TEXT, INTS, INTS, tuples(RANKS), SIZES, SIZES),
-    st.builds(GrantRequest, TEXT, INTS, TEXT, WRITERS, SHARDINGS, tuples(INTS, max_size=20), SETTLE),
+    st.builds(EngineDescription, TEXT, TEXT, RANK_COUNTS, RANK_COUNTS, tuples(RANKS), SIZES, SIZES),
+    st.builds(GrantRequest, IDS, INTS, IDS, WRITERS, SHARDINGS, tuples(INDICES, max_size=20), SETTLE, NAMES),
     st.builds(Granted, st.floats(0, 86400, exclude_min=True)),
-    st.builds(Refused, TEXT, st.booleans()),
-    st.builds(Report, TEXT, INTS, WRITERS, st.none() | TEXT, COUNTS, COUNTS, SETTLE),
+    st.builds(Refused, TEXT, st.booleans(), SETTLE),
+    st.builds(Complete),
+    st.builds(Report, IDS, INTS, WRITERS, st.none() | TEXT, COUNTS, COUNTS, SETTLE, IDS),
     st.builds(Acknowledged),
-    st.builds(Revoke, TEXT, TEXT),
+    st.builds(Revoke, IDS, INTS, WRITERS, TEXT, IDS),
     st.builds(Problem, TEXT),
 )
 
@@ -130,7 +140,7 @@ def test_another_version_may_have_bodies_unknown_here():
 
 
 GRANT_REQUEST = msgspec.to_builtins(EXAMPLES[2])
-REPORT = msgspec.to_builtins(EXAMPLES[5])
+REPORT = msgspec.to_builtins(EXAMPLES[6])
 DESCRIPTION = msgspec.to_builtins(EXAMPLES[1])
 
 
@@ -163,6 +173,9 @@ def described(part: str, **fields: object) -> bytes:
         pytest.param(altered(GRANT_REQUEST, sharding=[1, [], 1]), id="no ranks at all"),
         pytest.param(altered(GRANT_REQUEST, sharding=[1, [-1], 1]), id="negative share"),
         pytest.param(altered(GRANT_REQUEST, sharding=[1, [0], 0]), id="interleaved by nothing"),
+        pytest.param(altered(DESCRIPTION, tp=0), id="no tensor-parallel ranks"),
+        pytest.param(altered(DESCRIPTION, tp=2**40), id="more ranks than can be counted"),
+        pytest.param(altered(DESCRIPTION, pp=-1), id="negative pipeline stages"),
         pytest.param(altered(DESCRIPTION, dcp=0), id="no ranks of context parallelism"),
         pytest.param(altered(DESCRIPTION, interleave=-1), id="negative interleave"),
         pytest.param(described("geometries", share={"ranks": 2, "rank": 2}), id="share beyond the ranks"),

@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_ascend_pd.proxy.bodies import Endpoint, decode_body, parse_client_request, prefill_body
+from vllm_ascend_pd.proxy.bodies import decode_body, parse_client_request, prefill_body
+from vllm_ascend_pd.proxy.endpoints import Endpoint
 
+ID = "5b1e0c2e-4d3f-4f0f-8f5a-7c9d1e2f3a4b"
 METASERVER = "http://127.0.0.1:8000/v1/metaserver"
 TICKET = b'{"do_remote_decode":true,"ticket_id":"00ff","remote_block_ids":[[1,2]]}'
 
@@ -48,7 +50,11 @@ def raw(body: bytes) -> dict[str, bytes]:
 
 def test_multi_modal_chat_reaches_both_sides_byte_for_byte() -> None:
     request = parse_client_request(Endpoint.CHAT, CHAT)
-    decode, prefill, sent = raw(decode_body(request, METASERVER)), raw(prefill_body(request, 0, TICKET)), raw(CHAT)
+    decode, prefill, sent = (
+        raw(decode_body(request, METASERVER, ID)),
+        raw(prefill_body(request, 0, TICKET, ID)),
+        raw(CHAT),
+    )
     for name in SHAPES_THE_PROMPT:
         assert decode[name] == prefill[name] == sent[name]
     assert decode.pop("kv_transfer_params") != prefill["kv_transfer_params"]
@@ -78,7 +84,7 @@ EMBEDDING = "gASVEQAAAAAAAACMBXRvcmNolIwGVGVuc29ylJOULg=="  # opaque to us: vLLM
 def test_prompt_embeddings(fields: dict[str, Any], alone: list[dict[str, Any]]) -> None:
     """vLLM makes one engine request of each, embeddings first; prefill gets the one its ticket is for."""
     request = parse_client_request(Endpoint.COMPLETIONS, json.dumps({"model": "m", "max_tokens": 3, **fields}).encode())
-    decode = json.loads(decode_body(request, METASERVER))
+    decode = json.loads(decode_body(request, METASERVER, ID))
     assert {name: decode[name] for name in fields} == fields
-    bodies = [json.loads(prefill_body(request, i, TICKET)) for i in range(len(request.prompts))]
+    bodies = [json.loads(prefill_body(request, i, TICKET, ID)) for i in range(len(request.prompts))]
     assert [{n: body[n] for n in ("prompt", "prompt_embeds") if n in body} for body in bodies] == alone

@@ -4,16 +4,22 @@ may happen, here is how much of it, and what is taken out."""
 
 import math
 
+import msgspec
 import pytest
 from explore import Wrong, explore
-from ticket_model import Bounds, TicketModel
+from ticket_model import TicketModel
+from ticket_ranks import Bounds
 
+from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.producer_ticket import Phase, ProducerTicket
 from vllm_ascend_pd.core.ticket import ConsumerTicket, State
 
 PAIR = Bounds(writers=1, readers=1, tickets=2, faults=2, fine=True)
 TWO_WRITERS = Bounds(writers=2, readers=1, tickets=1, faults=1)
 ALL = Bounds(writers=2, readers=2, tickets=2, faults=1)
+RETRY = Bounds(writers=1, readers=1, tickets=1, attempts=2, faults=2, transfer_s=5)
+RETRY_OF_TWO = Bounds(writers=2, readers=1, tickets=1, attempts=2, faults=1, transfer_s=5)
+RETRY_TO_TWO = Bounds(writers=1, readers=2, tickets=1, attempts=2, faults=1, transfer_s=5)
 MOST_STATES = 400_000
 
 
@@ -22,7 +28,16 @@ def check(bounds, producer=ProducerTicket, consumer=ConsumerTicket):
     return explore(model.initial(), model.moves, model.wrong, MOST_STATES)
 
 
-@pytest.mark.parametrize("bounds", [PAIR, ALL], ids=["one pair, step by step", "two by two"])
+WORLDS = {
+    "one pair, step by step": PAIR,
+    "two by two": ALL,
+    "another attempt": RETRY,
+    "another attempt of two writers": RETRY_OF_TWO,
+    "another attempt for two readers": RETRY_TO_TWO,
+}
+
+
+@pytest.mark.parametrize("bounds", WORLDS.values(), ids=WORLDS.keys())
 def test_every_interleaving(bounds):
     explored = check(bounds)
     print(f"{bounds}: {explored}")
@@ -37,7 +52,7 @@ class BeginsOldPlans(ProducerTicket):
 
     def may_write(self, key, now):
         if self.destinations[key].granted and not super().holds(key, now):
-            self.fail("the lease ran out")
+            self.fail("the lease ran out", PushFailure.LEASE)
         return super().may_write(key, now)
 
     def holds(self, key, now):
@@ -61,23 +76,30 @@ class ClaimsSuccess(ProducerTicket):
 class TellsSuccessTooSoon(ProducerTicket):
     """While bytes of a first attempt may still arrive."""
 
-    def tell(self, now):
-        return super().tell(math.inf)
+    def tell(self, running):
+        if self.phase is not Phase.FINISHED or self.failure is not None:
+            return super().tell(running)
+        told = super().tell(math.inf)
+        self.final = running >= self.settled_at
+        return told
 
-    def settle_s(self, now):
-        return 0.0 if self.failure is None else super().settle_s(now)
+    def settle_s(self, running):
+        return 0.0 if self.failure is None else super().settle_s(running)
 
 
 class ForgetsStrays(ProducerTicket):
     """Reports a failure as if nothing could arrive any more."""
 
-    def settle_s(self, now):
+    def settle_s(self, running):
         return 0.0
 
 
 class FreesTooSoon(ProducerTicket):
-    def end(self, now):
-        return super().end(math.inf)
+    """When decode knows."""
+
+    def end(self):
+        self.final = True
+        return super().end()
 
 
 class AsksForEver(ProducerTicket):
@@ -103,7 +125,7 @@ class ReleasesAtOnce(ConsumerTicket):
     """What has ended is not kept for its writers."""
 
     def quiet(self, now):
-        return self.state is not State.OPEN
+        return self.state in (State.RECEIVED, State.FAILED)
 
 
 class TakesOneForAll(ConsumerTicket):
@@ -120,6 +142,48 @@ class WaitsForEver(ConsumerTicket):
         return
 
 
+class TrustsLeases(ConsumerTicket):
+    """Blocks are given back when leases are over, although processes live that may have been stopped."""
+
+    def quiet(self, now):
+        over = all(lease.settled or now >= lease.until for lease in self._leases.values())
+        return self.state in (State.RECEIVED, State.FAILED) and over
+
+
+class TrustsTheFirstReport(ConsumerTicket):
+    """Bytes of a writer that has failed are taken to arrive in time, whether its process runs or not."""
+
+    def quiet(self, now):
+        over = all(lease.is_over(now) or (lease.reported and now >= lease.until) for lease in self._leases.values())
+        return self.state in (State.RECEIVED, State.FAILED) and over
+
+
+class SettlesAtTheFirstReport(ConsumerTicket):
+    """A writer that says that it has failed has nothing on its way."""
+
+    def report(self, report, now):
+        return super().report(msgspec.structs.replace(report, settle_s=0.0), now)
+
+
+class DoesNotFence(ConsumerTicket):
+    """The next attempt begins while the one before may still write."""
+
+    def admit(self, request, now):
+        if request.attempt > self.attempt:
+            self._leases.clear()
+        return super().admit(request, now)
+
+
+class CountsReportsOfOthers(ConsumerTicket):
+    """Of whichever attempt and transfer of the same rank."""
+
+    def report(self, report, now):
+        for writer in self._leases:
+            if writer.rank == report.writer.rank:
+                report = msgspec.structs.replace(report, attempt=self.attempt, writer=writer)
+        return super().report(report, now)
+
+
 @pytest.mark.parametrize(
     ("guard", "bounds", "rule"),
     [
@@ -134,6 +198,11 @@ class WaitsForEver(ConsumerTicket):
         (ReleasesAtOnce, PAIR, "R2"),
         (TakesOneForAll, TWO_WRITERS, "R1"),
         (WaitsForEver, PAIR, "R4"),
+        (TrustsLeases, PAIR, "R2"),
+        (TrustsTheFirstReport, PAIR, "R2"),
+        (SettlesAtTheFirstReport, PAIR, "R2"),
+        (DoesNotFence, RETRY, "R2"),
+        (CountsReportsOfOthers, RETRY, "R2"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

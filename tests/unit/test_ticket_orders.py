@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -11,6 +12,7 @@ from tickets import (
     EXPECTED,
     LEASE_S,
     LEFT,
+    P_TP,
     RIGHT,
     SETTLE_S,
     STRANGER,
@@ -22,17 +24,24 @@ from tickets import (
     wrote,
 )
 
-from vllm_ascend_pd.core.protocol import Granted, Refused, Report, Writer
+from vllm_ascend_pd.core.protocol import Complete, Granted, Refused, Report, Writer
 from vllm_ascend_pd.core.ticket import State
 from vllm_ascend_pd.core.topology import sharding
 
 
 @dataclass
 class Lease:
-    """What the writer knows: it may write `covers`, and by `until` nothing of it can arrive any more."""
+    """What the writer knows: it may write `covers`, and by `until` nothing of it can arrive any more, unless its
+    process is stopped: it has `settled` when it says so, or has ended and `until` is over."""
 
     covers: tuple[int, ...]
+    settle_s: float
     until: float
+    settled: bool = False
+    ended: bool = False
+
+    def can_write(self, now: float) -> bool:
+        return not self.settled and not (self.ended and now >= self.until)
 
 
 WRITERS = st.sampled_from([LEFT, RIGHT, TWIN])
@@ -40,15 +49,18 @@ COVERED = st.sampled_from([None, None, None, (0,), (2,), (), (0, 1), (1,), (0, 2
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, SETTLE_S, LEASE_S - 1, LEASE_S, LEASE_S + SETTLE_S, 25.0])
 SETTLING = st.sampled_from([0.0, 0.5, SETTLE_S, 2 * SETTLE_S])
 LONGEST_SETTLE_S = 2 * SETTLE_S
+ENDED = (State.RECEIVED, State.FAILED)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Three writers, honest about their own state, over a network that loses, repeats and reorders."""
+    """Three writers, honest about their own state, over a network that loses, repeats and reorders; the next attempt
+    has other transfers of the same ranks."""
 
     @initialize(deadline=st.sampled_from([5.0, DEADLINE]))
     def open(self, deadline):
         self.ticket = opened(deadline)
         self.now = 0.0
+        self.attempt = 0
         self.leases: dict[Writer, Lease] = {}
         self.reported: set[Writer] = set()
         self.believed: set[tuple[int, int]] = set()  # pairs in reports of success that were believed
@@ -57,16 +69,24 @@ class AnyOrder(RuleBasedStateMachine):
         self.settle_by: float | None = None
         self.ended: tuple[State, str] | None = None
 
+    def of_attempt(self, writer):
+        return msgspec.structs.replace(writer, transfer=self.attempt)
+
     @rule(writer=WRITERS, covers=COVERED, settle_s=SETTLING)
     def ask(self, writer, covers, settle_s):
-        request = asks(writer, covers, settle_s=settle_s)
+        request = asks(writer, covers, settle_s=settle_s, attempt=self.attempt, writer=self.of_attempt(writer))
+        writer = request.writer
         answer = self.ticket.grant(request, self.now)
+        if isinstance(answer, Complete):
+            assert self.ticket.state is State.RECEIVED
+            return
         if isinstance(answer, Refused):
             assert not answer.retry
             return
         assert answer == Granted(LEASE_S)
         assert not self.was_quiet
         assert self.ended is None
+        assert not self.something_failed
         assert writer not in self.reported
         assert self.now < self.ticket.deadline
         assert {(tensor, writer.rank) for tensor in request.covers} <= EXPECTED
@@ -75,52 +95,94 @@ class AnyOrder(RuleBasedStateMachine):
         for other, lease in self.leases.items():
             if other != writer and other.rank == writer.rank:
                 assert not set(lease.covers) & set(request.covers)
-        self.leases[writer] = Lease(request.covers, self.now + LEASE_S + settle_s)
+        self.leases[writer] = Lease(request.covers, settle_s, self.now + LEASE_S + settle_s)
+
+    @rule(writer=WRITERS, more=st.integers(1, 2))
+    def another_attempt_asks(self, writer, more):
+        attempt = self.attempt + more
+        request = asks(
+            writer, attempt=attempt, writer=msgspec.structs.replace(self.of_attempt(writer), transfer=attempt)
+        )
+        answer = self.ticket.admit(request, self.now)
+        if answer is not None:
+            assert isinstance(answer, Refused | Complete)
+            if isinstance(answer, Refused) and answer.retry:
+                self.something_failed = True
+            return
+        assert not any(lease.can_write(self.now) for lease in self.leases.values())
+        assert self.ended is None
+        self.ticket.expect("prefill-0", P_TP, EXPECTED)
+        self.attempt = attempt
+        self.leases, self.reported, self.believed = {}, set(), set()
+        self.something_failed = False
+        if self.settle_by is not None:
+            self.settle_by = max(self.settle_by, self.now)
 
     @rule(
         writer=WRITERS,
-        wrong=st.sampled_from([{"attempt": 1}, {"digest": "e"}, {"sharding": sharding(1)}, {"writer": STRANGER}]),
+        wrong=st.sampled_from([{"digest": "e"}, {"sharding": sharding(1)}, {"writer": STRANGER}, {"attempt": -1}]),
     )
     def ask_wrongly(self, writer, wrong):
-        assert isinstance(self.ticket.grant(asks(writer, **wrong), self.now), Refused)
+        request = asks(writer, **{"attempt": self.attempt, "writer": self.of_attempt(writer), **wrong})
+        assert isinstance(self.ticket.grant(request, self.now), Refused | Complete)
 
     @rule(writer=WRITERS)
     def report_success(self, writer):
+        writer = self.of_attempt(writer)
         open_before = self.ticket.state is State.OPEN
-        believed = self.ticket.report(wrote(writer), self.now)
+        believed = self.ticket.report(msgspec.structs.replace(wrote(writer), attempt=self.attempt), self.now)
         assert believed == (writer in self.leases)
-        if believed and writer not in self.reported:
-            self.reported.add(writer)
-            self.leases[writer].until = 0.0
-            if open_before:
+        if believed:
+            if writer not in self.reported and open_before:
                 self.believed |= {(tensor, writer.rank) for tensor in self.leases[writer].covers}
+            self.reported.add(writer)
+            self.leases[writer].settled = True
 
     @precondition(lambda self: not self.was_quiet)  # nobody remembers a ticket for longer
     @rule(writer=WRITERS, settle_s=SETTLING)
     def report_failure(self, writer, settle_s):
+        writer = self.of_attempt(writer)
         open_before = self.ticket.state is State.OPEN
-        assert self.ticket.report(failed(writer, settle_s=settle_s), self.now)
-        if writer in self.reported:
-            return
+        report = msgspec.structs.replace(failed(writer, settle_s=settle_s), attempt=self.attempt)
+        assert self.ticket.report(report, self.now)
+        first = writer not in self.reported
         if writer in self.leases:
             self.reported.add(writer)
-            self.leases[writer].until = self.now + settle_s
-        if open_before:
-            assert self.ticket.state is State.FAILED
-        self.something_failed = True
+            self.leases[writer].ended = False
+            if settle_s == 0:
+                self.leases[writer].settled = True
+            elif first:
+                self.leases[writer].until = self.now + settle_s
+        if first:
+            if open_before:
+                assert self.ticket.state is State.FENCING
+            self.something_failed = True
 
-    @rule(writer=WRITERS, reason=st.sampled_from([None, "it broke"]))
-    def report_of_another_attempt(self, writer, reason):
-        assert not self.ticket.report(Report(TICKET_ID, 1, writer, reason), self.now)
+    @rule(writer=WRITERS)
+    def is_gone(self, writer):
+        writer = self.of_attempt(writer)
+        self.ticket.gone(writer, self.now)
+        lease = self.leases.get(writer)
+        if lease is not None and not lease.ended:
+            lease.ended = True
+            lease.until = max(lease.until, self.now + lease.settle_s)
+
+    @rule(writer=WRITERS, attempt=st.sampled_from([-1, 1]), reason=st.sampled_from([None, "it broke"]))
+    def report_of_another_attempt(self, writer, attempt, reason):
+        """By number, or by the transfer it is of."""
+        other = msgspec.structs.replace(writer, transfer=self.attempt + attempt)
+        assert not self.ticket.report(Report(TICKET_ID, self.attempt + attempt, writer, reason), self.now)
+        if self.leases.keys() & {self.of_attempt(writer)}:
+            assert not self.ticket.report(Report(TICKET_ID, self.attempt, other, reason), self.now)
 
     @rule(reason=st.sampled_from([None, "it broke"]), settle_s=SETTLING)
     def report_of_a_stranger(self, reason, settle_s):
-        assert not self.ticket.report(Report(TICKET_ID, 0, STRANGER, reason, settle_s=settle_s), self.now)
+        assert not self.ticket.report(Report(TICKET_ID, self.attempt, STRANGER, reason, settle_s=settle_s), self.now)
 
     @rule(seconds=SECONDS)
     def prefill_ends(self, seconds):
         self.settle_by = self.now + seconds
-        self.ticket.prefill_has_ended(self.settle_by)
+        self.ticket.prefill_has_ended(self.now, seconds)
 
     @precondition(lambda self: self.now > 0)
     @rule()
@@ -137,8 +199,9 @@ class AnyOrder(RuleBasedStateMachine):
         if self.ticket.state is State.OPEN:
             assert self.now < self.ticket.deadline
             assert all(writer in self.reported or self.now < lease.until for writer, lease in self.leases.items())
-            someone_writes = self.leases.keys() - self.reported
-            assert someone_writes or self.settle_by is None or self.now < self.settle_by
+        if self.ticket.state is State.FENCING:
+            assert self.now < self.ticket.deadline
+            self.something_failed = True
 
     @invariant()
     def received_means_received(self):
@@ -154,28 +217,32 @@ class AnyOrder(RuleBasedStateMachine):
         """R2."""
         if self.ticket.quiet(self.now):
             self.was_quiet = True
-            assert self.ticket.state is not State.OPEN
-            assert all(self.now >= lease.until for lease in self.leases.values())
+            assert self.ticket.state in ENDED
+            assert not any(lease.can_write(self.now) for lease in self.leases.values())
         else:
             assert not self.was_quiet
-            if self.ticket.state is not State.OPEN:  # nor are blocks kept for longer than needed
-                assert any(self.now < lease.until for lease in self.leases.values())
+            if self.ticket.state in ENDED:  # nor are blocks kept for longer than needed
+                assert any(lease.can_write(self.now) for lease in self.leases.values())
         assert set(self.ticket.live_writers()) == self.leases.keys() - self.reported
+        overdue = {w for w, lease in self.leases.items() if lease.can_write(self.now) and self.now >= lease.until}
+        assert set(self.ticket.overdue(self.now)) == overdue
 
     @invariant()
     def the_end_is_final(self):
         if self.ended is not None:
             assert (self.ticket.state, self.ticket.reason) == self.ended
-        elif self.ticket.state is not State.OPEN:
+        elif self.ticket.state in ENDED:
             self.ended = (self.ticket.state, self.ticket.reason)
             assert bool(self.ticket.reason) == (self.ticket.state is State.FAILED)
 
     def teardown(self):
-        """R4: whatever happened, it ends, and its blocks can be released a lease later."""
+        """R4: whatever happened, it ends, and its blocks can be released when its writers have ended."""
         if not hasattr(self, "ticket"):
             return
         self.ticket.tick(max(self.now, self.ticket.deadline))
-        assert self.ticket.state is not State.OPEN
+        assert self.ticket.state in ENDED
+        for writer in self.leases:
+            self.ticket.gone(writer, self.now)
         assert self.ticket.quiet(max(self.now, self.ticket.deadline) + LEASE_S + LONGEST_SETTLE_S)
 
 

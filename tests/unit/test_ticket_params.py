@@ -84,7 +84,8 @@ def test_a_state_beside_tokens_that_are_dealt_out():
         {"remote_port": 1},
         {"remote_port": 65535},
         {"remote_tp_size": MAX_TP},
-        {"remote_host": "décodeur.example"},
+        {"remote_host": "xn--dcodeur-bya.example"},
+        {"remote_host": "fd00::1"},
         {"remote_dcp_size": 2, "remote_interleave_size": 4, "remote_cached_tokens": 8, "remote_block_ids": [[7, 3]]},
         {"remote_dcp_size": 2, "remote_interleave_size": 1, "remote_cached_tokens": 0},
         {"remote_block_ids": [[0, 2**31 - 1, 1]]},
@@ -113,10 +114,18 @@ def test_what_is_accepted(changes):
         ({"remote_tp_size": 0}, "remote_tp_size"),
         ({"remote_tp_size": MAX_TP + 1}, "remote_tp_size"),
         ({"remote_tp_size": 2**64}, "remote_tp_size"),
-        ({"remote_host": "decode\n10.0.0.1"}, "unprintable"),
-        ({"remote_host": "decode\0"}, "unprintable"),
-        ({"remote_host": "\x1b[31m"}, "unprintable"),
-        ({"remote_host": "\ud800"}, "unprintable"),
+        *(
+            ({"remote_host": host}, "neither an address nor a host's name")
+            for host in ("decode\n10.0.0.1", "decode\0", "\x1b[31m", "\ud800", "décodeur.example", "eth0;10.0.0.1", "*")
+        ),
+        ({"remote_host": "10.0.0.1:80"}, "neither an address nor a host's name"),
+        ({"remote_host": "a" * 254}, "neither an address nor a host's name"),
+        ({"request_id": "x" * 513}, "too long"),
+        ({"remote_draft": "x\x1b[31m"}, "unprintable"),
+        ({"expires_at": -1}, "expires_at"),
+        ({"expires_at": 2**53}, "expires_at"),
+        ({"expires_at": "soon"}, "expires_at"),
+        ({"signature": "f" * 65}, "signature"),
         ({"remote_engine_id": "decode-0\r"}, "unprintable"),
         ({"remote_engine_id": "decode\u202e0"}, "unprintable"),
         ({"num_tokens": 9}, "the ticket is for 9 prompt tokens, the prompt has 10"),
@@ -192,7 +201,6 @@ def test_whatever_passes_can_be_used(changes, replaces):
     "changes",
     [
         {"ticket_id": "f" * 32},
-        {"attempt": 1},
         {"remote_engine_id": "decode-1"},
         {"remote_cached_tokens": 0},
         {"num_tokens": 9},
@@ -209,7 +217,9 @@ def test_the_digest_changes_with(changes):
     assert Ticket(**{**PARAMS, **changes}).digest() != Ticket(**PARAMS).digest()
 
 
-@pytest.mark.parametrize("changes", [{"request_id": "cmpl-2"}, {"remote_host": "decode"}, {"token_ids": [1]}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"attempt": 1}, {"request_id": "cmpl-2"}, {"remote_host": "decode"}, {"token_ids": [1]}], ids=str
+)
 def test_the_digest_does_not_change_with(changes):
     assert Ticket(**{**PARAMS, **changes}).digest() == Ticket(**PARAMS).digest()
 

@@ -1,98 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ticket protocol in a world where everything goes wrong: the product's own state machines, and around them what
-delivers, loses, repeats, delays and ends. All ranks of prefill write to all ranks of decode; two tickets name the
-same blocks, one after the other.
+"""The ticket protocol in a world where everything goes wrong: the product's own state machines (`ticket_ranks.py`),
+and around them what delivers, loses, repeats, delays, stops and ends. All ranks of prefill write to all ranks of
+decode; two tickets name the same blocks, one after the other; two attempts serve the same ticket.
 
 Time is whole units, relative: "now" is always 0, and a unit that passes moves everything that has a date. Only what
 the product computes from its constants orders events. What the transfer engine promises is taken for true: bytes of a
-write arrive within `SETTLE_S` of its beginning or never, and a write that was given up no later than that.
+write arrive within `SETTLE_S` of its beginning or never, and a write that was given up no later than that, both without
+the time in which its process was stopped. What a process that has ended handed to the network goes on by itself.
 
 Within its bounds a model has all interleavings. `faults` bounds how often something goes wrong in a run: a message is
-lost or arrives twice, a write fails, a rank ends, the client leaves, or a unit of time passes although something else
-is about to happen (whatever that is, it is late then).
+lost or arrives twice, a write fails, a rank ends, a rank of prefill stops (and goes on, whenever it likes), the client
+leaves, or a unit of time passes although something else is about to happen (whatever that is, it is late then).
 
 Three things keep it small and lose nothing. What an event makes of a ticket is worked out once (`Numbered`). Tickets
 share nothing but blocks: the second is served when prefill has done with the first, and nothing goes wrong with it.
 And unless it is `fine`, what only its receiver sees is not held up: answers arrive with what they answer, planned
-writes begin, clocks are looked at when a unit has passed.
+writes begin, clocks and connections are looked at when a unit has passed.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from explore import Numbered
+from ticket_ranks import Bounds, Moves, Ranks
 from ticket_world import (
     ASKING,
     CONTROL_S,
     DEAD,
     ENDED,
     FAILED,
-    GRANT_S,
     LEASE_S,
     NOT_YET,
     RECEIVED,
     SETTLE_S,
-    TRANSFER_S,
     Answer,
     Ask,
     Heard,
-    Revoked,
     Sender,
     Told,
     World,
     Write,
     age_consumer,
     age_producer,
-    consumer_key,
-    copy_of_consumer,
-    copy_of_producer,
+    age_stopped_producer,
     describe,
     only,
-    producer_key,
     put,
 )
-from tickets import DIGEST, P_TP, TICKET_ID
 
-from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.core.producer_ticket import Destination, Phase, ProducerTicket
-from vllm_ascend_pd.core.protocol import Granted, GrantRequest, RankDescription, Refused, Report, Writer
+from vllm_ascend_pd.core.failure import PushFailure
+from vllm_ascend_pd.core.producer_ticket import Phase, ProducerTicket
+from vllm_ascend_pd.core.protocol import Complete, Granted, Refused
 from vllm_ascend_pd.core.ticket import ConsumerTicket, State
 
-Moves = Iterator[tuple[str, World]]
 
-
-@dataclass(frozen=True)
-class Bounds:
-    writers: int
-    readers: int
-    tickets: int
-    faults: int
-    fine: bool = False
-
-
-class TicketModel:
-    """`producer` and `consumer`: the state machines, or what is to be tried in their place."""
-
+class TicketModel(Ranks):
     def __init__(
         self,
         bounds: Bounds,
         producer: type[ProducerTicket] = ProducerTicket,
         consumer: type[ConsumerTicket] = ConsumerTicket,
     ) -> None:
-        self.bounds = bounds
-        self._make_producer, self._make_consumer = producer, consumer
-        self._consumers = Numbered[ConsumerTicket](copy_of_consumer, consumer_key)
-        self._producers = Numbered[ProducerTicket](copy_of_producer, producer_key)
+        super().__init__(bounds, producer, consumer)
         self._end_alone: set[Any] = set()
 
     def initial(self) -> World:
-        by_reader, by_writer = self._at_reader(self.bounds.tickets, 0), self._at_writer(self.bounds.tickets, 0)
+        transfers = len(self.bounds.transfers)
         world = World(
-            (NOT_YET,) * by_reader,
-            (NOT_YET,) * by_writer,
-            (Sender(),) * by_writer,
-            ((),) * by_writer,
+            (NOT_YET,) * self.bounds.at_reader(self.bounds.tickets, 0),
+            (NOT_YET,) * transfers,
+            (Sender(),) * transfers,
+            ((),) * transfers,
             faults=self.bounds.faults,
         )
         return self._issued(world, 0)
@@ -101,7 +77,17 @@ class TicketModel:
         return world.wrong or self._never_ends(world)
 
     def moves(self, world: World) -> Moves:
-        return ((label, self._without_idle_messages(after)) for label, after in self._moves(world))
+        moved = False
+        for label, after in self._moves(world):
+            after = self._without_idle_messages(after)
+            moved = moved or after != world
+            yield label, after
+        waiting = any(number >= 0 for number in world.consumers)
+        if waiting and not moved:
+            yield (
+                "nothing happens any more",
+                world._replace(wrong="R4: decode waits for ever"),
+            )
 
     def _moves(self, world: World) -> Moves:
         due = [*self._on_decode(world), *self._on_prefill(world), *self._deliveries(world)]
@@ -112,6 +98,8 @@ class TicketModel:
         yield from due
         yield from slow
         yield from self._strays(world)
+        for process in world.frozen:
+            yield f"{process} goes on", self._gone_on(world, process)
         reused = any(number not in (NOT_YET, DEAD) for number in world.consumers[self.bounds.readers :])
         if world.faults > 0 and not reused:
             poorer = world._replace(faults=world.faults - 1)
@@ -121,190 +109,10 @@ class TicketModel:
         if not due:
             yield from self._time(world)
 
-    # Decode.
-
-    def _issued(self, world: World, ticket: int) -> World:
-        made = self._make_consumer(TICKET_ID, 0, DIGEST, TRANSFER_S, LEASE_S)
-        made.expect("prefill", P_TP, frozenset((writer, writer) for writer in range(self.bounds.writers)))
-        number = self._consumers.add(made)
-        for reader in range(self.bounds.readers):
-            world = world._replace(consumers=put(world.consumers, self._at_reader(ticket, reader), number))
-        return world
-
-    def _on_decode(self, world: World) -> Moves:
-        for ticket in range(self.bounds.tickets):
-            numbers = [world.consumers[self._at_reader(ticket, reader)] for reader in range(self.bounds.readers)]
-            for reader, number in enumerate(numbers):
-                if number < 0:
-                    continue
-                who = f"decode {reader}, ticket {ticket + 1}"
-                after, quiet = self._consumers.after(number, "tick", _tick)
-                if after != number or quiet:
-                    yield f"{who}: looks at the clock", self._consumed(world, ticket, reader, after)
-                if ticket in world.cancelled and self._consumers[number].state is State.OPEN:
-                    after, _ = self._consumers.after(number, "cancel", lambda c: c.fail("cancelled"))
-                    yield f"{who}: is cancelled", self._consumed(world, ticket, reader, after)
-            following = self._at_reader(ticket + 1, 0)
-            over = all(number in (FAILED, RECEIVED) for number in numbers)
-            if over and ticket + 1 < self.bounds.tickets and world.consumers[following] == NOT_YET:
-                yield f"decode: gives the blocks to ticket {ticket + 2}", self._issued(world, ticket + 1)
-
-    def _consumed(self, world: World, ticket: int, reader: int, after: int) -> World:
-        """A decode rank's ticket has changed: what failed is revoked, what is quiet is over."""
-        at = self._at_reader(ticket, reader)
-        before = self._consumers[world.consumers[at]]
-        now = self._consumers[after]
-        if now.state is State.FAILED and before.state is State.OPEN:
-            revoked = {Revoked(ticket, writer.rank, reader) for writer in now.live_writers()}
-            world = world._replace(network=world.network | revoked, cancelled=world.cancelled | {ticket})
-        if now.state is State.RECEIVED and before.state is State.OPEN:
-            for writer in range(self.bounds.writers):
-                if (ticket, writer, reader) not in world.landed:
-                    return world._replace(wrong=f"R1: decode {reader} counts as received what prefill {writer} lacks")
-        if self._consumers.ask(after, "quiet", lambda c: c.quiet(0)):
-            after = FAILED if now.state is State.FAILED else RECEIVED
-        return world._replace(consumers=put(world.consumers, at, after))
-
-    # Prefill.
-
-    def _on_prefill(self, world: World) -> Moves:
-        for ticket in range(self.bounds.tickets):
-            if world.consumers[self._at_reader(ticket, 0)] == NOT_YET:
-                break
-            busy = any(number >= 0 for number in world.producers[: self._at_writer(ticket, 0)])
-            for writer in range(self.bounds.writers):
-                number = world.producers[self._at_writer(ticket, writer)]
-                who = f"prefill {writer}, ticket {ticket + 1}"
-                if number == NOT_YET and f"prefill {writer}" not in world.ended and not busy:
-                    started = self._producers.add(self._make_producer(GRANT_S))
-                    arrived = self._produced(world, ticket, writer, started)
-                    if not self.bounds.fine:
-                        arrived = next(self._contact(arrived, ticket, writer, started))[1]
-                        arrived = self._asking(arrived, ticket, writer)
-                    yield f"{who}: arrives", arrived
-                if number >= 0:
-                    for label, moved in self._by_producer(world, ticket, writer, number):
-                        yield f"{who}: {label}", moved
-
-    def _by_producer(self, world: World, ticket: int, writer: int, number: int) -> Moves:
-        state = self._producers[number]
-        if state.destinations is None:
-            yield from self._contact(world, ticket, writer, number)
-        if self._producers.ask(number, "due", lambda p: p.due(0)):
-            yield "asks", self._asking(world, ticket, writer)
-        for key in self._unanswered(number):
-            after, _ = self._answer(number, key, 0, TimeoutError())
-            yield f"decode {key[1]} does not answer", self._produced(world, ticket, writer, after)
-        for reader, age in world.awaited[self._at_writer(ticket, writer)]:
-            if age >= CONTROL_S:
-                yield f"decode {reader} does not answer the report", self._unawaited(world, ticket, writer, reader)
-        yield from self._sending(world, ticket, writer, number)
-
-    def _unanswered(self, number: int) -> list[tuple[int, int]]:
-        state = self._producers[number]
-        if state.phase not in ASKING:
-            return []
-        return [key for key, d in (state.destinations or {}).items() if d.asking and -d.asked_at >= CONTROL_S]
-
-    def _asking(self, world: World, ticket: int, writer: int) -> World:
-        at = self._at_writer(ticket, writer)
-        for key in self._producers.ask(world.producers[at], "due", lambda p: p.due(0)):
-            after, _ = self._producers.after(world.producers[at], ("asked", key), lambda p, key=key: p.asked(key, 0))
-            world = self._sent(
-                world._replace(producers=put(world.producers, at, after)), Ask(ticket, writer, key[1], 0)
-            )
-        return world
-
-    def _contact(self, world: World, ticket: int, writer: int, number: int) -> Moves:
-        def contacted(state: ProducerTicket) -> None:
-            ranks = (RankDescription(0, r, "", "", RankCaches((), ())) for r in range(self.bounds.readers))
-            state.contacted({(0, rank.tp_rank): Destination(rank, (writer,)) for rank in ranks})
-
-        def given_up(state: ProducerTicket) -> None:
-            state.fail("nobody answers")
-            state.contacted({})
-
-        after, _ = self._producers.after(number, ("contacted", writer), contacted)
-        yield "learns where to write", self._produced(world, ticket, writer, after)
-        if self._producers[number].grant_deadline <= 0:
-            after, _ = self._producers.after(number, "given up", given_up)
-            yield "gives up finding out where to write", self._produced(world, ticket, writer, after)
-
-    def _sending(self, world: World, ticket: int, writer: int, number: int) -> Moves:
-        """The thread that writes."""
-        sender = world.senders[self._at_writer(ticket, writer)]
-        writing = self._producers[number].phase is Phase.WRITING and not sender.planned
-        if not writing or self._is_writing(world, ticket, writer):
-            return
-        key = (0, sender.target)
-        if sender.target == self.bounds.readers or self._producers[number].failure is not None:
-            after, done = self._producers.after(number, "finish", lambda p: p.finish(0))
-            if done is not None:
-                yield "writes no more", self._produced(world, ticket, writer, after)
-        else:
-            after, may_write = self._producers.after(number, "known", lambda p: p.known(0))
-            if may_write:
-                after, may_write = self._producers.after(after, ("may write", key), lambda p: p.may_write(key, 0))
-            if may_write and not self.bounds.fine:
-                begun = self._begun(self._produced(world, ticket, writer, after), ticket, writer, key[1])
-                yield f"begins to write to decode {key[1]}", begun
-            elif may_write:
-                planned = self._with_sender(world, ticket, writer, sender._replace(planned=True))
-                yield f"plans to write to decode {key[1]}", self._produced(planned, ticket, writer, after)
-            elif may_write is False:
-                yield f"may not write to decode {key[1]}", self._produced(world, ticket, writer, after)
-
-    def _begins(self, world: World) -> Moves:
-        """Writes that were planned find the link free."""
-        for at, sender in enumerate(world.senders):
-            ticket, writer = divmod(at, self.bounds.writers)
-            number = world.producers[at]
-            if number < 0 or not sender.planned or self._is_writing(world, ticket, writer):
-                continue
-            key = (0, sender.target)
-            who = f"prefill {writer}, ticket {ticket + 1}"
-            if self._producers.ask(number, ("holds", key), lambda p, key=key: p.holds(key, 0)):
-                yield f"{who}: begins to write to decode {key[1]}", self._begun(world, ticket, writer, key[1])
-            else:
-                after, _ = self._producers.after(number, "fail", lambda p: p.fail("the leave to write ended"))
-                ended = self._with_sender(world, ticket, writer, Sender(self.bounds.readers))
-                yield f"{who}: begins no write to decode {key[1]}", self._produced(ended, ticket, writer, after)
-
-    def _is_writing(self, world: World, ticket: int, writer: int) -> bool:
-        return any(write.awaited and write[:2] == (ticket, writer) for write in world.writes)
-
-    def _begun(self, world: World, ticket: int, writer: int, reader: int) -> World:
-        sender = world.senders[self._at_writer(ticket, writer)]
-        world = self._with_sender(world, ticket, writer, sender._replace(planned=False))
-        return world._replace(writes=world.writes | {Write(ticket, writer, reader, SETTLE_S, True)})
-
-    def _produced(self, world: World, ticket: int, writer: int, after: int) -> World:
-        """A prefill rank's ticket has changed: decode is told, and the blocks are free, as soon as may be."""
-        at = self._at_writer(ticket, writer)
-        nobody = not world.awaited[at]
-        after, (untold, success, settle_s, end) = self._producers.after(after, ("follow", nobody), _follow(nobody))
-        world = world._replace(producers=put(world.producers, at, ENDED if end else after))
-        if end and any((write.ticket, write.writer) == (ticket, writer) for write in world.writes):
-            return world._replace(wrong=f"R3: prefill {writer} frees blocks that a write still reads")
-        if untold:
-            world = world._replace(awaited=put(world.awaited, at, tuple((reader, 0) for reader in untold)))
-        for reader in untold:
-            world = self._sent(world, Told(ticket, writer, reader, success, settle_s))
-        return world
-
-    def _unawaited(self, world: World, ticket: int, writer: int, reader: int) -> World:
-        at = self._at_writer(ticket, writer)
-        left = tuple((r, age) for r, age in world.awaited[at] if r != reader)
-        return self._produced(world._replace(awaited=put(world.awaited, at, left)), ticket, writer, world.producers[at])
-
-    def _answer(self, number: int, key: tuple[int, int], age: int, answer: Any) -> tuple[int, Any]:
-        event = ("answered", key, age, type(answer))
-        return self._producers.after(number, event, lambda p: p.answered(key, -age, answer))
-
     # The network.
 
     def _sent(self, world: World, message: Any) -> World:
-        if not self.bounds.fine and isinstance(message, Answer | Heard):
+        if not self.bounds.fine and isinstance(message, Answer | Heard) and self._runs(world, message.transfer):
             return self._delivered(world, message) if self._matters(world, message) else world
         return world._replace(network=world.network | {message})
 
@@ -314,137 +122,158 @@ class TicketModel:
         return world._replace(network=world.network.difference(idle)) if idle else world
 
     def _matters(self, world: World, message: Any) -> bool:
-        producer = world.producers[self._at_writer(message.ticket, message.writer)]
-        consumer = world.consumers[self._at_reader(message.ticket, message.reader)]
+        producer = world.producers[message.transfer]
+        consumer = world.consumers[self._reader_of(message)]
         if isinstance(message, Ask | Told):
             return consumer >= 0 or (consumer != DEAD and producer >= 0)
-        return producer >= 0
+        if isinstance(message, Answer | Heard):
+            return producer >= 0
+        if producer == ENDED:
+            return consumer >= 0
+        return producer >= 0 and self._producers[producer].phase is Phase.WRITING
+
+    def _reader_of(self, message: Any) -> int:
+        return self.bounds.at_reader(self.bounds.of(message.transfer).ticket, message.reader)
 
     def _deliveries(self, world: World) -> Moves:
         for message in world.network:
-            rest = world._replace(network=world.network - {message})
-            yield f"{describe(message)} arrives", self._delivered(rest, message)
+            if isinstance(message, Ask | Told) or self._runs(world, message.transfer):
+                rest = world._replace(network=world.network - {message})
+                yield f"{describe(message, self._who)} arrives", self._delivered(rest, message)
 
     def _delivered(self, world: World, message: Any) -> World:
-        ticket, writer, reader = message[:3]
-        consumer = world.consumers[self._at_reader(ticket, reader)]
-        producer = world.producers[self._at_writer(ticket, writer)]
+        transfer, reader = message[:2]
+        at = self._reader_of(message)
+        consumer, producer = world.consumers[at], world.producers[transfer]
         if isinstance(message, Ask):
-            granted = False
+            answer = Complete() if consumer == RECEIVED else Refused("no", retry=False)
             if consumer >= 0:
-                rank = Writer("prefill", 0, writer)
-                request = GrantRequest(TICKET_ID, 0, DIGEST, rank, P_TP, (writer,), SETTLE_S)
-                event = ("grant", writer)
-                after, answer = self._consumers.after(consumer, event, lambda c: c.grant(request, 0))
-                world = self._consumed(world, ticket, reader, after)
-                granted = isinstance(answer, Granted)
-            return self._sent(world, Answer(ticket, writer, reader, message.age, granted))
+                after, answer = self._decided(consumer, transfer)
+                world = self._consumed(world, at, after)
+            said = "later" if isinstance(answer, Refused) and answer.retry else type(answer).__name__
+            return self._sent(world, Answer(transfer, reader, message.age, said))
         if isinstance(message, Told):
             if consumer >= 0:
-                reason = None if message.success else "it broke"
-                report = Report(TICKET_ID, 0, Writer("prefill", 0, writer), reason, settle_s=message.settle_s)
-                event = ("report", writer, message.success, message.settle_s)
-                after, _ = self._consumers.after(consumer, event, lambda c: c.report(report, 0))
-                world = self._consumed(world, ticket, reader, after)
-            return self._sent(world, Heard(ticket, writer, reader))
+                world = self._consumed(world, at, self._heard(consumer, message))
+            return self._sent(world, Heard(transfer, reader))
         if isinstance(message, Answer):
             state = self._producers[producer]
             destination = (state.destinations or {})[0, reader]
             if state.phase not in ASKING or not destination.asking or -destination.asked_at != message.age:
                 return world  # no longer waited for
-            answer = Granted(LEASE_S) if message.granted else Refused("no", retry=False)
-            after, _ = self._answer(producer, (0, reader), message.age, answer)
-            return self._produced(world, ticket, writer, after)
+            later = Refused("not yet", retry=True)
+            answers = {"Granted": Granted(LEASE_S), "Complete": Complete(), "later": later}
+            answered = answers.get(message.said, Refused("no", retry=False))
+            after, _ = self._answer(producer, (0, reader), message.age, answered)
+            return self._produced(world, transfer, after)
         if isinstance(message, Heard):
-            if reader not in dict(world.awaited[self._at_writer(ticket, writer)]):
+            if reader not in dict(world.awaited[transfer]):
                 return world
             after, _ = self._producers.after(producer, ("told", reader), lambda p: p.told((0, reader)))
-            at = self._at_writer(ticket, writer)
-            return self._unawaited(world._replace(producers=put(world.producers, at, after)), ticket, writer, reader)
-        after, _ = self._producers.after(producer, "revoked", lambda p: p.fail("decode took the ticket back"))
-        return self._produced(world, ticket, writer, after)
+            world = world._replace(producers=put(world.producers, transfer, after))
+            return self._unawaited(world, transfer, reader)
+        if producer == ENDED:  # who does not know the transfer any more has stopped
+            return self._sent(world, Told(transfer, reader, False, 0))
+        after, _ = self._producers.after(
+            producer, "revoked", lambda p: p.fail("decode took the ticket back", PushFailure.REVOKED)
+        )
+        return self._produced(world, transfer, after)
 
     # Writes on their way.
 
     def _arrivals(self, world: World) -> Moves:
         for write in world.writes:
-            if write.awaited:
-                ticket, writer, reader = write[:3]
-                if f"decode {reader}" in world.ended:
+            if write.awaited and self._runs(world, write.transfer):
+                if f"decode {write.reader}" in world.ended:
                     yield from self._failures_of(world, write)
                     continue
-                sender = world.senders[self._at_writer(ticket, writer)]
-                moved = self._with_sender(self._landed(world, write), ticket, writer, Sender(sender.target + 1))
-                yield f"{describe(write)} is written", moved
+                sender = world.senders[write.transfer]
+                moved = self._with_sender(self._landed(world, write), write.transfer, Sender(sender.target + 1))
+                yield f"{describe(write, self._who)} is written", moved
 
     def _strays(self, world: World) -> Moves:
         for write in world.writes:
-            if not write.awaited:
-                yield f"{describe(write)}, given up, arrives all the same", self._landed(world, write)
+            if not write.awaited and not self._is_stopped(world, write):
+                yield f"{describe(write, self._who)}, given up, arrives all the same", self._landed(world, write)
+
+    def _is_stopped(self, world: World, write: Write) -> bool:
+        return self.bounds.of(write.transfer).process in world.frozen
 
     def _landed(self, world: World, write: Write) -> World:
-        world = world._replace(writes=world.writes - {write}, landed=world.landed | {write[:3]})
-        owner = world.consumers[self._at_reader(write.ticket, write.reader)]
+        world = world._replace(writes=world.writes - {write}, landed=world.landed | {(write.transfer, write.reader)})
+        serving = self.bounds.of(write.transfer)
+        owner = world.consumers[self._reader_of(write)]
         if owner in (FAILED, RECEIVED):
-            follows = (write.ticket + 1) * self.bounds.readers
+            follows = self.bounds.at_reader(serving.ticket + 1, 0)
             taken = follows < len(world.consumers) and world.consumers[follows] != NOT_YET
-            by = f"belong to ticket {write.ticket + 2}" if taken else "decode has already given back or decodes in"
-            return world._replace(
-                wrong=f"R2: a write of prefill {write.writer} for ticket {write.ticket + 1} lands in blocks that {by}"
-            )
-        return world
+            by = f"belong to ticket {serving.ticket + 2}" if taken else "decode has already given back or decodes in"
+        elif owner >= 0 and self._consumers[owner].attempt > serving.attempt:
+            by = "another attempt fills"
+        else:
+            return world
+        return world._replace(wrong=f"R2: a write of {self._who(write.transfer)} lands in blocks that {by}")
 
     def _failures_of(self, world: World, write: Write) -> Moves:
         """The call that wrote comes back with an error. The first is followed by another try, or not."""
-        ticket, writer, reader = write[:3]
-        at = self._at_writer(ticket, writer)
+        transfer = write.transfer
         stray = (
             set()
-            if f"decode {reader}" in world.ended
-            else {write._replace(awaited=False, left=min(write.left, SETTLE_S - 1))}
+            if f"decode {write.reader}" in world.ended
+            else {_with_left(write._replace(awaited=False), min(write.left, SETTLE_S - 1))}
         )
         world = world._replace(writes=world.writes - {write} | stray)
-        sender = world.senders[at]
-        after, _ = self._producers.after(world.producers[at], "unsettle", lambda p: p.unsettle(SETTLE_S))
+        sender = world.senders[transfer]
+        after, _ = self._producers.after(world.producers[transfer], "unsettle", lambda p: p.unsettle(SETTLE_S))
         if not sender.retried:
-            again = self._with_sender(world, ticket, writer, Sender(sender.target, retried=True))
-            yield f"{describe(write)} fails, and is tried again", self._produced(again, ticket, writer, after)
-        after, _ = self._producers.after(after, "fail", lambda p: p.fail("a write failed"))
-        yield f"{describe(write)} fails", self._produced(world, ticket, writer, after)
-
-    def _with_sender(self, world: World, ticket: int, writer: int, sender: Sender) -> World:
-        return world._replace(senders=put(world.senders, self._at_writer(ticket, writer), sender))
+            again = self._with_sender(world, transfer, Sender(sender.target, retried=True))
+            yield f"{describe(write, self._who)} fails, and is tried again", self._produced(again, transfer, after)
+        after, _ = self._producers.after(after, "fail", lambda p: p.fail("a write failed", PushFailure.WRITE))
+        yield f"{describe(write, self._who)} fails", self._produced(world, transfer, after)
 
     # What goes wrong, and time.
 
     def _faults(self, world: World) -> Moves:
         for message in world.network:
-            yield f"{describe(message)} is lost", world._replace(network=world.network - {message})
-            yield f"{describe(message)} arrives, and will once more", self._delivered(world, message)
+            what = describe(message, self._who)
+            yield f"{what} is lost", world._replace(network=world.network - {message})
+            if isinstance(message, Ask | Told) or self._runs(world, message.transfer):
+                yield f"{what} arrives, and will once more", self._delivered(world, message)
         for write in world.writes:
-            if write.awaited:
+            if write.awaited and self._runs(world, write.transfer):
                 yield from self._failures_of(world, write)
         for ticket in range(self.bounds.tickets):
-            readers = [world.consumers[self._at_reader(ticket, reader)] for reader in range(self.bounds.readers)]
+            first = self.bounds.at_reader(ticket, 0)
+            readers = world.consumers[first : first + self.bounds.readers]
             if ticket not in world.cancelled and any(number >= 0 for number in readers):
                 yield f"the client leaves (ticket {ticket + 1})", world._replace(cancelled=world.cancelled | {ticket})
-        for writer in range(self.bounds.writers):
-            if f"prefill {writer}" not in world.ended:
-                yield f"prefill {writer} is killed", self._prefill_killed(world, writer)
+        for process, transfers in self.bounds.processes.items():
+            if process not in world.ended:
+                yield f"{process} is killed", self._prefill_killed(world, process, transfers)
+                if process not in world.frozen and any(world.producers[transfer] >= 0 for transfer in transfers):
+                    yield f"{process} is stopped", world._replace(frozen=world.frozen | {process})
         for reader in range(self.bounds.readers):
             if f"decode {reader}" not in world.ended:
                 yield f"decode {reader} is killed", self._decode_killed(world, reader)
 
-    def _prefill_killed(self, world: World, writer: int) -> World:
+    def _gone_on(self, world: World, process: str) -> World:
+        own = {write for write in world.writes if self.bounds.of(write.transfer).process == process}
+        # As with a write that is given up, what it sends from now on arrives before `SETTLE_S` is over.
+        writes = world.writes - own | {write._replace(in_network=min(write.left, SETTLE_S - 1)) for write in own}
+        return world._replace(writes=writes, frozen=world.frozen - {process})
+
+    def _prefill_killed(self, world: World, process: str, transfers: list[int]) -> World:
         """What it handed to the network goes on by itself."""
-        for ticket in range(self.bounds.tickets):
-            world = world._replace(producers=put(world.producers, self._at_writer(ticket, writer), DEAD))
-        writes = frozenset(write._replace(awaited=write.awaited and write.writer != writer) for write in world.writes)
-        return world._replace(writes=writes, ended=world.ended | {f"prefill {writer}"})
+        for transfer in transfers:
+            world = world._replace(producers=put(world.producers, transfer, DEAD))
+        own = {write for write in world.writes if write.transfer in transfers}
+        left = {_with_left(write._replace(awaited=False), write.in_network) for write in own if write.in_network >= 0}
+        return world._replace(
+            writes=world.writes - own | left, ended=world.ended | {process}, frozen=world.frozen - {process}
+        )
 
     def _decode_killed(self, world: World, reader: int) -> World:
         for ticket in range(self.bounds.tickets):
-            at = self._at_reader(ticket, reader)
+            at = self.bounds.at_reader(ticket, reader)
             if world.consumers[at] != NOT_YET:
                 world = world._replace(consumers=put(world.consumers, at, DEAD))
         gone = {write for write in world.writes if write.reader == reader and not write.awaited}
@@ -452,71 +281,82 @@ class TicketModel:
 
     def _time(self, world: World) -> Moves:
         """A unit passes; not while the engine would have to break its promise about a write."""
-        if any(write.awaited and write.left == 0 for write in world.writes):
+        if any(write.awaited and write.left == 0 and not self._is_stopped(world, write) for write in world.writes):
             return
-        old = {write for write in world.writes if write.left == 0}
+        stopped = {write for write in world.writes if self._is_stopped(world, write)}
+        old = {write for write in world.writes - stopped if write.left == 0}
+        aged = {_with_left(write, write.left - 1) for write in world.writes - old - stopped}
+        aged |= {write._replace(in_network=max(-1, write.in_network - 1)) for write in stopped}
         world = world._replace(
             consumers=tuple(n if n < 0 else self._consumers.after(n, "time", age_consumer)[0] for n in world.consumers),
-            producers=tuple(n if n < 0 else self._producers.after(n, "time", age_producer)[0] for n in world.producers),
+            producers=tuple(
+                n if n < 0 else self._aged(world, transfer, n) for transfer, n in enumerate(world.producers)
+            ),
             awaited=tuple(tuple((r, min(age + 1, CONTROL_S)) for r, age in waits) for waits in world.awaited),
             network=frozenset(
                 message._replace(age=min(message.age + 1, LEASE_S)) if isinstance(message, Ask | Answer) else message
                 for message in world.network
             ),
-            writes=frozenset(write._replace(left=write.left - 1) for write in world.writes - old),
+            writes=frozenset(aged),
         )
-        for ticket in range(self.bounds.tickets):
-            for writer in range(self.bounds.writers):
-                number = world.producers[self._at_writer(ticket, writer)]
-                if number >= 0:
-                    world = self._produced(world, ticket, writer, number)
-                    if not self.bounds.fine:
-                        world = self._on_time(world, ticket, writer)
-        if not self.bounds.fine:
-            for ticket in range(self.bounds.tickets):
-                for reader in range(self.bounds.readers):
-                    number = world.consumers[self._at_reader(ticket, reader)]
-                    if number >= 0:
-                        after, _ = self._consumers.after(number, "tick", _tick)
-                        world = self._consumed(world, ticket, reader, after)
+        for transfer in self.bounds.transfers:
+            number = world.producers[transfer]
+            if number >= 0 and self._runs(world, transfer):
+                world = self._produced(world, transfer, number)
+                if not self.bounds.fine:
+                    world = self._on_time(world, transfer)
+        for at, number in enumerate(world.consumers):
+            if number < 0:
+                continue
+            if not self.bounds.fine:
+                world = self._consumed(world, at, self._ticked(world, number)[0])
+            if (number := world.consumers[at]) >= 0 and self._consumers[number].state is not State.OPEN:
+                world = self._revoked(world, at % self.bounds.readers, self._consumers[number])
         yield "time passes", world
 
-    def _on_time(self, world: World, ticket: int, writer: int) -> World:
+    def _aged(self, world: World, transfer: int, number: int) -> int:
+        if self.bounds.of(transfer).process in world.frozen:
+            return self._producers.after(number, "stopped", age_stopped_producer)[0]
+        return self._producers.after(number, "time", age_producer)[0]
+
+    def _on_time(self, world: World, transfer: int) -> World:
         """What a prefill rank does by the clock."""
-        at = self._at_writer(ticket, writer)
-        for key in self._unanswered(world.producers[at]):
-            world = world._replace(
-                producers=put(world.producers, at, self._answer(world.producers[at], key, 0, TimeoutError())[0])
-            )
-        for reader, age in world.awaited[at]:
-            if age >= CONTROL_S and world.producers[at] >= 0:
-                world = self._unawaited(world, ticket, writer, reader)
-        return self._asking(world, ticket, writer) if world.producers[at] >= 0 else world
+        for key in self._unanswered(world.producers[transfer]):
+            after, _ = self._answer(world.producers[transfer], key, 0, TimeoutError())
+            world = world._replace(producers=put(world.producers, transfer, after))
+        for reader, age in world.awaited[transfer]:
+            if age >= CONTROL_S and world.producers[transfer] >= 0:
+                world = self._unawaited(world, transfer, reader)
+        return self._asking(world, transfer) if world.producers[transfer] >= 0 else world
 
     # R4.
 
     def _never_ends(self, world: World) -> str | None:
-        """Who would wait for ever if from now on nothing arrived any more: no message, no byte. Then each is alone."""
+        """Who would wait for ever if from now on nothing arrived any more: no message, no byte. Then each is alone; a
+        process that is stopped goes on or is killed."""
+        everyone = frozenset(self.bounds.processes)
         for at, number in enumerate(world.consumers):
             if number >= 0 and number not in self._end_alone:
                 alone = world._replace(consumers=only(at, world.consumers), producers=(DEAD,) * len(world.producers))
-                if not self._ends(alone._replace(writes=frozenset())):
+                if not self._ends(alone._replace(writes=frozenset(), ended=everyone, frozen=frozenset())):
                     return f"R4: if nothing arrives any more, decode {at % self.bounds.readers} waits for ever"
                 self._end_alone.add(number)
-        for at, number in enumerate(world.producers):
+        for transfer, number in enumerate(world.producers):
             if number < 0:
                 continue
-            ticket, writer = divmod(at, self.bounds.writers)
-            writes = frozenset(write for write in world.writes if write.awaited and write[:2] == (ticket, writer))
-            key = (number, world.senders[at], world.awaited[at], bool(writes))
+            writes = frozenset(write for write in world.writes if write.awaited and write.transfer == transfer)
+            key = (number, world.senders[transfer], world.awaited[transfer], bool(writes))
             if key not in self._end_alone:
-                alone = world._replace(consumers=(DEAD,) * len(world.consumers), producers=only(at, world.producers))
-                if not self._ends(alone._replace(writes=writes)):
-                    return f"R4: if nothing arrives any more, prefill {writer} waits for ever"
+                alone = world._replace(
+                    consumers=(DEAD,) * len(world.consumers), producers=only(transfer, world.producers)
+                )
+                if not self._ends(alone._replace(writes=writes, frozen=frozenset())):
+                    return f"R4: if nothing arrives any more, {self.bounds.of(transfer).process} waits for ever"
                 self._end_alone.add(key)
         return None
 
     def _ends(self, world: World) -> bool:
+        world = world._replace(faults=self.bounds.faults)  # no other attempt
         for _ in range(100):
             if all(number < 0 for number in world.consumers + world.producers):
                 return True
@@ -525,25 +365,6 @@ class TicketModel:
             world = (moves or list(self._time(world)))[-1][1]._replace(network=frozenset())
         return False
 
-    # Small change.
 
-    def _at_writer(self, ticket: int, writer: int) -> int:
-        return ticket * self.bounds.writers + writer
-
-    def _at_reader(self, ticket: int, reader: int) -> int:
-        return ticket * self.bounds.readers + reader
-
-
-def _tick(ticket: ConsumerTicket) -> bool:
-    ticket.tick(0)
-    return ticket.quiet(0)
-
-
-def _follow(nobody_awaited: bool) -> Any:
-    def follow(state: ProducerTicket) -> tuple[list[int], bool, float, bool]:
-        telling = state.phase is Phase.TELLING and nobody_awaited
-        untold = list(state.next_round()) if state.tell(0) or telling else []
-        end = state.end(0)
-        return [key[1] for key in untold], state.failure is None, state.settle_s(0), end
-
-    return follow
+def _with_left(write: Write, left: int) -> Write:
+    return write._replace(left=left, in_network=left)

@@ -3,13 +3,14 @@
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm_ascend_pd.core.producer_ticket import Phase, ProducerTicket
 from vllm_ascend_pd.core.ticket import ConsumerTicket, State
 
-LEASE_S, SETTLE_S, GRANT_S, TRANSFER_S, CONTROL_S = 2, 1, 2, 3, 1
+LEASE_S, SETTLE_S, GRANT_S, CONTROL_S = 2, 1, 2, 1
 
 # In place of a ticket's number: not known here yet; over (failed, received); its process has ended.
 NOT_YET, FAILED, RECEIVED, DEAD = -1, -2, -3, -4
@@ -18,45 +19,42 @@ ASKING = (Phase.WRITING, Phase.FINISHED)
 
 
 class Ask(NamedTuple):
-    ticket: int
-    writer: int
+    transfer: int
     reader: int
     age: int
 
 
 class Answer(NamedTuple):
-    ticket: int
-    writer: int
+    transfer: int
     reader: int
     age: int  # of the request
-    granted: bool
+    said: str
 
 
 class Revoked(NamedTuple):
-    ticket: int
-    writer: int
+    transfer: int
     reader: int
 
 
 class Told(NamedTuple):
-    ticket: int
-    writer: int
+    transfer: int
     reader: int
     success: bool
     settle_s: float
 
 
 class Heard(NamedTuple):
-    ticket: int
-    writer: int
+    transfer: int
     reader: int
 
 
 class Write(NamedTuple):
-    ticket: int
-    writer: int
+    """While its process is stopped, what is in the network arrives as ever; the rest has all of `left` afterwards."""
+
+    transfer: int
     reader: int
     left: int  # units of time it may still take
+    in_network: int  # and what the process has handed over
     awaited: bool  # else it was given up
 
 
@@ -69,7 +67,8 @@ class Sender(NamedTuple):
 
 
 class World(NamedTuple):
-    """Tickets by number of the ticket, then rank; `awaited`: (decode rank, age) of reports without an answer."""
+    """Decode's tickets by number of the ticket, then rank; prefill's by transfer. `awaited`: (decode rank, age) of
+    reports without an answer."""
 
     consumers: tuple[int, ...]
     producers: tuple[int, ...]
@@ -77,9 +76,10 @@ class World(NamedTuple):
     awaited: tuple[tuple[tuple[int, int], ...], ...]
     network: frozenset[Any] = frozenset()
     writes: frozenset[Write] = frozenset()
-    landed: frozenset[tuple[int, int, int]] = frozenset()
+    landed: frozenset[tuple[int, int]] = frozenset()
     cancelled: frozenset[int] = frozenset()  # tickets that decode's scheduler has given up
-    ended: frozenset[str] = frozenset()  # ranks
+    ended: frozenset[str] = frozenset()  # processes
+    frozen: frozenset[str] = frozenset()  # those that are stopped, until they go on
     faults: int = 0
     wrong: str | None = None
 
@@ -92,13 +92,13 @@ def only(at: int, numbers: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(number if i == at else DEAD for i, number in enumerate(numbers))
 
 
-def describe(message: Any) -> str:
-    pair = f"prefill {message.writer} / decode {message.reader}, ticket {message.ticket + 1}"
+def describe(message: Any, who: Callable[[int], str]) -> str:
+    pair = f"{who(message.transfer)}, decode {message.reader}"
     match message:
         case Ask():
             return f"{pair}: the request"
         case Answer():
-            return f"{pair}: the {'grant' if message.granted else 'refusal'}"
+            return f"{pair}: the answer {message.said}"
         case Told():
             return f"{pair}: the report of {'success' if message.success else 'failure'}"
         case Heard():
@@ -125,21 +125,24 @@ def copy_of_producer(state: ProducerTicket) -> ProducerTicket:
 def consumer_key(ticket: ConsumerTicket) -> Any:
     """What decides about the future, with "now" at 0."""
     leases = frozenset(
-        (w.rank, 0 if lease.reported else lease.until, lease.reported, lease.settling)
+        (w, 0 if lease.settled else lease.until, lease.reported, lease.settled, lease.gone and not lease.settled)
         for w, lease in ticket._leases.items()
     )
-    if ticket.state is not State.OPEN:
-        return ticket.state, leases
-    return ticket.state, leases, ticket.deadline, frozenset(ticket._missing)
+    key = (ticket.state, ticket.attempt, leases)
+    if ticket.state is State.OPEN:
+        return *key, ticket.deadline, ticket.engine_known, frozenset(ticket._missing)
+    return (*key, ticket.deadline, ticket._next) if ticket.state is State.FENCING else key
 
 
 def producer_key(state: ProducerTicket) -> Any:
-    key = (state.phase, state.failure is None, state.settled_at, state.rounds)
+    key = (state.phase, state.failure is None, state.settled_at, state.rounds, state.final)
     if state.destinations is None:
         return (*key, state.grant_deadline)
     if state.phase in (Phase.TELLING, Phase.TOLD, Phase.ENDED):
         return (*key, tuple((w.covers, w.told) for w in state.destinations.values()))
-    grants = tuple((d.covers, d.granted, d.until, d.asking, d.asked_at) for d in state.destinations.values())
+    grants = tuple(
+        (d.covers, d.granted, d.until, d.asking, d.asked_at, d.complete) for d in state.destinations.values()
+    )
     return (*key, state.grant_deadline, grants)
 
 
@@ -150,8 +153,13 @@ def age_consumer(ticket: ConsumerTicket) -> None:
 
 
 def age_producer(state: ProducerTicket) -> None:
-    state.grant_deadline = max(0, state.grant_deadline - 1)
     state.settled_at = _earlier(state.settled_at)
+    age_stopped_producer(state)
+
+
+def age_stopped_producer(state: ProducerTicket) -> None:
+    """What is left to settle does not while the process is stopped."""
+    state.grant_deadline = max(0, state.grant_deadline - 1)
     for destination in (state.destinations or {}).values():
         destination.until = _earlier(destination.until)
         destination.asked_at = max(-LEASE_S, destination.asked_at - 1)

@@ -14,8 +14,6 @@ from vllm_ascend_contract import (
     cache_config,
     connector_class,
     engine_config,
-    make_ticket,
-    our_hooks,
 )
 
 from harness.engines import Role
@@ -24,24 +22,20 @@ from harness.multi_connector import (
     TP,
     Both,
     decode_is_served,
+    hooks_left_out,
     others_are_left_alone,
     prefill_pushes,
     transfer_config,
 )
+from harness.scheduling import make_ticket
 
 pytestmark = pytest.mark.npu
 
 
 def test_multi_connector_hands_on_every_hook_of_ours(plugins: None) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
     from vllm_ascend.distributed.kv_transfer.ascend_multi_connector import AscendMultiConnector
 
-    asked = {name for name in our_hooks() if hasattr(KVConnectorBase_V1, name) or hasattr(SupportsHMA, name)}
-    left_out = {
-        name
-        for name in asked
-        if getattr(AscendMultiConnector, name) in (getattr(c, name, None) for c in (KVConnectorBase_V1, SupportsHMA))
-    }
+    left_out = hooks_left_out(AscendMultiConnector, connector_class())
     assert left_out == set(), f"MultiConnector answers {left_out} itself, our class is never asked"
 
 
@@ -72,9 +66,12 @@ def test_ours_as_a_child_of_multi_connector(multi: Any) -> None:
     assert not hasattr(multi, "on_kv_cache_written"), "MultiConnector hands it on now: layers go earlier below it too"
 
     prompt, blocks = 300, [5, 6, 7]
-    ticket = make_ticket(prompt, [1, 2, 3], tp=1, cached=0)
+    ticket = make_ticket(prompt, [1, 2, 3])
     request = SimpleNamespace(
-        request_id=REQUEST_ID, num_prompt_tokens=prompt, kv_transfer_params=msgspec.to_builtins(ticket)
+        request_id=REQUEST_ID,
+        num_prompt_tokens=prompt,
+        kv_transfer_params=msgspec.to_builtins(ticket),
+        trace_headers=None,
     )
     given: list[Any] = []
     allocated = child.update_state_after_alloc

@@ -11,13 +11,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllm_ascend_contract import BLOCK, LAYERWISE, REQUEST_ID, make_ticket
+from vllm_ascend_contract import LAYERWISE, REQUEST_ID
 
+from harness.scheduling import BLOCK, make_ticket
 from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
 
 pytestmark = pytest.mark.npu
 
-OUR_FIELDS = {"ticket_id", "attempt", "num_tokens", "remote_interleave_size", "remote_draft"}
+OUR_FIELDS = {
+    *("ticket_id", "attempt", "num_tokens", "remote_interleave_size", "remote_draft"),
+    *("expires_at", "signature"),
+}
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ import torch
 
 import offline_hooks
 from harness.engines import CPU_ENV
-from vllm_ascend_pd.core.ticket import Ticket
 
 OURS = "LayerwisePushConnector"
 REQUEST_ID = "cmpl-5b1e0c2e4d3f4f0f8f5a7c9d1e2f3a4b-0-1a2b3c4d"
@@ -48,22 +47,6 @@ Event = dict[str, Any]
 LAYERWISE = "vllm_ascend.distributed.kv_transfer.kv_p2p.mooncake_layerwise_connector"
 
 
-def make_ticket(prompt: int, blocks: list[int], tp: int, cached: int) -> Ticket:
-    """For `prompt` tokens, of which a decode engine of `tp` ranks has `cached`."""
-    return Ticket(
-        request_id="cmpl-1-0",
-        remote_block_ids=[blocks],
-        remote_block_size=[BLOCK],
-        remote_engine_id="decode",
-        remote_host="192.0.2.1",
-        remote_port=20001,
-        remote_tp_size=tp,
-        remote_cached_tokens=cached,
-        ticket_id=32 * "0",
-        num_tokens=prompt,
-    )
-
-
 def connector_class() -> type:
     from vllm_ascend_pd.connector import LayerwisePushConnector
 
@@ -71,11 +54,9 @@ def connector_class() -> type:
 
 
 def our_hooks() -> set[str]:
-    return {
-        name
-        for name, member in vars(connector_class()).items()
-        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, classmethod))
-    }
+    from harness.multi_connector import hooks_of
+
+    return hooks_of(connector_class())
 
 
 @functools.cache

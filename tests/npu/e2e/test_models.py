@@ -16,7 +16,7 @@ CLUSTERS = [
     one_to_one("mla-tp1-to-tp1", 1, 1, model=MLA),
     one_to_one("mla-tp2-to-tp1", 2, 1, model=MLA),
     SLIDING_TP1,
-    one_to_one("sliding-tp2-to-tp1", 2, 1, model=SLIDING),
+    pytest.param(one_to_one("sliding-tp2-to-tp1", 2, 1, model=SLIDING), marks=pytest.mark.long),
 ]
 
 pytestmark = [
@@ -51,5 +51,5 @@ def test_only_the_window_of_sliding_layers_is_sent(client: Client) -> None:
 @pytest.mark.parametrize("cluster", [SLIDING_TP1], ids=str, indirect=True)
 def test_a_request_of_several_cache_groups_fails_alone(cluster: Cluster, client: Client, reference) -> None:
     """vLLM 0.23, which vllm-ascend builds on, does not know how by itself: see `vllm_ascend_pd/compat.py`."""
-    assert poisoned_fails_alone(client, reference, [300, POISONED_TOKENS, 1000]).status_code == 500
+    assert poisoned_fails_alone(client, reference, [300, POISONED_TOKENS, 1000]).status_code == 502
     wait_all_blocks_free(cluster)

@@ -15,9 +15,9 @@ CLUSTERS = [
     one_to_one("tp1-to-tp1", 1, 1),
     one_to_one("tp2-to-tp1", 2, 1),
     one_to_one("tp1-to-tp2", 1, 2),
-    one_to_one("tp2-to-tp2", 2, 2),
+    pytest.param(one_to_one("tp2-to-tp2", 2, 2), marks=pytest.mark.long),
     one_to_one("tp4-to-tp1", 4, 1),
-    one_to_one("pp2-to-tp1", 1, 1, prefill_pp=2),
+    pytest.param(one_to_one("pp2-to-tp1", 1, 1, prefill_pp=2), marks=pytest.mark.long),
     one_to_one("tp2-to-tp1-without-async-scheduling", 2, 1, args=("--no-async-scheduling",)),
 ]
 

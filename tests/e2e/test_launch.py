@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launch scripts with real engines: the example for the CPU, with keys, signed tickets and a token for the
+metaserver, from `scripts/launch_cluster.sh` to a request's tokens and to nothing left behind."""
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from harness.client import Client, random_prompt
+from harness.engines import PLUGINS, EngineConfig, script
+from harness.models import TINY, make_model
+from harness.pool import ClusterPool, Reference, ReferencePool
+from harness.ports import release_port, reserve_ports
+from harness.processes import ManagedProcess
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLE = REPOSITORY / "examples/single-node-1p1d/hosts-cpu.yaml"
+BLOCK = 128
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass(frozen=True)
+class Launched:
+    launcher: ManagedProcess
+    url: str
+    model: Path
+    state: Path
+
+
+@pytest.fixture
+def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterator[Launched]:
+    cluster_pool.stop()
+    ports = reserve_ports(4)
+    hosts = yaml.safe_load(EXAMPLE.read_text())
+    hosts |= {"model": str(make_model(TINY, models)), "state": str(tmp_path / "state"), "stop_seconds": 15}
+    hosts["prefill"][0] |= {"tp": 1, "port": ports[0]}
+    hosts["decode"][0] |= {"port": ports[1], "kv_port": ports[2]}
+    hosts["proxy"]["port"] = ports[3]
+    hosts |= make_secrets(tmp_path)
+    file = tmp_path / "hosts.yaml"
+    file.write_text(yaml.safe_dump(hosts))
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join([str(PLUGINS), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        "VLLM_ASCEND_PD_TEST_SHORT_SPIN": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [str(REPOSITORY / "scripts/launch_cluster.sh"), str(file)]
+    launcher = ManagedProcess("launcher", command, environment, tmp_path / "launcher.log")
+    try:
+        deadline = time.monotonic() + 480
+        while "serving at" not in launcher.tail():
+            assert launcher.exit_code is None, launcher.tail()
+            assert time.monotonic() < deadline, launcher.tail()
+            time.sleep(0.2)
+        yield Launched(launcher, f"http://127.0.0.1:{ports[3]}", Path(hosts["model"]), tmp_path / "state")
+    finally:
+        launcher.stop(grace=60)  # it stops the engines; without it, their agents do
+        for port in ports:
+            release_port(port)
+
+
+def make_secrets(folder: Path) -> dict[str, str]:
+    """Their keys in hosts.yaml, made as the README says."""
+    keys, tickets, token = folder / "side-channel.json", folder / "tickets.secret", folder / "metaserver.token"
+    for options in ([str(keys)], ["--ticket-secret", str(tickets)]):
+        subprocess.run([script("vllm-ascend-pd"), "keygen", *options], check=True, capture_output=True, timeout=60)
+    token.touch(0o600)
+    token.write_text(secrets.token_hex(32))
+    return {"side_channel_keys": str(keys), "ticket_secret": str(tickets), "metaserver_token": str(token)}
+
+
+@pytest.fixture
+def reference(reference_pool: ReferencePool, single_engine: EngineConfig) -> Reference:
+    return reference_pool.get(TINY, single_engine)
+
+
+def test_the_example_for_the_cpu_serves_and_stops(launched: Launched, reference: Reference) -> None:
+    prompt = random_prompt(300, "launched")
+    with Client(launched.url, model=str(launched.model)) as client:
+        completion = client.complete(prompt)
+    assert completion.token_ids == reference.complete(prompt)
+    assert completion.kv_transfer_params is not None
+    assert completion.kv_transfer_params["received_bytes"] == 3 * BLOCK * TINY.kv_bytes_per_token
+
+    folder = launched.state / "single-node-cpu"
+    started = [int(pid) for path in folder.glob("*.json") for pid in re.findall(r'"pid": (\d+)', path.read_text())]
+    assert len(started) == 3
+    processes = [*map(psutil.Process, started)]
+    processes += [child for process in processes for child in process.children(recursive=True)]
+    assert len(processes) > 3  # engine cores are processes of their own
+
+    os.kill(launched.launcher.pid, signal.SIGINT)
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert alive == []
+    deadline = time.monotonic() + 60
+    while launched.launcher.exit_code is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert launched.launcher.exit_code == 130
+    assert launched.launcher.tail(1) == "all stopped"
+    # No secret in what anybody can read: logs and, by that, the configuration that vLLM prints.
+    logs = "".join(path.read_text() for path in folder.glob("*.log"))
+    for name in ("side-channel.json", "tickets.secret", "metaserver.token"):
+        content = (launched.state.parent / name).read_text()
+        assert not [word for word in re.findall(r"[^\s\"{}:,]{20,}", content) if word in logs]

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that fail while they serve, with another one beside them: clients get a single engine's tokens all the same.
+Where there is no other, they are told why not."""
+
+import signal
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from harness.client import Client, StreamError, random_prompt
+from harness.engines import FAULTS, POISONED_TOKENS, Cluster, ClusterConfig, Engine, EngineConfig, Role, wait_ready
+from harness.failures import wait_all_blocks_free
+from harness.pool import Reference
+
+# Short, so that a writer that died is not waited for long.
+TIMES = (("lease_s", 10.0), ("write_timeout_s", 5.0), ("control_timeout_s", 10.0), ("grant_timeout_s", 20.0))
+# Small steps: there is time to end an engine between the first push and the last.
+PREFILL = EngineConfig(Role.PREFILL, max_num_batched_tokens=64, connector_extra=TIMES)
+POISONED = EngineConfig(Role.PREFILL, max_num_batched_tokens=64, connector_extra=TIMES, env=FAULTS)
+DECODE = EngineConfig(Role.DECODE, connector_extra=TIMES)
+PROBING = ("--connect-timeout", "30")
+TWO_PREFILL = ClusterConfig("two-prefill-one-fails-some", (POISONED, PREFILL), (DECODE,), PROBING, spans=True)
+TWO_DECODE = ClusterConfig("two-decode", (POISONED,), (DECODE, DECODE), PROBING)
+
+pytestmark = pytest.mark.timeout(900)
+two_prefill = pytest.mark.parametrize("cluster", [TWO_PREFILL], ids=str, indirect=True)
+two_decode = pytest.mark.parametrize("cluster", [TWO_DECODE], ids=str, indirect=True)
+
+
+def retries(cluster: Cluster) -> dict[str, int]:
+    return httpx.get(f"{cluster.url}/health", timeout=10, trust_env=False).json()["retries"]
+
+
+def is_pushing(prefill: Engine, decode: Engine) -> bool:
+    """Has computed part of a prompt, none to its end."""
+    return prefill.metric("vllm:num_requests_running") > 0 and prefill.metric("vllm:kv_cache_usage_perc") > 0.02
+
+
+def ask(pool: ThreadPoolExecutor, client: Client, prompts: list[list[int]]) -> list[Future[tuple[int, ...]]]:
+    """Half of them streams."""
+    return [
+        pool.submit(lambda p=prompt, s=bool(i % 2): client.complete(p, stream=s).token_ids)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def ask_until_pushing(
+    pool: ThreadPoolExecutor, client: Client, prefill: Engine, decode: Engine, count: int
+) -> tuple[list[list[int]], list[Future[tuple[int, ...]]]]:
+    """Prompts and their answers to come, `prefill` being in the middle of some. It may be through before anybody has
+    looked: then others are asked for."""
+    for _ in range(20):
+        prompts = [random_prompt(2000 + i, f"{prefill.url} {time.monotonic()}") for i in range(count)]
+        asked = ask(pool, client, prompts)
+        while not all(answer.done() for answer in asked):
+            if is_pushing(prefill, decode):
+                return prompts, asked
+            time.sleep(0.01)
+    pytest.fail("nothing was prefilled")
+
+
+def bring_back(engine: Engine, cluster: Cluster, client: Client, reference: Reference) -> None:
+    """All engines serve, and nothing is left of what failed."""
+    if engine.process.exit_code is not None:
+        engine.start()
+    wait_ready([engine])
+    prompts = [random_prompt(200, f"after {time.monotonic()}-{i}") for i in range(4)]
+    assert [client.complete(prompt).token_ids for prompt in prompts] == [reference.complete(p) for p in prompts]
+    wait_all_blocks_free(cluster)
+
+
+@two_prefill
+def test_prefill_killed_while_it_pushes(cluster: Cluster, client: Client, reference: Reference) -> None:
+    killed = cluster.prefill[0]
+    before = retries(cluster)
+    with ThreadPoolExecutor(6) as pool:
+        prompts, asked = ask_until_pushing(pool, client, killed, cluster.decode[0], 6)
+        killed.process.kill()
+        answers = [answer.result() for answer in asked]
+    assert answers == [reference.complete(prompt) for prompt in prompts]
+    assert sum(retries(cluster).values()) > sum(before.values())
+    bring_back(killed, cluster, client, reference)
+
+
+@two_prefill
+def test_prefill_stopped_while_it_pushes(cluster: Cluster, client: Client, reference: Reference) -> None:
+    """Its connections stay open: decode notices first. It goes on when its requests have long been served."""
+    stopped = cluster.prefill[1]
+    before = retries(cluster)
+    with ThreadPoolExecutor(4) as pool:
+        prompts, asked = ask_until_pushing(pool, client, stopped, cluster.decode[0], 4)
+        stopped.process.signal_group(signal.SIGSTOP)
+        try:
+            answers = [answer.result() for answer in asked]
+        finally:
+            stopped.process.signal_group(signal.SIGCONT)
+    assert answers == [reference.complete(prompt) for prompt in prompts]
+    assert sum(retries(cluster).values()) > sum(before.values())
+    bring_back(stopped, cluster, client, reference)
+
+
+@two_prefill
+def test_prefill_that_cannot_send(cluster: Cluster, client: Client, reference: Reference) -> None:
+    """Every write of such a prompt fails in the first engine."""
+    before = retries(cluster)["prefill"]
+    prompts = [random_prompt(POISONED_TOKENS, f"poison {i}") for i in range(4)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [answer.result() for answer in ask(pool, client, prompts)]
+    assert answers == [reference.complete(prompt) for prompt in prompts]
+    assert sum(retries(cluster).values()) > before
+    wait_all_blocks_free(cluster)
+
+
+@two_decode
+def test_the_client_is_told_why(cluster: Cluster, client: Client) -> None:
+    """No prefill engine can send it, wherever it is asked for."""
+    with pytest.raises(httpx.HTTPStatusError) as failed:
+        client.complete(random_prompt(POISONED_TOKENS, "told"))
+    assert failed.value.response.status_code == 502
+    assert "poisoned by the test" in failed.value.response.json()["error"]["message"]
+    with pytest.raises((httpx.HTTPStatusError, StreamError), match="poisoned by the test"):
+        client.complete(random_prompt(POISONED_TOKENS, "told in a stream"), stream=True)
+    wait_all_blocks_free(cluster)
+
+
+@two_decode
+def test_decode_killed_before_the_first_token(cluster: Cluster, client: Client, reference: Reference) -> None:
+    killed = cluster.decode[0]
+    before = retries(cluster)["decode"]
+    with ThreadPoolExecutor(6) as pool:
+        prompts, asked = ask_until_pushing(pool, client, cluster.prefill[0], killed, 6)
+        killed.process.kill()
+        answers = [answer.result() for answer in asked]
+    assert answers == [reference.complete(prompt) for prompt in prompts]
+    assert retries(cluster)["decode"] > before
+    bring_back(killed, cluster, client, reference)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster with side channel keys, a ticket secret, a metaserver token and mutual TLS to the metaserver: it works, and
+others get nothing."""
+
+import dataclasses
+import json
+import queue
+import re
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from harness.certificates import Authority, Certificate
+from harness.channels import ask
+from harness.client import Client, at_once, random_prompt
+from harness.engines import PATIENT, PATIENT_PROXY, Cluster, ClusterConfig, one_to_one, script
+from harness.failures import wait_all_blocks_free
+from harness.metaserver import metaserver
+from harness.pool import ClusterPool, Reference
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.transport.side_channel import Client as SideChannelClient
+from vllm_ascend_pd.transport.side_channel import SideChannelError
+
+pytestmark = pytest.mark.timeout(900)
+
+TOKEN = "the-bearer-token-of-this-test"
+
+REPLAY = "the ticket was used before: a replay"
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    keys: Path
+    secret: Path
+    token: Path
+    authority: Authority
+    proxy: Certificate
+    decode: Certificate
+
+    def contents(self) -> list[str]:
+        """What nobody may see."""
+        keys = json.loads(self.keys.read_text())
+        return [keys["server_secret_key"], keys["client_secret_key"], self.secret.read_text().strip(), TOKEN]
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """As an operator makes them."""
+    folder = tmp_path_factory.mktemp("secrets")
+    authority = Authority(folder, "cluster")
+    files = Files(
+        folder / "keys",
+        folder / "tickets",
+        folder / "token",
+        authority,
+        authority.issue("proxy", "IP:127.0.0.1"),
+        authority.issue("decode", "DNS:decode"),
+    )
+    for args in ([str(files.keys)], ["--ticket-secret", str(files.secret)]):
+        subprocess.run([script("vllm-ascend-pd"), "keygen", *args], check=True, timeout=60, capture_output=True)
+    files.token.write_text(f"{TOKEN}\n")
+    files.token.chmod(0o600)
+    return files
+
+
+class Options(dict[str, object]):
+    """Of a configuration, which must be hashable."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+
+@pytest.fixture(scope="session")
+def secured(files: Files) -> ClusterConfig:
+    plain = one_to_one(2, 1)
+    tls = Options(
+        ssl_enable=True,
+        ssl_ca_certs=str(files.authority.cert),
+        ssl_certfile=str(files.decode.cert),
+        ssl_keyfile=str(files.decode.key),
+    )
+    common = {"side_channel_key_file": str(files.keys), "ticket_secret_file": str(files.secret)}
+
+    def secure(side: Any, **more: object) -> Any:
+        extra = (*PATIENT, *common.items(), *more.items())
+        return dataclasses.replace(side, connector_extra=extra)
+
+    return dataclasses.replace(
+        plain,
+        name="secured-tp2-to-tp1",
+        prefill=(secure(plain.prefill[0], decode_allowlist=("127.0.0.0/8",)),),
+        decode=(secure(plain.decode[0], metaserver_token_file=str(files.token), tls_config=tls),),
+        proxy_args=(
+            *PATIENT_PROXY,
+            *("--metaserver-token-file", str(files.token), "--ticket-secret-file", str(files.secret)),
+            *("--metaserver-port", "0", "--metaserver-client-ca", str(files.authority.cert)),
+            *("--metaserver-tls-cert", str(files.proxy.cert), "--metaserver-tls-key", str(files.proxy.key)),
+        ),
+    )
+
+
+@pytest.fixture
+def cluster(secured: ClusterConfig, cluster_pool: ClusterPool) -> Cluster:
+    return cluster_pool.get(secured)
+
+
+def test_the_text_is_right(cluster: Cluster, client: Client, reference: Reference) -> None:
+    prompts = [random_prompt(tokens, "secured") for tokens in (5, 129, 300, 640, 1000, 2000)]
+    answers = at_once(client.complete, prompts, concurrency=len(prompts))
+    assert [answer.token_ids for answer in answers] == [reference.complete(prompt) for prompt in prompts]
+    streamed = client.complete(random_prompt(300, "secured stream"), stream=True)
+    assert streamed.token_ids == reference.complete(random_prompt(300, "secured stream"))
+    wait_all_blocks_free(cluster)
+
+
+@contextmanager
+def intercepted() -> Iterator[tuple[str, "queue.Queue[tuple[str | None, dict[str, Any]]]", threading.Event]]:
+    """A metaserver in place of the proxy's: its URL, what is posted to it (authorization, ticket), and what makes it
+    answer."""
+    posted: queue.Queue[tuple[str | None, dict[str, Any]]] = queue.Queue()
+    answer = threading.Event()
+
+    def keep(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        posted.put((handler.headers["Authorization"], json.loads(body)))
+        answer.wait(120)
+        handler.send_response(200)
+        handler.end_headers()
+
+    with metaserver(keep) as url:
+        try:
+            yield url, posted, answer
+        finally:
+            answer.set()
+
+
+def test_tickets_that_are_unsigned_altered_or_replayed(cluster: Cluster, client: Client, reference: Reference) -> None:
+    prompt = random_prompt(700, "intercepted")
+
+    def ask_engine(url: str, params: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+        body = {"model": client.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True, "kv_transfer_params": params}
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=240, trust_env=False)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def prefill(ticket: dict[str, Any]) -> str | None:
+        """What P says went wrong."""
+        params = ask_engine(cluster.prefill[0].url, ticket, 1)["kv_transfer_params"]
+        return None if params is None else params.get("error")
+
+    with intercepted() as (url, posted, answer), ThreadPoolExecutor(9) as pool:
+        wants = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": url}
+        decoded = pool.submit(ask_engine, cluster.decode[0].url, wants, 16)
+        authorization, ticket = posted.get(timeout=120)
+        assert authorization == f"Bearer {TOKEN}"
+        others = [random_prompt(tokens, "beside the intercepted") for tokens in (40, 200, 500, 850)]
+        beside = [pool.submit(client.complete, other) for other in others]
+
+        refused = {
+            "unsigned": {**ticket, "signature": ""},
+            "another-host": {**ticket, "remote_host": "192.0.2.1"},
+            "other-blocks": {**ticket, "remote_block_ids": [[block + 1 for block in ticket["remote_block_ids"][0]]]},
+            "another-attempt": {**ticket, "attempt": ticket["attempt"] + 1},
+            "prolonged": {**ticket, "expires_at": ticket["expires_at"] + 3600},
+        }
+        errors = {what: prefill(changed) for what, changed in refused.items()}
+        assert "not signed" in (errors.pop("unsigned") or "")
+        assert "not in decode_allowlist" in (errors.pop("another-host") or "")
+        assert all("altered" in (error or "") for error in errors.values()), errors
+
+        assert prefill(ticket) is None, "after all that was refused, the ticket itself is as good as before"
+        assert prefill(ticket) in ("this ticket is being served already", REPLAY)
+        answer.set()
+        assert tuple(decoded.result()["choices"][0]["token_ids"]) == reference.complete(prompt)
+        assert [one.result().token_ids for one in beside] == [reference.complete(other) for other in others]
+        wait_all_blocks_free(cluster)
+        assert prefill(ticket) == REPLAY
+    wait_all_blocks_free(cluster)
+
+
+def test_the_metaserver_takes_nothing_without_certificate_and_token(
+    cluster: Cluster, client: Client, files: Files
+) -> None:
+    named = re.search(r"post tickets to (https://\S+)", cluster.proxy.log.read_text())
+    assert named is not None
+    url, authorized = named[1], {"Authorization": f"Bearer {TOKEN}"}
+    known, stranger = (ssl.create_default_context(cafile=str(files.authority.cert)) for _ in range(2))
+    known.load_cert_chain(files.decode.cert, files.decode.key)
+    for headers in ({}, {"Authorization": "Bearer another"}, {"Authorization": f"bearer {TOKEN}"}):
+        response = httpx.post(url, json={}, headers=headers, verify=known, trust_env=False)
+        assert response.status_code == 401
+        assert "token" in response.json()["error"]
+    assert httpx.post(url, json={}, headers=authorized, verify=known, trust_env=False).status_code == 400
+    with pytest.raises(httpx.TransportError):
+        httpx.post(url, json={}, headers=authorized, verify=stranger, trust_env=False)
+    on_clients_port = f"{cluster.url}{METASERVER_PATH}"
+    assert httpx.post(on_clients_port, json={}, headers=authorized, trust_env=False).status_code == 404
+
+
+def test_the_side_channel_answers_nobody_else(cluster: Cluster, client: Client, reference: Reference) -> None:
+    plain = SideChannelClient()
+    try:
+        answer = ask(plain, f"tcp://127.0.0.1:{cluster.decode[0].kv_port}", timeout_s=3.0)
+        assert isinstance(answer, SideChannelError)
+    finally:
+        plain.close()
+    prompt = random_prompt(150, "after a plain client")
+    assert client.complete(prompt).token_ids == reference.complete(prompt)
+
+
+def test_no_log_shows_a_secret(cluster: Cluster, client: Client, files: Files) -> None:
+    client.complete(random_prompt(20, "one more before the logs are read"))
+    for server in (*cluster.prefill, *cluster.decode, cluster.proxy):
+        log = server.log.read_text(errors="replace")
+        assert str(files.keys) in log or server is cluster.proxy, "vLLM shows its config: this test looks at it"
+        for secret in files.contents():
+            assert secret not in log, f"{server.name} logged a secret"

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The traces of real engines: compute and push overlap, and what the command makes of them."""
+
+import os
+import subprocess
+
+import pytest
+
+from harness.client import Client, random_prompt
+from harness.engines import TRACED, Cluster, script
+from harness.models import TINY
+from harness.traces import clocks_agree, nests_properly, prefill_ranks, traced_requests
+
+pytestmark = [
+    pytest.mark.parametrize("cluster", [TRACED], ids=str, indirect=True),  # one of test_one_to_one's
+    pytest.mark.timeout(600),  # the first test of a cluster starts it
+]
+
+LAYERS = {f"model.layers.{n}.self_attn.attn" for n in range(TINY.layers)}
+
+
+def served(cluster: Cluster, client: Client, tokens: int, seed: str) -> tuple[str, int]:
+    """(the request's id on the engines, the bytes decode has received)."""
+    body = {"model": str(cluster.model), "prompt": random_prompt(tokens, seed), "max_tokens": 2, "temperature": 0}
+    answer = client.http.post("/v1/completions", json=body).raise_for_status().json()
+    return f"{answer['id']}-0", answer["kv_transfer_params"]["received_bytes"]
+
+
+def test_layers_are_on_their_way_while_others_are_computed(cluster: Cluster, client: Client) -> None:
+    """1,000 tokens are two steps of prefill."""
+    name, num_bytes = served(cluster, client, 1000, "timeline")
+    folder = cluster.prefill[0].traces
+    timeline, requests = traced_requests(folder, lambda all: any(name in r.names and r.to_ready for r in all))
+    [one] = [request for request in requests if name in request.names]
+    assert one.failures == []
+    assert one.bytes == num_bytes
+    nests_properly(timeline, one, LAYERS, regroups=True)
+    clocks_agree(timeline)
+    assert len(prefill_ranks(timeline)) == 2
+    # Overlap: all ranks' first push begins before the last layer is computed.
+    assert min(begin for begin, _ in one.pushed) < one.compute_end
+    assert one.issued < one.granted < one.push_end < one.ready
+    assert one.issued < one.compute_begin < one.compute_end < one.ready
+
+
+def test_no_trace_has_a_secret_or_a_prompt(cluster: Cluster, client: Client) -> None:
+    """Of what a trace says, only the names of requests, engines and layers vary."""
+    prompt = "the quick brown fox jumps over a lazy dog, " * 20
+    body = {"model": str(cluster.model), "prompt": prompt, "max_tokens": 2}
+    answer = client.http.post("/v1/completions", json=body).raise_for_status().json()
+    folder = cluster.prefill[0].traces
+    name = f"{answer['id']}-0"
+    traced_requests(folder, lambda all: any(name in r.names and r.to_ready for r in all))
+    text = "".join(file.read_text() for file in folder.glob("events-*.json"))
+    assert name in text
+    assert "quick brown" not in text
+    assert answer["choices"][0]["text"] not in text or not answer["choices"][0]["text"].strip()
+
+
+def test_the_command_draws_a_request(cluster: Cluster, client: Client, tmp_path) -> None:
+    name, _ = served(cluster, client, 700, "drawn")
+    folder = cluster.prefill[0].traces
+    traced_requests(folder, lambda all: any(name in r.names and r.to_ready for r in all))
+    ran = subprocess.run(
+        [script("vllm-ascend-pd"), "timeline", folder, "--request", name, "--png", tmp_path / "x.png"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert f"where the time of {name} went" in ran.stdout
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "timeline.html").stat().st_size > 1000

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A proxy between a client and stand-ins for vLLM engines, for the tests of the proxy."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from http.client import HTTPConnection
+from typing import Any
+
+import httpx
+from engine_standin import DecodeEngine, PrefillEngine, Servers
+
+from harness.waiting import wait_until
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.proxy.app import create_app
+from vllm_ascend_pd.proxy.settings import ProxySettings
+
+COMPLETION = {"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 8}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 8}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@dataclass
+class Cluster:
+    """A proxy, its engines, and a client of it."""
+
+    prefill: PrefillEngine = field(default_factory=PrefillEngine)
+    decode: DecodeEngine = field(default_factory=DecodeEngine)
+    client: httpx.Client = field(default_factory=httpx.Client)
+    prefill_url: str = ""
+    decode_url: str = ""
+
+    def send_only(self, path: str, body: dict[str, Any]) -> HTTPConnection:
+        """Sends a request and returns without waiting for an answer."""
+        connection = HTTPConnection(self.client.base_url.host, self.client.base_url.port, timeout=10)
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return connection
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        return self.client.post("/v1/completions", json={**COMPLETION, **fields})
+
+
+@contextmanager
+def running_cluster(
+    other_prefill: tuple[str, ...] = (),
+    other_decode: tuple[str, ...] = (),
+    only_prefill: tuple[str, ...] | None = None,
+    list_engines: bool = True,
+    prefill_engine: PrefillEngine | None = None,
+    decode_engine: DecodeEngine | None = None,
+    **settings: Any,
+) -> Iterator[Cluster]:
+    """`*_engine` stand in for the cluster's own, `other_*` engines come first in line; `only_prefill` replaces the
+    cluster's own. Engines are checked once. `list_engines`: whether the proxy is told of the cluster's own."""
+    settings.setdefault("check_interval", 600.0)
+    cluster = Cluster(prefill_engine or PrefillEngine(), decode_engine or DecodeEngine())
+    with Servers() as servers:
+        prefill_url = cluster.prefill_url = servers.start(lambda _: cluster.prefill.app)
+        decode_url = cluster.decode_url = servers.start(lambda _: cluster.decode.app)
+        proxy_url = servers.start(
+            lambda url: create_app(
+                ProxySettings(
+                    prefill=only_prefill or (*other_prefill, *([prefill_url] * list_engines)),
+                    decode=(*other_decode, *([decode_url] * list_engines)),
+                    metaserver_url=url + METASERVER_PATH,
+                    **settings,
+                )
+            )
+        )
+        with httpx.Client(base_url=proxy_url, trust_env=False, timeout=30) as cluster.client:
+            yield cluster
+
+
+@contextmanager
+def beside(
+    prefill: PrefillEngine | None = None, decode: DecodeEngine | None = None, **settings: Any
+) -> Iterator[Cluster]:
+    """A cluster with another engine, which is first in line for each request."""
+    with Servers() as others:
+        first = {"other_prefill": prefill, "other_decode": decode}
+        urls = {name: (others.start(lambda _, e=e: e.app),) for name, e in first.items() if e is not None}
+        with running_cluster(**urls, **settings) as cluster:
+            yield cluster
+
+
+eventually = partial(wait_until, timeout_s=30)
+
+
+def counted(cluster: Cluster) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    health = cluster.client.get("/health").json()
+    return health["retries"], health["failures"]
+
+
+@contextmanager
+def closing_server() -> Iterator[tuple[str, list[bytes]]]:
+    """A server that reads what it is sent and closes the connection: its URL, and what each request but health checks
+    sent."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    seen: list[bytes] = []
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                peer, _ = listener.accept()
+                with peer, suppress(OSError):
+                    peer.settimeout(10)
+                    sent = peer.recv(1 << 20)
+                    if not sent.startswith(b"GET /health"):
+                        seen.append(sent)
+                    peer.shutdown(socket.SHUT_WR)
+                    while peer.recv(65536):  # closing with bytes unread would be a reset
+                        pass
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", seen
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(10)
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "vllm_ascend_pd.cli", "proxy", *options]
+
+
+@contextmanager
+def running_proxy(
+    prefill: str, decode: str, *options: str, port: int = 0
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A proxy process and its port."""
+    process = subprocess.Popen(
+        command("--port", str(port), "--prefill", prefill, "--decode", decode, *options),
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert process.stderr is not None
+        found = re.search(r"port (\d+)", process.stderr.readline())
+        assert found is not None
+        yield process, int(found[1])
+    finally:
+        process.kill()
+        process.communicate(timeout=10)

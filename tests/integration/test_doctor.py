@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-ascend-pd doctor` as people run it: on this machine, and against a proxy with stand-ins for engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import anyio
+import msgspec
+import psutil
+import pytest
+from engine_standin import DecodeEngine, PrefillEngine, Servers
+from proxy_cluster import running_cluster
+
+from harness.waiting import wait_for
+from vllm_ascend_pd.doctor import child, loopback
+from vllm_ascend_pd.doctor.finding import Level, Report, Target
+from vllm_ascend_pd.doctor.loopback_process import Checked, Ready, Sent
+
+pytest.importorskip("mooncake.engine")
+
+NPU_SMI = """\
+#!/bin/sh
+cat <<'TABLE'
+| npu-smi 25.2.0                   Version: 25.2.0                                               |
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
+| 5     910B4               | OK            | 91.3        33                0    / 0             |
+| 0                         | 0000:C1:00.0  | 0           0    / 0          3197 / 65536         |
+TABLE
+"""
+HCCN_TOOL = """\
+#!/bin/sh
+case "$*" in
+  "-i 5 -link -g") echo "link status: UP" ;;
+  "-i 5 -ip -g") echo "ipaddr:192.0.2.10" ;;
+  "-i 5 -ping -g address 192.0.2.11") echo "3 packets transmitted, 0 received, 100.00% packet loss" ;;
+esac
+"""
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "vllm_ascend_pd.cli", "doctor", *arguments]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=280, env={**os.environ, **environment}
+    )
+
+
+def levels(report: Report) -> dict[str, Level]:
+    return {finding.check: finding.level for finding in report.findings}
+
+
+def test_a_machine(tmp_path: Path) -> None:
+    """All checks at once, with one that fails: a port that is taken. NPUs come from programs that stand in for the
+    driver's."""
+    for name, script in (("npu-smi", NPU_SMI), ("hccn_tool", HCCN_TOOL)):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run(
+            "--json",
+            "--kv-transfer-config",
+            f'{{"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer", "kv_port": {port}}}',
+            "--peer",
+            "192.0.2.11",
+            PATH=f"{tmp_path}:{os.environ['PATH']}",
+            VLLM_HOST_IP="127.0.0.1",
+        )
+    report = msgspec.json.decode(done.stdout, type=Report)
+    assert (report.target, report.ok, done.returncode) == (Target.MACHINE, False, 1)
+    found = levels(report)
+    assert found[f"ports.{port}"] is Level.ERROR
+    assert found["loading.host"] is Level.WARNING
+    for check in ("loading.ops", "loading.mooncake", "loading.connector", "config.connector", "npu.devices"):
+        assert found[check] is Level.OK, report
+    assert found["hccn.link.5"] is Level.OK
+    assert found["hccn.ping.5.192.0.2.11"] is Level.ERROR
+    [transfer] = [finding for finding in report.findings if finding.check == "transfer.loopback"]
+    assert transfer.level is Level.OK, transfer
+    assert transfer.figures["bytes"] == 64 << 20
+    assert transfer.figures["bytes_per_second"] > 0
+    assert "every byte right" in transfer.found
+    assert report.counts[Level.ERROR] == sum(level is Level.ERROR for level in found.values())
+    assert "loading torch, Mooncake, vLLM and the compiled ops ..." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bytes_that_are_not_what_was_sent_are_found() -> None:
+    """The receiver expects what follows from another seed, and must say so."""
+    size = 1 << 20
+    receiver = subprocess.Popen(
+        child.command("loopback_process", "receive", "1", str(size)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert receiver.stdout is not None
+        [ready] = child.lines(receiver.stdout.readline(), Ready)
+        sender = child.command("loopback_process", "send", "2", str(size), ready.session, str(ready.address))
+        sent = subprocess.run(sender, capture_output=True, text=True, timeout=60, check=True)
+        assert [each.descriptors for each in child.lines(sent.stdout, Sent)] == [4]
+        output, _ = receiver.communicate("look\n", timeout=60)
+        [checked] = child.lines(output, Checked)
+        assert size * 0.99 < checked.wrong <= size  # a byte in 256 is equal by chance, and nothing behind was written
+        assert receiver.returncode == 0
+    finally:
+        receiver.kill()
+        receiver.communicate()
+
+
+def test_a_transfer_that_cannot_be_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "soon")
+    [finding] = anyio.run(loopback.check)
+    assert finding.level is Level.ERROR
+    assert "the receiving process ended" in finding.found
+    assert "MC_TCP_PROGRESS_TIMEOUT_SEC='soon' is not a number" in finding.found
+    assert "MC_*" in finding.action
+
+
+def test_a_pair() -> None:
+    with running_cluster() as cluster:
+        proxy = str(cluster.client.base_url).rstrip("/")
+        health = cluster.client.get("/health").json()
+        [prefill], [decode] = health["prefill"], health["decode"]
+        urls = ("--proxy", proxy, "--prefill", prefill, "--decode", decode)
+        done = run(*urls, VLLM_API_KEY="geheim")
+        assert done.returncode == 0, done.stdout
+        asked = [each for each in cluster.prefill.received if each.path == "/v1/models"]
+        assert [each.headers.get("authorization") for each in asked] == ["Bearer geheim"]
+        assert "geheim" not in done.stdout + done.stderr
+        assert f"proxy {proxy} finds all its 2 engines healthy" in done.stdout
+        assert "known to 1." in done.stdout  # a Date is known to a second either way
+        assert "0 errors, 0 warnings, 2 notes" in done.stdout  # stand-ins have no /version
+        cluster.decode.healthy = False
+        time.sleep(1.1)  # the proxy does not ask engines more often than once a second
+        report = msgspec.json.decode(run(*urls, "--json").stdout, type=Report)
+        wrong = {check for check, level in levels(report).items() if level is Level.ERROR}
+        assert wrong == {"proxy.0.health", "proxy.0.engines", "decode.0.health"}
+
+
+def test_engines_that_do_not_answer_as_engines() -> None:
+    with Servers() as servers, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        frozen = PrefillEngine()
+        gone = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        prefill, decode = servers.start(lambda _: frozen.app), servers.start(lambda _: DecodeEngine().app)
+        frozen.frozen = True
+        done = run("--prefill", prefill, "--prefill", gone, "--decode", decode)
+        frozen.frozen = False
+    assert done.returncode == 1
+    assert f"prefill {prefill} did not answer within 5 s" in done.stdout
+    assert f"prefill {gone} cannot be connected to" in done.stdout
+    assert "asking proxy and engines ..." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--peer", "node-2"), "'node-2' is not an address"),
+        (("--jso",), "--jso"),
+    ],
+)
+def test_a_wrong_option_is_one_clear_line(options: tuple[str, ...], reason: str) -> None:
+    done = run(*options)
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith("vllm-ascend-pd: ")
+    assert reason in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_it_and_all_it_started(number: signal.Signals) -> None:
+    process = subprocess.Popen(command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        doctor = psutil.Process(process.pid)
+        children = wait_for(lambda: doctor.children(recursive=True), bool, 60)
+        assert process.stderr is not None
+        process.stderr.readline()  # that it loads: the child is on its way
+        process.send_signal(number)
+        output, log = process.communicate(timeout=20)
+        _, left = psutil.wait_procs(children, timeout=20)
+        assert left == []
+        assert output == ""
+        assert "Traceback" not in log
+        assert process.returncode == (130 if number is signal.SIGINT else -number)
+    finally:
+        process.kill()

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill processes that are stopped or die while they write: nothing lands in blocks that decode has given back, and
+another attempt delivers what the one before did not. Real processes, SIGSTOP and SIGKILL."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness.kv import Model, Prompt, Side, by_token
+from harness.rank_hosts import start_afresh
+from harness.rank_programs import DecodeRank, PrefillRank
+from harness.ranks import Pair, prefill, prompts, run
+from harness.waiting import wait_until
+from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.step import ProducerStep
+
+PATIENCE_S = 90.0
+CONFIG = {"lease_s": 6.0, "write_timeout_s": 1.0, "control_timeout_s": 2.0, "grant_timeout_s": PATIENCE_S}
+OVER_S = 6.0 + 5.0
+"""A lease, and the time bytes may take to arrive with Mooncake's timeouts of a second."""
+
+BIG = Model(layers=1, order=Order.HEAD_MAJOR, widths=(8192,))
+"""A block of 1 MiB: a batch of them does not fit into the buffers of sockets."""
+SMALL = Model(order=Order.HEAD_MAJOR, widths=(64,))
+OTHERS = 77.0
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    start_afresh()
+    made = Pair(*request.param, CONFIG)
+    yield made
+    for rank in made.p_ranks + made.d_ranks:
+        rank.freeze(False)
+    assert made.close() == []
+
+
+BIG_PAIR = pytest.mark.parametrize("pair", [(BIG, Side(1), Side(1))], indirect=True, ids=["big blocks"])
+
+
+def is_granted(rank: PrefillRank, request_id: str) -> bool:
+    destinations = rank.worker._transfers[request_id].state.destinations
+    return destinations is not None and all(d.granted or d.complete for d in destinations.values())
+
+
+def hold_writes(rank: PrefillRank) -> None:
+    """The next batch, whose lease has been looked at, waits for `let_go`."""
+    mooncake = rank.engine._engine
+    rank.held, rank.released = threading.Event(), threading.Event()
+
+    class Holding:
+        def __getattr__(self, name: str) -> Any:
+            if name == "batch_transfer_sync_write":
+                rank.held.set()
+                assert rank.released.wait(PATIENCE_S)
+            return getattr(mooncake, name)
+
+    rank.engine._engine = Holding()
+
+
+def is_held(rank: PrefillRank) -> bool:
+    return rank.held.is_set()
+
+
+def let_go(rank: PrefillRank) -> None:
+    rank.released.set()
+
+
+def fill(rank: DecodeRank, blocks: list[int]) -> None:
+    """The blocks have another owner."""
+    for parts in rank.caches.values():
+        for cache in parts:
+            by_token(rank.model, cache)[blocks] = OTHERS
+
+
+def holds_others(rank: DecodeRank, blocks: list[int]) -> bool:
+    caches = [by_token(rank.model, cache)[blocks] for parts in rank.caches.values() for cache in parts]
+    return all(bool((cache == OTHERS).all()) for cache in caches)
+
+
+def announced(pair: Pair, prompt: Prompt) -> dict[str, Ticket]:
+    """Prefill has the request's ticket and its grants, and has computed nothing yet."""
+    tickets = {prompt.request_id: pair.ticket(prompt)}
+    pair.expect([prompt], tickets)
+    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {prompt.request_id: prompt})
+    wait_until(lambda: all(pair.each(pair.p_ranks, "do", is_granted, prompt.request_id)), PATIENCE_S)
+    return tickets
+
+
+def stopped_in_a_batch(pair: Pair) -> tuple[Prompt, str]:
+    """Prefill stands still with half a batch sent: decode did not read until then. The request, and its ticket."""
+    [p_rank], [d_rank] = pair.p_ranks, pair.d_ranks
+    [small, big] = prompts(pair, [16, 50 * 16])
+    run(pair, [small])  # now they know each other
+    assert pair.wait_arrivals(1, PATIENCE_S) == ({small.request_id}, {})
+    assert pair.wait_sent(1, PATIENCE_S) == {}
+    tickets = announced(pair, big)
+    p_rank.call("do", hold_writes)
+    prefill(pair, [big], {})
+    wait_until(lambda: p_rank.call("do", is_held), PATIENCE_S)
+    d_rank.freeze()
+    p_rank.call("do", let_go)
+    time.sleep(0.2)
+    p_rank.freeze()
+    d_rank.freeze(False)
+    assert pair.differences([small, big]) != []  # something is still to come
+    return big, tickets[big.request_id].ticket_id
+
+
+@BIG_PAIR
+def test_blocks_are_kept_for_a_process_that_is_stopped(pair: Pair) -> None:
+    """Its lease has passed long ago; the client knows at once that its request failed."""
+    [p_rank], [d_rank] = pair.p_ranks, pair.d_ranks
+    prompt, ticket_id = stopped_in_a_batch(pair)
+    pair.cancel({ticket_id: "the client has left"})
+    reasons: dict[str, str] = {}
+
+    def is_warned_of() -> bool:
+        finished, failed, why, _ = d_rank.call("arrivals")
+        assert (finished, failed) == (set(), set())
+        reasons.update(why)
+        return any("its blocks are kept for prefill rank 0" in text for text in d_rank.call("warnings"))
+
+    wait_until(is_warned_of, PATIENCE_S)
+    time.sleep(2.0)
+    assert is_warned_of()
+    assert reasons.keys() == {ticket_id}
+    p_rank.freeze(False)
+    received, failed = wait_ended(pair)
+    assert (received, failed) == (set(), {prompt.request_id})
+    d_rank.call("do", fill, prompt.d_blocks)
+    assert "took the ticket back" in pair.wait_sent(1, PATIENCE_S)[prompt.request_id]
+    time.sleep(OVER_S)  # whatever was to come
+    assert d_rank.call("do", holds_others, prompt.d_blocks)
+
+
+@BIG_PAIR
+def test_blocks_are_given_back_when_the_process_has_ended(pair: Pair) -> None:
+    [p_rank], [d_rank] = pair.p_ranks, pair.d_ranks
+    prompt, ticket_id = stopped_in_a_batch(pair)
+    pair.kill(p_rank)
+    pair.cancel({ticket_id: "prefill answered 502"})
+    assert wait_ended(pair) == (set(), {prompt.request_id})
+    d_rank.call("do", fill, prompt.d_blocks)
+    time.sleep(OVER_S)
+    assert d_rank.call("do", holds_others, prompt.d_blocks)
+
+
+def wait_ended(pair: Pair) -> tuple[set[str], set[str]]:
+    """(received, failed) by the only decode rank, of the next request that ends."""
+    [d_rank] = pair.d_ranks
+    ended: list[tuple[set[str], set[str]]] = []
+
+    def has_ended() -> bool:
+        finished, failed, *_ = d_rank.call("arrivals")
+        ended.append((finished - failed, failed))
+        return bool(finished)
+
+    wait_until(has_ended, PATIENCE_S)
+    return ended[-1]
+
+
+@pytest.mark.parametrize(
+    "pair", [(Model(), Side(2), Side(1)), (SMALL, Side(1), Side(1))], indirect=True, ids=["gathered", "direct"]
+)
+def test_another_engine_delivers_what_one_that_died_did_not(pair: Pair) -> None:
+    """The one that died had its grants, so the other one waits until decode has fenced it."""
+    [prompt] = prompts(pair, [96])
+    [ticket] = announced(pair, prompt).values()
+    pair.restart_prefill("second")
+    attempt = msgspec.structs.replace(ticket, attempt=1)
+    prefill(pair, [prompt], {prompt.request_id: attempt})
+    assert pair.wait_arrivals(1, PATIENCE_S, others_follow=True) == ({prompt.request_id}, {})
+    assert pair.differences([prompt]) == []
+    assert pair.wait_sent(1, PATIENCE_S) == {}
+    warnings = pair.d_ranks[0].call("warnings")
+    assert any("attempt 0 failed: attempt 1 began before it had ended" in text for text in warnings), warnings
+
+
+@pytest.mark.parametrize("pair", [(Model(), Side(2), Side(2))], indirect=True, ids=["TP 2 to 2"])
+def test_another_attempt_writes_only_what_is_missing(pair: Pair) -> None:
+    """One of decode's ranks has everything: it may decode as soon as the other has, so nothing may write there."""
+    [prompt] = prompts(pair, [96])
+    [ticket] = announced(pair, prompt).values()
+    pair.kill(pair.p_ranks[1])
+    prefill(pair, [prompt], {})
+    wait_until(lambda: pair.d_ranks[0].call("arrivals")[0] == {prompt.request_id}, PATIENCE_S)
+    pair.d_ranks[0].call("do", fill, prompt.d_blocks)
+    pair.restart_prefill("second")
+    attempt = msgspec.structs.replace(ticket, attempt=1)
+    prefill(pair, [prompt], {prompt.request_id: attempt})
+    wait_until(lambda: pair.d_ranks[1].call("arrivals")[0] == {prompt.request_id}, PATIENCE_S)
+    assert pair.wait_sent(1, PATIENCE_S) == {}
+    assert pair.d_ranks[0].call("do", holds_others, prompt.d_blocks)
+    assert pair.d_ranks[1].call("differences", [prompt]) == []

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode engines that prefill must not believe: hosts outside the allow-list, and what is not theirs to take back."""
+
+import queue
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from harness.channels import HOST, PATIENCE_S
+from harness.kv import Model, Side
+from harness.rank_programs import PrefillRank
+from harness.ranks import Pair, prefill, prompts
+from vllm_ascend_pd.core.protocol import Message, Problem, Revoke, Writer
+from vllm_ascend_pd.step import ProducerStep
+from vllm_ascend_pd.transport.side_channel import Peer, Server
+
+CONFIG = {"grant_timeout_s": 5.0, "control_timeout_s": 2.0, "transfer_timeout_s": 20.0}
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(Model(), Side(2), Side(1), CONFIG | request.param)
+    yield made
+    assert made.close() == []
+
+
+@pytest.mark.parametrize("pair", [{"decode_allowlist": ["10.0.0.0/8"]}], indirect=True, ids=["listed"])
+def test_an_engine_whose_ranks_are_outside_the_allow_list(pair: Pair) -> None:
+    requests = prompts(pair, [64])
+    tickets = {request.request_id: pair.ticket(request) for request in requests}
+    pair.expect(requests, tickets)
+    prefill(pair, requests, tickets)
+    reason = pair.wait_sent(1)["request-0"]
+    assert "decode's rank (0, 0): host '127.0.0.1' is not in decode_allowlist" in reason
+    assert pair.differences([]) == [], "not one byte"
+    received, failed = pair.wait_arrivals(1, timeout_s=60)
+    assert received == set()
+    assert "not in decode_allowlist" not in failed["request-0"], "prefill did not go there, not even to say so"
+
+
+def writer_of(rank: PrefillRank, ticket_id: str) -> Writer:
+    peers = rank.worker._peers
+    [number] = [number for number, transfer in peers._transfers.items() if transfer.ticket.ticket_id == ticket_id]
+    return peers._writer(number)
+
+
+@pytest.mark.parametrize("pair", [{}], indirect=True, ids=["private"])
+def test_another_engine_cannot_take_a_ticket_back(pair: Pair) -> None:
+    contacts: queue.Queue[Peer] = queue.Queue()
+
+    def handle(message: Message, peer: Peer) -> Message:
+        contacts.put(peer)
+        return Problem("I am busy with other things")
+
+    requests = prompts(pair, [96, 64])
+    meddled, elsewhere = requests
+    tickets = {meddled.request_id: pair.ticket(meddled)}
+    pair.expect([meddled], tickets)
+    meddler = Server(HOST, 0, handle)
+    try:
+        port = int(meddler.endpoint.rpartition(":")[2])
+        decoy = msgspec.structs.replace(pair.ticket(elsewhere), remote_engine_id="meddler", remote_port=port)
+        step = ProducerStep(tickets=tickets | {elsewhere.request_id: decoy})
+        pair.each(pair.p_ranks, "step", step, {p.request_id: p for p in requests})
+        ticket_id = tickets[meddled.request_id].ticket_id
+        writers = pair.each(pair.p_ranks, "do", writer_of, ticket_id)  # not even they are any use to the meddler
+        for _ in pair.p_ranks:
+            peer = contacts.get(timeout=PATIENCE_S)
+            for writer in writers:
+                peer.send(Revoke(ticket_id, 0, writer, "the test meddles"))
+        prefill(pair, requests, {})
+        assert pair.wait_arrivals(1) == ({"request-0"}, {})
+        failed = pair.wait_sent(2)
+    finally:
+        meddler.close()
+    assert failed.keys() == {"request-1"}
+    assert "busy with other things" in failed["request-1"]
+    assert pair.differences([meddled]) == []

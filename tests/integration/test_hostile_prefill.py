@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages to a decode rank from who has not got the ticket, or lies about itself: somebody else's transfer goes on."""
+
+import queue
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from harness.channels import PATIENCE_S, ask
+from harness.kv import Model, Side
+from harness.ranks import Pair, Prompt, prefill, prompts
+from vllm_ascend_pd.core.protocol import (
+    Acknowledged,
+    Describe,
+    Granted,
+    GrantRequest,
+    Message,
+    Problem,
+    Refused,
+    Report,
+    Revoke,
+    Writer,
+)
+from vllm_ascend_pd.core.ticket import MAX_TP, Ticket
+from vllm_ascend_pd.core.topology import Sharding, sharding
+from vllm_ascend_pd.transport.side_channel import Client
+
+SIZE = 2
+HONEST = Writer("prefill", 0, 0)
+
+
+class Stranger:
+    """Connects to a decode rank as a prefill rank does."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._client = Client()
+        self._endpoint = pair.descriptions[0].control
+
+    def say(self, message: Message) -> object:
+        answers: queue.Queue[object] = queue.Queue()
+        self._client.request(self._endpoint, message, PATIENCE_S, answers.put)
+        return answers.get(timeout=PATIENCE_S)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    made = Pair(Model(), Side(SIZE), Side(1))
+    yield made
+    assert made.close() == []
+
+
+@pytest.fixture
+def stranger(pair: Pair) -> Iterator[Stranger]:
+    stranger = Stranger(pair)
+    yield stranger
+    stranger.close()
+
+
+def expected(pair: Pair) -> tuple[list[Prompt], dict[str, Ticket], Ticket]:
+    requests = prompts(pair, [64])
+    tickets = {request.request_id: pair.ticket(request) for request in requests}
+    pair.expect(requests, tickets)
+    return requests, tickets, tickets["request-0"]
+
+
+def arrives(pair: Pair, requests: list[Prompt], tickets: dict[str, Ticket]) -> None:
+    """The transfer that was meddled with."""
+    prefill(pair, requests, tickets)
+    assert pair.wait_arrivals(1) == ({"request-0"}, {})
+    assert pair.wait_sent(1) == {}
+
+
+def asks(ticket: Ticket, **changes: object) -> GrantRequest:
+    request = GrantRequest(ticket.ticket_id, ticket.attempt, ticket.digest(), HONEST, sharding(SIZE), (0,), 1.0)
+    return msgspec.structs.replace(request, **changes)
+
+
+def test_reports_from_who_has_not_got_the_ticket_end_nothing(pair: Pair, stranger: Stranger) -> None:
+    requests, tickets, ticket = expected(pair)
+    for writer in (HONEST, Writer("prefill", 0, 1), Writer("stranger", 0, 0)):
+        for reason in (None, "I say that it failed"):
+            for digest in ("", "0" * 32, ticket.digest()[:-1]):
+                report = Report(ticket.ticket_id, 0, writer, reason, digest=digest)
+                assert stranger.say(report) == Acknowledged(), "an answer tells nothing"
+    arrives(pair, requests, tickets)
+
+
+def test_who_has_not_got_the_ticket_does_not_decide_who_writes(pair: Pair, stranger: Stranger) -> None:
+    requests, tickets, ticket = expected(pair)
+    mine = Writer("stranger", 0, 0)
+    for changes in ({"digest": "0" * 32}, {"digest": ""}, {"digest": "0" * 32, "attempt": 1}):
+        for shape in (sharding(SIZE), sharding(1)):
+            refused = stranger.say(asks(ticket, writer=mine, sharding=shape, **changes))
+            assert isinstance(refused, Refused)
+            assert not refused.retry
+    arrives(pair, requests, tickets)
+
+
+LIES = {
+    "a-rank-outside": {"writer": Writer("prefill", 0, SIZE)},
+    "too-many-ranks": {"sharding": Sharding(1, (0,) * (MAX_TP + 1))},
+    "no-such-heads": {"sharding": sharding(3)},
+    "tp-without-end": {"sharding": Sharding(2**31 - 1, (0,) * 8)},
+    "shares-without-end": {"sharding": Sharding(1, (0, 2**31 - 1))},
+    "every-rank-its-share": {"sharding": Sharding(1, tuple(range(MAX_TP)), 2**31 - 1), "covers": ()},
+    "tensors-it-has-not": {"covers": (2**31 - 1,)},
+    "another-rank's-tensors": {"covers": tuple(range(100))},
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_lies_of_who_has_the_ticket(pair: Pair, stranger: Stranger, lie: dict[str, object]) -> None:
+    """They may cost it its own ticket, nothing else: the rank answers, and serves the next."""
+    _, _, ticket = expected(pair)
+    answer = stranger.say(asks(ticket, **lie))
+    assert isinstance(answer, Refused | Granted)
+    if isinstance(answer, Granted):
+        assert lie.get("covers") == ()
+    assert isinstance(stranger.say(asks(ticket, digest="0" * 32)), Refused)
+    failure = Report(ticket.ticket_id, 0, HONEST, "the test ends it", digest=ticket.digest())
+    assert stranger.say(failure) == Acknowledged()
+    if isinstance(answer, Granted):
+        assert stranger.say(failure) == Acknowledged()
+    received, failed = pair.wait_arrivals(1, timeout_s=60)
+    assert (received, set(failed)) == (set(), {"request-0"})
+    again, tickets, _ = expected(pair)
+    arrives(pair, again, tickets)
+
+
+def test_what_a_decode_rank_is_not_asked(pair: Pair, stranger: Stranger) -> None:
+    requests, tickets, ticket = expected(pair)
+    for message in (Describe("decode"), Revoke(ticket.ticket_id, 0, HONEST, "mine now"), Acknowledged(), Granted(1.0)):
+        assert isinstance(stranger.say(message), Problem)
+    arrives(pair, requests, tickets)
+    client = Client()
+    try:
+        answer = ask(client, pair.listener.endpoint, "another engine")
+    finally:
+        client.close()
+    assert isinstance(answer, Problem)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example: its hosts.yaml becomes commands that the launch scripts, vLLM and the connector understand; its
+manifests are what Kubernetes' schemas and the LeaderWorkerSet's say."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from vllm_ascend_pd.config import ConnectorConfig, parse_config
+from vllm_ascend_pd.launch.hosts import HostsFile
+from vllm_ascend_pd.launch.plan import make_plan
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLES = REPOSITORY / "examples"
+HOSTS = sorted(EXAMPLES.glob("*/hosts*.yaml"))
+MANIFESTS = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
+KUBERNETES = "1.37.0"
+
+ENVIRONMENT = {
+    "PATH": os.environ["PATH"],
+    "PYTHON": sys.executable,
+    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+    "HOME": "/nonexistent",
+}
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, shlex.join(command) + done.stderr
+    return done.stdout
+
+
+def dry_run(command: tuple[str, ...]) -> list[str]:
+    """What a launch script would run."""
+    script = next(i for i, word in enumerate(command) if word.endswith(".sh"))
+    shown = run(*command[: script + 1], "--dry-run", *command[script + 1 :])
+    return shlex.split(shown.splitlines()[-1].removeprefix("exec "))
+
+
+@cache
+def vllm_parser() -> Any:
+    """Of `vllm serve`."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def connector_config(transfer: Any) -> ConnectorConfig:
+    """Of ours, by itself or below a MultiConnector."""
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector == "MultiConnector":
+        [ours] = [one for one in extra["connectors"] if one["kv_connector"] == "LayerwisePushConnector"]
+        return parse_config(ours.get("kv_connector_extra_config", {}))
+    assert transfer.kv_connector == "LayerwisePushConnector"
+    return parse_config(extra)
+
+
+def understood(words: list[str], role: str) -> None:
+    """vLLM takes the command, and the connector its configuration."""
+    assert words[1] == "serve"
+    arguments = vllm_parser().parse_args(words[2:])
+    assert arguments.kv_transfer_config.kv_role == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+    config = connector_config(arguments.kv_transfer_config)
+    assert bool(config.metaserver_allowlist) == (role == "decode")
+
+
+@pytest.mark.parametrize("path", HOSTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_hosts_become_commands_that_are_understood(path: Path, tmp_path: Path) -> None:
+    shown = run(str(REPOSITORY / "scripts/launch_cluster.sh"), str(path), "--dry-run")
+    plan = make_plan(HostsFile.read(path).cluster, sys.executable, str(REPOSITORY))
+    assert [line for line in shown.splitlines() if not line.startswith("#")] == [
+        shlex.join(process.command) for process in plan.processes
+    ]
+    # Files of other connectors are on the hosts; the example has them beside it.
+    commands = [tuple(_here(word, path.parent) for word in process.command) for process in plan.processes]
+    with ThreadPoolExecutor(4) as pool:
+        printed = list(pool.map(dry_run, commands))
+    for process, words in zip(plan.processes, printed, strict=True):
+        role = process.name.partition("-")[0]
+        if role == "proxy":
+            assert words[1] == "proxy"
+        elif "-ray-" in process.name:
+            assert words[1] == "start"
+        else:
+            understood(words, role)
+
+
+def _here(word: str, example: Path) -> str:
+    return str(example / Path(word).name) if word == "/etc/pd/pool-connector.json" else word
+
+
+def test_every_example_says_what_to_run_and_what_to_expect() -> None:
+    for example in {path.parent for path in (*HOSTS, *MANIFESTS)}:
+        readme = (example / "README.md").read_text()
+        assert "expect" in readme.lower() or "shows, after" in readme, example
+        for command in re.findall(r"scripts/launch_\w+\.sh (examples/\S+)", readme):
+            assert (REPOSITORY / command).is_file(), command
+        for line in re.findall(r"^scripts/launch_(?:prefill|decode|proxy)\.sh .*$", readme, re.MULTILINE):
+            script, *options = shlex.split(line)
+            assert dry_run((str(REPOSITORY / script), *options))[1] in ("serve", "start", "proxy")
+
+
+# From the LeaderWorkerSet API v1 (kubernetes-sigs/lws, config/crd/bases); pod templates are checked as pods.
+LEADER_WORKER_SET = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "leaderworkerset.x-k8s.io/v1"},
+        "kind": {"const": "LeaderWorkerSet"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["leaderWorkerTemplate"],
+            "properties": {
+                "replicas": {"type": "integer", "minimum": 0},
+                "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+                "networkConfig": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["subdomainPolicy"],
+                    "properties": {"subdomainPolicy": {"enum": ["Shared", "UniquePerReplica"]}},
+                },
+                "rolloutStrategy": {"type": "object", "required": ["type"]},
+                "leaderWorkerTemplate": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["workerTemplate"],
+                    "properties": {
+                        "size": {"type": "integer", "minimum": 1},
+                        "restartPolicy": {"enum": ["RecreateGroupOnPodRestart", "None"]},
+                        "leaderTemplate": {"type": "object", "required": ["spec"]},
+                        "workerTemplate": {"type": "object", "required": ["spec"]},
+                        "subGroupPolicy": {"type": "object"},
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+def resources(path: Path) -> Iterator[dict[str, Any]]:
+    yield from yaml.safe_load_all(path.read_text())
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_manifests_are_valid(path: Path) -> None:
+    for resource in resources(path):
+        if resource["kind"] != "LeaderWorkerSet":
+            kubernetes_validate.validate(resource, KUBERNETES, strict=True)
+            continue
+        jsonschema.validate(resource, LEADER_WORKER_SET)
+        for template in pod_templates(resource).values():
+            kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **template}, KUBERNETES, strict=True)
+
+
+def test_the_validator_refuses_what_is_wrong() -> None:
+    """Were it to let all through, the test above would show nothing."""
+    [_, *services, _] = resources(EXAMPLES / "kubernetes/services.yaml")
+    services[0]["spec"]["ports"][0]["portt"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(services[0], KUBERNETES, strict=True)
+
+
+def pod_templates(resource: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    template = resource["spec"]["leaderWorkerTemplate"]
+    return {"0": template["leaderTemplate"], "1": template["workerTemplate"]}
+
+
+def expanded(command: list[str], values: dict[str, str]) -> tuple[str, ...]:
+    """A container's command with `$(NAME)` replaced, and this repository for the image's."""
+    words = [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in command]
+    return tuple(word.replace("/opt/vllm-ascend-pd", str(REPOSITORY)) for word in words)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_pods_run_commands_that_are_understood(role: str) -> None:
+    [resource] = resources(EXAMPLES / f"kubernetes/{role}.yaml")
+    size = resource["spec"]["leaderWorkerTemplate"]["size"]
+    for index, template in pod_templates(resource).items():
+        [container] = template["spec"]["containers"]
+        # What Kubernetes and the LeaderWorkerSet's controller put there.
+        values = {"POD_IP": f"10.0.0.{index}", "LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": index}
+        values["LWS_LEADER_ADDRESS"] = f"{role}-0.{role}.pd"
+        command = dry_run(expanded(container["command"], values))
+        understood(command, role)
+        assert ("--headless" in command) == (index == "1")
+        if index == "0":
+            port = command[command.index("--port") + 1]
+            assert {"name": "http", "containerPort": int(port)} in container["ports"]
+            assert all(container[probe]["httpGet"] == {"path": "/health", "port": "http"} for probe in PROBES)
+
+
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+
+def test_pods_find_each_other() -> None:
+    kinds = {(one["kind"], one["metadata"]["name"]): one for path in MANIFESTS for one in resources(path)}
+    proxy = kinds["Deployment", "proxy"]
+    [container] = proxy["spec"]["template"]["spec"]["containers"]
+    command = dry_run(expanded(container["command"], {}))
+    # The leaders' names, at the ports that the engines serve at.
+    for role, port in (("prefill", 8100), ("decode", 8200)):
+        assert command[command.index(f"--{role}") + 1] == f"http://{role}-0.{role}:{port}"
+        service = kinds["Service", f"{role}-engines"]["spec"]
+        leader = pod_templates(kinds["LeaderWorkerSet", role])["0"]
+        assert service["clusterIP"] == "None"
+        assert service["selector"].items() <= leader["metadata"]["labels"].items()
+        assert service["ports"][0]["port"] == port
+    # Decode posts tickets to the proxy's Service, which is what its allow-list has.
+    url = command[command.index("--metaserver-url") + 1]
+    assert url == "http://proxy:8000/v1/metaserver"
+    [decode] = [word for word in _command_of(kinds["LeaderWorkerSet", "decode"]) if word.startswith("--metaserver=")]
+    assert url.startswith(decode.removeprefix("--metaserver="))
+    assert kinds["Service", "proxy"]["spec"]["selector"] == proxy["spec"]["selector"]["matchLabels"]
+    # Keys are files of a Secret that nobody else may read: the connector refuses others.
+    for template in (proxy["spec"]["template"], *pod_templates(kinds["LeaderWorkerSet", "decode"]).values()):
+        secrets = [volume["secret"] for volume in template["spec"]["volumes"] if "secret" in volume]
+        assert [secret["defaultMode"] for secret in secrets] == [0o600]
+
+
+def _command_of(resource: dict[str, Any]) -> list[str]:
+    [container] = pod_templates(resource)["0"]["spec"]["containers"]
+    return list(container["command"])
+
+
+def test_the_pools_files_are_json() -> None:
+    for path in (EXAMPLES / "kv-pool").glob("*.json"):
+        assert isinstance(json.loads(path.read_text()), dict)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines get requests, by what they say of their load and health and by what the proxy has sent them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from engine_standin import DecodeEngine, PrefillEngine
+from proxy_cluster import CHAT, Cluster, beside, eventually, running_cluster
+
+OFTEN = {"check_interval": 0.1}
+
+
+def metrics(running: int, waiting: int, kv_use: float) -> str:
+    return (
+        f"vllm:num_requests_running {running}\nvllm:num_requests_waiting {waiting}\n"
+        f'vllm:kv_cache_usage_perc {kv_use}\nvllm:cache_config_info{{num_gpu_blocks="1000",block_size="128"}} 1\n'
+    )
+
+
+def withheld(cluster: Cluster) -> dict[str, dict[str, str]]:
+    return cluster.client.get("/health").json()["withheld"]
+
+
+def test_engines_that_others_keep_busy_are_spared() -> None:
+    prefill, decode = PrefillEngine(), DecodeEngine()
+    prefill.metrics, decode.metrics = metrics(8, 20, 0.5), metrics(100, 0, 0.9)
+    with beside(prefill, decode, **OFTEN) as cluster:
+        cluster.prefill.metrics, cluster.decode.metrics = metrics(0, 0, 0.0), metrics(90, 0, 0.1)
+        for engine in (prefill, decode, cluster.prefill, cluster.decode):
+            for _ in range(2):  # the first answer has been read when the second is asked for
+                assert engine.metrics_read.acquire(timeout=20)
+        for _ in range(3):
+            assert cluster.complete().status_code == 200
+        assert prefill.received == decode.received == []
+
+
+def test_engine_that_has_not_answered_is_spared() -> None:
+    slow = PrefillEngine()
+    slow.hangs = True
+    with beside(slow, prefill_attempts=1) as cluster, ThreadPoolExecutor(1) as client:
+        first = client.submit(cluster.complete)
+        assert slow.working.wait(10)
+        for _ in range(3):
+            assert cluster.complete().status_code == 200
+        assert len(slow.received) == 1
+        slow.hangs = False
+        assert not first.done()
+        failure = {"attempt": 0, "reason": "over", "final": True, "request_id": "", "ticket_id": ""}
+        failure.update({name: cluster.decode.tickets[0][name] for name in ("request_id", "ticket_id")})
+        assert cluster.client.post("/v1/metaserver/failure", json=failure).status_code == 200
+        assert first.result().status_code == 200
+
+
+def test_conversations_stay_where_their_prefix_is() -> None:
+    prefill, decode = PrefillEngine(), DecodeEngine()
+    with beside(prefill, decode) as cluster:
+        turns = [{"role": "user", "content": "all about KV caches " * 100}]
+        for number in range(4):
+            turns.append({"role": "user", "content": f"question {number}"})
+            body = {**CHAT, "messages": turns}
+            assert cluster.client.post("/v1/chat/completions", json=body).status_code == 200
+        for one, other in ((prefill, cluster.prefill), (decode, cluster.decode)):
+            assert sorted((len(one.received), len(other.received))) == [0, 4]
+
+
+def test_round_robin_by_name() -> None:
+    prefill = PrefillEngine()
+    with beside(prefill, strategy="round-robin") as cluster:
+        for _ in range(4):
+            assert cluster.complete(prompt="the same long prompt " * 100).status_code == 200
+        assert len(prefill.received) == len(cluster.prefill.received) == 2
+
+
+def test_ejection_and_return() -> None:
+    sick = DecodeEngine()
+    sick.healthy = False
+    with beside(decode=sick, eject_after=2, return_after=2, **OFTEN) as cluster:
+        eventually(lambda: list(withheld(cluster)["decode"].values()) == ["ejected: HTTP 503"])
+        for _ in range(3):
+            assert cluster.complete().status_code == 200
+        assert sick.received == []
+        # It is better than none.
+        cluster.decode.refusal = (503, {"error": {"message": "shutting down"}})
+        assert cluster.complete().status_code == 200
+        assert len(sick.received) == 1
+        sick.healthy = True
+        eventually(lambda: withheld(cluster) == {"prefill": {}, "decode": {}})
+        cluster.decode.refusal = None
+        sick.received.clear()
+        for _ in range(4):
+            assert cluster.complete().status_code == 200
+        assert sick.received
+
+
+def test_engine_that_fails_every_request_is_not_the_least_loaded() -> None:
+    broken = PrefillEngine()
+    broken.transfer_error = "no device"
+    with beside(broken, eject_after=2) as cluster:
+        for _ in range(12):
+            assert cluster.complete().status_code == 200
+        assert len(broken.received) == 2
+
+
+def test_health_is_about_engines_that_may_be_asked() -> None:
+    with running_cluster(**OFTEN) as cluster:
+        health = cluster.client.get("/health")
+        assert health.status_code == 200
+        assert health.json() == {
+            "status": "ok",
+            "prefill": {cluster.prefill_url: "ok"},
+            "decode": {cluster.decode_url: "ok"},
+            "withheld": {"prefill": {}, "decode": {}},
+            "problems": [],
+            "retries": {"prefill": 0, "decode": 0},
+            "failures": {"prefill": {}, "decode": {}},
+        }

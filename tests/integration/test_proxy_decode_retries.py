@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode engines that fail: which requests the proxy sends to another one, and which not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from engine_standin import INTERNAL_ERROR, DecodeEngine, event, make_failure, make_ticket
+from proxy_cluster import CHAT, STREAM, beside, closing_server, counted, running_cluster
+
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+
+FAILURE_PATH = METASERVER_PATH + "/failure"
+ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+
+
+def fail_inside(engine: DecodeEngine) -> None:
+    engine.fails = True
+
+
+def refuse_all(engine: DecodeEngine) -> None:
+    engine.refusal = (503, {"error": {"message": "loading"}})
+
+
+def break_off(engine: DecodeEngine) -> None:
+    engine.breaks_off = True
+
+
+def fail_after_the_role(engine: DecodeEngine) -> None:
+    engine.first_events = [ROLE]
+    engine.fails = True
+
+
+def explain(engine: DecodeEngine) -> None:
+    engine.fails = True
+    engine.explains = "prefill rank 1 went silent"
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "stream"),
+    [
+        (fail_inside, "server error", {}),
+        (fail_inside, "server error", STREAM),
+        (refuse_all, "server error", STREAM),
+        (break_off, "connection lost", STREAM),
+        (fail_after_the_role, "server error", STREAM),
+        (explain, "transfer failed", {}),
+        (explain, "transfer failed", STREAM),
+    ],
+)
+def test_failed_decode_goes_to_another_engine(
+    fault: Callable[[DecodeEngine], None], kind: str, stream: dict[str, Any]
+) -> None:
+    failing = DecodeEngine()
+    fault(failing)
+    with beside(decode=failing) as cluster:
+        response = cluster.client.post("/v1/chat/completions", json={**CHAT, **stream})
+        assert response.status_code == 200
+        (first,), (second,) = failing.received, cluster.decode.received
+        assert first.body == second.body
+        assert first.headers["x-request-id"] != second.headers["x-request-id"]
+        assert response.headers["x-request-id"] == second.headers["x-request-id"]
+        if stream:
+            assert response.content == cluster.decode.expected_stream(second)
+        # Tickets of the first attempt match nothing any more.
+        late = make_ticket(f"chatcmpl-{first.headers['x-request-id']}", "ticket-0")
+        assert cluster.client.post(METASERVER_PATH, json=late).status_code == 404
+        assert counted(cluster) == ({"prefill": 0, "decode": 1}, {"prefill": {}, "decode": {kind: 1}})
+
+
+def test_decode_that_closes_the_connection_is_replaced() -> None:
+    with closing_server() as (url, seen), running_cluster(other_decode=(url,)) as cluster:
+        assert cluster.complete().status_code == 200
+        assert len(seen) == 1
+        assert counted(cluster)[1]["decode"] == {"connection lost": 1}
+
+
+def test_prefills_of_a_failed_attempt_are_cancelled_first() -> None:
+    """The first engine posts its ticket and dies."""
+    dying = DecodeEngine()
+    with beside(decode=dying) as cluster, ThreadPoolExecutor(1) as client:
+        cluster.prefill.hangs = True
+        answer = client.submit(cluster.complete)
+        assert cluster.prefill.working.wait(5)
+        cluster.prefill.hangs = False
+        failure = make_failure(dying.tickets[0], "registered memory is gone", final=True)
+        assert cluster.client.post(FAILURE_PATH, json=failure).status_code == 200
+        assert answer.result().status_code == 200
+        assert cluster.prefill.cancelled.is_set()
+        assert dying.cancelled.wait(5)
+        ids = [sent.headers["x-request-id"] for sent in cluster.prefill.received]
+        assert ids == [dying.received[0].headers["x-request-id"], cluster.decode.received[0].headers["x-request-id"]]
+
+
+def test_transfer_that_failed_for_good_is_tried_again_at_the_same_decode_engine() -> None:
+    """No KV came: that says nothing about decode, which is asked again if there is no other."""
+    with running_cluster() as cluster:
+        cluster.decode.fails = True
+        cluster.decode.explains = "prefill rank 1 went silent"
+        response = cluster.complete()
+        assert response.status_code == 502
+        assert "went silent" in response.json()["error"]["message"]
+        assert len(cluster.decode.received) == 2
+
+
+def test_the_same_decode_engine_is_asked_again_if_the_other_cannot_be_reached() -> None:
+    with closing_server() as (gone, _):
+        pass
+    with running_cluster(other_decode=(gone,)) as cluster:
+        cluster.decode.fails = True
+        cluster.decode.explains = "the lease ran out"
+        assert cluster.complete().status_code == 502
+        assert len(cluster.decode.received) == 2
+
+
+def test_the_only_decode_engine_is_not_asked_again_after_an_error() -> None:
+    with running_cluster() as cluster:
+        cluster.decode.fails = True
+        response = cluster.complete()
+        assert (response.status_code, response.json()) == (500, INTERNAL_ERROR)
+        assert len(cluster.decode.received) == 1
+
+
+def test_decode_attempts_are_bounded() -> None:
+    failing = DecodeEngine()
+    failing.fails = True
+    for attempts, asked in ((1, 1), (2, 2), (5, 2)):
+        with beside(decode=failing, decode_attempts=attempts) as cluster:
+            cluster.decode.fails = True
+            failing.received.clear()
+            assert cluster.complete(stream=True).status_code == 500
+            assert len(failing.received) + len(cluster.decode.received) == asked
+
+
+@pytest.mark.parametrize("status", [400, 404, 429])
+def test_decodes_bad_request_is_not_tried_again(status: int) -> None:
+    refusing = DecodeEngine()
+    refusing.refusal = (status, {"error": {"message": "no", "code": status}})
+    with beside(decode=refusing) as cluster:
+        response = cluster.complete()
+        assert (response.status_code, response.json()) == refusing.refusal
+        assert cluster.decode.received == []
+
+
+def test_nothing_is_tried_again_once_the_client_has_a_token() -> None:
+    dying = DecodeEngine()
+    dying.dies_after_first_token = True
+    with beside(decode=dying) as cluster:
+        response = cluster.complete(stream=True)
+        first, *_, last = response.text.strip().split("\n\n")
+        assert "ÿ 0" in first
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == 502
+        assert cluster.decode.received == []
+
+
+def test_big_first_events_pass() -> None:
+    with running_cluster() as cluster:
+        cluster.decode.first_events = [ROLE, {"choices": [{"index": 0, "delta": {"content": "x" * 3_000_000}}]}]
+        response = cluster.client.post("/v1/chat/completions", json={**CHAT, **STREAM})
+        expected = b"".join(map(event, cluster.decode.first_events))
+        assert response.content == expected + cluster.decode.expected_stream(cluster.decode.received[0])

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that come, drain and go while the proxy runs: by its admin API, a file, and DNS names."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from engine_standin import DecodeEngine, PrefillEngine, Servers
+from proxy_cluster import Cluster, beside, eventually, running_cluster
+
+ENGINES = "/admin/engines"
+TOKEN = {"Authorization": "Bearer a-secret"}
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text("a-secret\n")
+    return str(file)
+
+
+@pytest.fixture
+def cluster(token_file: str) -> Iterator[Cluster]:
+    with running_cluster(admin_token_file=token_file) as running:
+        yield running
+
+
+@pytest.fixture
+def servers() -> Iterator[Servers]:
+    with Servers() as running:
+        yield running
+
+
+def admin(cluster: Cluster, method: str, path: str = "", **options: Any) -> httpx.Response:
+    return cluster.client.request(method, ENGINES + path, headers=TOKEN, **options)
+
+
+def listed(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    return {engine["url"]: engine for engine in admin(cluster, "GET").json()["engines"]}
+
+
+# --- the admin API ----------------------------------------------------------------------------------------
+
+
+def test_without_a_token_file_there_is_no_admin_api() -> None:
+    with running_cluster() as cluster:
+        assert admin(cluster, "GET").status_code == 404
+        assert admin(cluster, "POST", json={"role": "decode", "url": "http://127.0.0.1:1"}).status_code == 404
+
+
+@pytest.mark.parametrize("given", [{}, {"Authorization": "Bearer a-secre"}, {"Authorization": "a-secret"}])
+def test_nothing_without_the_token(cluster: Cluster, given: dict[str, str]) -> None:
+    engine = listed(cluster)[cluster.decode_url]["id"]
+    for method, path in (
+        ("GET", ""),
+        ("POST", ""),
+        ("POST", f"/{engine}:drain"),
+        ("POST", f"/{engine}:undrain"),
+        ("DELETE", f"/{engine}"),
+        ("DELETE", "/no-such"),
+    ):
+        answer = cluster.client.request(method, ENGINES + path, headers=given)
+        assert answer.status_code == 401
+        assert "a-secret" not in answer.text
+    assert listed(cluster)[cluster.decode_url]["state"] == "serving"
+
+
+def test_engine_is_added_and_removed_while_it_answers(cluster: Cluster, servers: Servers) -> None:
+    new = DecodeEngine()
+    url = servers.start(lambda _: new.app)
+    added = admin(cluster, "POST", json={"role": "decode", "url": url + "/"})
+    assert added.status_code == 201
+    engine = added.json()
+    assert (engine["role"], engine["url"], engine["state"], engine["listed_by"]) == (
+        "decode",
+        url,
+        "serving",
+        ["the admin API"],
+    )
+    assert admin(cluster, "POST", json={"role": "decode", "url": url}).status_code == 409
+    old = listed(cluster)[cluster.decode_url]["id"]
+    assert admin(cluster, "DELETE", f"/{old}").status_code == 200
+    new.waits = 1.0
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(cluster.complete)
+        assert new.working.wait(10)
+        assert admin(cluster, "DELETE", f"/{engine['id']}").json()["in_flight"] == 1
+        refused = cluster.complete()
+        assert (refused.status_code, "no decode engine" in refused.json()["error"]["message"]) == (503, True)
+        assert answer.result().status_code == 200
+    assert list(listed(cluster)) == [cluster.prefill_url]
+    assert cluster.client.get("/health").status_code == 503
+
+
+def test_drained_engine_ends_what_it_has(token_file: str) -> None:
+    other = PrefillEngine()
+    with beside(other, admin_token_file=token_file) as cluster, ThreadPoolExecutor(1) as client:
+        url = next(each for each, engine in listed(cluster).items() if engine["role"] == "prefill")
+        engine = listed(cluster)[url]["id"]
+        cluster.decode.waits = 1.0
+        answer = client.submit(cluster.complete)
+        assert other.working.wait(10)
+        assert admin(cluster, "POST", f"/{engine}:drain").json()["state"] == "draining"
+        assert answer.result().status_code == 200
+        cluster.decode.waits = 0.0
+        for _ in range(3):
+            assert cluster.complete().status_code == 200
+        assert len(other.received) == 1
+        assert cluster.client.get("/health").json()["withheld"]["prefill"] == {url: "draining"}
+        assert admin(cluster, "POST", f"/{engine}:undrain").json()["state"] == "serving"
+        for _ in range(3):
+            assert cluster.complete().status_code == 200
+        assert len(other.received) > 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b'{"role": "both", "url": "http://127.0.0.1:1"}', 400),
+        (b'{"role": "decode", "url": "127.0.0.1:1"}', 400),
+        (b'{"role": "decode", "url": "http://127.0.0.1:1/v1"}', 400),
+        (b'{"role": "decode", "url": "http://me@127.0.0.1:1"}', 400),
+        (b'{"role": "decode", "url": "dns+http://localhost:1"}', 400),
+        (b'{"role": "decode", "url": "http://a\\nb:1"}', 400),
+        (b'{"role": "decode", "url": "http://127.0.0.1:1", "weight": 2}', 400),
+        (b" " * 70_000, 413),
+    ],
+)
+def test_wrong_engines_are_refused(cluster: Cluster, body: bytes, status: int) -> None:
+    assert admin(cluster, "POST", content=body).status_code == status
+    assert len(listed(cluster)) == 2
+
+
+# --- the file ---------------------------------------------------------------------------------------------
+
+
+def put(file: Path, text: str) -> None:
+    """As an editor or a ConfigMap does."""
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, file)
+
+
+def test_file_of_engines_is_followed(
+    tmp_path: Path, token_file: str, servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "engines.yaml"
+    one, two, prefill = DecodeEngine(), DecodeEngine(), PrefillEngine()
+    urls = [servers.start(lambda _, engine=engine: engine.app) for engine in (one, two, prefill)]
+    put(file, f"prefill: [{urls[2]}]\ndecode: [{urls[0]}]\n")
+    with running_cluster(
+        list_engines=False, engines_file=str(file), admin_token_file=token_file, dns_interval=600
+    ) as cluster:
+        assert cluster.complete().status_code == 200
+        engine = listed(cluster)[urls[0]]
+        assert engine["listed_by"] == ["the engines file"]
+        refused = admin(cluster, "DELETE", f"/{engine['id']}")
+        assert (refused.status_code, "the engines file" in refused.text) == (409, True)
+
+        put(file, f"prefill: [{urls[2]}]\ndecode: [{urls[1]}]\n")
+        eventually(lambda: urls[1] in listed(cluster))
+        assert urls[0] not in listed(cluster)
+        assert cluster.complete().status_code == 200
+        assert (len(one.received), len(two.received)) == (1, 1)
+
+        def problems() -> list[str]:
+            return cluster.client.get("/health").json()["problems"]
+
+        def errors() -> list[logging.LogRecord]:
+            return [record for record in caplog.records if record.levelno == logging.ERROR]
+
+        caplog.clear()
+        put(file, "decode: [")
+        eventually(lambda: problems() and errors())
+        [reason] = problems()
+        assert str(file) in reason
+        assert set(listed(cluster)) == {urls[1], urls[2]}
+        assert cluster.complete().status_code == 200
+        name = urls[0].replace("http://127.0.0.1", "dns+http://localhost")
+        put(file, f"prefill: [{urls[2]}]\ndecode: [{name}, {urls[1]}]\n")
+        eventually(lambda: urls[0] in listed(cluster))
+        assert problems() == []
+        assert len(errors()) == 1
+
+
+# --- DNS names --------------------------------------------------------------------------------------------
+
+
+def test_name_stands_for_its_addresses(token_file: str) -> None:
+    """localhost may have other addresses, too, at which nobody listens."""
+    with Servers() as others:
+        decode = DecodeEngine()
+        port = others.start(lambda _: decode.app).rsplit(":", 1)[1]
+        with running_cluster(other_decode=(f"dns+http://localhost:{port}",), admin_token_file=token_file) as cluster:
+            assert listed(cluster)[f"http://127.0.0.1:{port}"]["listed_by"] == [f"dns+http://localhost:{port}"]
+            for _ in range(4):
+                assert cluster.complete().status_code == 200
+            assert decode.received

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests for which no engine has a place: they wait in a bounded line for a bounded time."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from engine_standin import PrefillEngine
+from proxy_cluster import STREAM, beside, counted, eventually, running_cluster
+
+EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+
+
+def test_requests_wait_for_a_place() -> None:
+    with running_cluster(max_per_decode=1, max_per_prefill=1) as cluster, ThreadPoolExecutor(6) as clients:
+        cluster.decode.waits = 0.1
+        answers = [clients.submit(cluster.complete, prompt=["a", "b"]) for _ in range(6)]
+        assert [answer.result().status_code for answer in answers] == [200] * 6
+        assert len(cluster.decode.received) == 6
+        assert cluster.decode.most_at_once == 1
+        assert cluster.prefill.most_at_once == 1
+
+
+@EITHER
+def test_full_line_at_decode_is_429(stream: dict[str, object]) -> None:
+    with running_cluster(max_per_decode=1, queue_per_engine=0) as cluster, ThreadPoolExecutor(1) as client:
+        cluster.decode.waits = 1.0
+        first = client.submit(cluster.complete)
+        assert cluster.decode.working.wait(10)
+        refused = cluster.complete(**stream)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["type"] == "TooManyRequestsError"
+        assert first.result().status_code == 200
+        assert len(cluster.decode.received) == 1
+        assert counted(cluster)[1]["decode"] == {"full": 1}
+
+
+@EITHER
+def test_no_place_for_a_prefill_in_time_is_429(stream: dict[str, object]) -> None:
+    """The request ends at decode, too, and is not tried again."""
+    with running_cluster(max_per_prefill=1, queue_timeout=0.2) as cluster, ThreadPoolExecutor(1) as client:
+        cluster.prefill.hangs = True
+        first = client.submit(cluster.complete)
+        assert cluster.prefill.working.wait(10)
+        cluster.decode.hangs_when_prefill_fails = True
+        refused = cluster.complete(**stream)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["message"] == "prefill failed: all prefill engines are busy: retry later"
+        assert cluster.decode.cancelled.wait(10)
+        assert len(cluster.prefill.received) == 1
+        assert len(cluster.decode.received) == 2
+        cluster.prefill.hangs = False
+        failure = {"attempt": 0, "reason": "over", "final": True}
+        failure.update({name: cluster.decode.tickets[0][name] for name in ("request_id", "ticket_id")})
+        assert cluster.client.post("/v1/metaserver/failure", json=failure).status_code == 200
+        assert first.result().status_code == 200
+
+
+def test_client_that_leaves_the_line_takes_no_place() -> None:
+    with running_cluster(max_per_decode=1) as cluster, ThreadPoolExecutor(2) as client:
+        cluster.decode.waits = 1.0
+        first = client.submit(cluster.complete)
+        assert cluster.decode.working.wait(10)
+        cluster.send_only("/v1/completions", {"model": "tiny", "prompt": "x"}).close()
+        assert client.submit(cluster.complete).result().status_code == 200
+        assert first.result().status_code == 200
+        assert len(cluster.decode.received) == 2
+
+
+def test_other_engine_is_asked_when_the_best_is_full() -> None:
+    """Both have the prefix; the one with a place is asked."""
+    other = PrefillEngine()
+    with beside(other, max_per_prefill=1, prefill_attempts=1) as cluster, ThreadPoolExecutor(2) as clients:
+        prompt = "the same long prompt " * 200
+        assert cluster.complete(prompt=prompt).status_code == 200
+        first, second = (other, cluster.prefill) if other.received else (cluster.prefill, other)
+        cluster.decode.waits = 0.0
+        first.holds = True
+        waiting = clients.submit(cluster.complete, prompt=prompt)
+        eventually(lambda: len(first.received) == 2)
+        assert cluster.complete(prompt=prompt).status_code == 200
+        assert len(second.received) == 1
+        first.holds = False
+        assert waiting.result().status_code == 200

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefills that fail: where the proxy tries them again, how often, and what the client gets when that does not help."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from engine_standin import PrefillEngine, make_failure, make_ticket
+from proxy_cluster import COMPLETION, STREAM, beside, closing_server, counted, running_cluster
+
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+
+FAILURE_PATH = METASERVER_PATH + "/failure"
+EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+
+
+# --- prefill ----------------------------------------------------------------------------------------------
+
+
+def refuse(engine: PrefillEngine) -> None:
+    engine.refusal = (500, {"error": {"message": "out of luck"}})
+
+
+def fail_transfer(engine: PrefillEngine) -> None:
+    engine.transfer_error = "this ticket is being served already"
+
+
+def hang(engine: PrefillEngine) -> None:
+    engine.hangs = True
+
+
+def freeze(engine: PrefillEngine) -> None:
+    engine.frozen = True
+
+
+@EITHER
+@pytest.mark.parametrize(
+    ("fault", "kind", "settings"),
+    [
+        (refuse, "server error", {}),
+        (fail_transfer, "transfer failed", {}),
+        (hang, "timeout", {"prefill_timeout": 0.5, "decode_attempts": 1}),
+        (freeze, "timeout", {"probe_timeout": 0.5, "decode_attempts": 1}),
+    ],
+    ids=["http-500", "transfer", "silent", "frozen"],
+)
+def test_failed_prefill_goes_to_another_engine(
+    fault: Callable[[PrefillEngine], None], kind: str, settings: dict[str, Any], stream: dict[str, Any]
+) -> None:
+    failing = PrefillEngine()
+    fault(failing)
+    with beside(prefill=failing, **settings) as cluster:
+        assert cluster.complete(**stream).status_code == 200
+        (first,), (second,) = failing.received, cluster.prefill.received
+        ticket = first.body["kv_transfer_params"]
+        assert "attempt" not in ticket
+        assert second.body["kv_transfer_params"] == {**ticket, "attempt": 1}
+        assert second.body == {**first.body, "kv_transfer_params": {**ticket, "attempt": 1}}
+        # Decode knows nothing of it: one ticket, one answer.
+        assert cluster.decode.metaserver_answers == [(200, {"status": "ok"})]
+        assert len(cluster.decode.received) == 1
+        failing.frozen = False
+        assert counted(cluster) == ({"prefill": 1, "decode": 0}, {"prefill": {kind: 1}, "decode": {}})
+
+
+@EITHER
+@pytest.mark.parametrize(
+    ("fault", "settings"),
+    [(hang, {"prefill_timeout": 0.5}), (freeze, {"probe_timeout": 0.5})],
+    ids=["silent", "frozen"],
+)
+def test_silent_prefill_is_replaced_under_a_new_request(
+    fault: Callable[[PrefillEngine], None], settings: dict[str, Any], stream: dict[str, Any]
+) -> None:
+    """It may go on writing where it was, into blocks that decode must not give to another before it has stopped."""
+    silent = PrefillEngine()
+    fault(silent)
+    with beside(prefill=silent, **settings) as cluster:
+        assert cluster.complete(**stream).status_code == 200
+        (first,), (second,) = silent.received, cluster.prefill.received
+        assert first.headers["x-request-id"] != second.headers["x-request-id"]
+        assert "attempt" not in second.body["kv_transfer_params"]
+        assert silent.cancelled.wait(5)
+        silent.frozen = False
+        assert counted(cluster)[0] == {"prefill": 0, "decode": 1}
+
+
+def test_slow_prefill_that_answers_probes_is_left_alone() -> None:
+    with running_cluster() as cluster, ThreadPoolExecutor(1) as client:
+        assert cluster.prefill.probed.acquire(timeout=20)  # the one check
+        hang(cluster.prefill)
+        answer = client.submit(cluster.complete)
+        assert cluster.prefill.probed.acquire(timeout=20)
+        assert cluster.prefill.probed.acquire(timeout=20)
+        assert not cluster.prefill.cancelled.is_set()
+        cluster.prefill.hangs = False
+        cluster.client.post(FAILURE_PATH, json=make_failure(cluster.decode.tickets[0], "over", final=True))
+        assert answer.result().status_code == 200
+
+
+def test_broken_off_prefill_goes_to_another_engine() -> None:
+    with closing_server() as (url, seen), running_cluster(other_prefill=(url,)) as cluster:
+        assert cluster.complete().status_code == 200
+        assert len(seen) == 1
+        assert cluster.prefill.received[0].body["kv_transfer_params"]["attempt"] == 1
+        assert counted(cluster)[1]["prefill"] == {"connection lost": 1}
+
+
+def test_attempts_are_bounded_and_all_reasons_named() -> None:
+    failing = PrefillEngine()
+    refuse(failing)
+    with beside(prefill=failing) as cluster:
+        cluster.prefill.transfer_error = "session lost"
+        response = cluster.complete(stream=True)
+        assert response.status_code == 502
+        message = response.json()["error"]["message"]
+        assert message.startswith("prefill failed: attempt 1: HTTP 500 from the prefill engine")
+        assert message.endswith("; attempt 2: session lost")
+        assert len(failing.received) == len(cluster.prefill.received) == 1
+        assert counted(cluster)[0] == {"prefill": 1, "decode": 0}
+
+
+def test_one_attempt_is_no_retry() -> None:
+    failing = PrefillEngine()
+    fail_transfer(failing)
+    with beside(prefill=failing, prefill_attempts=1) as cluster:
+        assert cluster.complete().status_code == 502
+        assert cluster.prefill.received == []
+
+
+def test_bad_request_is_not_tried_again() -> None:
+    failing = PrefillEngine()
+    failing.refusal = (400, {"error": {"message": "prompt too long"}})
+    with beside(prefill=failing) as cluster:
+        response = cluster.complete()
+        assert (response.status_code, response.json()) == failing.refusal
+        assert cluster.prefill.received == []
+        assert counted(cluster)[0] == {"prefill": 0, "decode": 0}
+
+
+def test_the_only_prefill_engine_is_asked_again_after_a_lost_connection_alone() -> None:
+    with running_cluster() as cluster:
+        fail_transfer(cluster.prefill)
+        assert cluster.complete().status_code == 502
+        assert len(cluster.prefill.received) == 1
+    with closing_server() as (url, seen), running_cluster(only_prefill=(url,)) as cluster:
+        assert cluster.complete().status_code == 502
+        assert len(seen) == 2
+
+
+def test_unsigned_ticket_without_an_id_is_not_tried_again() -> None:
+    """Of another connector: its decode engine cannot tell attempts apart."""
+    failing = PrefillEngine()
+    fail_transfer(failing)
+    with beside(prefill=failing) as cluster:
+        cluster.decode.needs_prefill = False
+        cluster.decode.hangs_after_first_token = True
+        with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
+            ticket = make_ticket(f"cmpl-{cluster.decode.received[0].headers['x-request-id']}-0", "")
+            answer = cluster.client.post(METASERVER_PATH, json=ticket)
+        assert answer.status_code == 502
+        assert "no ticket_id" in answer.json()["error"]
+        assert cluster.prefill.received == []
+
+
+# --- what decode notices ----------------------------------------------------------------------------------
+
+
+@EITHER
+@pytest.mark.parametrize("decode_attempts", [1, 2], ids=["same-ticket", "new-request"])
+def test_decode_notices_that_a_prefill_hangs(stream: dict[str, Any], decode_attempts: int) -> None:
+    """A new request where another attempt at decode is left, else another attempt under the same ticket."""
+    frozen = PrefillEngine()
+    hang(frozen)
+    with beside(prefill=frozen, decode_attempts=decode_attempts) as cluster, ThreadPoolExecutor(1) as client:
+        answer = client.submit(cluster.complete, **stream)
+        assert frozen.working.wait(5)
+        failure = make_failure(cluster.decode.tickets[0], "prefill rank 0 went silent")
+        stale = {**failure, "attempt": 7}
+        assert cluster.client.post(FAILURE_PATH, json=stale).json() == {"status": "over"}
+        assert not frozen.cancelled.is_set()
+        assert cluster.client.post(FAILURE_PATH, json=failure).status_code == 200
+        assert answer.result().status_code == 200
+        assert frozen.cancelled.wait(5)
+        (served,) = cluster.prefill.received
+        same_ticket = decode_attempts == 1
+        assert served.body["kv_transfer_params"].get("attempt", 0) == int(same_ticket)
+        assert (served.headers["x-request-id"] == frozen.received[0].headers["x-request-id"]) is same_ticket
+        assert len(cluster.decode.received) == decode_attempts
+        assert counted(cluster)[0] == {"prefill": int(same_ticket), "decode": int(not same_ticket)}
+
+
+def test_what_decode_noticed_is_named_to_the_client() -> None:
+    with running_cluster(decode_attempts=1) as cluster, ThreadPoolExecutor(1) as client:
+        hang(cluster.prefill)
+        answer = client.submit(cluster.complete)
+        assert cluster.prefill.working.wait(5)
+        failure = make_failure(cluster.decode.tickets[0], "prefill rank 0 went\nsilent")
+        assert cluster.client.post(FAILURE_PATH, json=failure).status_code == 200
+        assert answer.result().status_code == 502
+        message = answer.result().json()["error"]["message"]
+        assert message == "prefill failed: decode noticed: prefill rank 0 went silent"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b'{"request_id": "cmpl-x-0"}', 400),
+        (b" " * 70_000, 400),
+        (json.dumps(make_failure(make_ticket("cmpl-x-0", "t"), "why")).encode(), 404),
+    ],
+)
+def test_made_up_failures(body: bytes, status: int) -> None:
+    with running_cluster() as cluster:
+        assert cluster.client.post(FAILURE_PATH, content=body).status_code == status
+
+
+def test_failure_of_another_ticket_changes_nothing() -> None:
+    with running_cluster(decode_attempts=1) as cluster:
+        hang(cluster.prefill)
+        with ThreadPoolExecutor(1) as client:
+            answer = client.submit(cluster.complete)
+            assert cluster.prefill.working.wait(5)
+            ticket = cluster.decode.tickets[0]
+            failure = make_failure({**ticket, "ticket_id": "another"}, "why", final=True)
+            assert cluster.client.post(FAILURE_PATH, json=failure).status_code == 404
+            assert not cluster.prefill.cancelled.is_set()
+            assert not answer.done()
+            assert cluster.client.post(FAILURE_PATH, json=make_failure(ticket, "over")).status_code == 200
+            assert answer.result().status_code == 502
+
+
+@EITHER
+def test_reason_that_comes_after_decodes_error(stream: dict[str, Any]) -> None:
+    with running_cluster(decode_attempts=1) as cluster:
+        cluster.decode.fails = True
+        cluster.decode.explains = "prefill rank 1 went silent"
+        response = cluster.complete(**stream)
+        assert response.status_code == 502
+        assert response.json()["error"]["message"] == "KV transfer failed: prefill rank 1 went silent"
+        assert counted(cluster)[1]["decode"] == {"transfer failed": 1}
+
+
+def test_reason_in_the_middle_of_a_stream() -> None:
+    with running_cluster() as cluster:
+        cluster.decode.fails_after_first_token = True
+        cluster.decode.explains = "prefill rank 1 went silent"
+        response = cluster.complete(stream=True)
+        token, error, done = response.text.strip().split("\n\n")
+        assert "ÿ 0" in json.loads(token.removeprefix("data: "))["text"]
+        shown = json.loads(error.removeprefix("data: "))["error"]
+        assert (shown["message"], shown["code"]) == ("KV transfer failed: prefill rank 1 went silent", 502)
+        assert done == "data: [DONE]"
+        assert len(cluster.decode.received) == 1
+
+
+@EITHER
+def test_decode_that_recomputes_answers_though_prefill_failed(stream: dict[str, Any]) -> None:
+    with running_cluster() as cluster:
+        fail_transfer(cluster.prefill)
+        cluster.decode.recomputes = True
+        assert cluster.complete(**stream).status_code == 200
+        assert cluster.decode.metaserver_answers == [(502, {"error": "this ticket is being served already"})]
+        assert len(cluster.decode.received) == 1
+
+
+def test_ticket_that_is_posted_again_is_another_attempt() -> None:
+    with running_cluster() as cluster:
+        cluster.decode.needs_prefill = False
+        cluster.decode.hangs_after_first_token = True
+        hang(cluster.prefill)
+        with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
+            ticket = make_ticket(f"cmpl-{cluster.decode.received[0].headers['x-request-id']}-0", "t")
+            first = cluster.send_only(METASERVER_PATH, ticket)
+            assert cluster.prefill.working.wait(5)
+            cluster.prefill.hangs = False
+            assert cluster.client.post(METASERVER_PATH, json=ticket).status_code == 200
+            assert first.getresponse().status == 410
+            first.close()
+        attempts = [sent.body["kv_transfer_params"].get("attempt", 0) for sent in cluster.prefill.received]
+        assert attempts == [0, 1]

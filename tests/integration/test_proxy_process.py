@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy as a process: its command line, its end, and what it leaves open."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+
+import httpx
+import psutil
+import pytest
+from engine_standin import DecodeEngine, PrefillEngine, Servers
+from proxy_cluster import COMPLETION, command, eventually, running_proxy
+
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverSettings, Outcome
+
+
+def test_idle_connections_go_without_another_request() -> None:
+    prefill, decode = PrefillEngine(), DecodeEngine()
+    with Servers() as servers:
+        urls = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
+        with running_proxy(*urls) as (process, port):
+            proxy = psutil.Process(process.pid)
+
+            def connections() -> int:
+                return len([c for c in proxy.net_connections() if c.status != psutil.CONN_LISTEN])
+
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=COMPLETION, trust_env=False, timeout=30)
+            assert answer.status_code == 200
+            eventually(lambda: connections() == 0)
+
+
+def test_killed_proxy_and_another_in_its_place() -> None:
+    """Its client sees the connection cut, decode a clear reason, and a new one at the same port serves."""
+    prefill, decode = PrefillEngine(), DecodeEngine()
+    prefill.hangs = True
+    client = MetaserverClient(MetaserverSettings(backoff_base_s=0.01, backoff_max_s=0.02), own_host="127.0.0.1")
+    with Servers() as servers:
+        urls = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
+        decode.needs_prefill = False
+        decode.hangs_after_first_token = True
+        with running_proxy(*urls) as (process, port):
+            body = {**COMPLETION, "stream": True}
+            url = f"http://127.0.0.1:{port}"
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=30) as response:
+                events = response.iter_raw()
+                next(events)
+                request_id = decode.received[0].headers["x-request-id"]
+                ticket = {"request_id": f"cmpl-{request_id}-0", "remote_engine_id": "d", "ticket_id": "t"}
+                client.post("key", url + METASERVER_PATH, ticket)
+                assert prefill.working.wait(30)
+                process.kill()
+                with pytest.raises(httpx.RemoteProtocolError):
+                    list(events)
+            process.wait(10)
+            assert decode.cancelled.wait(10)
+            assert prefill.cancelled.wait(10)
+        prefill.hangs = decode.hangs_after_first_token = False
+        decode.needs_prefill = True
+        with running_proxy(*urls, port=port):
+            # The retries of the post may have ended before it came up: either way it is clear what happened.
+            outcomes: list[Outcome] = []
+            eventually(lambda: outcomes.extend(client.poll()) or outcomes)
+            [outcome] = outcomes
+            assert not outcome.ok
+            assert "unreachable" in outcome.reason or "does not know this request" in outcome.reason
+            assert httpx.post(f"{url}/v1/completions", json=COMPLETION, trust_env=False, timeout=30).is_success
+    client.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
+    prefill, decode = PrefillEngine(), DecodeEngine()
+    decode.hangs_after_first_token = True
+    with Servers() as servers:
+        prefill_url, decode_url = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
+        process = subprocess.Popen(
+            command("--port", "0", "--prefill", prefill_url, "--decode", decode_url),
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        try:
+            assert process.stderr is not None
+            port = re.search(r"port (\d+)", process.stderr.readline())
+            assert port is not None
+            url = f"http://127.0.0.1:{port[1]}/v1/completions"
+            body = {**COMPLETION, "stream": True}
+            headers = {"Authorization": "Bearer secret"}
+            with httpx.stream("POST", url, json=body, headers=headers, trust_env=False) as response:
+                events = response.iter_raw()
+                next(events)
+                process.send_signal(number)
+                stopped_at = time.monotonic()
+                assert b"the proxy is shutting down" in b"".join(events)
+            _, log = process.communicate(timeout=5)
+        finally:
+            process.kill()
+        assert time.monotonic() - stopped_at < 3
+        assert process.returncode == 0
+        assert "Traceback" not in log
+        assert "secret" not in log
+        assert decode.cancelled.wait(5)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--prefill", "http://p:1"), "--decode"),
+        (("--prefill", "p:1", "--decode", "http://d:1"), "prefill engine 'p:1' is not a URL"),
+        (("--prefill", "http://p:1/v1", "--decode", "http://d:1"), "without a path"),
+        (("--prefill", "http://p:1", "--decode", "http://d:1", "--max-concurrent", "0"), "max concurrent"),
+        (("--prefill", "http://p:1", "--decode", "http://d:1", "--host", "0.0.0.0"), "--metaserver-url"),
+        (("--prefill", "http://p:1", "--decode", "http://d:1", "--prefill-attempts", "0"), "prefill attempts"),
+        (("--prefill", "http://p:1", "--decode", "http://d:1", "--decode-attempts", "-1"), "decode attempts"),
+        (("--prefil", "http://p:1"), "--prefil"),
+        (("--prefill", "http://p:1", "--decode", "http://d:1", "--ticket-secret-file", "/none"), "cannot be read"),
+        (("--prefill", "http://p:1", "--decode", "http://d:1", "--metaserver-token-file", "/"), "not a regular file"),
+        (("--prefill", "http://p:1", "--decode", "http://d:1", "--admin-token-file", "/none"), "cannot be read"),
+        (
+            ("--prefill", "http://p:1", "--decode", "http://d:1", "--strategy", "best"),
+            "none of round-robin, least-load",
+        ),
+        (("--prefill", "dns+http://p", "--decode", "http://d:1"), "give the port"),
+        (("--engines-file", "/none"), "No such file"),
+    ],
+)
+def test_wrong_option_is_one_clear_line(options: tuple[str, ...], reason: str) -> None:
+    run = subprocess.run(command("--port", "0", *options), capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 2
+    assert run.stdout == ""
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("vllm-ascend-pd: ")
+    assert reason in line
+
+
+def test_taken_port_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = ("--port", str(taken.getsockname()[1]), "--prefill", "http://p:1", "--decode", "http://d:1")
+        run = subprocess.run(command(*options), capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1
+    assert "cannot listen" in run.stderr
+    assert len(run.stderr.splitlines()) == 1

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode engine that fails says no more than "Internal server error". Where it could not tell the reason either, the
+client learns what the proxy has seen of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from engine_standin import make_failure, make_ticket
+from proxy_cluster import COMPLETION, STREAM, eventually, running_cluster
+
+from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+
+EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+
+
+@EITHER
+def test_no_ticket_has_come(stream: dict[str, Any]) -> None:
+    with running_cluster() as cluster:
+        cluster.decode.needs_prefill = False
+        cluster.decode.fails = True
+        response = cluster.complete(**stream)
+        assert response.status_code == 500
+        message = "decode engine: it failed before any ticket for its KV came here: can it reach the metaserver?"
+        assert response.json()["error"]["message"] == message
+
+
+def test_decode_has_given_up_waiting() -> None:
+    with running_cluster() as cluster:
+        cluster.decode.needs_prefill = False
+        cluster.decode.fails = True
+        cluster.decode.waits = 1.0
+        cluster.prefill.hangs = True
+        answer = cluster.send_only("/v1/completions", COMPLETION)
+        assert cluster.decode.working.wait(5)
+        ticket = make_ticket(f"cmpl-{cluster.decode.received[0].headers['x-request-id']}-0", "t")
+        post = cluster.send_only(METASERVER_PATH, ticket)
+        assert cluster.prefill.working.wait(5)
+        post.close()
+        response = answer.getresponse()
+        assert response.status == 500
+        assert json.loads(response.read())["error"]["message"] == "decode engine: it gave up waiting for prefill"
+
+
+def test_a_reason_of_its_own_is_left_alone() -> None:
+    with running_cluster() as cluster:
+        cluster.decode.refusal = (500, {"error": {"message": "out of luck", "code": 500}})
+        response = cluster.complete()
+        assert response.json()["error"]["message"] == "out of luck"
+
+
+def test_a_failure_that_decode_tells_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), running_cluster(decode_attempts=1) as cluster:
+        cluster.prefill.hangs = True
+        answer = cluster.send_only("/v1/completions", COMPLETION)
+        assert cluster.prefill.working.wait(10)
+        failure = make_failure(cluster.decode.tickets[0], "went silent", final=True)
+        assert cluster.client.post(METASERVER_PATH + FAILURE_SUFFIX, json=failure).status_code == 200
+        assert answer.getresponse().status == 502
+        request_id = cluster.decode.received[0].headers["x-request-id"]
+    [line] = [record.getMessage() for record in caplog.records if "went silent" in record.getMessage()]
+    assert line == f"request {request_id}: decode at {cluster.decode_url} failed: went silent: the client gets 502"
+
+
+def test_a_failure_that_ends_nothing_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Prefill has answered, and decode computes the prompt itself."""
+    with caplog.at_level("INFO"), running_cluster() as cluster:
+        cluster.decode.recomputes = True
+        cluster.decode.waits = 2.0
+        answer = cluster.send_only("/v1/completions", COMPLETION)
+        eventually(lambda: cluster.decode.metaserver_answers)
+        failure = make_failure(cluster.decode.tickets[0], "went silent", final=True)
+        assert cluster.client.post(METASERVER_PATH + FAILURE_SUFFIX, json=failure).status_code == 200
+        assert answer.getresponse().status == 200
+        request_id = cluster.decode.received[0].headers["x-request-id"]
+    [line] = [record.getMessage() for record in caplog.records if "went silent" in record.getMessage()]
+    said = f"a transfer failed, says decode engine {cluster.decode_url}, which goes on without: went silent"
+    assert line == f"request {request_id}, prompt 0: {said}"

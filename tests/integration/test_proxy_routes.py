@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each of vLLM's routes through the proxy: what decode and prefill get of a request, and who is asked at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engine_standin import INTERNAL_ERROR, OTHER_PATHS, Received, limit_of, make_ticket
+from proxy_cluster import CHAT, COMPLETION, Cluster, running_cluster
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/v1/chat/completions/batch": {"messages": [MESSAGES, MESSAGES], "max_completion_tokens": 8, "seed": 1},
+    "/v1/responses": {
+        "model": "tiny",
+        "input": "hi",
+        "instructions": "Be brief.",
+        "max_output_tokens": 64,
+        "tools": [{"type": "function", "name": "look", "parameters": {}, "strict": False}],
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 3,
+    },
+    "/v1/messages": {"model": "tiny", "messages": MESSAGES, "max_tokens": 64, "system": "Be brief.", "top_k": 1},
+    "/inference/v1/generate": {
+        "token_ids": [5, 6, 7],
+        "sampling_params": {"max_tokens": 64, "temperature": 0.0, "min_tokens": 9, "logprobs": 2},
+    },
+}
+SHAPES_THE_PROMPT = {
+    *("prompt", "messages", "input", "instructions", "system", "tools", "tool_choice", "token_ids", "model"),
+    *("chat_template_kwargs", "mm_processor_kwargs"),
+}
+TRACE = {
+    "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    "tracestate": "vendor=opaque,other=1",
+}
+
+routes = pytest.mark.parametrize(("path", "body"), BODIES.items(), ids=BODIES)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as running:
+        yield running
+
+
+@routes
+@pytest.mark.parametrize("stream", [False, True], ids=["json", "stream"])
+def test_prompts_are_prefilled_elsewhere(cluster: Cluster, path: str, body: dict[str, Any], stream: bool) -> None:
+    response = cluster.client.post(path, json={**body, "stream": stream})
+    assert response.status_code == 200
+    [at_decode] = cluster.decode.received
+    if stream:
+        assert response.content == cluster.decode.expected_stream(at_decode)
+    prompts = len(body["messages"]) if path.endswith("/batch") else 1
+    assert cluster.decode.metaserver_answers == prompts * [(200, {"status": "ok"})]
+    assert len(cluster.prefill.received) == prompts
+    for received in cluster.prefill.received:
+        assert received.path == path
+        assert received.body["stream"] is False
+        assert limit_of(received) == 1
+        assert received.headers["x-request-id"] == at_decode.headers["x-request-id"]
+        _same_prompt(path, at_decode, received)
+    sent = {name: value for name, value in at_decode.body.items() if name != "kv_transfer_params"}
+    sent.pop("request_id", None)
+    assert sent == {**body, "stream": stream}
+
+
+def _same_prompt(path: str, at_decode: Received, at_prefill: Received) -> None:
+    for name in SHAPES_THE_PROMPT & at_decode.body.keys():
+        whole = at_decode.body[name]
+        assert at_prefill.body[name] == (whole[:1] if path.endswith("/batch") and name == "messages" else whole)
+
+
+def test_what_prefill_is_not_asked_for(cluster: Cluster) -> None:
+    for path in ("/v1/responses", "/inference/v1/generate"):
+        assert cluster.client.post(path, json=BODIES[path]).status_code == 200
+    response, generate = (received.body for received in cluster.prefill.received)
+    assert response["store"] is False
+    assert not {"include", "top_logprobs", "background"} & response.keys()
+    assert response["request_id"].startswith("resp_")
+    assert generate["sampling_params"] == {"max_tokens": 1, "min_tokens": 1, "n": 1, "temperature": 0.0}
+
+
+@routes
+def test_headers_go_to_both(cluster: Cluster, path: str, body: dict[str, Any]) -> None:
+    sent = {**TRACE, "Authorization": "Bearer secret", "X-Request-Id": "mine", "anthropic-version": "2023-06-01"}
+    response = cluster.client.post(path, json=body, headers=sent)
+    assert response.headers.get_list("x-request-id") == ["mine"]
+    for received in (*cluster.decode.received, *cluster.prefill.received):
+        assert {name: received.headers[name] for name in TRACE} == TRACE
+        assert received.headers["authorization"] == "Bearer secret"
+        assert received.headers["anthropic-version"] == "2023-06-01"
+        assert received.headers["x-request-id"] != "mine"
+
+
+def test_tools_of_a_chat_go_to_both(cluster: Cluster) -> None:
+    body = {**CHAT, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "look"}}}
+    assert cluster.client.post("/v1/chat/completions", json=body).status_code == 200
+    for received in (*cluster.decode.received, *cluster.prefill.received):
+        assert (received.body["tools"], received.body["tool_choice"]) == (TOOLS, body["tool_choice"])
+
+
+@routes
+def test_kv_transfer_params_are_ours(cluster: Cluster, path: str, body: dict[str, Any]) -> None:
+    refused = cluster.client.post(path, json={**body, "kv_transfer_params": {"do_remote_prefill": True}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_transfer_params")
+    assert cluster.decode.received == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("previous_response_id", "resp_1"),
+        ("background", True),
+        ("request_id", "resp_mine"),
+        ("truncation", "auto"),
+    ],
+)
+def test_responses_that_need_one_engine(cluster: Cluster, field: str, value: Any) -> None:
+    body = BODIES["/v1/responses"]
+    refused = cluster.client.post("/v1/responses", json={**body, field: value})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    assert cluster.decode.received == []
+    accepted = {**body, "previous_response_id": None, "background": False, "truncation": "disabled"}
+    assert cluster.client.post("/v1/responses", json=accepted).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/responses/resp_1"),
+        ("POST", "/v1/responses/resp_1/cancel"),
+        ("POST", "/v1/audio/transcriptions"),
+    ],
+)
+def test_routes_that_are_not_served_say_why(cluster: Cluster, method: str, path: str) -> None:
+    refused = cluster.client.request(method, path, content=b"anything")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (501, 501)
+    assert "does not serve this route" in refused.json()["error"]["message"]
+    assert cluster.decode.received == []
+
+
+@pytest.mark.parametrize("path", OTHER_PATHS)
+def test_decode_alone_is_asked(cluster: Cluster, path: str) -> None:
+    content = b'{"model": "tiny",  "prompt": "\\u0061", "messages": [{"role": "user", "content": 1.50}]}'
+    if path == "/version":
+        content = b""
+    response = cluster.client.request("GET" if path == "/version" else "POST", path, content=content, headers=TRACE)
+    assert (response.status_code, response.content) == (200, content)
+    [received] = cluster.decode.received
+    assert {name: received.headers[name] for name in TRACE} == TRACE
+    assert cluster.prefill.received == []
+
+
+def test_what_decode_alone_is_not_asked(cluster: Cluster) -> None:
+    refused = cluster.client.post("/tokenize", json={"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_transfer_params")
+    for body in (b"", b"{", b"[]", b"7"):
+        assert cluster.client.post("/tokenize", content=body).status_code == 400
+    for path in ("/abort_requests", "/sleep", "/v1/load_lora_adapter", "/reset_prefix_cache", "/collective_rpc"):
+        assert cluster.client.post(path, json={}).status_code == 404, "an operator's, not a client's"
+    assert cluster.decode.received == []
+
+
+@pytest.mark.parametrize(
+    ("path", "first"),
+    [
+        ("/v1/responses", {"type": "response.created", "response": {"id": "resp_1"}}),
+        ("/v1/messages", {"type": "message_start", "message": {"id": "m"}}),
+    ],
+)
+def test_a_stream_that_has_only_begun_can_still_fail_with_a_status(
+    cluster: Cluster, path: str, first: dict[str, Any]
+) -> None:
+    cluster.decode.first_events = [first]
+    cluster.decode.fails = True
+    response = cluster.client.post(path, json={**BODIES[path], "stream": True})
+    assert (response.status_code, response.json()) == (500, INTERNAL_ERROR)
+
+
+def test_a_broken_stream_of_messages_says_so_in_its_own_way(cluster: Cluster) -> None:
+    """Anthropic's clients pass over events without a name."""
+    cluster.decode.dies_after_first_token = True
+    response = cluster.client.post("/v1/messages", json={**BODIES["/v1/messages"], "stream": True})
+    *_, last = response.text.strip().split("\n\n")
+    name, data = last.splitlines()
+    assert name == "event: error"
+    said = json.loads(data.removeprefix("data: "))
+    assert (said["type"], said["error"]["type"]) == ("error", "BadGatewayError")
+    assert "decode engine" in said["error"]["message"]
+
+
+def test_a_second_turn_of_a_response_has_no_ticket(cluster: Cluster) -> None:
+    """What a built-in tool has answered is in decode alone."""
+    cluster.decode.needs_prefill = False
+    cluster.decode.hangs_after_first_token = True
+    with cluster.client.stream("POST", "/v1/responses", json={**BODIES["/v1/responses"], "stream": True}) as response:
+        events = response.iter_raw()
+        next(events)
+        request_id = cluster.decode.received[0].body["request_id"]
+        for turn, status in ((1, 404), (0, 200)):
+            ticket = make_ticket(f"{request_id}_{turn}", "t")
+            assert cluster.client.post("/v1/metaserver", json=ticket).status_code == status

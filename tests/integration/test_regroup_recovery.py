@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that exchange heads go on after one of them has missed a collective: its requests fail with a reason or arrive
+right, later ones are served by the same processes; one that dies leaves no other hanging (R1, R4, R5)."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.kv import Model, Prompt, Side, layer_name
+from harness.rank_hosts import Rank, start_afresh
+from harness.rank_programs import PrefillRank
+from harness.ranks import Pair, expect_delivery, prompts, run
+from harness.waiting import wait_for, wait_until
+from vllm_ascend_pd.device.base import DeviceError, Event
+from vllm_ascend_pd.step import ProducerStep, Send
+
+GQA = Model()
+IMPATIENT = {"collective_timeout_s": 1.5, "control_timeout_s": 1.0}
+SHAPES = {"TP2_TO_TP1": (2, 1), "TP4_TO_TP2": (4, 2)}
+LENGTHS = [16, 40, 100]
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    p, d = request.param
+    start_afresh()
+    made = Pair(GQA, Side(p), Side(d), IMPATIENT)
+    run(made, prompts(made, LENGTHS))
+    expect_delivery(made, prompts(made, LENGTHS))
+    yield made
+    assert made.close() == []
+
+
+def stop_before_pushing(rank: PrefillRank, layer: int) -> None:
+    """When the layer is next announced, this process is as if SIGSTOP had come from elsewhere."""
+    announce = rank.worker.layer_computed
+
+    def late(name: str) -> None:
+        if name == layer_name(layer):
+            rank.worker.layer_computed = announce  # type: ignore[method-assign]
+            os.kill(os.getpid(), signal.SIGSTOP)
+        announce(name)
+
+    rank.worker.layer_computed = late  # type: ignore[method-assign]
+
+
+def fail_in_collective(rank: PrefillRank) -> None:
+    """The next collective fails on this rank alone, before its bytes have left."""
+    exchange = rank.device.all_to_all
+
+    def fail(*_: Any) -> None:
+        rank.device.all_to_all = exchange
+        raise RuntimeError("injected by the test")
+
+    rank.device.all_to_all = fail
+
+
+def fail_behind_collective(rank: PrefillRank) -> None:
+    """The next collective fails on this rank alone, once the others have what they need from it."""
+    exchange = rank.device.all_to_all
+
+    def fail(*args: Any) -> None:
+        rank.device.all_to_all = exchange
+        exchange(*args)
+        raise RuntimeError("injected by the test")
+
+    rank.device.all_to_all = fail
+
+
+def refuse_work(rank: PrefillRank) -> None:
+    """The device does not take the next layer's regrouping."""
+    submit = rank.device.submit
+
+    def refuse(work: Callable[[], None], after: Event) -> Event:
+        rank.device.submit = submit
+        raise DeviceError("refused by the test")
+
+    rank.device.submit = refuse
+
+
+def generations(rank: PrefillRank) -> list[int | None]:
+    assert rank.worker._regrouper is not None
+    return rank.worker._regrouper.generations()
+
+
+def await_recovery(pair: Pair, timeout_s: float = 60.0) -> None:
+    """Until every group of ranks is connected, at some generation that all its ranks are in."""
+    wait_for(
+        lambda: pair.each(pair.p_ranks, "do", generations),
+        lambda found: all(None not in mine for mine in found),
+        timeout_s,
+    )
+
+
+def send_step(pair: Pair, requests: list[Prompt]) -> None:
+    """One step that prefills all requests: handed to the ranks, which are not waited for."""
+    tickets = {prompt.request_id: pair.ticket(prompt) for prompt in requests}
+    pair.expect(requests, tickets)
+    sends = [Send(p.request_id, 0, p.num_tokens, (p.p_blocks,), last=True) for p in requests]
+    for rank in pair.p_ranks:
+        rank.send("step", ProducerStep(tickets=tickets, sends=sends), {p.request_id: p for p in requests})
+
+
+def end(pair: Pair, requests: list[Prompt]) -> set[str]:
+    """Every request ends: with the right bytes, or with the same reason on both sides. Returns those that arrived."""
+    by_id = {p.request_id: p for p in requests}
+    pair.each(pair.p_ranks, "step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
+    received, failed = pair.wait_arrivals(len(requests), 60.0)
+    assert received | failed.keys() == by_id.keys()
+    for reason in failed.values():
+        assert "all-to-all" in reason or "side stream failed" in reason, reason
+    arrived = [p for p in requests if p.request_id in received]
+    assert [d for d in pair.differences(arrived) if "belongs to nobody" not in d] == []
+    assert pair.wait_sent(len(requests), 60.0).keys() == failed.keys()
+    return received
+
+
+def expect_service(pair: Pair, seed: int) -> None:
+    """As if nothing had been: everything arrives, and what it overwrites was not there before."""
+    for rank in pair.d_ranks:
+        rank.call("clear")
+    requests = prompts(pair, LENGTHS, seed=seed)
+    run(pair, requests, chunk=40)
+    expect_delivery(pair, requests)
+
+
+def await_stopped(rank: Rank, timeout_s: float = 30.0) -> None:
+    stat = Path(f"/proc/{rank._host.process.pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", timeout_s)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["which-serves-the-store", "another"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_rank_that_stands_still(pair: Pair, place: int, layer: int) -> None:
+    """Stopped until the others have given up, then continued; twice."""
+    victim = pair.p_ranks[place]
+    for lap in (1, 2):
+        victim.call("do", stop_before_pushing, layer)
+        requests = prompts(pair, LENGTHS, seed=10 * lap)
+        send_step(pair, requests)
+        await_stopped(victim)
+        for rank in pair.p_ranks:
+            if rank is not victim:
+                rank.receive()
+        partner = pair.p_ranks[1 - place]
+        wait_until(partial(partner.call, "open_failures"), 60)  # its partner has given up
+        victim.freeze(False)
+        victim.receive()
+        end(pair, requests)
+        await_recovery(pair)
+        expect_service(pair, seed=100 * lap)
+
+
+@pytest.mark.parametrize("fault", [fail_in_collective, fail_behind_collective, refuse_work])
+def test_a_collective_that_fails_on_one_rank(pair: Pair, fault: Callable[[PrefillRank], None]) -> None:
+    for lap, victim in enumerate(pair.p_ranks[:2]):
+        victim.call("do", fault)
+        requests = prompts(pair, LENGTHS, seed=10 * lap)
+        send_step(pair, requests)
+        for rank in pair.p_ranks:
+            rank.receive()
+        assert end(pair, requests) != {p.request_id for p in requests}
+        await_recovery(pair)
+        expect_service(pair, seed=100 + lap)
+
+
+def test_under_traffic(pair: Pair) -> None:
+    """No pause in which ranks could agree: requests meanwhile fail or arrive right, soon all arrive."""
+    pair.p_ranks[1].call("do", fail_behind_collective)
+    for lap in range(100):
+        requests = prompts(pair, LENGTHS, seed=10 * lap)
+        send_step(pair, requests)
+        for rank in pair.p_ranks:
+            rank.receive()
+        arrived = end(pair, requests)
+        if lap > 0 and len(arrived) == len(requests):
+            break
+    else:
+        pytest.fail("nothing ever arrived again")
+    expect_service(pair, seed=7)
+
+
+def test_a_rank_that_dies(pair: Pair) -> None:
+    """The engine ends then: until it does, the others' requests end with a reason."""
+    victim = pair.p_ranks[0]
+    victim.call("do", stop_before_pushing, 1)
+    requests = prompts(pair, LENGTHS)
+    send_step(pair, requests)
+    await_stopped(victim)
+    pair.kill(victim)
+    for rank in pair.p_ranks:
+        rank.receive()
+    received, failed = pair.wait_arrivals(len(requests), 60.0)
+    assert received == set()
+    assert failed.keys() == {p.request_id for p in requests}
+    send_step(pair, requests)
+    for rank in pair.p_ranks:
+        rank.receive()
+    received, failed = pair.wait_arrivals(len(requests), 60.0)
+    assert received == set()

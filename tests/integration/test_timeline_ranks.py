@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks trace: real processes, real Mooncake over TCP, no model."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.kv import Model, Side, layer_name
+from harness.ranks import Pair, expect_delivery, prompts, run
+from harness.traces import clocks_agree, nests_properly, prefill_ranks, traced_requests
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.tracing import events
+from vllm_ascend_pd.tracing.events import MarkEvent
+from vllm_ascend_pd.tracing.read import Recording
+
+SHAPES = {
+    "TP4_TO_TP2": (Side(4), Side(2), True),
+    "PP2_TO_TP1": (Side(1, stages=(1, 2)), Side(1), False),
+}
+
+
+@pytest.mark.parametrize(("prefill", "decode", "regroups"), SHAPES.values(), ids=SHAPES.keys())
+def test_every_layer_is_in_the_trace(tmp_path: Path, prefill: Side, decode: Side, regroups: bool) -> None:
+    pair = Pair(Model(), prefill, decode, {"trace_dir": str(tmp_path)})
+    made = prompts(pair, [1, 17, 64, 100])
+    tickets = run(pair, made, chunk=40)
+    expect_delivery(pair, made)
+    assert pair.close() == []  # the traces' threads have ended, and written all
+    timeline, requests = traced_requests(tmp_path, lambda all: len(all) == len(tickets))
+    assert len(prefill_ranks(timeline)) == prefill.tp * prefill.pp
+    assert [recording.problems for recording in timeline.recordings] == [()] * len(timeline.recordings)
+    clocks_agree(timeline)
+    layers = {layer_name(n) for n in range(pair.model.layers)}
+    for request in requests:
+        nests_properly(timeline, request, layers, regroups)
+        assert len(request.pushed) > 0
+        assert request.failures == []
+    for recording in timeline.recordings:
+        if recording.process.part == "decode rank":
+            decode_traces_each_ticket(recording, tickets, pair)
+    for ticket in tickets.values():
+        for file in tmp_path.iterdir():
+            text = file.read_text()
+            assert ticket.request_id in text
+            assert ticket.ticket_id not in text
+            assert ticket.digest() not in text
+
+
+def decode_traces_each_ticket(recording: Recording, tickets: dict[str, Ticket], pair: Pair) -> None:
+    writers = len(pair.p_ranks) // pair.decode.tp
+    for name in tickets:
+        marks = [e.name for e in recording.events if isinstance(e, MarkEvent) and e.args.request == name]
+        assert marks.count(events.GRANTED) == marks.count(events.REPORTED) == writers
+        assert (marks[0], marks[-1]) == (events.EXPECTED, events.RECEIVED)

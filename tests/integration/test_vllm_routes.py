@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy's routes against vLLM's own: none is forgotten, and vLLM's request classes take the bodies that engines get
+as they are meant. docs/routes.md says what the code does."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from vllm_ascend_pd.proxy.bodies import decode_body, parse_client_request, prefill_body
+from vllm_ascend_pd.proxy.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
+
+DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "routes.md").read_text()
+REQUEST_ID = "5b1e0c2e-4d3f-4f0f-8f5a-7c9d1e2f3a4b"
+METASERVER = "http://127.0.0.1:8000/v1/metaserver"
+TICKET = {"do_remote_decode": True, "do_remote_prefill": False, "ticket_id": "00ff"}
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def documented(section: str) -> list[str]:
+    """The paths of a table."""
+    text = DOCUMENT.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `(/[^`]+)` \|", text, re.MULTILINE)
+
+
+def test_the_document_says_what_is_served() -> None:
+    assert documented("Prefill elsewhere") == [endpoint.value for endpoint in Endpoint]
+    assert sorted(documented("Decode alone")) == sorted([*DECODE_ALONE_GET, *DECODE_ALONE_POST])
+    assert documented("Not served") == list(NOT_SERVED)
+
+
+def test_no_route_of_vllm_is_forgotten() -> None:
+    from vllm.entrypoints.generate.api_router import register_generate_api_routers
+    from vllm.entrypoints.generate.structured_decisions.api_router import register_structured_decisions_api_router
+    from vllm.entrypoints.openai.models.api_router import router as models
+    from vllm.entrypoints.scale_out.factories import register_scale_out_api_routers
+    from vllm.entrypoints.serve.tokenize.api_router import router as tokenize
+    from vllm.entrypoints.speech_to_text.factories import register_speech_to_text_api_routers
+
+    app = FastAPI()
+    app.state.args = Namespace(enable_scale_out=True, tokens_only=False)
+    register_generate_api_routers(app)
+    register_structured_decisions_api_router(app)
+    register_scale_out_api_routers(app, ("generate",))
+    register_speech_to_text_api_routers(app, ("transcription", "realtime"))
+    for router in (models, tokenize):
+        app.include_router(router)
+    paths = {route.path for route in app.routes if "/docs" not in route.path and route.path != "/redoc"}
+    paths -= {"/openapi.json"}
+    assert len(paths) > 20
+    assert {endpoint.value for endpoint in Endpoint} <= paths, "vLLM has dropped a route"
+    assert {path for path in paths if f"`{path}`" not in DOCUMENT} == set()
+
+
+def bodies(endpoint: Endpoint, client: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of decode, and of the first prefill."""
+    request = parse_client_request(endpoint, json.dumps(client).encode())
+    return (
+        json.loads(decode_body(request, METASERVER, REQUEST_ID)),
+        json.loads(prefill_body(request, 0, json.dumps(TICKET).encode(), REQUEST_ID)),
+    )
+
+
+def check(decode: Any, prefill: Any) -> None:
+    """vLLM's sampling parameters for both."""
+    assert decode.extra_args["kv_transfer_params"]["metaserver"] == METASERVER
+    assert prefill.extra_args["kv_transfer_params"] == TICKET
+    assert (prefill.max_tokens, prefill.n) == (1, 1)
+    assert decode.max_tokens == 40
+
+
+def test_responses() -> None:
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    client = {"model": "m", "input": MESSAGES, "max_output_tokens": 40, "stream": True, "top_logprobs": 2}
+    client["include"] = ["message.output_text.logprobs"]
+    decode, prefill = map(ResponsesRequest.model_validate, bodies(Endpoint.RESPONSES, client))
+    check(decode.to_sampling_params(1000), prefill.to_sampling_params(1000))
+    assert decode.request_id == prefill.request_id == f"resp_{REQUEST_ID}"
+    assert (prefill.stream, prefill.store, prefill.background) == (False, False, False)
+
+
+def test_messages() -> None:
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    client = {"model": "m", "messages": MESSAGES, "max_tokens": 2000, "stream": True}
+    client["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+    decode, prefill = (
+        AnthropicServingMessages.to_chat_completion_request(AnthropicMessagesRequest.model_validate(body))
+        for body in bodies(Endpoint.MESSAGES, client)
+    )
+    check(decode.to_sampling_params(40, {}), prefill.to_sampling_params(1, {}))
+    assert prefill.max_completion_tokens == 1
+    assert not prefill.stream
+
+
+def test_a_batch() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest
+
+    client = {"messages": [MESSAGES, MESSAGES], "max_tokens": 40, "model": "m", "use_beam_search": False}
+    decode, prefill = map(BatchChatCompletionRequest.model_validate, bodies(Endpoint.CHAT_BATCH, client))
+    assert (len(decode.messages), prefill.messages) == (2, [MESSAGES])
+    of_one = [each.to_chat_completion_request(each.messages[0]) for each in (decode, prefill)]
+    check(of_one[0].to_sampling_params(40, {}), of_one[1].to_sampling_params(1, {}))
+    assert of_one[1].max_tokens == 1
+
+
+def test_token_ids() -> None:
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+    client = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 40, "logprobs": 1, "n": 1}, "stream": True}
+    decode, prefill = map(GenerateRequest.model_validate, bodies(Endpoint.GENERATE, client))
+    assert (decode.sampling_params.max_tokens, prefill.sampling_params.max_tokens) == (40, 1)
+    assert (decode.kv_transfer_params["metaserver"], prefill.kv_transfer_params) == (METASERVER, TICKET)
+    assert prefill.token_ids == [1, 2, 3]
+    assert (prefill.stream, prefill.sampling_params.logprobs) == (False, None)
+
+
+@pytest.mark.parametrize("value", ["text", 7, ["do_remote_prefill"], []])
+def test_transfer_parameters_that_are_no_object(value: Any) -> None:
+    """vLLM takes them from `vllm_xargs` as they are: the connector sees them, and leaves them alone."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    from vllm_ascend_pd.core.ticket import carries_ticket, wants_ticket
+
+    request = CompletionRequest(model="m", prompt="a", vllm_xargs={"kv_transfer_params": value})
+    params = request.to_sampling_params(10).extra_args["kv_transfer_params"]
+    assert params == value
+    assert not wants_ticket(params)
+    assert not carries_ticket(params)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks trace on NPUs: the model's thread is done with a layer long before the device is."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.kv import Model, Side, layer_name
+from harness.ranks import Pair, expect_delivery, prompts, run
+from harness.traces import clocks_agree, nests_properly, traced_requests
+from vllm_ascend_pd.tracing.merge import Timeline
+
+pytestmark = pytest.mark.npu
+
+DELAY_US = 5_000
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("delay", ["CANN_ON_HOST_DELAY_US", "CANN_ON_HOST_DELAY_SIDE_US"])
+def test_layers_end_when_the_device_has_computed_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay: str
+) -> None:
+    """Every task on the stream takes 5 ms more, of computing or of regrouping, and so does every layer."""
+    monkeypatch.setenv(delay, str(DELAY_US))
+    pair = Pair(
+        Model(heads=4, widths=(32, 32)),
+        *(Side(tp, num_blocks=24, block_size=128) for tp in (2, 1)),
+        {"trace_dir": str(tmp_path)},
+        device="npu",
+    )
+    made = prompts(pair, [129, 300])
+    run(pair, made, chunk=200)
+    expect_delivery(pair, made)
+    assert pair.close() == []
+    timeline, requests = traced_requests(tmp_path, lambda all: len(all) == len(made))
+    assert [recording.problems for recording in timeline.recordings] == [()] * len(timeline.recordings)
+    clocks_agree(timeline)
+    for request in requests:
+        nests_properly(timeline, request, {layer_name(n) for n in range(pair.model.layers)}, regroups=True, exact=False)
+    late = durations(timeline, "compute" if delay == "CANN_ON_HOST_DELAY_US" else "regroup")
+    assert sum(late) / len(late) >= DELAY_US / 2
+
+
+def durations(timeline: Timeline, what: str) -> list[float]:
+    events = [event for recording in timeline.recordings for event in recording.events]
+    return [event.dur for event in events if event.name.startswith(f"{what} ")]

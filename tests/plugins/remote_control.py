@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets a test reach into an engine's processes while they run: each listens at a Unix socket of its own, and calls
+what the test asks for.
+
+Writes fail at the transfer engine's own boundary, so all of the product is in play: it sees what Mooncake answers.
+"""
+
+import os
+import threading
+import time
+import traceback
+from multiprocessing.connection import Listener
+from pathlib import Path
+from typing import Any
+
+from vllm_ascend_pd.transport.engine import TransferEngine
+
+FAILED = -1
+
+_session: str | None = None
+_made_up_session = ""
+_engines: "list[_Mooncake]" = []
+
+
+class _Mooncake:
+    """A Mooncake engine whose next `times` batches fail in the way `fault` names (None: all of them)."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self.fault = ""
+        self.times: int | None = 0
+        self.seconds = 0.0
+        self.batches = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def batch_transfer_sync_write(
+        self, session: str, sources: list[int], destinations: list[int], lengths: list[int]
+    ) -> int:
+        with self._lock:
+            self.batches += 1
+            fault = self.fault if self.times is None or self.times > 0 else ""
+            if fault and self.times is not None:
+                self.times -= 1
+
+        def write() -> int:
+            return int(self._engine.batch_transfer_sync_write(session, sources, destinations, lengths))
+
+        if fault == "slow":
+            time.sleep(self.seconds)
+            return write()
+        if fault == "fail":
+            return FAILED
+        if fault == "fail-after":  # all bytes have arrived
+            write()
+            return FAILED
+        if fault == "fail-before":  # all bytes arrive a while later
+            threading.Timer(self.seconds, write).start()
+            return FAILED
+        if fault == "hang":
+            time.sleep(self.seconds)
+            return FAILED
+        return write()
+
+
+def listen(folder: Path, session: str, refuse_memory: bool) -> None:
+    """Before the connector is made. `session`: what to publish instead of the transfer engine's own; "": that."""
+    global _made_up_session
+    _made_up_session = session
+    init = TransferEngine.__init__
+
+    def init_and_wrap(self: TransferEngine, *args: Any, **kwargs: Any) -> None:
+        global _session
+        init(self, *args, **kwargs)
+        self._engine = _Mooncake(self._engine)
+        _engines.append(self._engine)
+        _session = self._session
+        if refuse_memory:
+            self._engine.batch_register_memory = lambda *_: FAILED
+        self._session = session or self._session
+
+    TransferEngine.__init__ = init_and_wrap  # type: ignore[method-assign]
+    threading.Thread(target=_serve, args=(folder / f"{os.getpid()}.sock",), name="remote-control", daemon=True).start()
+
+
+def _serve(path: Path) -> None:
+    with Listener(str(path), "AF_UNIX") as listener:
+        while True:
+            with listener.accept() as connection:
+                try:
+                    name, args = connection.recv()
+                    connection.send((True, COMMANDS[name](*args)))
+                except EOFError:
+                    continue
+                except Exception:  # noqa: BLE001 - raised in the test
+                    connection.send((False, traceback.format_exc()))
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+def _own_session() -> str | None:
+    """Where the transfer engine of this process really is, if it has one."""
+    return _session
+
+
+def _set_writes(fault: str, times: int | None, seconds: float) -> None:
+    for engine in _engines:
+        engine.fault, engine.times, engine.seconds = fault, times, seconds
+
+
+def _batches() -> int:
+    """Batches written so far."""
+    return sum(engine.batches for engine in _engines)
+
+
+COMMANDS = {"threads": _threads, "session": _own_session, "set_writes": _set_writes, "batches": _batches}

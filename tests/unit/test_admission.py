@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tickets prefill's scheduler serves: with the request that carries them, and what its answer says."""
+
+import msgspec
+import pytest
+
+from harness.scheduling import Scheduled, make_output, make_request
+from vllm_ascend_pd.core.groups import TokenGroup
+from vllm_ascend_pd.core.hosts import AnyHost, HostList, decode_hosts
+from vllm_ascend_pd.core.signing import CLOCK_SKEW_S, Secret, signed
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.scheduler.admission import Admission
+from vllm_ascend_pd.scheduler.producer import ProducerScheduler
+
+SECRET = Secret(b"a secret of this test, long enough")
+OTHER = Secret(b"another secret, of another cluster")
+NOW = 1_800_000_000.0
+LIFE_S = 480
+ANYWHERE = AnyHost()
+BLOCKS = ([7, 1, 5],)
+
+
+def ticket(number: int = 1, host: str = "10.0.0.1", attempt: int = 0) -> Ticket:
+    return Ticket(
+        request_id=f"cmpl-{number}",
+        remote_block_ids=[[100, 101, 102]],
+        remote_block_size=[4],
+        remote_engine_id="decode-0",
+        remote_host=host,
+        remote_port=5555,
+        remote_tp_size=1,
+        remote_cached_tokens=0,
+        ticket_id=f"{number:032x}",
+        attempt=attempt,
+        num_tokens=10,
+    )
+
+
+class Prefill:
+    """A scheduler with a clock of our own."""
+
+    def __init__(self, capacity: int = 100, hosts: HostList = ANYWHERE, secret: Secret | None = SECRET) -> None:
+        self.now = NOW
+        self.admission = Admission(hosts, secret, capacity, clock=lambda: self.now)
+        self.scheduler = ProducerScheduler([TokenGroup(4)], self.admission)
+        self.requests = 0
+
+    def error(self, params: Ticket | dict) -> str | None:
+        """What the answer to a request with `params` says, after it was run; None: its KV is sent."""
+        self.requests += 1
+        name = f"r{self.requests}"
+        builtins = msgspec.to_builtins(params) if isinstance(params, Ticket) else params
+        request = make_request(name, 10, builtins)
+        self.scheduler.allocated(request, BLOCKS)
+        step = self.scheduler.build_step(make_output(new=[Scheduled(request, BLOCKS, 0, 10)]))
+        kept, said = self.scheduler.finished(request)
+        self.scheduler.update(None, {name})
+        assert kept is (name in step.tickets) is (said is None)
+        return None if said is None else said["error"]
+
+
+def test_a_signed_ticket_is_served_once():
+    prefill = Prefill()
+    good = signed(ticket(), SECRET, int(NOW) + LIFE_S)
+    assert prefill.error(good) is None
+    for _ in range(3):
+        assert prefill.error(good) == "the ticket was used before: a replay"
+    assert prefill.error(signed(ticket(attempt=1), SECRET, int(NOW) + LIFE_S)) is None
+    assert prefill.error(signed(ticket(2), SECRET, int(NOW) + LIFE_S)) is None
+
+
+def test_preempted_and_run_again_it_is_the_same_request():
+    prefill = Prefill()
+    request = make_request("r", 10, msgspec.to_builtins(signed(ticket(), SECRET, int(NOW) + LIFE_S)))
+    prefill.scheduler.allocated(request, BLOCKS)
+    prefill.scheduler.build_step(make_output(new=[Scheduled(request, BLOCKS, 0, 4)]))
+    prefill.scheduler.allocated(request, BLOCKS)
+    assert prefill.scheduler.finished(request)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("params", "complaint"),
+    [
+        (ticket(), "the ticket is not signed: decode needs this cluster's ticket_secret_file"),
+        (
+            signed(ticket(), OTHER, int(NOW) + LIFE_S),
+            "signed with another secret",
+        ),
+        (msgspec.structs.replace(signed(ticket(), SECRET, int(NOW) + LIFE_S), remote_host="10.0.0.2"), "altered"),
+        (msgspec.structs.replace(signed(ticket(), SECRET, int(NOW) + LIFE_S), attempt=1), "altered"),
+        (msgspec.structs.replace(signed(ticket(), SECRET, int(NOW) - 99), expires_at=int(NOW) + 99), "altered"),
+        (signed(ticket(), SECRET, int(NOW) - 99), "the ticket expired 99 s ago"),
+    ],
+    ids=["unsigned", "another-secret", "another-host", "another-attempt", "prolonged", "expired"],
+)
+def test_what_is_refused(params, complaint):
+    prefill = Prefill()
+    assert complaint in prefill.error(params)
+    assert prefill.error(signed(ticket(), SECRET, int(NOW) + LIFE_S)) is None, "a refused one counts for nothing"
+
+
+def test_clocks_may_differ_by_so_much():
+    prefill = Prefill()
+    prefill.now = NOW + CLOCK_SKEW_S - 0.1
+    assert prefill.error(signed(ticket(1), SECRET, int(NOW))) is None
+    prefill.now = NOW + CLOCK_SKEW_S
+    assert "expired" in prefill.error(signed(ticket(2), SECRET, int(NOW)))
+
+
+def test_tickets_are_remembered_until_they_expire_and_no_longer():
+    prefill = Prefill(capacity=3)
+    tickets = [signed(ticket(n), SECRET, int(NOW) + life) for n, life in ((1, 30), (2, 10), (3, 20))]
+    for one in tickets:
+        assert prefill.error(one) is None
+    assert "3 tickets that have not expired were served" in prefill.error(signed(ticket(4), SECRET, int(NOW) + 99))
+    prefill.now = NOW + 10 + CLOCK_SKEW_S
+    assert "expired" in prefill.error(tickets[1])
+    assert prefill.error(tickets[0]) == prefill.error(tickets[2]) == "the ticket was used before: a replay"
+    assert prefill.error(signed(ticket(4), SECRET, int(NOW) + 99)) is None
+    assert "3 tickets" in prefill.error(signed(ticket(5), SECRET, int(NOW) + 99))
+    prefill.now = NOW + 1000
+    assert prefill.error(signed(ticket(6), SECRET, int(NOW) + 1099)) is None
+    assert len(prefill.admission._seen) == len(prefill.admission._expiries) == 1
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["unsigned", "signed"])
+def test_a_made_up_host_is_refused(secret):
+    prefill = Prefill(hosts=decode_hosts(("10.0.0.0/24",), "127.0.0.1", secret is not None), secret=secret)
+
+    def made(number: int, host: str) -> Ticket:
+        unsigned = ticket(number, host)
+        return unsigned if secret is None else signed(unsigned, secret, int(NOW) + LIFE_S)
+
+    assert prefill.error(made(1, "10.0.0.9")) is None
+    assert prefill.error(made(2, "127.0.0.1")) == "the ticket's host '127.0.0.1' is not in decode_allowlist"
+    assert "neither an address nor a host's name" in prefill.error(made(3, "eth0;10.0.0.9"))
+
+
+def test_without_a_secret_signatures_do_not_count():
+    prefill = Prefill(secret=None)
+    assert prefill.error(ticket(1)) is None
+    assert prefill.error(msgspec.structs.replace(ticket(2), signature="nonsense", expires_at=1)) is None
+    assert prefill.error(ticket(1)) is None, "it is D that refuses it"

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor's verdicts about a machine, and how it runs programs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import psutil
+import pytest
+
+from harness.waiting import wait_until
+from vllm_ascend_pd.doctor import engine_config, limits, loading, loopback, mooncake, ports
+from vllm_ascend_pd.doctor.command import options
+from vllm_ascend_pd.doctor.engine_config import UsageError
+from vllm_ascend_pd.doctor.finding import Finding, Level, Target, error, make_report, note, ok, warning
+from vllm_ascend_pd.doctor.loopback_process import Checked, Sent, compare
+from vllm_ascend_pd.doctor.pair import api_key
+from vllm_ascend_pd.doctor.probe import Loaded
+from vllm_ascend_pd.doctor.tools import MAX_OUTPUT_BYTES, Ran, run_tool
+from vllm_ascend_pd.transport.gate import FILES_WANTED
+
+
+def run(program: str, timeout_s: float = 30) -> Ran:
+    return anyio.run(run_tool, [sys.executable, "-S", "-c", program], timeout_s)
+
+
+def test_a_report_counts_and_is_ok_without_errors() -> None:
+    found = [ok("a.b", "fine"), note("a.c", "hm"), warning("a.d", "slow", "make it faster")]
+    assert make_report(Target.MACHINE, found).ok
+    report = make_report(Target.PAIR, [*found, error("a.e", "broken", "repair it")])
+    assert not report.ok
+    assert report.counts == dict.fromkeys(Level, 1)
+
+
+def test_the_names_that_scripts_rely_on() -> None:
+    report = make_report(Target.MACHINE, [error("a.b", "broken", "repair it", seconds=1.5)])
+    assert msgspec.json.decode(msgspec.json.encode(report)) == {
+        "schema": 1,
+        "target": "machine",
+        "ok": False,
+        "counts": {"ok": 0, "note": 0, "warning": 0, "error": 1},
+        "findings": [
+            {"check": "a.b", "level": "error", "found": "broken", "action": "repair it", "figures": {"seconds": 1.5}}
+        ],
+    }
+
+
+def test_what_others_say_becomes_a_line() -> None:
+    finding = error("a.b", "it says\n\x1b[31mred " + "x" * 5000, "see\nit", version="1\n2")
+    assert finding.found.startswith("it says [31mred xxx")
+    assert len(finding.found) < 1010
+    assert (finding.action, finding.figures) == ("see it", {"version": "1 2"})
+
+
+@pytest.mark.parametrize(("level", "found", "action"), [("error", "x", ""), ("warning", "x", ""), ("ok", "x\ny", "")])
+def test_a_finding_is_one_line_and_says_what_to_do(level: str, found: str, action: str) -> None:
+    with pytest.raises(ValueError, match=r"line|what to do"):
+        Finding("a.b", Level(level), found, action)
+
+
+def test_a_program_that_is_not_there() -> None:
+    ran = anyio.run(run_tool, ["/nowhere/npu-smi", "info"], 5)
+    assert ran.problem == "cannot be started: No such file or directory"
+
+
+def test_a_program_that_fails() -> None:
+    ran = run("import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)")
+    assert (ran.output, ran.errors, ran.problem) == ("out\n", "err\n", "ended with code 7")
+    assert run("import os; os.kill(os.getpid(), 11)").problem == "was ended by SIGSEGV"
+
+
+def test_a_program_that_hangs_ends_with_what_it_started(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    ran = run(
+        "import os, time\n"
+        "pid = os.fork()\n"
+        f"pid and open({str(child)!r}, 'w').write(str(pid))\n"
+        "pid and print('started', flush=True)\n"
+        "time.sleep(600)",
+        timeout_s=3,
+    )
+    assert ran.problem == "did not end within 3 s and was stopped"
+    assert ran.output == "started\n"
+    wait_until(lambda: not (psutil.pid_exists(int(child.read_text())) and _runs(int(child.read_text()))), 30)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_program_that_never_stops_talking() -> None:
+    ran = run("while True: print('x' * 10000)")
+    assert ran.problem == "printed more than 256 KiB and was stopped"
+    assert len(ran.output) == MAX_OUTPUT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("soft", "level", "connections"),
+    [(None, Level.OK, 4096), (FILES_WANTED, Level.OK, 4096), (1024, Level.WARNING, 256), (1, Level.WARNING, 1)],
+)
+def test_open_files(soft: int | None, level: Level, connections: int) -> None:
+    finding = limits.judge_files(soft)
+    assert (finding.level, finding.figures["connections"]) == (level, connections)
+
+
+def test_memory() -> None:
+    assert limits.judge_memlock(8 << 20, "tcp").level is Level.OK
+    assert limits.judge_memlock(8 << 20, "rdma").level is Level.WARNING
+    assert limits.judge_memlock(None, "rdma").level is Level.OK
+    assert limits.judge_shm(64 << 20, 64 << 20).level is Level.WARNING
+    assert limits.judge_shm(1 << 34, 1 << 30).level is Level.OK
+
+
+def test_ports_of_data_parallel_engines() -> None:
+    needed = ports.needed(30101, 2, "127.0.0.1", 8200)
+    assert [(port.number, port.host) for port in needed] == [(8200, ""), (30101, "127.0.0.1"), (30102, "127.0.0.1")]
+    assert ports.needed(None, 2, "", None) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "problem", "level", "says"),
+    [
+        (30101, None, Level.OK, "is free"),
+        (30101, errno.EADDRINUSE, Level.ERROR, "is taken"),
+        (30101, errno.EADDRNOTAVAIL, Level.ERROR, "VLLM_HOST_IP"),
+        (70, errno.EACCES, Level.ERROR, "Permission denied"),
+        (65536, errno.EINVAL, Level.ERROR, "cannot be had"),
+        (40000, None, Level.NOTE, "ip_local_reserved_ports=40000"),
+        (20399, None, Level.ERROR, "one of Mooncake's for NPU 3 (20300-20399)"),
+        (20400, None, Level.OK, "is free"),
+    ],
+)
+def test_choice_of_a_port(number: int, problem: int | None, level: Level, says: str) -> None:
+    taken = ports.ascend_ports([0, 3], {})
+    finding = ports.judge(ports.Port(number, "the API server"), taken, range(32768, 61000), problem)
+    assert finding.level is level
+    assert says in f"{finding.found} {finding.action}"
+
+
+def test_where_mooncake_looks_for_ports() -> None:
+    assert ports.ascend_ports([1], {"ASCEND_BASE_PORT": "30000"}) == {1: range(30100, 30200)}
+    assert ports.ascend_ports([1], {"ASCEND_BASE_PORT": "x"}) == {1: range(20100, 20200)}
+
+
+def test_ports_are_tried() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = ports.Port(server.getsockname()[1], "the API server", "127.0.0.1")
+        assert ports.try_port(port) == errno.EADDRINUSE
+    assert ports.try_port(port) is None
+    assert ports.try_port(port._replace(host="192.0.2.1")) == errno.EADDRNOTAVAIL
+    assert ports.try_port(port._replace(host="no address")) is not None
+
+
+@pytest.mark.parametrize(
+    ("protocol", "on_npu", "built_with", "level", "used"),
+    [
+        (None, False, "", Level.OK, "tcp"),
+        (None, True, "ascend", Level.OK, "ascend"),
+        (None, True, "", Level.ERROR, "ascend"),
+        (None, True, None, Level.OK, "ascend"),
+        ("tcp", True, "ascend", Level.WARNING, "tcp"),
+        ("ascend", False, "", Level.ERROR, "ascend"),
+        ("rdma", False, "", Level.OK, "rdma"),
+        ("udp", False, "", Level.ERROR, "udp"),
+    ],
+)
+def test_protocol(protocol: str | None, on_npu: bool, built_with: str | None, level: Level, used: str) -> None:
+    finding = mooncake.judge(protocol, on_npu, built_with)
+    assert (finding.level, finding.figures["protocol"]) == (level, used)
+
+
+def test_cann(tmp_path: Path) -> None:
+    def level() -> Level:
+        return mooncake.check_cann({"ASCEND_HOME_PATH": str(tmp_path)}).level
+
+    assert mooncake.check_cann({}).level is Level.ERROR
+    assert level() is Level.NOTE
+    info = tmp_path / "aarch64-linux" / "ascend_toolkit_install.info"
+    info.parent.mkdir()
+    info.write_text("package_name=Ascend-cann-toolkit\nversion=9.1.0\narch=aarch64\n")
+    assert level() is Level.OK
+    info.write_text("version=8.5.0\n")
+    assert level() is Level.WARNING
+
+
+def judged(config: dict[str, Any]) -> dict[str, Level]:
+    findings, _ = engine_config.judge(engine_config.read(json.dumps(config)))
+    return {finding.check: finding.level for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"prefill": ["p:1"]}, "is not a URL"),
+        ({"prefill": ["http://p:1"], "port": 80}, "give one kind"),
+        ({"proxy": "http://p:1", "peers": ["192.0.2.1"]}, "give one kind"),
+        ({"kv_transfer_config": "{"}, "--kv-transfer-config"),
+        ({"peers": ["node-2"]}, "'node-2' is not an address"),
+        ({"peers": ["192.0.2.1"] * 65}, "at most 64"),
+    ],
+)
+def test_options_that_cannot_be_understood(change: dict[str, Any], says: str) -> None:
+    nothing = {"proxy": None, "prefill": (), "decode": (), "kv_transfer_config": None, "port": None, "peers": ()}
+    given: dict[str, Any] = {**nothing, "data_parallel": 1, **change}
+    with pytest.raises(UsageError, match=says):
+        options(**given)
+
+
+@pytest.mark.parametrize("key", ["geheim\nno", "gehäim", "ge\x00heim"])
+def test_a_key_that_cannot_be_sent_is_not_shown(key: str) -> None:
+    with pytest.raises(ValueError, match="VLLM_API_KEY is no API key") as raised:
+        api_key({"VLLM_API_KEY": key})
+    assert "heim" not in str(raised.value)
+    assert api_key({"VLLM_API_KEY": " geheim\n"}) == "geheim"
+    assert api_key({}) is None
+
+
+OURS = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer", "kv_port": 30101}
+
+
+def test_configuration(tmp_path: Path) -> None:
+    assert judged(OURS) == {"config.connector": Level.OK}
+    assert judged({**OURS, "kv_role": "kv_both"}) == {"config.connector": Level.ERROR}
+    assert judged({**OURS, "kv_connector_extra_config": {"leas_s": 1}}) == {"config.connector": Level.ERROR}
+    assert judged({**OURS, "kv_connector": "NixlConnector"}) == {"config.connector": Level.ERROR}
+    secret = tmp_path / "tickets.secret"
+    secret.write_text("0" * 64)
+    extra = {"ticket_secret_file": str(secret), "side_channel_key_file": str(tmp_path / "none")}
+    for mode, level in ((0o644, Level.ERROR), (0o600, Level.OK)):
+        secret.chmod(mode)
+        assert judged({**OURS, "kv_connector_extra_config": extra}) == {
+            "config.connector": Level.OK,
+            "config.ticket_secret_file": level,
+            "config.side_channel_key_file": Level.ERROR,
+        }
+    findings, _ = engine_config.judge(None)
+    assert [finding.level for finding in findings] == [Level.NOTE]
+
+
+def test_configuration_below_a_multi_connector() -> None:
+    inner = [{"kv_connector": "OtherConnector"}, OURS]
+    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": inner}}
+    assert engine_config.read(json.dumps(outer)).kv_port == 30101
+    assert judged(outer) == {"config.connector": Level.OK}
+    assert judged({**outer, "kv_connector_extra_config": {}}) == {"config.connector": Level.ERROR}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"kv_port": "x"}', '{"kv_port": 70000}', "\ud800"])
+def test_configuration_that_cannot_be_understood(text: str) -> None:
+    with pytest.raises(UsageError, match="--kv-transfer-config"):
+        engine_config.read(text)
+
+
+LOADED = [
+    Loaded("torch", 1.0, "2.13.0"),
+    Loaded("ops", 0.1),
+    Loaded("mooncake", 0.1),
+    Loaded("connector", 5.0, "LayerwisePushConnector"),
+    Loaded("device", 0.1, "cpu"),
+    Loaded("host", 0.1, "10.0.0.1"),
+]
+
+
+ENDED = Ran("", "")
+
+
+def loading_levels(loaded: list[Loaded], ran: Ran = ENDED, on_npu: bool = False) -> dict[str, Level]:
+    findings = loading.judge(loaded, ran, on_npu)
+    return {finding.check: finding.level for finding in findings if finding.level is not Level.OK}
+
+
+def test_loading() -> None:
+    assert loading_levels(LOADED) == {}
+    assert loading_levels(LOADED, on_npu=True) == {"loading.ops": Level.NOTE, "loading.device": Level.ERROR}
+    failed = [Loaded("mooncake", 0.1, error="ImportError: libibverbs.so.1\nmore"), Loaded("host", 0.1, "0.0.0.0")]
+    assert loading_levels(failed) == {"loading.mooncake": Level.ERROR, "loading.host": Level.ERROR}
+    assert loading_levels([Loaded("ops", 0.0, missing="torch")]) == {"loading.ops": Level.NOTE}
+    assert loading_levels([Loaded("host", 0.1, "127.0.0.1")]) == {"loading.host": Level.WARNING}
+
+
+def test_loading_that_crashes_names_the_part() -> None:
+    ran = Ran("", "Fatal: undefined symbol", "was ended by SIGSEGV")
+    [crash] = [finding for finding in loading.judge(LOADED[:2], ran, False) if finding.level is Level.ERROR]
+    assert "stopped at mooncake: the process was ended by SIGSEGV (Fatal: undefined symbol)" in crash.found
+    assert "libibverbs1" in crash.action
+
+
+def test_bytes_are_compared() -> None:
+    assert compare(b"abcd\0", b"abcd\0") == Checked(0)
+    assert compare(b"abXd\1", b"abcd\0") == Checked(2, 2)
+    assert loopback.judge(1 << 20, Sent(0.5, 4), Checked(0)).figures["bytes_per_second"] == 1 << 21
+    assert loopback.judge(1 << 20, Sent(0.5, 4), Checked(1, 77)).level is Level.ERROR

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor's verdicts about a running pair, and what it knows of clocks."""
+
+from __future__ import annotations
+
+import json
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_pd.doctor import clock
+from vllm_ascend_pd.doctor.clock import Offset
+from vllm_ascend_pd.doctor.finding import Level
+from vllm_ascend_pd.doctor.http_get import Answer, root_url
+from vllm_ascend_pd.doctor.pair import Server, judge
+
+NOW = 1_800_000_000.0
+SKEWS = st.floats(-1e6, 1e6)
+DELAYS = st.floats(0, 20)
+
+
+def measured(skew: float, sent: float, there: float, back: float, stale: float) -> Offset:
+    """A server whose clock is `skew` ahead answers with a Date it wrote `stale` seconds before."""
+    date = formatdate(int(sent + there + skew - stale), usegmt=True)
+    found = clock.offset(date, sent, sent + there + back)
+    assert found is not None
+    return found
+
+
+@given(SKEWS, st.floats(NOW, NOW + 1e6), DELAYS, DELAYS, st.floats(0, 0.99))
+def test_a_clock_is_where_it_is_said_to_be(skew: float, sent: float, there: float, back: float, stale: float) -> None:
+    found = measured(skew, sent, there, back, stale)
+    assert found.low - 1e-6 <= skew <= found.high + 1e-6
+    assert found.high - found.low == pytest.approx(2 + there + back, abs=1e-5)
+    assert found.least <= abs(skew) + 1e-6
+
+
+@given(SKEWS, SKEWS, DELAYS, DELAYS)
+def test_two_clocks(one: float, other: float, there: float, back: float) -> None:
+    apart = clock.between(measured(one, NOW, there, back, 0.5), measured(other, NOW + 0.3, back, there, 0))
+    assert apart.low - 1e-6 <= one - other <= apart.high + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("apart", "level"),
+    [
+        (Offset(-1, 1), Level.OK),
+        (Offset(6, 8), Level.WARNING),
+        (Offset(-33, -31), Level.ERROR),
+        (Offset(-40, 40), Level.OK),
+        (None, Level.NOTE),
+    ],
+)
+def test_clocks_are_judged_by_what_is_certain(apart: Offset | None, level: Level) -> None:
+    assert clock.judge("pair.clock", "a against b", apart).level is level
+
+
+@pytest.mark.parametrize("date", ["", "tomorrow", "Sat, 99 Nov 2026 00:00:00 GMT"])
+def test_no_date(date: str) -> None:
+    assert clock.offset(date, NOW, NOW) is None
+
+
+@pytest.mark.parametrize(
+    "url", ["p:1", "ftp://p:1", "http://p:x", "http://p:1/v1", "http://user:pw@p:1", "http://[", "http://\udcff:1"]
+)
+def test_urls(url: str) -> None:
+    with pytest.raises(ValueError, match="URL") as raised:
+        root_url(url)
+    assert "pw" not in str(raised.value)
+    assert root_url("http://10.0.0.1:8100/") == "http://10.0.0.1:8100"
+
+
+def answer(body: Any = None, status: int = 200, skew: float = 0.0) -> Answer:
+    content = b"" if body is None else json.dumps(body).encode()
+    return Answer(status, content, formatdate(int(NOW + skew), usegmt=True), NOW, NOW + 0.01)
+
+
+GONE = Answer(0, b"", None, NOW, NOW, "cannot be connected to: refused")
+
+
+def engine(
+    role: str = "prefill", model: str = "m", length: int = 4096, version: str = "0.23.0", skew: float = 0
+) -> Server:
+    models = {"object": "list", "data": [{"id": model, "max_model_len": length}]}
+    answers = {
+        "/health": answer(skew=skew),
+        "/version": answer({"version": version}),
+        "/v1/models": answer(models),
+    }
+    return Server(role, 0, f"http://{role}:1", answers)
+
+
+def proxy(state: str = "ok", prefill: str = "http://prefill:1") -> Server:
+    body = {"status": "ok", "prefill": {prefill: "ok"}, "decode": {"http://decode:1": state}, "retries": {}}
+    answers = {"/health": answer(body, 200 if state == "ok" else 503), "/v1/models": engine().answers["/v1/models"]}
+    return Server("proxy", 0, "http://proxy:1", answers)
+
+
+def levels(*servers: Server) -> dict[str, Level]:
+    """Those that are not ok."""
+    return {finding.check: finding.level for finding in judge(servers) if finding.level is not Level.OK}
+
+
+def changed(server: Server, path: str, other: Answer) -> Server:
+    return Server(server.role, server.number, server.url, {**server.answers, path: other})
+
+
+def test_a_pair_that_fits() -> None:
+    findings = judge([proxy(), engine(), engine("decode")])
+    assert {finding.level for finding in findings} == {Level.OK}
+    assert {"proxy.0.engines", "pair.models", "pair.versions", "pair.clock.0.0", "prefill.0.clock"} <= {
+        finding.check for finding in findings
+    }
+
+
+@pytest.mark.parametrize(
+    ("servers", "not_ok"),
+    [
+        ([engine(), engine("decode", model="other")], {"pair.models": Level.ERROR}),
+        ([engine(), engine("decode", length=8192)], {"pair.max-model-len": Level.WARNING}),
+        ([engine(), engine("decode", version="0.32.0")], {"pair.versions": Level.WARNING}),
+        ([engine(), engine("decode", version="0.23.0+empty")], {}),
+        ([engine(version="0.19.1")], {"prefill.0.version": Level.WARNING}),
+        (
+            [engine(skew=40), engine("decode", skew=-40)],
+            dict.fromkeys(("prefill.0.clock", "decode.0.clock", "pair.clock.0.0"), Level.ERROR),
+        ),
+        ([changed(engine(), "/health", answer(status=500))], {"prefill.0.health": Level.ERROR}),
+        ([changed(engine(), "/health", GONE)], {"prefill.0.health": Level.ERROR}),
+        ([changed(engine(), "/version", answer(status=404))], {"prefill.0.version": Level.NOTE}),
+        ([changed(engine(), "/v1/models", answer(["x"]))], {"prefill.0.models": Level.ERROR}),
+        ([proxy(state="unreachable")], {"proxy.0.health": Level.ERROR, "proxy.0.engines": Level.ERROR}),
+        ([proxy(prefill="http://else:1"), engine()], {"proxy.0.engines": Level.WARNING}),
+        ([changed(proxy(), "/health", answer())], {"proxy.0.engines": Level.NOTE}),
+    ],
+)
+def test_what_does_not(servers: list[Server], not_ok: dict[str, Level]) -> None:
+    assert levels(*servers) == not_ok
+
+
+JSON = st.recursive(st.none() | st.integers() | st.text(), lambda e: st.lists(e) | st.dictionaries(st.text(), e))
+BODIES = st.binary() | st.one_of(
+    JSON,
+    st.fixed_dictionaries({"version": st.text("\n\x1b x").map("0.23.0".__add__) | JSON}),
+    st.fixed_dictionaries({"data": st.lists(st.fixed_dictionaries({"id": st.text(min_size=1)})) | JSON}),
+    st.fixed_dictionaries({"status": st.text(), "prefill": st.dictionaries(st.text(), st.text()), "decode": JSON}),
+).map(lambda body: json.dumps(body).encode())
+
+
+@given(st.lists(st.tuples(st.sampled_from([200, 401, 500, 503]), BODIES), min_size=8, max_size=8))
+def test_whatever_servers_say_is_judged(said: list[tuple[int, bytes]]) -> None:
+    servers = []
+    for server in (proxy(), engine(), engine("decode")):
+        answers = {}
+        for path, intact in server.answers.items():
+            status, body = said.pop()
+            answers[path] = Answer(status, body, intact.date, NOW, NOW)
+        servers.append(Server(server.role, 0, server.url, answers))
+    assert all(len(finding.found) <= 1003 for finding in judge(servers))
+
+
+def test_a_key_that_is_missing_is_named() -> None:
+    findings = judge([changed(engine(), "/v1/models", answer({"error": "Unauthorized"}, 401))])
+    [wrong] = [finding for finding in findings if finding.level is Level.ERROR]
+    assert "VLLM_API_KEY" in wrong.action

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode engine that lies can say of itself: nothing of it is used, and looking at it costs little."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_compatibility import LAYERS, MODEL, caches, engine, found
+from test_protocol import NAMES, RANKS, SIZES, tuples
+
+from vllm_ascend_pd.core.compatibility import mismatch
+from vllm_ascend_pd.core.description import unsound
+from vllm_ascend_pd.core.hosts import AnyHost, decode_hosts
+from vllm_ascend_pd.core.layout import CacheTensor, RankCaches
+from vllm_ascend_pd.core.protocol import (
+    MAX_REASON_CHARS,
+    EngineDescription,
+    Problem,
+    ProtocolError,
+    RankDescription,
+    Refused,
+    Report,
+    Revoke,
+    Writer,
+    decode,
+    encode,
+)
+from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.worker.peer import DecodeLayout
+
+replace = msgspec.structs.replace
+LISTED = decode_hosts(("127.0.0.0/8",), "127.0.0.1", signed=False)
+
+
+def with_ranks(description: EngineDescription, *ranks: RankDescription) -> EngineDescription:
+    return replace(description, ranks=ranks)
+
+
+def with_rank(**changes: object) -> EngineDescription:
+    description = engine()
+    return with_ranks(description, replace(description.ranks[0], **changes))
+
+
+def with_tensor(**changes: object) -> EngineDescription:
+    rank = caches()
+    return with_rank(caches=replace(rank, tensors=(replace(rank.tensors[0], **changes), *rank.tensors[1:])))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_an_engine_that_is_what_it_says(tp):
+    assert unsound(engine(tp), LISTED) is None
+    assert unsound(engine(stages=(LAYERS[:1], LAYERS[1:])), LISTED) is None
+
+
+ONE, TWO = engine(1), engine(2)
+LIES = {
+    "no-tp": (replace(ONE, tp=0), "says tp 0"),
+    "negative-sizes": (replace(ONE, tp=-1, pp=-1), "says tp -1, pp -1"),
+    "huge-tp": (replace(ONE, tp=2**62), "says tp"),
+    "huge-pp": (replace(ONE, pp=2**62), "says tp 1, pp"),
+    "too-few-ranks": (with_ranks(TWO, TWO.ranks[0]), "each of these ranks once"),
+    "no-ranks": (with_ranks(ONE), "each of these ranks once"),
+    "a-rank-twice": (with_ranks(TWO, TWO.ranks[0], TWO.ranks[0]), "each of these ranks once"),
+    "two-of-one": (with_ranks(ONE, ONE.ranks[0], ONE.ranks[0]), "each of these ranks once"),
+    "a-rank-outside": (with_ranks(TWO, TWO.ranks[0], replace(TWO.ranks[1], tp_rank=2)), "each of these ranks once"),
+    "a-negative-rank": (with_rank(pp_rank=-1), "each of these ranks once"),
+    "control-of-another-kind": (with_rank(control="ipc:///tmp/x"), "not host:port"),
+    "control-without-tcp": (with_rank(control="127.0.0.1:1"), "not tcp://"),
+    "control-with-a-source": (with_rank(control="tcp://127.0.0.9:0;127.0.0.1:1"), "not host:port"),
+    "control-elsewhere": (with_rank(control="tcp://192.0.2.1:1", session="192.0.2.1:2"), "not in decode_allowlist"),
+    "session-elsewhere": (with_rank(session="127.0.0.2:2"), "on host 127.0.0.1, its session on 127.0.0.2"),
+    "session-of-nonsense": (with_rank(session="x" * 10_000), "not host:port"),
+    "model-unprintable": (replace(ONE, model="\x1b[2J"), "unprintable"),
+    "model-long": (replace(ONE, model="x" * 1000), "great length"),
+    "engine-unprintable": (replace(ONE, engine_id="a\nb"), "unprintable"),
+    "layer-unprintable": (with_tensor(layer="model\r"), "unprintable"),
+    "dtype-long": (engine(dtype="x" * 1000), "great length"),
+    "draft-unprintable": (engine(draft="\u202e"), "unprintable"),
+    "blocks-that-overlap": (engine(block_stride=16 * 4 * 32 - 1), "bytes, 2047 apart"),
+    "more-heads-than-are-its": (engine(2, heads=4, block_stride=1 << 20), "4 of 4 KV heads with tp 2"),
+    "a-tensor-twice": (with_rank(caches=replace(caches(), tensors=caches().tensors[:1] * 2)), "same tensor of a layer"),
+}
+
+
+@pytest.mark.parametrize(("lie", "complaint"), LIES.values(), ids=LIES.keys())
+def test_lies(lie, complaint):
+    reason = unsound(lie, LISTED)
+    assert complaint in reason
+    assert reason.isprintable()
+    assert len(reason) < 400
+
+
+def test_no_address_overflows():
+    """Ranges of the single numbers see to it: they are bounds of what a sender computes with."""
+    geometry = replace(caches().geometries[0], block_stride=2**31 - 1)
+    tensor = CacheTensor("layer", 0, 2**62 - 1, 2**31 - 1, 0)
+    largest = with_rank(caches=RankCaches((geometry,), (tensor,)))
+    assert decode(encode(0, largest))[1] == largest
+    assert unsound(largest, LISTED) is None
+    assert tensor.base + tensor.num_blocks * geometry.block_stride < 2**63
+    for changes in ({"base": 2**62}, {"num_blocks": 2**31}, {"base": -1}, {"num_blocks": -1}, {"layer": 7}):
+        with pytest.raises(ProtocolError):
+            decode(encode(0, with_tensor(**changes)))
+
+
+@pytest.mark.parametrize("what", ["dtype", "head_bytes", "group", "kind"])
+def test_one_rank_of_several_that_lies_about_its_layout(what):
+    """Whichever it is."""
+    other = {"dtype": "float32", "head_bytes": 16, "group": 1, "kind": None}
+    for liar in (0, 1):
+        ranks = list(TWO.ranks)
+        geometry = ranks[liar].caches.geometries[0]
+        changes = {"kind": type(geometry.kind).STATE} if what == "kind" else {what: other[what]}
+        lying = replace(ranks[liar].caches, geometries=(replace(geometry, **changes),))
+        ranks[liar] = replace(ranks[liar], caches=lying)
+        assert what in found(caches(), with_ranks(TWO, *ranks))
+
+
+@given(st.builds(EngineDescription, NAMES, NAMES, st.integers(-1, 2), st.integers(-1, 2), tuples(RANKS), SIZES, SIZES))
+@settings(max_examples=300)
+def test_whatever_decodes_is_sound_or_refused_with_a_reason(description):
+    reason = unsound(description, AnyHost())
+    assert reason is None or (reason.isprintable() and len(reason) < 1000)
+    if reason is None:
+        mismatch(caches(), MODEL, 0, sharding(1), True, description)
+        DecodeLayout(description)
+
+
+HOSTILE_TEXT = "\x1b[31mred\nfake log line\x00\u202e" + "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Problem(HOSTILE_TEXT),
+        Refused(HOSTILE_TEXT, retry=False),
+        Revoke("0" * 32, 0, Writer("prefill", 0, 0), HOSTILE_TEXT),
+        Report("0" * 32, 0, Writer("prefill", 0, 0), HOSTILE_TEXT),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_reasons_are_one_short_line_whoever_wrote_them(message):
+    raw = msgspec.to_builtins(message) | {"reason": HOSTILE_TEXT}
+    _, received = decode(msgspec.msgpack.encode((1, 0, raw)))
+    for reason in (message.reason, received.reason):
+        assert reason.isprintable()
+        assert reason.startswith("[31mred fake log line x")
+        assert len(reason) <= MAX_REASON_CHARS + 3
+    assert decode(encode(0, received))[1] == received
+
+
+@given(st.dictionaries(st.sampled_from(["engine_id", "pp_rank", "rank"]), st.none() | st.integers() | st.text()))
+def test_writers_have_names_and_numbers(changes):
+    values = {"engine_id": "prefill-0", "pp_rank": 0, "rank": 1} | changes
+    fits = (
+        isinstance(values["engine_id"], str)
+        and values["engine_id"].isprintable()
+        and all(isinstance(values[n], int) and 0 <= values[n] < 2**20 for n in ("pp_rank", "rank"))
+    )
+    report = msgspec.to_builtins(Report("0" * 32, 0, Writer("prefill", 0, 0), None))
+    try:
+        frame = msgspec.msgpack.encode((1, 0, report | {"writer": list(values.values())}))
+    except (OverflowError, UnicodeEncodeError):
+        return
+    try:
+        decode(frame)
+    except ProtocolError:
+        assert not fits
+    else:
+        assert fits

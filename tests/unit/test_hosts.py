@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which hosts prefill connects to because a peer named them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_pd.core.hosts import HostList, decode_hosts, host_of, is_host
+
+LISTED = HostList(("10.1.0.0/16", "192.168.7.9", "fd00:1::/32", "decode-7.example"), "is not listed")
+OWN = "203.0.113.5"
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["10.1.0.1", "10.1.255.255", "::ffff:10.1.2.3", "192.168.7.9", "fd00:1::5", "decode-7.example", "DECODE-7.Example"],
+)
+def test_what_a_list_admits(host):
+    assert LISTED.refusal(host) is None
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *(
+            "10.2.0.1",
+            "192.168.7.8",
+            "fd00:2::1",
+            "decode-7.example.org",
+            "decode-77.example",
+            "127.0.0.1",
+            "localhost",
+        ),
+        *("169.254.169.254", "", "10.1.0.1 ", "10.1.0.1:80", "10.1", "167837697", "0x0a010001", "10.1.0.1.example"),
+    ],
+)
+def test_what_a_list_refuses(host):
+    assert LISTED.refusal(host) == f"host {host!r} is not listed"
+
+
+@pytest.mark.parametrize("entry", ["10.1.0.1/16", "10.1.0.0/33", "", "a b", "http://10.0.0.1", "10.1", "a/b", "*"])
+def test_what_cannot_be_on_a_list(entry):
+    with pytest.raises(ValueError, match="is not a host, an address or a network"):
+        HostList((entry,), "")
+
+
+@pytest.mark.parametrize(
+    ("host", "private"),
+    [
+        *(("127.0.0.1", True), ("10.0.0.7", True), ("172.31.0.1", True), ("192.168.0.1", True), ("100.64.0.9", True)),
+        *(("::1", True), ("fd12::1", True), ("localhost", True), (OWN, True)),
+        *(("172.32.0.1", False), ("8.8.8.8", False), ("203.0.113.6", False), ("169.254.169.254", False)),
+        *(("2001:db8::1", False), ("::ffff:8.8.8.8", False), ("0.0.0.0", False), ("decode-7", False), ("127.1", False)),
+    ],
+)
+def test_without_a_list_private_networks_or_anything_that_is_signed(host, private):
+    refusal = decode_hosts((), OWN, signed=False).refusal(host)
+    assert (refusal is None) is private
+    assert private or ("decode_allowlist" in refusal and "ticket_secret_file" in refusal)
+    assert decode_hosts((), OWN, signed=True).refusal(host) is None
+    for signed in (False, True):
+        assert decode_hosts(("10.9.9.9",), OWN, signed).refusal(host) is not None, "a list is all there is"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host"),
+    [
+        ("tcp://10.0.0.1:5555", "10.0.0.1"),
+        ("10.0.0.1:1", "10.0.0.1"),
+        ("tcp://[fd00::1]:65535", "fd00::1"),
+        ("fd00::1:7777", "fd00::1"),
+        ("tcp://decode-7.example:80", "decode-7.example"),
+    ],
+)
+def test_the_host_of_an_endpoint(endpoint, host):
+    assert host_of(endpoint) == host
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *(
+            "",
+            "10.0.0.1",
+            "tcp://10.0.0.1",
+            "10.0.0.1:",
+            "10.0.0.1:0",
+            "10.0.0.1:65536",
+            "10.0.0.1:+80",
+            "10.0.0.1:８０",
+        ),
+        *("ipc:///tmp/x:1", "inproc://x:1", "tcp://*:80", "tcp://eth0;10.0.0.1:80", "tcp://10.0.0.2:0;10.0.0.1:80"),
+        *(
+            "http://10.0.0.1:80",
+            "tcp://a@b:80",
+            "tcp://:80",
+            "10.0.0.1:80\n",
+            "10.0.0.1\n:80",
+            "tcp://[::1:80",
+            "[x]:80:1",
+        ),
+    ],
+)
+def test_what_is_no_endpoint(endpoint):
+    with pytest.raises(ValueError, match="is not host:port"):
+        host_of(endpoint)
+
+
+@given(st.text())
+def test_nothing_raises(text):
+    is_host(text)
+    assert isinstance(LISTED.refusal(text), str)

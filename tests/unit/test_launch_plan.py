@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hosts.yaml to commands: what each host is told, what is refused and at which line, and that nothing of the file can
+become more than a word of a command."""
+
+import json
+import shlex
+import subprocess
+from functools import partial
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from vllm_ascend_pd.launch.hosts import HostsError, HostsFile, Invalid
+from vllm_ascend_pd.launch.plan import Plan, Process, make_plan, reach
+from vllm_ascend_pd.launch.shape import Shape, ShapeError
+
+PYTHON, REPOSITORY = "/opt/python", "/opt/pd"
+
+TWO_NODES = """\
+model: /models/m
+device: a3
+hosts:
+  a: {address: 10.0.0.1, interface: eth0}
+  b: {address: 10.0.0.2, ssh: user@b}
+prefill:
+  - hosts: [a]
+    tp: 8
+decode:
+  - hosts: [a, b]
+    tp: 4
+    dp: 4
+proxy:
+  host: a
+"""
+
+
+def plan(text: str) -> Plan:
+    file = HostsFile(text)
+    try:
+        return make_plan(file.cluster, PYTHON, REPOSITORY)
+    except Invalid as error:
+        raise file.located(error) from None
+
+
+def options(process: Process) -> dict[str, str]:
+    """Of its launch script, without what goes to vLLM."""
+    words = list(process.command)
+    start = next(i for i, word in enumerate(words) if word.endswith(".sh")) + 1
+    words = words[start : words.index("--")] if "--" in words else words[start:]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def test_two_nodes() -> None:
+    made = plan(TWO_NODES)
+    assert [[process.name for process in stage] for stage in made.stages] == [
+        ["prefill-0", "decode-0-node-0", "decode-0-node-1"],
+        ["proxy"],
+    ]
+    prefill, first, second, proxy = made.processes
+    assert options(prefill)["--devices"] == "0,1,2,3,4,5,6,7"
+    assert options(prefill)["--decode-host"] == "10.0.0.2"  # the last of two; each is named
+    assert options(first)["--devices"] == "8,9,10,11,12,13,14,15"  # what prefill has left
+    assert options(second)["--devices"] == "0,1,2,3,4,5,6,7"
+    assert [options(node)["--node-rank"] for node in (first, second)] == ["0", "1"]
+    assert {options(node)["--head-address"] for node in (first, second)} == {"10.0.0.1"}
+    assert {options(node)["--metaserver"] for node in (first, second)} == {"http://10.0.0.1:8000"}
+    assert [process.ready for process in made.processes] == [
+        "http://10.0.0.1:8100/health",
+        "http://10.0.0.1:8200/health",
+        None,
+        "http://10.0.0.1:8000/health",
+    ]
+    assert [process.ssh for process in made.processes] == ["10.0.0.1", "10.0.0.1", "user@b", "10.0.0.1"]
+    assert options(proxy)["--decode"] == "http://10.0.0.1:8200"
+    assert made.endpoint == "http://10.0.0.1:8000"
+
+
+def test_ray_runs_on_all_nodes_before_vllm_on_the_first() -> None:
+    made = plan(TWO_NODES.replace("    dp: 4\n", "    dp: 4\n    executor: ray\n"))
+    ray, engines, _ = made.stages
+    assert [(process.name, process.ready) for process in ray] == [
+        ("decode-0-ray-0", "tcp://10.0.0.1:13345"),
+        ("decode-0-ray-1", None),
+    ]
+    assert all(process.command[-1] == "--ray-node" for process in ray)
+    assert [process.name for process in engines] == ["prefill-0", "decode-0"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("tp: 8", "tpp: 8", "hosts.yaml:8: prefill[0].tpp: unknown key"),
+        ("tp: 8", "tp: eight", "hosts.yaml:8: prefill[0].tp: expected `int`, got `str`"),
+        ("tp: 8", "tp: 0", "hosts.yaml:8: prefill[0].tp: must be from 1 to 4096"),
+        ("tp: 8", "tp: 17", "hosts.yaml:7: prefill[0].devices: prefill-0 needs 17 NPUs on host a, 16 of 16 are left"),
+        ("tp: 8", "tp: 12", "hosts.yaml:10: decode[0].devices: decode-0 needs 8 NPUs on host a, 4 of 16 are left"),
+        ("tp: 8", "devices: [16]", "hosts.yaml:8: prefill[0].devices: an A3 server has NPUs 0 to 15, no 16"),
+        ("tp: 8", "tp: 8\n    tp: 4", "hosts.yaml:9: prefill[0].tp: is there twice"),
+        ("tp: 8", "kv_port: 1", "hosts.yaml:8: prefill[0].kv_port: is decode's"),
+        ("tp: 8", "port: 8000", "hosts.yaml:8: prefill[0].port: port 8000 of host a is the proxy's already"),
+        ("tp: 8", "head_port: 9", "hosts.yaml:8: prefill[0].head_port: is for engines on several hosts"),
+        ("dp: 4", "dp: 3", "hosts.yaml:10: decode[0].hosts: a node has 6 devices, a data-parallel replica 4"),
+        ("tp: 4\n    dp: 4", "tp: 7", "decode[0].hosts: tensor x pipeline x data parallel is 7 x 1 x 1 = 7"),
+        ("tp: 4\n    dp: 4", "tp: 16\n    dp: 1\n    pp: 3", "decode-0 needs 24 NPUs on host a, 8 of 16 are left"),
+        ("dp: 4", "dp: 4\n    kv_port: 35998", "hosts.yaml:13: decode[0].kv_port: 35998: Mooncake listens on"),
+        ("dp: 4", "dp: 4\n    kv_port: 8099", "hosts.yaml:13: decode[0].kv_port: port 8100 of host a is prefill-0's"),
+        ("[a, b]", "[a, c]", "hosts.yaml:10: decode[0].hosts[1]: there is no host 'c' in `hosts`"),
+        ("[a, b]", "[a, a]", "hosts.yaml:10: decode[0].hosts: the same host is there twice"),
+        ("host: a", "host: z", "hosts.yaml:14: proxy.host: there is no host 'z' in `hosts`"),
+        ("10.0.0.1", "node-a", "hosts.yaml:4: hosts.a.address: 'node-a' is not an IP address"),
+        ("user@b", "-oProxyCommand=x", "hosts.yaml:5: hosts.b.ssh: '-oProxyCommand=x'"),
+        ("ssh: user@b", "ssh: b, local: true", "hosts.yaml:5: hosts.b.ssh: `local: true` is this machine"),
+        ("device: a3", "device: a4", "hosts.yaml:2: device: invalid enum value 'a4'"),
+        ("device: a3", "start_seconds: 0\ndevice: a3", "hosts.yaml:1: the file: `start_seconds` must be"),
+        ("proxy:\n  host: a\n", "", "hosts.yaml:1: proxy: is missing"),
+        ("prefill:", "prefill: [", "not YAML"),
+        ("tp: 8", "env: {HF_TOKEN: abc}", "hosts.yaml:8: prefill[0].env.HF_TOKEN: looks like a secret"),
+        ("tp: 8", "args: [--api-key=abc]", "hosts.yaml:8: prefill[0].args[0]: --api-key: every user"),
+        ("tp: 8", "args: [-tp, '3']", "hosts.yaml:8: prefill[0].args[0]: -tp is set here: use --tp"),
+        ("tp: 8", "args: [--tensor_parallel_size=3]", "args[0]: --tensor-parallel-size is set here: use --tp"),
+        ("tp: 8", "extra: &a {b: *a}", "too deep, or too much"),
+        ("tp: 8", "extra: {a: !!python/name:os.system ''}", "prefill[0].extra.a: not a plain value"),
+        ("tp: 8", 'args: ["a\\nb"]', "hosts.yaml:8: prefill[0].args[0]: must be one printable line"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_at_its_line(old: str, new: str, message: str) -> None:
+    assert old in TWO_NODES
+    with pytest.raises(HostsError) as caught:
+        plan(TWO_NODES.replace(old, new, 1))
+    assert message in str(caught.value)
+    assert "abc" not in str(caught.value)
+
+
+def test_replicas_that_span_nodes_are_engines_of_their_own() -> None:
+    text = TWO_NODES.replace("tp: 4\n    dp: 4", "tp: 8\n    pp: 2\n    dp: 2").replace("[a, b]", "[a, b, c, d]")
+    text = text.replace("prefill:", "  c: {address: 10.0.0.3}\n  d: {address: 10.0.0.4}\nprefill:")
+    with pytest.raises(HostsError, match="each of 2 data-parallel replicas would span 2 nodes"):
+        plan(text)
+
+
+@given(st.integers(1, 8), st.integers(1, 3), st.integers(1, 8), st.integers(1, 6))
+def test_each_replica_is_on_one_node(tp: int, pp: int, dp: int, nodes: int) -> None:
+    try:
+        shape = Shape(tp, pp, dp, nodes)
+    except ShapeError:
+        assume(False)
+    listeners = [shape.listeners(rank) for rank in range(nodes)]
+    assert [index for node in listeners for index in node] == list(range(dp))
+    for rank, node in enumerate(listeners):
+        given = shape.arguments(rank, "10.0.0.1", 1)
+        assert ("--headless" in given) == (rank > 0)
+        if "--data-parallel-start-rank" in given:
+            assert int(given[given.index("--data-parallel-start-rank") + 1]) == node.start
+        if "--data-parallel-size-local" in given:
+            assert int(given[given.index("--data-parallel-size-local") + 1]) == len(node)
+
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z"), include_characters=" "), max_size=30)
+
+
+@settings(max_examples=200, deadline=None)
+@given(WORDS, st.lists(WORDS, max_size=3), WORDS)
+def test_every_word_of_the_file_reaches_the_other_side_as_one_word(model: str, args: list[str], value: str) -> None:
+    args = [word for word in args if not word.startswith("-")]
+    quoted = partial(json.dumps, ensure_ascii=False)
+    text = TWO_NODES.replace("/models/m", quoted(model)).replace(
+        "tp: 8", f"args: {quoted(args)}\n    env: {{VALUE: {quoted(value)}}}"
+    )
+    made = plan(text)
+    prefill = made.processes[0]
+    sent = reach(prefill, list(prefill.command))
+    assert sent[: sent.index("--") + 2][-2:] == ["--", "10.0.0.1"]
+    [line] = sent[sent.index("--") + 2 :]
+    assert shlex.split(line) == list(prefill.command)
+    assert options(prefill)["--model"] == model
+    assert f"VALUE={value}" in prefill.command
+    assert list(prefill.command[prefill.command.index("--") + 1 :]) == args
+
+
+def test_a_shell_on_the_other_side_sees_the_same_words() -> None:
+    hostile = ["$(touch x)", "`id`", "a;b", "it's", 'a"b', "*", "~", "!x", "\\", "a b", "", "|", "-", "--", "é"]
+    made = plan(TWO_NODES)
+    line = reach(made.processes[0], ["printf", "%s\\0", *hostile])[-1]
+    output = subprocess.run(["/bin/sh", "-c", line], capture_output=True, check=True, timeout=10).stdout
+    assert output.decode().split("\0")[:-1] == hostile

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`docs/metrics.md` names every metric there is, and no other."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.types import Message
+
+from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
+from vllm_ascend_pd.core.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, Counter, Metric
+from vllm_ascend_pd.proxy.counts import Counts
+from vllm_ascend_pd.proxy.engines import EnginePool
+from vllm_ascend_pd.proxy.exchange import Exchanges
+from vllm_ascend_pd.proxy.metrics import Metrics
+from vllm_ascend_pd.proxy.registry import Engines, Role
+from vllm_ascend_pd.proxy.reply import Reply
+from vllm_ascend_pd.proxy.seats import Seats
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+SECTIONS = {
+    title: text for title, _, text in (part.partition("\n") for part in PAGE.read_text().split("\n## "))
+}  # before the first: the page's title
+
+_ROW = re.compile(r"^\| `(vllm:\w+)` \| (\w+) \| ([\w ]+) \|([^|]*)\| \S[^|]* \|$", re.MULTILINE)
+_REASON = re.compile(r"^\| `(\w+)` \| (.+) \|$", re.MULTILINE)
+
+
+class Documented(NamedTuple):
+    type: str
+    labels: frozenset[str]
+
+
+def documented(section: str) -> dict[str, Documented]:
+    text = SECTIONS[section]
+    rows = _ROW.findall(text)
+    assert len(rows) == text.count("| `vllm:"), "a row that is not like the others"
+    for name, type_, unit, _ in rows:
+        words = name.removesuffix("_total").split("_")
+        assert unit not in ("bytes", "seconds", "ratio") or words[-1] == unit, "base units end the name"
+        assert name.endswith("_total") == (type_ == "counter")
+    return {name: Documented(type_, frozenset(re.findall(r"`(\w+)`", labels))) for name, type_, _, labels in rows}
+
+
+def of_engine(metrics: tuple[Metric, ...]) -> dict[str, Documented]:
+    """As `metrics.py` registers them: `tests/integration/test_engine_metrics.py` checks that."""
+    return {
+        PREFIX + metric.name + ("_total" if isinstance(metric, Counter) else ""): Documented(
+            type(metric).__name__.lower(), frozenset(metric.labels)
+        )
+        for metric in metrics
+    }
+
+
+@pytest.mark.parametrize(
+    ("section", "metrics"), [("Prefill engines", PREFILL_METRICS), ("Decode engines", DECODE_METRICS)]
+)
+def test_engines(section: str, metrics: tuple[Metric, ...]) -> None:
+    assert documented(section) == of_engine(metrics)
+
+
+@pytest.mark.parametrize(
+    ("section", "failures"), [("Prefill engines", PushFailure), ("Decode engines", ReceiveFailure)]
+)
+def test_reasons(section: str, failures: type[PushFailure] | type[ReceiveFailure]) -> None:
+    assert [value for value, _ in _REASON.findall(SECTIONS[section])] == [failure.value for failure in failures]
+
+
+async def _exposed() -> str:
+    """The proxy's page once each metric has had something to count."""
+
+    async def states() -> dict[str, dict[str, str]]:
+        return {"prefill": {"http://10.0.0.1:8100": "ok"}}
+
+    async def send(_: Message) -> None:
+        pass
+
+    engines = Engines(Role.PREFILL)
+    engines.add("http://10.0.0.1:8100", "test")
+    pool = EnginePool(
+        engines,
+        "least-load",
+        Seats(1, 1, 1.0),
+        max_connections=1,
+        connect_timeout=1.0,
+        read_timeout=1.0,
+        fresh_for=1.0,
+    )
+    metrics = Metrics(Exchanges(limit=1), Counts(), (pool,), states)
+    reply = Reply(send, request_id=None, timeout=1.0)
+    with metrics.request("/v1/completions", reply):
+        reply.status, reply.first_event_at = 200, float("inf")
+    answer = await metrics.get(Request({"type": "http", "headers": []}))
+    await pool.aclose()
+    return bytes(answer.body).decode()
+
+
+def test_proxy() -> None:
+    found = {}
+    for family in text_string_to_metric_families(anyio.run(_exposed)):
+        if family.name.endswith("_created"):  # the library's own: since when each is counted
+            continue
+        assert family.samples, family.name
+        labels = frozenset(family.samples[0].labels) - {"le"}
+        found[family.name + ("_total" if family.type == "counter" else "")] = Documented(family.type, labels)
+    assert documented("Proxy") == found

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names whose addresses change, before a stand-in for DNS; and what a file of engines may say."""
+
+from __future__ import annotations
+
+import logging
+
+import anyio
+import pytest
+
+from vllm_ascend_pd.proxy.addresses import check_engine_url
+from vllm_ascend_pd.proxy.discovery import Discovery
+from vllm_ascend_pd.proxy.engines_file import parse_engines
+from vllm_ascend_pd.proxy.registry import Engines, Role
+
+P, D = "dns+http://p.svc:1", "dns+http://d.svc:2"
+
+
+class Names:
+    """Resolves from `addresses`; a name without any is unknown."""
+
+    def __init__(self) -> None:
+        self.addresses: dict[str, list[str]] = {}
+
+    async def __call__(self, name: str) -> list[str]:
+        if not self.addresses.get(name):
+            raise OSError("Name or service not known")
+        return self.addresses[name]
+
+
+def test_engines_follow_names(caplog: pytest.LogCaptureFixture) -> None:
+    dns, roles = Names(), {role: Engines(role) for role in Role}
+    discovery = Discovery(roles, 60.0, dns)
+    prefill, decode = roles[Role.PREFILL], roles[Role.DECODE]
+
+    dns.addresses = {P: ["a", "b"]}
+    discovery.listed("cli", {Role.PREFILL: [P, "x"], Role.DECODE: [D]})
+    assert prefill.urls == ("x",)
+    anyio.run(discovery.look)
+    assert (prefill.urls, decode.urls) == (("x", "a", "b"), ())
+    assert list(discovery.problems) == [D]
+
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    anyio.run(discovery.look)
+    assert len(caplog.records) == 1  # it is known
+
+    dns.addresses = {P: ["b", "c"], D: ["d"]}
+    anyio.run(discovery.look)
+    assert (prefill.urls, decode.urls) == (("x", "b", "c"), ("d",))
+    assert discovery.problems == {}
+
+    dns.addresses = {}
+    anyio.run(discovery.look)
+    assert (prefill.urls, decode.urls) == (("x", "b", "c"), ("d",))
+    assert set(discovery.problems) == {P, D}
+
+    discovery.listed("file", {Role.DECODE: [D]})
+    discovery.listed("cli", {Role.PREFILL: ["x"]})
+    assert (prefill.urls, decode.urls) == (("x",), ("d",))
+    discovery.listed("file", {Role.DECODE: ["y"]})
+    assert decode.urls == ("y",)
+    assert discovery.problems == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"prefill: [http://p:1\n", "while parsing"),
+        (b"- http://p:1", "Expected `object`"),
+        (b"prefill: [http://p:1, http://p:1/]", "given twice"),
+        (b"prefill: [7]", "Expected `str`"),
+        (b"decode: [ftp://p:1]", "is not a URL"),
+        (b"decode: [http://p:x]", "is not a URL"),
+        (b"prefil: [http://p:1]", "unknown field"),
+        (b"prefill: []", "no engine"),
+        (b"a: &a [x]\nb: !!python/name:os.system", "could not determine a constructor"),
+        (b"\xff\xfe", "Expected `object`"),
+        (b"#" * (1 << 20) + b"#", "larger"),
+    ],
+)
+def test_wrong_files_are_refused(text: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse_engines(text)
+
+
+def test_file() -> None:
+    assert parse_engines(b"prefill:\n  - http://p:1/\n  - dns+http://p:2\n") == {
+        Role.PREFILL: ("http://p:1", "dns+http://p:2"),
+        Role.DECODE: (),
+    }
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "dns+https://p:1",
+        "dns+http://p",
+        "dns+http://p:0",
+        "dns+http://p:1/x",
+        "http://@p",
+        "http://a b",
+        "http://a..b",
+        "http://" + "a" * 64,
+        "http://" + "a." * 127,
+        "http://é",
+        "http://%41",
+        "http://[fe80::1%25lo]:1",
+        "http://[::g]:1",
+        "http://a:65536",
+    ],
+)
+def test_wrong_urls(url: str) -> None:
+    with pytest.raises(ValueError, match="decode engine"):
+        check_engine_url("decode", url)
+
+
+@pytest.mark.parametrize("url", ["http://p_1.svc.cluster.local.:80/", "https://10.0.0.1", "http://[::1]:8100"])
+def test_urls(url: str) -> None:
+    assert check_engine_url("decode", url) == url.rstrip("/")

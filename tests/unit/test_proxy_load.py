@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines say of their load, what the proxy makes of it, and who is passed over."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ascend_pd.proxy.balance import EngineLoad
+from vllm_ascend_pd.proxy.load import Seen, Sent, Snapshot, decode_load, parse_metrics, prefill_load
+from vllm_ascend_pd.proxy.registry import MAX_ENGINES, Engine, Engines, Full, Gate, Record, Role
+
+VLLM_0_32 = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
+# TYPE vllm:num_requests_waiting_by_reason gauge
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 2.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.25
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="16",engine="0",kv_cache_size_tokens="800",num_gpu_blocks="100"} 1.0
+vllm:cache_config_info{block_size="16",engine="1",kv_cache_size_tokens="800",num_gpu_blocks="100"} 1.0
+# TYPE vllm:e2e_request_latency_seconds histogram
+vllm:e2e_request_latency_seconds_bucket{le="0.3"} rubbish that is not looked at
+"""
+VLLM_0_23 = """\
+vllm:num_requests_running{engine="0"} 1.0
+vllm:num_requests_waiting{engine="0"} 0.0
+vllm:kv_cache_usage_perc{engine="0"} 0.5
+vllm:cache_config_info{block_size="128",engine="0",num_gpu_blocks="1000",sliding_window="None"} 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "snapshot"),
+    [
+        (VLLM_0_32, Snapshot(7, 2, 600, 1600)),
+        (VLLM_0_23, Snapshot(1, 0, 64_000, 128_000)),
+        ("", Snapshot()),
+        ("python_info 1.0\n", Snapshot()),
+        ("vllm:num_requests_waiting 5\n", Snapshot(waiting=5)),
+        ("vllm:num_requests_running 1e308\nvllm:num_requests_waiting +Inf\n", Snapshot()),
+        ("vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\n", Snapshot()),
+        ("vllm:kv_cache_usage_perc 0.5\n", Snapshot()),
+        ('vllm:kv_cache_usage_perc 0.5\nvllm:cache_config_info{num_gpu_blocks="None"} 1\n', Snapshot()),
+        (
+            'vllm:gpu_cache_usage_perc 7\nvllm:cache_config_info{num_gpu_blocks="2",block_size="8"} 1\n',
+            Snapshot(None, None, 16, 16),
+        ),
+    ],
+)
+def test_what_is_missing_is_unknown(text: str, snapshot: Snapshot) -> None:
+    assert parse_metrics(text) == snapshot
+
+
+@settings(max_examples=50)
+@given(st.text() | st.text().map(lambda text: f"vllm:num_requests_running{text}"))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    with contextlib.suppress(ValueError):
+        parse_metrics(text)
+
+
+def test_metrics_without_end_are_refused() -> None:
+    with pytest.raises(ValueError, match="lines"):
+        parse_metrics(VLLM_0_23 * 1000)
+
+
+def test_installed_vllm_has_these_metrics() -> None:
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    root = Path(found.origin).parent
+    metrics, cache = (root / "v1/metrics/loggers.py").read_text(), (root / "config/cache.py").read_text()
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"):
+        assert f'"vllm:{name}"' in metrics
+    assert "num_gpu_blocks: int" in cache
+    assert "block_size: int" in cache
+
+
+# --- load -------------------------------------------------------------------------------------------------
+
+numbers = st.integers(0, 10**6)
+sents = st.builds(Sent, numbers, numbers)
+snapshots = st.builds(Snapshot, *[st.none() | numbers] * 4)
+
+
+@given(sents, snapshots, sents, numbers)
+def test_load_is_never_less_than_what_was_sent(sent: Sent, snapshot: Snapshot, then: Sent, mean: int) -> None:
+    for load in (prefill_load, decode_load):
+        engine = load("u", sent, Seen(snapshot, then, 0.0), mean)
+        assert engine.requests >= sent.requests
+        assert engine.tokens >= sent.tokens
+
+
+def test_others_requests_count() -> None:
+    seen = Seen(Snapshot(5, 3, kv_tokens=700, capacity=1000), sent=Sent(6, 500), at=0.0)
+    assert prefill_load("u", Sent(1, 40), seen, 100.0) == EngineLoad("u", 3, 240)
+    assert decode_load("u", Sent(7, 600), seen, 100.0) == EngineLoad("u", 9, 800, 1000)
+    assert decode_load("u", Sent(7, 600), None, 100.0) == EngineLoad("u", 7, 600)
+
+
+def test_old_snapshots_are_ignored() -> None:
+    engine = Engine(Role.DECODE, "u", Gate(1, 1), Record(1))
+    assert engine.seen(0.0, 3.0) is None
+    engine.note(Snapshot(1), Sent(), 10.0)
+    assert engine.seen(13.0, 3.0) is not None
+    assert engine.seen(13.1, 3.0) is None
+
+
+# --- who is passed over -----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.lists(st.booleans()))
+def test_ejection_and_return(eject_after: int, return_after: int, results: list[bool]) -> None:
+    gate, ejected = Gate(eject_after, return_after), False
+    for number, good in enumerate(results, 1):
+        changed = gate.checked(None if good else "silent")
+        last = results[:number]
+        if not ejected and not any(last[-eject_after:]) and number >= eject_after:
+            ejected = True
+        elif ejected and all(last[-return_after:]):
+            ejected = False
+        else:
+            assert not changed
+        assert gate.ejected is ejected
+
+
+def test_engine_that_fails_all_its_requests_is_passed_over_for_a_while() -> None:
+    record = Record(patience=3)
+    for now in (0.0, 1.0):
+        record.ended(False, now)
+        assert not record.bad(now)
+    record.ended(False, 2.0)
+    assert record.bad(11.9)
+    assert not record.bad(12.0)
+    record.ended(False, 13.0)
+    assert record.bad(14.0)
+    record.ended(True, 15.0)
+    assert not record.bad(15.0)
+
+
+def test_engines_come_and_go_by_what_their_sources_say() -> None:
+    engines, gone = Engines(Role.PREFILL), []
+    engines.on_gone = gone.append
+    assert engines.replace("file", ["a", "b"]) == (["a", "b"], [])
+    assert engines.replace("dns", ["b", "c"]) == (["c"], [])
+    assert engines.replace("file", ["a"]) == ([], [])
+    assert engines.replace("dns", []) == ([], ["b", "c"])
+    assert engines.urls == ("a",)
+    assert gone == ["b", "c"]
+    [engine] = engines
+    with engine.serving(Sent(1, 100)):
+        engines.remove(engine)
+        assert not engine.open
+        assert engine.sent == Sent(1, 100)
+    assert engine.sent == Sent()
+    assert engines.add("a", "file") is not engine
+
+
+def test_engines_are_bounded() -> None:
+    engines = Engines(Role.DECODE)
+    with pytest.raises(Full):
+        engines.replace("dns", [str(number) for number in range(MAX_ENGINES + 1)])
+    assert len(engines) == MAX_ENGINES

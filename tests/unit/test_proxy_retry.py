@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the proxy decides without asking anybody: who is asked next, what a stream's beginning says, and how a ticket
+becomes another attempt."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.responses import Response
+
+from vllm_ascend_pd.proxy.counts import Counts
+from vllm_ascend_pd.proxy.events import Events, Opening, error_of, opening, split_errors
+from vllm_ascend_pd.proxy.registry import Role
+from vllm_ascend_pd.proxy.retry import (
+    DECODE_AGAIN,
+    PREFILL_AGAIN,
+    Failure,
+    Kind,
+    engines_to_avoid,
+    summary,
+    without,
+)
+from vllm_ascend_pd.proxy.tickets import NotRepeatableError, Ticket, of_attempt
+
+URLS = ("a", "b", "c")
+
+
+def failure(kind: Kind, url: str = "a", reason: str = "why") -> Failure:
+    return Failure(kind, reason, url, Response())
+
+
+@pytest.mark.parametrize("again", [PREFILL_AGAIN, DECODE_AGAIN])
+@pytest.mark.parametrize(
+    ("urls", "failures", "attempts", "avoid"),
+    [
+        ("ab", [failure(Kind.ERROR)], 2, {"a"}),
+        ("ab", [failure(Kind.LOST)], 2, {"a"}),
+        ("ab", [failure(Kind.ERROR)], 1, None),
+        ("ab", [failure(Kind.ERROR), failure(Kind.ERROR, "b")], 2, None),
+        ("ab", [failure(Kind.ERROR), failure(Kind.ERROR, "b")], 5, None),
+        ("ab", [failure(Kind.ERROR), failure(Kind.LOST, "b")], 5, {"a"}),
+        ("ab", [failure(Kind.LOST), failure(Kind.LOST, "b")], 5, set()),
+        ("ab", [failure(Kind.LOST), failure(Kind.ERROR)], 5, {"a"}),
+        ("ab", [failure(Kind.REFUSED)], 2, None),
+        ("ab", [failure(Kind.ERROR), failure(Kind.REFUSED, "b")], 5, None),
+        ("a", [failure(Kind.ERROR)], 2, None),
+        ("a", [failure(Kind.TIMEOUT)], 2, None),
+        ("a", [failure(Kind.UNREACHABLE)], 2, None),
+        ("a", [failure(Kind.LOST)], 2, set()),
+        ("a", [failure(Kind.LOST), failure(Kind.LOST)], 2, None),
+        ("a", [failure(Kind.LOST), failure(Kind.ERROR)], 5, None),
+    ],
+)
+def test_who_is_asked_next(urls, failures, attempts, avoid, again) -> None:
+    assert engines_to_avoid(urls, failures, attempts, again) == avoid
+
+
+def test_decode_is_not_at_fault_when_no_kv_came() -> None:
+    assert engines_to_avoid("a", [failure(Kind.TRANSFER)], 2, DECODE_AGAIN) == set()
+    assert engines_to_avoid("a", [failure(Kind.TRANSFER)], 2, PREFILL_AGAIN) is None
+    assert engines_to_avoid("a", [failure(Kind.PREFILL)], 2, DECODE_AGAIN) is None
+
+
+@given(
+    st.lists(st.sampled_from(URLS), min_size=1, unique=True),
+    st.lists(st.tuples(st.sampled_from(Kind), st.sampled_from(URLS)), min_size=1, max_size=6),
+    st.integers(1, 6),
+)
+def test_some_engine_is_always_left(urls: list[str], failed: list[tuple[Kind, str]], attempts: int) -> None:
+    failures = [failure(kind, url) for kind, url in failed]
+    avoid = engines_to_avoid(urls, failures, attempts, DECODE_AGAIN)
+    if avoid is not None:
+        assert set(urls) - avoid
+        assert len(failures) < attempts
+        assert set(urls) - without(urls, avoid, URLS)
+
+
+def test_engines_that_failed_before_are_asked_only_if_there_is_no_other() -> None:
+    assert without(URLS, frozenset("a"), {"b"}) == {"a", "b"}
+    assert without(URLS, frozenset("a"), {"b", "c"}) == {"a"}
+
+
+def test_summary() -> None:
+    assert summary([failure(Kind.ERROR, reason="x")]) == "x"
+    assert summary([failure(Kind.ERROR, reason="x"), failure(Kind.LOST, reason="y")]) == "attempt 1: x; attempt 2: y"
+
+
+def test_counts() -> None:
+    counts = Counts()
+    counts.failed(Role.PREFILL, failure(Kind.LOST), "id")
+    counts.failed(Role.PREFILL, failure(Kind.LOST), "id")
+    counts.retried(Role.PREFILL)
+    assert counts.shown() == {
+        "retries": {"prefill": 1, "decode": 0},
+        "failures": {"prefill": {"connection lost": 2}, "decode": {}},
+    }
+
+
+# --- streams ----------------------------------------------------------------------------------------------
+
+
+def event(data: Any) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+def piece(**choice: Any) -> bytes:
+    return event({"choices": [{"index": 0, **choice}]})
+
+
+ROLE = piece(delta={"role": "assistant", "content": ""}, finish_reason=None)
+ERROR = event({"error": {"message": "Internal server error", "code": 500}})
+
+
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        (b"", Opening.NOTHING),
+        (b": ping\n\n", Opening.NOTHING),
+        (ROLE, Opening.NOTHING),
+        (piece(text="", finish_reason=None), Opening.NOTHING),
+        (event({"choices": [], "usage": {}}), Opening.NOTHING),
+        (ROLE + piece(delta={"content": "a"}), Opening.CONTENT),
+        (piece(delta={"reasoning_content": "a"}), Opening.CONTENT),
+        (piece(delta={"tool_calls": [{}]}), Opening.CONTENT),
+        (piece(text="a"), Opening.CONTENT),
+        (piece(text="", token_ids=[7]), Opening.CONTENT),
+        (piece(text="", finish_reason="length"), Opening.CONTENT),
+        (b"data: [DONE]\n\n", Opening.CONTENT),
+        (b"data: {not json\n\n", Opening.CONTENT),
+        (b"data: \xff\n\n", Opening.CONTENT),
+        (ERROR, Opening.FAILED),
+        (ROLE + ERROR, Opening.FAILED),
+        (event({"error": "what"}), Opening.FAILED),
+        (piece(text="a") + ERROR, Opening.CONTENT),
+        (event({"error": {"message": "bad", "code": 400}}), Opening.CONTENT),
+    ],
+)
+def test_what_a_streams_beginning_says(events: bytes, says: Opening) -> None:
+    assert opening(events) is says
+
+
+def test_error_of() -> None:
+    status, body = error_of(ROLE + ERROR)
+    assert (status, json.loads(body)) == (500, {"error": {"message": "Internal server error", "code": 500}})
+    with pytest.raises(ValueError, match="no error"):
+        error_of(ROLE)
+
+
+def test_errors_are_found_among_other_events() -> None:
+    quoted = piece(text='data: {"error": 1}')
+    assert split_errors(quoted + ROLE) == [(quoted + ROLE, 0)]
+    assert split_errors(quoted + ERROR + b"data: [DONE]\n\n") == [
+        (quoted, 0),
+        (ERROR, 500),
+        (b"data: [DONE]\n\n", 0),
+    ]
+
+
+@given(st.lists(st.integers(1, 60)))
+def test_whole_events_come_out_however_they_come_in(cuts: list[int]) -> None:
+    stream = ROLE + piece(text="a") + ERROR + b"data: [DO"
+    events, out, rest = Events(limit=1000), b"", stream
+    for size in [*cuts, len(stream)]:
+        part = events.feed(rest[:size])
+        rest = rest[size:]
+        assert not part or part.endswith(b"\n\n")
+        out += part
+    assert out + events.rest() == stream
+    assert events.rest() == b""
+
+
+def test_what_is_longer_than_an_event_may_be_passes() -> None:
+    events = Events(limit=10)
+    assert events.feed(b"data: 12") == b""
+    assert events.feed(b"345") == b"data: 12345"
+    assert events.rest() == b""
+
+
+# --- tickets ----------------------------------------------------------------------------------------------
+
+TICKET = Ticket(request_id="r", remote_engine_id="d", ticket_id="t")
+
+
+def test_another_attempt_is_the_same_ticket_byte_for_byte() -> None:
+    encoded = b'{"request_id":"r","big":12345678901234567890123,"f":1.0,"ticket_id":"t","attempt":0,"x":"\\u00ff"}'
+    assert of_attempt(encoded, TICKET, 1, None) == encoded.replace(b'"attempt":0', b'"attempt":1')
+    assert json.loads(of_attempt(b'{"ticket_id":"t"}', TICKET, 2, None)) == {"ticket_id": "t", "attempt": 2}
+
+
+def test_signed_ticket_is_signed_again_or_not_repeated() -> None:
+    signed = Ticket(request_id="r", remote_engine_id="d", ticket_id="t", signature="s")
+    encoded = b'{"ticket_id":"t","signature":"s"}'
+
+    def sign(params: dict[str, Any], attempt: int) -> dict[str, Any]:
+        return {**params, "attempt": attempt, "signature": f"s{attempt}"}
+
+    def refuse(params: dict[str, Any], attempt: int) -> dict[str, Any]:
+        raise ValueError("signed with another secret")
+
+    again = of_attempt(encoded, signed, 1, sign)
+    assert json.loads(again) == {"ticket_id": "t", "signature": "s1", "attempt": 1}
+    with pytest.raises(NotRepeatableError, match="has no ticket secret"):
+        of_attempt(encoded, signed, 1, None)
+    with pytest.raises(NotRepeatableError, match="another secret"):
+        of_attempt(encoded, signed, 1, refuse)
+
+
+def test_ticket_of_another_connector_is_not_repeated() -> None:
+    with pytest.raises(NotRepeatableError, match="no ticket_id"):
+        of_attempt(b"{}", Ticket(request_id="r", remote_engine_id="d"), 1, None)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places at engines: never more than the limit, in turn, and none lost, whoever leaves when."""
+
+from __future__ import annotations
+
+import random
+
+import anyio
+import pytest
+
+from vllm_ascend_pd.proxy.registry import Engine, Gate, Record, Role
+from vllm_ascend_pd.proxy.seats import Seats
+
+FOREVER = 60.0
+
+
+def engine(url: str) -> Engine:
+    return Engine(Role.DECODE, url, Gate(3, 2), Record(3))
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await anyio.sleep(0)
+
+
+def test_best_free_engine_first() -> None:
+    async def run() -> None:
+        a, b, seats = engine("a"), engine("b"), Seats(1, 0, FOREVER)
+        assert await seats.take([a, b]) is a
+        assert await seats.take([a, b]) is b
+        assert await seats.take([a, b]) is None  # nobody may wait
+        with seats.held(a):
+            pass
+        assert await seats.take([b, a]) is a
+
+    anyio.run(run)
+
+
+def test_who_waits_is_served_in_turn_at_whichever_engine_has_a_place() -> None:
+    async def run() -> None:
+        a, b, seats = engine("a"), engine("b"), Seats(1, 2, FOREVER)
+        assert [await seats.take([a, b]), await seats.take([a, b])] == [a, b]
+        got: list[tuple[int, Engine | None]] = []
+
+        async def wait(number: int, engines: list[Engine]) -> None:
+            got.append((number, await seats.take(engines)))
+
+        async with anyio.create_task_group() as tasks:
+            for number, engines in enumerate(([a], [a, b], [a, b])):
+                tasks.start_soon(wait, number, engines)
+                await settle()
+            assert seats.waiting == 3
+            with seats.held(b):
+                pass
+            await settle()
+            with seats.held(a):
+                pass
+            await settle()
+            assert got == [(1, b), (0, a)]
+            a.draining = True
+            with seats.held(a):
+                pass
+            await settle()
+            assert len(got) == 2
+            a.draining = False
+            seats.call(a)
+            await settle()
+            assert got[2:] == [(2, a)]
+
+    anyio.run(run)
+
+
+def test_line_and_patience_are_bounded() -> None:
+    async def run() -> None:
+        a, seats = engine("a"), Seats(1, 1, 0.05)
+        assert await seats.take([a]) is a
+        results: list[Engine | None] = []
+
+        async def wait() -> None:
+            results.append(await seats.take([a]))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await settle()
+            assert await seats.take([a]) is None
+            assert results == []
+        assert results == [None]
+        assert seats.waiting == 0
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_place_is_lost_or_given_twice(seed: int) -> None:
+    """Requests that come, give up at any moment, and end."""
+    chance = random.Random(seed)
+    engines = [engine(url) for url in "abc"]
+    seats = Seats(2, 5, 0.02)
+    now = dict.fromkeys(engines, 0)
+    outcomes = {"served": 0, "refused": 0, "left": 0}
+
+    async def request() -> None:
+        await anyio.sleep(chance.uniform(0, 0.2))
+        with anyio.move_on_after(chance.uniform(0, 0.04)) as scope:
+            given = await seats.take(chance.sample(engines, chance.randint(1, 3)))
+            if given is None:
+                outcomes["refused"] += 1
+                return
+            with seats.held(given):
+                now[given] += 1
+                assert now[given] <= 2
+                try:
+                    await anyio.sleep(chance.uniform(0, 0.02))
+                finally:
+                    now[given] -= 1
+            outcomes["served"] += 1
+        outcomes["left"] += scope.cancelled_caught
+
+    async def run() -> None:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(300):
+                tasks.start_soon(request)
+        assert seats.waiting == 0
+        for each in engines:
+            assert [await seats.take([each]) for _ in range(2)] == [each, each]
+        assert await seats.take([]) is None
+
+    anyio.run(run)
+    assert sum(outcomes.values()) >= 300
+    assert outcomes["served"]
+    assert outcomes["left"]

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status snapshot: what the proxy knows, without what must not be shown."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import anyio
+import msgspec
+from starlette.responses import Response
+
+from vllm_ascend_pd.proxy.counts import MAX_RECENT, Counts
+from vllm_ascend_pd.proxy.engines import EnginePool
+from vllm_ascend_pd.proxy.exchange import Exchanges, Phase
+from vllm_ascend_pd.proxy.load import Sent, Snapshot
+from vllm_ascend_pd.proxy.metrics import EngineStates, Metrics
+from vllm_ascend_pd.proxy.registry import Engines, Role
+from vllm_ascend_pd.proxy.retry import Failure, Kind
+from vllm_ascend_pd.proxy.seats import Seats
+from vllm_ascend_pd.proxy.status import State, Status, Verdict, snapshot
+from vllm_ascend_pd.proxy.tracing import NOT_TRACED
+
+NOW, WALL = 1000.0, 1.8e9
+FRESH_SECONDS = 5.0
+
+
+async def no_states() -> EngineStates:
+    return {}
+
+
+class Proxy:
+    """All that a snapshot is made of: a prefill and a decode engine, each checked once and well."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.prefill, self.decode = (self._pool(role, limit) for role in Role)
+        self.exchanges = Exchanges(limit=8)
+        self.counts = Counts()
+        self.metrics = Metrics(self.exchanges, self.counts, (self.prefill, self.decode), no_states)
+        self.problems: list[str] = []
+        self.p, self.d = self.prefill.engines.add("http://p:1", "test"), self.decode.engines.add("http://d:1", "test")
+        for engine in (self.p, self.d):
+            engine.gate.checked(None)
+
+    @staticmethod
+    def _pool(role: Role, limit: int | None) -> EnginePool:
+        engines = Engines(role, eject_after=2, return_after=2)
+        timeouts = {"connect_timeout": 1.0, "read_timeout": 1.0, "fresh_for": FRESH_SECONDS}
+        return EnginePool(engines, "least-load", Seats(limit, 4, 1.0), max_connections=1, **timeouts)
+
+    def fail(self, role: Role, kind: Kind = Kind.LOST, reason: str = "why", unquoted: str | None = None) -> None:
+        url = (self.p if role is Role.PREFILL else self.d).url
+        self.counts.failed(role, Failure(kind, reason, url, Response(), unquoted), "0123456789abcdef")
+
+    def status(self, now: float = NOW) -> Status:
+        return snapshot(
+            (self.prefill, self.decode),
+            self.exchanges,
+            self.counts,
+            self.metrics,
+            self.problems,
+            version="1",
+            now=now,
+            wall=WALL,
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """As the page reads it."""
+        return msgspec.json.decode(msgspec.json.encode(self.status()))
+
+
+def test_idle_proxy() -> None:
+    shown = Proxy().shown()
+    nothing = {"count": 0, "p50": None, "p90": None, "p99": None}
+    assert {name: shown[name] for name in ("version", "time", "verdict", "problems", "failures")} == {
+        "version": "1",
+        "time": WALL,
+        "verdict": "ok",
+        "problems": [],
+        "failures": [],
+    }
+    assert shown["requests"] == {"in_flight": 0, "limit": 8, "phases": {phase.value: 0 for phase in Phase}}
+    assert shown["latency"] == {
+        "window_seconds": 600.0,
+        "first_token": nothing,
+        "prefill": nothing,
+        "prefill_to_first_token": nothing,
+    }
+    assert [role["role"] for role in shown["roles"]] == ["prefill", "decode"]
+    [engine] = shown["roles"][0].pop("engines")
+    assert shown["roles"][0] == {"role": "prefill", "seats_per_engine": None, "waiting": 0, "retries": 0, "failures": 0}
+    assert engine.pop("id").startswith("prefill-")
+    assert engine == {
+        "url": "http://p:1",
+        "state": "healthy",
+        "reason": None,
+        "draining": False,
+        "in_flight": 0,
+        "seats_taken": 0,
+        "tokens": 0,
+        "running": None,
+        "queued": None,
+        "kv_tokens": None,
+        "kv_capacity": None,
+    }
+
+
+def test_load_is_what_requests_are_given_by() -> None:
+    proxy = Proxy(limit=3)
+    proxy.d.note(Snapshot(running=4, waiting=1, kv_tokens=700, capacity=1000), Sent(), now=NOW)
+
+    async def run() -> None:
+        with ExitStack() as held:
+            for _ in range(2):
+                assert await proxy.decode.seats.take([proxy.d]) is proxy.d
+                held.enter_context(proxy.decode.seats.held(proxy.d))
+            held.enter_context(proxy.d.serving(Sent(requests=2, tokens=50)))
+            role = proxy.status().roles[1]
+            [engine] = role.engines
+            assert (role.seats_per_engine, role.waiting) == (3, 0)
+            assert (engine.in_flight, engine.seats_taken, engine.tokens) == (2, 2, 750)
+            assert (engine.running, engine.queued, engine.kv_tokens, engine.kv_capacity) == (4, 1, 700, 1000)
+            [stale] = proxy.status(NOW + FRESH_SECONDS + 1).roles[1].engines
+            assert (stale.running, stale.kv_tokens, stale.tokens) == (None, None, 50)
+        [after] = proxy.status().roles[1].engines
+        assert (after.in_flight, after.seats_taken) == (0, 0)
+
+    anyio.run(run)
+
+
+def test_who_waits_for_a_place_is_counted() -> None:
+    proxy = Proxy(limit=1)
+
+    async def run() -> None:
+        assert await proxy.prefill.seats.take([proxy.p]) is proxy.p
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(proxy.prefill.seats.take, [proxy.p])
+            while not proxy.prefill.seats.waiting:
+                await anyio.sleep(0)
+            assert [role.waiting for role in proxy.status().roles] == [1, 0]
+            tasks.cancel_scope.cancel()
+        assert [role.waiting for role in proxy.status().roles] == [0, 0]
+
+    anyio.run(run)
+
+
+def state_of_prefill(proxy: Proxy, now: float = NOW) -> tuple[State, str | None, Verdict]:
+    status = proxy.status(now)
+    [engine] = status.roles[0].engines
+    return engine.state, engine.reason, status.verdict
+
+
+def test_states_of_an_engine() -> None:
+    proxy = Proxy()
+    gate = proxy.p.gate
+    gate.checked("HTTP 503")
+    assert state_of_prefill(proxy) == (State.FAILING, "HTTP 503", Verdict.DEGRADED)
+    gate.checked("no\nanswer")
+    assert state_of_prefill(proxy) == (State.EJECTED, "no answer", Verdict.UNAVAILABLE)
+    gate.checked(None)
+    assert state_of_prefill(proxy)[0] is State.EJECTED
+    gate.checked(None)
+    assert state_of_prefill(proxy) == (State.HEALTHY, None, Verdict.OK)
+    for _ in range(2):
+        proxy.p.served(False, NOW)
+    assert state_of_prefill(proxy) == (State.PASSED_OVER, None, Verdict.UNAVAILABLE)
+    assert state_of_prefill(proxy, NOW + 60) == (State.HEALTHY, None, Verdict.OK)
+
+
+def test_verdict_counts_engines_that_may_get_requests() -> None:
+    proxy = Proxy()
+    new = proxy.prefill.engines.add("http://p:2", "test")
+    assert proxy.status().roles[0].engines[1].state is State.UNKNOWN
+    assert proxy.status().verdict is Verdict.DEGRADED
+    new.gate.checked(None)
+    assert proxy.status().verdict is Verdict.OK
+    proxy.prefill.engines.drain(proxy.p)
+    assert proxy.status().roles[0].engines[0].draining
+    assert proxy.status().verdict is Verdict.OK, "draining is what the operator wants"
+    proxy.prefill.engines.drain(new)
+    assert proxy.status().verdict is Verdict.UNAVAILABLE
+    proxy.prefill.engines.undrain(new)
+    proxy.problems = ["the engines file: no\x00such file"]
+    assert proxy.status().verdict is Verdict.DEGRADED
+    assert proxy.status().problems == ("the engines file: no such file",)
+    proxy.prefill.engines.remove(new)
+    proxy.prefill.engines.remove(proxy.p)
+    assert proxy.status().verdict is Verdict.UNAVAILABLE
+
+
+def test_failures_are_the_last_ones_newest_first() -> None:
+    proxy = Proxy()
+    for number in range(MAX_RECENT + 5):
+        proxy.fail(Role.PREFILL, Kind.TIMEOUT, reason=f"reason {number}")
+    proxy.fail(Role.DECODE, Kind.TRANSFER, reason="no grant\nin time " + "x" * 1000)
+    proxy.counts.retried(Role.DECODE)
+    status = proxy.status()
+    assert [failure.number for failure in status.failures] == list(range(MAX_RECENT + 6, 6, -1))
+    first, second = status.failures[:2]
+    assert (first.role, first.engine, first.kind) == (Role.DECODE, "http://d:1", Kind.TRANSFER)
+    assert first.reason.startswith("no grant in time xxx")
+    assert len(first.reason) < 310
+    assert second.reason == f"reason {MAX_RECENT + 4}"
+    assert [(role.failures, role.retries) for role in status.roles] == [(MAX_RECENT + 5, 0), (1, 1)]
+
+
+def test_what_a_client_may_have_sent_is_not_shown() -> None:
+    proxy = Proxy()
+    proxy.fail(Role.DECODE, Kind.ERROR, reason='HTTP 500: "my prompt" is bad', unquoted="HTTP 500")
+    text = msgspec.json.encode(proxy.status())
+    assert b"HTTP 500" in text
+    assert b"prompt is bad" not in text
+    assert b"my prompt" not in text
+    assert proxy.status().failures[0].request == "01234567", "the whole id opens the metaserver"
+
+
+def test_phases_of_a_request() -> None:
+    exchanges = Exchanges(limit=8)
+
+    def only(phase: Phase) -> bool:
+        phases = exchanges.phases()
+        return phases == {each: int(each is phase) for each in Phase} and sum(phases.values()) == exchanges.in_flight
+
+    async def run() -> None:
+        with exchanges.open(NOT_TRACED) as exchange:
+            assert only(Phase.ARRIVING)
+            with exchange.attempt(last=False) as attempt:
+                assert only(Phase.QUEUED)
+                attempt.engines.append("http://d:1")
+                assert only(Phase.DECODE)
+                with attempt.prefill():
+                    assert only(Phase.PREFILL)
+                attempt.prefilled_at = NOW
+                assert only(Phase.TRANSFER)
+                with attempt.prefill():
+                    assert only(Phase.PREFILL), "the next prompt's"
+                attempt.answering = True
+                assert only(Phase.ANSWERING)
+            with exchange.attempt(last=True):
+                assert only(Phase.QUEUED), "made anew"
+        assert sum(exchanges.phases().values()) == exchanges.in_flight == 0
+
+    anyio.run(run)

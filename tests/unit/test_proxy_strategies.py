@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who gets a request: properties of every strategy, and what each is worth against round robin."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from engine_queues import BLOCK, arrivals, decode_waits, prefill_waits, prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ascend_pd.proxy.balance import (
+    STRATEGIES,
+    Costs,
+    EngineLoad,
+    LeastLoad,
+    PrefixAffinity,
+    RoundRobin,
+    Strategy,
+    decode_costs,
+    prefill_costs,
+)
+from vllm_ascend_pd.proxy.bodies import parse_client_request
+from vllm_ascend_pd.proxy.endpoints import Endpoint
+from vllm_ascend_pd.proxy.prompts import NO_PROMPT, Prompt, prompt_of, prompts_of
+
+COSTS = pytest.mark.parametrize("costs", [prefill_costs, decode_costs])
+ROOM = 100_000
+
+keys = st.lists(st.integers(0, 5), max_size=6).map(tuple)
+prompts = st.builds(Prompt, st.integers(0, 10_000), keys, st.sampled_from([0.0, 128.0]), st.integers(0, 4))
+loads = st.lists(
+    st.builds(
+        EngineLoad,
+        st.sampled_from("abcdef"),
+        st.integers(0, 50),
+        st.integers(0, 10**6),
+        st.none() | st.integers(0, 10**6),
+    ),
+    max_size=6,
+    unique_by=lambda load: load.url,
+)
+
+
+# --- properties -------------------------------------------------------------------------------------------
+
+
+@COSTS
+@pytest.mark.parametrize("name", STRATEGIES)
+@settings(max_examples=40)
+@given(st.lists(st.tuples(prompts, loads), min_size=1, max_size=5))
+def test_each_engine_comes_exactly_once(
+    name: str, costs: Costs, requests: list[tuple[Prompt, list[EngineLoad]]]
+) -> None:
+    strategy = STRATEGIES[name](costs)
+    for each, engines in requests:
+        order = strategy.order(each, engines)
+        assert sorted(order) == sorted(engine.url for engine in engines)
+        if order:
+            assert 0 <= strategy.sent(each, order[0]) <= each.tokens
+
+
+@COSTS
+@given(prompts, loads)
+def test_who_has_less_of_everything_comes_first(costs: Costs, each: Prompt, engines: list[EngineLoad]) -> None:
+    engines = [engine._replace(capacity=ROOM) for engine in engines]
+    place = {url: number for number, url in enumerate(LeastLoad(costs).order(each, engines))}
+    for one in engines:
+        for other in engines:
+            if one.requests < other.requests and one.tokens < other.tokens:
+                assert place[one.url] < place[other.url]
+
+
+@given(prompts, st.integers(0, 5000), st.integers(0, 5000))
+def test_affinity_ends_where_waiting_costs_more(each: Prompt, here: int, there: int) -> None:
+    """The engine that has the prefix is asked just if that leaves less to compute before the prompt's KV is there."""
+    strategy = PrefixAffinity(prefill_costs)
+    strategy.sent(each, "here")
+    new = each.new_tokens(len(each.keys))
+    first, _ = strategy.order(each, [EngineLoad("there", tokens=there), EngineLoad("here", tokens=here)])
+    if here + new != there + each.tokens:
+        assert (first == "here") == (here + new < there + each.tokens)
+
+
+@pytest.mark.parametrize("strategy", [RoundRobin(), LeastLoad(prefill_costs), PrefixAffinity(prefill_costs)])
+def test_equal_engines_take_turns(strategy: Strategy) -> None:
+    engines = [EngineLoad(url) for url in "abc"]
+    assert [strategy.order(NO_PROMPT, engines)[0] for _ in range(6)] == list("abcabc")
+
+
+def test_several_proxies_send_a_prefix_to_the_same_engine() -> None:
+    one, other = PrefixAffinity(prefill_costs), PrefixAffinity(prefill_costs)
+    engines = [EngineLoad(url) for url in "abc"]
+    other.order(NO_PROMPT, engines)  # its turns are elsewhere
+    firsts = [prompt(4 * BLOCK, 4 * BLOCK, group) for group in range(60)]
+    chosen = [one.order(each, engines)[0] for each in firsts]
+    assert chosen == [other.order(each, engines[::-1])[0] for each in firsts]
+    assert min(chosen.count(url) for url in "abc") >= 10
+
+
+def test_prefixes_that_are_remembered_are_bounded() -> None:
+    strategy = PrefixAffinity(prefill_costs, max_keys=10)
+    first, second = prompt(6 * BLOCK, 6 * BLOCK, 1), prompt(8 * BLOCK, 8 * BLOCK, 2)
+    assert strategy.sent(first, "a") == 6 * BLOCK
+    assert strategy.sent(first, "a") == 0
+    assert strategy.sent(first, "b") == 6 * BLOCK
+    strategy.sent(second, "a")
+    assert strategy.sent(first, "a") == 4 * BLOCK  # its end was given up first
+    assert strategy.sent(prompt(20 * BLOCK, 20 * BLOCK, 3), "b") == 20 * BLOCK
+    assert strategy.sent(prompt(20 * BLOCK, 20 * BLOCK, 3), "b") == 10 * BLOCK
+    strategy.forget("b")
+    assert strategy.sent(first, "b") == 6 * BLOCK
+
+
+def test_decode_goes_where_the_kv_fits() -> None:
+    full = EngineLoad("full", requests=1, tokens=900, capacity=1000)
+    busy = EngineLoad("busy", requests=50, tokens=9_000, capacity=10_000)
+    assert LeastLoad(decode_costs).order(Prompt(200), [full, busy]) == ["busy", "full"]
+    assert LeastLoad(decode_costs).order(Prompt(50), [full, busy]) == ["full", "busy"]
+
+
+# --- what they are worth ----------------------------------------------------------------------------------
+
+
+def long_and_short(chance: random.Random) -> tuple[Prompt, int]:
+    """One prompt in 16 is 30 times as long."""
+    blocks = 128 if chance.random() < 1 / 16 else chance.randint(1, 8)
+    return prompt(blocks * BLOCK, unique=chance.getrandbits(60)), 0
+
+
+def few_prefixes(chance: random.Random) -> tuple[Prompt, int]:
+    """Some of 40 long prefixes are asked for most of the time."""
+    group = min(int(chance.paretovariate(0.8)), 40)
+    return prompt(4096 + chance.randint(1, 4) * BLOCK, 4096, group, chance.getrandbits(60)), 0
+
+
+def long_and_short_answers(chance: random.Random) -> tuple[Prompt, int]:
+    """One request in ten has a long prompt and a long answer."""
+    if chance.random() < 0.1:
+        return prompt(chance.randint(100, 200) * BLOCK, unique=chance.getrandbits(60)), chance.randint(100, 800)
+    return prompt(chance.randint(1, 8) * BLOCK, unique=chance.getrandbits(60)), chance.randint(20, 60)
+
+
+def test_long_prompts_among_short_ones() -> None:
+    jobs = arrivals(1, 2500, 18, long_and_short)
+    turns = prefill_waits(RoundRobin(), jobs)
+    least = prefill_waits(LeastLoad(prefill_costs), jobs)
+    affinity = prefill_waits(PrefixAffinity(prefill_costs), jobs)
+    assert least.at_most(0.5, turns)
+    assert affinity.at_most(1.15, least)  # there is no prefix to share: it is not worse for that
+
+
+def test_requests_that_share_prefixes() -> None:
+    jobs = arrivals(1, 2500, 40, few_prefixes)
+    turns = prefill_waits(RoundRobin(), jobs)
+    least = prefill_waits(LeastLoad(prefill_costs), jobs)
+    affinity = prefill_waits(PrefixAffinity(prefill_costs), jobs)
+    assert affinity.at_most(0.5, turns)
+    assert affinity.at_most(0.5, least)
+
+
+@pytest.mark.parametrize("rooms", [(200_000,) * 4, (300_000, 300_000, 100_000, 100_000)], ids=["equal", "unequal"])
+@pytest.mark.parametrize("name", ["least-load", "prefix-affinity"])
+def test_long_answers_among_short_ones(name: str, rooms: tuple[int, ...]) -> None:
+    jobs = arrivals(1, 2500, 20, long_and_short_answers)
+    assert decode_waits(STRATEGIES[name](decode_costs), jobs, rooms).at_most(
+        0.4, decode_waits(RoundRobin(), jobs, rooms)
+    )
+
+
+# --- what is known of a prompt ----------------------------------------------------------------------------
+
+
+def chat(*turns: str, **fields: object) -> Prompt:
+    messages = [{"role": "user", "content": turn} for turn in turns]
+    body = json.dumps({"model": "m", "messages": messages, **fields}).encode()
+    return prompts_of(parse_client_request(Endpoint.CHAT, body))
+
+
+def completion(given: object, **fields: object) -> Prompt:
+    body = json.dumps({"model": "m", "prompt": given, **fields}).encode()
+    return prompts_of(parse_client_request(Endpoint.COMPLETIONS, body))
+
+
+def shared(one: Prompt, other: Prompt) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one.keys, other.keys, strict=False)) if a != b), len(one.keys))
+
+
+@pytest.mark.parametrize(
+    ("each", "tokens", "sequences", "blocks"),
+    [
+        (completion("x" * 2046), 512, 1, 4),
+        (completion(list(range(100, 1000))), 900, 1, 8),
+        (completion([[1, 2, 3], [4, 5]]), 5, 2, 0),
+        (completion(["x" * 38] * 3, n=2), 30, 6, 0),
+        (completion("x", n="many"), 1, 1, 0),
+        (chat("x" * 970), 250, 1, 1),
+        (chat("x" * 970, tools=["y" * 396]), 350, 1, 1),
+    ],
+)
+def test_size_of_a_prompt(each: Prompt, tokens: int, sequences: int, blocks: int) -> None:
+    assert (each.tokens, each.sequences, len(each.keys)) == (tokens, sequences, blocks)
+    assert 0 <= each.new_tokens(len(each.keys)) <= each.tokens
+
+
+def test_image_is_not_counted_by_its_bytes() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
+    body = json.dumps({"messages": [{"role": "user", "content": [image, {"type": "text", "text": "what?"}]}]})
+    assert 1000 < prompts_of(parse_client_request(Endpoint.CHAT, body.encode())).tokens < 1200
+
+
+def test_prompts_share_what_they_begin_with() -> None:
+    system, first, second = "s" * 3000, "f" * 3000, "g" * 3000
+    assert shared(chat(system), chat(system, first)) == len(chat(system).keys) > 4
+    assert len(chat(system).keys) <= shared(chat(system, first), chat(system, second)) < len(chat(system, first).keys)
+    assert shared(chat(system), chat(first)) == 0
+    for other in ({"model": "n"}, {"cache_salt": "mine"}, {"tools": []}):
+        assert shared(chat(system), chat(system, **other)) == 0
+    assert shared(completion(system), completion(system + first)) == len(completion(system).keys)
+
+
+@given(st.sampled_from(Endpoint), st.binary(max_size=50))
+def test_any_body_that_is_accepted_has_a_size(endpoint: Endpoint, noise: bytes) -> None:
+    for value in (noise.hex(), list(noise), [noise.hex(), ""], {"a": 1}, None, [], [[]], 7):
+        body = json.dumps({"prompt": value, "messages": value, "n": value}).encode()
+        request = parse_client_request(endpoint, body)
+        assert prompts_of(request).tokens >= 0
+        assert all(prompt_of(request, index).tokens > 0 for index in range(len(request.prompts)))

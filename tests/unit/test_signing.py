@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signed tickets: nothing in them can change unnoticed, and the secret stays where it is."""
+
+import copy
+import json
+import pickle
+
+import msgspec
+import pytest
+
+from vllm_ascend_pd.core.signing import MIN_SECRET_BYTES, Secret, resigned, signed, verify
+from vllm_ascend_pd.core.ticket import Ticket, TicketError
+
+CONTENT = b"not to be shown, " * 3
+SECRET = Secret(CONTENT)
+EXPIRES = 2_000_000_000
+TICKET = Ticket(
+    request_id="cmpl-1",
+    remote_block_ids=[[7, 3, 9], [5]],
+    remote_block_size=[4, 1],
+    remote_engine_id="decode-0",
+    remote_host="10.0.0.1",
+    remote_port=5555,
+    remote_tp_size=2,
+    remote_cached_tokens=4,
+    ticket_id="0123456789abcdef" * 2,
+    num_tokens=10,
+)
+SIGNED = signed(TICKET, SECRET, EXPIRES)
+OTHER_VALUES = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "token_ids": [1],
+    "remote_block_ids": [[7, 3, 8], [5]],
+    "remote_draft": "a draft",
+    "signature": "0" * 64,
+}
+
+
+def verifies(ticket: Ticket, secret: Secret = SECRET) -> bool:
+    try:
+        verify(ticket, secret)
+    except TicketError:
+        return False
+    return True
+
+
+def test_what_was_signed_verifies_after_its_way_over_json():
+    params = json.loads(json.dumps(msgspec.to_builtins(SIGNED)))
+    assert verifies(msgspec.convert(params, Ticket))
+    assert (SIGNED.expires_at, len(SIGNED.signature)) == (EXPIRES, 64)
+    assert SIGNED.digest() == TICKET.digest(), "the signature does not change where bytes go"
+
+
+@pytest.mark.parametrize("name", Ticket.__struct_fields__)
+def test_no_field_can_change(name):
+    value = getattr(SIGNED, name)
+    other = OTHER_VALUES.get(name)
+    if other is None:
+        other = value + 1 if isinstance(value, int) else value + "x" if isinstance(value, str) else [*value, 9]
+    assert type(other) is type(value)
+    assert not verifies(msgspec.structs.replace(SIGNED, **{name: other}))
+
+
+def test_no_field_can_be_left_out_but_one_at_its_default():
+    params = msgspec.to_builtins(SIGNED)
+    defaults = {name for name, value in params.items() if value in (0, 1, "", [], False) and name != "attempt"}
+    for name in params:
+        without = {key: value for key, value in params.items() if key != name}
+        try:
+            assert verifies(msgspec.convert(without, Ticket)) is (name not in ("expires_at", "signature")), name
+        except msgspec.ValidationError:
+            assert name not in defaults
+
+
+def test_bytes_cannot_move_from_one_field_to_another():
+    moved = msgspec.structs.replace(SIGNED, request_id="cmpl-", remote_engine_id="1decode-0")
+    assert not verifies(moved)
+
+
+def test_another_secret_and_none():
+    assert not verifies(SIGNED, Secret(CONTENT + b"x"))
+    with pytest.raises(TicketError, match="not signed"):
+        verify(TICKET, SECRET)
+    with pytest.raises(TicketError, match="altered, or signed with another secret"):
+        verify(msgspec.structs.replace(SIGNED, signature="ü" * 64), SECRET)
+
+
+def test_another_attempt_is_signed_anew():
+    params = {**msgspec.to_builtins(SIGNED), "left": "alone"}
+    before = copy.deepcopy(params)
+    again = resigned(params, SECRET, 3)
+    assert params == before
+    assert again["left"] == "alone"
+    ticket = msgspec.convert(again, Ticket)
+    assert verifies(ticket)
+    assert ticket == signed(msgspec.structs.replace(TICKET, attempt=3), SECRET, EXPIRES)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"remote_host": "10.0.0.2"}, {"signature": ""}, {"expires_at": EXPIRES + 1}, {"num_tokens": "x"}]
+)
+def test_what_was_not_signed_is_not_signed_anew(changes):
+    with pytest.raises(TicketError):
+        resigned({**msgspec.to_builtins(SIGNED), **changes}, SECRET, 1)
+
+
+def test_a_secret_does_not_show():
+    with pytest.raises(ValueError, match=f"{MIN_SECRET_BYTES - 1} bytes are too short"):
+        Secret(b"x" * (MIN_SECRET_BYTES - 1))
+    Secret(b"x" * MIN_SECRET_BYTES)
+    assert "shown" not in f"{SECRET} {SECRET!r} {vars(Secret)}"
+    with pytest.raises(TypeError):
+        pickle.dumps(SECRET)
