@@ -137,11 +137,11 @@ prometheus() {
   mkdir "$folder"
   cd "$folder"
   apt-get download prometheus
-  dpkg -x prometheus_*.deb "$folder"
+  dpkg -x prometheus_*.deb .
   rm prometheus_*.deb
   for program in prometheus promtool; do
     "usr/bin/$program" --version
-    ln -sfn "../prometheus/usr/bin/$program" "$VENV/bin/$program"
+    ln -sfn "../prometheus/usr/bin/$program" "../bin/$program"
   done
 }
 
