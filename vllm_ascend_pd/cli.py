@@ -287,8 +287,8 @@ def timeline(
     # Imported here: other commands should not pay for it.
     from rich.console import Console
 
-    from .tracing.command import show_timeline
-    from .tracing.file import TraceError
+    from .timeline.command import show_timeline
+    from .timeline.file import TraceError
 
     try:
         show_timeline(folder, request, png, html, Console())

@@ -33,7 +33,7 @@ from vllm_ascend_pd.scheduler.listener import DescriptionListener
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverSettings
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep, RankHandshake, WorkerReport
-from vllm_ascend_pd.tracing.decode import scheduler_trace
+from vllm_ascend_pd.timeline.decode import scheduler_trace
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
 from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret

@@ -21,8 +21,8 @@ from vllm_ascend_pd.core.signing import Secret, signed
 from vllm_ascend_pd.core.ticket import Ticket, wants_ticket
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
-from vllm_ascend_pd.tracing import events
-from vllm_ascend_pd.tracing.decode import UNTRACED, DecodeTrace
+from vllm_ascend_pd.timeline import events
+from vllm_ascend_pd.timeline.decode import UNTRACED, DecodeTrace
 from vllm_ascend_pd.transfer_span import EARLY_BYTES, RECEIVED_BYTES, REQUEST_ID, TOKENS, TransferSpan
 
 if TYPE_CHECKING:

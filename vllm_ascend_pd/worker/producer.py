@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.producer_ticket import ProducerTicket
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.step import ProducerStep, WorkerReport
-from vllm_ascend_pd.tracing.prefill import prefill_trace
+from vllm_ascend_pd.timeline.prefill import prefill_trace
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.worker.caches import RegisteredCaches
 from vllm_ascend_pd.worker.identity import Identity
