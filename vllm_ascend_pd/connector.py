@@ -30,7 +30,8 @@ from vllm_ascend_pd.metrics import LayerwisePushPromMetrics, LayerwisePushStats
 from vllm_ascend_pd.scheduler.admission import Admission
 from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener, Signer
 from vllm_ascend_pd.scheduler.listener import DescriptionListener
-from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
+from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep, RankHandshake, WorkerReport
 from vllm_ascend_pd.timeline.decode import scheduler_trace

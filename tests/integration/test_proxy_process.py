@@ -17,7 +17,8 @@ from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import COMPLETION, command, eventually, running_proxy
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverSettings, Outcome
+from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, Outcome
+from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
 
 
 def test_idle_connections_go_without_another_request() -> None:
