@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from harness import ascend
 from harness.client import Client, Completion, StreamError, random_prompt
-from harness.engines import Cluster, ClusterConfig, Engine, EngineConfig, Role, running_cluster, running_engines
+from harness.clusters import Cluster, ClusterConfig, running_cluster
+from harness.engines import Engine, EngineConfig, Role, running_engines
 from harness.models import DEMO, TINY, make_model
 from harness.ports import is_free
 from harness.processes import ManagedProcess, StartupError, interrupt_on_sigterm

@@ -7,7 +7,8 @@ import subprocess
 import pytest
 
 from harness.client import Client, random_prompt
-from harness.engines import TRACED, Cluster, script
+from harness.clusters import TRACED, Cluster
+from harness.engines import script
 from harness.models import TINY
 from harness.timelines import clocks_agree, nests_properly, prefill_ranks, traced_requests
 
