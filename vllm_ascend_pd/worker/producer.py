@@ -162,7 +162,7 @@ class ProducerWorker:
             if self._idle and not self._done and self._transfers:
                 self._changed.wait_for(lambda: bool(self._done), self._config.idle_wait_s)
             done, self._done = self._done, set()
-        for sender in {*self._senders.values()}:
+        for sender in self._senders.values():
             if sender.broken is not None:  # its transfers would wait for ever
                 raise RuntimeError("a sender has ended by an error of its own") from sender.broken
         for request_id in done:
