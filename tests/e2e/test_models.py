@@ -36,10 +36,10 @@ MLA_TP1 = one_to_one(1, 1, model=MLA, engine=FOR_MLA)
 MAMBA_TP1 = one_to_one(1, 1, model=MAMBA, engine=FOR_STATES)
 GATED_DELTA_TP1 = one_to_one(1, 1, model=GATED_DELTA, engine=FOR_GATED_DELTA)
 FP8_TP1 = dataclasses.replace(one_to_one(1, 1, engine=IN_8_BITS), name="fp8-tp1-to-tp1")
-# MLA and sliding windows with TP 2 to 1: tests/npu/e2e/test_models.py.
+# The short form has MLA and sliding windows in tests/npu/e2e/test_models.py, with TP 2 to 1.
 CLUSTERS = [
-    SLIDING_TP1,
-    MLA_TP1,
+    long(SLIDING_TP1),
+    long(MLA_TP1),
     MAMBA_TP1,
     long(one_to_one(2, 1, model=MAMBA, engine=FOR_STATES)),
     long(GATED_DELTA_TP1),
@@ -90,8 +90,8 @@ then the KV of the fourth layer."""
 @pytest.mark.parametrize(
     ("cluster", "tensors", "left_to_decode"),
     [
-        (SLIDING_TP1, range(SLIDING.layers), 0),
-        (MLA_TP1, range(MLA.layers), 0),
+        long(SLIDING_TP1, range(SLIDING.layers), 0),
+        long(MLA_TP1, range(MLA.layers), 0),
         (MAMBA_TP1, (0, 6, 8, *RECURRENT_AND_KV), 1),  # x of the convolution's oldest row, x and C of the newest
         long(GATED_DELTA_TP1, (8, *RECURRENT_AND_KV), 1),  # V of the newest row
         (FP8_TP1, (0, 1), 0),  # what a later layer loses may move log probabilities by less than a tie
@@ -109,14 +109,14 @@ def test_every_tensor_matters(
     assert unnoticed == []
 
 
-@pytest.mark.parametrize("cluster", [SLIDING_TP1], ids=str, indirect=True)
+@pytest.mark.parametrize("cluster", [long(SLIDING_TP1)], ids=str, indirect=True)
 def test_only_the_window_of_sliding_layers_is_sent(client: Client) -> None:
     completion = client.complete(random_prompt(2500, "window"))
     assert completion.kv_transfer_params is not None
     assert completion.kv_transfer_params["received_bytes"] == sliding_bytes(2500, block_size=128)
 
 
-@pytest.mark.parametrize("cluster", [SLIDING_TP1], ids=str, indirect=True)
+@pytest.mark.parametrize("cluster", [long(SLIDING_TP1)], ids=str, indirect=True)
 def test_a_request_of_several_cache_groups_fails_alone(cluster: Cluster, client: Client, reference: Reference) -> None:
     assert poisoned_fails_alone(client, reference, [300, 129, POISONED_TOKENS, 1000, 5]).status_code == 502
     wait_all_blocks_free(cluster)

@@ -19,7 +19,8 @@ STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"
 
 HEAD_MAJOR = [one_to_one(p, d, token_major=False) for p, d in [(1, 1), (2, 1), (1, 2), (2, 2)]]
 TOKEN_MAJOR = [TRACED, *(one_to_one(p, d, token_major=True) for p, d in [(1, 2), (4, 1)])]
-CLUSTERS = [*HEAD_MAJOR[:2], *map(long, HEAD_MAJOR[2:]), *TOKEN_MAJOR[:2], *map(long, TOKEN_MAJOR[2:])]
+SHORT = [HEAD_MAJOR[1], *TOKEN_MAJOR[:2]]
+CLUSTERS = [each if each in SHORT else long(each) for each in (*HEAD_MAJOR, *TOKEN_MAJOR)]
 
 pytestmark = [
     pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True),

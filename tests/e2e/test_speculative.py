@@ -64,7 +64,7 @@ def accepted(engine: Engine, complete: Callable[[Prompt], object], prompts: list
 
 
 @pytest.mark.parametrize(
-    "cluster", [BOTH_EAGLE, NGRAM_TO_EAGLE, long(EAGLE_TO_NGRAM), long(BOTH_DRAFT_MODEL)], ids=str, indirect=True
+    "cluster", [BOTH_EAGLE, long(NGRAM_TO_EAGLE), long(EAGLE_TO_NGRAM), long(BOTH_DRAFT_MODEL)], ids=str, indirect=True
 )
 def test_tokens_are_those_of_a_single_engine(client: Client, reference: Reference) -> None:
     prompts = [random_prompt(tokens, f"tokens-{i}") for i, tokens in enumerate(2 * PROMPT_TOKENS)]
@@ -92,7 +92,7 @@ def test_fewer_are_where_its_kv_is_lost(cluster: Cluster, client: Client, refere
     assert accepted(cluster.decode[0], client.complete, prompts) < alone / 2
 
 
-@pytest.mark.parametrize("cluster", [NGRAM_TO_EAGLE, long(EAGLE_TO_NGRAM)], ids=str, indirect=True)
+@pytest.mark.parametrize("cluster", [long(NGRAM_TO_EAGLE), long(EAGLE_TO_NGRAM)], ids=str, indirect=True)
 def test_a_draft_of_one_side_alone_is_not_sent(cluster: Cluster, client: Client) -> None:
     completion = client.complete(random_prompt(700, "one side"))
     assert completion.kv_transfer_params is not None

@@ -8,6 +8,7 @@ import pytest
 
 from harness.client import Client, random_prompt
 from harness.clusters import TRACED, Cluster
+from harness.documented import documented, is_part_of
 from harness.engines import script
 from harness.models import TINY
 from harness.timelines import clocks_agree, nests_properly, prefill_ranks, traced_requests
@@ -62,8 +63,10 @@ def test_the_command_draws_a_request(cluster: Cluster, client: Client, tmp_path)
     name, _ = served(cluster, client, 700, "drawn")
     folder = cluster.prefill[0].traces
     traced_requests(folder, lambda all: any(name in r.names and r.to_ready for r in all))
+    values = {"/var/tmp/pd-traces": str(folder), "cmpl-8f4c...-0": name}
+    words = documented("docs/timeline.md", "vllm-ascend-pd timeline", values)
     ran = subprocess.run(
-        [script("vllm-ascend-pd"), "timeline", folder, "--request", name, "--png", tmp_path / "x.png"],
+        [script(words[0]), *words[1:], "--png", tmp_path / "x.png"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -73,3 +76,15 @@ def test_the_command_draws_a_request(cluster: Cluster, client: Client, tmp_path)
     assert f"where the time of {name} went" in ran.stdout
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "timeline.html").stat().st_size > 1000
+
+
+def test_the_engines_are_those_of_the_readme(cluster: Cluster) -> None:
+    """What these tests show holds for the commands that the README has."""
+    values = {"MODEL": str(cluster.model)}
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    prefill_words = documented("README.md", "vllm serve MODEL --port 8100", {**values, "8100": str(prefill.port)})
+    ports = {"8200": str(decode.port), "19000": str(decode.kv_port)}
+    decode_words = documented("README.md", "vllm serve MODEL --port 8200", {**values, **ports})
+    for words, engine in ((prefill_words, prefill), (decode_words, decode)):
+        assert list(engine.process.command[1:3]) == words[1:3]
+        assert is_part_of(words, engine.process.command)

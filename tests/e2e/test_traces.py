@@ -9,6 +9,7 @@ from test_retry import TWO_PREFILL
 from harness.client import Client, random_prompt
 from harness.clusters import POISONED_TOKENS, Cluster
 from harness.collector import Span
+from harness.documented import documented, is_part_of
 from harness.engines import Engine
 
 CLIENT = "00f067aa0ba902b7"
@@ -51,6 +52,17 @@ def of(spans: list[Span], name: str) -> list[Span]:
 
 def runs_in(span: Span, engine: Engine) -> bool:
     return int(str(span.process["vllm.process_id"])) in engine.process.members()
+
+
+def test_engines_and_proxy_are_told_as_documented(cluster: Cluster) -> None:
+    assert cluster.collector is not None
+    values = {"http://collector.example:4317": cluster.collector.url}
+    engine, proxy = (
+        documented("docs/metrics.md", "vllm serve MODEL ...", values),
+        documented("docs/metrics.md", "vllm-ascend-pd proxy ...", values),
+    )
+    assert all(is_part_of(engine, each.process.command) for each in (*cluster.prefill, *cluster.decode))
+    assert is_part_of(proxy, cluster.proxy.process.command)
 
 
 def test_a_request_is_one_trace(cluster: Cluster, client: Client) -> None:

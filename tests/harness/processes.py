@@ -30,6 +30,7 @@ class ManagedProcess:
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self.name = name
         self.log = log
+        self.command = tuple(command)
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 command,

@@ -19,6 +19,7 @@ from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import running_cluster, running_proxy
 
 from harness.certificates import Authority
+from harness.documented import documented
 from harness.waiting import wait_for
 from vllm_ascend_pd.doctor import child, loopback
 from vllm_ascend_pd.doctor.finding import Level, Report, Target
@@ -68,10 +69,15 @@ def test_a_machine(tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o755)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            api_port = free.getsockname()[1]
+        words = documented(
+            "docs/doctor.md", "vllm-ascend-pd doctor --port", {"8200": str(api_port), "19000": str(port)}
+        )
         done = run(
+            *words[2:],
             "--json",
-            "--kv-transfer-config",
-            f'{{"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer", "kv_port": {port}}}',
             "--peer",
             "192.0.2.11",
             PATH=f"{tmp_path}:{os.environ['PATH']}",
@@ -134,7 +140,8 @@ def test_a_pair() -> None:
         proxy = str(cluster.client.base_url).rstrip("/")
         health = cluster.client.get("/health").json()
         [prefill], [decode] = health["prefill"], health["decode"]
-        urls = ("--proxy", proxy, "--prefill", prefill, "--decode", decode)
+        values = {"http://127.0.0.1:8000": proxy, "http://127.0.0.1:8100": prefill, "http://127.0.0.1:8200": decode}
+        _, _, *urls = documented("docs/doctor.md", "vllm-ascend-pd doctor --proxy", values)
         done = run(*urls, VLLM_API_KEY="geheim")
         assert done.returncode == 0, done.stdout
         asked = [each for each in cluster.prefill.received if each.path == "/v1/models"]

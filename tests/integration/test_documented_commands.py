@@ -1,157 +1,383 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README.md and docs/*.md tell a reader to run can be run: programs, options, paths, bodies and URLs exist. What
-needs nothing but a moment is run by other tests; this one parses."""
+"""Every command that README.md, docs/*.md and examples/*/README.md tell a reader to run is run by a test: `TABLE` says
+how. A command that is in no row fails, and so does a row without a command."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple
 
+import httpx
 import pytest
-import tomllib
+import test_launch_examples as examples
 import typer
-from starlette.routing import Match
+import yaml
+from engine_standin import DecodeEngine, PrefillEngine, Servers
+from proxy_cluster import eventually
 
+from harness.documented import PAGES, REPOSITORY, fences, filled, lines, taken_by
+from harness.ports import is_free, release_port, reserve_port
 from vllm_ascend_pd.cli import app
-from vllm_ascend_pd.config import parse_config
-from vllm_ascend_pd.proxy.app import create_app
-from vllm_ascend_pd.proxy.settings import ProxySettings
+from vllm_ascend_pd.transport.curve import load_keys
+from vllm_ascend_pd.transport.secret_files import read_text_secret, read_ticket_secret
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"), *REPOSITORY.glob("examples/*/README.md")]
-)
-PROGRAMS = re.compile(r"(?:\w+=\S+ )*(vllm-ascend-pd|vllm|scripts/\S+|benchmarks/\S+|python|pip|curl|\(umask)(?: |$)")
-COMMANDS = typer.main.get_command(app)
-
-
-def fences(page: Path) -> Iterator[str]:
-    return (body for _, body in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+MODELS = {"Llama-3.1-70B": "llama-3.1-70b.json", "DeepSeek-R1-W8A8": "deepseek-r1.json"}
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ["PATH"]]),
+    "PYTHON": sys.executable,  # of launch scripts
+    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+}
 
 
-def documented() -> Iterator[tuple[str, str]]:
-    """(page, command): of fences that begin with a program of ours, or one that a reader has."""
+class Command(NamedTuple):
+    line: str
+    pages: tuple[Path, ...]
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.line)
+
+    def run(self, folder: Path, more: str = "", /, codes: tuple[int, ...] = (0,), **values: str) -> str:
+        """What it prints in `folder`, with `more` options. `values`: environment."""
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", f"{self.line} {more}"],
+            cwd=folder,
+            env=ENVIRONMENT | values,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode in codes, done.stdout + done.stderr
+        return done.stdout
+
+    def with_values(self, values: dict[str, str]) -> Command:
+        return self._replace(line=filled(self.line, values))
+
+
+def documented_commands() -> list[Command]:
+    pages: dict[str, list[Path]] = {}
     for page in PAGES:
-        for body in fences(page):
-            if PROGRAMS.match(body):
-                for line in body.replace("\\\n", " ").splitlines():
-                    yield page.name if page.parent == REPOSITORY else f"{page.parent.name}/{page.name}", line
+        for line in lines(page):
+            pages.setdefault(line, []).append(page)
+    return [Command(line, tuple(found)) for line, found in sorted(pages.items())]
 
 
-CASES = sorted(set(documented()))
+# --- run as they are, in a folder of their own -------------------------------------------------------------
 
 
-@cache
-def help_of(*command: str) -> str:
-    environment = {**os.environ, "PYTHON": sys.executable}  # launch scripts run our code
-    run = subprocess.run(
-        [*command, "--help"], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+def makes_a_secret(command: Command, folder: Path) -> None:
+    """Which who needs it can read, and nobody else."""
+    if "/etc/pd" in command.line:
+        command = command.with_values({"/etc/pd": str(folder)})
+    command.run(folder)
+    [file] = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    read: Callable[[str], Any] = {
+        "side-channel.json": load_keys,
+        "tickets.secret": read_ticket_secret,
+        "metaserver.token": read_text_secret,
+    }[file.name]
+    assert read(str(file))
 
 
-def options(words: list[str]) -> list[str]:
-    return [word.partition("=")[0] for word in words if word.startswith("--")]
+def plans(command: Command, folder: Path) -> None:
+    """The README has what it prints below it."""
+    model = command.words[2]
+    (folder / model).mkdir()
+    shutil.copy(REPOSITORY / "tests/unit/data" / MODELS[model], folder / model / "config.json")
+    printed = command.run(folder)
+    if command.pages == (REPOSITORY / "README.md",):
+        bodies = [body for _, body in fences(*command.pages)]
+        below = bodies[bodies.index(f"{command.line}\n") + 1]
+        assert [line.rstrip() for line in printed.splitlines()] == [line.rstrip() for line in below.splitlines()]
+    assert "prefill TP" in printed
 
 
-def ours(words: list[str]) -> None:
-    """Options, arguments and their number; not whether files are there or servers answer."""
-    command = COMMANDS.commands[words[0]]  # type: ignore[attr-defined]
-    context = command.make_context(words[0], [], resilient_parsing=True)
-    command.make_parser(context).parse_args(words[1:])
+def examines_this_machine(command: Command, folder: Path) -> None:
+    """An error is a finding too: limits differ between machines."""
+    printed = command.run(folder, codes=(0, 1))
+    assert re.search(r"\d+ errors?, \d+ warnings?, \d+ notes?", printed)
+    assert "every byte right" in printed
 
 
-def script(words: list[str]) -> None:
-    path = REPOSITORY / words[0]
-    assert path.is_file()
-    interpreter = [sys.executable] if path.suffix == ".py" else ["bash"]
-    if len(words) > 1:
-        text = help_of(*interpreter, str(path))
-        assert all(re.search(rf"{option}\b", text) for option in options(words)), text
-    for word in words[1:]:
-        if word.startswith("examples/"):
-            assert (REPOSITORY / word).is_file()
+def serves_a_pool(command: Command, folder: Path) -> None:
+    port, metrics = reserve_port(), reserve_port()
+    assert f":{command.words[-1]}" in (REPOSITORY / "examples/kv-pool/mooncake.json").read_text()
+    command = command.with_values({command.words[-1]: str(port)})
+    with (folder / "log").open("wb") as log:
+        words = [*command.words, f"--metrics_port={metrics}"]  # the default may be taken
+        process = subprocess.Popen(words, cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log)
+    try:
+        eventually(lambda: not is_free(port))
+        assert process.poll() is None, (folder / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+        release_port(port)
+        release_port(metrics)
 
 
-def vllm(words: list[str]) -> None:
-    assert words[0] == "serve"
-    if "--kv-transfer-config" in words:
-        transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
-        assert transfer["kv_role"] in ("kv_producer", "kv_consumer")
-        parse_config(transfer.get("kv_connector_extra_config", {}))
+# --- the proxy's, with stand-ins for its engines -----------------------------------------------------------
 
 
-def pip(words: list[str]) -> None:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    for extra in re.findall(r"\.\[(\w+)\]", " ".join(words)):
-        assert extra in project["optional-dependencies"]
-    for file in (word for word in words if word.endswith(".txt")):
-        assert (REPOSITORY / file).is_file()
+class FrontDoor(NamedTuple):
+    url: str
+    prefill: str
+    decode: str
+    another: str
+    """A decode engine that the proxy has not been told of."""
+
+    def ask(self, method: str, path: str) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        return httpx.request(method, self.url + path, headers=headers, trust_env=False, timeout=30).raise_for_status()
+
+    def engines(self) -> dict[str, dict[str, Any]]:
+        """By URL."""
+        return {engine["url"]: engine for engine in self.ask("GET", "/admin/engines").json()["engines"]}
 
 
-def curl(words: list[str], token: Path) -> None:
-    """The proxy has the path, for the method; a body is JSON."""
-    [url] = [word for word in words if re.match(r"(http://)?[\d.]+:\d+", word)]
-    body = words[words.index("-d") + 1] if "-d" in words else None
-    method = words[words.index("-X") + 1] if "-X" in words else "GET" if body is None else "POST"
-    if body is not None:
-        json.loads(body)
-    settings = ProxySettings(
-        prefill=("http://127.0.0.1:8100",),
-        decode=("http://127.0.0.1:8200",),
-        metaserver_url="http://127.0.0.1:8000/v1/metaserver",
-        admin_token_file=str(token),
-    )
-    path = urlsplit(url if "//" in url else f"http://{url}").path
-    scope = {"type": "http", "path": path, "method": method}
-    assert any(route.matches(scope)[0] is Match.FULL for route in create_app(settings).routes), (method, path)
+TOKEN = "an-admin-token-of-some-length-0123456789"
 
 
-@pytest.fixture
-def token(tmp_path: Path) -> Path:
-    file = tmp_path / "token"
-    file.write_text("an-admin-token-of-some-length-0123456789")
-    file.chmod(0o600)
-    return file
+@contextmanager
+def front_door(command: Command, folder: Path) -> Iterator[FrontDoor]:
+    """A proxy started by `command`."""
+    token = folder / "admin.token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    port = reserve_port()
+    with Servers() as servers, (folder / "log").open("wb") as log:
+        prefill, decode, another = (
+            servers.start(lambda _, e=e: e.app) for e in (PrefillEngine(), DecodeEngine(), DecodeEngine())
+        )
+        url = f"http://127.0.0.1:{port}"
+        engines = {"http://127.0.0.1:8100": prefill, "http://127.0.0.1:8200": decode}
+        if " ... " in command.line:
+            values = {" ... ": f" --port {port} --prefill {prefill} --decode {decode} "}
+            values["http://collector.example:4317"] = "http://127.0.0.1:9"  # nobody: the proxy serves all the same
+        else:
+            values = {"--port 8000": f"--port {port}", **engines}
+        words = [*command.with_values(values).words, "--admin-token-file", str(token)]
+        process = subprocess.Popen(words, cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log)
+        try:
+            eventually(lambda: process.poll() is not None or not is_free(port))
+            assert process.poll() is None, (folder / "log").read_text()
+            eventually(lambda: httpx.get(f"{url}/health", trust_env=False, timeout=30).status_code == 200)
+            yield FrontDoor(url, prefill, decode, another)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            finally:
+                process.kill()
+                process.wait()
+                release_port(port)
 
 
-def test_there_are_commands() -> None:
-    assert len(CASES) > 20
-    assert {"README.md", "docs/operations.md", "docs/doctor.md"} <= {page for page, _ in CASES}
+def opens_the_front_door(command: Command, folder: Path) -> None:
+    with front_door(command, folder) as door:
+        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2}
+        answer = httpx.post(f"{door.url}/v1/completions", json=body, trust_env=False, timeout=30)
+        assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize(("page", "line"), CASES)
-def test_command(page: str, line: str, token: Path) -> None:
-    assert PROGRAMS.match(line), "a line that is no command among commands"
-    words = shlex.split(line, comments=True)
-    while re.fullmatch(r"\w+=\S*", words[0]):
-        words = words[1:]
-    match words[0]:
-        case "vllm-ascend-pd":
-            ours(words[1:])
-        case "vllm":
-            vllm(words[1:])
-        case "pip":
-            pip(words[1:])
-        case "curl":
-            curl(words[1:], token)
-        case "python" if words[1:3] == ["-m", "pytest"]:
-            assert (REPOSITORY / words[3]).exists()
-        case "python":
-            script(words[1:])
-        case "(umask":
-            assert "openssl rand" in line  # a token's file
-        case _:
-            script(words)
+def curls(command: Command, folder: Path) -> None:
+    """Against a proxy that the README's command has started."""
+    [proxy] = [each for each in COMMANDS if each.line.startswith("vllm-ascend-pd proxy --host")]
+    with front_door(proxy, folder) as door:
+        values = {"127.0.0.1:8000": door.url.removeprefix("http://")}
+        if "/ID" in command.line:
+            values["/ID"] = f"/{door.engines()[door.decode]['id']}"
+            if ":undrain" in command.line:
+                door.ask("POST", f"/admin/engines{values['/ID']}:drain")
+        if "8201" in command.line:
+            values["http://127.0.0.1:8201"] = door.another
+        options = "--silent --show-error --fail-with-body --max-time 30 --noproxy '*'"
+        answer = command.with_values(values).run(folder, options, TOKEN=TOKEN)
+        [end] = re.findall(r"127\.0\.0\.1:8000/\S*?([\w.]+)(?!\S)", command.line)
+        assert EXPECTED[end, method(command)](answer, door)
+
+
+def method(command: Command) -> str:
+    return command.words[command.words.index("-X") + 1] if "-X" in command.words else "-"
+
+
+EXPECTED: dict[tuple[str, str], Callable[[str, FrontDoor], bool]] = {
+    ("completions", "-"): lambda answer, door: '"choices"' in answer,
+    ("status.json", "-"): lambda answer, door: '"verdict"' in answer,
+    ("engines", "-"): lambda answer, door: {door.prefill, door.decode} == set(door.engines()) and door.decode in answer,
+    ("engines", "POST"): lambda answer, door: door.another in door.engines(),
+    ("drain", "POST"): lambda answer, door: door.engines()[door.decode]["state"] == "draining",
+    ("undrain", "POST"): lambda answer, door: door.engines()[door.decode]["state"] == "serving",
+    ("ID", "DELETE"): lambda answer, door: door.decode not in door.engines(),
+}
+"""What must be so after each, by the end of its path and its method; it was not so before, where that can be."""
+
+
+# --- the nearest that can be run here ----------------------------------------------------------------------
+
+
+def is_understood(command: Command, folder: Path) -> None:
+    """What would be started: tests/integration/test_launch_examples.py has vLLM parse it."""
+    shown = command.run(REPOSITORY, "" if "--dry-run" in command.words else "--dry-run", HOME=str(folder))
+    *_, last = [line for line in shown.splitlines() if not line.startswith("#")]
+    if command.words[0] == "scripts/launch_cluster.sh":
+        assert f"{REPOSITORY}/scripts/launch_proxy.sh" in shlex.split(last)
+    else:
+        assert shlex.split(last.removeprefix("exec "))[1] == ("start" if "--ray-node" in command.words else "serve")
+
+
+def starts_what_is_there(command: Command, folder: Path) -> None:
+    """The scripts themselves, with a stand-in for the environment that they set up and run in."""
+    shutil.copytree(REPOSITORY / "scripts", folder / "scripts")
+    log = folder / "log"
+    for name in ("setup_env.sh", "setup_npu_emulation.sh"):
+        (folder / "scripts" / name).write_text(f'#!/usr/bin/env bash\necho "set up $*" >>{log}\n')
+    for environment in ("venv", "venv-npu"):
+        (folder / environment / "bin").mkdir(parents=True)
+        for name in ("python", "ruff", "mypy"):
+            program = folder / environment / "bin" / name
+            program.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >>{log}\n')
+            program.chmod(0o755)
+    command.run(folder, VENV=str(folder / "venv"))
+    set_up, *started = log.read_text().replace(f"{folder}/", "").splitlines()
+    assert set_up.startswith("set up")
+    paths = [word for line in started for word in line.split() if "/" in word]
+    assert paths
+    assert all((REPOSITORY / path).exists() for path in paths), paths
+    program = command.words[0].replace(".sh", ".py")
+    if program != "scripts/test.py":
+        assert started == [f"python {program}"]
+    elif len(command.words) == 1:
+        suites = {f"tests/{suite}" for suite in ("e2e", "faults", "hostile", "integration", "npu", "soak", "unit")}
+        assert suites <= set(paths)
+        assert command.words[0] in (REPOSITORY / ".ci/run").read_text()
+        assert command.words[0] in (REPOSITORY / ".github/workflows/cpu.yml").read_text()
+
+
+def could_be_installed(command: Command, folder: Path) -> None:
+    """All that the extra asks for is in this environment, in versions that fit."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder)
+    for name in ("vllm_ascend_pd", "csrc"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    words = [*command.words, "--dry-run", "--no-index"]
+    printed = Command(shlex.join([sys.executable, "-m", *words]), command.pages).run(folder)
+    assert "Would install vllm-ascend-pd" in printed
+
+
+def is_done_by_setup(command: Command, folder: Path) -> None:
+    script = (REPOSITORY / "scripts/setup_env.sh").read_text()
+    assert re.search(rf"^ *{re.escape(shlex.join(command.words[:2]))} ", script + " ", re.MULTILINE)
+
+
+def has_valid_manifests(command: Command, folder: Path) -> None:
+    for word in command.words[3::2]:
+        examples.test_manifests_are_valid(REPOSITORY / word)
+
+
+def names_what_pods_mount(command: Command, folder: Path) -> None:
+    files = re.findall(r"--from-file=(\S+)", command.line)
+    [page] = command.pages
+    assert all(any(line.rstrip(")").endswith(file) for line in lines(page)) for file in files), "made by nothing above"
+    words = command.words
+    resources = [each for path in examples.MANIFESTS for each in yaml.safe_load_all(path.read_text())]
+    assert words[2] in {each["metadata"]["name"] for each in resources if each["kind"] == "Namespace"}
+    assert f"secretName: {words[6]}" in (REPOSITORY / "examples/kubernetes/decode.yaml").read_text()
+    text = "".join(path.read_text() for path in examples.MANIFESTS)
+    assert set(re.findall(r"/([\w-]+\.(?:json|secret|token))", text)) == set(files)
+
+
+# --- the table ---------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    commands: str
+    """Regular expression of whole commands."""
+    how: Callable[[Command, Path], None] | str
+    """Runs one here, or the test elsewhere that takes it from its page and runs it."""
+    why: str = ""
+    """Of one that cannot be run as it is: the reason."""
+
+
+NPUS = "starts engines on NPUs of other hosts, over ssh"
+TABLE = (
+    Row(r"vllm-ascend-pd keygen .*", makes_a_secret),
+    Row(r"\(umask 077; openssl .*", makes_a_secret),
+    Row(r"vllm-ascend-pd plan .*", plans),
+    Row(r"vllm-ascend-pd doctor", examines_this_machine),
+    Row(r"vllm-ascend-pd doctor --port .*", "tests/integration/test_doctor.py::test_a_machine"),
+    Row(r"vllm-ascend-pd doctor --proxy .*", "tests/integration/test_doctor.py::test_a_pair"),
+    Row(r"vllm-ascend-pd proxy --host .*", opens_the_front_door),
+    Row(r"vllm-ascend-pd proxy \.\.\. .*", opens_the_front_door),
+    Row(r"vllm-ascend-pd timeline .*", "tests/e2e/test_timeline.py::test_the_command_draws_a_request"),
+    Row(r"curl .*", curls),
+    Row(r"vllm serve MODEL --port .*", "tests/e2e/test_timeline.py::test_the_engines_are_those_of_the_readme"),
+    Row(r"vllm serve MODEL \.\.\. .*", "tests/e2e/test_traces.py::test_engines_and_proxy_are_told_as_documented"),
+    Row(r"scripts/run_1p1d\.sh", "tests/e2e/test_run_1p1d.py::test_what_the_readme_begins_with"),
+    Row(r"scripts/soak\.sh", starts_what_is_there, "half an hour: tests/soak runs scripts/soak.py for 300 requests"),
+    Row(r"scripts/test\.sh", starts_what_is_there, "it is what runs this test"),
+    Row(r"scripts/test\.sh --faults", starts_what_is_there, "40 minutes: its short form is a stage of scripts/test.sh"),
+    Row(r"scripts/test\.sh --hostile", starts_what_is_there, "minutes: its short form is a stage of scripts/test.sh"),
+    Row(r"pip install .*", could_be_installed, "would change the environment that tests run in"),
+    Row(r"scripts/launch_cluster\.sh \S+ --dry-run", is_understood),
+    Row(r"scripts/launch_cluster\.sh \S+", is_understood, NPUS),
+    Row(
+        r"scripts/launch_cluster\.sh \S+ --(detach|stop)",
+        "tests/integration/test_launch_cluster.py::test_detach_and_stop",  # with stand-ins for ssh and engines
+    ),
+    Row(
+        r"VENV=\S+ scripts/launch_cluster\.sh .*",
+        "tests/e2e/test_launch.py::test_the_example_for_the_cpu_serves_and_stops",
+    ),
+    Row(r"scripts/launch_prefill\.sh .*", is_understood, "starts Ray or an engine on NPUs"),
+    Row(r"mooncake_master .*", serves_a_pool),
+    Row(r"apt-get download .*", is_done_by_setup, "needs a network: scripts/setup_env.sh does it for the tests of it"),
+    Row(r"dpkg -x .*", is_done_by_setup, "of what the line above it has brought"),
+    Row(
+        r"/tmp/pd-prometheus/usr/bin/\w+ .*",
+        "tests/integration/test_observability.py::test_prometheus_collects_a_proxy_as_the_readme_says",
+    ),
+    Row(r"kubectl apply .*", has_valid_manifests, "there is no Kubernetes here"),
+    Row(r"kubectl .* create secret .*", names_what_pods_mount, "there is no Kubernetes here"),
+)  # fmt: skip
+COMMANDS = documented_commands()
+
+
+def rows_of(command: Command) -> list[Row]:
+    return [row for row in TABLE if re.fullmatch(row.commands, command.line)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.line[:80])
+def test_command(command: Command, tmp_path: Path) -> None:
+    rows = rows_of(command)
+    assert len(rows) == 1, f"{command.line!r} must be in one row of the table, and is in {len(rows)}"
+    [row] = rows
+    if isinstance(row.how, str):
+        assert command.line in taken_by(row.how)
+    else:
+        row.how(command, tmp_path)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.commands)
+def test_no_row_is_without_a_command(row: Row) -> None:
+    assert any(re.fullmatch(row.commands, command.line) for command in COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_every_fence_says_what_it_holds(page: Path) -> None:
+    """So no command is overlooked."""
+    assert {language for language, _ in fences(page)} <= {"sh", "text", "json"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
@@ -167,7 +393,7 @@ def test_paths_and_links_lead_somewhere(page: Path) -> None:
 
 def test_options_that_operations_names_are_the_proxys() -> None:
     text = (REPOSITORY / "docs" / "operations.md").read_text()
-    known = {name for param in COMMANDS.commands["proxy"].params for name in param.opts}  # type: ignore[attr-defined]
-    known |= {name for param in COMMANDS.commands["doctor"].params for name in param.opts}  # type: ignore[attr-defined]
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    known = {name for command in ("proxy", "doctor") for param in commands[command].params for name in param.opts}
     known |= {"--max-num-seqs"}  # vLLM's
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known

@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 
+from harness.documented import documented
 from harness.ports import release_port, reserve_ports
 from harness.waiting import wait_until
 
@@ -267,8 +268,15 @@ def test_a_launcher_that_is_killed_leaves_nothing_behind(site: Site) -> None:
 
 
 def test_detach_and_stop(site: Site) -> None:
+    """As `examples/two-nodes-1p1d/README.md` says."""
     site.write()
-    launcher = site.launch("--detach")
+    detach = documented(
+        "examples/two-nodes-1p1d/README.md", "scripts/launch_cluster.sh examples/two-nodes-1p1d/hosts.yaml --detach"
+    )
+    stop = documented(
+        "examples/two-nodes-1p1d/README.md", "scripts/launch_cluster.sh examples/two-nodes-1p1d/hosts.yaml --stop"
+    )
+    launcher = site.launch(*detach[2:])
     site.serving(launcher)
     output = ended(launcher)
     assert launcher.returncode == 0, output
@@ -290,7 +298,7 @@ def test_detach_and_stop(site: Site) -> None:
     (site.folder / "kept").rename(record)
 
     site.write(spread=False)  # what was started stays known, whatever has become of the file
-    stopper = site.launch("--stop")
+    stopper = site.launch(*stop[2:])
     output = ended(stopper)
     assert (stopper.returncode, output.splitlines()[-1]) == (0, "all stopped")
     assert site.alive() == []

@@ -5,11 +5,13 @@ package is installed."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 import vllm_ascend_pd
+from harness.documented import documented
 from harness.ports import release_port, reserve_port
 from vllm_ascend_pd.core.stats import PREFIX
 
@@ -35,10 +38,12 @@ FOLDER = REPOSITORY / "examples" / "observability"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 RULES = [rule for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
-PROMETHEUS = shutil.which("prometheus")
+# scripts/setup_env.sh --with-prometheus puts both there.
+PROGRAMS = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ["PATH"]])
+PROMETHEUS, PROMTOOL = (shutil.which(program, path=PROGRAMS) or "" for program in ("prometheus", "promtool"))
 needs_prometheus = pytest.mark.skipif(
-    PROMETHEUS is None or shutil.which("promtool") is None,
-    reason="apt-get install prometheus (Debian) brings promtool and prometheus",
+    not (PROMETHEUS and PROMTOOL),
+    reason="scripts/setup_env.sh --with-prometheus, on Debian or Ubuntu, unpacks promtool and prometheus",
 )
 
 # A metric with its selector. Of PromQL only this is read here: promtool reads all of it.
@@ -163,7 +168,7 @@ def test_promtool_reads_every_query(tmp_path: Path) -> None:
     rules = [{"record": f"query:{number}", "expr": query} for number, (query, _, _) in enumerate(queries())]
     file = tmp_path / "queries.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
-    checked = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, timeout=60)
+    checked = subprocess.run([PROMTOOL, "check", "rules", file], capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert f"{len(rules)} rules found" in checked.stdout
 
@@ -173,14 +178,9 @@ def test_alerts_fire_when_they_should() -> None:
     """The cases are in alerts_cases.yml, in promtool's own format."""
     cases = Path(__file__).with_name("alerts_cases.yml")
     run = subprocess.run(
-        ["promtool", "test", "rules", cases.name], cwd=cases.parent, capture_output=True, text=True, timeout=120
+        [PROMTOOL, "test", "rules", cases.name], cwd=cases.parent, capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0, run.stdout + run.stderr
-
-
-def readme_command(program: str) -> list[str]:
-    [line] = re.findall(rf"^{program} .*$", (FOLDER / "README.md").read_text(), re.MULTILINE)
-    return [word.replace("examples/observability", str(FOLDER)) for word in line.split()]
 
 
 @contextmanager
@@ -190,12 +190,13 @@ def prometheus(folder: Path, targets: list[dict[str, Any]]) -> Iterator[str]:
     shutil.copytree(FOLDER, copy)
     (copy / "targets.yml").write_text(yaml.safe_dump(targets))
     port = reserve_port()
-    command = [
-        word.replace(str(FOLDER), str(copy))
-        .replace("/tmp/pd-prometheus", str(folder / "data"))
-        .replace("9091", str(port))
-        for word in readme_command("prometheus")
-    ]
+    values = {
+        "/tmp/pd-prometheus/usr/bin/prometheus": PROMETHEUS,
+        "examples/observability": str(copy),
+        "/tmp/pd-prometheus/data": str(folder / "data"),
+        "9091": str(port),
+    }
+    command = documented("examples/observability/README.md", "/tmp/pd-prometheus/usr/bin/prometheus", values)
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -212,7 +213,9 @@ def prometheus(folder: Path, targets: list[dict[str, Any]]) -> Iterator[str]:
 
 @needs_prometheus
 def test_prometheus_collects_a_proxy_as_the_readme_says(tmp_path: Path) -> None:
-    checked = subprocess.run(readme_command("promtool check config"), capture_output=True, text=True, timeout=60)
+    values = {"/tmp/pd-prometheus/usr/bin/promtool": PROMTOOL}
+    check = documented("examples/observability/README.md", "/tmp/pd-prometheus/usr/bin/promtool check", values)
+    checked = subprocess.run(check, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     with running_cluster() as cluster:
         url = cluster.client.base_url
@@ -233,6 +236,10 @@ def test_prometheus_collects_a_proxy_as_the_readme_says(tmp_path: Path) -> None:
             assert cluster.client.post("/v1/completions", json=COMPLETION).status_code == 200
             eventually(healthy)
             eventually(lambda: asked("sum(vllm:kv_pd_proxy_requests_total)") == {"": 1})
+            values |= {"http://127.0.0.1:9091": server}
+            query = documented("examples/observability/README.md", "/tmp/pd-prometheus/usr/bin/promtool query", values)
+            printed = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+            assert sorted(re.findall(r'^\{role="(\w+)"\} => 1 @', printed, re.MULTILINE)) == ["decode", "prefill"]
             rules = client.get("/api/v1/rules").json()["data"]["groups"]
             assert sum(len(group["rules"]) for group in rules) == len(RULES)
             assert all(rule["state"] == "inactive" for group in rules for rule in group["rules"])

@@ -101,7 +101,8 @@ def end(pair: Pair, requests: list[Prompt]) -> set[str]:
     received, failed = pair.wait_arrivals(len(requests), 60.0)
     assert received | failed.keys() == by_id.keys()
     for reason in failed.values():
-        assert "all-to-all" in reason or "side stream failed" in reason, reason
+        # Of the rank whose reason came first.
+        assert any(part in reason for part in ("all-to-all", "side stream failed", "could not be regrouped")), reason
     arrived = [p for p in requests if p.request_id in received]
     assert [d for d in pair.differences(arrived) if "belongs to nobody" not in d] == []
     assert pair.wait_sent(len(requests), 60.0).keys() == failed.keys()

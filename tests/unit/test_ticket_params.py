@@ -171,7 +171,9 @@ def test_no_field_may_be_missing(field):
         parse_ticket({name: value for name, value in PARAMS.items() if name != field}, 10, 1)
 
 
-@pytest.mark.parametrize("params", [None, [], "ticket", 1, {}, {1: 2}, object()], ids=repr)
+@pytest.mark.parametrize(
+    "params", [None, [], "ticket", 1, {}, {1: 2}, object()], ids=lambda params: type(params).__name__
+)
 def test_what_is_not_a_ticket_at_all(params):
     with pytest.raises(TicketError, match="kv_transfer_params is not a ticket"):
         parse_ticket(params, 10, 1)

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_standin import make_layerwise_ticket
 from vllm_ascend_contract import BLOCK, LAYERWISE
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "integration"))
 
+from engine_standin import make_layerwise_ticket
 from layerwise_engines import LayerwiseDecodeEngine, LayerwisePrefillEngine
 from proxy_cluster import CHAT, COMPLETION, Cluster, eventually, running_cluster
 
