@@ -11,6 +11,16 @@
 #   --listen ADDRESS        on which address (default: --address)
 #   --ticket-secret FILE    the cluster's, to try tickets of signing engines again
 #   --metaserver-token FILE a bearer token without which it takes no ticket
+#   --tls-cert FILE, --tls-key FILE
+#                           HTTPS: PEM files with the port's certificate (chain) and its key, for clients, and for
+#                           tickets too; decode engines need `tls_config` then, and an https:// --metaserver
+#   --tls-key-password FILE with the key's password, of mode 0600
+#   --metaserver-port PORT  takes tickets here, and not on --port; with --tls-cert behind the same certificate
+#   --metaserver-tls-cert FILE, --metaserver-tls-key FILE, --metaserver-tls-key-password FILE
+#                           another certificate for --metaserver-port
+#   --metaserver-client-ca FILE
+#                           mutual TLS on --metaserver-port: only decode engines with a certificate of this authority
+#                           may post tickets
 #   --dry-run               print the command as a shell script, and start nothing
 #   -- ARGUMENT...          everything after it goes to `vllm-ascend-pd proxy` (its --help)
 #
@@ -24,6 +34,8 @@ source "$root/scripts/launch_common.sh"
 device=cpu # no CANN here
 env_file=
 address='' listen='' port=8000 ticket_secret='' token=''
+tls_cert='' tls_key='' tls_password=''
+metaserver_port='' metaserver_cert='' metaserver_key='' metaserver_password='' metaserver_client_ca=''
 prefill=() decode=() rest=()
 while (($#)); do
   case $1 in
@@ -51,6 +63,14 @@ while (($#)); do
         --port) port=$2 ;;
         --ticket-secret) ticket_secret=$2 ;;
         --metaserver-token) token=$2 ;;
+        --tls-cert) tls_cert=$2 ;;
+        --tls-key) tls_key=$2 ;;
+        --tls-key-password) tls_password=$2 ;;
+        --metaserver-port) metaserver_port=$2 ;;
+        --metaserver-tls-cert) metaserver_cert=$2 ;;
+        --metaserver-tls-key) metaserver_key=$2 ;;
+        --metaserver-tls-key-password) metaserver_password=$2 ;;
+        --metaserver-client-ca) metaserver_client_ca=$2 ;;
         *) die "unknown option $1; see --help" ;;
       esac
       shift
@@ -64,6 +84,20 @@ done
 ((${#decode[@]})) || die "--decode is missing: at least one decode engine's URL"
 [[ $address ]] || die "--address is missing: how do decode engines reach this proxy?"
 [[ $port =~ ^[1-9][0-9]{0,4}$ ]] || die "--port $port: 1 to 65535"
+if [[ $metaserver_port ]]; then
+  [[ $metaserver_port =~ ^[1-9][0-9]{0,4}$ ]] || die "--metaserver-port $metaserver_port: 1 to 65535"
+  ((metaserver_port != port)) || die "--metaserver-port $port is --port: leave it out, or take another"
+elif [[ $metaserver_cert$metaserver_key$metaserver_password$metaserver_client_ca ]]; then
+  die "--metaserver-tls-* and --metaserver-client-ca need --metaserver-port: on --port clients are served"
+fi
+check_pair() { # NAME CERT KEY PASSWORD
+  [[ ${2:+given} == "${3:+given}" ]] || die "$1-cert and $1-key go together"
+  [[ $2 || ! $4 ]] || die "$1-key-password needs $1-cert and $1-key"
+}
+check_pair --tls "$tls_cert" "$tls_key" "$tls_password"
+check_pair --metaserver-tls "$metaserver_cert" "$metaserver_key" "$metaserver_password"
+[[ $tls_cert || $metaserver_cert || ! $metaserver_client_ca ]] ||
+  die "--metaserver-client-ca needs a certificate: --metaserver-tls-cert or --tls-cert"
 case $address in
   0.0.0.0 | ::) die "--address $address is no address that decode engines can reach; --listen $address listens on all" ;;
 esac
@@ -79,10 +113,23 @@ done
 find_python
 host=$address
 [[ $host == *:* ]] && host="[$host]"
+scheme=http # of the port that takes tickets: --tls-cert is for both ports, --metaserver-tls-cert for that one
+[[ ! $tls_cert$metaserver_cert ]] || scheme=https
 command=("$(sibling vllm-ascend-pd)" proxy --host "${listen:-$address}" --port "$port"
-  --metaserver-url "http://$host:$port/v1/metaserver")
+  --metaserver-url "$scheme://$host:${metaserver_port:-$port}/v1/metaserver")
 for url in "${prefill[@]}"; do command+=(--prefill "$url"); done
 for url in "${decode[@]}"; do command+=(--decode "$url"); done
-[[ ! $ticket_secret ]] || command+=(--ticket-secret-file "$ticket_secret")
-[[ ! $token ]] || command+=(--metaserver-token-file "$token")
+add() { # OPTION VALUE
+  [[ ! $2 ]] || command+=("$1" "$2")
+}
+add --ticket-secret-file "$ticket_secret"
+add --metaserver-token-file "$token"
+add --tls-cert "$tls_cert"
+add --tls-key "$tls_key"
+add --tls-key-password-file "$tls_password"
+add --metaserver-port "$metaserver_port"
+add --metaserver-tls-cert "$metaserver_cert"
+add --metaserver-tls-key "$metaserver_key"
+add --metaserver-tls-key-password-file "$metaserver_password"
+add --metaserver-client-ca "$metaserver_client_ca"
 run "${command[@]}" "${rest[@]}"

@@ -25,12 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from harness import ascend
 from harness.client import Client, Completion, StreamError, random_prompt
-from harness.engines import Cluster, ClusterConfig, Engine, EngineConfig, Role, running_cluster, running_engines
+from harness.clusters import Cluster, ClusterConfig, running_cluster
+from harness.engines import Engine, EngineConfig, Role, running_engines
 from harness.models import DEMO, TINY, make_model
 from harness.ports import is_free
 from harness.processes import ManagedProcess, StartupError, interrupt_on_sigterm
-from vllm_ascend_pd.tracing.command import show_timeline
-from vllm_ascend_pd.tracing.file import TraceError
+from vllm_ascend_pd.timeline.command import show_timeline
+from vllm_ascend_pd.timeline.file import TraceError
 
 T = TypeVar("T")
 
@@ -215,9 +216,9 @@ class Demo:
                     for pair in track(pairs, "single instance")
                 ]
         self.traces.mkdir(parents=True)
-        tracing = (("trace_dir", str(self.traces)),)
+        recording = (("trace_dir", str(self.traces)),)
         prefill, decode = (
-            dataclasses.replace(engine, connector_extra=(*engine.connector_extra, *tracing))
+            dataclasses.replace(engine, connector_extra=(*engine.connector_extra, *recording))
             for engine in (self.prefill, self.decode)
         )
         config = ClusterConfig("1p1d", prefill=(prefill,), decode=(decode,))

@@ -237,6 +237,10 @@ def doctor(
     decode: Annotated[
         list[str] | None, typer.Option(help="URL of a running decode engine; repeat for several.")
     ] = None,
+    ca_file: Annotated[
+        str | None,
+        typer.Option(help="PEM file: authorities to trust behind https:// URLs.", show_default="well-known ones"),
+    ] = None,
     kv_transfer_config: Annotated[
         str | None, typer.Option(help="What `vllm serve` gets on this machine: checks it, its files and its ports.")
     ] = None,
@@ -260,7 +264,9 @@ def doctor(
     from .doctor.engine_config import UsageError
 
     try:
-        chosen = options(proxy, prefill or (), decode or (), kv_transfer_config, port, data_parallel_size, peer or ())
+        chosen = options(
+            proxy, prefill or (), decode or (), ca_file, kv_transfer_config, port, data_parallel_size, peer or ()
+        )
     except UsageError as error:
         raise _USAGE_ERROR(str(error)) from None
     if not print_report(chosen, as_json=json):
@@ -287,8 +293,8 @@ def timeline(
     # Imported here: other commands should not pay for it.
     from rich.console import Console
 
-    from .tracing.command import show_timeline
-    from .tracing.file import TraceError
+    from .timeline.command import show_timeline
+    from .timeline.file import TraceError
 
     try:
         show_timeline(folder, request, png, html, Console())

@@ -6,8 +6,7 @@ each does depends on whether the engine prefills (producer) or decodes (consumer
 """
 
 import secrets
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,21 +21,17 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.utils.network_utils import get_ip
 
 from vllm_ascend_pd import compat
-from vllm_ascend_pd.config import ConfigError, ConnectorConfig, TlsConfig, parse_config
-from vllm_ascend_pd.core.hosts import decode_hosts
+from vllm_ascend_pd.config import ConfigError, parse_config
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.device import current_device
 from vllm_ascend_pd.metrics import LayerwisePushPromMetrics, LayerwisePushStats
-from vllm_ascend_pd.scheduler.admission import Admission
-from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener, Signer
+from vllm_ascend_pd.scheduler.build import make_scheduler
+from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler
 from vllm_ascend_pd.scheduler.listener import DescriptionListener
-from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverSettings
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep, RankHandshake, WorkerReport
-from vllm_ascend_pd.tracing.decode import scheduler_trace
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
-from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret
 from vllm_ascend_pd.worker.caches import KVCache, describe
 from vllm_ascend_pd.worker.consumer import Arrivals, ConsumerWorker, decode_description, encode_description
 from vllm_ascend_pd.worker.identity import Identity
@@ -50,8 +45,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-_T = TypeVar("_T")
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -82,7 +75,10 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         self._listener: DescriptionListener | None = None
         self._scheduler: ProducerScheduler | ConsumerScheduler | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = self._make_scheduler()
+            assert kv_cache_config is not None
+            self._scheduler = make_scheduler(
+                vllm_config, kv_cache_config, self._config, self._started_as, self._host, self._port
+            )
 
     # Worker side.
 
@@ -318,32 +314,6 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         index = getattr(self._vllm_config.parallel_config, "data_parallel_index", 0)
         return int(self._vllm_config.kv_transfer_config.kv_port) + int(index)
 
-    def _make_scheduler(self) -> ProducerScheduler | ConsumerScheduler:
-        assert self._kv_cache_config is not None
-        sharding = compat.sharding(self._vllm_config)
-        groups = compat.cache_groups(self._kv_cache_config, sharding.parts)
-        config = self._config
-        _read(load_keys, config.side_channel_key_file)  # what is wrong with it is said before models are loaded
-        secret = _read(read_ticket_secret, config.ticket_secret_file)
-        if self._is_producer:
-            hosts = decode_hosts(config.decode_allowlist, self._host, secret is not None)
-            return ProducerScheduler(groups, Admission(hosts, secret))
-        compat.accept_lost_blocks_of_several_groups()
-        listener = Listener(
-            self._started_as,
-            self._host,
-            self._port,
-            sharding.tp,
-            sharding.parts,
-            sharding.interleave,
-            compat.draft_summary(self._vllm_config),
-        )
-        policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
-        settings = _metaserver_settings(config, recomputes=policy == "recompute")
-        client = MetaserverClient(settings, own_host=self._host)
-        signer = None if secret is None else Signer(secret, config.transfer_timeout_s)
-        return ConsumerScheduler(listener, groups, client, signer, scheduler_trace(config, self._started_as))
-
     def _make_identity(self) -> Identity:
         pp = get_pp_group()
         rank, stage_ranks = compat.place_in_stage()
@@ -368,36 +338,9 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
                 )
 
 
-def _read(reader: Callable[[str], _T], path: str | None) -> _T | None:
-    """What `reader` finds in a file with a secret. Raises ConfigError."""
-    try:
-        return None if path is None else reader(path)
-    except SecretFileError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from None
-
-
 def _own_host() -> str:
     """The address vLLM knows this host by: what listeners bind to and tickets name."""
     host: str = get_ip()
     if host in ("0.0.0.0", "::") and not envs.VLLM_HOST_IP:
         raise ConfigError("vLLM does not know this host's address, and all interfaces are too many: set VLLM_HOST_IP")
     return host
-
-
-def _metaserver_settings(config: ConnectorConfig, recomputes: bool) -> MetaserverSettings:
-    tls = config.tls_config or TlsConfig()
-    password = _read(read_text_secret, tls.ssl_keyfile_password_file) or tls.ssl_keyfile_password
-    return MetaserverSettings(
-        allowlist=config.metaserver_allowlist,
-        connect_timeout_s=config.metaserver_connect_timeout_s,
-        deadline_s=config.transfer_timeout_s,
-        max_connections=config.metaserver_max_connections,
-        max_pending=config.max_pending_tickets,
-        retries=config.metaserver_retries,
-        ca_file=tls.ssl_ca_certs,
-        cert_file=tls.ssl_certfile,
-        key_file=tls.ssl_keyfile,
-        key_password=password,
-        token_file=config.metaserver_token_file,
-        recomputes=recomputes,
-    )

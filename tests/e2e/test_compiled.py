@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.engines import Cluster, EngineConfig, one_to_one
+from harness.clusters import Cluster, one_to_one
+from harness.engines import EngineConfig
 from harness.models import TWO_LAYERS
 from harness.pool import Reference
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.engines import HOST, PATIENT, Cluster, ClusterConfig, EngineConfig, Role, running_cluster
+from harness.clusters import Cluster, ClusterConfig, running_cluster
+from harness.engines import HOST, PATIENT, EngineConfig, Role
 from harness.models import TINY, make_model
 from harness.pool import ClusterPool, Reference, ReferencePool
 from harness.ports import release_port, reserve_port, reserve_ports

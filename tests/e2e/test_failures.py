@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.engines import POISONED_TOKENS, Cluster, one_to_one
+from harness.clusters import POISONED_TOKENS, Cluster, one_to_one
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 from harness.metaserver import Answer, metaserver
 

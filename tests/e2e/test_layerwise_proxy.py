@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.engines import POISONED_TOKENS, Cluster, one_to_one
+from harness.clusters import POISONED_TOKENS, Cluster, one_to_one
 from harness.failures import wait_all_blocks_free
 from harness.layerwise_proxy import LayerwiseProxy, layerwise_proxy
 

@@ -4,7 +4,7 @@
 import pytest
 
 from harness.client import Client
-from harness.engines import TRACED, Cluster
+from harness.clusters import TRACED, Cluster
 from harness.metrics import requests_are_seen_everywhere
 
 pytestmark = [

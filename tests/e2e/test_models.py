@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.engines import LOSING_TOKENS, POISONED_TOKENS, Cluster, EngineConfig, one_to_one
+from harness.clusters import LOSING_TOKENS, POISONED_TOKENS, Cluster, one_to_one
+from harness.engines import EngineConfig
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 from harness.models import GATED_DELTA, MAMBA, MLA, SLIDING, sliding_bytes
 from harness.pool import Reference, long

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.engines import POISONED_TOKENS, Cluster, ClusterConfig, Engine, EngineConfig, one_to_one
+from harness.clusters import POISONED_TOKENS, Cluster, ClusterConfig, one_to_one
+from harness.engines import Engine, EngineConfig
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 from harness.models import TINY
 from harness.pool import ClusterPool, Reference, long

@@ -8,7 +8,7 @@ prompts of its own, so that only those that mean to find cached blocks do.
 import pytest
 
 from harness.client import Client, Messages, at_once, random_prompt
-from harness.engines import TRACED, one_to_one
+from harness.clusters import TRACED, one_to_one
 from harness.pool import long
 
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)

@@ -11,7 +11,8 @@ import pytest
 from test_scheduling import FEW_BLOCKS
 
 from harness.client import Client, at_once, random_prompt
-from harness.engines import Cluster, wait_ready
+from harness.clusters import Cluster
+from harness.engines import wait_ready
 from harness.failures import wait_all_blocks_free
 from harness.pool import Reference
 from harness.processes import ManagedProcess

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from harness.client import Client, StreamError, random_prompt
-from harness.engines import FAULTS, POISONED_TOKENS, Cluster, ClusterConfig, Engine, EngineConfig, Role, wait_ready
+from harness.clusters import FAULTS, POISONED_TOKENS, Cluster, ClusterConfig
+from harness.engines import Engine, EngineConfig, Role, wait_ready
 from harness.failures import wait_all_blocks_free
 from harness.pool import Reference
 

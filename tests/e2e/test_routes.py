@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from harness.client import Client
-from harness.engines import Cluster, one_to_one
+from harness.clusters import Cluster, one_to_one
 from harness.pool import Reference
 from harness.waiting import wait_until
 

@@ -13,7 +13,8 @@ from signal import SIGCONT, SIGSTOP
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.engines import PATIENT, Cluster, ClusterConfig, Engine, EngineConfig, Role
+from harness.clusters import Cluster, ClusterConfig
+from harness.engines import PATIENT, Engine, EngineConfig, Role
 from harness.failures import wait_all_blocks_free
 from harness.models import TINY
 from harness.pool import Reference

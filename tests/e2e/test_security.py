@@ -22,7 +22,8 @@ import pytest
 from harness.certificates import Authority, Certificate
 from harness.channels import ask
 from harness.client import Client, at_once, random_prompt
-from harness.engines import PATIENT, PATIENT_PROXY, Cluster, ClusterConfig, one_to_one, script
+from harness.clusters import PATIENT_PROXY, Cluster, ClusterConfig, one_to_one
+from harness.engines import PATIENT, script
 from harness.failures import wait_all_blocks_free
 from harness.metaserver import metaserver
 from harness.pool import ClusterPool, Reference

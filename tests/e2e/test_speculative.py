@@ -12,7 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from harness.client import Client, Prompt, at_once, random_prompt
-from harness.engines import LOSING_TOKENS, Cluster, ClusterConfig, Engine, EngineConfig, one_to_one
+from harness.clusters import LOSING_TOKENS, Cluster, ClusterConfig, one_to_one
+from harness.engines import Engine, EngineConfig
 from harness.models import EAGLE, ONE_LAYER, TINY, ModelSpec
 from harness.pool import Reference, long
 

@@ -7,10 +7,11 @@ import subprocess
 import pytest
 
 from harness.client import Client, random_prompt
+from harness.clusters import TRACED, Cluster
 from harness.documented import documented, is_part_of
-from harness.engines import TRACED, Cluster, script
+from harness.engines import script
 from harness.models import TINY
-from harness.traces import clocks_agree, nests_properly, prefill_ranks, traced_requests
+from harness.timelines import clocks_agree, nests_properly, prefill_ranks, traced_requests
 
 pytestmark = [
     pytest.mark.parametrize("cluster", [TRACED], ids=str, indirect=True),  # one of test_one_to_one's

@@ -7,9 +7,10 @@ import pytest
 from test_retry import TWO_PREFILL
 
 from harness.client import Client, random_prompt
+from harness.clusters import POISONED_TOKENS, Cluster
 from harness.collector import Span
 from harness.documented import documented, is_part_of
-from harness.engines import POISONED_TOKENS, Cluster, Engine
+from harness.engines import Engine
 
 CLIENT = "00f067aa0ba902b7"
 ROUTE = "POST /v1/completions"

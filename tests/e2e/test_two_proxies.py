@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from harness.client import Client, random_prompt
-from harness.engines import Cluster, Proxy, one_to_one, wait_ready
+from harness.clusters import Cluster, Proxy, one_to_one
+from harness.engines import wait_ready
 from harness.failures import wait_all_blocks_free
 from harness.pool import Reference
 from harness.waiting import wait_until

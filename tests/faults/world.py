@@ -17,7 +17,8 @@ from faults.level import Level, measure
 from faults.traffic import DEADLINE_S, Answer, Ask, Outcome, Volley, ask, asks
 from harness import remote
 from harness.client import Client, at_once
-from harness.engines import HOST, Engine, EngineConfig, Proxy, Role, Server, stop_all, wait_ready
+from harness.clusters import Proxy
+from harness.engines import HOST, Engine, EngineConfig, Role, Server, stop_all, wait_ready
 from harness.models import TINY, ModelSpec, make_model
 from harness.wire import Relay, Sessions, SideChannel, Wire
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from harness.client import Client
-from harness.engines import Cluster, EngineConfig
+from harness.clusters import Cluster
+from harness.engines import EngineConfig
 from harness.pool import ClusterPool, Reference, ReferencePool, sort_by_cluster
 from harness.processes import interrupt_on_sigterm
 

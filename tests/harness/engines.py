@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM engines and prefill/decode clusters, started with the documented `vllm serve` command line."""
+"""vLLM engines, started with the documented `vllm serve` command line."""
 
 import contextlib
 import dataclasses
@@ -12,16 +12,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 import httpx
 
-from harness.models import TINY, ModelSpec, make_model
+from harness.models import ModelSpec, make_model
 from harness.ports import release_port, reserve_ports
 from harness.processes import ManagedProcess, wait_all_healthy
-
-if TYPE_CHECKING:
-    from harness.collector import Collector
 
 HOST = "127.0.0.1"
 PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
@@ -50,8 +46,6 @@ PATIENT: tuple[tuple[str, object], ...] = (
     ("lease_s", 45.0),
 )
 """Connector settings for tests that are not about time: a shared machine may stop a process for many seconds."""
-PATIENT_PROXY = ("--connect-timeout", "30", "--probe-timeout", "60")
-"""The same for the proxy."""
 
 
 class Role(str, enum.Enum):
@@ -244,42 +238,14 @@ class Engine(Server):
         return [(dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)) for labels, value in lines]
 
 
-class HasUrl(Protocol):
-    url: str
-
-
-class Proxy(Server):
-    """A `vllm-ascend-pd proxy` process in front of running engines."""
-
-    def __init__(
-        self,
-        prefill: Sequence[HasUrl],
-        decode: Sequence[HasUrl],
-        logs: Path,
-        port: int | None = None,
-        args: Sequence[str] = (),
-    ) -> None:
-        super().__init__("proxy", port, logs)
-        command = [script("vllm-ascend-pd"), "proxy", "--host", HOST, "--port", str(self.port)]
-        for option, engines in (("--prefill", prefill), ("--decode", decode)):
-            for engine in engines:
-                command += [option, engine.url]
-        self._command = [*command, *args]
-        self.start()
-
-    def start(self) -> None:
-        """Again, after its `process` was stopped or killed."""
-        self.process = ManagedProcess(self.name, self._command, os.environ, self.log)
-
-
 OnHealthy = Callable[[ManagedProcess, float], None]
 
 
-def _ignore(process: ManagedProcess, seconds: float) -> None:
+def ignore(process: ManagedProcess, seconds: float) -> None:
     pass
 
 
-def wait_ready(servers: Sequence[Server], on_healthy: OnHealthy = _ignore, seconds: float = START_SECONDS) -> None:
+def wait_ready(servers: Sequence[Server], on_healthy: OnHealthy = ignore, seconds: float = START_SECONDS) -> None:
     """Return once every server answers `GET /health`; where one cannot, stop all and raise `StartupError`."""
     try:
         health = {server.process: f"{server.url}/health" for server in servers}
@@ -301,7 +267,7 @@ def running_engines(
     model: Path,
     configs: Sequence[EngineConfig],
     logs: Path,
-    on_healthy: OnHealthy = _ignore,
+    on_healthy: OnHealthy = ignore,
     seconds: float = START_SECONDS,
 ) -> Iterator[list[Engine]]:
     """Engines of one model, started side by side and stopped together."""
@@ -311,118 +277,6 @@ def running_engines(
         yield engines
     finally:
         stop_all(engines)
-
-
-@dataclasses.dataclass(frozen=True)
-class ClusterConfig:
-    """Prefill and decode engines of one model behind a proxy, and the single engine that they are compared with
-    (None: the suite's own, the fixture `single_engine`)."""
-
-    name: str
-    prefill: tuple[EngineConfig, ...]
-    decode: tuple[EngineConfig, ...]
-    proxy_args: tuple[str, ...] = PATIENT_PROXY
-    model: ModelSpec = TINY
-    single: EngineConfig | None = None
-    spans: bool = False
-    """Engines and proxy send their spans to `Cluster.collector`."""
-
-    def __str__(self) -> str:
-        return self.name
-
-
-POISONED_TOKENS = 777
-"""Prompts of this length cannot be sent in any `one_to_one` cluster: see `tests/plugins/faults.py`."""
-LOSING_TOKENS = 900
-"""Prompts whose ticket is for `LOSING_TOKENS + i` tokens lose tensor `i` there, and nobody notices but the client."""
-FAULTS = (
-    ("VLLM_ASCEND_PD_TEST_POISON_TOKENS", str(POISONED_TOKENS)),
-    ("VLLM_ASCEND_PD_TEST_LOSE_TENSORS_FROM", str(LOSING_TOKENS)),
-)
-"""Environment of prefill engines that do so."""
-
-
-def one_to_one(
-    prefill_tp: int,
-    decode_tp: int,
-    *,
-    token_major: bool = False,
-    model: ModelSpec = TINY,
-    engine: EngineConfig = EngineConfig(),
-) -> ClusterConfig:
-    """One prefill and one decode engine, both as `engine` is but for their size, compared with `engine`."""
-    order = "token-major" if token_major else "head-major"
-    kind = order if model is TINY else model.name
-    side = dataclasses.replace(engine, token_major=token_major, connector_extra=PATIENT)
-    return ClusterConfig(
-        name=f"{kind}-tp{prefill_tp}-to-tp{decode_tp}",
-        prefill=(dataclasses.replace(side, role=Role.PREFILL, tp=prefill_tp, env=(*engine.env, *FAULTS)),),
-        decode=(dataclasses.replace(side, role=Role.DECODE, tp=decode_tp),),
-        model=model,
-        single=engine,
-    )
-
-
-def traced(config: ClusterConfig, folder: str) -> ClusterConfig:
-    """The same, with engines that trace to a folder of that name beside the logs."""
-    engines = {
-        side: tuple(dataclasses.replace(engine, traces=folder) for engine in getattr(config, side))
-        for side in ("prefill", "decode")
-    }
-    return dataclasses.replace(config, prefill=engines["prefill"], decode=engines["decode"])
-
-
-TRACED = traced(one_to_one(2, 1, token_major=True), "traces")
-"""Token-major, prefill TP 2, decode TP 1."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """A running one. `model`: the folder of the model it serves."""
-
-    config: ClusterConfig
-    model: Path
-    prefill: list[Engine]
-    decode: list[Engine]
-    proxy: Proxy
-    collector: "Collector | None" = None
-    """Of one that sends spans."""
-
-    @property
-    def url(self) -> str:
-        return self.proxy.url
-
-
-@contextlib.contextmanager
-def running_cluster(
-    model: Path,
-    config: ClusterConfig,
-    logs: Path,
-    port: int | None = None,
-    on_healthy: OnHealthy = _ignore,
-    seconds: float = START_SECONDS,
-) -> Iterator[Cluster]:
-    """A cluster whose engines start side by side; `port` is the proxy's."""
-    with contextlib.ExitStack() as running:
-        collector, traces, soon = None, (), ()
-        if config.spans:
-            from harness.collector import Collector  # others do without OpenTelemetry
-
-            collector = running.enter_context(Collector())
-            traces = ("--otlp-traces-endpoint", collector.url)
-            soon = (("OTEL_BSP_SCHEDULE_DELAY", "200"),)  # milliseconds, instead of 5 s
-        configs = [
-            dataclasses.replace(each, args=(*each.args, *traces), env=(*each.env, *soon))
-            for each in (*config.prefill, *config.decode)
-        ]
-        engines = running.enter_context(running_engines(model, configs, logs, on_healthy, seconds))
-        prefill, decode = engines[: len(config.prefill)], engines[len(config.prefill) :]
-        proxy = Proxy(prefill, decode, logs, port, (*config.proxy_args, *traces))
-        wait_ready([proxy], on_healthy)
-        try:
-            yield Cluster(config, model, prefill, decode, proxy, collector)
-        finally:
-            proxy.stop()
 
 
 def script(name: str) -> str:

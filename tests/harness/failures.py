@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import httpx
 
 from harness.client import Client, at_once, random_prompt
-from harness.engines import POISONED_TOKENS, Cluster, Engine
+from harness.clusters import POISONED_TOKENS, Cluster
+from harness.engines import Engine
 from harness.pool import Reference
 
 FREE_WITHIN_S = 180.0

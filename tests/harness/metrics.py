@@ -7,7 +7,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.client import Client, at_once, random_prompt
-from harness.engines import Cluster
+from harness.clusters import Cluster
 from harness.waiting import wait_for
 from vllm_ascend_pd.core.stats import PREFIX
 

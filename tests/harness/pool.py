@@ -9,7 +9,8 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from harness.client import Client, Completion, Messages, Prompt
-from harness.engines import Cluster, ClusterConfig, Engine, EngineConfig, running_cluster, running_engines
+from harness.clusters import Cluster, ClusterConfig, running_cluster
+from harness.engines import Engine, EngineConfig, running_engines
 from harness.models import ModelSpec, make_model
 from harness.processes import StartupError
 

@@ -15,6 +15,7 @@ from harness.kv import Model, Prompt, Side, by_token, layer_name, make_caches, t
 from vllm_ascend_pd.config import parse_config
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.step import Send
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError, TransferLimits
 from vllm_ascend_pd.worker.caches import LayerSpec, describe
@@ -232,6 +233,17 @@ class PrefillRank(_RankBase):
             healthy(session, sources, destinations, *others)
 
         self.engine.write = write
+
+
+def refuse_work(rank: PrefillRank) -> None:
+    """The device does not take the next layer's regrouping."""
+    submit = rank.device.submit
+
+    def refuse(work: Callable[[], None], after: Event) -> Event:
+        rank.device.submit = submit
+        raise DeviceError("refused by the test")
+
+    rank.device.submit = refuse
 
 
 class DecodeRank(_RankBase):

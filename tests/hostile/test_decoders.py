@@ -28,7 +28,7 @@ from vllm_ascend_pd.proxy.bodies import decode_body, parse_client_request, prefi
 from vllm_ascend_pd.proxy.endpoints import Endpoint
 from vllm_ascend_pd.proxy.errors import RequestRefused
 from vllm_ascend_pd.proxy.exchange import Exchanges
-from vllm_ascend_pd.scheduler import metaserver_client
+from vllm_ascend_pd.scheduler import metaserver_http
 from vllm_ascend_pd.scheduler.allowlist import Allowlist
 from vllm_ascend_pd.worker.consumer import decode_description
 
@@ -118,8 +118,8 @@ def _prefill_answer(data: bytes) -> None:
 def _metaserver_answer(data: bytes) -> None:
     for status in (200, 302, 404, 500, 502):
         try:
-            metaserver_client._judge("http://127.0.0.1:1", status, data)
-        except (metaserver_client._FinalError, metaserver_client._RetryableError) as error:
+            metaserver_http._judge("http://127.0.0.1:1", status, data)
+        except (metaserver_http.FinalError, metaserver_http.RetryableError) as error:
             reason = str(error)
             if len(reason) > 1000 or not reason.isprintable():
                 raise AssertionError(reason) from None

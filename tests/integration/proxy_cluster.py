@@ -9,9 +9,8 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection
@@ -20,6 +19,7 @@ from typing import Any
 import httpx
 from engine_standin import DecodeEngine, PrefillEngine, Servers
 
+from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.proxy.app import create_app
@@ -105,30 +105,18 @@ def counted(cluster: Cluster) -> tuple[dict[str, int], dict[str, dict[str, int]]
 def closing_server() -> Iterator[tuple[str, list[bytes]]]:
     """A server that reads what it is sent and closes the connection: its URL, and what each request but health checks
     sent."""
-    listener = socket.create_server(("127.0.0.1", 0))
     seen: list[bytes] = []
 
-    def serve() -> None:
-        with suppress(OSError):
-            while True:
-                peer, _ = listener.accept()
-                with peer, suppress(OSError):
-                    peer.settimeout(10)
-                    sent = peer.recv(1 << 20)
-                    if not sent.startswith(b"GET /health"):
-                        seen.append(sent)
-                    peer.shutdown(socket.SHUT_WR)
-                    while peer.recv(65536):  # closing with bytes unread would be a reset
-                        pass
+    def serve(peer: socket.socket) -> None:
+        peer.settimeout(10)
+        sent = peer.recv(1 << 20)
+        if not sent.startswith(b"GET /health"):
+            seen.append(sent)
+        peer.shutdown(socket.SHUT_WR)
+        read_to_the_end(peer)
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", seen
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join(10)
+    with serving(serve) as port:
+        yield f"http://127.0.0.1:{port}", seen
 
 
 def command(*options: str) -> list[str]:

@@ -16,8 +16,9 @@ import msgspec
 import psutil
 import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers
-from proxy_cluster import running_cluster
+from proxy_cluster import running_cluster, running_proxy
 
+from harness.certificates import Authority
 from harness.documented import documented
 from harness.waiting import wait_for
 from vllm_ascend_pd.doctor import child, loopback
@@ -154,6 +155,24 @@ def test_a_pair() -> None:
         report = msgspec.json.decode(run(*urls, "--json").stdout, type=Report)
         wrong = {check for check, level in levels(report).items() if level is Level.ERROR}
         assert wrong == {"proxy.0.health", "proxy.0.engines", "decode.0.health"}
+
+
+def test_a_proxy_behind_tls(ours: Authority, others: Authority) -> None:
+    own = ours.issue("proxy-of-the-doctor", "IP:127.0.0.1")
+    tls = ("--tls-cert", str(own.cert), "--tls-key", str(own.key))
+    with Servers() as servers:
+        prefill, decode = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: DecodeEngine().app)
+        with running_proxy(prefill, decode, *tls) as (_, port):
+            url = f"https://127.0.0.1:{port}"
+            trusting = run("--proxy", url, "--prefill", prefill, "--decode", decode, "--ca-file", str(ours.cert))
+            refusing = [run("--proxy", url, *ca) for ca in ((), ("--ca-file", str(others.cert)))]
+    assert trusting.returncode == 0, trusting.stdout
+    assert f"proxy {url} finds all its 2 engines healthy" in trusting.stdout
+    for done in refusing:
+        assert done.returncode == 1
+        assert "CERTIFICATE_VERIFY_FAILED" in done.stdout
+        assert "--ca-file" in done.stdout
+        assert "healthy, in" not in done.stdout
 
 
 def test_engines_that_do_not_answer_as_engines() -> None:

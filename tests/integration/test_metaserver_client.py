@@ -22,15 +22,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, RECOMPUTES_HEADER, TransferFailure
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.scheduler.metaserver_client import (
-    MetaserverClient,
-    MetaserverError,
-    MetaserverSettings,
-    Outcome,
-)
+from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverError, Outcome
+from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
 
 QUICK = MetaserverSettings(deadline_s=10, backoff_base_s=0.01, backoff_max_s=0.02)
 HELD_BACK = 64
@@ -123,35 +120,23 @@ def client() -> Iterator[MetaserverClient]:
 def raw_server(answer: bytes, reset: bool = False, until_closed: bool = False) -> Iterator[tuple[str, list[None]]]:
     """A server that sends `answer` whatever it is asked, and no more, or resets the connection instead: its URL and
     one entry per connection. `until_closed`: it does not close connections, and another entry is for each that was."""
-    listener = socket.create_server(("127.0.0.1", 0))
     connections: list[None] = []
 
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                peer, _ = listener.accept()
-                connections.append(None)
-                with peer, contextlib.suppress(OSError):
-                    peer.recv(65536)
-                    if reset:
-                        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                        continue
-                    peer.sendall(answer)
-                    if not until_closed:
-                        peer.shutdown(socket.SHUT_WR)
-                    while peer.recv(65536):  # closing with bytes unread would be a reset
-                        pass
-                    if until_closed:
-                        connections.append(None)
+    def serve(peer: socket.socket) -> None:
+        connections.append(None)
+        peer.recv(65536)
+        if reset:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return
+        peer.sendall(answer)
+        if not until_closed:
+            peer.shutdown(socket.SHUT_WR)
+        read_to_the_end(peer)
+        if until_closed:
+            connections.append(None)
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}{METASERVER_PATH}", connections
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join(5)
+    with serving(serve) as port:
+        yield f"http://127.0.0.1:{port}{METASERVER_PATH}", connections
 
 
 def outcomes(client: MetaserverClient, count: int, timeout_s: float = 10.0) -> list[Outcome]:

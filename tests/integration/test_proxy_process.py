@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import socket
 import subprocess
@@ -17,7 +15,8 @@ from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import COMPLETION, command, eventually, running_proxy
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverSettings, Outcome
+from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, Outcome
+from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
 
 
 def test_idle_connections_go_without_another_request() -> None:
@@ -78,18 +77,9 @@ def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
     prefill, decode = PrefillEngine(), DecodeEngine()
     decode.hangs_after_first_token = True
     with Servers() as servers:
-        prefill_url, decode_url = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
-        process = subprocess.Popen(
-            command("--port", "0", "--prefill", prefill_url, "--decode", decode_url),
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
-        try:
-            assert process.stderr is not None
-            port = re.search(r"port (\d+)", process.stderr.readline())
-            assert port is not None
-            url = f"http://127.0.0.1:{port[1]}/v1/completions"
+        urls = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
+        with running_proxy(*urls) as (process, port):
+            url = f"http://127.0.0.1:{port}/v1/completions"
             body = {**COMPLETION, "stream": True}
             headers = {"Authorization": "Bearer secret"}
             with httpx.stream("POST", url, json=body, headers=headers, trust_env=False) as response:
@@ -99,8 +89,6 @@ def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
                 stopped_at = time.monotonic()
                 assert b"the proxy is shutting down" in b"".join(events)
             _, log = process.communicate(timeout=5)
-        finally:
-            process.kill()
         assert time.monotonic() - stopped_at < 3
         assert process.returncode == 0
         assert "Traceback" not in log

@@ -13,10 +13,9 @@ import pytest
 
 from harness.kv import Model, Prompt, Side, layer_name
 from harness.rank_hosts import Rank, start_afresh
-from harness.rank_programs import PrefillRank
+from harness.rank_programs import PrefillRank, refuse_work
 from harness.ranks import Pair, expect_delivery, prompts, run
 from harness.waiting import wait_for, wait_until
-from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.step import ProducerStep, Send
 
 GQA = Model()
@@ -70,17 +69,6 @@ def fail_behind_collective(rank: PrefillRank) -> None:
         raise RuntimeError("injected by the test")
 
     rank.device.all_to_all = fail
-
-
-def refuse_work(rank: PrefillRank) -> None:
-    """The device does not take the next layer's regrouping."""
-    submit = rank.device.submit
-
-    def refuse(work: Callable[[], None], after: Event) -> Event:
-        rank.device.submit = submit
-        raise DeviceError("refused by the test")
-
-    rank.device.submit = refuse
 
 
 def generations(rank: PrefillRank) -> list[int | None]:

@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from vllm_ascend_pd.tracing import events
-from vllm_ascend_pd.tracing.events import Mark, MarkEvent, Process
-from vllm_ascend_pd.tracing.file import TraceError, TraceFile
-from vllm_ascend_pd.tracing.read import read_file, read_folder
+from vllm_ascend_pd.timeline import events
+from vllm_ascend_pd.timeline.events import Mark, MarkEvent, Process
+from vllm_ascend_pd.timeline.file import TraceError, TraceFile
+from vllm_ascend_pd.timeline.read import read_file, read_folder
 
 SCHEDULER = Process(events.FORMAT, "decode scheduler", "engine/../x", 0, 0, "0" * 16, 0.0)
 HOSTILE = "<script>alert(1)</script> </title> @@DATA@@ $x_{y}$ [red]\x1b[31m"
@@ -24,8 +24,8 @@ HOSTILE = "<script>alert(1)</script> </title> @@DATA@@ $x_{y}$ [red]\x1b[31m"
 # Traces on and on, and says so once the first events must be in the file.
 WRITER = """
 import sys, time
-from vllm_ascend_pd.tracing.events import *
-from vllm_ascend_pd.tracing.file import TraceFile
+from vllm_ascend_pd.timeline.events import *
+from vllm_ascend_pd.timeline.file import TraceFile
 file = TraceFile(sys.argv[1], Process(1, "decode scheduler", "killed", 0, 0, "0" * 16, 0.0), 1 << 26)
 n = 0
 while True:

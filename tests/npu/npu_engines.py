@@ -5,7 +5,8 @@ import dataclasses
 
 import cann_on_host
 from harness import ascend
-from harness.engines import FAULTS, PATIENT, ClusterConfig, EngineConfig, Role
+from harness.clusters import FAULTS, ClusterConfig
+from harness.engines import PATIENT, EngineConfig, Role
 from harness.models import TINY, ModelSpec
 
 

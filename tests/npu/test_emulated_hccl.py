@@ -150,6 +150,14 @@ def test_a_call_that_fails() -> None:
     assert "507035" in str(second) or "timed out" in str(second), second
 
 
+def why_the_stream_fails() -> str:
+    try:
+        torch.npu.current_stream().synchronize()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing happened"
+
+
 def hanging_call(rank: int) -> str:
     x = torch.zeros(4, device="npu")
     dist.all_reduce(x)
@@ -157,11 +165,7 @@ def hanging_call(rank: int) -> str:
     if rank == 0:
         cann_on_host.inject("hccl:hang")
     dist.all_reduce(x)
-    try:
-        torch.npu.current_stream().synchronize()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing happened"
+    return why_the_stream_fails()
 
 
 def test_a_call_that_hangs() -> None:
@@ -178,11 +182,7 @@ def dying_peer(rank: int) -> str:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(x)
-    try:
-        torch.npu.current_stream().synchronize()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing happened"
+    return why_the_stream_fails()
 
 
 def test_a_peer_that_dies() -> None:

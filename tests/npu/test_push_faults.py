@@ -10,9 +10,8 @@ import pytest
 
 import cann_on_host
 from harness.kv import Model, Side, layer_name
-from harness.rank_programs import PrefillRank
+from harness.rank_programs import PrefillRank, refuse_work
 from harness.ranks import Pair, prompts, run
-from vllm_ascend_pd.device.base import DeviceError, Event
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -81,17 +80,6 @@ def fail_hccl_once(rank: PrefillRank) -> None:
     inject_before_pushing(rank, 1, "hccl:fail")
 
 
-def refuse_work_once(rank: PrefillRank) -> None:
-    """The device does not take the next layer's regrouping."""
-    submit = rank.device.submit
-
-    def refuse(work: Callable[[], None], after: Event) -> Event:
-        rank.device.submit = submit
-        raise DeviceError("refused by the test")
-
-    rank.device.submit = refuse
-
-
 def compute_nothing(rank: PrefillRank) -> None:
     """From now on a step finds its KV in the cache; a device whose compute stream has failed computes no more."""
     rank._values = lambda *_: []  # type: ignore[method-assign]
@@ -130,7 +118,7 @@ def test_a_side_stream_that_fails(work: str) -> None:
             expect_failure(pair, STREAM_FAILED, 2)
 
 
-@pytest.mark.parametrize("miss", [fail_hccl_once, refuse_work_once])
+@pytest.mark.parametrize("miss", [fail_hccl_once, refuse_work])
 def test_a_collective_that_one_rank_misses(miss: Callable[[PrefillRank], None]) -> None:
     """Its later ones must not meet the other's earlier ones: decode would get wrong bytes and no error."""
     with pair_of("gather") as pair:

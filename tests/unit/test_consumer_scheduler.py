@@ -20,7 +20,8 @@ from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.signing import Secret, verify
 from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
 from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener, Signer
-from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
+from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.step import ConsumerStep, WorkerReport
 
 BLOCK = 4

@@ -204,6 +204,9 @@ def judged(config: dict[str, Any]) -> dict[str, Level]:
         ({"prefill": ["p:1"]}, "is not a URL"),
         ({"prefill": ["http://p:1"], "port": 80}, "give one kind"),
         ({"proxy": "http://p:1", "peers": ["192.0.2.1"]}, "give one kind"),
+        ({"ca_file": "/etc/pd/ca.pem"}, "--ca-file is for https:// URLs"),
+        ({"proxy": "https://p:1", "ca_file": "/none"}, "--ca-file '/none' cannot be used: .*No such file"),
+        ({"proxy": "https://p:1", "ca_file": __file__}, "--ca-file .* cannot be used"),
         ({"kv_transfer_config": "{"}, "--kv-transfer-config"),
         ({"peers": ["node-2"]}, "'node-2' is not an address"),
         ({"peers": ["192.0.2.1"] * 65}, "at most 64"),
@@ -211,7 +214,7 @@ def judged(config: dict[str, Any]) -> dict[str, Level]:
 )
 def test_options_that_cannot_be_understood(change: dict[str, Any], says: str) -> None:
     nothing = {"proxy": None, "prefill": (), "decode": (), "kv_transfer_config": None, "port": None, "peers": ()}
-    given: dict[str, Any] = {**nothing, "data_parallel": 1, **change}
+    given: dict[str, Any] = {**nothing, "ca_file": None, "data_parallel": 1, **change}
     with pytest.raises(UsageError, match=says):
         options(**given)
 

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
+from vllm_ascend_pd import cli
 from vllm_ascend_pd.config import parse_config
 from vllm_ascend_pd.launch.engine import app
 from vllm_ascend_pd.proxy.settings import ProxySettings
@@ -27,6 +29,7 @@ SET_BY_US = re.compile(r"^export (\w+)=", re.MULTILINE)
 A3 = ("--device", "a3", "--address", "10.0.0.1", "--interface", "eth0", "--model", "/models/m")
 A2 = ("--device", "a2", *A3[2:])
 CPU = ("--device=cpu", "--model=/models/m")
+PROXY = ("--prefill", "http://10.0.0.1:8100", "--decode", "http://10.0.0.2:8200", "--address", "10.0.0.3")
 
 
 def base_environment(tmp_path: Path) -> dict[str, str]:
@@ -192,6 +195,14 @@ def test_one_replica_on_several_nodes(environment: dict[str, str]) -> None:
         ("proxy", ("--prefill", "a:1", "--decode", "http://b:1", "--address", "h"), "a:1: an engine's URL is such as"),
         ("proxy", ("--prefill", "http://a:1", "--decode", "http://b:1", "--address", "0.0.0.0"), "no address that"),
         ("proxy", ("--frefill", "http://a:1"), "unknown option --frefill"),
+        ("proxy", (*PROXY, "--tls-cert", "/c"), "--tls-cert and --tls-key go together"),
+        ("proxy", (*PROXY, "--tls-key-password", "/p"), "--tls-key-password needs --tls-cert and --tls-key"),
+        ("proxy", (*PROXY, "--metaserver-tls-cert", "/c", "--metaserver-tls-key", "/k"), "need --metaserver-port"),
+        ("proxy", (*PROXY, "--metaserver-client-ca", "/a"), "need --metaserver-port"),
+        ("proxy", (*PROXY, "--metaserver-port", "8001", "--metaserver-client-ca", "/a"), "needs a certificate"),
+        ("proxy", (*PROXY, "--metaserver-port", "8001", "--metaserver-tls-key", "/k"), "go together"),
+        ("proxy", (*PROXY, "--metaserver-port", "8000"), "--metaserver-port 8000 is --port"),
+        ("proxy", (*PROXY, "--metaserver-port", "x"), "--metaserver-port x: 1 to 65535"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_refused_with_a_reason(
@@ -297,3 +308,60 @@ def test_the_proxys_command_is_one_that_it_takes(environment: dict[str, str]) ->
     assert settings.metaserver_url == "http://[fd00::1]:8000/v1/metaserver"
     assert settings.prefill == ("http://10.0.0.1:8100", "http://10.0.0.3:8100")
     assert words[-2:] == ["--read-timeout", "9"]
+
+
+CERTIFICATE = ("--tls-cert", "/c.pem", "--tls-key", "/k.pem", "--tls-key-password", "/k.password")
+APART = ("--metaserver-tls-cert", "/mc.pem", "--metaserver-tls-key", "/mk.pem", "--metaserver-tls-key-password", "/mp")
+
+
+@pytest.mark.parametrize(
+    ("options", "metaserver", "given"),
+    [
+        ((), "http://10.0.0.3:8000", {}),
+        (
+            CERTIFICATE,
+            "https://10.0.0.3:8000",
+            {"tls_cert": "/c.pem", "tls_key": "/k.pem", "tls_key_password_file": "/k.password"},
+        ),
+        (("--metaserver-port", "8001"), "http://10.0.0.3:8001", {"metaserver_port": 8001}),
+        (
+            (*CERTIFICATE, "--metaserver-port", "8001", "--metaserver-client-ca", "/ca.pem"),
+            "https://10.0.0.3:8001",
+            {
+                "tls_cert": "/c.pem",
+                "tls_key": "/k.pem",
+                "tls_key_password_file": "/k.password",
+                "metaserver_port": 8001,
+                "metaserver_client_ca": "/ca.pem",
+            },
+        ),
+        (
+            ("--metaserver-port", "8001", *APART),
+            "https://10.0.0.3:8001",
+            {
+                "metaserver_port": 8001,
+                "metaserver_tls_cert": "/mc.pem",
+                "metaserver_tls_key": "/mk.pem",
+                "metaserver_tls_key_password_file": "/mp",
+            },
+        ),
+    ],
+    ids=["plain", "one-port", "two-plain-ports", "mutual", "two-certificates"],
+)
+def test_certificates_of_the_proxy(
+    options: tuple[str, ...], metaserver: str, given: dict[str, Any], environment: dict[str, str]
+) -> None:
+    """What the command line makes of the script's command: what was given, under the names that it has."""
+    done = launch("proxy", *PROXY, *options, "--dry-run", env=environment)
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
+    taken = get_command(cli.app).commands["proxy"].make_context("proxy", words[3:]).params
+    assert taken["metaserver_url"] == f"{metaserver}/v1/metaserver"
+    assert {k: v for k, v in taken.items() if "tls" in k or k in ("metaserver_port", "metaserver_client_ca")} == {
+        **dict.fromkeys(
+            f"{of}tls_{what}" for of in ("", "metaserver_") for what in ("cert", "key", "key_password_file")
+        ),
+        "metaserver_port": None,
+        "metaserver_client_ca": None,
+        **given,
+    }

@@ -10,9 +10,9 @@ import pytest
 from vllm_ascend_pd.config import ConfigError, parse_config
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.cpu import CpuEvent
-from vllm_ascend_pd.tracing.decode import UNTRACED, rank_trace, scheduler_trace
-from vllm_ascend_pd.tracing.prefill import PrefillTrace, prefill_trace
-from vllm_ascend_pd.tracing.stopwatch import Stopwatch, moment
+from vllm_ascend_pd.timeline.decode import UNTRACED, rank_trace, scheduler_trace
+from vllm_ascend_pd.timeline.prefill import PrefillTrace, prefill_trace
+from vllm_ascend_pd.timeline.stopwatch import Stopwatch, moment
 from vllm_ascend_pd.worker.identity import Identity
 
 IDENTITY = Identity("engine", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))

@@ -18,7 +18,8 @@ from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
 from vllm_ascend_pd.proxy import tracing
 from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener
-from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverSettings
+from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
+from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
 from vllm_ascend_pd.step import WorkerReport
 from vllm_ascend_pd.transfer_span import TransferSpan

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import ssl
 import sys
 from collections.abc import Sequence
 
@@ -45,17 +46,17 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Root URLs of what runs."""
+    """Root URLs of what runs, by role. `trusted`: whose certificates; None: of the well-known authorities."""
 
-    proxy: tuple[str, ...]
-    prefill: tuple[str, ...]
-    decode: tuple[str, ...]
+    urls: dict[str, tuple[str, ...]]
+    trusted: ssl.SSLContext | None
 
 
 def options(
     proxy: str | None,
     prefill: Sequence[str],
     decode: Sequence[str],
+    ca_file: str | None,
     kv_transfer_config: str | None,
     port: int | None,
     data_parallel: int,
@@ -63,6 +64,8 @@ def options(
 ) -> Machine | Pair:
     """What to look at: a pair where URLs are given, else this machine. Raises UsageError."""
     if proxy is None and not prefill and not decode:
+        if ca_file is not None:
+            raise UsageError("--ca-file is for https:// URLs: give --proxy, --prefill or --decode")
         config = None if kv_transfer_config is None else engine_config.read(kv_transfer_config)
         if len(peers) > MAX_PEERS:
             raise UsageError(f"{len(peers)} addresses for --peer: at most {MAX_PEERS}")
@@ -74,9 +77,15 @@ def options(
         )
     try:
         pair.api_key(os.environ)
-        return Pair(*(tuple(map(root_url, urls)) for urls in ([proxy] if proxy else [], prefill, decode)))
+        given = {"proxy": [proxy] if proxy else [], "prefill": prefill, "decode": decode}
+        urls = {role: tuple(map(root_url, each)) for role, each in given.items()}
     except ValueError as problem:
         raise UsageError(str(problem)) from None
+    try:
+        trusted = None if ca_file is None else ssl.create_default_context(cafile=ca_file)
+    except OSError as problem:  # ssl.SSLError is an OSError
+        raise UsageError(f"--ca-file {one_line(str(ca_file), 200)!r} cannot be used: {problem}") from None
+    return Pair(urls, trusted)
 
 
 def print_report(chosen: Machine | Pair, as_json: bool) -> bool:
@@ -97,7 +106,7 @@ async def examine(chosen: Machine | Pair) -> Report:
 
 async def _examine_pair(chosen: Pair, progress: Progress) -> list[Finding]:
     async with progress.step("asking proxy and engines"):
-        servers = await pair.ask(msgspec.structs.asdict(chosen), os.environ)
+        servers = await pair.ask(chosen.urls, os.environ, chosen.trusted)
     return pair.judge(servers)
 
 

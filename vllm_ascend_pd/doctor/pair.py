@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -76,12 +77,17 @@ def api_key(environment: Mapping[str, str]) -> str | None:
     return key or None
 
 
-async def ask(urls: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> list[Server]:
-    """`urls`: root URLs by role. Raises ValueError as `api_key` does."""
+async def ask(
+    urls: Mapping[str, Sequence[str]], environment: Mapping[str, str], trusted: ssl.SSLContext | None = None
+) -> list[Server]:
+    """`urls`: root URLs by role; `trusted`: whose certificates. Raises ValueError as `api_key` does."""
     key = api_key(environment)
     # Engines are reached directly, whatever HTTP_PROXY or ~/.netrc say.
     client = httpx.AsyncClient(
-        trust_env=False, headers={"Authorization": f"Bearer {key}"} if key else None, timeout=None
+        trust_env=False,
+        verify=trusted or True,
+        headers={"Authorization": f"Bearer {key}"} if key else None,
+        timeout=None,
     )
     servers = [Server(role, n, url, {}) for role, each in urls.items() for n, url in enumerate(each)]
     answers: dict[tuple[str, int], dict[str, Answer]] = {(server.role, server.number): {} for server in servers}
@@ -119,6 +125,8 @@ def _health(server: Server) -> Finding:
     check, answer = f"{server.check}.health", server.answers["/health"]
     if answer.status == 0:
         action = "check that it runs, its --host and --port, and that nothing filters the connection from here"
+        if "CERTIFICATE_VERIFY_FAILED" in answer.problem:
+            action = "name its authority with --ca-file; if that is right, the certificate is wrong or another host's"
         return error(check, f"{server.named} {answer.problem}", action)
     if answer.status == 200:
         return ok(check, f"{server.named} is healthy, in {answer.received - answer.sent:.3f} s")

@@ -21,8 +21,8 @@ from vllm_ascend_pd.core.signing import Secret, signed
 from vllm_ascend_pd.core.ticket import Ticket, wants_ticket
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
-from vllm_ascend_pd.tracing import events
-from vllm_ascend_pd.tracing.decode import UNTRACED, DecodeTrace
+from vllm_ascend_pd.timeline import events
+from vllm_ascend_pd.timeline.decode import UNTRACED, DecodeTrace
 from vllm_ascend_pd.transfer_span import EARLY_BYTES, RECEIVED_BYTES, REQUEST_ID, TOKENS, TransferSpan
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class ConsumerScheduler:
         """Takes note of what the ranks reported."""
         if report is not None:
             for ticket_id, (attempt, reason) in report.given_up.items():
-                issued = self._by_request.get(self._request_of.get(ticket_id, ""))
+                issued = self._issued(ticket_id)
                 if issued is not None and (issued.given_up is None or issued.given_up[0] < attempt):
                     issued.given_up = (attempt, reason)
                     self._stats.add(stats.ATTEMPTS_GIVEN_UP)
@@ -172,13 +172,12 @@ class ConsumerScheduler:
                         self._tell(issued, attempt, reason, final=False)
             for ticket_id, reason in report.failed.items():
                 # One rank failed: the others need not wait any longer.
-                if issued := self._by_request.get(self._request_of.get(ticket_id, "")):
+                if issued := self._issued(ticket_id):
                     attempt = issued.given_up[0] if issued.given_up else issued.ticket.attempt
                     self._tell(issued, attempt, reason, final=True)
                 self._cancel(ticket_id, reason, ReceiveFailure.TRANSFER)
             for ticket_id, (num_bytes, before_end) in report.received.items():
-                issued = self._by_request.get(self._request_of.get(ticket_id, ""))
-                if issued is not None:
+                if issued := self._issued(ticket_id):
                     got = issued.received
                     issued.received = (got[0] + num_bytes, got[1] + before_end)
         for request_id in finished_recving:
@@ -215,6 +214,9 @@ class ConsumerScheduler:
         self._metaserver.close()
         self._trace.close(_CLOSE_TRACE_S)
 
+    def _issued(self, ticket_id: str) -> _Issued | None:
+        return self._by_request.get(self._request_of.get(ticket_id, ""))
+
     def _tell(self, issued: _Issued, attempt: int, reason: str, final: bool) -> None:
         """The metaserver: what a rank noticed, so that it asks another prefill engine, or tells the client why not."""
         # vLLM ends a request whose KV is lost before it hands on what its ranks say of that.
@@ -225,7 +227,7 @@ class ConsumerScheduler:
         self._metaserver.tell_failure(issued.url, failure)
 
     def _cancel(self, ticket_id: str, reason: str, cause: ReceiveFailure) -> None:
-        issued = self._by_request.get(self._request_of.get(ticket_id, ""))
+        issued = self._issued(ticket_id)
         if issued is None or not issued.open or issued.failure is not None:
             return
         issued.failure, issued.cause = reason, cause
@@ -236,7 +238,7 @@ class ConsumerScheduler:
 
     def _why(self, ticket_id: str, outcome: str) -> str:
         """What a rank has seen fail says more than what the proxy makes of it."""
-        issued = self._by_request.get(self._request_of.get(ticket_id, ""))
+        issued = self._issued(ticket_id)
         return outcome if issued is None or issued.given_up is None else issued.given_up[1]
 
     def _forget_if_over(self, request_id: str, issued: _Issued) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -356,10 +357,10 @@ _Number = TypeVar("_Number", int, float)
 
 
 def _in_effect(name: str, number: Callable[[str], _Number]) -> _Number:
-    try:
-        value = number(os.environ[name])
-    except ValueError:
-        value = number("0")
-    if value <= 0:  # Mooncake would take its own default, and what is counted here would be wrong
-        raise TransferError("this host", f"{name}={os.environ[name]!r} is not a number over 0", retryable=False)
-    return value
+    text = os.environ[name]
+    with contextlib.suppress(ValueError):
+        value = number(text)
+        if value > 0:
+            return value
+    # Mooncake would take its own default, and what is counted here would be wrong.
+    raise TransferError("this host", f"{name}={text!r} is not a number over 0", retryable=False)

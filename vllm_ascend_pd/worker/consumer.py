@@ -33,9 +33,9 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.core.ticket import MAX_TOMBSTONES, MAX_TP, ConsumerTicket, State, salt_of
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
-from vllm_ascend_pd.tracing import events
-from vllm_ascend_pd.tracing.clock import HOST_CLOCK
-from vllm_ascend_pd.tracing.decode import rank_trace
+from vllm_ascend_pd.timeline import events
+from vllm_ascend_pd.timeline.clock import HOST_CLOCK
+from vllm_ascend_pd.timeline.decode import rank_trace
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.side_channel import Peer, Server

@@ -27,7 +27,7 @@ from vllm_ascend_pd.core.protocol import (
     Writer,
 )
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.tracing.prefill import PrefillTrace
+from vllm_ascend_pd.timeline.prefill import PrefillTrace
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.side_channel import Client, SideChannelError
 from vllm_ascend_pd.worker.identity import Identity

@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.producer_ticket import ProducerTicket
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.step import ProducerStep, WorkerReport
-from vllm_ascend_pd.tracing.prefill import prefill_trace
+from vllm_ascend_pd.timeline.prefill import prefill_trace
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.worker.caches import RegisteredCaches
 from vllm_ascend_pd.worker.identity import Identity
@@ -162,7 +162,7 @@ class ProducerWorker:
             if self._idle and not self._done and self._transfers:
                 self._changed.wait_for(lambda: bool(self._done), self._config.idle_wait_s)
             done, self._done = self._done, set()
-        for sender in {*self._senders.values()}:
+        for sender in self._senders.values():
             if sender.broken is not None:  # its transfers would wait for ever
                 raise RuntimeError("a sender has ended by an error of its own") from sender.broken
         for request_id in done:

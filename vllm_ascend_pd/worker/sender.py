@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.layout import CacheTensor
 from vllm_ascend_pd.core.plan import Target
 from vllm_ascend_pd.core.producer_ticket import RankKey
 from vllm_ascend_pd.device.base import DeviceError, Event
-from vllm_ascend_pd.tracing.prefill import PrefillTrace
+from vllm_ascend_pd.timeline.prefill import PrefillTrace
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
 from vllm_ascend_pd.worker.peer import DecodeLayout, Remote
 from vllm_ascend_pd.worker.running_time import RunningTime

@@ -12,16 +12,8 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from harness.engines import (
-    START_SECONDS,
-    Cluster,
-    ClusterConfig,
-    Engine,
-    EngineConfig,
-    Role,
-    running_cluster,
-    running_engines,
-)
+from harness.clusters import Cluster, ClusterConfig, running_cluster
+from harness.engines import START_SECONDS, Engine, EngineConfig, Role, running_engines
 from harness.failures import FREE_WITHIN_S
 from harness.models import TINY, make_model
 from harness.processes import ManagedProcess, StartupError

@@ -13,7 +13,8 @@ import httpx
 import msgspec
 import psutil
 
-from harness.engines import Cluster, Engine, Proxy, Server
+from harness.clusters import Cluster, Proxy
+from harness.engines import Engine, Server
 
 METRICS_SECONDS = 10
 MIB = 1 << 20

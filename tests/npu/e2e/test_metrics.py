@@ -4,7 +4,7 @@
 import pytest
 
 from harness.client import Client
-from harness.engines import Cluster
+from harness.clusters import Cluster
 from harness.metrics import requests_are_seen_everywhere
 from npu_engines import one_to_one
 

@@ -4,7 +4,7 @@
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.engines import POISONED_TOKENS, Cluster
+from harness.clusters import POISONED_TOKENS, Cluster
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 from harness.models import MLA, SLIDING, sliding_bytes
 from npu_engines import one_to_one

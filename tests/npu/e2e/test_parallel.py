@@ -10,7 +10,8 @@ import dataclasses
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.engines import PATIENT, Cluster, ClusterConfig, EngineConfig, Role
+from harness.clusters import Cluster, ClusterConfig
+from harness.engines import PATIENT, EngineConfig, Role
 from harness.models import ONE_HEAD, SIX_HEADS, TINY, ModelSpec
 from npu_engines import on_npu
 

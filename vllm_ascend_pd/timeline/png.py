@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.tracing.picture import Bar, Picture, Row, explanation, headline
+from vllm_ascend_pd.timeline.picture import Bar, Picture, Row, explanation, headline
 
 _MS = 1000.0
 _MAX_ROWS = 40

@@ -12,9 +12,9 @@ from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core.producer_ticket import RankKey
 from vllm_ascend_pd.core.protocol import Granted, Message
 from vllm_ascend_pd.device.base import Event
-from vllm_ascend_pd.tracing import events
-from vllm_ascend_pd.tracing.clock import HOST_CLOCK, measured_offset
-from vllm_ascend_pd.tracing.events import (
+from vllm_ascend_pd.timeline import events
+from vllm_ascend_pd.timeline.clock import HOST_CLOCK, measured_offset
+from vllm_ascend_pd.timeline.events import (
     Finished,
     FinishedEvent,
     Grant,
@@ -37,8 +37,8 @@ from vllm_ascend_pd.tracing.events import (
     fingerprint,
     short_name,
 )
-from vllm_ascend_pd.tracing.file import TraceFile
-from vllm_ascend_pd.tracing.stopwatch import Stopwatch, moment
+from vllm_ascend_pd.timeline.file import TraceFile
+from vllm_ascend_pd.timeline.stopwatch import Stopwatch, moment
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.step import Send

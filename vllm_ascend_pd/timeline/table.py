@@ -7,7 +7,7 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_ascend_pd.tracing.summary import Request
+from vllm_ascend_pd.timeline.summary import Request
 
 MAX_ROWS = 50
 

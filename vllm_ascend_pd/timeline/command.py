@@ -11,14 +11,14 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_ascend_pd.tracing.file import TraceError
-from vllm_ascend_pd.tracing.merge import chrome_trace, merge
-from vllm_ascend_pd.tracing.page import page
-from vllm_ascend_pd.tracing.picture import Picture, paint
-from vllm_ascend_pd.tracing.png import draw_png
-from vllm_ascend_pd.tracing.read import read_folder
-from vllm_ascend_pd.tracing.summary import chosen, summarize
-from vllm_ascend_pd.tracing.table import MAX_ROWS, table
+from vllm_ascend_pd.timeline.file import TraceError
+from vllm_ascend_pd.timeline.merge import chrome_trace, merge
+from vllm_ascend_pd.timeline.page import page
+from vllm_ascend_pd.timeline.picture import Picture, paint
+from vllm_ascend_pd.timeline.png import draw_png
+from vllm_ascend_pd.timeline.read import read_folder
+from vllm_ascend_pd.timeline.summary import chosen, summarize
+from vllm_ascend_pd.timeline.table import MAX_ROWS, table
 
 _NO_MATPLOTLIB = "the picture needs matplotlib: pip install 'vllm-ascend-pd[timeline]'"
 

@@ -5,10 +5,10 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from vllm_ascend_pd.tracing.events import LayerEvent, PushEvent, RegroupEvent, StepEvent
-from vllm_ascend_pd.tracing.merge import Timeline
-from vllm_ascend_pd.tracing.read import Recording
-from vllm_ascend_pd.tracing.summary import Request
+from vllm_ascend_pd.timeline.events import LayerEvent, PushEvent, RegroupEvent, StepEvent
+from vllm_ascend_pd.timeline.merge import Timeline
+from vllm_ascend_pd.timeline.read import Recording
+from vllm_ascend_pd.timeline.summary import Request
 
 MAX_BARS = 50_000
 

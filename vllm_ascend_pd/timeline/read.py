@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
-from vllm_ascend_pd.tracing.events import (
+from vllm_ascend_pd.timeline.events import (
     FILE_PATTERN,
     FORMAT,
     Event,
@@ -19,7 +19,7 @@ from vllm_ascend_pd.tracing.events import (
     Process,
     ProcessEvent,
 )
-from vllm_ascend_pd.tracing.file import TraceError
+from vllm_ascend_pd.timeline.file import TraceError
 
 MAX_FILES = 4096
 MAX_LINE_BYTES = 4 << 20

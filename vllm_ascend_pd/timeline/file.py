@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_ascend_pd.tracing.events import Event, Lane, LaneEvent, Lost, LostEvent, Process, ProcessEvent, short_name
+from vllm_ascend_pd.timeline.events import Event, Lane, LaneEvent, Lost, LostEvent, Process, ProcessEvent, short_name
 
 logger = logging.getLogger(__name__)
 

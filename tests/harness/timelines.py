@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be true of the traces of any prefill and decode engines on one host."""
+"""What must be true of the timelines of any prefill and decode engines on one host."""
 
 import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_ascend_pd.tracing.events import FinishedEvent, LayerEvent, PushEvent, RegroupEvent, StepEvent
-from vllm_ascend_pd.tracing.merge import Timeline, merge
-from vllm_ascend_pd.tracing.read import Recording, read_folder
-from vllm_ascend_pd.tracing.summary import Request, Span, summarize
+from vllm_ascend_pd.timeline.events import FinishedEvent, LayerEvent, PushEvent, RegroupEvent, StepEvent
+from vllm_ascend_pd.timeline.merge import Timeline, merge
+from vllm_ascend_pd.timeline.read import Recording, read_folder
+from vllm_ascend_pd.timeline.summary import Request, Span, summarize
 
 ROUNDING_US = 0.5
 

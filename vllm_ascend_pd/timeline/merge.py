@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.tracing.events import Event, Process
-from vllm_ascend_pd.tracing.read import Recording
+from vllm_ascend_pd.timeline.events import Event, Process
+from vllm_ascend_pd.timeline.read import Recording
 
 _PARTS = ("prefill rank", "decode rank", "decode scheduler")
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core.protocol import Writer
-from vllm_ascend_pd.tracing.events import Mark, MarkEvent, fingerprint, short_name
-from vllm_ascend_pd.tracing.file import TraceFile
-from vllm_ascend_pd.tracing.prefill import process_of
+from vllm_ascend_pd.timeline.events import Mark, MarkEvent, fingerprint, short_name
+from vllm_ascend_pd.timeline.file import TraceFile
+from vllm_ascend_pd.timeline.prefill import process_of
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.worker.identity import Identity
@@ -20,7 +20,7 @@ class DecodeTrace:
     """Nothing is traced."""
 
     def mark(self, what: str, request_id: str, ticket_id: str, writer: Writer | None = None) -> None:
-        """`what` of `tracing/events.py` happens to a request now; `writer`: the prefill rank that has to do with it."""
+        """`what` of `timeline/events.py` happens to a request now; `writer`: the prefill rank concerned."""
 
     def close(self, timeout_s: float) -> None:
         pass

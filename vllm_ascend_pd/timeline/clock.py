@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 from vllm_ascend_pd.core.protocol import ClockReading
-from vllm_ascend_pd.tracing.events import Offset
+from vllm_ascend_pd.timeline.events import Offset
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

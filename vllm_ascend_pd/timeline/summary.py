@@ -4,8 +4,8 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from vllm_ascend_pd.tracing import events
-from vllm_ascend_pd.tracing.events import (
+from vllm_ascend_pd.timeline import events
+from vllm_ascend_pd.timeline.events import (
     FinishedEvent,
     GrantEvent,
     MarkEvent,
@@ -14,7 +14,7 @@ from vllm_ascend_pd.tracing.events import (
     StepEvent,
     short_name,
 )
-from vllm_ascend_pd.tracing.merge import Timeline
+from vllm_ascend_pd.timeline.merge import Timeline
 
 _MAX_NAMES = 16
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.tracing.picture import Picture, explanation, headline
-from vllm_ascend_pd.tracing.summary import Request
-from vllm_ascend_pd.tracing.table import cells, columns, failures
+from vllm_ascend_pd.timeline.picture import Picture, explanation, headline
+from vllm_ascend_pd.timeline.summary import Request
+from vllm_ascend_pd.timeline.table import cells, columns, failures
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill and decode engines of one model behind a proxy."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from harness.engines import (
+    HOST,
+    PATIENT,
+    START_SECONDS,
+    Engine,
+    EngineConfig,
+    OnHealthy,
+    Role,
+    Server,
+    ignore,
+    running_engines,
+    script,
+    wait_ready,
+)
+from harness.models import TINY, ModelSpec
+from harness.processes import ManagedProcess
+
+if TYPE_CHECKING:
+    from harness.collector import Collector
+
+PATIENT_PROXY = ("--connect-timeout", "30", "--probe-timeout", "60")
+"""As `PATIENT`, for the proxy."""
+
+
+class HasUrl(Protocol):
+    url: str
+
+
+class Proxy(Server):
+    """A `vllm-ascend-pd proxy` process in front of running engines."""
+
+    def __init__(
+        self,
+        prefill: Sequence[HasUrl],
+        decode: Sequence[HasUrl],
+        logs: Path,
+        port: int | None = None,
+        args: Sequence[str] = (),
+    ) -> None:
+        super().__init__("proxy", port, logs)
+        command = [script("vllm-ascend-pd"), "proxy", "--host", HOST, "--port", str(self.port)]
+        for option, engines in (("--prefill", prefill), ("--decode", decode)):
+            for engine in engines:
+                command += [option, engine.url]
+        self._command = [*command, *args]
+        self.start()
+
+    def start(self) -> None:
+        """Again, after its `process` was stopped or killed."""
+        self.process = ManagedProcess(self.name, self._command, os.environ, self.log)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterConfig:
+    """Prefill and decode engines of one model behind a proxy, and the single engine that they are compared with
+    (None: the suite's own, the fixture `single_engine`)."""
+
+    name: str
+    prefill: tuple[EngineConfig, ...]
+    decode: tuple[EngineConfig, ...]
+    proxy_args: tuple[str, ...] = PATIENT_PROXY
+    model: ModelSpec = TINY
+    single: EngineConfig | None = None
+    spans: bool = False
+    """Engines and proxy send their spans to `Cluster.collector`."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+POISONED_TOKENS = 777
+"""Prompts of this length cannot be sent in any `one_to_one` cluster: see `tests/plugins/faults.py`."""
+LOSING_TOKENS = 900
+"""Prompts whose ticket is for `LOSING_TOKENS + i` tokens lose tensor `i` there, and nobody notices but the client."""
+FAULTS = (
+    ("VLLM_ASCEND_PD_TEST_POISON_TOKENS", str(POISONED_TOKENS)),
+    ("VLLM_ASCEND_PD_TEST_LOSE_TENSORS_FROM", str(LOSING_TOKENS)),
+)
+"""Environment of prefill engines that do so."""
+
+
+PLAIN = EngineConfig()
+
+
+def one_to_one(
+    prefill_tp: int,
+    decode_tp: int,
+    *,
+    token_major: bool = False,
+    model: ModelSpec = TINY,
+    engine: EngineConfig = PLAIN,
+) -> ClusterConfig:
+    """One prefill and one decode engine, both as `engine` is but for their size, compared with `engine`."""
+    order = "token-major" if token_major else "head-major"
+    kind = order if model is TINY else model.name
+    side = dataclasses.replace(engine, token_major=token_major, connector_extra=PATIENT)
+    return ClusterConfig(
+        name=f"{kind}-tp{prefill_tp}-to-tp{decode_tp}",
+        prefill=(dataclasses.replace(side, role=Role.PREFILL, tp=prefill_tp, env=(*engine.env, *FAULTS)),),
+        decode=(dataclasses.replace(side, role=Role.DECODE, tp=decode_tp),),
+        model=model,
+        single=engine,
+    )
+
+
+def traced(config: ClusterConfig, folder: str) -> ClusterConfig:
+    """The same, with engines that trace to a folder of that name beside the logs."""
+    engines = {
+        side: tuple(dataclasses.replace(engine, traces=folder) for engine in getattr(config, side))
+        for side in ("prefill", "decode")
+    }
+    return dataclasses.replace(config, prefill=engines["prefill"], decode=engines["decode"])
+
+
+TRACED = traced(one_to_one(2, 1, token_major=True), "traces")
+"""Token-major, prefill TP 2, decode TP 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """A running one. `model`: the folder of the model it serves."""
+
+    config: ClusterConfig
+    model: Path
+    prefill: list[Engine]
+    decode: list[Engine]
+    proxy: Proxy
+    collector: "Collector | None" = None
+    """Of one that sends spans."""
+
+    @property
+    def url(self) -> str:
+        return self.proxy.url
+
+
+@contextlib.contextmanager
+def running_cluster(
+    model: Path,
+    config: ClusterConfig,
+    logs: Path,
+    port: int | None = None,
+    on_healthy: OnHealthy = ignore,
+    seconds: float = START_SECONDS,
+) -> Iterator[Cluster]:
+    """A cluster whose engines start side by side; `port` is the proxy's."""
+    with contextlib.ExitStack() as running:
+        collector, traces, soon = None, (), ()
+        if config.spans:
+            from harness.collector import Collector  # others do without OpenTelemetry
+
+            collector = running.enter_context(Collector())
+            traces = ("--otlp-traces-endpoint", collector.url)
+            soon = (("OTEL_BSP_SCHEDULE_DELAY", "200"),)  # milliseconds, instead of 5 s
+        configs = [
+            dataclasses.replace(each, args=(*each.args, *traces), env=(*each.env, *soon))
+            for each in (*config.prefill, *config.decode)
+        ]
+        engines = running.enter_context(running_engines(model, configs, logs, on_healthy, seconds))
+        prefill, decode = engines[: len(config.prefill)], engines[len(config.prefill) :]
+        proxy = Proxy(prefill, decode, logs, port, (*config.proxy_args, *traces))
+        wait_ready([proxy], on_healthy)
+        try:
+            yield Cluster(config, model, prefill, decode, proxy, collector)
+        finally:
+            proxy.stop()

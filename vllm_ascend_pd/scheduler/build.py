@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the scheduler's side of the connector out of vLLM's configuration and ours."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from vllm_ascend_pd import compat
+from vllm_ascend_pd.config import ConfigError, ConnectorConfig, TlsConfig
+from vllm_ascend_pd.core.hosts import decode_hosts
+from vllm_ascend_pd.scheduler.admission import Admission
+from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener, Signer
+from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
+from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.scheduler.producer import ProducerScheduler
+from vllm_ascend_pd.timeline.decode import scheduler_trace
+from vllm_ascend_pd.transport.curve import load_keys
+from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_T = TypeVar("_T")
+
+
+def make_scheduler(
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    config: ConnectorConfig,
+    started_as: str,
+    host: str,
+    port: int,
+) -> ProducerScheduler | ConsumerScheduler:
+    """`started_as`: the engine id of this start; `host`, `port`: where it is found. Raises `ConfigError`."""
+    transfer = vllm_config.kv_transfer_config
+    sharding = compat.sharding(vllm_config)
+    groups = compat.cache_groups(kv_cache_config, sharding.parts)
+    _read(load_keys, config.side_channel_key_file)  # what is wrong with it is said before models are loaded
+    secret = _read(read_ticket_secret, config.ticket_secret_file)
+    if transfer.is_kv_producer:
+        hosts = decode_hosts(config.decode_allowlist, host, secret is not None)
+        return ProducerScheduler(groups, Admission(hosts, secret))
+    compat.accept_lost_blocks_of_several_groups()
+    draft = compat.draft_summary(vllm_config)
+    listener = Listener(started_as, host, port, sharding.tp, sharding.parts, sharding.interleave, draft)
+    settings = _metaserver_settings(config, recomputes=transfer.kv_load_failure_policy == "recompute")
+    client = MetaserverClient(settings, own_host=host)
+    signer = None if secret is None else Signer(secret, config.transfer_timeout_s)
+    return ConsumerScheduler(listener, groups, client, signer, scheduler_trace(config, started_as))
+
+
+def _read(reader: Callable[[str], _T], path: str | None) -> _T | None:
+    """What `reader` finds in a file with a secret. Raises ConfigError."""
+    try:
+        return None if path is None else reader(path)
+    except SecretFileError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+
+
+def _metaserver_settings(config: ConnectorConfig, recomputes: bool) -> MetaserverSettings:
+    tls = config.tls_config or TlsConfig()
+    password = _read(read_text_secret, tls.ssl_keyfile_password_file) or tls.ssl_keyfile_password
+    return MetaserverSettings(
+        allowlist=config.metaserver_allowlist,
+        connect_timeout_s=config.metaserver_connect_timeout_s,
+        deadline_s=config.transfer_timeout_s,
+        max_connections=config.metaserver_max_connections,
+        max_pending=config.max_pending_tickets,
+        retries=config.metaserver_retries,
+        ca_file=tls.ssl_ca_certs,
+        cert_file=tls.ssl_certfile,
+        key_file=tls.ssl_keyfile,
+        key_password=password,
+        token_file=config.metaserver_token_file,
+        recomputes=recomputes,
+    )
