@@ -127,6 +127,10 @@ run_pytest() { # run_pytest ENVIRONMENT PATH...
   shift
   TMPDIR=$scratch "$environment/bin/python" -m pytest --quiet --tb=short -p no:cacheprovider "${pytest_args[@]}" "$@"
 }
+# Mostly waiting: three at a time.
+tests_at_once() { # tests_at_once TITLE PATH...
+  tests "$@" --numprocesses 3 --dist loadfile
+}
 tests() { # tests TITLE PATH...
   local title=$1
   shift
@@ -152,9 +156,9 @@ case $mode in
     stage "ruff check" "$VENV/bin/ruff" check
     stage "ruff format" "$VENV/bin/ruff" format --check
     stage "mypy" "$VENV/bin/mypy"
-    tests "unit tests" tests/unit
+    tests_at_once "unit tests" tests/unit
     tests "NPU kernels on a CPU twin of AscendC" tests/ascendc_twin
-    tests "integration tests" tests/integration
+    tests_at_once "integration tests" tests/integration
     PYTHONPATH="$VENV/vllm-0.23${PYTHONPATH:+:$PYTHONPATH}" \
       tests "tests that touch vLLM, with vLLM 0.23.0" tests/unit/test_{consumer_scheduler,producer_scheduler,transfer_span}.py \
         tests/integration/test_{connector,context_parallelism,multi_connector,aggregation,engine_metrics}.py

@@ -25,7 +25,7 @@ def table(requests: Sequence[Request]) -> Table:
             result.add_row("[red]failed[/]", "", escape(failures(requests[0])))
         return result
     result = Table(title="where the time went (ms)", box=SIMPLE)
-    result.add_column("request", overflow="fold")
+    result.add_column("request", no_wrap=True, overflow="ellipsis")  # on narrow terminals its beginning tells it
     for heading, _ in columns():
         result.add_column(heading, justify="right", min_width=6)
     for one in requests[:MAX_ROWS]:
