@@ -123,8 +123,6 @@ def create_app(settings: ProxySettings) -> Starlette:
                 tasks.start_soon(discovery.run)
                 if file is not None:
                     tasks.start_soon(file.run)
-                tasks.start_soon(prefill.drop_expired)
-                tasks.start_soon(decode.drop_expired)
                 tasks.start_soon(metaserver.watch)
                 tasks.start_soon(checks.run)
                 yield

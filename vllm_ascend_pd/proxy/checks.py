@@ -8,12 +8,11 @@ import random
 import time
 
 import anyio
-import httpx
 from anyio.abc import TaskGroup
 
-from .engines import describe
+from .engine_client import EngineClient, HttpError
 from .load import Snapshot, parse_metrics
-from .registry import Engine, Engines
+from .registry import MAX_ENGINES, Engine, Engines
 from .streams import TooLarge, read_all
 
 log = logging.getLogger(__name__)
@@ -32,19 +31,23 @@ class Checks:
         self._timeout = timeout
         self._watched: set[Engine] = set()
         # Engines' connections for requests are not used up by this, and none is held between two checks.
-        self._client = httpx.AsyncClient(
-            timeout=timeout,
-            limits=httpx.Limits(max_keepalive_connections=0),
-            headers={"Accept-Encoding": "identity"},
-            trust_env=False,
+        self._client = EngineClient(
+            max_connections=len(roles) * MAX_ENGINES,
+            connect_timeout=timeout,
+            read_timeout=timeout,
+            reuse_connections=False,
         )
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with self._client, anyio.create_task_group() as tasks:
-            while True:
-                self._look(tasks)
-                await anyio.sleep(min(self._interval, _LOOK_SECONDS))
+        try:
+            async with anyio.create_task_group() as tasks:
+                while True:
+                    self._look(tasks)
+                    await anyio.sleep(min(self._interval, _LOOK_SECONDS))
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._client.aclose()
 
     def _look(self, tasks: TaskGroup) -> None:
         for engines in self._roles:
@@ -74,22 +77,22 @@ class Checks:
         """None, or why the engine does not look healthy."""
         try:
             with anyio.fail_after(self._timeout):
-                response = await self._client.get(f"{url}/health")
-        except (httpx.HTTPError, TimeoutError) as error:
+                async with self._client.get(f"{url}/health") as answer:
+                    return None if answer.is_success else f"HTTP {answer.status}"
+        except (HttpError, TimeoutError) as error:
             return _why(error)
-        return None if response.is_success else f"HTTP {response.status_code}"
 
     async def _load(self, engine: Engine) -> str | None:
         """None, or why the engine's load is unknown."""
         sent = engine.sent
         try:
             with anyio.fail_after(self._timeout):
-                async with self._client.stream("GET", f"{engine.url}/metrics") as response:
-                    if not response.is_success:
-                        return f"HTTP {response.status_code} for /metrics"
-                    body = await read_all(response.aiter_raw(), _MAX_METRICS_BYTES)
+                async with self._client.get(f"{engine.url}/metrics") as answer:
+                    if not answer.is_success:
+                        return f"HTTP {answer.status} for /metrics"
+                    body = await read_all(answer.chunks(), _MAX_METRICS_BYTES)
             snapshot = parse_metrics(body.decode(errors="replace"))
-        except (httpx.HTTPError, TimeoutError) as error:
+        except (HttpError, TimeoutError) as error:
             return _why(error)
         except TooLarge:
             return f"/metrics exceeds {_MAX_METRICS_BYTES} bytes"
@@ -102,7 +105,7 @@ class Checks:
 
 
 def _why(error: Exception) -> str:
-    return describe(error) if isinstance(error, httpx.HTTPError) else "no answer in time"
+    return str(error) if isinstance(error, HttpError) else "no answer in time"
 
 
 def _log_change(engine: Engine) -> None:

@@ -10,12 +10,8 @@ from contextlib import ExitStack, asynccontextmanager
 from http import HTTPStatus
 from typing import NamedTuple
 
-import anyio
-import httpx
-
-from vllm_ascend_pd.http_pool import IDLE_CONNECTION_S, close_expired
-
 from .balance import STRATEGIES, EngineLoad, decode_costs, prefill_costs
+from .engine_client import Answer, ConnectError, ConnectTimeout, EngineClient, HttpError, PoolTimeout, ReadTimeout
 from .headers import Headers
 from .load import Sent, Snapshot, decode_load, prefill_load
 from .prompts import Prompt
@@ -42,7 +38,8 @@ _STATUS = {
     Kind.NO_ENGINE: HTTPStatus.SERVICE_UNAVAILABLE,
     Kind.FULL: HTTPStatus.TOO_MANY_REQUESTS,
 }
-_UNREACHABLE = (httpx.ConnectError, httpx.ConnectTimeout)
+_UNREACHABLE = (ConnectError, ConnectTimeout)
+_TIMEOUTS = (ReadTimeout, PoolTimeout)
 # The mean length of prompts: of about so many, and before there is one.
 _MEAN_OF = 32
 _FIRST_MEAN = 512.0
@@ -87,21 +84,10 @@ class EnginePool:
         engines.on_open = seats.call
         self._fresh_for = fresh_for
         self._mean_tokens = _FIRST_MEAN
-        # Engines are reached directly, whatever HTTP_PROXY or ~/.netrc say.
-        self._transport = httpx.AsyncHTTPTransport(
-            limits=httpx.Limits(
-                max_connections=max_connections + MAX_ENGINES,  # one for each engine's health probe
-                max_keepalive_connections=max_connections,
-                keepalive_expiry=IDLE_CONNECTION_S,
-            ),
-            trust_env=False,
-        )
-        self._client = httpx.AsyncClient(
-            transport=self._transport,
-            timeout=httpx.Timeout(read_timeout, connect=connect_timeout, pool=connect_timeout),
-            # A client that did not ask for compression must not get it.
-            headers={"Accept-Encoding": "identity"},
-            trust_env=False,
+        self._client = EngineClient(
+            max_connections=max_connections + MAX_ENGINES,  # one for each engine's health probe
+            connect_timeout=connect_timeout,
+            read_timeout=read_timeout,
         )
 
     @property
@@ -142,8 +128,8 @@ class EnginePool:
         content: bytes = b"",
         request_id: str,
         asked: list[str],
-    ) -> AsyncIterator[httpx.Response]:
-        """Sends the request; yields the response as soon as its headers are there, its body still unread.
+    ) -> AsyncIterator[Answer]:
+        """Sends the request; yields the answer as soon as its headers are there, its body still unread.
 
         An engine of `choice` that cannot be connected to is replaced by the next; after all of them, each where that
         took too long is tried once more. Once anything may have been sent there is no second try here: the engine may
@@ -151,13 +137,13 @@ class EnginePool:
         turn comes. Raises EngineError, also for what goes wrong while the body is read inside the `async with`.
         """
         with ExitStack() as held:
-            response = await self._send(choice, method, path, headers, content, request_id, asked, held)
+            answer = await self._send(choice, method, path, headers, content, request_id, asked, held)
             try:
-                yield response
-            except httpx.HTTPError as error:
+                yield answer
+            except HttpError as error:
                 raise self._error(asked[-1], error) from error
             finally:
-                await response.aclose()
+                answer.close()
 
     async def _send(
         self,
@@ -169,7 +155,7 @@ class EnginePool:
         request_id: str,
         asked: list[str],
         held: ExitStack,
-    ) -> httpx.Response:
+    ) -> Answer:
         """`held` is closed when the engine has answered: until then it counts as loaded."""
         failure = EngineError(Kind.NO_ENGINE, "", f"there is no {self.role.value} engine to ask")
         tried: set[str] = set()
@@ -187,9 +173,9 @@ class EnginePool:
                 asked.append(url)
                 place.enter_context(engine.serving(self._count(choice.prompt, url)))
                 try:
-                    response = await self._send_to(url, method, path, headers, content)
+                    answer = await self._client.send(method, url + path, headers, content)
                 except _UNREACHABLE as error:
-                    if first_time and isinstance(error, httpx.ConnectTimeout):
+                    if first_time and isinstance(error, ConnectTimeout):
                         late.add(url)
                     failure = self._error(url, error)
                     log.warning(
@@ -197,13 +183,13 @@ class EnginePool:
                         request_id,
                         self.role.value,
                         url,
-                        describe(error),
+                        error,
                     )
                     continue
-                except httpx.HTTPError as error:
+                except HttpError as error:
                     raise self._error(url, error) from error
                 held.push(place.pop_all())
-                return response
+                return answer
         raise failure
 
     async def _place(self, choice: Choice, tried: Collection[str]) -> Engine | None:
@@ -225,45 +211,28 @@ class EnginePool:
             self._mean_tokens += (prompt.tokens - self._mean_tokens) / _MEAN_OF
         return Sent(prompt.sequences, self._strategy.sent(prompt, url))
 
-    def _error(self, url: str, cause: httpx.HTTPError) -> EngineError:
+    def _error(self, url: str, cause: HttpError) -> EngineError:
         if isinstance(cause, _UNREACHABLE):
             kind = Kind.UNREACHABLE
         else:
-            kind = Kind.TIMEOUT if isinstance(cause, httpx.TimeoutException) else Kind.LOST
-        return EngineError(kind, url, f"{self.role.value} engine: {describe(cause)}")
-
-    async def _send_to(self, url: str, method: str, path: str, headers: Headers, content: bytes) -> httpx.Response:
-        request = self._client.build_request(method, url + path, headers=headers, content=content)
-        return await self._client.send(request, stream=True)
+            kind = Kind.TIMEOUT if isinstance(cause, _TIMEOUTS) else Kind.LOST
+        return EngineError(kind, url, f"{self.role.value} engine: {cause}")
 
     async def probe(self, url: str, timeout: float) -> str:
         """ "ok", or why the engine does not look healthy."""
         try:
-            response = await self._client.get(f"{url}/health", timeout=timeout)
-        except httpx.HTTPError as error:
-            return describe(error)
-        return "ok" if response.is_success else f"HTTP {response.status_code}"
+            async with self._client.get(f"{url}/health", timeout) as answer:
+                return "ok" if answer.is_success else f"HTTP {answer.status}"
+        except HttpError as error:
+            return str(error)
 
     async def is_silent(self, url: str, timeout: float) -> bool:
         """Whether an engine neither answers a health probe nor refuses to: one that breaks off shows it elsewhere."""
         try:
-            await self._client.get(f"{url}/health", timeout=timeout)
-        except httpx.TimeoutException as error:
-            return not isinstance(error, httpx.PoolTimeout)
-        except httpx.HTTPError:
-            return False
-        return False
-
-    async def drop_expired(self) -> None:
-        """Until cancelled, closes connections that nobody has used for a while."""
-        while True:
-            await anyio.sleep(IDLE_CONNECTION_S)
-            await close_expired(self._transport)
+            async with self._client.get(f"{url}/health", timeout):
+                return False
+        except HttpError as error:
+            return isinstance(error, (ConnectTimeout, ReadTimeout))
 
     async def aclose(self) -> None:
         await self._client.aclose()
-
-
-def describe(error: httpx.HTTPError) -> str:
-    """httpx leaves the message of most timeouts empty."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

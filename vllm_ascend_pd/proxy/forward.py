@@ -8,7 +8,6 @@ import time
 from http import HTTPStatus
 
 import anyio
-import httpx
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from .bodies import check_other_request, decode_body, parse_client_request
 from .counts import Counts
 from .endpoints import Endpoint, error_event
+from .engine_client import Answer
 from .engines import Choice, EngineError, EnginePool
 from .errors import RequestRefused, error_response, excerpt
 from .events import Events, Opening, error_of, names_no_reason, opening, split_errors
@@ -209,13 +209,12 @@ class Forward:
         # Cancelled for its transfer's failure, or whatever else came of that first.
         return attempt.transfer_failure if attempt.scope.cancelled_caught else failure
 
-    async def _relay(self, attempt: Attempt, answer: httpx.Response, reply: Reply) -> Failure | None:
+    async def _relay(self, attempt: Attempt, answer: Answer, reply: Reply) -> Failure | None:
         """Passes the answer on, unless it is a failure before anything was sent."""
-        if answer.status_code >= 500:
+        if answer.status >= 500:
             return await self._server_error(attempt, answer)
-        chunks = answer.aiter_raw()
-        is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
-        if not is_stream or "content-encoding" in answer.headers:
+        chunks = answer.chunks()
+        if not answer.is_event_stream or answer.header("Content-Encoding") is not None:
             # An answer's headers may come long before its body: hold them back, so that a failed prefill can still
             # be answered with its status.
             first = await anext(chunks, b"")
@@ -244,7 +243,7 @@ class Forward:
         await reply.finish()
         return None
 
-    async def _begin(self, attempt: Attempt, answer: httpx.Response, reply: Reply, first: bytes) -> None:
+    async def _begin(self, attempt: Attempt, answer: Answer, reply: Reply, first: bytes) -> None:
         attempt.answering = True
         await reply.start(answer)
         await reply.write(first)
@@ -255,14 +254,14 @@ class Forward:
             failure = await self._transfer_failure(attempt) if status >= 500 else None
             await reply.write(part if failure is None else error_event(self._path, bytes(failure.answer.body)))
 
-    async def _server_error(self, attempt: Attempt, answer: httpx.Response) -> Failure:
+    async def _server_error(self, attempt: Attempt, answer: Answer) -> Failure:
         try:
-            body = await read_all(answer.aiter_raw(), _MAX_ERROR_BYTES)
+            body = await read_all(answer.chunks(), _MAX_ERROR_BYTES)
         except TooLarge:
             body = b""
-        response = Response(body, status_code=answer.status_code)
-        response.raw_headers = client_response_headers(answer.headers.raw)
-        what = f"HTTP {answer.status_code}"
+        response = Response(body, status_code=answer.status)
+        response.raw_headers = client_response_headers(answer.headers)
+        what = f"HTTP {answer.status}"
         return await self._failed(attempt, body, response, f"{what}: {excerpt(body)}", what)
 
     async def _error_event(self, attempt: Attempt, events: bytes) -> Failure:

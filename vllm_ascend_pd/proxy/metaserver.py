@@ -297,14 +297,14 @@ class Metaserver:
                 request_id=attempt.request_id,
                 asked=asked,
             ) as answer:
-                body = await read_all(answer.aiter_bytes(), _MAX_PREFILL_ANSWER_BYTES)
+                body = await read_all(answer.chunks(), _MAX_PREFILL_ANSWER_BYTES)
         except EngineError as error:
             refusal = error_response(error.status, f"prefill failed: {error}")
             return Failure(error.kind, str(error), error.url, refusal)
         except TooLarge:
             reason = f"the prefill engine's answer exceeds {_MAX_PREFILL_ANSWER_BYTES} bytes"
             return _failed(Kind.GARBAGE, reason, asked[-1])
-        return _judge(answer.status_code, answer.headers.get("content-type"), body, asked[-1])
+        return _judge(answer.status, answer.header("Content-Type"), body, asked[-1])
 
 
 def _refuse_unmatched(attempt: Attempt) -> Response:

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import time
+import types
+from collections.abc import Generator
+from functools import partial
+from typing import Any
 
 import anyio
-import httpx
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
 
+from .engine_client import Answer
 from .headers import client_response_headers
 
 # For the last words on a stream that failed: its client may have stopped reading.
@@ -38,17 +42,23 @@ class Reply:
             self.started, self.status = True, message["status"]
         # Before the send: the server takes a completed answer for a client that left.
         self.finished = message["type"] == "http.response.body" and not message.get("more_body", False)
+        # Most writes wait for nothing, and a timeout for each would cost more than the write.
+        steps = self._send(message).__await__()
+        try:
+            waits_for = next(steps)
+        except StopIteration:
+            return
         with anyio.fail_after(self._timeout):
-            await self._send(message)
+            await _rest(steps, waits_for)
 
-    async def start(self, answer: httpx.Response) -> None:
+    async def start(self, answer: Answer) -> None:
         """Status and headers as the engine gave them."""
-        self._is_event_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
+        self._is_event_stream = answer.is_event_stream
         await self.send(
             {
                 "type": "http.response.start",
-                "status": answer.status_code,
-                "headers": client_response_headers(answer.headers.raw),
+                "status": answer.status,
+                "headers": client_response_headers(answer.headers),
             }
         )
 
@@ -67,3 +77,22 @@ class Reply:
             with anyio.move_on_after(_BREAK_OFF_SECONDS):
                 await self.write(b"\n\n" + error_event)
                 await self.finish()
+
+
+@types.coroutine
+def _rest(steps: Generator[Any, None, None], waits_for: Any) -> Generator[Any, None, None]:
+    """What is left of an `await` that was begun by hand and waits for `waits_for`, as `yield from` would go on."""
+    while True:
+        try:
+            yield waits_for
+        except GeneratorExit:
+            steps.close()
+            raise
+        except BaseException as error:  # noqa: BLE001 (cancelled, mostly: it is for who waits)
+            step = partial(steps.throw, error)
+        else:
+            step = partial(next, steps)
+        try:
+            waits_for = step()
+        except StopIteration:
+            return
