@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import uvicorn
+import uvloop
 from starlette.applications import Starlette
 
 from .app import create_app
@@ -26,15 +27,18 @@ _GRACEFUL_SHUTDOWN_SECONDS = 3
 # A request holds the client's socket, one to a decode engine and, for each of its prompts, a ticket's and one to a
 # prefill engine. So half of them come from outside.
 _SOCKETS_PER_REQUEST = 8
-# Files of our own, and connections that were accepted and not yet counted: at most the backlog.
-_BACKLOG = 512
-_SPARE_FILES = _BACKLOG + 256
+# Connections that nobody has accepted yet, of those that come at once: at most as many (Linux's own bound), and at most
+# one in so many of the files that may be open, because they become files before they are counted.
+_MAX_BACKLOG = 4096
+_FILES_PER_BACKLOG = 8
+# Of our own.
+_SPARE_FILES = 256
 
 
-class _Loop(asyncio.SelectorEventLoop):
-    """uvicorn leaves the handshake asyncio's minute, and a connection is counted behind it."""
+class _Loop(uvloop.Loop):
+    """uvicorn leaves the handshake a minute, and a connection is counted behind it."""
 
-    async def create_server(self, *args: Any, **options: Any) -> asyncio.Server:
+    async def create_server(self, *args: Any, **options: Any) -> Any:
         if options.get("ssl") is not None:
             options["ssl_handshake_timeout"] = _HANDSHAKE_SECONDS
         return await super().create_server(*args, **options)
@@ -50,7 +54,7 @@ class _Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """Raises OSError. Port 0 takes a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    listener = socket.create_server((host, port), family=family)
     # For connections that are accepted: asyncio sets it only where a socket names its protocol, which these do not.
     # Without it an answer's first token waits 40 ms for the client to acknowledge the headers.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -60,13 +64,16 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.socket | None = None) -> None:
     """Blocks until SIGINT or SIGTERM; by then every client has its answer or an error. `for_decode`: the metaserver's
     own port."""
-    files = _raise_open_file_limit(settings.max_concurrent * _SOCKETS_PER_REQUEST + _SPARE_FILES)
+    files = _raise_open_file_limit(settings.max_concurrent * _SOCKETS_PER_REQUEST + _MAX_BACKLOG + _SPARE_FILES)
+    backlog = min(_MAX_BACKLOG, files // _FILES_PER_BACKLOG)
     app = create_app(settings)
-    app.state.door = Door(max(1, (files - _SPARE_FILES) // 2))
+    app.state.door = Door(max(1, (files - backlog - _SPARE_FILES) // 2))
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for each wrong request of a stranger's: counted
-    servers = [(_server(app, app.state.door, settings.tls, "on"), listener)]
+    servers = [(_server(app, app.state.door, settings.tls, backlog, "on"), listener)]
     if for_decode is not None:
-        servers.append((_server(app.state.metaserver, app.state.door, settings.metaserver_tls, "off"), for_decode))
+        servers.append(
+            (_server(app.state.metaserver, app.state.door, settings.metaserver_tls, backlog, "off"), for_decode)
+        )
 
     def stop() -> None:
         app.state.exchanges.shut_down()
@@ -91,14 +98,14 @@ def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.s
         loop.run_until_complete(loop.shutdown_default_executor())
 
 
-def _server(app: Starlette, door: Door, tls: Tls | None, lifespan: Literal["on", "off"]) -> _Server:
+def _server(app: Starlette, door: Door, tls: Tls | None, backlog: int, lifespan: Literal["on", "off"]) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
             lifespan=lifespan,
             http=door.protocol,
             ws="none",
-            backlog=_BACKLOG,
+            backlog=backlog,
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_SECONDS,
