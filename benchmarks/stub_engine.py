@@ -19,8 +19,8 @@ import uvicorn
 
 GATHER_SECONDS = 150.0
 """For which a stream waits for others, if its request says so."""
-_SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
-_JSON = [(b"content-type", b"application/json")]
+SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
+JSON = [(b"content-type", b"application/json")]
 _METRICS = b"vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\n"
 _TICKET = {
     "do_remote_prefill": False,
@@ -48,23 +48,23 @@ class StubEngine:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/v1/completions":
             request_id = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode()
-            await self._generate(json.loads(await _body(receive)), request_id, send)
+            await self._generate(json.loads(await body_of(receive)), request_id, send)
         elif scope["path"] == "/v1/metaserver":
-            await _body(receive)
-            await _answer(send, b'{"status": "ok"}')
+            await body_of(receive)
+            await answer(send, b'{"status": "ok"}')
         else:
-            await _answer(send, _METRICS if scope["path"] == "/metrics" else b"", [])
+            await answer(send, _METRICS if scope["path"] == "/metrics" else b"", [])
 
     async def _prefill(self, _: dict[str, Any], __: str, send: Any) -> None:
-        await _answer(send, b'{"object": "text_completion", "choices": [{"index": 0, "text": "x"}]}')
+        await answer(send, b'{"object": "text_completion", "choices": [{"index": 0, "text": "x"}]}')
 
     async def _decode(self, body: dict[str, Any], request_id: str, send: Any) -> None:
         metaserver = (body.get("kv_transfer_params") or {}).get("metaserver")
         if metaserver is not None and not await self._post(metaserver, request_id):
             error = b'{"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}'
-            await _answer(send, error, status=500)
+            await answer(send, error, status=500)
             return
-        await send({"type": "http.response.start", "status": 200, "headers": _SSE})
+        await send({"type": "http.response.start", "status": 200, "headers": SSE})
         for number, event in enumerate(_events(body["max_tokens"])):
             await send({"type": "http.response.body", "body": event, "more_body": True})
             if number == 0 and "wait_for_streams" in body:
@@ -78,9 +78,9 @@ class StubEngine:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
             self._session = aiohttp.ClientSession(connector=connector)
         ticket = {**_TICKET, "request_id": f"cmpl-{request_id}-0", "ticket_id": request_id}
-        async with self._session.post(metaserver, json=ticket) as answer:
-            await answer.read()
-            return answer.status == 200
+        async with self._session.post(metaserver, json=ticket) as reply:
+            await reply.read()
+            return reply.status == 200
 
     async def _gather(self, streams: int) -> None:
         """Until so many streams are open at the same time. Raises TimeoutError."""
@@ -97,7 +97,7 @@ def _events(tokens: int) -> Iterator[bytes]:
         yield b"data: " + json.dumps(event).encode() + b"\n\n"
 
 
-async def _body(receive: Any) -> bytes:
+async def body_of(receive: Any) -> bytes:
     body = b""
     while True:
         message = await receive()
@@ -106,7 +106,7 @@ async def _body(receive: Any) -> bytes:
             return body
 
 
-async def _answer(send: Any, body: bytes, headers: list[tuple[bytes, bytes]] = _JSON, status: int = 200) -> None:
+async def answer(send: Any, body: bytes, headers: list[tuple[bytes, bytes]] = JSON, status: int = 200) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
