@@ -63,7 +63,9 @@ class Reply:
         )
 
     async def write(self, chunk: bytes) -> None:
-        if chunk and self._is_event_stream and self.first_event_at is None:
+        if not chunk:
+            return
+        if self._is_event_stream and self.first_event_at is None:
             self.first_event_at = time.monotonic()
         await self.send({"type": "http.response.body", "body": chunk, "more_body": True})
 
