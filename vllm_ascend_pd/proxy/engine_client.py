@@ -101,7 +101,7 @@ class EngineClient:
     ) -> None:
         """Seconds: `connect_timeout` to open a connection, or to wait until another request has ended; `read_timeout`
         without a byte from the engine, or to send it the request."""
-        self._places = anyio.Semaphore(max_connections, fast_acquire=True)
+        self._places = anyio.Semaphore(max_connections)
         self._connect_timeout = connect_timeout
         self._timeout = _timeout(connect_timeout, read_timeout)
         self._reuse_connections = reuse_connections
@@ -143,6 +143,11 @@ class EngineClient:
             await self._opened.close()
 
     async def _take_place(self, timeout: float | None) -> None:
+        try:
+            self._places.acquire_nowait()  # as a rule, and without the cost of a timeout
+            return
+        except anyio.WouldBlock:
+            pass
         try:
             with anyio.fail_after(self._connect_timeout if timeout is None else timeout):
                 await self._places.acquire()

@@ -54,11 +54,7 @@ class _Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """Raises OSError. Port 0 takes a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family)
-    # For connections that are accepted: asyncio sets it only where a socket names its protocol, which these do not.
-    # Without it an answer's first token waits 40 ms for the client to acknowledge the headers.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
+    return socket.create_server((host, port), family=family)
 
 
 def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.socket | None = None) -> None:
