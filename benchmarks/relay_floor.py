@@ -9,7 +9,6 @@ checks, chooses and counts nothing, and an error is the end of it.
 """
 
 import argparse
-import asyncio
 import json
 import socket
 import uuid
@@ -17,7 +16,6 @@ from typing import Any
 
 import aiohttp
 import uvicorn
-import uvloop
 from stub_engine import JSON, SSE, answer, body_of
 
 
@@ -69,9 +67,10 @@ def main() -> None:
     port = listener.getsockname()[1]
     print(port, flush=True)
     relay = Relay(args.prefill, args.decode, f"http://127.0.0.1:{port}/v1/metaserver")
-    config = uvicorn.Config(relay, lifespan="off", ws="none", http="httptools", log_config=None, access_log=False)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(uvicorn.Server(config).serve(sockets=[listener]))
+    config = uvicorn.Config(
+        relay, lifespan="off", ws="none", http="httptools", loop="uvloop", log_config=None, access_log=False
+    )
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 if __name__ == "__main__":
