@@ -322,6 +322,10 @@ TABLE = (
     Row(r"vllm-ascend-pd proxy \.\.\. .*", opens_the_front_door),
     Row(r"vllm-ascend-pd timeline .*", "tests/e2e/test_timeline.py::test_the_command_draws_a_request"),
     Row(r"curl .*", curls),
+    Row(
+        r"python benchmarks/proxy_overhead\.py",
+        "tests/integration/test_proxy_overhead.py::test_measures_and_serves_many_streams_at_once",
+    ),
     Row(r"vllm serve MODEL --port .*", "tests/e2e/test_timeline.py::test_the_engines_are_those_of_the_readme"),
     Row(r"vllm serve MODEL \.\.\. .*", "tests/e2e/test_traces.py::test_engines_and_proxy_are_told_as_documented"),
     Row(r"scripts/run_1p1d\.sh", "tests/e2e/test_run_1p1d.py::test_what_the_readme_begins_with"),
@@ -336,10 +340,7 @@ TABLE = (
         r"scripts/launch_cluster\.sh \S+ --(detach|stop)",
         "tests/integration/test_launch_cluster.py::test_detach_and_stop",  # with stand-ins for ssh and engines
     ),
-    Row(
-        r"VENV=\S+ scripts/launch_cluster\.sh .*",
-        "tests/e2e/test_launch.py::test_the_example_for_the_cpu_serves_and_stops",
-    ),
+    Row(r"VENV=.* scripts/launch_cluster\.sh .*", "tests/e2e/test_launch.py::test_the_example_for_the_cpu_serves_and_stops"),
     Row(r"scripts/launch_prefill\.sh .*", is_understood, "starts Ray or an engine on NPUs"),
     Row(r"mooncake_master .*", serves_a_pool),
     Row(r"apt-get download .*", is_done_by_setup, "needs a network: scripts/setup_env.sh does it for the tests of it"),

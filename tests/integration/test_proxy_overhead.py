@@ -4,15 +4,16 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "proxy_overhead.py"
+from harness.documented import REPOSITORY, documented
+
 STREAMS = 300
 
 
 def test_measures_and_serves_many_streams_at_once() -> None:
     options = ["--requests", "3", "--rate", "40", "--seconds", "1", "--streams", str(STREAMS), "--json"]
-    run = subprocess.run([sys.executable, BENCHMARK, *options], capture_output=True, text=True, timeout=280)
+    command = [sys.executable, *documented("docs/operations.md", "python benchmarks/proxy_overhead.py")[1:], *options]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stdout + run.stderr
     first_token, cpu, streams = (json.loads(line) for line in run.stdout.splitlines())
     assert first_token["measure"] == "first token"
