@@ -340,7 +340,7 @@ TABLE = (
         r"scripts/launch_cluster\.sh \S+ --(detach|stop)",
         "tests/integration/test_launch_cluster.py::test_detach_and_stop",  # with stand-ins for ssh and engines
     ),
-    Row(r"VENV=.* scripts/launch_cluster\.sh .*", "tests/e2e/test_launch.py::test_the_example_for_the_cpu_serves_and_stops"),
+    Row(r"VENV=.*", "tests/e2e/test_launch.py::test_the_example_for_the_cpu_serves_and_stops"),
     Row(r"scripts/launch_prefill\.sh .*", is_understood, "starts Ray or an engine on NPUs"),
     Row(r"mooncake_master .*", serves_a_pool),
     Row(r"apt-get download .*", is_done_by_setup, "needs a network: scripts/setup_env.sh does it for the tests of it"),
