@@ -7,16 +7,17 @@ from harness.client import Client, at_once, random_prompt
 from harness.clusters import POISONED_TOKENS, Cluster
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 from harness.models import MLA, SLIDING, sliding_bytes
+from harness.pool import long
 from npu_engines import one_to_one
 
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 
 SLIDING_TP1 = one_to_one("sliding-tp1-to-tp1", 1, 1, model=SLIDING)
 CLUSTERS = [
-    one_to_one("mla-tp1-to-tp1", 1, 1, model=MLA),
+    long(one_to_one("mla-tp1-to-tp1", 1, 1, model=MLA)),
     one_to_one("mla-tp2-to-tp1", 2, 1, model=MLA),
     SLIDING_TP1,
-    pytest.param(one_to_one("sliding-tp2-to-tp1", 2, 1, model=SLIDING), marks=pytest.mark.long),
+    long(one_to_one("sliding-tp2-to-tp1", 2, 1, model=SLIDING)),
 ]
 
 pytestmark = [

@@ -7,6 +7,7 @@ Greedy, float32, prefill in chunks of 512 tokens, prefix caching on.
 import pytest
 
 from harness.client import Client, at_once, random_prompt
+from harness.pool import long
 from npu_engines import one_to_one
 
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
@@ -15,10 +16,10 @@ CLUSTERS = [
     one_to_one("tp1-to-tp1", 1, 1),
     one_to_one("tp2-to-tp1", 2, 1),
     one_to_one("tp1-to-tp2", 1, 2),
-    pytest.param(one_to_one("tp2-to-tp2", 2, 2), marks=pytest.mark.long),
-    one_to_one("tp4-to-tp1", 4, 1),
-    pytest.param(one_to_one("pp2-to-tp1", 1, 1, prefill_pp=2), marks=pytest.mark.long),
-    one_to_one("tp2-to-tp1-without-async-scheduling", 2, 1, args=("--no-async-scheduling",)),
+    long(one_to_one("tp2-to-tp2", 2, 2)),
+    long(one_to_one("tp4-to-tp1", 4, 1)),
+    long(one_to_one("pp2-to-tp1", 1, 1, prefill_pp=2)),
+    long(one_to_one("tp2-to-tp1-without-async-scheduling", 2, 1, args=("--no-async-scheduling",))),
 ]
 
 pytestmark = [

@@ -13,6 +13,7 @@ from harness.client import Client, at_once, random_prompt
 from harness.clusters import Cluster, ClusterConfig
 from harness.engines import PATIENT, EngineConfig, Role
 from harness.models import ONE_HEAD, SIX_HEADS, TINY, ModelSpec
+from harness.pool import long
 from npu_engines import on_npu
 
 PROMPT_TOKENS = (1, 128, 129, 700, 1500)
@@ -51,20 +52,17 @@ PIPELINES = [
 ]
 DATA_PARALLEL = [
     cluster_of("tp2-to-dp2", [shaped(PREFILL, tp=2)], [shaped(DECODE, dp=2)]),
-    pytest.param(cluster_of("dp2-to-tp1", [shaped(PREFILL, dp=2)], [DECODE]), marks=pytest.mark.long),
+    long(cluster_of("dp2-to-tp1", [shaped(PREFILL, dp=2)], [DECODE])),
 ]
 # 48 MiB a rank instead of 64, and other limits on what runs at once.
 SMALLER = dataclasses.replace(DECODE, kv_cache_bytes=48 << 20, args=("--max-num-seqs", "6"))
 HEADS = [
     cluster_of("one-head-tp2-to-tp1", [shaped(PREFILL, tp=2)], [DECODE], ONE_HEAD),
-    cluster_of("one-head-tp1-to-tp2", [PREFILL], [shaped(DECODE, tp=2)], ONE_HEAD),
-    pytest.param(
-        cluster_of("one-head-tp2-to-tp2", [shaped(PREFILL, tp=2)], [shaped(DECODE, tp=2)], ONE_HEAD),
-        marks=pytest.mark.long,
-    ),
+    long(cluster_of("one-head-tp1-to-tp2", [PREFILL], [shaped(DECODE, tp=2)], ONE_HEAD)),
+    long(cluster_of("one-head-tp2-to-tp2", [shaped(PREFILL, tp=2)], [shaped(DECODE, tp=2)], ONE_HEAD)),
 ]
 UNEVEN = cluster_of("six-heads-tp3-to-tp2-smaller", [shaped(PREFILL, tp=3)], [shaped(SMALLER, tp=2)], SIX_HEADS)
-TWO_OF_EACH = cluster_of("2p2d", [PREFILL, shaped(PREFILL, tp=2)], [DECODE, shaped(DECODE, tp=2)])
+TWO_OF_EACH = long(cluster_of("2p2d", [PREFILL, shaped(PREFILL, tp=2)], [DECODE, shaped(DECODE, tp=2)]))
 
 pytestmark = [pytest.mark.npu, pytest.mark.timeout(900)]
 
