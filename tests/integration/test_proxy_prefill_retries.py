@@ -257,6 +257,7 @@ def test_reason_in_the_middle_of_a_stream() -> None:
         assert (shown["message"], shown["code"]) == ("KV transfer failed: prefill rank 1 went silent", 502)
         assert done == "data: [DONE]"
         assert len(cluster.decode.received) == 1
+        assert counted(cluster)[1]["decode"] == {"transfer failed": 1}
 
 
 @EITHER

@@ -8,8 +8,8 @@ import json
 from typing import Any
 
 import pytest
-from engine_standin import make_failure, make_ticket
-from proxy_cluster import COMPLETION, STREAM, eventually, running_cluster
+from engine_standin import INTERNAL_ERROR, event, make_failure, make_ticket
+from proxy_cluster import COMPLETION, STREAM, counted, eventually, running_cluster
 
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
@@ -50,6 +50,20 @@ def test_a_reason_of_its_own_is_left_alone() -> None:
         cluster.decode.refusal = (500, {"error": {"message": "out of luck", "code": 500}})
         response = cluster.complete()
         assert response.json()["error"]["message"] == "out of luck"
+
+
+def test_a_failure_after_tokens_is_passed_on_as_it_is_and_counts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), running_cluster() as cluster:
+        cluster.decode.needs_prefill = False
+        cluster.decode.fails_after_first_token = True
+        token, error, done = cluster.complete(stream=True).text.strip().split("\n\n")
+        assert "text" in token
+        assert error == event(INTERNAL_ERROR).decode().strip()
+        assert done == "data: [DONE]"
+        eventually(lambda: counted(cluster)[1]["decode"] == {"server error": 1})
+    [line] = [record.getMessage() for record in caplog.records if "the client gets" in record.getMessage()]
+    assert "Internal server error" in line
+    assert line.endswith(": the client gets 500")
 
 
 def test_a_failure_that_decode_tells_is_one_line(caplog: pytest.LogCaptureFixture) -> None:

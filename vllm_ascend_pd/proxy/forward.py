@@ -230,29 +230,33 @@ class Forward:
             held += events.feed(chunk)
             says = opening(held)
             if says is Opening.FAILED:
-                return await self._error_event(attempt, held)
+                return await self._explained(attempt, _error_event(attempt, held, "as the first event"))
             if says is Opening.CONTENT or len(held) > _MAX_HELD_BYTES:
                 break
         await self._begin(attempt, answer, reply, b"")
         if attempt.prefilled_at is not None:
             self._metrics.first_token_after_prefill(time.monotonic() - attempt.prefilled_at)
-        await self._write_events(attempt, reply, held)
+        failure = await self._write_events(attempt, reply, held)
         async for chunk in chunks:
-            await self._write_events(attempt, reply, events.feed(chunk))
-        await self._write_events(attempt, reply, events.rest())
+            failure = await self._write_events(attempt, reply, events.feed(chunk)) or failure
+        failure = await self._write_events(attempt, reply, events.rest()) or failure
         await reply.finish()
-        return None
+        return failure
 
     async def _begin(self, attempt: Attempt, answer: Answer, reply: Reply, first: bytes) -> None:
         attempt.answering = True
         await reply.start(answer)
         await reply.write(first)
 
-    async def _write_events(self, attempt: Attempt, reply: Reply, events: bytes) -> None:
-        """A stream that ends by a failed transfer says so without the reason: puts it in."""
+    async def _write_events(self, attempt: Attempt, reply: Reply, events: bytes) -> Failure | None:
+        """A stream that ends by a failed transfer says so without the reason: puts it in. Returns what failed."""
+        failure: Failure | None = None
         for part, status in split_errors(events):
-            failure = await self._transfer_failure(attempt) if status >= 500 else None
-            await reply.write(part if failure is None else error_event(self._path, bytes(failure.answer.body)))
+            known = await self._transfer_failure(attempt) if status >= 500 else None
+            if status >= 500:
+                failure = known or _error_event(attempt, part, "after tokens")
+            await reply.write(part if known is None else error_event(self._path, bytes(known.answer.body)))
+        return failure
 
     async def _server_error(self, attempt: Attempt, answer: Answer) -> Failure:
         try:
@@ -262,21 +266,16 @@ class Forward:
         response = Response(body, status_code=answer.status)
         response.raw_headers = client_response_headers(answer.headers)
         what = f"HTTP {answer.status}"
-        return await self._failed(attempt, body, response, f"{what}: {excerpt(body)}", what)
+        own = Failure(Kind.ERROR, f"{what}: {excerpt(body)}", attempt.engine, response, what)
+        return await self._explained(attempt, own)
 
-    async def _error_event(self, attempt: Attempt, events: bytes) -> Failure:
-        status, body = error_of(events)
-        response = Response(body, status_code=status, media_type="application/json")
-        return await self._failed(attempt, body, response, excerpt(body), f"an error, {status}, as the first event")
+    async def _explained(self, attempt: Attempt, own: Failure) -> Failure:
+        """Decode answered with an error, before anything was sent on: what is known of it, or else what it says."""
+        return await self._transfer_failure(attempt) or self._guess(attempt, own.answer) or own
 
-    async def _failed(self, attempt: Attempt, body: bytes, response: Response, reason: str, unquoted: str) -> Failure:
-        """Decode answered with an error, `body`; `response` and `reason` count if nothing better is known."""
-        known = await self._transfer_failure(attempt) or self._guess(attempt, response.status_code, body)
-        return known or Failure(Kind.ERROR, reason, attempt.engine, response, unquoted)
-
-    def _guess(self, attempt: Attempt, status: int, body: bytes) -> Failure | None:
+    def _guess(self, attempt: Attempt, answer: Response) -> Failure | None:
         """For an error that names no reason, when decode could not tell it either: what is to be seen from here."""
-        if self._endpoint is None or not names_no_reason(body):
+        if self._endpoint is None or not names_no_reason(bytes(answer.body)):
             return None
         if not attempt.tickets:
             reason = "it failed before any ticket for its KV came here: can it reach the metaserver?"
@@ -284,9 +283,8 @@ class Forward:
             reason = "it gave up waiting for prefill"
         else:
             return None
-        return Failure(
-            Kind.ERROR, reason, attempt.engine, error_response(HTTPStatus(status), f"decode engine: {reason}")
-        )
+        told = error_response(HTTPStatus(answer.status_code), f"decode engine: {reason}")
+        return Failure(Kind.ERROR, reason, attempt.engine, told)
 
     async def _transfer_failure(self, attempt: Attempt) -> Failure | None:
         """Why KV did not come, if it did not, for an answer that is an error: waits a moment for decode to say so."""
@@ -294,3 +292,9 @@ class Forward:
             with anyio.move_on_after(_REASON_SECONDS):
                 await attempt.transfer_failed.wait()
         return attempt.transfer_failure
+
+
+def _error_event(attempt: Attempt, events: bytes, where: str) -> Failure:
+    status, body = error_of(events)
+    answer = Response(body, status_code=status, media_type="application/json")
+    return Failure(Kind.ERROR, excerpt(body), attempt.engine, answer, f"an error, {status}, {where}")
