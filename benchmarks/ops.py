@@ -38,6 +38,9 @@ class Result:
         )
 
 
+HEADER = f"{'op':<17}{'tokens':>7}{'ratio':>7}{'threads':>9}{'MiB':>7}{'GB/s':>7}{'of copy_':>10}"
+
+
 def median_seconds(runs: list[Callable[[], object]], seconds: float = 0.3) -> list[float]:
     """Median time of each run; they take turns, so that a change in the machine's load hits all alike."""
     times: list[list[float]] = [[] for _ in runs]
@@ -70,7 +73,7 @@ def cases(tokens: int, ratio: int) -> Iterator[Case]:
     cache, offsets, out = paged(num_blocks, BLOCK_TOKENS * row_bytes)
     size, section = out.numel(), out.numel() // ratio
     slice_bytes = BLOCK_TOKENS // ratio * row_bytes
-    gather = partial(ops.gather_slices, cache, offsets, ratio, slice_bytes, out, 0, section)
+    gather = partial(ops.gather_slices, [cache], offsets, ratio, slice_bytes, out, 0, 0, section)
     yield Case("gather_slices", size, gather)
 
     src = torch.ones_like(out)  # what the all-to-all delivers: 1/ratio of the tokens, all heads
@@ -79,7 +82,7 @@ def cases(tokens: int, ratio: int) -> Iterator[Case]:
 
     cache, offsets, out = paged(num_blocks, BLOCK_TOKENS * HEADS * HEAD_BYTES)
     size, section = out.numel(), out.numel() // ratio
-    split = partial(ops.split_heads, cache, offsets, ratio, BLOCK_TOKENS, row_bytes, out, 0, section)
+    split = partial(ops.split_heads, [cache], offsets, ratio, BLOCK_TOKENS, row_bytes, out, 0, 0, section)
     yield Case("split_heads", size, split)
 
 
@@ -104,7 +107,7 @@ def main() -> None:
         parser.error(f"--ratios must divide {HEADS}")
 
     if not args.json:
-        print(f"{'op':<17}{'tokens':>7}{'ratio':>7}{'threads':>9}{'MiB':>7}{'GB/s':>7}{'of copy_':>10}")
+        print(HEADER)
     for threads, ratio, tokens in product(sorted(set(args.threads)), args.ratios, args.tokens):
         for result in measure(tokens, ratio, threads):
             print(json.dumps(asdict(result)) if args.json else result.row())
