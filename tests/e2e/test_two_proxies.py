@@ -38,7 +38,8 @@ def test_both_at_once_and_one_killed(cluster: Cluster, client: Client, second: P
         assert [each.result().token_ids for each in both] == [reference.complete(prompt) for prompt in prompts]
 
         kept = [pool.submit(client.complete, prompt, stream=True) for prompt in long]
-        lost = [pool.submit(other.complete, random_prompt(2500, f"lost {i}"), max_tokens=400) for i in range(3)]
+        # Answers that take much longer than it takes to see that one has begun.
+        lost = [pool.submit(other.complete, random_prompt(700, f"lost {i}"), max_tokens=3000) for i in range(3)]
         wait_until(lambda: cluster.decode[0].metric("vllm:num_requests_running") > 0, 60)
         second.process.kill()
         for each in lost:
