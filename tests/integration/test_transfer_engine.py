@@ -333,6 +333,7 @@ def test_merge_regions() -> None:
         (TransferLimits(max_bytes=30), [[10, 20], [30]]),
         (TransferLimits(max_bytes=25), [[10], [20], [25], [5]]),
         (TransferLimits(max_descriptor_bytes=15), [[10, 15, 5, 15, 15]]),
+        (TransferLimits(max_descriptors=2, max_bytes=24, max_descriptor_bytes=15), [[10], [15, 5], [15], [15]]),
         (TransferLimits(), [[10, 20, 30]]),
     ],
 )

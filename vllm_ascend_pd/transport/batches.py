@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,22 +31,30 @@ def split_batches(
 ) -> Iterator[tuple[list[int], list[int], list[int]]]:
     """Cut descriptors into batches (sources, destinations, lengths) that respect `limits`, in order."""
     piece = min(limits.max_descriptor_bytes, limits.max_bytes)
-    if len(lengths) <= limits.max_descriptors and sum(lengths) <= limits.max_bytes and max(lengths, default=0) <= piece:
-        yield sources, destinations, lengths
-        return
-    batch: tuple[list[int], list[int], list[int]] = ([], [], [])
-    batch_bytes = 0
+    if max(lengths, default=0) > piece:
+        sources, destinations, lengths = _cut(sources, destinations, lengths, piece)
+    # In slices: a step's layer may have thousands of descriptors, and a loop over them would cost more than planning.
+    first, count = 0, len(lengths)
+    while first < count:
+        stop = min(first + limits.max_descriptors, count)
+        if sum(lengths[first:stop]) > limits.max_bytes:
+            stop = first + bisect_right(list(accumulate(lengths[first:stop])), limits.max_bytes)
+        yield sources[first:stop], destinations[first:stop], lengths[first:stop]
+        first = stop
+
+
+def _cut(
+    sources: list[int], destinations: list[int], lengths: list[int], piece: int
+) -> tuple[list[int], list[int], list[int]]:
+    """The same bytes in descriptors of `piece` bytes at most."""
+    cut: tuple[list[int], list[int], list[int]] = ([], [], [])
     for source, destination, length in zip(sources, destinations, lengths, strict=True):
         for offset in range(0, length, piece):
-            size = min(piece, length - offset)
-            if len(batch[0]) == limits.max_descriptors or batch_bytes + size > limits.max_bytes:
-                yield batch
-                batch, batch_bytes = ([], [], []), 0
-            for column, value in zip(batch, (source + offset, destination + offset, size), strict=True):
+            for column, value in zip(
+                cut, (source + offset, destination + offset, min(piece, length - offset)), strict=True
+            ):
                 column.append(value)
-            batch_bytes += size
-    if batch[0]:
-        yield batch
+    return cut
 
 
 def covered(region: tuple[int, int], known: list[tuple[int, int]]) -> bool:
