@@ -17,7 +17,6 @@ Exits with 1 where `kernels` exceeds 4 launches or 2 passes over the bytes.
 import argparse
 import json
 import os
-import queue
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", "npu", "cann_on_host"))]
+
+import vllm_ascend_producer  # noqa: E402
 
 import cann_on_host  # noqa: E402
 from rank_processes import run_ranks  # noqa: E402
@@ -230,13 +231,6 @@ def kernels_on_the_twin() -> Iterator[Path]:
 # --- vllm-ascend's ----------------------------------------------------------------------------------------
 
 
-class NoTransfer:
-    """A transfer engine that does nothing: only what comes before it is counted."""
-
-    def batch_transfer_sync_write(self, session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
-        return 0
-
-
 class PagedLoad:
     """`npu_paged_cache_load`, counted as the one kernel that it is on an NPU."""
 
@@ -287,53 +281,27 @@ def reference(rank: int, tokens: int, _library: None) -> tuple[Counter[str], dic
     def metadata(heads: int) -> Any:
         return layerwise.LayerMetadata([0, 0], [c.data_ptr() for c in caches], 2 * [block_bytes * heads], [1, 1])
 
-    # The worker and its thread, without the engine around them: what their constructors would find in vLLM's state.
-    worker = object.__new__(layerwise.MooncakeLayerwiseConnectorWorker)
-    vars(worker).update(
-        vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(is_kv_producer=True, is_kv_consumer=False)),
-        kv_cache_specs=[spec],
-        num_kv_cache_groups=1,
-        attn_resharding_group_idx={0},
-        block_size=[BLOCK],
-        kernel_block_size_scale=[1],
-        layer_metadata={LAYER: metadata(1)},
-        index_to_name={0: [LAYER]},
-        total_layers=1,
-        tp_size=RANKS,
-        tp_rank=rank,
-        pcp_size=1,
-        pcp_rank=0,
-        dcp_size=1,
-        dcp_rank=0,
-        use_mla=False,
-        total_num_kv_heads=RANKS * HEADS,
-        pd_head_ratio=RANKS,
-        num_head_replica=1,
-        enable_kv_quant=False,
-        enable_c8_quant=False,
-        engine_id="prefill",
+    worker = vllm_ascend_producer.worker(
+        tp=RANKS,
+        rank=rank,
+        ratio=RANKS,
+        total_heads=RANKS * HEADS,
+        spec=spec,
+        layers={LAYER: metadata(1)},
         resharding_stream=torch.npu.Stream(),
         k_buffer=torch.zeros_like(caches[0]).view(-1, HEAD_SIZE),
         v_buffer=torch.zeros_like(caches[1]).view(-1, HEAD_SIZE),
     )
-    worker.kv_send_layer_thread = SimpleNamespace(send_queue=queue.Queue())
     thread = object.__new__(layerwise.KVCacheSendingLayerThread)
     inherited = ("kv_cache_specs", "layer_metadata", "total_layers", "tp_size", "tp_rank", "pd_head_ratio")
     buffers = ("num_head_replica", "k_buffer", "v_buffer", "enable_kv_quant", "enable_c8_quant", "resharding_stream")
     vars(thread).update({name: getattr(worker, name) for name in inherited + buffers})
-    vars(thread).update(engine=NoTransfer(), failed_reqs=set(), callback_func=lambda *args, **kwargs: None)
+    vars(thread).update(
+        engine=vllm_ascend_producer.NoTransfer(), failed_reqs=set(), callback_func=lambda *args, **kwargs: None
+    )
 
     step = layerwise.MooncakeLayerwiseConnectorMetadata()
-    ticket = {
-        "remote_block_ids": [blocks],
-        "remote_block_size": [BLOCK],
-        "remote_engine_id": "decode",
-        "remote_host": "127.0.0.1",
-        "remote_port": 1,
-        "remote_tp_size": 1,
-        "remote_pcp_size": 1,
-        "remote_dcp_size": 1,
-    }
+    ticket = vllm_ascend_producer.ticket(blocks, BLOCK, remote_tp=1)
     step.add_new_req(
         "request", [list(blocks)], ticket, chunk_finish=True, prompt_len=tokens, local_computed_tokens=tokens
     )
