@@ -326,6 +326,7 @@ TABLE = (
         r"python benchmarks/proxy_overhead\.py",
         "tests/integration/test_proxy_overhead.py::test_measures_and_serves_many_streams_at_once",
     ),
+    Row(r"CANN_ON_HOST=1 .* benchmarks/plan\.py", "tests/npu/test_plan_benchmark.py::test_checks_bars_as_json"),
     Row(r"vllm serve MODEL --port .*", "tests/e2e/test_timeline.py::test_the_engines_are_those_of_the_readme"),
     Row(r"vllm serve MODEL \.\.\. .*", "tests/e2e/test_traces.py::test_engines_and_proxy_are_told_as_documented"),
     Row(r"scripts/run_1p1d\.sh", "tests/e2e/test_run_1p1d.py::test_what_the_readme_begins_with"),
@@ -343,8 +344,7 @@ TABLE = (
     Row(r"VENV=.*", "tests/e2e/test_launch.py::test_the_example_for_the_cpu_serves_and_stops"),
     Row(r"scripts/launch_prefill\.sh .*", is_understood, "starts Ray or an engine on NPUs"),
     Row(r"mooncake_master .*", serves_a_pool),
-    Row(r"apt-get download .*", is_done_by_setup, "needs a network: scripts/setup_env.sh does it for the tests of it"),
-    Row(r"dpkg -x .*", is_done_by_setup, "of what the line above it has brought"),
+    Row(r"(apt-get download|dpkg -x) .*", is_done_by_setup, "needs a network: scripts/setup_env.sh does it for tests"),
     Row(
         r"/tmp/pd-prometheus/usr/bin/\w+ .*",
         "tests/integration/test_observability.py::test_prometheus_collects_a_proxy_as_the_readme_says",

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python time on prefill's threads for each layer of a step: ours against vllm-ascend's layerwise connector.
+
+$ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/plan.py [--cases CASE ...] [--rounds 7] [--json] [--check]
+
+A step prefills REQUESTS prompts of BLOCKS blocks, all new and all ending in it: `32x32-scattered`. `scattered`: random
+blocks on both sides; `contiguous`: a prompt's blocks follow each other, on both sides; `-tp2`: decode has half of
+prefill's tensor-parallel size, so that two ranks' heads go to one block of decode's. Both sides get the same tensors,
+prompts and decode engine, take turns in one process, and must name the same bytes, or there are no figures.
+
+ours       `ProducerWorker` with all of its threads, a decode rank's `ConsumerWorker` in another process
+reference  `start_load_kv`, `save_kv_layer` and the running KVCacheSendingLayerThread of the installed vllm-ascend; it
+           is given decode's addresses, and does not tell decode that a request is done, which ours does
+
+Mooncake's engine is one that does nothing, at Mooncake's interface, on both sides. With `-tp2` the work on the device
+is left out. Ours runs all Python around it: kernels and collective are called but do nothing. The reference skips the
+whole branch, what it spends on launching its operators included.
+
+CPU milliseconds per layer: `plan` at the start of the step and at its end, `save` when a layer is computed (both on
+the model's thread), `send` on the sending thread; `cpu` is their sum, which is compared. `control`: of ours, the thread
+that asks decode for grants and reports; the reference's counterpart is left out. `wall`: from the start of the step
+until everything was handed to Mooncake. The model's thread waits for each layer to be handed over before the next one,
+so that threads do not compete for the GIL more than they do beside a model. Medians of the rounds.
+
+--check exits with 1 where a bar is missed.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT), str(ROOT / "tests")]
+
+from plan_sides import Ours, Reference  # noqa: E402
+from plan_step import BLOCK, DTYPE_BYTES, HEAD_SIZE, HEADS, PARTS, Case, Cost, Decode, Handed, layer_names  # noqa: E402
+
+MODEL_BAR_MS = 0.2
+DEFAULT = ("32x32-contiguous", "32x32-scattered", "8x256-scattered", "32x32-scattered-tp2", "8x256-scattered-tp2")
+
+
+@dataclass(frozen=True)
+class Result:
+    case: str
+    layers: int
+    descriptors: int  # of one layer, ours
+    ours: Cost
+    reference: Cost
+    times_less: float
+    bar: float
+
+    @property
+    def misses(self) -> list[str]:
+        missed = []
+        if self.times_less < self.bar:
+            missed.append(f"{self.case}: {self.times_less:.1f} times less than vllm-ascend, not {self.bar:g}")
+        if self.ours.model >= MODEL_BAR_MS:
+            missed.append(f"{self.case}: {self.ours.model:.3f} ms per layer on the model's thread, not {MODEL_BAR_MS}")
+        return missed
+
+    def as_json(self) -> str:
+        costs = {
+            side: {**asdict(cost), "cpu": cost.cpu}
+            for side, cost in (("ours", self.ours), ("reference", self.reference))
+        }
+        return json.dumps({**asdict(self), **costs, "misses": self.misses})
+
+    def rows(self) -> Iterator[str]:
+        for side, cost in (("ours", self.ours), ("reference", self.reference)):
+            figures = (cost.plan, cost.save, cost.send, cost.cpu, cost.control, cost.wall)
+            row = f"{self.case:<24}{side:<10}" + "".join(f"{figure:>9.3f}" for figure in figures)
+            if side == "ours":
+                row += f"{self.times_less:>9.1f}x{self.bar:>5g}x  {'missed' if self.misses else 'holds'}"
+            yield row
+
+
+HEADER = f"{'case':<24}{'side':<10}" + "".join(
+    f"{name:>9}" for name in ("plan", "save", "send", "cpu", "control", "wall")
+)
+HEADER += f"{'less':>10}{'bar':>6}"
+
+
+def check_same_bytes(case: Case, ours: Handed, reference: Handed) -> None:
+    """Both name the same bytes of decode's, and of prefill's where nothing is regrouped, each once."""
+    if (mine := written(ours, case)) != (theirs := written(reference, case)):
+        raise RuntimeError(f"{case}: the sides write different bytes: {len(mine ^ theirs)} blocks differ")
+    wanted = case.requests * case.blocks * PARTS * len(ours.per_layer)
+    if len(mine) != wanted:
+        raise RuntimeError(f"{case}: {len(mine)} blocks were written, not {wanted}")
+
+
+def written(handed: Handed, case: Case) -> set[tuple[int, int]]:
+    """(destination, source) of every block; of regrouped ones the source is in either side's own staging."""
+    block_bytes = BLOCK * HEADS * HEAD_SIZE * DTYPE_BYTES
+    found = []
+    for src, dst, lengths in handed.writes or []:
+        for source, destination, length in zip(src, dst, lengths, strict=True):
+            for offset in range(0, length, block_bytes):
+                found.append((destination + offset, source + offset if case.ratio == 1 else 0))
+    if len(set(found)) != len(found):
+        raise RuntimeError(f"{case}: a block was written twice")
+    return set(found)
+
+
+def measure(case: Case, layers: int, rounds: int) -> Result:
+    """Raises where a side does not do its work."""
+    import torch
+
+    from vllm_ascend_pd import ops
+
+    names = layer_names(layers)
+    shape = (case.cache_blocks, BLOCK, HEADS, HEAD_SIZE)
+    tensors = {
+        name: tuple(torch.empty(shape, dtype=torch.bfloat16, device="npu") for _ in range(PARTS)) for name in names
+    }
+    nothing = {name: lambda *args: None for name in ("gather_slices", "interleave_heads", "split_heads")}
+    with (
+        closing(Decode(layers, case)) as decode,
+        mock.patch.multiple(ops, **nothing),
+        mock.patch("torch.distributed.get_world_size", return_value=case.ratio),
+        closing(Ours(tensors, decode, case)) as ours,
+    ):
+        reference = Reference(tensors, decode, case)
+        sides = (ours, reference)
+        for side in sides:
+            side.step()
+        check_same_bytes(case, *(side.handed for side in sides))
+        for side in sides:
+            side.handed.writes = None
+        costs: tuple[list[Cost], list[Cost]] = ([], [])
+        for _ in range(rounds + 1):
+            for side, found in zip(sides, costs, strict=True):
+                found.append(side.step())
+    mine, theirs = (Cost.median(found[1:]) for found in costs)  # the first warms up
+    return Result(
+        str(case), layers, ours.handed.per_layer[0], mine, theirs, times_less=theirs.cpu / mine.cpu, bar=case.bar
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case.parse(text) for text in DEFAULT])
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    args = parser.parse_args()
+    if min(args.layers, args.rounds) < 1:
+        parser.error("--layers and --rounds must be positive")
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # vLLM logs to standard output
+    import torch
+
+    torch.set_num_threads(1)
+    torch.npu.set_device(0)
+    misses = []
+    if not args.json:
+        print(f"against vllm-ascend {version('vllm-ascend')}; load average {os.getloadavg()[0]:.1f}")
+        print(HEADER)
+    for case in args.cases:
+        result = measure(case, args.layers, args.rounds)
+        misses += result.misses
+        for row in [result.as_json()] if args.json else result.rows():
+            print(row, flush=True)
+    for miss in misses:
+        print(miss, file=sys.stderr)
+    return 1 if args.check and misses else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For benchmarks/plan.py: a prefill rank's threads without a model, ours and vllm-ascend's, one step at a time."""
+
+import secrets
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import vllm_ascend_producer
+from plan_step import BLOCK, HEAD_SIZE, HEADS, PARTS, TIMEOUT_S, Case, Cost, Decode, Handed, Stopwatch
+
+
+class Ours:
+    """`tensors`: K and V by layer."""
+
+    def __init__(self, tensors: dict[str, Any], decode: Decode, case: Case) -> None:
+        from harness.rank_programs import HOST, MODEL
+        from vllm_ascend_pd.config import parse_config
+        from vllm_ascend_pd.core.topology import sharding
+        from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
+        from vllm_ascend_pd.worker.caches import LayerSpec, describe
+        from vllm_ascend_pd.worker.identity import Identity
+        from vllm_ascend_pd.worker.producer import ProducerWorker
+
+        self._decode, self._case, self._layers = decode, case, list(tensors)
+        self.handed = Handed()
+        with mock.patch("mooncake.engine.TransferEngine", return_value=self.handed):
+            engine = TransferEngine(HOST, "tcp", TransferLimits())
+        spec = LayerSpec(0, BLOCK, HEADS, case.ratio * HEADS)
+        caches = describe(tensors, dict.fromkeys(tensors, spec), heads_first=False)
+        identity = Identity("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))
+        self._device = device_without_kernels()
+        config = parse_config({})
+        self._worker = ProducerWorker(identity, config, self._device, engine, caches, step_tokens=case.tokens)
+        self._p_blocks, self._d_blocks = case.block_ids(1), case.block_ids(2)
+
+    def step(self) -> Cost:
+        from vllm_ascend_pd.step import ProducerStep, Send
+
+        case, worker = self._case, self._worker
+        tickets = {f"request-{i}": self._ticket(i) for i in range(case.requests)}
+        self._decode.expect(tickets)
+        tokens = case.blocks * BLOCK
+        sends = [
+            Send(name, 0, tokens, (list(blocks),), last=True)
+            for name, blocks in zip(tickets, self._p_blocks, strict=True)
+        ]
+        watch = Stopwatch("pd-sender", "pd-control")
+        with watch.model("plan"):
+            worker.start_step(ProducerStep(tickets, sends))
+        for i, layer in enumerate(self._layers):
+            self.handed.count = 0
+            with watch.model("save"):
+                worker.layer_written(layer)
+                worker.layer_computed(layer)
+            self.handed.wait(i)
+        watch.all_written()
+        with watch.model("plan"):
+            worker.end_step()
+            worker.start_step(ProducerStep(finished=dict.fromkeys(tickets)))
+        self._await_sent(set(tickets))
+        return watch.cost(len(self._layers))
+
+    def _ticket(self, i: int) -> Any:
+        from vllm_ascend_pd.core.ticket import Ticket
+
+        return Ticket(
+            request_id=f"request-{i}",
+            remote_block_ids=[self._d_blocks[i]],
+            remote_block_size=[BLOCK],
+            remote_engine_id="decode",
+            remote_host="127.0.0.1",
+            remote_port=self._decode.port,
+            remote_tp_size=1,
+            remote_cached_tokens=0,
+            ticket_id=secrets.token_hex(16),
+            num_tokens=self._case.blocks * BLOCK,
+        )
+
+    def _await_sent(self, requests: set[str]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while requests:
+            if (report := self._worker.take_report()) is not None and report.failed:
+                raise RuntimeError(f"ours failed: {report.failed}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"ours did not end {requests}")
+            requests = requests - self._worker.take_sent()
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        self._worker.close(5.0)
+        self._device.close()
+
+
+def device_without_kernels() -> Any:
+    """An NPU on which an all-to-all does nothing, and has no other ranks."""
+    from vllm_ascend_pd.device.npu import NpuDevice
+
+    class Device(NpuDevice):
+        def new_groups(self, rank_lists: Any, timeout_s: float) -> Any:
+            return {ranks: SimpleNamespace(size=partial(len, ranks)) for ranks in rank_lists}
+
+        def _all_to_all(self, out: Any, inp: Any, group: Any) -> None:
+            pass
+
+    return Device()
+
+
+class Reference:
+    def __init__(self, tensors: dict[str, Any], decode: Decode, case: Case) -> None:
+        import torch
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+        from vllm_ascend.distributed.kv_transfer.kv_p2p import mooncake_layerwise_connector as layerwise
+
+        self._module, self._case, self._tensors = layerwise, case, tensors
+        self.handed = Handed()
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
+        ours, theirs = {}, {}
+        for layer, parts in tensors.items():
+            block_bytes = [part[0].nbytes for part in parts]
+            scale = [1] * PARTS
+            bases = [part.data_ptr() for part in parts]
+            ours[layer] = layerwise.LayerMetadata([0] * PARTS, bases, block_bytes, scale)
+            wide = [case.ratio * size for size in block_bytes]
+            theirs[layer] = layerwise.LayerMetadata([0] * PARTS, decode.bases(layer), wide, scale)
+        buffers = {"k_buffer": torch.empty(1, device="npu"), "v_buffer": torch.empty(1, device="npu")}
+        self._worker = worker = vllm_ascend_producer.worker(
+            tp=case.ratio,
+            rank=0,
+            ratio=case.ratio,
+            total_heads=case.ratio * HEADS,
+            spec=spec,
+            layers=ours,
+            resharding_stream=torch.npu.Stream() if case.ratio > 1 else None,
+            remote_layer_metadata={"decode": {1: theirs}},
+            remote_te_port={"decode": {1: 2}},
+            **buffers,
+        )
+        self._done = threading.Semaphore(0)
+        ready = threading.Event()
+        with mock.patch.object(layerwise, "get_world_group", return_value=SimpleNamespace(local_rank=0)):
+            worker.kv_send_layer_thread = layerwise.KVCacheSendingLayerThread(
+                engine=self.handed,
+                vllm_config=worker.vllm_config,
+                kv_cache_config=None,
+                use_attn_mamba_hybrid=False,
+                ready_event=ready,
+                callback_func=lambda *args, trans_flag: self._done.release(int(trans_flag)) if trans_flag else None,
+                **buffers,
+                **{
+                    name: getattr(worker, name)
+                    for name in (
+                        "kv_cache_specs",
+                        "attn_resharding_group_idx",
+                        "total_layers",
+                        "tp_size",
+                        "tp_rank",
+                        "pd_head_ratio",
+                        "num_head_replica",
+                        "layer_metadata",
+                        "use_mla",
+                        "enable_kv_quant",
+                        "enable_c8_quant",
+                        "resharding_stream",
+                    )
+                },
+            )
+            worker.kv_send_layer_thread.start()
+            if not ready.wait(TIMEOUT_S):
+                raise RuntimeError("vllm-ascend's sending thread did not start")
+        self._p_blocks, self._d_blocks = case.block_ids(1), case.block_ids(2)
+
+    def step(self) -> Cost:
+        worker, tokens = self._worker, self._case.blocks * BLOCK
+        metadata = self._module.MooncakeLayerwiseConnectorMetadata()
+        for i, (p_blocks, d_blocks) in enumerate(zip(self._p_blocks, self._d_blocks, strict=True)):
+            ticket = vllm_ascend_producer.ticket(list(d_blocks), BLOCK, remote_tp=1)
+            metadata.add_new_req(
+                f"request-{i}",
+                [list(p_blocks)],
+                ticket,
+                chunk_finish=True,
+                prompt_len=tokens,
+                local_computed_tokens=tokens,
+            )
+        watch = Stopwatch("KVCacheSendingLayerThread", None)
+        with watch.model("plan"):
+            worker.start_load_kv(metadata)
+        if self._case.ratio > 1:  # without blocks to regroup it leaves out the device's part, and nothing else
+            metadata.send_task.group_num_blocks = [0]
+        for i, (layer, parts) in enumerate(self._tensors.items()):
+            self.handed.count = 0
+            with watch.model("save"):
+                worker.save_kv_layer(layer, list(parts), None, metadata)
+            self.handed.wait(i)
+        watch.all_written()
+        for _ in range(self._case.requests):
+            if not self._done.acquire(timeout=TIMEOUT_S):
+                raise RuntimeError("vllm-ascend's connector did not end its requests")
+        return watch.cost(len(self._tensors))

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For benchmarks/plan.py: steps of prefill, what one costs, and what both sides are given: decode, and a transfer
+engine that does nothing."""
+
+import argparse
+import random
+import re
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import vllm_ascend_producer
+
+BLOCK = 128
+HEADS, HEAD_SIZE = 2, 1  # of a prefill rank; no byte moves, so what a block has does not matter
+DTYPE_BYTES = 2
+PARTS = 2  # K and V
+CONTIGUOUS_BAR, SCATTERED_BAR = 5.0, 20.0
+TIMEOUT_S = 60.0
+POLL_S, QUIET_S = 1e-4, 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of `requests` prompts of `blocks` blocks each; `ratio`: prefill's TP size to decode's, which is 1."""
+
+    requests: int
+    blocks: int
+    scattered: bool
+    ratio: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)-(scattered|contiguous)(-tp2)?", text)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not like 32x32-scattered or 8x256-contiguous-tp2")
+        return cls(int(match[1]), int(match[2]), match[3] == "scattered", 2 if match[4] else 1)
+
+    def __str__(self) -> str:
+        placed = "scattered" if self.scattered else "contiguous"
+        return f"{self.requests}x{self.blocks}-{placed}{'-tp2' if self.ratio == 2 else ''}"
+
+    @property
+    def bar(self) -> float:
+        return SCATTERED_BAR if self.scattered or self.ratio > 1 else CONTIGUOUS_BAR
+
+    @property
+    def cache_blocks(self) -> int:
+        """Scattered blocks are every other one on average; block 0 is nobody's."""
+        return 2 * self.requests * self.blocks + 1
+
+    @property
+    def tokens(self) -> int:
+        return self.requests * self.blocks * BLOCK
+
+    def block_ids(self, seed: int) -> list[list[int]]:
+        """Of each request, on one of the sides."""
+        if self.scattered:
+            drawn = random.Random(seed).sample(range(1, self.cache_blocks), self.requests * self.blocks)
+            return [drawn[i : i + self.blocks] for i in range(0, len(drawn), self.blocks)]
+        # One block between two requests: what they write does not merge.
+        return [list(range(first, first + self.blocks)) for first in range(1, self.cache_blocks, self.blocks + 1)][
+            : self.requests
+        ]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Milliseconds per layer."""
+
+    plan: float
+    save: float
+    send: float
+    control: float
+    wall: float
+
+    @property
+    def model(self) -> float:
+        return self.plan + self.save
+
+    @property
+    def cpu(self) -> float:
+        return self.model + self.send
+
+    @classmethod
+    def median(cls, costs: list["Cost"]) -> "Cost":
+        return cls(
+            *(statistics.median(column) for column in zip(*(asdict(cost).values() for cost in costs), strict=True))
+        )
+
+
+class Handed(vllm_ascend_producer.NoTransfer):
+    """Counts the descriptors it is handed. Who waits for them looks from time to time: waking a thread would cost the
+    sending one more than some layers do."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.per_layer: list[int] = []  # found out in the first step
+        self.writes: list[tuple[list[int], list[int], list[int]]] | None = []
+
+    def batch_transfer_sync_write(self, session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
+        if self.writes is not None:
+            self.writes.append((src, dst, lengths))
+        self.count += len(lengths)
+        return 0
+
+    def wait(self, layer: int) -> None:
+        """Until that layer has been handed over, since the count was 0. In the first step: until nothing more comes."""
+        deadline = time.monotonic() + TIMEOUT_S
+        if self.writes is None:
+            while self.count < self.per_layer[layer]:
+                self._look(deadline)
+            if self.count != self.per_layer[layer]:
+                raise RuntimeError(f"layer {layer}: {self.count} descriptors, not {self.per_layer[layer]}")
+            return
+        seen, since = self.count, time.monotonic()
+        while seen == 0 or time.monotonic() - since < QUIET_S:
+            self._look(deadline)
+            if self.count != seen:
+                seen, since = self.count, time.monotonic()
+        self.per_layer.append(seen)
+
+    def _look(self, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{self.count} descriptors of a layer were handed to Mooncake, and no more")
+        time.sleep(POLL_S)
+
+
+def layer_names(layers: int) -> list[str]:
+    from harness.kv import layer_name
+
+    return [layer_name(i) for i in range(layers)]
+
+
+class Decode:
+    """A decode rank in a process of its own, and the listener that describes it."""
+
+    def __init__(self, layers: int, case: Case) -> None:
+        from harness.kv import Model, Side
+        from harness.ports import reserve_port
+        from harness.rank_hosts import Rank
+        from harness.rank_programs import HOST, MODEL, DecodeRank
+        from vllm_ascend_pd.core.protocol import EngineDescription
+        from vllm_ascend_pd.scheduler.listener import DescriptionListener
+
+        model = Model(layers, case.ratio * HEADS, (HEAD_SIZE,) * PARTS)
+        init = f"tcp://{HOST}:{reserve_port()}"
+        self._rank = Rank(
+            DecodeRank, model, Side(1, case.cache_blocks, BLOCK), 0, 0, init, "decode", {}, "cpu", device="cpu"
+        )
+        self._rank.receive(TIMEOUT_S)
+        self.description = self._rank.call("description")
+        self._listener = DescriptionListener(EngineDescription("decode", MODEL, 1, 1, (self.description,)), HOST, 0)
+        self.port = int(self._listener.endpoint.rpartition(":")[2])
+
+    def expect(self, tickets: dict[str, Any]) -> None:
+        from vllm_ascend_pd.step import ConsumerStep, Expect
+
+        expects = [Expect(name, t.ticket_id, 0, t.digest(), []) for name, t in tickets.items()]
+        self._rank.call("step", ConsumerStep(expects))
+
+    def bases(self, layer: str) -> list[int]:
+        return [tensor.base for tensor in self.description.caches.tensors if tensor.layer == layer]
+
+    def close(self) -> None:
+        self._listener.close(5.0)
+        self._rank.kill()
+
+
+def thread_cpu_s(name: str) -> float:
+    """CPU time of the running threads whose names begin so; 0.0 if there is none yet."""
+    found = [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in found if thread.ident)
+
+
+class Stopwatch:
+    """What a step costs one side, whose threads are so named."""
+
+    def __init__(self, sender: str, control: str | None) -> None:
+        self._others = (sender, control)
+        self._before = self._read()
+        self._model_s = {"plan": 0.0, "save": 0.0}
+        self._begun = time.perf_counter()
+        self._wall_s = 0.0
+
+    @contextmanager
+    def model(self, part: str) -> Iterator[None]:
+        begun = time.thread_time()
+        yield
+        self._model_s[part] += time.thread_time() - begun
+
+    def all_written(self) -> None:
+        self._wall_s = time.perf_counter() - self._begun
+
+    def cost(self, layers: int) -> Cost:
+        """Once all threads have come to rest."""
+        send, control = (now - before for now, before in zip(self._read(), self._before, strict=True))
+        seconds = (*self._model_s.values(), send, control, self._wall_s)
+        return Cost(*(1e3 * value / layers for value in seconds))
+
+    def _read(self) -> list[float]:
+        return [0.0 if name is None else thread_cpu_s(name) for name in self._others]

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/plan.py on a few small steps: both sides do their work, in a process as a reader starts it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.documented import REPOSITORY, documented
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import plan
+import plan_step
+
+pytestmark = [pytest.mark.npu, pytest.mark.emulated]
+
+SMALL = ["--layers", "3", "--rounds", "1", "--cases"]
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    words = documented(
+        "docs/performance.md", "CANN_ON_HOST=1 .venv-npu/bin/python", {".venv-npu/bin/python": sys.executable}
+    )
+    return subprocess.run(
+        ["env", *words, *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=180, check=False
+    )
+
+
+def result(case: str, ours: plan.Cost, times_less: float) -> plan.Result:
+    bar = plan_step.Case.parse(case).bar
+    return plan.Result(case, 3, 20, ours, plan.Cost(1, 1, 1, 0, 3), times_less, bar)
+
+
+def test_checks_bars_as_json() -> None:
+    done = run(*SMALL, "2x5-scattered", "2x5-scattered-tp2", "--json", "--check")
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [result["case"] for result in results] == ["2x5-scattered", "2x5-scattered-tp2"], done.stderr
+    for result in results:
+        assert result["layers"] == 3
+        assert result["descriptors"] == 2 * 2 * 5
+        for side in ("ours", "reference"):
+            assert min(result[side][part] for part in ("plan", "save", "send", "wall")) > 0
+    misses = [miss for result in results for miss in result["misses"]]
+    assert done.returncode == bool(misses)
+    assert all(miss in done.stderr for miss in misses)
+
+
+def test_the_bars() -> None:
+    """5 times less for contiguous blocks of equal parallel sizes, else 20; under 0.2 ms on the model's thread."""
+    fast, slow = plan.Cost(0.09, 0.1, 5, 5, 5), plan.Cost(0.1, 0.11, 0, 0, 0)
+    assert result("32x32-contiguous", fast, 5.0).misses == []
+    for case in ("32x32-contiguous-tp2", "32x32-scattered", "32x32-scattered-tp2"):
+        assert result(case, fast, 20.0).misses == []
+        [missed] = result(case, fast, 19.9).misses
+        assert missed == f"{case}: 19.9 times less than vllm-ascend, not 20"
+    [missed] = result("32x32-scattered", slow, 20.0).misses
+    assert "on the model's thread" in missed
+    ours, reference = result("32x32-scattered", slow, 20.0).rows()
+    assert ours.endswith("missed")
+    assert reference.split()[:2] == ["32x32-scattered", "reference"]
+
+
+def test_a_side_that_writes_something_else_is_an_error() -> None:
+    case = plan_step.Case.parse("1x1-scattered")
+    ours, reference = plan_step.Handed(), plan_step.Handed()
+    for side, destinations in ((ours, [512, 1024]), (reference, [512, 1536])):
+        side.batch_transfer_sync_write("", [0, 512], destinations, [512, 512])
+        side.per_layer = [2]
+    plan.check_same_bytes(case, ours, ours)
+    with pytest.raises(RuntimeError, match="2 blocks differ"):
+        plan.check_same_bytes(case, ours, reference)
+
+
+def test_a_side_that_writes_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_step, "TIMEOUT_S", 0.1)
+    with pytest.raises(RuntimeError, match="0 descriptors"):
+        plan_step.Handed().wait(0)
