@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import plan
 import plan_step
 
-pytestmark = [pytest.mark.npu, pytest.mark.emulated]
+pytestmark = [pytest.mark.npu, pytest.mark.emulated, pytest.mark.timeout(600)]
 
 SMALL = ["--layers", "3", "--rounds", "1", "--cases"]
 
@@ -25,7 +25,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
         "docs/performance.md", "CANN_ON_HOST=1 .venv-npu/bin/python", {".venv-npu/bin/python": sys.executable}
     )
     return subprocess.run(
-        ["env", *words, *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=180, check=False
+        ["env", *words, *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False
     )
 
 
