@@ -29,7 +29,7 @@ from vllm_ascend_pd.transport.side_channel import Client, SideChannelError
 pytestmark = pytest.mark.timeout(3600)  # the long form
 
 PATIENCE_S = 60.0
-MAX_GROWTH_BYTES = 128 << 20
+MAX_GROWTH_BYTES = 32 << 20
 """Of resident memory."""
 MAX_GROWTH_MEANWHILE_BYTES = 512 << 20
 """The same while an attack goes on: some looks' worth of a link's full speed (`Gate`), 4096 connections."""
