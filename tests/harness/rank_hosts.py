@@ -37,7 +37,7 @@ class Rank:
     def send(self, name: str, *args: Any) -> None:
         self._host.pipe.send((name, args))
 
-    def receive(self, timeout_s: float = 60.0) -> Any:
+    def receive(self, timeout_s: float = 120.0) -> Any:
         if not self._host.pipe.poll(timeout_s):
             self._reusable = False
             raise TimeoutError("the rank did not answer")
