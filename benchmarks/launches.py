@@ -32,15 +32,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", "npu", "cann_on_host"))]
 
 import vllm_ascend_producer  # noqa: E402
+from regroup_layer import BLOCK, HEAD_SIZE, HEADS, LAYER, Layer, check_bytes, our_side  # noqa: E402
 
 import cann_on_host  # noqa: E402
-from rank_processes import run_ranks  # noqa: E402
+from harness.rank_processes import run_ranks  # noqa: E402
 
 RANKS = 2  # of prefill; decode has one
-BLOCK = 128
-HEADS, HEAD_SIZE = 4, 128  # of a prefill rank
 MAX_LAUNCHES, MAX_PASSES = 4, 2
-LAYER = "model.layers.0.self_attn.attn"
+TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def count(side: str, tokens: int, library: Path | None = None) -> Count:
     if any(other != first for other in others):
         raise RuntimeError(f"the ranks do not agree: {[first, *others]}")
     counted, operators = first
-    layer_bytes = 2 * tokens * HEADS * HEAD_SIZE * 2  # K and V, bfloat16
+    layer_bytes = 2 * tokens * Layer(RANKS, tokens).heads * HEAD_SIZE * 2  # K and V, bfloat16
     result = Count(
         side,
         kernels=counted["launches"],
@@ -100,36 +99,6 @@ def count(side: str, tokens: int, library: Path | None = None) -> Count:
     return result
 
 
-# --- the layer that is regrouped --------------------------------------------------------------------------
-
-
-def block_ids(tokens: int) -> list[int]:
-    import torch
-
-    generator = torch.Generator().manual_seed(1)
-    return (1 + torch.randperm(2 * tokens // BLOCK, generator=generator)[: tokens // BLOCK]).tolist()
-
-
-def model_kv(tokens: int) -> Any:
-    """K and V of all heads, `[2, num_blocks, block, heads of the model, head size]`."""
-    import torch
-
-    generator = torch.Generator().manual_seed(2)
-    shape = (2, 2 * tokens // BLOCK + 1, BLOCK, RANKS * HEADS, HEAD_SIZE)
-    return torch.randn(shape, generator=generator).bfloat16()
-
-
-def rank_caches(rank: int, tokens: int) -> list[Any]:
-    """As vllm-ascend registers them."""
-    return [part[:, :, rank * HEADS : (rank + 1) * HEADS].contiguous().npu() for part in model_kv(tokens)]
-
-
-def expected(rank: int, tokens: int, blocks: list[int]) -> Any:
-    """What a rank has to write to decode: all heads of its share of each block's tokens, K then V."""
-    share = BLOCK // RANKS
-    return model_kv(tokens)[:, blocks, rank * share : (rank + 1) * share].contiguous()
-
-
 def measure(layer: Callable[[], None]) -> tuple[Counter[str], dict[str, int]]:
     import torch
 
@@ -141,55 +110,32 @@ def measure(layer: Callable[[], None]) -> tuple[Counter[str], dict[str, int]]:
     return Counter(cann_on_host.counters()), cann_on_host.launches()
 
 
-def check_bytes(side: str, got: Any, wanted: Any) -> None:
-    import torch
-
-    if not torch.equal(got.cpu().view(wanted.shape), wanted):
-        raise RuntimeError(f"{side} left other bytes than decode expects")
-
-
 # --- ours -------------------------------------------------------------------------------------------------
 
 
 def ours(rank: int, tokens: int, library: Path | None) -> tuple[Counter[str], dict[str, int]]:
     import torch
 
-    from vllm_ascend_pd.core.plan import make_route
-    from vllm_ascend_pd.core.topology import sharding
     from vllm_ascend_pd.device.npu import NpuDevice
-    from vllm_ascend_pd.worker.caches import LayerSpec, describe
-    from vllm_ascend_pd.worker.exchange_group import ExchangeGroup
-    from vllm_ascend_pd.worker.regroup import Regrouper
-    from vllm_ascend_pd.worker.shipment import Chunk
-    from vllm_ascend_pd.worker.staging import StagingRing
 
     use_kernels(library)
-    spec = LayerSpec(group=0, block_size=BLOCK, heads=HEADS, total_heads=RANKS * HEADS)
-    caches = describe({LAYER: tuple(rank_caches(rank, tokens))}, {LAYER: spec}, heads_first=False)
-    [geometry] = caches.description.geometries
-    route = make_route(geometry, rank, sharding(RANKS), sharding(1), BLOCK)
-
+    of = Layer(RANKS, tokens)
     device = NpuDevice()
-    slot_bytes = 2 * tokens * geometry.token_bytes
-    ring = StagingRing(device.allocate(slot_bytes), slot_bytes, 1)
-    group = device.new_groups([route.ranks], 30.0)[route.ranks]
-    exchange = ExchangeGroup(device, route.ranks, str(route.ranks), group, rank, 30.0)
-    regrouper = Regrouper(device, ring, {route.ranks: exchange}, 1.0)
-    blocks = block_ids(tokens)
-    chunk = Chunk(0, len(blocks), torch.tensor(blocks).npu() * geometry.block_stride)
+    caches = [cache.npu() for cache in of.caches(rank)]
+    run, ring = our_side(of, rank, device, caches, TIMEOUT_S)
 
     def layer() -> None:
         slot = None
 
         def regroup() -> None:
             nonlocal slot
-            slot = regrouper.run(route, chunk, caches.tensors, step=1)
+            slot = run()
 
-        device.submit(regroup, after=device.record_event()).wait(30.0)
+        device.submit(regroup, after=device.record_event()).wait(TIMEOUT_S)
         ring.release(slot)
 
     counted = measure(layer)
-    check_bytes("ours", ring.buffer[:slot_bytes].view(torch.bfloat16), expected(rank, tokens, blocks))
+    check_bytes("ours", ring.buffer.view(torch.bfloat16), of.expected(rank, of.blocks()))
     return counted
 
 
@@ -273,10 +219,11 @@ def reference(rank: int, tokens: int, _library: None) -> tuple[Counter[str], dic
 
     parallel_state._P_TP = SimpleNamespace(device_group=dist.group.WORLD)
     load = torch_npu.atb.npu_paged_cache_load = PagedLoad(torch_npu.atb.npu_paged_cache_load)
-    caches = rank_caches(rank, tokens)
-    blocks = block_ids(tokens)
+    of = Layer(RANKS, tokens)
+    caches = [cache.npu() for cache in of.caches(rank)]
+    blocks = of.blocks()
     block_bytes = caches[0][0].nbytes
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=of.heads, head_size=HEAD_SIZE, dtype=torch.bfloat16)
 
     def metadata(heads: int) -> Any:
         return layerwise.LayerMetadata([0, 0], [c.data_ptr() for c in caches], 2 * [block_bytes * heads], [1, 1])
@@ -285,7 +232,7 @@ def reference(rank: int, tokens: int, _library: None) -> tuple[Counter[str], dic
         tp=RANKS,
         rank=rank,
         ratio=RANKS,
-        total_heads=RANKS * HEADS,
+        total_heads=HEADS,
         spec=spec,
         layers={LAYER: metadata(1)},
         resharding_stream=torch.npu.Stream(),
@@ -317,8 +264,10 @@ def reference(rank: int, tokens: int, _library: None) -> tuple[Counter[str], dic
         thread._transfer_kv_cache(worker.kv_send_layer_thread.send_queue.get_nowait())
 
     counted = load.corrected(*measure(layer))
-    got = torch.stack([buffer.flatten()[: tokens * HEADS * HEAD_SIZE] for buffer in (worker.k_buffer, worker.v_buffer)])
-    check_bytes("vllm-ascend", got, expected(rank, tokens, sorted(blocks)))
+    got = torch.stack(
+        [buffer.flatten()[: tokens * of.heads * HEAD_SIZE] for buffer in (worker.k_buffer, worker.v_buffer)]
+    )
+    check_bytes("vllm-ascend", got, of.expected(rank, sorted(blocks)))
     return counted
 
 

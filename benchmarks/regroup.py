@@ -20,16 +20,12 @@ or interleave is slower than MIN_OF_COPY of a copy of the same bytes.
 
 import argparse
 import json
-import math
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -37,22 +33,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).resolve().parent))
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE), str(HERE.parent / "tests")]
 
-import ops as ops_benchmark
+import ops as ops_benchmark  # noqa: E402
+from regroup_layer import BLOCK, HEAD_SIZE, HEADS, Layer, check_bytes, our_side  # noqa: E402
 
-from vllm_ascend_pd.core.plan import make_route
-from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.device.cpu import CpuDevice
-from vllm_ascend_pd.worker.caches import LayerSpec, describe
-from vllm_ascend_pd.worker.exchange_group import ExchangeGroup
-from vllm_ascend_pd.worker.regroup import Regrouper
-from vllm_ascend_pd.worker.shipment import Chunk
-from vllm_ascend_pd.worker.staging import StagingRing
+from harness.rank_processes import run_ranks  # noqa: E402
+from vllm_ascend_pd.device.cpu import CpuDevice  # noqa: E402
 
-HOST = "127.0.0.1"
-HEADS, HEAD_SIZE, BLOCK = 8, 128, 128
-LAYER = "model.layers.0.self_attn.attn"
 OPS = ("gather_slices", "interleave_heads")
 MIN_GAIN, MIN_OF_COPY, BIG_TOKENS = 2.0, 0.7, 1024
 TIMEOUT_S = 60.0
@@ -89,66 +78,24 @@ HEADER = (
 )
 
 
-def measure(ranks: int, tokens: int, seconds: float) -> Result:
-    """Raises RuntimeError where a rank failed or did not answer."""
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    try:
-        for rank in range(ranks):
-            mine, its = context.Pipe(duplex=False)
-            process = context.Process(
-                target=run_rank, args=(its, store.port, rank, ranks, tokens, seconds), daemon=True
-            )
-            process.start()
-            its.close()
-            pipes.append(mine)
-            processes.append(process)
-        samples = [received(pipe, rank, seconds) for rank, pipe in enumerate(pipes)]
-    finally:
-        for process in processes:
-            process.join(5)
-            process.kill()
-            process.join()
+def measure(layer: Layer, seconds: float) -> Result:
+    """Raises RankFailed where a rank failed or did not answer."""
+    samples = run_ranks(rank_samples, layer.ranks, layer, seconds, backend="gloo", timeout_s=TIMEOUT_S + 2 * seconds)
     rounds = len(samples[0]["ours"])
     middle = {
         side: [median(fmean(rank[side][index][part] for rank in samples) for index in range(rounds)) for part in (0, 1)]
         for side in ("ours", "reference")
     }
     (ours, ours_outside), (reference, reference_outside) = middle["ours"], middle["reference"]
-    return Result(
-        ranks, tokens, rounds, ours, ours_outside, reference, reference_outside, reference_outside / ours_outside
-    )
-
-
-def received(pipe: Connection, rank: int, seconds: float) -> dict[str, list[tuple[float, float]]]:
-    if not pipe.poll(TIMEOUT_S + 2 * seconds):
-        raise RuntimeError(f"rank {rank} did not answer")
-    try:
-        found = pipe.recv()
-    except EOFError:
-        raise RuntimeError(f"rank {rank} ended") from None
-    if isinstance(found, str):
-        raise RuntimeError(f"rank {rank}: {found}")
-    return found
+    gain = reference_outside / ours_outside
+    return Result(layer.ranks, layer.tokens, rounds, ours, ours_outside, reference, reference_outside, gain)
 
 
 # --- one rank ----------------------------------------------------------------------------------------------
 
 
-def run_rank(pipe: Connection, port: int, rank: int, ranks: int, tokens: int, seconds: float) -> None:
-    try:
-        pipe.send(rank_samples(port, rank, ranks, tokens, seconds))
-    except Exception as error:  # noqa: BLE001 - for the process that started this one
-        pipe.send(f"{type(error).__name__}: {error}")
-
-
-def rank_samples(port: int, rank: int, ranks: int, tokens: int, seconds: float) -> dict[str, list[tuple[float, float]]]:
+def rank_samples(rank: int, layer: Layer, seconds: float) -> dict[str, list[tuple[float, float]]]:
     """Milliseconds of each round: all of it, and what was not the collective."""
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=TIMEOUT_S)
-    store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     spent = 0.0  # in collectives
 
     def timed(collective: Callable[..., Any], *args: Any) -> None:
@@ -157,18 +104,12 @@ def rank_samples(port: int, rank: int, ranks: int, tokens: int, seconds: float) 
         collective(*args)
         spent += time.perf_counter() - begun
 
-    blocks = block_ids(tokens)
-    caches = rank_caches(rank, ranks, tokens)
-    sides = {
-        "ours": ours(rank, ranks, caches, blocks, timed),
-        "reference": reference(ranks, caches, blocks, timed),
-    }
+    blocks, caches = layer.blocks(), layer.caches(rank)
+    sides = {"ours": ours(rank, layer, caches, timed), "reference": reference(layer, caches, blocks, timed)}
     samples: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
-    wanted = expected(rank, ranks, tokens, blocks)
-    for side, (layer, result) in sides.items():
-        layer()  # connects the ranks
-        if not torch.equal(result().view(wanted.shape), wanted):
-            raise RuntimeError(f"{side} left other bytes than decode expects")
+    for side, (run, result) in sides.items():
+        run()  # connects the ranks
+        check_bytes(side, result(), layer.expected(rank, blocks))
     go_on, deadline = torch.ones(1), time.perf_counter() + seconds
     while True:
         go_on.fill_(time.perf_counter() < deadline or len(samples["ours"]) < 5)
@@ -183,7 +124,6 @@ def rank_samples(port: int, rank: int, ranks: int, tokens: int, seconds: float) 
             taken = time.perf_counter() - begun
             samples[side].append((taken * 1000, (taken - spent) * 1000))
     dist.barrier()
-    dist.destroy_process_group()
     return samples
 
 
@@ -191,67 +131,27 @@ Side = tuple[Callable[[], None], Callable[[], torch.Tensor]]
 """Regroups the layer once; and what that left for the transfer engine."""
 
 
-def num_blocks(tokens: int) -> int:
-    return math.ceil(tokens / BLOCK)
-
-
-def block_ids(tokens: int) -> list[int]:
-    generator = torch.Generator().manual_seed(1)
-    return (1 + torch.randperm(2 * num_blocks(tokens), generator=generator)[: num_blocks(tokens)]).tolist()
-
-
-def model_kv(tokens: int) -> torch.Tensor:
-    """K and V of all heads, `[2, num_blocks, block, heads, head size]`."""
-    generator = torch.Generator().manual_seed(2)
-    shape = (2, 2 * num_blocks(tokens) + 1, BLOCK, HEADS, HEAD_SIZE)
-    return torch.randn(shape, generator=generator).bfloat16()
-
-
-def rank_caches(rank: int, ranks: int, tokens: int) -> list[torch.Tensor]:
-    heads = HEADS // ranks
-    return [part[:, :, rank * heads : (rank + 1) * heads].contiguous() for part in model_kv(tokens)]
-
-
-def expected(rank: int, ranks: int, tokens: int, blocks: list[int]) -> torch.Tensor:
-    """What a rank has to write to decode: all heads of its share of each block's tokens, K then V."""
-    share = BLOCK // ranks
-    return model_kv(tokens)[:, blocks, rank * share : (rank + 1) * share].contiguous()
-
-
-def ours(rank: int, ranks: int, caches: Sequence[torch.Tensor], blocks: list[int], timed: Callable[..., None]) -> Side:
-    spec = LayerSpec(group=0, block_size=BLOCK, heads=HEADS // ranks, total_heads=HEADS)
-    registered = describe({LAYER: tuple(caches)}, {LAYER: spec}, heads_first=False)
-    [geometry] = registered.description.geometries
-    route = make_route(geometry, rank, sharding(ranks), sharding(1), BLOCK)
+def ours(rank: int, layer: Layer, caches: Sequence[torch.Tensor], timed: Callable[..., None]) -> Side:
     device = CpuDevice()
-    slot_bytes = 2 * len(blocks) * BLOCK * geometry.token_bytes
-    ring = StagingRing(device.allocate(slot_bytes), slot_bytes, 1)
-    group = device.new_groups([route.ranks], TIMEOUT_S)[route.ranks]
-    exchange = ExchangeGroup(device, route.ranks, str(route.ranks), group, rank, TIMEOUT_S)
     device.all_to_all = partial(timed, device.all_to_all)  # type: ignore[method-assign]
-    regrouper = Regrouper(device, ring, {route.ranks: exchange}, TIMEOUT_S)
-    chunk = Chunk(0, len(blocks), torch.tensor(blocks) * geometry.block_stride)
-
-    def layer() -> None:
-        ring.release(regrouper.run(route, chunk, registered.tensors, step=1))
-
-    return layer, lambda: ring.buffer.view(torch.bfloat16)
+    run, ring = our_side(layer, rank, device, caches, TIMEOUT_S)
+    return lambda: ring.release(run()), lambda: ring.buffer.view(torch.bfloat16)
 
 
-def reference(ranks: int, caches: Sequence[torch.Tensor], blocks: list[int], timed: Callable[..., None]) -> Side:
+def reference(layer: Layer, caches: Sequence[torch.Tensor], blocks: list[int], timed: Callable[..., None]) -> Side:
     index = torch.tensor(blocks)
-    share, heads = BLOCK // ranks, HEADS // ranks
+    ranks, share = layer.ranks, BLOCK // layer.ranks
     buffers = [torch.zeros(len(blocks) * share, HEADS, HEAD_SIZE, dtype=cache.dtype) for cache in caches]
 
-    def layer() -> None:
+    def run() -> None:
         for cache, buffer in zip(caches, buffers, strict=True):
-            gathered = cache.index_select(0, index).view(len(blocks), ranks, share, heads, HEAD_SIZE)
-            to_send = gathered.transpose(0, 1).reshape(ranks, -1, heads, HEAD_SIZE)
+            gathered = cache.index_select(0, index).view(len(blocks), ranks, share, layer.heads, HEAD_SIZE)
+            to_send = gathered.transpose(0, 1).reshape(ranks, -1, layer.heads, HEAD_SIZE)
             delivered = torch.zeros_like(to_send)
             timed(dist.all_to_all_single, delivered, to_send)
             buffer.copy_(delivered.transpose(0, 1).contiguous().view_as(buffer))
 
-    return layer, lambda: torch.stack(buffers)
+    return run, lambda: torch.stack(buffers)
 
 
 # --- all of them -------------------------------------------------------------------------------------------
@@ -260,7 +160,7 @@ def reference(ranks: int, caches: Sequence[torch.Tensor], blocks: list[int], tim
 def results(args: argparse.Namespace) -> Iterator[Result | ops_benchmark.Result]:
     for ranks in args.ranks:
         for tokens in args.tokens:
-            yield measure(ranks, tokens, args.seconds)
+            yield measure(Layer(ranks, tokens), args.seconds)
     for ranks in args.ranks:
         for tokens in args.tokens:
             if tokens >= BIG_TOKENS:

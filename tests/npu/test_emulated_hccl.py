@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import cann_on_host
-from rank_processes import RankFailed, run_ranks, try_ranks
+from harness.rank_processes import RankFailed, run_ranks, try_ranks
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 

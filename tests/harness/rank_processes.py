@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a function in several real processes, one per rank, each on its own NPU."""
+"""Runs a function in several real processes, one per rank: over HCCL each on its own NPU."""
 
 from __future__ import annotations
 
@@ -22,13 +22,18 @@ class RankFailed(Exception):
 
 
 def run_ranks(
-    program: Program, size: int, *args: Any, env: Mapping[str, str] | None = None, timeout_s: float = 120.0
+    program: Program,
+    size: int,
+    *args: Any,
+    backend: str = "hccl",
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 120.0,
 ) -> list[Any]:
-    """`program(rank, *args)` in `size` processes with a default process group over HCCL; what each returned.
+    """`program(rank, *args)` in `size` processes with a default process group over `backend`; what each returned.
 
     Raises `RankFailed` with the first rank's traceback if one raised, died or did not answer in time.
     """
-    results = try_ranks(program, size, *args, env=env, timeout_s=timeout_s)
+    results = try_ranks(program, size, *args, backend=backend, env=env, timeout_s=timeout_s)
     for rank, result in enumerate(results):
         if isinstance(result, RankFailed):
             raise RankFailed(f"rank {rank}: {result}")
@@ -36,7 +41,12 @@ def run_ranks(
 
 
 def try_ranks(
-    program: Program, size: int, *args: Any, env: Mapping[str, str] | None = None, timeout_s: float = 120.0
+    program: Program,
+    size: int,
+    *args: Any,
+    backend: str = "hccl",
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 120.0,
 ) -> list[Any]:
     """As `run_ranks`, with a `RankFailed` in the place of what a failed rank would have returned."""
     port = reserve_port()
@@ -44,7 +54,7 @@ def try_ranks(
     try:
         for rank in range(size):
             ours, theirs = _processes.Pipe()
-            arguments = (theirs, rank, size, port, dict(env or {}), program, args)
+            arguments = (theirs, rank, size, port, backend, dict(env or {}), program, args)
             process = _processes.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -71,7 +81,14 @@ def _receive(pipe: Connection, timeout_s: float) -> Any:
 
 
 def _serve(
-    pipe: Connection, rank: int, size: int, port: int, env: dict[str, str], program: Program, args: tuple[Any, ...]
+    pipe: Connection,
+    rank: int,
+    size: int,
+    port: int,
+    backend: str,
+    env: dict[str, str],
+    program: Program,
+    args: tuple[Any, ...],
 ) -> None:
     os.environ.update(env, GLOO_SOCKET_IFNAME="lo")
     faulthandler.enable()  # the emulated libraries abort where they cannot go on
@@ -80,8 +97,9 @@ def _serve(
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        torch.npu.set_device(rank)
-        dist.init_process_group("hccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+        if backend == "hccl":
+            torch.npu.set_device(rank)
+        dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
         pipe.send((True, program(rank, *args)))
     except BaseException:  # noqa: BLE001 - the test's process raises it
         pipe.send((False, traceback.format_exc()))

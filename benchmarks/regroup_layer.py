@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer that benchmarks have regrouped: blocks at random places, on prefill's ranks, for a decode engine with TP 1.
+
+Imports torch where it is used: `launches.py` starts ranks that must set their process up before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm_ascend_pd.device.base import Device
+    from vllm_ascend_pd.worker.staging import Slot, StagingRing
+
+HEADS, HEAD_SIZE, BLOCK = 8, 128, 128  # of the model; bfloat16
+LAYER = "model.layers.0.self_attn.attn"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Of fewer tokens than a block has, all of the block is regrouped."""
+
+    ranks: int  # of prefill
+    tokens: int
+
+    @property
+    def num_blocks(self) -> int:
+        return math.ceil(self.tokens / BLOCK)
+
+    @property
+    def heads(self) -> int:
+        """Of a rank."""
+        return HEADS // self.ranks
+
+    def blocks(self) -> list[int]:
+        import torch
+
+        generator = torch.Generator().manual_seed(1)
+        return (1 + torch.randperm(2 * self.num_blocks, generator=generator)[: self.num_blocks]).tolist()
+
+    def caches(self, rank: int) -> list[Tensor]:
+        """K and V as vllm-ascend registers them, `[num_blocks, block, heads, head size]`."""
+        return [part[:, :, rank * self.heads : (rank + 1) * self.heads].contiguous() for part in self._kv()]
+
+    def expected(self, rank: int, blocks: Sequence[int]) -> Tensor:
+        """What a rank has to write to decode: all heads of its share of each block's tokens, K then V."""
+        share = BLOCK // self.ranks
+        return self._kv()[:, list(blocks), rank * share : (rank + 1) * share].contiguous()
+
+    def _kv(self) -> Tensor:
+        """K and V of all heads, `[2, num_blocks, block, heads of the model, head size]`."""
+        import torch
+
+        generator = torch.Generator().manual_seed(2)
+        shape = (2, 2 * self.num_blocks + 1, BLOCK, HEADS, HEAD_SIZE)
+        return torch.randn(shape, generator=generator).bfloat16()
+
+
+def check_bytes(side: str, got: Tensor, wanted: Tensor) -> None:
+    """Raises RuntimeError."""
+    import torch
+
+    if not torch.equal(got.cpu().view(wanted.shape), wanted):
+        raise RuntimeError(f"{side} left other bytes than decode expects")
+
+
+def our_side(
+    layer: Layer, rank: int, device: Device, caches: Sequence[Tensor], timeout_s: float
+) -> tuple[Callable[[], Slot], StagingRing]:
+    """Ours: regroups the layer into a slot of the ring, which has just that one; and the ring."""
+    import torch
+
+    from vllm_ascend_pd.core.plan import make_route
+    from vllm_ascend_pd.core.topology import sharding
+    from vllm_ascend_pd.worker.caches import LayerSpec, describe
+    from vllm_ascend_pd.worker.exchange_group import ExchangeGroup
+    from vllm_ascend_pd.worker.regroup import Regrouper
+    from vllm_ascend_pd.worker.shipment import Chunk
+    from vllm_ascend_pd.worker.staging import StagingRing
+
+    spec = LayerSpec(group=0, block_size=BLOCK, heads=layer.heads, total_heads=HEADS)
+    registered = describe({LAYER: tuple(caches)}, {LAYER: spec}, heads_first=False)
+    [geometry] = registered.description.geometries
+    route = make_route(geometry, rank, sharding(layer.ranks), sharding(1), BLOCK)
+    slot_bytes = 2 * layer.num_blocks * BLOCK * geometry.token_bytes
+    ring = StagingRing(device.allocate(slot_bytes), slot_bytes, 1)
+    group = device.new_groups([route.ranks], timeout_s)[route.ranks]
+    exchange = ExchangeGroup(device, route.ranks, str(route.ranks), group, rank, timeout_s)
+    regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s)
+    offsets = torch.tensor(layer.blocks()) * geometry.block_stride
+    chunk = Chunk(0, layer.num_blocks, offsets.to(caches[0].device))
+    return lambda: regrouper.run(route, chunk, registered.tensors, step=1), ring
