@@ -14,6 +14,7 @@ from harness.client import Client, at_once, random_prompt
 from harness.clusters import POISONED_TOKENS, Cluster, one_to_one
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 from harness.metaserver import Answer, metaserver
+from harness.plain_http import PLAIN_HTTP
 
 pytestmark = [
     pytest.mark.parametrize("cluster", [one_to_one(2, 1, token_major=False)], ids=str, indirect=True),
@@ -48,7 +49,7 @@ def test_clients_that_leave_at_any_moment(cluster: Cluster, client: Client) -> N
                 f"{cluster.url}/v1/completions",
                 json={**body, "max_tokens": 64, "ignore_eos": True, "stream": True},
                 timeout=patience,
-                trust_env=False,
+                **PLAIN_HTTP,
             ) as response:
                 for _ in response.iter_lines():
                     if chance.random() < 0.2:
@@ -66,7 +67,7 @@ def ask_decode(cluster: Cluster, client: Client, params: dict[str, Any], timeout
         f"{cluster.decode[0].url}/v1/completions",
         json={**body, "kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": False, **params}},
         timeout=timeout,
-        trust_env=False,
+        **PLAIN_HTTP,
     )
 
 
@@ -114,7 +115,7 @@ def ask_prefill(cluster: Cluster, client: Client, ticket: dict[str, Any]) -> htt
     body = {"model": client.model, "prompt": random_prompt(200, repr(ticket)), "max_tokens": 1}
     url = f"{cluster.prefill[0].url}/v1/completions"
     params = {"do_remote_decode": True, "do_remote_prefill": False, **ticket}
-    return httpx.post(url, json={**body, "kv_transfer_params": params}, timeout=60, trust_env=False)
+    return httpx.post(url, json={**body, "kv_transfer_params": params}, timeout=60, **PLAIN_HTTP)
 
 
 def test_malformed_ticket(cluster: Cluster, client: Client) -> None:

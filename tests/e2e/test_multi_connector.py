@@ -17,6 +17,7 @@ from harness.clusters import POISONED_TOKENS, Cluster, ClusterConfig, one_to_one
 from harness.engines import Engine, EngineConfig
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 from harness.models import TINY
+from harness.plain_http import PLAIN_HTTP
 from harness.pool import ClusterPool, Reference, long
 from harness.scheduling import FOR_A_PULLING_CONNECTOR
 
@@ -58,7 +59,7 @@ def cluster(config: ClusterConfig, cluster_pool: ClusterPool) -> Iterator[Cluste
 
 def forget_prefixes(engine: Engine) -> None:
     """What comes again must come from a connector."""
-    httpx.post(f"{engine.url}/reset_prefix_cache", timeout=30, trust_env=False).raise_for_status()
+    httpx.post(f"{engine.url}/reset_prefix_cache", timeout=30, **PLAIN_HTTP).raise_for_status()
 
 
 def loaded_tokens(engine: Engine) -> float:

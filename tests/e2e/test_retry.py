@@ -13,6 +13,7 @@ from harness.client import Client, StreamError, random_prompt
 from harness.clusters import FAULTS, POISONED_TOKENS, Cluster, ClusterConfig
 from harness.engines import Engine, EngineConfig, Role, wait_ready
 from harness.failures import wait_all_blocks_free
+from harness.plain_http import PLAIN_HTTP
 from harness.pool import Reference
 
 # Short, so that a writer that died is not waited for long.
@@ -31,7 +32,7 @@ two_decode = pytest.mark.parametrize("cluster", [TWO_DECODE], ids=str, indirect=
 
 
 def retries(cluster: Cluster) -> dict[str, int]:
-    return httpx.get(f"{cluster.url}/health", timeout=10, trust_env=False).json()["retries"]
+    return httpx.get(f"{cluster.url}/health", timeout=10, **PLAIN_HTTP).json()["retries"]
 
 
 def is_pushing(prefill: Engine, decode: Engine) -> bool:

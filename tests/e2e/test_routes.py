@@ -9,6 +9,7 @@ import pytest
 
 from harness.client import Client
 from harness.clusters import Cluster, one_to_one
+from harness.plain_http import PLAIN_HTTP
 from harness.pool import Reference
 from harness.waiting import wait_until
 
@@ -61,7 +62,7 @@ def test_answers(cluster: Cluster, client: Client, reference: Reference, path: s
     answer = client.http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     expected = httpx.post(
-        f"{reference.engine.url}{path}", json={**body, "model": str(cluster.model)}, timeout=120, trust_env=False
+        f"{reference.engine.url}{path}", json={**body, "model": str(cluster.model)}, timeout=120, **PLAIN_HTTP
     )
     assert texts(answer) == texts(expected)
     assert texts(answer)
@@ -93,5 +94,5 @@ def test_tokenizing(cluster: Cluster, client: Client, reference: Reference) -> N
         "/v1/messages/count_tokens": {"messages": conversation("counting", False)},
     }.items():
         answer = client.http.post(path, json={"model": client.model, **body})
-        expected = httpx.post(f"{reference.engine.url}{path}", json={"model": client.model, **body}, trust_env=False)
+        expected = httpx.post(f"{reference.engine.url}{path}", json={"model": client.model, **body}, **PLAIN_HTTP)
         assert (answer.status_code, answer.json()) == (200, expected.json())

@@ -20,6 +20,7 @@ from harness.client import Client, at_once
 from harness.clusters import Proxy
 from harness.engines import HOST, Engine, EngineConfig, Role, Server, stop_all, wait_ready
 from harness.models import TINY, ModelSpec, make_model
+from harness.plain_http import PLAIN_HTTP
 from harness.wire import Relay, Sessions, SideChannel, Wire
 
 LIMITS = (
@@ -275,7 +276,7 @@ def leave(world: World, request: Ask, patience_s: float) -> Answer:
             f"{world.front.url}/v1/completions",
             json={**body, "temperature": 0, "ignore_eos": True, "stream": True},
             timeout=httpx.Timeout(20, read=patience_s),
-            trust_env=False,
+            **PLAIN_HTTP,
         ) as response:
             for _ in response.iter_lines():
                 if time.monotonic() > end:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import httpx
 
 from harness.models import FIRST_TEXT_TOKEN, TINY
+from harness.plain_http import PLAIN_HTTP
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -47,7 +48,7 @@ class Client:
     def __init__(self, url: str, model: str | None = None, timeout: httpx.Timeout = TIMEOUT) -> None:
         # A server closes a connection that was idle for 5 s: none is used that is just being closed.
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
-        self.http = httpx.Client(base_url=url, timeout=timeout, limits=limits, trust_env=False)
+        self.http = httpx.Client(base_url=url, timeout=timeout, limits=limits, **PLAIN_HTTP)
         self._model = model
 
     def __enter__(self) -> "Client":

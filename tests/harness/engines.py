@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 
 from harness.models import ModelSpec, make_model
+from harness.plain_http import PLAIN_HTTP
 from harness.ports import release_port, reserve_ports
 from harness.processes import ManagedProcess, wait_all_healthy
 
@@ -233,7 +234,7 @@ class Engine(Server):
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
         """A Prometheus metric's samples: labels and value."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False).text
+        text = httpx.get(f"{self.url}/metrics", timeout=10, **PLAIN_HTTP).text
         lines = re.findall(rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
         return [(dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)) for labels, value in lines]
 

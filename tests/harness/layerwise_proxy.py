@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
 _API_IDS = {"/v1/completions": "cmpl-{}-0", "/v1/chat/completions": "chatcmpl-{}"}
@@ -35,7 +36,7 @@ class LayerwiseProxy:
     swallowed: list[str] = field(default_factory=list)
     """What the real one only logs: failed prefills, then failed answers."""
     _waiting: dict[str, tuple[str, str, dict[str, Any]]] = field(default_factory=dict)
-    _http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=None, trust_env=False))
+    _http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=None, **PLAIN_HTTP))
 
     def serve_client(self, path: str, body: dict[str, Any]) -> Iterator[bytes]:
         """Decode's answer; nothing if it gave none."""

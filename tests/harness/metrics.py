@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness.client import Client, at_once, random_prompt
 from harness.clusters import Cluster
+from harness.plain_http import PLAIN_HTTP
 from harness.waiting import wait_for
 from vllm_ascend_pd.core.stats import PREFIX
 
@@ -19,7 +20,7 @@ RANKS = 2
 def scraped(url: str) -> Metrics:
     """Ours, without the prefix; summed over labels."""
     found: Metrics = {}
-    text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
+    text = httpx.get(f"{url}/metrics", timeout=10, **PLAIN_HTTP).text
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name.startswith(PREFIX) and not sample.name.endswith(("_bucket", "_created")):

@@ -18,6 +18,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from harness.plain_http import PLAIN_HTTP
+
 POLL_SECONDS = 0.1
 TAIL_LINES = 40
 
@@ -114,7 +116,7 @@ def wait_all_healthy(
     """
     start = time.monotonic()
     waiting = dict(urls)
-    with httpx.Client(timeout=2, trust_env=False) as client:
+    with httpx.Client(timeout=2, **PLAIN_HTTP) as client:
         while True:
             elapsed = time.monotonic() - start
             for process, url in list(waiting.items()):

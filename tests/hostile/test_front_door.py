@@ -16,6 +16,7 @@ import psutil
 import pytest
 from test_listeners import attack, many
 
+from harness.plain_http import PLAIN_HTTP
 from harness.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(3600)  # the long form
@@ -35,14 +36,14 @@ class Proxy:
         assert found is not None
         self.port = int(found[1])
         self.process = psutil.Process(self._process.pid)
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", trust_env=False, timeout=PATIENCE_S)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S, **PLAIN_HTTP)
 
     def serves(self) -> None:
         """A client, new or known, gets an answer of the application's: that no engine is there."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
-                for get in (self.client.get, httpx.Client(trust_env=False, timeout=PATIENCE_S).get):
+                for get in (self.client.get, httpx.Client(timeout=PATIENCE_S, **PLAIN_HTTP).get):
                     answer = get(f"http://127.0.0.1:{self.port}/v1/models")
                     assert answer.status_code == 502
                     assert "decode engine" in answer.json()["error"]["message"]

@@ -20,6 +20,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from harness.plain_http import PLAIN_HTTP
+
 # What vLLM answers when an engine request fails inside.
 INTERNAL_ERROR = {
     "error": {
@@ -220,7 +222,7 @@ class DecodeEngine(_Engine):
         """After an answer that is an error, tell the metaserver that the transfer failed for this reason."""
         self.tickets: list[dict[str, Any]] = []
         """As posted."""
-        self._reasons = httpx.Client(trust_env=False, timeout=10)
+        self._reasons = httpx.Client(timeout=10, **PLAIN_HTTP)
         self.metaserver_answers: list[tuple[int, Any]] = []
 
     def expected_stream(self, received: Received) -> bytes:
@@ -278,7 +280,7 @@ class DecodeEngine(_Engine):
         assert transfer["do_remote_prefill"] is True
         assert transfer["do_remote_decode"] is False
         answers: list[tuple[int, Any]] = []
-        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=30) as client:
+        async with httpx.AsyncClient(timeout=30, **PLAIN_HTTP) as client:
 
             async def post(ticket: dict[str, Any]) -> None:
                 self.tickets.append(ticket)

@@ -10,6 +10,8 @@ import httpx
 from engine_standin import DecodeEngine, PrefillEngine, Received, make_layerwise_ticket
 from starlette.responses import JSONResponse, Response
 
+from harness.plain_http import PLAIN_HTTP
+
 _POSTS = 3
 
 
@@ -36,7 +38,7 @@ class LayerwiseDecodeEngine(DecodeEngine):
         ticket = make_layerwise_ticket(request_id)
         self.tickets.append(ticket)
         # Not httpx's own five seconds: the answer comes when prefill has ended.
-        async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
+        async with httpx.AsyncClient(timeout=None, **PLAIN_HTTP) as client:
             for _ in range(_POSTS):
                 try:
                     answer = await client.post(url, json=ticket)

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 from engine_standin import DecodeEngine, PrefillEngine, Servers
 
+from harness.plain_http import PLAIN_HTTP
 from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
@@ -77,7 +78,7 @@ def running_cluster(
                 )
             )
         )
-        with httpx.Client(base_url=proxy_url, trust_env=False, timeout=30) as cluster.client:
+        with httpx.Client(base_url=proxy_url, timeout=30, **PLAIN_HTTP) as cluster.client:
             yield cluster
 
 

@@ -14,6 +14,7 @@ import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import COMPLETION, command, eventually, running_proxy
 
+from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, Outcome
 from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
@@ -29,7 +30,7 @@ def test_idle_connections_go_without_another_request() -> None:
             def connections() -> int:
                 return len([c for c in proxy.net_connections() if c.status != psutil.CONN_LISTEN])
 
-            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=COMPLETION, trust_env=False, timeout=30)
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=COMPLETION, timeout=30, **PLAIN_HTTP)
             assert answer.status_code == 200
             eventually(lambda: connections() == 0)
 
@@ -46,7 +47,7 @@ def test_killed_proxy_and_another_in_its_place() -> None:
         with running_proxy(*urls) as (process, port):
             body = {**COMPLETION, "stream": True}
             url = f"http://127.0.0.1:{port}"
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=30) as response:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30, **PLAIN_HTTP) as response:
                 events = response.iter_raw()
                 next(events)
                 request_id = decode.received[0].headers["x-request-id"]
@@ -68,7 +69,7 @@ def test_killed_proxy_and_another_in_its_place() -> None:
             [outcome] = outcomes
             assert not outcome.ok
             assert "unreachable" in outcome.reason or "does not know this request" in outcome.reason
-            assert httpx.post(f"{url}/v1/completions", json=COMPLETION, trust_env=False, timeout=30).is_success
+            assert httpx.post(f"{url}/v1/completions", json=COMPLETION, timeout=30, **PLAIN_HTTP).is_success
     client.close()
 
 
@@ -82,7 +83,7 @@ def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
             url = f"http://127.0.0.1:{port}/v1/completions"
             body = {**COMPLETION, "stream": True}
             headers = {"Authorization": "Bearer secret"}
-            with httpx.stream("POST", url, json=body, headers=headers, trust_env=False) as response:
+            with httpx.stream("POST", url, json=body, headers=headers, **PLAIN_HTTP) as response:
                 events = response.iter_raw()
                 next(events)
                 process.send_signal(number)

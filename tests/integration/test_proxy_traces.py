@@ -18,6 +18,7 @@ from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, beside, command, eventually, running_cluster
 
 from harness.collector import Collector, Span
+from harness.plain_http import PLAIN_HTTP
 
 TRACE, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{CLIENT}-01"
@@ -300,7 +301,7 @@ def test_a_process_ends_in_time_whatever_the_collector_does(collects: bool) -> N
             assert process.stderr is not None
             port = process.stderr.readline().partition(" port ")[2].partition(";")[0]
             url = f"http://127.0.0.1:{port}/v1/completions"
-            assert httpx.post(url, json=COMPLETION, trust_env=False, timeout=30).status_code == 200
+            assert httpx.post(url, json=COMPLETION, timeout=30, **PLAIN_HTTP).status_code == 200
             if not collects:
                 line = next(line for line in process.stderr if "traces" in line)
                 assert f"traces cannot be sent to {endpoint} " in line

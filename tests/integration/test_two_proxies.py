@@ -14,6 +14,7 @@ import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers, make_ticket
 from proxy_cluster import COMPLETION, eventually, running_proxy
 
+from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
 REQUESTS = 20
@@ -29,11 +30,11 @@ class Pair:
 
     def ask(self, proxy: int, **fields: object) -> httpx.Response:
         url = f"{self.urls[proxy]}/v1/completions"
-        return httpx.post(url, json={**COMPLETION, **fields}, trust_env=False, timeout=30)
+        return httpx.post(url, json={**COMPLETION, **fields}, timeout=30, **PLAIN_HTTP)
 
     def prefilled(self, proxy: int) -> int:
         """Tickets that a proxy has had served."""
-        text = httpx.get(f"{self.urls[proxy]}/metrics", trust_env=False, timeout=10).text
+        text = httpx.get(f"{self.urls[proxy]}/metrics", timeout=10, **PLAIN_HTTP).text
         count = re.search(r"^vllm:kv_pd_proxy_prefill_seconds_count (\S+)$", text, re.MULTILINE)
         assert count is not None
         return int(float(count[1]))
@@ -70,12 +71,12 @@ def test_another_proxys_ticket_is_refused(pair: Pair) -> None:
     pair.decode.needs_prefill = False
     pair.decode.hangs_after_first_token = True
     body = {**COMPLETION, "stream": True}
-    with httpx.stream("POST", f"{pair.urls[0]}/v1/completions", json=body, trust_env=False) as response:
+    with httpx.stream("POST", f"{pair.urls[0]}/v1/completions", json=body, **PLAIN_HTTP) as response:
         events = response.iter_raw()
         next(events)
         ticket = make_ticket(f"cmpl-{pair.decode.received[0].headers['x-request-id']}-0", "t")
-        assert httpx.post(pair.urls[1] + METASERVER_PATH, json=ticket, trust_env=False).status_code == 404
-        assert httpx.post(pair.urls[0] + METASERVER_PATH, json=ticket, trust_env=False).status_code == 200
+        assert httpx.post(pair.urls[1] + METASERVER_PATH, json=ticket, **PLAIN_HTTP).status_code == 404
+        assert httpx.post(pair.urls[0] + METASERVER_PATH, json=ticket, **PLAIN_HTTP).status_code == 200
 
 
 def test_one_is_killed_and_the_others_requests_are_served() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from harness.plain_http import PLAIN_HTTP
 from harness.soak.lines import Lines
 from harness.soak.tasks import together
 from harness.soak.workload import OUTPUT_TOKENS, Workload, pool_size
@@ -54,7 +55,7 @@ class Answers:
         """All that are missing, from the single instance at `url`."""
         missing = iter(self.missing(requests))
         timeout = httpx.Timeout(ANSWER_SECONDS)
-        async with httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=timeout, **PLAIN_HTTP) as http:
 
             async def ask_next() -> None:
                 for index in missing:

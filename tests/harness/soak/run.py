@@ -16,6 +16,7 @@ from harness.clusters import Cluster, ClusterConfig, running_cluster
 from harness.engines import START_SECONDS, Engine, EngineConfig, Role, running_engines
 from harness.failures import FREE_WITHIN_S
 from harness.models import TINY, make_model
+from harness.plain_http import PLAIN_HTTP
 from harness.processes import ManagedProcess, StartupError
 from harness.soak import samples
 from harness.soak.answers import Answers
@@ -191,8 +192,8 @@ class Run:
         # A connection per request: on a busy machine this process may be stopped for longer than an idle one lives.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with (
-            httpx.AsyncClient(base_url=self._cluster.url, timeout=None, limits=limits, trust_env=False) as http,
-            httpx.AsyncClient(trust_env=False) as engines,
+            httpx.AsyncClient(base_url=self._cluster.url, timeout=None, limits=limits, **PLAIN_HTTP) as http,
+            httpx.AsyncClient(**PLAIN_HTTP) as engines,
         ):
             sampling = asyncio.create_task(self._sample(engines))
             serving = asyncio.create_task(self._serve_all(http, engines))
