@@ -4,6 +4,7 @@
 import dataclasses
 import enum
 import json
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ DEADLINE_S = 120.0
 SHAPES = ((700, 8), (30, 24), (1400, 4), (129, 16), (400, 1), (900, 12), (5, 32), (1900, 2))
 """(prompt tokens, output tokens), in turn."""
 
-VAGUE = ("", "Internal server error")
+VAGUE = re.compile(r"|Internal server error|decode engine: it failed, and has not said why.*")
 """Errors that name no reason."""
 
 
@@ -94,7 +95,7 @@ def _judge_error(response: httpx.Response) -> tuple[Outcome, str]:
 
 
 def _judge_message(message: object) -> tuple[Outcome, str]:
-    clear = isinstance(message, str) and message.strip() not in VAGUE
+    clear = isinstance(message, str) and not VAGUE.fullmatch(message.strip())
     return (Outcome.FAILED if clear else Outcome.UNCLEAR), str(message)
 
 

@@ -13,6 +13,7 @@ from proxy_cluster import COMPLETION, STREAM, counted, eventually, running_clust
 
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.proxy import forward
 
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 
@@ -43,6 +44,18 @@ def test_decode_has_given_up_waiting() -> None:
         response = answer.getresponse()
         assert response.status == 500
         assert json.loads(response.read())["error"]["message"] == "decode engine: it gave up waiting for prefill"
+
+
+def test_decode_has_not_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its KV came, or so it seems from here."""
+    monkeypatch.setattr(forward, "_REASON_SECONDS", 0.1)
+    with running_cluster() as cluster:
+        cluster.decode.fails = True
+        response = cluster.complete()
+        assert response.status_code == 500
+        request_id = cluster.decode.received[0].headers["x-request-id"]
+        message = f"decode engine: it failed, and has not said why: see its log, request {request_id}"
+        assert response.json()["error"]["message"] == message
 
 
 def test_a_reason_of_its_own_is_left_alone() -> None:

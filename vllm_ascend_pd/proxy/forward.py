@@ -282,7 +282,7 @@ class Forward:
         elif any(ticket.left for ticket in attempt.tickets.values()):
             reason = "it gave up waiting for prefill"
         else:
-            return None
+            reason = f"it failed, and has not said why: see its log, request {attempt.request_id}"
         told = error_response(HTTPStatus(answer.status_code), f"decode engine: {reason}")
         return Failure(Kind.ERROR, reason, attempt.engine, told)
 
