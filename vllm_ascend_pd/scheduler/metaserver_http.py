@@ -11,7 +11,7 @@ import msgspec
 
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, RECOMPUTES_HEADER, TransferFailure
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
-from vllm_ascend_pd.http_pool import IDLE_CONNECTION_S, close_expired
+from vllm_ascend_pd.http_pool import IDLE_CONNECTION_S
 from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.transport.secret_files import read_text_secret
 
@@ -72,8 +72,11 @@ class MetaserverHttp:
         return f"it answered {status}" if status >= 500 else None
 
     async def close_expired(self) -> None:
-        """Connections that have been idle for `IDLE_CONNECTION_S`, or that the other side has closed."""
-        await close_expired(self._transport)
+        """Connections that have been idle for `IDLE_CONNECTION_S`, or that the other side has closed. To be called now
+        and then: httpx looks for them only when it sends a request."""
+        for connection in self._transport._pool.connections:
+            if connection.is_idle() and connection.has_expired():
+                await connection.aclose()  # closed before anything is awaited: no request can have got it meanwhile
 
     async def close(self) -> None:
         await self._client.aclose()
