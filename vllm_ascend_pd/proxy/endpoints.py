@@ -11,6 +11,7 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -80,44 +81,39 @@ class Shape:
         return b'"resp_%s"' % request_id.encode()
 
 
-_OPENAI_ONE_TOKEN = {"stream": b"false", "max_tokens": b"1", "min_tokens": b"1", "n": b"1"}
-_OPENAI_OUTPUT = frozenset(
-    {
-        "best_of",
-        "echo",
-        "logprobs",
-        "logprob_token_ids",
-        "prompt_logprobs",
-        "return_prompt_text",
-        "return_token_ids",
-        "stream_options",
-        "top_logprobs",
-        "use_beam_search",
-    }
+_openai_shape = partial(
+    Shape,
+    one_token={"stream": b"false", "max_tokens": b"1", "min_tokens": b"1", "n": b"1"},
+    also_limits=frozenset({"max_completion_tokens"}),
+    not_for_prefill=frozenset(
+        {
+            "best_of",
+            "echo",
+            "logprobs",
+            "logprob_token_ids",
+            "prompt_logprobs",
+            "return_prompt_text",
+            "return_token_ids",
+            "stream_options",
+            "top_logprobs",
+            "use_beam_search",
+        }
+    ),
 )
 _NO_STORE = "responses are not stored, by this proxy or between engines"
 
 SHAPES: Mapping[Endpoint, Shape] = {
-    Endpoint.COMPLETIONS: Shape(
+    Endpoint.COMPLETIONS: _openai_shape(
         engine_id=f"cmpl-{UUID}-(?P<prompt>[0-9]{{1,6}})",
         text="prompt",
-        one_token=_OPENAI_ONE_TOKEN,
-        also_limits=frozenset({"max_completion_tokens"}),
-        not_for_prefill=_OPENAI_OUTPUT,
     ),
-    Endpoint.CHAT: Shape(
+    Endpoint.CHAT: _openai_shape(
         engine_id=f"chatcmpl-{UUID}(?P<prompt>)",
         text="messages",
-        one_token=_OPENAI_ONE_TOKEN,
-        also_limits=frozenset({"max_completion_tokens"}),
-        not_for_prefill=_OPENAI_OUTPUT,
     ),
-    Endpoint.CHAT_BATCH: Shape(
+    Endpoint.CHAT_BATCH: _openai_shape(
         engine_id=f"chatcmpl-{UUID}_(?P<prompt>[0-9]{{1,6}})",
         text="messages",
-        one_token=_OPENAI_ONE_TOKEN,
-        also_limits=frozenset({"max_completion_tokens"}),
-        not_for_prefill=_OPENAI_OUTPUT,
     ),
     Endpoint.RESPONSES: Shape(
         # A second turn, with what a built-in tool answered, is `_1`: nobody here knows its prompt.
