@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -21,7 +22,8 @@ class Level:
 
     processes: int
     threads: Counter[str]
-    sockets: int
+    sockets: dict[str, str]
+    """Of each, between which addresses it is, by what it is called in /proc."""
     files: int
     memory: int
 
@@ -29,16 +31,20 @@ class Level:
         """What there is more of than before, memory apart."""
         grown = {
             "processes": self.processes - before.processes,
-            "sockets": self.sockets - before.sockets,
+            "sockets": len(self.sockets) - len(before.sockets),
             "files": self.files - before.files,
         }
         grown |= {f"thread {name}": count for name, count in (self.threads - before.threads).items()}
         return {what: count for what, count in grown.items() if count > 0}
 
+    def new_sockets(self, before: "Level") -> list[str]:
+        return sorted(text for name, text in self.sockets.items() if name not in before.sockets)
+
 
 def measure(server: Server, control: Path) -> Level:
     threads: Counter[str] = Counter()
-    sockets = files = memory = 0
+    files = memory = 0
+    sockets: dict[str, str] = {}
     members = server.process.members()
     for pid in members:
         with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
@@ -48,13 +54,18 @@ def measure(server: Server, control: Path) -> Level:
             names = _names(control, pid)
             threads.update(names)
             threads["native"] += count - len(names)
+            ends = {c.fd: f"{c.status} {_text(c.laddr)} to {_text(c.raddr)}" for c in process.net_connections("all")}
             for fd in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(FileNotFoundError):
-                    if os.readlink(fd).startswith("socket:"):
-                        sockets += 1
+                    if (target := os.readlink(fd)).startswith("socket:"):
+                        sockets[f"{pid} {fd.name} {target}"] = f"{pid}: {ends.get(int(fd.name), 'unknown')}"
                     else:
                         files += 1
     return Level(len(members), threads, sockets, files, memory)
+
+
+def _text(address: Any) -> str:
+    return f"port {address.port}" if hasattr(address, "port") else str(address)
 
 
 def _names(control: Path, pid: int) -> list[str]:
