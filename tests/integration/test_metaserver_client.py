@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 import struct
 import threading
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -362,6 +364,21 @@ def test_idle_connections_go_without_another_post(client: MetaserverClient) -> N
     with raw_server(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", until_closed=True) as (url, seen):
         assert outcome_of(client, url, "ok").ok
         eventually(lambda: seen == [None, None])  # one connection, and its end
+
+
+def test_cancelled_posts_leave_no_connection(client: MetaserverClient) -> None:
+    """At any moment: while a connection is made, before and after it is first used."""
+    chance = random.Random(1)
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as server:  # it accepts nothing, the kernel does
+        port = server.getsockname()[1]
+        for i in range(600):
+            client.post(str(i), f"http://127.0.0.1:{port}{METASERVER_PATH}", {})
+            time.sleep(chance.uniform(0, 0.004))
+            client.cancel(str(i - chance.randrange(4)))
+        for i in range(600):
+            client.cancel(str(i))
+        ours = psutil.Process().net_connections
+        eventually(lambda: not [one for one in ours("tcp") if one.raddr and one.raddr.port == port])
 
 
 def test_an_answer_that_trickles_in_ends_at_the_deadline(metaserver: Metaserver) -> None:

@@ -156,7 +156,7 @@ class MetaserverClient:
             while not self._stop.is_set():
                 with contextlib.suppress(asyncio.TimeoutError):  # not TimeoutError before Python 3.11
                     await asyncio.wait_for(self._stop.wait(), IDLE_CONNECTION_S)
-                await self._http.close_expired()
+                await self._http.close_unused()
         finally:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:

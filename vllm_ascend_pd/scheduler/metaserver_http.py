@@ -71,11 +71,18 @@ class MetaserverHttp:
             return _describe(error)
         return f"it answered {status}" if status >= 500 else None
 
-    async def close_expired(self) -> None:
-        """Connections that have been idle for `IDLE_CONNECTION_S`, or that the other side has closed. To be called now
-        and then: httpx looks for them only when it sends a request."""
-        for connection in self._transport._pool.connections:
-            if connection.is_idle() and connection.has_expired():
+    async def close_unused(self) -> None:
+        """Connections that have been idle for `IDLE_CONNECTION_S`, that the other side has closed, or that are lost. To
+        be called now and then: httpx looks for the first two only when it sends a request, and never for the third.
+
+        A post that is cancelled when its new connection stands, but before it has sent anything, leaves that connection
+        in the pool: in nobody's use and not idle either, for good (httpcore 1.0.9).
+        """
+        pool = self._transport._pool
+        in_use = {id(request.connection) for request in pool._requests}
+        for connection in pool.connections:
+            unused = connection.has_expired() if connection.is_idle() else id(connection) not in in_use
+            if unused:
                 await connection.aclose()  # closed before anything is awaited: no request can have got it meanwhile
 
     async def close(self) -> None:
