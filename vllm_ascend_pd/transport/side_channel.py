@@ -30,7 +30,7 @@ from vllm_ascend_pd.transport.gate import Gate, default_limit
 
 logger = logging.getLogger(__name__)
 
-# How often threads look at deadlines when no message wakes them.
+# How often threads look at deadlines, of everything that is open: with every message, each would cost more the more is.
 _TICK_S = 0.05
 # Replies a peer has not yet taken, or requests it has not, per connection; messages taken in one turn.
 _HIGH_WATER_MARK = 4096
@@ -73,7 +73,8 @@ class Peer:
 class _Loop:
     """A thread that owns ZMQ sockets, with a mailbox through which other threads wake it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, tick: Callable[[float], None]) -> None:
+        self._tick = tick
         self._context = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._mailbox: deque[Callable[[], None]] = deque()
@@ -85,6 +86,7 @@ class _Loop:
         self._mailbox_in.connect(address)
         self._poller.register(self._mailbox_out, zmq.POLLIN)
         self._closing = threading.Event()
+        self._tick_at = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
@@ -119,7 +121,7 @@ class _Loop:
         self._on_close()
 
     def _turn(self) -> None:
-        ready = dict(self._poller.poll(int(_TICK_S * 1000)))
+        ready = dict(self._poller.poll(1 + int(1000 * max(0.0, self._tick_at - time.monotonic()))))
         if self._mailbox_out in ready:
             with contextlib.suppress(zmq.Again):
                 while True:
@@ -127,13 +129,15 @@ class _Loop:
         while self._mailbox:
             self._mailbox.popleft()()
         self._on_ready(ready)
-        self._on_tick(time.monotonic())
+        if (now := time.monotonic()) >= self._tick_at:
+            self._tick_at = now + _TICK_S
+            self._on_tick(now)
 
     def _on_ready(self, ready: dict["zmq.Socket[bytes]", int]) -> None:
         raise NotImplementedError
 
     def _on_tick(self, now: float) -> None:
-        raise NotImplementedError
+        self._tick(now)
 
     def _on_close(self) -> None:
         """The thread is about to end."""
@@ -153,7 +157,7 @@ class _Loop:
 class Server(_Loop):
     """Listens on `host`, answers each message with what `handle(message, peer)` returns.
 
-    `port` 0 picks a free one. `tick(now)` is called often, on the same thread: with all state touched only
+    `port` 0 picks a free one. `tick(now)` is called 20 times a second, on the same thread: with all state touched only
     from `handle` and `tick`, a server needs no locks. With `keys`, clients that have other ones or none get nothing.
     `unread_replies`: how many wait for a peer that does not read; further ones are dropped. `max_connections`:
     `gate.default_limit()` if None. `rejected` counts messages, `refused_connections` connections that were no peer's or
@@ -171,9 +175,8 @@ class Server(_Loop):
         unread_replies: int = _HIGH_WATER_MARK,
         max_connections: int | None = None,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, tick)
         self._handle = handle
-        self._tick = tick
         self.rejected = 0
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -227,6 +230,8 @@ class Server(_Loop):
 
     def _on_ready(self, ready: dict["zmq.Socket[bytes]", int]) -> None:
         self._gate.turn(time.monotonic())
+        if self._guard is not None:
+            self._guard.attend()
         if self._router not in ready:
             return
         for _ in range(_HIGH_WATER_MARK):
@@ -252,11 +257,6 @@ class Server(_Loop):
                 reply = Problem("internal error, see this side's log")
             self._send(identity, seq, reply)
 
-    def _on_tick(self, now: float) -> None:
-        if self._guard is not None:
-            self._guard.attend()
-        self._tick(now)
-
     def _on_close(self) -> None:
         self._gate.close()
 
@@ -278,8 +278,8 @@ class _Pending:
 
 class Client(_Loop):
     """Sends requests to servers. `unasked(endpoint, message)` gets what servers send on their own;
-    `tick(now)` is called often on the same thread; `rejected` counts what could not be read. With `keys`, only servers
-    that have them get anything."""
+    `tick(now)` is called 20 times a second on the same thread; `rejected` counts what could not be read. With
+    `keys`, only servers that have them get anything."""
 
     def __init__(
         self,
@@ -288,10 +288,9 @@ class Client(_Loop):
         name: str = "pd-side-channel",
         keys: Keys | None = None,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, tick)
         self._keys = keys
         self._unasked = unasked
-        self._tick = tick
         self.rejected = 0
         self._seq = itertools.count(1)
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
