@@ -131,7 +131,7 @@ class ConsumerWorker:
             for ticket_id, reason in step.cancelled.items():
                 if entry := self._entries.get(ticket_id):
                     entry.ticket.fail(reason)
-            self._settle(now)
+                    self._settle(entry, now)
 
     def take_arrivals(self) -> Arrivals:
         """Each ticket ends here once. With nothing to compute, waits a moment for one."""
@@ -162,7 +162,10 @@ class ConsumerWorker:
         now = time.monotonic()
         with self._changed:
             if isinstance(message, GrantRequest):
-                return self._grant(message, peer, now)
+                answer = self._grant(message, peer, now)
+                if entry := self._entries.get(message.ticket_id):
+                    self._settle(entry, now)  # a higher attempt that asks ends the one before
+                return answer
             if isinstance(message, Report):
                 entry = self._entries.get(message.ticket_id)
                 # The digest shows that it comes from who has the ticket: nobody ends another's transfer.
@@ -170,7 +173,7 @@ class ConsumerWorker:
                     if message.writer in entry.peers:
                         entry.peers[message.writer] = peer
                     self._trace.mark(events.REPORTED, entry.expect.request_id, message.ticket_id, message.writer)
-                    self._settle(now)
+                    self._settle(entry, now)
                 return Acknowledged()
         return Problem(f"a decode rank does not serve {type(message).__name__}")
 
@@ -234,49 +237,49 @@ class ConsumerWorker:
 
     def _tick(self, now: float) -> None:
         with self._changed:
-            for entry in self._entries.values():
+            for entry in list(self._entries.values()):
                 entry.ticket.tick(now)
-            self._settle(now)
+                self._settle(entry, now)
 
-    def _settle(self, now: float) -> None:
-        """Revokes what failed, and ends what nobody can write to any more. Under the lock."""
-        for ticket_id, entry in list(self._entries.items()):
-            ticket = entry.ticket
-            if ticket.state is State.OPEN:
-                continue
-            request_id = entry.expect.request_id
-            if ticket.state is State.FENCING and entry.given_up < ticket.attempt:
-                entry.given_up = ticket.attempt
-                logger.warning(
-                    "request %s: attempt %d failed: %s: it waits for another prefill engine",
-                    request_id,
-                    ticket.attempt,
-                    ticket.reason,
-                )
-                self._report.given_up[ticket_id] = (ticket.attempt, ticket.reason)
-            if ticket.state is State.FAILED and not entry.lost:
-                entry.lost = True
-                logger.warning(
-                    "request %s: no KV received: %s: it ends, or is computed here (kv_load_failure_policy)",
-                    request_id,
-                    ticket.reason,
-                )
-                self._report.failed[ticket_id] = ticket.reason
-                self._lost.update(entry.expect.blocks)
-                self._changed.notify_all()
-            self._revoke(entry, now)
-            if not ticket.quiet(now):
-                continue
-            del self._entries[ticket_id]
-            self._closed[ticket_id] = _Closed(ticket.digest, ticket.state, ticket.reason)
-            while len(self._closed) > MAX_TOMBSTONES:
-                self._closed.popitem(last=False)
-            how = events.RECEIVED if ticket.state is State.RECEIVED else events.FAILED
-            self._trace.mark(how, request_id, ticket_id)
-            if ticket.state is State.RECEIVED:
-                self._report.received[ticket_id] = (ticket.num_bytes, ticket.bytes_before_end)
-            self._ended.append(entry)
+    def _settle(self, entry: _Entry, now: float) -> None:
+        """Revokes a ticket that failed, and ends one that nobody can write to any more. Under the lock; only the entry
+        that a message was about, so that one costs the same however many tickets are open."""
+        ticket = entry.ticket
+        if ticket.state is State.OPEN:
+            return
+        ticket_id, request_id = ticket.ticket_id, entry.expect.request_id
+        if ticket.state is State.FENCING and entry.given_up < ticket.attempt:
+            entry.given_up = ticket.attempt
+            logger.warning(
+                "request %s: attempt %d failed: %s: it waits for another prefill engine",
+                request_id,
+                ticket.attempt,
+                ticket.reason,
+            )
+            self._report.given_up[ticket_id] = (ticket.attempt, ticket.reason)
+        if ticket.state is State.FAILED and not entry.lost:
+            entry.lost = True
+            logger.warning(
+                "request %s: no KV received: %s: it ends, or is computed here (kv_load_failure_policy)",
+                request_id,
+                ticket.reason,
+            )
+            self._report.failed[ticket_id] = ticket.reason
+            self._lost.update(entry.expect.blocks)
             self._changed.notify_all()
+        self._revoke(entry, now)
+        if not ticket.quiet(now):
+            return
+        del self._entries[ticket_id]
+        self._closed[ticket_id] = _Closed(ticket.digest, ticket.state, ticket.reason)
+        while len(self._closed) > MAX_TOMBSTONES:
+            self._closed.popitem(last=False)
+        how = events.RECEIVED if ticket.state is State.RECEIVED else events.FAILED
+        self._trace.mark(how, request_id, ticket_id)
+        if ticket.state is State.RECEIVED:
+            self._report.received[ticket_id] = (ticket.num_bytes, ticket.bytes_before_end)
+        self._ended.append(entry)
+        self._changed.notify_all()
 
     def _revoke(self, entry: _Entry, now: float) -> None:
         """Tells writers to stop, again and again until they have, or their processes have ended."""
@@ -306,7 +309,8 @@ class ConsumerWorker:
             if entry.peers.get(writer) == peer:
                 now = time.monotonic()
                 entry.ticket.gone(writer, now)
-                self._settle(now)
+                if entry.ticket.ticket_id in self._entries:
+                    self._settle(entry, now)
 
 
 def encode_description(description: RankDescription) -> bytes:
