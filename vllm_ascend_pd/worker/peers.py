@@ -325,7 +325,7 @@ class Peers:
         with self._lock:
             over = [key for key, peer in self._peers.items() if peer.is_over(now)]
             forgotten = [self._peers.pop(key) for key in over]
-            in_use = {endpoint for peer in self._peers.values() for endpoint in peer.endpoints}
+            in_use = {endpoint for peer in self._peers.values() for endpoint in peer.endpoints} if over else set()
         self._retired = [sender for sender in self._retired if not sender.ended]
         for peer in forgotten:
             peer.sender.retire()

@@ -4,6 +4,7 @@
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -53,6 +54,7 @@ class ProducerWorker:
         self._ring, self._regrouper = make_regrouper(identity, config, device, engine, caches, step_tokens)
         self._planner = Planner(identity, caches, device, self._regrouper)
         self._senders: dict[str, Sender] = {}  # by ticket id
+        self._in_use: Counter[Sender] = Counter()  # how many of these tickets each sender has
         self._transfers: dict[str, Transfer] = {}  # by request id
         self._ungranted: list[Transfer] = []
         self._plan = StepPlan()
@@ -85,6 +87,7 @@ class ProducerWorker:
         """Opens new transfers and plans the step. Blocks for nothing."""
         self.end_step()  # with speculative decoding, vLLM itself ends steps on the last pipeline stage only
         self._idle = step.idle
+        opened = []
         for request_id, ticket in step.tickets.items():
             transfer = Transfer(
                 request_id,
@@ -94,9 +97,13 @@ class ProducerWorker:
                 ProducerTicket(time.monotonic() + self._config.grant_timeout_s),
             )
             self._transfers[request_id] = transfer
-            self._senders[ticket.ticket_id] = self._peers.acquire(ticket)
+            sender = self._peers.acquire(ticket)
+            self._senders[ticket.ticket_id] = sender
+            self._in_use[sender] += 1
             self._peers.open(transfer)
-            self._ungranted = [*self._still_ungranted(), transfer]
+            opened.append(transfer)
+        if opened:
+            self._ungranted = [*self._still_ungranted(), *opened]
         for request_id, aborted in step.finished.items():
             self._release(request_id, aborted)
         self._plan = self._planner.plan(step.sends, self._transfers, self._senders)
@@ -162,12 +169,15 @@ class ProducerWorker:
             if self._idle and not self._done and self._transfers:
                 self._changed.wait_for(lambda: bool(self._done), self._config.idle_wait_s)
             done, self._done = self._done, set()
-        for sender in self._senders.values():
+        for sender in self._in_use:
             if sender.broken is not None:  # its transfers would wait for ever
                 raise RuntimeError("a sender has ended by an error of its own") from sender.broken
         for request_id in done:
             ticket = self._transfers.pop(request_id).ticket
-            self._senders.pop(ticket.ticket_id)
+            sender = self._senders.pop(ticket.ticket_id)
+            self._in_use[sender] -= 1
+            if self._in_use[sender] == 0:
+                del self._in_use[sender]
             self._peers.release(ticket)
         return done
 
@@ -177,7 +187,7 @@ class ProducerWorker:
         return WorkerReport(failed=failed) if failed else None
 
     def take_stats(self) -> stats.Data:
-        queued = sum(sender.queued for sender in {*self._senders.values()})
+        queued = sum(sender.queued for sender in self._in_use)
         self._ungranted = self._still_ungranted()
         return self._stats.take({stats.PUSH_QUEUE_DEPTH: queued, stats.GRANTS_WAITING: len(self._ungranted)})
 
