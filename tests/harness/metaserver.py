@@ -12,6 +12,11 @@ Answer = Callable[[BaseHTTPRequestHandler, bytes], object]
 """Gets a post, and its body, and answers it."""
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024  # with more connections at once than fit, clients' kernels wait a second
+
+
 @contextmanager
 def metaserver(answer: Answer) -> Iterator[str]:
     """On this host; treats every ticket in one way. Yields its URL."""
@@ -23,8 +28,7 @@ def metaserver(answer: Answer) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:

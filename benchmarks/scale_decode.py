@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For benchmarks/scale.py: decode engines without a model, many in one process. Each has a scheduler's connector, a
+rank and its threads, and a listener."""
+
+from collections import Counter
+from typing import Any
+
+from scale_parts import HOST, TIMEOUT_S, TOKENS, Blocks, Configs, Memory, Meter, blocks_of, find_tests, wait_until
+
+find_tests()
+
+
+class DecodeEngine:
+    def __init__(self, configs: Configs, engine_id: str, port: int) -> None:
+        from vllm_ascend_pd.config import parse_config
+        from vllm_ascend_pd.step import RankHandshake
+        from vllm_ascend_pd.worker.consumer import ConsumerWorker, encode_description
+
+        self.meter = Meter("pd-grants", "metaserver-client")
+        with self.meter.owning():
+            self._connector = configs.scheduler("kv_consumer", engine_id, port)
+            self._worker = ConsumerWorker(
+                configs.identity(engine_id), parse_config({}), configs.engine(), configs.caches
+            )
+        handshake = RankHandshake(encode_description(self._worker.description))
+        self._connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+        self._requests: dict[str, tuple[Any, list[int]]] = {}
+
+    def begin(self, names: list[str], first: int, url: str) -> None:
+        """Requests arrive."""
+        from harness.scheduling import make_request
+
+        params = {"do_remote_prefill": True, "metaserver": url}
+        self._requests = {
+            name: (make_request(name, TOKENS, dict(params)), blocks_of(first + i)) for i, name in enumerate(names)
+        }
+
+    def issue(self) -> None:
+        """They are allocated, all in one step."""
+        timed, connector = self.meter.timed, self._connector
+        for request, ids in self._requests.values():
+            external, _ = timed("get_num_new_matched_tokens", connector.get_num_new_matched_tokens, request, 0)
+            timed("update_state_after_alloc", connector.update_state_after_alloc, request, Blocks(ids), external)
+        self.step()
+
+    def step(self) -> set[str]:
+        """In which other requests run; returns those whose KV has arrived."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        from harness.scheduling import make_output
+
+        meter, worker = self.meter, self._worker
+        output = make_output()
+        output.total_num_scheduled_tokens = 1
+        step = meter.timed("build_connector_meta", self._connector.build_connector_meta, output)
+        step = meter.carried("down", step)
+        meter.timed("rank", worker.start_step, step)
+        arrivals = meter.timed("rank", worker.take_arrivals)
+        report = meter.carried("up", meter.timed("rank", worker.take_report))
+        if arrivals.failed or (report is not None and report.failed):
+            raise RuntimeError(f"decode lost requests: {report}")
+        news = KVConnectorOutput(finished_recving=arrivals.finished or None, kv_connector_worker_meta=report)
+        meter.timed("update_connector_output", self._connector.update_connector_output, news)
+        return set(arrivals.finished)
+
+    def empty_steps(self, count: int) -> None:
+        for _ in range(count):
+            with self.meter.aside():
+                self.step()
+
+    def finish(self) -> None:
+        """All KV arrives, and all requests end. Their posts have been answered."""
+        wait_until(lambda: len(self._worker._ended) == len(self._requests), "KV arrives at decode")
+        client = self._connector._scheduler._metaserver
+        wait_until(lambda: not client._posts, "posts are answered")
+        arrived = self.step()
+        if arrived != set(self._requests):
+            raise RuntimeError(f"{len(arrived)} requests arrived at decode, not {len(self._requests)}")
+        for request, ids in self._requests.values():
+            finished = self._connector.request_finished_all_groups
+            _, answer = self.meter.timed("request_finished_all_groups", finished, request, (ids,))
+            if not answer.get("received_bytes"):
+                raise RuntimeError(f"decode received nothing for {request.request_id}: {answer}")
+        self._requests = {}
+
+    def close(self) -> None:
+        self._connector.shutdown()
+        self._worker.close(TIMEOUT_S)
+
+
+class DecodeEngines:
+    """`Rank`'s program."""
+
+    def __init__(self, model: str, layers: int, num_blocks: int, ports: list[int]) -> None:
+        configs = Configs(model, layers, num_blocks)
+        self._engines = [DecodeEngine(configs, f"decode-{i}", port) for i, port in enumerate(ports)]
+        self._used: list[DecodeEngine] = []
+        self._memory = Memory()
+
+    def begin(self, wave: str, shares: list[int], url: str, memory: bool) -> None:
+        """`shares`: how many requests each of the first engines gets."""
+        self._used, first = self._engines[: len(shares)], 0
+        for number, (engine, share) in enumerate(zip(self._used, shares, strict=True)):
+            engine.begin([f"cmpl-{wave}-{number}-{i}-0-0a1b2c3d" for i in range(share)], first, url)
+            first += share
+            engine.meter.begin()
+        if memory:
+            self._memory.begin()
+
+    def issue(self) -> None:
+        for engine in self._used:
+            engine.issue()
+
+    def empty_steps(self, count: int) -> None:
+        for engine in self._used:
+            engine.empty_steps(count)
+
+    def held(self) -> int:
+        return self._memory.end()
+
+    def finish(self) -> dict[str, Any]:
+        """What the wave cost the engines in it, all together."""
+        for engine in self._used:
+            engine.finish()
+        costs = [engine.meter.costs() for engine in self._used]
+        return {
+            "scheduler": sum(each["scheduler"] for each in costs),
+            "rank": sum(each["rank"] for each in costs),
+            **{name: dict(sum((Counter(each[name]) for each in costs), Counter())) for name in ("threads", "bytes")},
+            "calls": dict(sum((Counter(each["calls"]) for each in costs), Counter())),
+            "empty_step": max(each["empty_step"] for each in costs),
+        }
+
+    def stop(self, reusable: bool) -> list[str]:
+        for engine in self._engines:
+            engine.close()
+        return []
+
+
+__all__ = ["HOST", "DecodeEngines"]

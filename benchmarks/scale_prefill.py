@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For benchmarks/scale.py: a prefill engine without a model: a scheduler's connector, and a rank and its threads."""
+
+from typing import Any
+
+from scale_parts import (
+    BLOCKS,
+    STEPS,
+    TIMEOUT_S,
+    TOKENS,
+    Blocks,
+    Configs,
+    Meter,
+    blocks_of,
+    wait_until,
+)
+
+PER_STEP = TOKENS // STEPS
+
+
+class Prefill:
+    def __init__(self, configs: Configs, engine_id: str) -> None:
+        from vllm_ascend_pd.config import parse_config
+        from vllm_ascend_pd.device.cpu import CpuDevice
+        from vllm_ascend_pd.worker.producer import ProducerWorker
+
+        self.meter = Meter("pd-control")
+        self._device = CpuDevice()
+        self._layers = list(configs.caches.layers)
+        with self.meter.owning():
+            self._connector = configs.scheduler("kv_producer", engine_id, 0)
+            self._worker = ProducerWorker(
+                configs.identity(engine_id),
+                parse_config({}),
+                self._device,
+                configs.engine(),
+                configs.caches,
+                step_tokens=TOKENS,
+            )
+        self._requests: list[Any] = []
+
+    def begin(self, tickets: list[dict[str, Any]]) -> None:
+        """Requests arrive, with their tickets."""
+        from harness.scheduling import make_request
+
+        self._requests = [make_request(ticket["request_id"], TOKENS, ticket) for ticket in tickets]
+
+    def start(self) -> None:
+        """The first step, in which all requests are new; waits until decode lets them write."""
+        from harness.scheduling import Scheduled, make_output
+
+        timed, connector, new = self.meter.timed, self._connector, []
+        for i, request in enumerate(self._requests):
+            ids = blocks_of(i, BLOCKS // STEPS)
+            timed("get_num_new_matched_tokens", connector.get_num_new_matched_tokens, request, 0)
+            timed("update_state_after_alloc", connector.update_state_after_alloc, request, Blocks(ids), 0)
+            new.append(Scheduled(request, (ids,), 0, PER_STEP))
+        self._step(make_output(new=new))
+        wait_until(self._is_granted, "decode grants")
+
+    def go_on(self) -> None:
+        """The other steps, to the end of the prompts; then the requests end."""
+        from harness.scheduling import Scheduled, make_output
+
+        for step in range(1, STEPS):
+            part = slice(step * BLOCKS // STEPS, (step + 1) * BLOCKS // STEPS)
+            running = [
+                Scheduled(request, (blocks_of(i)[part],), step * PER_STEP, PER_STEP)
+                for i, request in enumerate(self._requests)
+            ]
+            self._step(make_output(running=running))
+        for i, request in enumerate(self._requests):
+            finished = self._connector.request_finished_all_groups
+            kept, answer = self.meter.timed("request_finished_all_groups", finished, request, (blocks_of(i),))
+            if not kept or answer is not None:
+                raise RuntimeError(f"prefill does not send {request.request_id}: {answer}")
+        self._step(make_output())
+
+    def finish(self) -> dict[str, Any]:
+        """All blocks are sent; what the wave has cost."""
+        from harness.scheduling import make_output
+
+        wait_until(lambda: all(t.ended for t in self._worker._transfers.values()), "KV is sent")
+        self._step(make_output())
+        left = len(self._worker._transfers) + len(self._connector._scheduler._awaiting)
+        if left:
+            raise RuntimeError(f"{left} requests did not end at prefill")
+        self._requests = []
+        return self.meter.costs()
+
+    def empty_steps(self, count: int) -> None:
+        from harness.scheduling import make_output
+
+        for _ in range(count):
+            with self.meter.aside():
+                self._step(make_output())
+
+    def close(self) -> None:
+        self._worker.close(TIMEOUT_S)
+        self._connector.shutdown()
+        self._device.close()
+
+    def _step(self, output: Any) -> None:
+        from vllm.v1.outputs import KVConnectorOutput
+
+        meter, worker = self.meter, self._worker
+        output.total_num_scheduled_tokens = max(1, output.total_num_scheduled_tokens)
+        step = meter.timed("build_connector_meta", self._connector.build_connector_meta, output)
+        step = meter.carried("down", step)
+        meter.timed("rank", worker.preempted, step.preempted)
+        meter.timed("rank", worker.start_step, step)
+        for layer in self._layers:  # what a layer costs is benchmarks/plan.py's question
+            worker.layer_computed(layer)
+        meter.timed("rank", worker.end_step)
+        sent = meter.timed("rank", worker.take_sent)
+        report = meter.carried("up", meter.timed("rank", worker.take_report))
+        meter.timed("rank", worker.take_stats)
+        if report is not None and report.failed:
+            raise RuntimeError(f"prefill failed: {report.failed}")
+        news = KVConnectorOutput(finished_sending=sent or None, kv_connector_worker_meta=report)
+        meter.timed("update_connector_output", self._connector.update_connector_output, news)
+
+    def _is_granted(self) -> bool:
+        return not any(transfer.state.waits_for_grant for transfer in self._worker._transfers.values())
