@@ -230,7 +230,7 @@ class ConsumerTicket:
     _ended: tuple[float, float] | None = None  # prefill: when, and how long to wait for its writers from then on
     _engine: tuple[str, Sharding] | None = None
     _leases: dict[Writer, _Lease] = field(default_factory=dict)
-    _missing: set[tuple[int, int]] = field(default_factory=set)
+    _missing: frozenset[tuple[int, int]] = frozenset()  # which tickets of equal shapes share until a writer reports
 
     @property
     def engine_known(self) -> bool:
@@ -242,7 +242,7 @@ class ConsumerTicket:
         assert self.state is State.OPEN
         assert self._engine is None
         self._engine = (engine_id, sharding)
-        self._missing = set(expected)
+        self._missing = expected
 
     def admit(self, request: GrantRequest, now: float) -> Refused | Complete | None:
         """Whether the request's attempt may write at all: None, or the answer. A higher attempt than the one that
@@ -395,6 +395,6 @@ class ConsumerTicket:
         self.num_bytes = self.bytes_before_end = 0
         self._engine = None
         self._leases.clear()
-        self._missing.clear()
+        self._missing = frozenset()
         if self._ended is not None:
             self._ended = (now, self._ended[1])
