@@ -82,6 +82,22 @@ def test_submitted_work_runs_after_its_event(device: NpuDevice, delays: tuple[in
 
 
 @emulated
+def test_events_and_the_side_stream_follow_whichever_stream_is_current(device: NpuDevice) -> None:
+    cache, staging = torch.zeros(64, device="npu"), torch.zeros(64, device="npu")
+    default, other = torch.npu.current_stream(), torch.npu.Stream()
+    torch.npu.synchronize()
+    with cann_on_host.delays(SLOW_US):
+        for value, stream in enumerate((default, other, default), start=1):
+            with torch.npu.stream(stream):
+                for filled in (0, 0, value):
+                    cache.fill_(filled)
+                done = device.submit(lambda: staging.copy_(cache), after=device.record_event())
+                assert torch.npu.current_stream() == stream
+            done.wait(5)
+            assert staging.cpu().eq(value).all()
+
+
+@emulated
 def test_submit_does_not_wait(device: NpuDevice) -> None:
     x = torch.zeros(64, device="npu")
     with cann_on_host.delays(SLOW_US):

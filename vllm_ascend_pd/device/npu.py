@@ -42,6 +42,13 @@ class NpuEvent(Event):
         if self._error is not None:
             raise DeviceError(f"work could not be queued on the side stream: {self._error}") from self._error
 
+    def is_done(self) -> bool:
+        self._device.bind_thread()
+        try:
+            return self._reached()
+        except DeviceError:
+            return True
+
     def _reached(self) -> bool:
         try:
             return bool(self.event.query())
@@ -60,6 +67,7 @@ class NpuDevice(Device):
 
         self._index = torch.npu.current_device()
         self._side = torch.npu.Stream(device=self._index)
+        self._model: Any = None  # the stream of the model's thread, when last seen
         self._threads = threading.local()
         self._threads.bound = True  # the caller's
         self._submitted: deque[tuple[NpuEvent, Callable[[], None]]] = deque()  # until its end is seen
@@ -72,7 +80,16 @@ class NpuDevice(Device):
             self._threads.bound = True
 
     def record_event(self) -> Event:
-        return NpuEvent(self, torch.npu.current_stream().record_event())
+        current = torch.accelerator.current_stream(self._index)
+        if self._model is None or self._model.stream_id != current.stream_id:
+            # As torch.npu's events want it. Making one takes longer than all the rest here; the model stays on one.
+            self._model = torch.npu.Stream(
+                device=self._index,
+                stream_id=current.stream_id,
+                device_index=current.device_index,
+                device_type=current.device_type,
+            )
+        return NpuEvent(self, self._model.record_event())
 
     def submit(self, work: Callable[[], None], after: Event) -> Event:
         if self._closed:
@@ -80,13 +97,18 @@ class NpuDevice(Device):
         if not isinstance(after, NpuEvent):
             raise TypeError(f"not an event of this device: {after!r}")
         failure: Exception | None = None
-        with torch.npu.stream(self._side):
+        # torch.npu.stream and torch.npu.current_stream find out which device is current first, by trying them all.
+        before = torch.accelerator.current_stream(self._index)
+        torch.npu.set_stream(self._side)
+        try:
             self._side.wait_event(after.event)
             try:
                 work()
             except Exception as error:  # noqa: BLE001 - delivered by the event
                 failure = error
             end = NpuEvent(self, self._side.record_event(), failure)
+        finally:
+            torch.npu.set_stream(before)
         # Tensor.record_stream would hold the tensors too, but ends the process when one is freed on a failed device.
         while self._submitted and self._submitted[0][0].is_done():
             self._submitted.popleft()
