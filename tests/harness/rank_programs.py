@@ -4,7 +4,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.step import Send
+from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError, TransferLimits
 from vllm_ascend_pd.worker.caches import LayerSpec, describe
 from vllm_ascend_pd.worker.consumer import ConsumerWorker
@@ -214,25 +215,26 @@ class PrefillRank(_RankBase):
 
     def slow_down(self, seconds: float) -> None:
         """From now on every write takes that much longer."""
-        write = TransferEngine.write
+        write = TransferEngine.write_batches
 
         def late(*args: Any) -> None:
             time.sleep(seconds)
             write(self.engine, *args)
 
-        self.engine.write = late
+        self.engine.write_batches = late
 
     def poison(self, ranges: list[tuple[str, int, int]]) -> None:
         """From now on the transfer engine fails every write into one of decode's `ranges` (session, address, bytes)."""
-        healthy = self.engine.write
+        healthy = self.engine.write_batches
 
-        def write(session: str, sources: list[int], destinations: list[int], *others: Any) -> None:
+        def write(session: str, batches: Iterable[Batch], *others: Any) -> None:
             theirs = [(begin, begin + size) for owner, begin, size in ranges if owner == session]
-            if any(begin <= d < end for d in destinations for begin, end in theirs):
+            batches = list(batches)
+            if any(begin <= d < end for _, destinations, _ in batches for d in destinations for begin, end in theirs):
                 raise TransferError(session, "injected by the test", retryable=True)
-            healthy(session, sources, destinations, *others)
+            healthy(session, batches, *others)
 
-        self.engine.write = write
+        self.engine.write_batches = write
 
 
 def refuse_work(rank: PrefillRank) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from harness.waiting import wait_for
@@ -19,7 +20,8 @@ from harness.waiting import wait_for
 pytest.importorskip("mooncake.engine")
 
 from harness.rank_hosts import stop
-from vllm_ascend_pd.transport.batches import merge_regions, split_batches
+from vllm_ascend_pd.core.plan import Descriptors
+from vllm_ascend_pd.transport.batches import Batches, merge_regions
 from vllm_ascend_pd.transport.engine import (
     MIB,
     TransferEngine,
@@ -158,14 +160,10 @@ def test_no_batch_begins_once_the_leave_to_write_has_ended(source: Source, recei
     per_batch = LIMITS.max_descriptors
     leave = iter([True, False])
     offsets = [64 * i for i in range(3 * per_batch)]
+    copies = Descriptors(np.array(offsets), np.array(offsets), np.full(len(offsets), 64))
+    batches = Batches.cut([copies], source.engine.limits).at([source.address], [receiver.address])
     with pytest.raises(TransferError, match="the leave to write ended") as error:
-        source.engine.write(
-            receiver.session,
-            [source.address + offset for offset in offsets],
-            [receiver.address + offset for offset in offsets],
-            [64] * len(offsets),
-            lambda: next(leave),
-        )
+        source.engine.write_batches(receiver.session, batches, lambda: next(leave))
     assert (error.value.may_arrive, error.value.retryable) == (False, False)
     first = 64 * per_batch
     assert receiver.read(0, first) == source.memory.raw[:first]
@@ -324,30 +322,6 @@ def test_merge_regions() -> None:
     assert merge_regions([(30, 5), (0, 10), (10, 10), (2, 3), (34, 2)]) == [(0, 20), (30, 6)]
     with pytest.raises(ValueError, match="0 bytes"):
         merge_regions([(1, 0)])
-
-
-@pytest.mark.parametrize(
-    ("limits", "sizes"),
-    [
-        (TransferLimits(max_descriptors=2), [[10, 20], [30]]),
-        (TransferLimits(max_bytes=30), [[10, 20], [30]]),
-        (TransferLimits(max_bytes=25), [[10], [20], [25], [5]]),
-        (TransferLimits(max_descriptor_bytes=15), [[10, 15, 5, 15, 15]]),
-        (TransferLimits(max_descriptors=2, max_bytes=24, max_descriptor_bytes=15), [[10], [15, 5], [15], [15]]),
-        (TransferLimits(), [[10, 20, 30]]),
-    ],
-)
-def test_split_batches(limits: TransferLimits, sizes: list[list[int]]) -> None:
-    lengths = [10, 20, 30]
-    sources, destinations = [0, 1000, 2000], [5000, 6000, 7000]
-    batches = list(split_batches(sources, destinations, lengths, limits))
-    assert [lengths for _, _, lengths in batches] == sizes
-
-    def touched(starts: list[int], lengths: list[int]) -> list[int]:
-        return [start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]
-
-    assert [byte for s, _, n in batches for byte in touched(s, n)] == touched(sources, lengths)
-    assert [byte for _, d, n in batches for byte in touched(d, n)] == touched(destinations, lengths)
 
 
 def test_mooncake_without_the_ascend_transport_starts_all_the_same() -> None:

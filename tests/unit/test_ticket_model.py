@@ -59,6 +59,13 @@ class BeginsOldPlans(ProducerTicket):
         return self.destinations[key].granted
 
 
+class LeavesWithoutEnd(ProducerTicket):
+    """Whoever was granted once may write."""
+
+    def lease(self, key):
+        return math.inf if self.destinations[key].granted else -math.inf
+
+
 class CountsFromTheAnswer(ProducerTicket):
     def answered(self, key, asked_at, answer):
         return super().answered(key, 0, answer)
@@ -188,6 +195,7 @@ class CountsReportsOfOthers(ConsumerTicket):
     ("guard", "bounds", "rule"),
     [
         (BeginsOldPlans, PAIR, "R2"),
+        (LeavesWithoutEnd, PAIR, "R2"),
         (CountsFromTheAnswer, PAIR, "R2"),
         (ClaimsSuccess, PAIR, "R1"),
         (TellsSuccessTooSoon, PAIR, "R2"),

@@ -36,7 +36,7 @@ from tickets import DIGEST, P_TP, TICKET_ID
 
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.core.producer_ticket import Destination, Phase, ProducerTicket
+from vllm_ascend_pd.core.producer_ticket import Destination, Phase, ProducerTicket, RankKey
 from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRequest, RankDescription, Refused, Report, Writer
 from vllm_ascend_pd.core.ticket import ConsumerTicket, State
 
@@ -292,9 +292,7 @@ class Ranks:
             if done is not None:
                 yield "writes no more", self._produced(world, transfer, after)
             return
-        after, may_write = self._producers.after(number, "known", lambda p: p.known(0))
-        if may_write:
-            after, may_write = self._producers.after(after, ("may write", key), lambda p: p.may_write(key, 0))
+        after, may_write = self._may_write(number, key)
         if may_write is None:
             return
         told = self._produced(world, transfer, after)
@@ -307,6 +305,14 @@ class Ranks:
             yield f"has nothing to write to decode {key[1]}", self._with_sender(told, transfer, Sender(key[1] + 1))
         else:
             yield f"may not write to decode {key[1]}", told
+
+    def _may_write(self, number: int, key: RankKey) -> tuple[int, bool | None]:
+        if self._producers.ask(number, ("leave", key), lambda p: p.leave(key) > 0):
+            return number, True
+        after, known = self._producers.after(number, "known", lambda p: p.known(0))
+        return (
+            self._producers.after(after, ("may write", key), lambda p: p.may_write(key, 0)) if known else (after, known)
+        )
 
     def _begins(self, world: World) -> Moves:
         """Writes that were planned find the link free."""

@@ -147,9 +147,22 @@ class ProducerTicket:
             self.fail(f"the lease for decode rank {key} ran out", PushFailure.LEASE)
         return self.failure is None and self.phase is Phase.WRITING
 
+    def leave(self, key: RankKey) -> float:
+        """Until when `may_write` says yes unless something changes; -inf: it may say something else. Any thread may ask
+        without more: as if it had asked a moment earlier."""
+        destination = (self.destinations or {}).get(key)
+        if self.failure is not None or self.phase is not Phase.WRITING or destination is None or destination.complete:
+            return -math.inf
+        return destination.until
+
+    def lease(self, key: RankKey) -> float:
+        """Until when bytes for `key` may leave; it only gets later, so any thread may ask. Even after a failure they
+        do no harm as long as the lease runs."""
+        return self._destination(key).until
+
     def holds(self, key: RankKey, now: float) -> bool:
-        """May bytes for `key` leave now? Even after a failure they do no harm as long as the lease runs."""
-        return now < self._destination(key).until
+        """May bytes for `key` leave now?"""
+        return now < self.lease(key)
 
     def unsettle(self, until: float) -> None:
         """A write was given up: what is on its way arrives by `until`."""

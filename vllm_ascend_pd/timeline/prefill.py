@@ -71,7 +71,7 @@ class PrefillTrace:
 
     # On the sender's thread.
 
-    def pushed(self, layer: str, key: RankKey, begun: float, written: list[tuple[Transfer, int]]) -> None:
+    def pushed(self, layer: str, key: RankKey, begun: float, written: Iterable[tuple[Transfer, int]]) -> None:
         """A batch has left since `begun`: the bytes of each transfer that has not failed."""
 
     def finished(self, transfer: Transfer) -> None:
@@ -164,7 +164,7 @@ class TracedPrefill(PrefillTrace):
 
         self._regrouping.put(record, moment(push.computed), moment(push.ready))
 
-    def pushed(self, layer: str, key: RankKey, begun: float, written: list[tuple[Transfer, int]]) -> None:
+    def pushed(self, layer: str, key: RankKey, begun: float, written: Iterable[tuple[Transfer, int]]) -> None:
         to = f"{key[0]}/{key[1]}"
         args = Push(short_name(layer), to, {_transfer(transfer): num_bytes for transfer, num_bytes in written})
         lane = self._file.lane(f"push to decode rank {to}")

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from vllm_ascend_pd.core.plan import Descriptors, Offsets, concatenate
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.transport.engine import TransferLimits
@@ -26,35 +30,61 @@ def merge_regions(regions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def split_batches(
-    sources: list[int], destinations: list[int], lengths: list[int], limits: TransferLimits
-) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """Cut descriptors into batches (sources, destinations, lengths) that respect `limits`, in order."""
-    piece = min(limits.max_descriptor_bytes, limits.max_bytes)
-    if max(lengths, default=0) > piece:
-        sources, destinations, lengths = _cut(sources, destinations, lengths, piece)
-    # In slices: a step's layer may have thousands of descriptors, and a loop over them would cost more than planning.
-    first, count = 0, len(lengths)
-    while first < count:
-        stop = min(first + limits.max_descriptors, count)
-        if sum(lengths[first:stop]) > limits.max_bytes:
-            stop = first + bisect_right(list(accumulate(lengths[first:stop])), limits.max_bytes)
-        yield sources[first:stop], destinations[first:stop], lengths[first:stop]
-        first = stop
+Batch: TypeAlias = tuple[list[int], list[int], list[int]]
+"""Sources, destinations and lengths, as Mooncake takes them."""
 
 
-def _cut(
-    sources: list[int], destinations: list[int], lengths: list[int], piece: int
-) -> tuple[list[int], list[int], list[int]]:
-    """The same bytes in descriptors of `piece` bytes at most."""
-    cut: tuple[list[int], list[int], list[int]] = ([], [], [])
-    for source, destination, length in zip(sources, destinations, lengths, strict=True):
-        for offset in range(0, length, piece):
-            for column, value in zip(
-                cut, (source + offset, destination + offset, min(piece, length - offset)), strict=True
-            ):
-                column.append(value)
-    return cut
+@dataclass(frozen=True)
+class Batches:
+    """Copies in batches that respect limits, for any base addresses: cut once a step, written for every layer.
+
+    `parts`: how many copies count from each of the bases, in order. Batch `n` has the copies from `bounds[n]` to
+    `bounds[n + 1]`; `lengths` are the same for all bases, so they are lists already.
+    """
+
+    src: Offsets
+    dst: Offsets
+    parts: list[int]
+    bounds: list[int]
+    lengths: list[list[int]]
+
+    @classmethod
+    def cut(cls, parts: Sequence[Descriptors], limits: TransferLimits) -> Batches:
+        """In order; what is longer than the limits allow becomes several copies."""
+        pieces = [_cut(part, min(limits.max_descriptor_bytes, limits.max_bytes)) for part in parts]
+        nbytes = concatenate([part.nbytes for part in pieces])
+        bounds = [0]
+        ends = np.cumsum(nbytes)
+        while (first := bounds[-1]) < len(nbytes):
+            before = int(ends[first - 1]) if first else 0
+            most = int(np.searchsorted(ends, before + limits.max_bytes, side="right"))
+            bounds.append(min(first + limits.max_descriptors, most))
+        return cls(
+            concatenate([part.src for part in pieces]),
+            concatenate([part.dst for part in pieces]),
+            [len(part.nbytes) for part in pieces],
+            bounds,
+            [nbytes[first:stop].tolist() for first, stop in pairwise(bounds)],
+        )
+
+    def at(self, sources: Sequence[int], destinations: Sequence[int]) -> Iterator[Batch]:
+        """With the addresses that offsets of each part count from."""
+        src = self.src + np.repeat(np.array(sources, dtype=np.int64), self.parts)
+        dst = self.dst + np.repeat(np.array(destinations, dtype=np.int64), self.parts)
+        for (first, stop), lengths in zip(pairwise(self.bounds), self.lengths, strict=True):
+            yield src[first:stop].tolist(), dst[first:stop].tolist(), lengths
+
+
+def _cut(copies: Descriptors, piece: int) -> Descriptors:
+    """The same bytes in copies of `piece` bytes at most."""
+    counts = -(-copies.nbytes // piece)
+    if np.all(counts <= 1):
+        return copies
+    which = np.repeat(np.arange(len(counts)), counts)
+    offset = (np.arange(len(which)) - (np.cumsum(counts) - counts)[which]) * piece
+    return Descriptors(
+        copies.src[which] + offset, copies.dst[which] + offset, np.minimum(copies.nbytes[which] - offset, piece)
+    )
 
 
 def covered(region: tuple[int, int], known: list[tuple[int, int]]) -> bool:

@@ -10,15 +10,18 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
+from vllm_ascend_pd.core.plan import Descriptors
 from vllm_ascend_pd.transport import ascend
-from vllm_ascend_pd.transport.batches import covered, merge_regions, split_batches
+from vllm_ascend_pd.transport.batches import Batch, Batches, covered, merge_regions
 from vllm_ascend_pd.transport.peer_queue import PeerQueue, most_descriptors
 
 logger = logging.getLogger(__name__)
@@ -210,15 +213,18 @@ class TransferEngine:
                 )
             self._regions = sorted(known + fresh)
 
-    def write(
-        self,
-        session: str,
-        sources: list[int],
-        destinations: list[int],
-        lengths: list[int],
-        may_begin: Callable[[], bool] = lambda: True,
+    def write(self, session: str, sources: list[int], destinations: list[int], lengths: list[int]) -> None:
+        """Copy `lengths[i]` bytes from `sources[i]` here to `destinations[i]` in the memory of `session`: see
+        `write_batches`."""
+        if not len(sources) == len(destinations) == len(lengths):
+            raise ValueError(f"{len(sources)} sources, {len(destinations)} destinations, {len(lengths)} lengths")
+        copies = Descriptors(*(np.array(column, dtype=np.int64) for column in (sources, destinations, lengths)))
+        self.write_batches(session, Batches.cut([copies], self._limits).at([0], [0]))
+
+    def write_batches(
+        self, session: str, batches: Iterable[Batch], may_begin: Callable[[], bool] = lambda: True
     ) -> None:
-        """Copy `lengths[i]` bytes from `sources[i]` here to `destinations[i]` in the memory of `session`.
+        """Copy what `batches` say, which were cut to `limits`, into the memory of `session`, in order.
 
         Blocks until the receiver has acknowledged every byte as stored; raises `TransferError` as soon as one
         batch failed, and later batches are not sent. The order of arrival is undefined. Writing again is
@@ -228,13 +234,10 @@ class TransferEngine:
         `may_begin()` is asked right before each batch, after all waiting for the peer; a no ends the write. No byte
         of a batch arrives later than `limits.settle_s` after that.
         """
-        if not len(sources) == len(destinations) == len(lengths):
-            raise ValueError(f"{len(sources)} sources, {len(destinations)} destinations, {len(lengths)} lengths")
-        if not lengths:
-            return
         self._check_open()
-        peer = self._reach(session)
-        for batch in split_batches(sources, destinations, lengths, self._limits):
+        peer: _Peer | None = None
+        for batch in batches:
+            peer = peer or self._reach(session)
             self._write_batch(session, peer, may_begin, *batch)
 
     def forget(self, sessions: Collection[str]) -> None:

@@ -9,8 +9,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.failure import PushFailure
@@ -19,12 +20,13 @@ from vllm_ascend_pd.core.plan import Target
 from vllm_ascend_pd.core.producer_ticket import RankKey
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.timeline.prefill import PrefillTrace
+from vllm_ascend_pd.transport.batches import Batches
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
 from vllm_ascend_pd.worker.peer import DecodeLayout, Remote
 from vllm_ascend_pd.worker.running_time import RunningTime
 from vllm_ascend_pd.worker.shipment import Chunk, Shipment
 from vllm_ascend_pd.worker.staging import Slot, StagingRing
-from vllm_ascend_pd.worker.transfer import Transfer
+from vllm_ascend_pd.worker.transfer import Leave, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +82,7 @@ class Barrier:
 Task = LayerPush | Finish | Barrier
 
 
-@dataclass(frozen=True)
-class _Write:
+class _Write(NamedTuple):
     """Part of a batch: a source's share for one target of the route, and where it goes."""
 
     base: int
@@ -200,22 +201,30 @@ class Sender:
 
     def _push_ready(self, task: LayerPush) -> None:
         self._await_bytes(task)
-        for item in task.shipment.items:
-            item.transfer.await_destinations()
+        shipment = task.shipment
+        if not shipment.located:
+            for item in shipment.items:
+                item.transfer.await_destinations()
+            shipment.located = True
         if self.layout is None:
             return  # then every transfer has failed above
         slot_address = 0 if task.slot is None else task.slot.address
         writes: dict[RankKey, list[_Write]] = {}
         for source in task.sources:
-            for target in task.shipment.route.targets:
+            for target in shipment.route.targets:
                 remote = self.layout.locate(source.tensor, target.tp_rank)
                 writes.setdefault(remote.key, []).append(_Write(slot_address + source.base, target, remote))
         writing_s = 0.0
         for key, batch in writes.items():
-            live = frozenset(i for i, item in enumerate(task.shipment.items) if item.transfer.await_grant(key))
+            # Once all are granted and none has failed, no lock is taken.
+            leave = Leave(shipment.transfers, key)
+            live: Sequence[int] = range(len(shipment.items))
+            if not leave.is_plain():
+                live = [i for i in live if shipment.transfers[i].await_grant(key)]
+                leave = Leave([shipment.transfers[i] for i in live], key)
             if live:
                 begun = time.monotonic()
-                self._write_fused(task, key, batch, live)
+                self._write_fused(task, leave, batch, live)
                 writing_s += time.monotonic() - begun
         if writing_s:
             self._stats.observe(stats.LAYER_PUSH_SECONDS, writing_s)
@@ -230,76 +239,67 @@ class Sender:
         if task.computed is not None:
             self._stats.observe(stats.REGROUP_WAIT_SECONDS, time.monotonic() - computed_at)
 
-    def _write_fused(self, task: LayerPush, key: RankKey, batch: list[_Write], live: frozenset[int]) -> None:
+    def _write_fused(self, task: LayerPush, leave: Leave, batch: list[_Write], live: Sequence[int]) -> None:
         """One write for all live items; if it fails, one for each, so that only those at fault suffer."""
-        begun = time.monotonic()
-        everyone = len(live) == len(task.shipment.items)
+        begun, key = time.monotonic(), leave.key
+        transfers = task.shipment.transfers
+        parts = tuple((write.target, write.remote.geometry) for write in batch)
+        parcel = task.shipment.parcel(task.chunk, parts, self._engine.limits)
+        delivered: Sequence[int] = live
         try:
-            self._write(task, batch, None if everyone else live)
+            if len(live) == len(transfers):
+                self._write(batch, parcel.batches, leave)
+            else:
+                self._write_some(task, batch, live, leave)
         except TransferError as error:
             self._unsettle(task, live, error)
             logger.warning("layer %s to decode rank %s: %s; trying each request by itself", task.layer, key, error)
+            delivered = []
             for i in live:
-                transfer = task.shipment.items[i].transfer
                 self._stats.add(stats.WRITE_RETRIES)
                 try:
                     self._write_retrying(task, key, batch, i)
                 except TransferError as final:
                     self._unsettle(task, live, final)
-                    transfer.fail(str(final), PushFailure.WRITE)
-        # Units of each item, and the bytes of each, by what is written of them.
-        written = [
-            (task.shipment.units(task.chunk, write.remote.geometry.share), write.target.rows * write.target.nbytes)
-            for write in batch
-        ]
-        delivered = []
-        for i in live:
-            transfer = task.shipment.items[i].transfer
-            if transfer.failure is None:
-                of_item = sum(units[i] * per_unit for units, per_unit in written)
-                transfer.wrote(key, of_item)
-                delivered.append((transfer, of_item))
-        self._stats.add(stats.PUSHED_BYTES, sum(num_bytes for _, num_bytes in delivered))
-        self._trace.pushed(task.layer, key, begun, delivered)
+                    transfers[i].fail(str(final), PushFailure.WRITE)
+                if transfers[i].failure is None:
+                    delivered.append(i)
+        num_bytes = parcel.num_bytes
+        for i in delivered:
+            transfers[i].wrote(key, num_bytes[i])
+        self._stats.add(stats.PUSHED_BYTES, sum(num_bytes[i] for i in delivered))
+        self._trace.pushed(task.layer, key, begun, ((transfers[i], num_bytes[i]) for i in delivered))
 
     def _write_retrying(self, task: LayerPush, key: RankKey, batch: list[_Write], item: int) -> None:
+        transfer = task.shipment.transfers[item]
+        leave = Leave([transfer], key)
         try:
-            self._write(task, batch, frozenset((item,)))
+            self._write_some(task, batch, (item,), leave)
         except TransferError as error:
             if not error.retryable:
                 raise
-            self._unsettle(task, frozenset((item,)), error)
+            self._unsettle(task, (item,), error)
             time.sleep(_RETRY_PAUSE_S)
-            if task.shipment.items[item].transfer.await_grant(key):
+            if transfer.await_grant(key):
                 self._stats.add(stats.WRITE_RETRIES)
-                self._write(task, batch, frozenset((item,)))
+                self._write_some(task, batch, (item,), leave)
 
-    def _write(self, task: LayerPush, batch: list[_Write], only: frozenset[int] | None) -> None:
-        sources: list[int] = []
-        destinations: list[int] = []
-        lengths: list[int] = []
-        for write in batch:
-            copies = task.shipment.copies(task.chunk, write.target, write.remote.geometry, only)
-            sources += (copies.src + write.base).tolist()
-            destinations += (copies.dst + write.remote.tensor.base).tolist()
-            lengths += copies.nbytes.tolist()
-        remote = batch[0].remote
-        writing = [item.transfer for i, item in enumerate(task.shipment.items) if only is None or i in only]
+    def _write_some(self, task: LayerPush, batch: list[_Write], only: Sequence[int], leave: Leave) -> None:
+        parts = tuple((write.target, write.remote.geometry) for write in batch)
+        batches = task.shipment.batches(task.chunk, parts, frozenset(only), self._engine.limits)
+        self._write(batch, batches, leave)
+
+    def _write(self, batch: list[_Write], batches: Batches, leave: Leave) -> None:
+        at = batches.at([write.base for write in batch], [write.remote.tensor.base for write in batch])
         # A lease that ran when the write was planned may have run out by the time a batch of it can begin (R2).
-        self._engine.write(
-            remote.rank.session,
-            sources,
-            destinations,
-            lengths,
-            lambda: all(transfer.holds(remote.key) for transfer in writing),
-        )
+        self._engine.write_batches(batch[0].remote.rank.session, at, leave.holds)
 
-    def _unsettle(self, task: LayerPush, items: frozenset[int], error: TransferError) -> None:
+    def _unsettle(self, task: LayerPush, items: Sequence[int], error: TransferError) -> None:
         """Bytes of a failed write may still leave from where they were read and arrive where they were sent."""
         if error.may_arrive:
             task.settled_at = self._running_time() + self._engine.limits.settle_s
             for i in items:
-                task.shipment.items[i].transfer.unsettle(task.settled_at)
+                task.shipment.transfers[i].unsettle(task.settled_at)
 
     def _release_settled(self) -> None:
         now = self._running_time()

@@ -4,7 +4,9 @@
 Built once per step; every layer adds its base addresses and is done.
 """
 
+import functools
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +29,8 @@ from vllm_ascend_pd.core.plan import (
     unit_offsets,
 )
 from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.transport.batches import Batches
+from vllm_ascend_pd.transport.engine import TransferLimits
 from vllm_ascend_pd.worker.transfer import Transfer
 
 
@@ -60,10 +64,23 @@ class Chunk:
         return self.stop - self.first
 
 
+Part: TypeAlias = tuple[Target, Geometry]
+"""What of every unit goes into one tensor of a decode rank, and how that lies in memory."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What goes to one decode rank in one write, wherever tensors begin. `num_bytes`: of each item."""
+
+    batches: Batches
+    num_bytes: list[int]
+
+
 @dataclass
 class Shipment:
     """Items that travel by the same route. `live`: which of each item's units this rank holds and decode wants; the
-    arrays hold only those. `owner[n]` is the index of the item that unit `n` belongs to."""
+    arrays hold only those. `owner[n]` is the index of the item that unit `n` belongs to. `located`: of every item it is
+    known where to write, or that it has failed."""
 
     route: Route
     geometry: Geometry
@@ -72,10 +89,14 @@ class Shipment:
     src_units: Offsets
     owner: Offsets
     chunks: list[Chunk] = field(default_factory=list)
+    located: bool = False
     _d_units: dict[Geometry, Offsets] = field(default_factory=dict)
     _d_held: dict[TokenShare, Mask] = field(default_factory=dict)
-    _units: dict[tuple[Chunk, TokenShare], list[int]] = field(default_factory=dict)
-    _copies: dict[tuple[Chunk, Target, Geometry], Descriptors] = field(default_factory=dict)
+    _parcels: dict[tuple[Chunk, tuple[Part, ...]], Parcel] = field(default_factory=dict)
+
+    @functools.cached_property
+    def transfers(self) -> list[Transfer]:
+        return [item.transfer for item in self.items]
 
     @classmethod
     def build(cls, route: Route, geometry: Geometry, items: list[Item], device: Device, chunk_units: int) -> "Shipment":
@@ -106,14 +127,26 @@ class Shipment:
                 shipment.chunks.append(Chunk(first, stop, offsets[first:stop]))
         return shipment
 
-    def copies(self, chunk: Chunk, target: Target, theirs: Geometry, only: frozenset[int] | None) -> Descriptors:
+    def parcel(self, chunk: Chunk, parts: tuple[Part, ...], limits: TransferLimits) -> Parcel:
+        """What of a chunk goes to one decode rank, in `parts`."""
+        key = (chunk, parts)
+        if key not in self._parcels:
+            sizes = [self._units(chunk, theirs.share) * (target.rows * target.nbytes) for target, theirs in parts]
+            self._parcels[key] = Parcel(self.batches(chunk, parts, None, limits), np.sum(sizes, axis=0).tolist())
+        return self._parcels[key]
+
+    def batches(
+        self, chunk: Chunk, parts: tuple[Part, ...], only: frozenset[int] | None, limits: TransferLimits
+    ) -> Batches:
+        """Of `only` the items named, or of all."""
+        copies = {part: self._copies(chunk, *part, only) for part in {*parts}}
+        return Batches.cut([copies[part] for part in parts], limits)
+
+    def _copies(self, chunk: Chunk, target: Target, theirs: Geometry, only: frozenset[int] | None) -> Descriptors:
         """The copies of a chunk to `target`, whose cache lies as `theirs` says; `only` the items named, or all.
 
         Source offsets count from the tensor's block 0, or from the chunk's place in the staging slot.
         """
-        key = (chunk, target, theirs)
-        if only is None and key in self._copies:
-            return self._copies[key]
         if self.route.regroup is Regroup.NONE:
             src = self.src_units[chunk.first : chunk.stop]
         else:
@@ -125,19 +158,15 @@ class Shipment:
             src, dst, owner = src[held], dst[held], owner[held]
         if only is not None:
             chosen = np.isin(owner, list(only))
-            return descriptors(target, src[chosen], dst[chosen])
-        self._copies[key] = descriptors(target, src, dst)
-        return self._copies[key]
+            src, dst = src[chosen], dst[chosen]
+        return descriptors(target, src, dst)
 
-    def units(self, chunk: Chunk, share: TokenShare) -> list[int]:
+    def _units(self, chunk: Chunk, share: TokenShare) -> Offsets:
         """How many units of the chunk each item has for a decode rank with `share` of the tokens."""
-        key = (chunk, share)
-        if key not in self._units:
-            owner = self.owner[chunk.first : chunk.stop]
-            if share.ranks > 1:
-                owner = owner[self._held_by(share)[chunk.first : chunk.stop]]
-            self._units[key] = np.bincount(owner, minlength=len(self.items)).tolist()
-        return self._units[key]
+        owner = self.owner[chunk.first : chunk.stop]
+        if share.ranks > 1:
+            owner = owner[self._held_by(share)[chunk.first : chunk.stop]]
+        return np.bincount(owner, minlength=len(self.items))
 
     def _held_by(self, share: TokenShare) -> Mask:
         held = self._d_held.get(share)

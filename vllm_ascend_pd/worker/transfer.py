@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request's transfer as a prefill rank sees it: a ticket's state, and what the rank's threads share of it."""
 
+import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -79,11 +80,6 @@ class Transfer:
         with self.changing() as state:
             state.unsettle(until)
 
-    def holds(self, key: RankKey) -> bool:
-        """May bytes for `key` leave now?"""
-        with self._changed:
-            return self.state.holds(key, time.monotonic())
-
     # On the sender's thread: these wait, at most until the grant deadline.
 
     def await_destinations(self) -> bool:
@@ -103,3 +99,25 @@ class Transfer:
             while (answer := question(time.monotonic())) is None:
                 self._changed.wait(max(0.0, self.state.grant_deadline - time.monotonic()))
             return answer
+
+
+class Leave:
+    """To write to `key` for several transfers at once (R2). Leases only get longer: as long as the one that was to end
+    first still runs, so do all."""
+
+    def __init__(self, transfers: Sequence[Transfer], key: RankKey) -> None:
+        self._transfers = transfers
+        self.key = key
+        self._until = -math.inf
+
+    def is_plain(self) -> bool:
+        """May a write for all of them be planned, without asking them one by one?"""
+        until = min(transfer.state.leave(self.key) for transfer in self._transfers)
+        self._until = max(self._until, until)
+        return time.monotonic() < until
+
+    def holds(self) -> bool:
+        """May bytes of all of them leave now? Asked before each batch."""
+        if time.monotonic() >= self._until:
+            self._until = min(transfer.state.lease(self.key) for transfer in self._transfers)
+        return time.monotonic() < self._until

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches copy the same bytes as what they were cut from, within the limits, wherever the tensors begin."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_pd.core.plan import Descriptors
+from vllm_ascend_pd.transport.batches import Batches
+from vllm_ascend_pd.transport.engine import TransferLimits
+
+Copy = tuple[int, int, int]  # source, destination, bytes
+
+
+def descriptors(copies: list[Copy]) -> Descriptors:
+    columns = np.array(copies, dtype=np.int64).reshape(len(copies), 3).T
+    return Descriptors(*columns)
+
+
+def touched(copies: list[Copy]) -> list[tuple[int, int]]:
+    """(from, to) of every byte, in order."""
+    return [(src + i, dst + i) for src, dst, nbytes in copies for i in range(nbytes)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes"),
+    [
+        (TransferLimits(max_descriptors=2), [[10, 20], [30]]),
+        (TransferLimits(max_bytes=30), [[10, 20], [30]]),
+        (TransferLimits(max_bytes=25), [[10], [20], [25], [5]]),
+        (TransferLimits(max_descriptor_bytes=15), [[10, 15, 5, 15, 15]]),
+        (TransferLimits(max_descriptors=2, max_bytes=24, max_descriptor_bytes=15), [[10], [15, 5], [15], [15]]),
+        (TransferLimits(), [[10, 20, 30]]),
+    ],
+)
+def test_sizes(limits: TransferLimits, sizes: list[list[int]]) -> None:
+    copies = descriptors([(0, 5000, 10), (1000, 6000, 20), (2000, 7000, 30)])
+    assert [lengths for _, _, lengths in Batches.cut([copies], limits).at([0], [0])] == sizes
+
+
+def test_nothing() -> None:
+    assert list(Batches.cut([], TransferLimits()).at([], [])) == []
+    assert list(Batches.cut([descriptors([])], TransferLimits()).at([7], [8])) == []
+
+
+COPIES = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.integers(1, 40)), max_size=12)
+BASE = st.integers(0, (1 << 62) - 1)
+
+
+@given(
+    st.lists(st.tuples(COPIES, BASE, BASE), max_size=4),
+    st.builds(
+        TransferLimits,
+        max_descriptors=st.integers(1, 6),
+        max_bytes=st.integers(1, 60),
+        max_descriptor_bytes=st.integers(1, 50),
+    ),
+)
+def test_the_same_bytes_within_the_limits(parts: list[tuple[list[Copy], int, int]], limits: TransferLimits) -> None:
+    cut = Batches.cut([descriptors(copies) for copies, _, _ in parts], limits)
+    batches = list(cut.at([src for _, src, _ in parts], [dst for _, _, dst in parts]))
+
+    wanted = [
+        (src_base + src, dst_base + dst, nbytes) for copies, src_base, dst_base in parts for src, dst, nbytes in copies
+    ]
+    found = [copy for batch in batches for copy in zip(*batch, strict=True)]
+    assert touched(found) == touched(wanted)
+    for batch in batches:
+        assert all(type(number) is int for column in batch for number in column)  # which Mooncake's binding wants
+        assert 1 <= len(batch[2]) <= limits.max_descriptors
+        assert sum(batch[2]) <= limits.max_bytes
+        assert max(batch[2]) <= limits.max_descriptor_bytes
+    for one, next_one in pairwise(batches):  # each as full as it can be
+        assert len(one[2]) == limits.max_descriptors or sum(one[2]) + next_one[2][0] > limits.max_bytes

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sender asks without a lock, once for many requests, says what each ticket would say."""
+
+from unittest import mock
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_pd.core.failure import PushFailure
+from vllm_ascend_pd.core.layout import RankCaches
+from vllm_ascend_pd.core.producer_ticket import Destination, ProducerTicket
+from vllm_ascend_pd.core.protocol import Complete, Granted, Message, RankDescription, Refused
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.worker.transfer import Leave, Transfer
+
+KEY = (0, 0)
+RANK = RankDescription(*KEY, "", "", RankCaches((), ()))
+NEVER = 1000.0
+TICKET = Ticket(
+    request_id="request",
+    remote_block_ids=[[1]],
+    remote_block_size=[16],
+    remote_engine_id="decode",
+    remote_host="127.0.0.1",
+    remote_port=1,
+    remote_tp_size=1,
+    remote_cached_tokens=0,
+    ticket_id="0" * 32,
+    num_tokens=16,
+)
+
+ANSWERS = st.one_of(
+    st.integers(1, 10).map(lambda seconds: Granted(float(seconds))),
+    st.just(Refused("later", retry=True)),
+    st.just(Refused("no", retry=False)),
+    st.just(Complete()),
+)
+EVENTS = st.one_of(ANSWERS, st.sampled_from(["contacted", "fail", "finish"]))
+
+
+def happen(state: ProducerTicket, event: Message | str, now: float) -> None:
+    if event == "contacted":
+        if state.destinations is None:
+            state.contacted({KEY: Destination(RANK, (0,))})
+    elif event == "fail":
+        state.fail("for the test", PushFailure.ABORTED)
+    elif event == "finish":
+        state.finish(now)
+    elif state.destinations is not None:
+        state.asked(KEY, now)
+        state.answered(KEY, now, event)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), EVENTS | st.none(), st.integers(0, 6)), max_size=40))
+def test_many_are_asked_like_one_after_the_other(events: list[tuple[int, Message | str | None, int]]) -> None:
+    """`events`: what happens to which transfer, and how many seconds pass then."""
+    transfers = [Transfer(str(i), TICKET, "", (), ProducerTicket(NEVER)) for i in range(3)]
+    states = [transfer.state for transfer in transfers]
+    now, leave = 0.0, None
+    leases = [float("-inf")] * len(states)
+    with mock.patch("time.monotonic", side_effect=lambda: now):
+        for which, event, seconds in events:
+            if event is not None:
+                happen(states[which], event, now)
+            now += seconds
+            plain = Leave(transfers, KEY).is_plain()
+            assert plain == all(s.destinations is not None and s.leave(KEY) > now for s in states)
+            if plain:
+                assert all(state.may_write(KEY, now) for state in states)
+            if all(state.destinations is not None for state in states):
+                leave = leave or Leave(transfers, KEY)  # kept, as if for a long write
+                assert leave.holds() == all(state.holds(KEY, now) for state in states)
+                assert all(state.lease(KEY) >= before for state, before in zip(states, leases, strict=True))
+                leases = [state.lease(KEY) for state in states]
