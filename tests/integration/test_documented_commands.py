@@ -325,6 +325,10 @@ TABLE = (
     Row(r"python benchmarks/proxy_overhead\.py", "tests/integration/test_benchmarks.py::test_proxy_overhead"),
     Row(r"python benchmarks/regroup\.py", "tests/integration/test_benchmarks.py::test_regroup"),
     Row(r"python benchmarks/scale\.py", "tests/integration/test_benchmarks.py::test_scale"),
+    Row(
+        r"python benchmarks/ttft\.py",
+        "tests/e2e/test_ttft_benchmark.py::test_measures_our_side_and_says_that_another_did_not_run",
+    ),
     Row(r"CANN_ON_HOST=1 .* benchmarks/plan\.py", "tests/npu/test_plan_benchmark.py::test_checks_bars_as_json"),
     Row(r"vllm serve MODEL --port .*", "tests/e2e/test_timeline.py::test_the_engines_are_those_of_the_readme"),
     Row(r"vllm serve MODEL \.\.\. .*", "tests/e2e/test_traces.py::test_engines_and_proxy_are_told_as_documented"),

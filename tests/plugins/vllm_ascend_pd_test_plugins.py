@@ -26,6 +26,10 @@ SAY_SAVED = "VLLM_ASCEND_PD_TEST_SAY_SAVED"
 SOCKS = "VLLM_ASCEND_PD_TEST_SOCKS"
 """`host:port` of a SOCKS5 proxy that side channels connect through."""
 
+ACCELERATOR_0 = "VLLM_ASCEND_PD_TEST_ACCELERATOR_0"
+"""Who asks torch for the number of the current accelerator gets 0, where torch has none and would raise: vLLM's
+MooncakeConnector asks, and runs on a CPU with that."""
+
 CONTROL = "VLLM_ASCEND_PD_TEST_CONTROL"
 """A folder: every process listens there, see `remote_control.py`. With it:"""
 SESSION = "VLLM_ASCEND_PD_TEST_SESSION"
@@ -54,6 +58,8 @@ def register() -> None:
         say_what_was_saved()
     if proxy := os.environ.get(SOCKS):
         _connect_through(proxy)
+    if os.environ.get(ACCELERATOR_0) == "1":
+        _call_the_cpu_accelerator_0()
     if folder := os.environ.get(CONTROL):
         from remote_control import listen
 
@@ -88,3 +94,9 @@ def _connect_through(proxy: str) -> None:
         return socket
 
     side_channel._Loop._socket = make_proxied  # type: ignore[method-assign]
+
+
+def _call_the_cpu_accelerator_0() -> None:
+    import torch
+
+    torch.accelerator.current_device_index = lambda: 0

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time to the first token through prefill and decode apart, against a single vLLM instance and vLLM's own connectors.
+
+$ python benchmarks/ttft.py [--quick] [--models small wide] [--pairs 1/1 2/1] [--prompts 128 1024 4096]
+      [--sides ours mooncake nixl] [--rounds 7] [--seconds 120] [--requests 48]
+      [--folder DIR [--traces]] [--check] [--json]
+
+Real engines on vLLM's CPU backend, Llamas of random weights (ttft_sides.py), float32, streamed through the proxy.
+A pair is prefill's and decode's tensor-parallel size; the single instance has prefill's. Each side takes turns with
+the single instance, which is what its figures are divided by; who is not in turn is stopped (SIGSTOP). A round is one
+request of every prompt length at either; new prompts each time, the same for both, and all tokens must be equal. Then
+the load: --requests requests of 512 + 16 tokens, 8 at a time, in turns again. Medians of the rounds.
+
+ours      LayerwisePushConnector behind `vllm-ascend-pd proxy`
+mooncake  vLLM's MooncakeConnector behind pull_proxy.py, over TCP as ours
+nixl      vLLM's NixlConnector behind pull_proxy.py (needs `pip install nixl`)
+
+A side that does not start, or does not give the single instance's tokens, has a row that says why, and the exit code is
+1. --check exits with 1, too, where a bar is missed or could not be measured.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT), str(ROOT / "tests")]
+
+from ttft_sides import MODELS, SIDES, Pair, Setting, Side, SideFailedError, single  # noqa: E402
+
+from harness.client import at_once, random_prompt  # noqa: E402
+from harness.models import make_model  # noqa: E402
+from harness.processes import StartupError, interrupt_on_sigterm  # noqa: E402
+
+TTFT_BARS = {1024: 1.35, 4096: 1.15}
+"""Most of the single instance's time, by prompt tokens."""
+RATE_BAR = 0.75
+RATE_BARS = {"mooncake": 1.5, "nixl": 1.0}
+"""Least of the single instance's requests/s, and of a peer's."""
+TOKENS = 4  # generated after each prompt, all of which must be right
+LOAD_PROMPT, LOAD_TOKENS, CONCURRENCY = 512, 16, 8
+LOAD_TURNS = 3
+LEAST_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of one side, at one prompt length or (None) under load. `of_single`: its median by the single instance's, in the
+    same rounds; of a rate, too. `failure`: why there are no figures."""
+
+    model: str
+    pair: str
+    side: str
+    measure: str  # "ttft" or "load"
+    prompt: int = 0
+    rounds: int = 0
+    value: float = 0.0  # ttft: milliseconds; load: requests a second
+    single: float = 0.0
+    ttft_ms: float = 0.0  # load: median of its requests
+    single_ttft_ms: float = 0.0
+    cpu_ms: float = 0.0  # load: of all processes of the side, per request
+    single_cpu_ms: float = 0.0
+    spread: tuple[float, float] = (0.0, 0.0)  # least and most of the rounds' ratios
+    failure: str = ""
+    load_average: float = 0.0
+
+    @property
+    def of_single(self) -> float:
+        return self.value / self.single if self.single else 0.0
+
+    def as_json(self) -> str:
+        return json.dumps({**asdict(self), "of_single": self.of_single})
+
+    def __str__(self) -> str:
+        beginning = f"{self.model:<6}{self.pair:>4}  {self.side:<9}"
+        if self.failure:
+            return f"{beginning}DID NOT RUN: {self.failure}"
+        spread = f"{self.of_single:>6.2f}x  ({self.spread[0]:.2f} to {self.spread[1]:.2f}, {self.rounds} rounds)"
+        load = f"load {self.load_average:.1f}"
+        if self.measure == "ttft":
+            return f"{beginning}{self.prompt:>5} tokens{self.value:>9.0f} ms{self.single:>9.0f} ms {spread}  {load}"
+        more = f"TTFT {self.ttft_ms:.0f} and {self.single_ttft_ms:.0f} ms, "
+        more += f"CPU per request {self.cpu_ms:.0f} and {self.single_cpu_ms:.0f} ms"
+        rates = f"{self.value:>8.2f} /s{self.single:>9.2f} /s"
+        return f"{beginning}{CONCURRENCY:>5} at once{rates} {spread}  {load}  {more}"
+
+
+HEADER = f"{'model':<6}{'pair':>4}  {'side':<9}{'':<12}{'TTFT, rate':>11}{'single':>12}{'of single':>11}"
+
+
+@dataclass(frozen=True)
+class Amount:
+    prompts: tuple[int, ...]
+    rounds: int
+    seconds: float
+    requests: int
+
+
+def compare(side: Side, base: Side, setting: Setting, amount: Amount) -> Iterator[Row]:
+    where = (setting.model, str(setting.pair), side.name)
+    both = (side, base)
+    for each in both:  # the first requests find each other, and load what is loaded late
+        with each.turn():
+            for tokens in amount.prompts:
+                each.ask(prompt(setting, tokens, "first"), TOKENS)
+    found: dict[int, list[tuple[float, float]]] = {tokens: [] for tokens in amount.prompts}
+    until = time.monotonic() + amount.seconds
+    number = 0
+    while number < amount.rounds and (number < LEAST_ROUNDS or time.monotonic() < until):
+        taken: dict[str, list[float]] = {}
+        answers: dict[str, list[tuple[int, ...]]] = {}
+        for each in both if number % 2 else both[::-1]:
+            with each.turn():
+                each.ask(prompt(setting, 16, f"wake {number}"), 1)
+                completions = [each.ask(prompt(setting, tokens, str(number)), TOKENS) for tokens in amount.prompts]
+            taken[each.name] = [completion.ttft * 1000 for completion in completions]
+            answers[each.name] = [completion.token_ids for completion in completions]
+        check_tokens(answers[side.name], answers[base.name])
+        for tokens, mine, theirs in zip(amount.prompts, taken[side.name], taken[base.name], strict=True):
+            found[tokens].append((mine, theirs))
+        number += 1
+    for tokens, times in found.items():
+        value, reference = (median(column) for column in zip(*times, strict=True))
+        yield Row(
+            *where, "ttft", tokens, number, value, reference, spread=spread(times), load_average=os.getloadavg()[0]
+        )
+    if amount.requests:
+        yield measure_load(side, base, setting, amount.requests)
+
+
+def measure_load(side: Side, base: Side, setting: Setting, requests: int) -> Row:
+    rates: list[tuple[float, float]] = []
+    ttfts: dict[str, list[float]] = {side.name: [], base.name: []}
+    cpu = {side.name: 0.0, base.name: 0.0}
+    for number in range(LOAD_TURNS):
+        prompts = [prompt(setting, LOAD_PROMPT, f"load {number} {index}") for index in range(requests)]
+        rate: dict[str, float] = {}
+        answers: dict[str, list[tuple[int, ...]]] = {}
+        for each in (side, base) if number % 2 else (base, side):
+            with each.turn():
+                each.ask(prompt(setting, 16, f"wake load {number}"), 1)
+                begun, used = time.perf_counter(), each.cpu_seconds()
+                completions = at_once(lambda p, each=each: each.ask(p, LOAD_TOKENS), prompts, CONCURRENCY)
+                rate[each.name] = requests / (time.perf_counter() - begun)
+                cpu[each.name] += each.cpu_seconds() - used
+            ttfts[each.name] += [completion.ttft * 1000 for completion in completions]
+            answers[each.name] = [completion.token_ids for completion in completions]
+        check_tokens(answers[side.name], answers[base.name])
+        rates.append((rate[side.name], rate[base.name]))
+    value, reference = (median(column) for column in zip(*rates, strict=True))
+    return Row(
+        setting.model,
+        str(setting.pair),
+        side.name,
+        "load",
+        LOAD_PROMPT,
+        LOAD_TURNS,
+        value,
+        reference,
+        median(ttfts[side.name]),
+        median(ttfts[base.name]),
+        *(cpu[each.name] / (requests * LOAD_TURNS) * 1000 for each in (side, base)),
+        spread(rates),
+        load_average=os.getloadavg()[0],
+    )
+
+
+def prompt(setting: Setting, tokens: int, seed: str) -> list[int]:
+    return random_prompt(tokens, seed, MODELS[setting.model].vocab_size)
+
+
+def spread(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    ratios = [mine / theirs for mine, theirs in pairs]
+    return min(ratios), max(ratios)
+
+
+def check_tokens(mine: Sequence[object], theirs: Sequence[object]) -> None:
+    wrong = sum(a != b for a, b in zip(mine, theirs, strict=True))
+    if wrong:
+        raise SideFailedError(f"{wrong} of {len(mine)} answers have other tokens than the single instance's")
+
+
+def measure(setting: Setting, sides: Sequence[str], amount: Amount) -> Iterator[Row]:
+    """Rows of each side, in this order; one that fails has a row that says so as its last."""
+    with single(setting) as base:
+        with base.turn():
+            base.ask(prompt(setting, 16, "first"), 1)
+        for name in sides:
+            try:
+                with SIDES[name](setting) as side:
+                    yield from compare(side, base, setting, amount)
+            except StartupError as error:
+                yield failed(setting, name, SideFailedError.to_start(error))
+            except SideFailedError as error:
+                yield failed(setting, name, error)
+
+
+def failed(setting: Setting, side: str, error: SideFailedError) -> Row:
+    return Row(setting.model, str(setting.pair), side, "failure", failure=str(error), load_average=os.getloadavg()[0])
+
+
+def misses(rows: Sequence[Row], peers: Sequence[str]) -> Iterator[str]:
+    """Bars that are missed, or not shown because a peer did not run."""
+    measured = {(row.model, row.pair, row.side, row.measure, row.prompt): row for row in rows}
+    for row in rows:
+        if row.side != "ours" or row.failure:
+            continue
+        ttft = row.measure == "ttft"
+        what = f"{row.model} {row.pair}, {f'{row.prompt} tokens' if ttft else 'load'}"
+        bar = TTFT_BARS.get(row.prompt, math.inf) if ttft else RATE_BAR
+        if row.of_single > bar if ttft else row.of_single < bar:
+            yield f"{what}: {row.of_single:.2f} times the single instance's, not {bar}"
+        for peer in peers:
+            other = measured.get((row.model, row.pair, peer, row.measure, row.prompt))
+            if other is None:
+                yield f"{what}: not compared with {peer}, which did not run"
+                continue
+            times = row.of_single / other.of_single
+            if ttft and times >= 1:
+                yield f"{what}: {times:.2f} times {peer}'s, not less"
+            elif not ttft and times < (bar := RATE_BARS[peer]):
+                yield f"{what}: {times:.2f} times {peer}'s requests/s, not {bar}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the small model, prompts of 128 and 1024 tokens")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--pairs", nargs="+", type=Pair.parse, default=[Pair(1, 1), Pair(2, 1)], metavar="P/D")
+    parser.add_argument("--prompts", nargs="+", type=int, default=[128, 1024, 4096], help="tokens, up to 4096")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=120.0, help="after which a side begins no new round")
+    parser.add_argument("--requests", type=int, default=48, help="of the load; 0: none")
+    parser.add_argument("--folder", type=Path, help="keeps the checkpoints and the engines' logs")
+    parser.add_argument("--traces", action="store_true", help="ours traces, for vllm-ascend-pd timeline")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    args = parser.parse_args()
+    if args.quick:
+        args.models, args.prompts = ["small"], [128, 1024]
+    if args.traces and args.folder is None:
+        parser.error("--traces needs a --folder to be in")
+    if not (min(args.prompts) > 0 and max(args.prompts) <= 4096 and args.rounds >= LEAST_ROUNDS):
+        parser.error(f"--prompts must be of 1 to 4096, --rounds at least {LEAST_ROUNDS}")
+    interrupt_on_sigterm()
+    amount = Amount(tuple(args.prompts), args.rounds, args.seconds, args.requests)
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if not args.json:
+            print(HEADER)
+        for model in args.models:
+            path = make_model(MODELS[model], folder / "models")
+            for pair in args.pairs:
+                logs = folder / f"{model}-{pair.prefill}-{pair.decode}"
+                logs.mkdir(parents=True, exist_ok=True)
+                setting = Setting(model, path, pair, logs, "traces" if args.traces else None)
+                for row in measure(setting, args.sides, amount):
+                    rows.append(row)
+                    print(row.as_json() if args.json else row, flush=True)
+    for row in rows:
+        if row.failure:
+            print(row, file=sys.stderr)
+    missed = list(misses(rows, [side for side in args.sides if side != "ours"]))
+    for miss in missed:
+        print(miss, file=sys.stderr)
+    return 1 if any(row.failure for row in rows) or (args.check and missed) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

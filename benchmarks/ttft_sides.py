@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `ttft.py` compares: a single vLLM instance, our connector and proxy, and vLLM's own connectors."""
+
+import dataclasses
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+
+from harness.client import Client, Completion, StreamError
+from harness.clusters import ClusterConfig, running_cluster
+from harness.engines import HOST, PATIENT, EngineConfig, Role, Server, running_engines, wait_ready
+from harness.models import WIDE, ModelSpec
+from harness.ports import reserve_port
+from harness.processes import ManagedProcess, StartupError
+
+HERE = Path(__file__).resolve().parent
+
+MODELS = {
+    "small": ModelSpec("small", max_positions=8192),
+    "wide": dataclasses.replace(WIDE, name="wide-16", layers=16, max_positions=8192),
+}
+"""Llamas in float32: 4 layers of hidden size 256 and 4 KiB of KV per token, 16 layers of 1024 and 64 KiB."""
+
+STEP_TOKENS = 2048
+LONGEST = 4096 + 64
+KV_BYTES = {"small": 256 << 20, "wide": 1 << 30}
+REQUEST_SECONDS = 180.0
+WAKE_SECONDS = 0.3
+"""In which connections that have been idle for too long meanwhile are closed."""
+ROLES = (Role.PREFILL, Role.DECODE)
+Pairs = tuple[tuple[str, object], ...]
+
+
+class SideFailedError(Exception):
+    """It did not start, or did not answer rightly."""
+
+    @classmethod
+    def to_start(cls, error: StartupError) -> "SideFailedError":
+        """With the first error of a log's end: those after it follow from it."""
+        what, *log = str(error).splitlines()
+        errors = [found[1] for line in log if (found := re.search(r"ERROR .*?(\w+Error: .*)", line))]
+        return cls(f"{what.split(';')[0]}: {(errors or log)[0 if errors else -1]}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Tensor-parallel sizes."""
+
+    prefill: int
+    decode: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Pair":
+        prefill, _, decode = text.partition("/")
+        return cls(int(prefill), int(decode))
+
+    def __str__(self) -> str:
+        return f"{self.prefill}/{self.decode}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all sides of a comparison share. `folder`: of checkpoint and logs."""
+
+    model: str
+    path: Path
+    pair: Pair
+    logs: Path
+    traces: str | None = None
+    """Name of a folder in `logs` for our engines' traces."""
+
+    def engine(self) -> EngineConfig:
+        return EngineConfig(
+            max_model_len=LONGEST, max_num_batched_tokens=STEP_TOKENS, kv_cache_bytes=KV_BYTES[self.model]
+        )
+
+
+class Side:
+    """Takes requests at `url`. Between its turns its processes are stopped (SIGSTOP), so that it costs nothing."""
+
+    def __init__(self, name: str, url: str, model: Path, processes: Sequence[ManagedProcess]) -> None:
+        self.name = name
+        self._processes = processes
+        self._client = Client(url, model=str(model), timeout=httpx.Timeout(REQUEST_SECONDS, connect=10))
+
+    def ask(self, prompt: list[int], max_tokens: int) -> Completion:
+        try:
+            return self._client.complete(prompt, max_tokens, stream=True)
+        except (httpx.HTTPError, StreamError) as error:
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise SideFailedError(f"{self.name}: {len(prompt)} prompt tokens: {message}") from error
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        time.sleep(WAKE_SECONDS)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def cpu_seconds(self) -> float:
+        """Of all its processes since they began."""
+        pids = [pid for process in self._processes for pid in process.members()]
+        times = [psutil.Process(pid).cpu_times() for pid in pids]
+        return sum(each.user + each.system for each in times)
+
+    def close(self) -> None:
+        """Before its processes are ended: stopped ones do not end in order."""
+        self._signal(signal.SIGCONT)
+        self._client.http.close()
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            process.signal_group(number)
+
+
+@contextmanager
+def single(setting: Setting) -> Iterator[Side]:
+    """A vLLM instance of prefill's size, without a connector."""
+    config = dataclasses.replace(setting.engine(), tp=setting.pair.prefill)
+    with (
+        running_engines(setting.path, [config], setting.logs) as [engine],
+        _taking_turns("single", engine.url, setting, [engine]) as side,
+    ):
+        yield side
+
+
+@contextmanager
+def ours(setting: Setting) -> Iterator[Side]:
+    """LayerwisePushConnector behind `vllm-ascend-pd proxy`."""
+    both = dataclasses.replace(setting.engine(), connector_extra=PATIENT, traces=setting.traces)
+    prefill = dataclasses.replace(both, role=Role.PREFILL, tp=setting.pair.prefill)
+    decode = dataclasses.replace(both, role=Role.DECODE, tp=setting.pair.decode)
+    config = ClusterConfig("ours", (prefill,), (decode,))
+    with running_cluster(setting.path, config, setting.logs) as cluster:
+        servers = [cluster.proxy, *cluster.prefill, *cluster.decode]
+        with _taking_turns("ours", cluster.url, setting, servers) as side:
+            yield side
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerEngine(EngineConfig):
+    """With a connector of vLLM's own."""
+
+    transfer: Pairs = ()
+
+    def transfer_config(self, kv_port: int | None) -> dict[str, object]:
+        return {**dict(self.transfer), "kv_role": self.role.value}
+
+
+class PullProxy(Server):
+    def __init__(self, logs: Path, *options: str) -> None:
+        super().__init__("pull-proxy", None, logs)
+        command = [sys.executable, str(HERE / "pull_proxy.py"), *options, "--port", str(self.port)]
+        self.process = ManagedProcess(self.name, command, os.environ, self.log)
+
+
+@contextmanager
+def mooncake(setting: Setting) -> Iterator[Side]:
+    """vLLM's MooncakeConnector over TCP. It asks for the current accelerator's number, and a plugin says 0: a CPU has
+    none."""
+    port = reserve_port()
+    transfer = (("kv_connector_extra_config", {"mooncake_protocol": "tcp"}),)
+    env = (("VLLM_ASCEND_PD_TEST_ACCELERATOR_0", "1"), ("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(port)))
+    with _peer(
+        setting, "mooncake", "MooncakeConnector", transfer, [env, env], "--bootstrap", f"http://{HOST}:{port}"
+    ) as side:
+        yield side
+
+
+@contextmanager
+def nixl(setting: Setting) -> Iterator[Side]:
+    """vLLM's NixlConnector with UCX, which chooses its transport itself."""
+    transfer = (("kv_buffer_device", "cpu"),)
+    envs = [
+        (("VLLM_NIXL_SIDE_CHANNEL_HOST", HOST), ("VLLM_NIXL_SIDE_CHANNEL_PORT", str(reserve_port()))) for _ in range(2)
+    ]
+    with _peer(setting, "nixl", "NixlConnector", transfer, envs) as side:
+        yield side
+
+
+@contextmanager
+def _peer(
+    setting: Setting,
+    name: str,
+    connector: str,
+    transfer: Pairs,
+    envs: Sequence[tuple[tuple[str, str], ...]],
+    *options: str,
+) -> Iterator[Side]:
+    """`envs`: of prefill and decode. `options`: the proxy's."""
+    common = dataclasses.asdict(setting.engine()) | {"transfer": (("kv_connector", connector), *transfer)}
+    configs = [
+        PeerEngine(**{**common, "role": role, "tp": tp, "env": env})
+        for role, tp, env in zip(ROLES, (setting.pair.prefill, setting.pair.decode), envs, strict=True)
+    ]
+    with running_engines(setting.path, configs, setting.logs) as engines:
+        urls = [f"--{role}={engine.url}" for role, engine in zip(("prefill", "decode"), engines, strict=True)]
+        proxy = PullProxy(setting.logs, "--connector", connector, *urls, *options)
+        wait_ready([proxy])
+        try:
+            with _taking_turns(name, proxy.url, setting, [proxy, *engines]) as side:
+                yield side
+        finally:
+            proxy.stop()
+
+
+@contextmanager
+def _taking_turns(name: str, url: str, setting: Setting, servers: Sequence[Server]) -> Iterator[Side]:
+    side = Side(name, url, setting.path, [server.process for server in servers])
+    try:
+        yield side
+    finally:
+        side.close()
+
+
+PEERS = {"mooncake": mooncake, "nixl": nixl}
+SIDES: dict[str, Callable[[Setting], AbstractContextManager[Side]]] = {"ours": ours, **PEERS}
