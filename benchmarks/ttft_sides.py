@@ -44,10 +44,10 @@ class SideFailedError(Exception):
 
     @classmethod
     def to_start(cls, error: StartupError) -> "SideFailedError":
-        """With the first error of a log's end: those after it follow from it."""
-        what, *log = str(error).splitlines()
-        errors = [found[1] for line in log if (found := re.search(r"ERROR .*?(\w+Error: .*)", line))]
-        return cls(f"{what.split(';')[0]}: {(errors or log)[0 if errors else -1]}")
+        """With the first error in its log: those after it follow from it."""
+        log = error.log.read_text(errors="replace")
+        found = re.search(r"ERROR .*?(\w+Error: .*)", log)
+        return cls(f"{error.summary}: {found[1] if found else log[-200:]!r}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,6 +103,8 @@ class StartupError(RuntimeError):
 
     def __init__(self, process: ManagedProcess, what: str) -> None:
         super().__init__(f"{process.name} {what}; the end of {process.log}:\n{process.tail()}")
+        self.summary = f"{process.name} {what}"
+        self.log = process.log
 
 
 def wait_all_healthy(
