@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For benchmarks/memory.py: a real prefill rank that counts what it registers with Mooncake."""
+
+from unittest.mock import patch
+
+from harness.rank_programs import PrefillRank
+from vllm_ascend_pd.transport.batches import merge_regions
+
+STEP_TOKENS = 128
+"""That the ranks of tests are made for."""
+
+
+class CountingRank(PrefillRank):
+    def __post_init__(self) -> None:
+        from mooncake import engine as mooncake
+
+        self.sizes = sizes = {}  # of the regions that Mooncake has taken, by address
+
+        class CountingEngine(mooncake.TransferEngine):  # type: ignore[misc]
+            def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
+                code = int(super().batch_register_memory(addresses, lengths))
+                if code == 0:
+                    sizes.update(zip(addresses, lengths, strict=True))
+                return code
+
+        with patch.object(mooncake, "TransferEngine", CountingEngine):
+            super().__post_init__()
+
+    def staging_bytes(self) -> int:
+        """Registered beside the caches."""
+        caches = merge_regions(self.registered.regions())
+        missing = [address for address, size in caches if self.sizes.get(address) != size]
+        if missing:
+            raise RuntimeError(f"{len(missing)} regions of the caches are not registered")
+        return sum(self.sizes.values()) - sum(size for _, size in caches)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV bytes per second from prefill's paged cache to decode's, against Mooncake's engine alone and one TCP connection.
+
+$ python benchmarks/push.py [--mib 16 64 256] [--requests 1 8] [--layers 16] [--rounds 11] [--check] [--json]
+
+ours   our ProducerWorker and ConsumerWorker in a process each, over Mooncake's TCP, equal TP sizes. One step with all
+       of all prompts, whose layers are computed already: from the tickets' arrival at prefill until decode's worker
+       says that the last request is there, so with grants, writes and reports
+best   Mooncake's engine alone with its default settings, in two other processes: the same number of bytes in one
+       buffer, in whatever of SIZES is fastest as a descriptor, found out first
+same   the same, in descriptors as long as ours and a call for each layer: what Mooncake needs for such ones
+TCP    one plain connection on loopback
+
+Sides take turns; medians. A scattered prompt's blocks are each by themselves, so a descriptor is one block of K or V; a
+contiguous one's are merged. Bytes are compared on arrival before anything is measured. A GB is 10^9 bytes.
+
+Exits with 1, with --check, where ours is slower than MIN_OF_BEST of Mooncake at its best for BIG_MIB or more.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE), str(HERE.parent / "tests")]
+
+from push_floor import BATCH, Floor  # noqa: E402
+from push_pair import Cache, PushPair  # noqa: E402
+
+from vllm_ascend_pd.transport.engine import TransferLimits  # noqa: E402
+
+MIB = 1 << 20
+SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB)
+MIN_OF_BEST, BIG_MIB = 0.9, 64
+
+
+@dataclass(frozen=True)
+class Result:
+    """Speeds are GB/s. `descriptor_kib` is ours, `best_kib` the one that Mooncake is fastest with."""
+
+    requests: int
+    mib: int
+    scattered: bool
+    descriptor_kib: int
+    best_kib: int
+    rounds: int
+    ours: float
+    best: float
+    same: float
+    tcp: float
+
+    @property
+    def of_best(self) -> float:
+        return self.ours / self.best
+
+    @property
+    def of_same(self) -> float:
+        return self.ours / self.same
+
+    @property
+    def holds(self) -> bool:
+        return self.mib < BIG_MIB or self.of_best >= MIN_OF_BEST
+
+    def row(self) -> str:
+        placed = "scattered" if self.scattered else "contiguous"
+        return (
+            f"{self.requests:>8}{self.mib:>6} {placed:<11}{self.descriptor_kib:>6}{self.ours:>8.2f}{self.best:>8.2f} "
+            f"({self.best_kib:>5} KiB){self.same:>8.2f}{self.tcp:>8.2f}{self.of_best:>9.0%}{self.of_same:>9.0%}"
+        )
+
+
+HEADER = (
+    f"{'':32}{'':8}{'GB/s':>8}{'':36}{'ours':>9}{'ours':>9}\n"
+    f"{'requests':>8}{'MiB':>6} {'blocks':<11}{'KiB':>6}{'ours':>8}{'best':>8}{'':12}{'same':>8}{'TCP':>8}"
+    f"{'of best':>9}{'of same':>9}"
+)
+
+
+def best_descriptor(floor: Floor, num_bytes: int, rounds: int) -> int:
+    sizes = [size for size in SIZES if size <= num_bytes]
+    taken = {size: median(floor.mooncake(num_bytes, size) for _ in range(rounds)) for size in sizes}
+    return min(taken, key=lambda size: taken[size])
+
+
+def measure(pair: PushPair, floor: Floor, mib: int, count: int, scattered: bool, best: int, rounds: int) -> Result:
+    num_bytes = mib * MIB
+    cache = pair.cache
+    blocks = cache.blocks_for(num_bytes)
+    requests = pair.requests(count, blocks, scattered)
+    pair.push(requests)
+    pair.check(requests)
+    longest = 1 if scattered else blocks // count
+    ours = min(longest * cache.block_bytes, TransferLimits().max_descriptor_bytes)
+    calls = min(BATCH, max(1, num_bytes // cache.layers // ours))
+    samples: dict[str, list[float]] = {side: [] for side in ("ours", "best", "same", "tcp")}
+    for _ in range(rounds):
+        times = pair.push(requests)
+        if times.num_bytes != num_bytes:
+            raise RuntimeError(f"{times.num_bytes} bytes were sent, not {num_bytes}")
+        samples["ours"].append(times.arrived - times.begun)
+        samples["best"].append(floor.mooncake(num_bytes, best))
+        samples["same"].append(floor.mooncake(num_bytes, ours, calls))
+        samples["tcp"].append(floor.tcp(num_bytes))
+    speeds = {side: num_bytes / median(seconds) / 1e9 for side, seconds in samples.items()}
+    return Result(count, mib, scattered, ours // 1024, best // 1024, rounds, **speeds)
+
+
+def results(args: argparse.Namespace) -> Iterator[Result]:
+    cache = Cache(args.layers, args.heads)
+    largest = max(args.mib) * MIB
+    floor, pair = Floor(largest), PushPair(cache, cache.blocks_for(largest))
+    try:
+        for move in (lambda: floor.mooncake(largest, MIB), lambda: floor.tcp(largest)):
+            move()
+            floor.check(largest)
+        for mib in args.mib:
+            best = best_descriptor(floor, mib * MIB, min(args.rounds, 5))
+            for count in args.requests:
+                for scattered in (False, True):
+                    if cache.blocks_for(mib * MIB) >= count:
+                        yield measure(pair, floor, mib, count, scattered, best, args.rounds)
+    finally:
+        pair.close()
+        floor.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, nargs="+", default=[16, 64, 256], help="of all requests together")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="in the step")
+    parser.add_argument("--layers", type=int, default=16, help="that the bytes are dealt out to")
+    parser.add_argument("--heads", type=int, default=8, help="KV heads of a rank, of 128 bfloat16")
+    parser.add_argument("--rounds", type=int, default=11, help="of each row")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
+    args = parser.parse_args()
+    if min(*args.mib, *args.requests, args.layers, args.heads, args.rounds) < 1:
+        parser.error("all numbers must be positive")
+    for mib in args.mib:
+        try:
+            Cache(args.layers, args.heads).blocks_for(mib * MIB)
+        except ValueError as error:
+            parser.error(f"--mib {mib}: {error}")
+    missed = False
+    if not args.json:
+        print(HEADER)
+    for result in results(args):
+        missed |= not result.holds
+        if args.json:
+            shares = {"of_best": result.of_best, "of_same": result.of_same, "holds": result.holds}
+            print(json.dumps(asdict(result) | shares | {"load_average": os.getloadavg()[0]}), flush=True)
+        else:
+            print(result.row() + ("" if result.holds else "   <- misses its bar"), flush=True)
+    if not args.json:
+        print(f"load average {os.getloadavg()[0]:.1f}, {args.layers} layers, {args.rounds} rounds")
+    return 1 if missed and args.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For benchmarks/push.py: the same bytes from one process to another by Mooncake's engine alone, as it is by default,
+and by a plain TCP connection."""
+
+import socket
+import time
+from typing import Any
+
+import torch
+
+from harness.rank_hosts import Rank
+from vllm_ascend_pd.device.base import aligned_buffer
+
+HOST = "127.0.0.1"
+PATIENCE_S = 60.0
+PAGE = 4096
+BATCH = 512
+"""Descriptors in one call: of thousands, Mooncake's queue refuses some."""
+TCP_CHUNK = 1 << 20
+
+
+class Floor:
+    """Two processes with `num_bytes` each."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._from, self._to = (Rank(FloorRank, num_bytes, device="cpu") for _ in range(2))
+        for rank in (self._from, self._to):
+            rank.receive(PATIENCE_S)
+        self._session, self._address, port = self._to.call("where")
+        self._to.send("accept")
+        self._from.call("connect", port)
+        self._to.receive(PATIENCE_S)
+        self._from.call("fill", 1)
+
+    def mooncake(self, num_bytes: int, descriptor_bytes: int, batch: int = BATCH) -> float:
+        """Seconds for `num_bytes`, in calls of up to `batch` descriptors."""
+        return float(self._from.call("write", self._session, self._address, num_bytes, descriptor_bytes, batch))
+
+    def tcp(self, num_bytes: int) -> float:
+        self._to.send("read", num_bytes)
+        begun = self._from.call("send", num_bytes)
+        return float(self._to.receive(PATIENCE_S)) - float(begun)
+
+    def check(self, num_bytes: int) -> None:
+        """Raises RuntimeError unless the bytes have arrived; then clears them."""
+        if self._to.call("checksum", num_bytes) != self._from.call("checksum", num_bytes):
+            raise RuntimeError("other bytes arrived than were sent")
+        self._to.call("fill", 0)
+
+    def close(self) -> None:
+        for rank in (self._from, self._to):
+            rank.stop()
+        if left := [what for rank in (self._from, self._to) for what in rank.stopped()]:
+            raise RuntimeError(f"the processes left {left}")
+
+
+class FloorRank:
+    """What runs in either process."""
+
+    def __init__(self, num_bytes: int) -> None:
+        from mooncake.engine import TransferEngine
+
+        self._buffer = aligned_buffer(num_bytes, PAGE, "cpu")
+        self._view = memoryview(self._buffer.numpy())
+        self._engine: Any = TransferEngine()
+        self._listener = socket.create_server((HOST, 0))
+        self._connection: socket.socket | None = None
+        if self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") != 0:
+            raise RuntimeError("Mooncake did not start")
+        if self._engine.register_memory(self._buffer.data_ptr(), num_bytes) != 0:
+            raise RuntimeError("Mooncake did not register the memory")
+
+    def where(self) -> tuple[str, int, int]:
+        session = f"{HOST}:{self._engine.get_rpc_port()}"
+        return session, self._buffer.data_ptr(), self._listener.getsockname()[1]
+
+    def accept(self) -> None:
+        self._listener.settimeout(PATIENCE_S)
+        self._connection, _ = self._listener.accept()
+        self._connection.settimeout(PATIENCE_S)
+
+    def connect(self, port: int) -> None:
+        self._connection = socket.create_connection((HOST, port), PATIENCE_S)
+
+    def fill(self, seed: int) -> None:
+        """With random bytes; 0: with zeros."""
+        words = self._buffer.view(torch.int64)
+        if seed:
+            words.random_(generator=torch.Generator().manual_seed(seed))
+        else:
+            words.zero_()
+
+    def checksum(self, num_bytes: int) -> tuple[int, int]:
+        words = self._buffer[:num_bytes].view(torch.int64)
+        return int(words.sum()), int((words * torch.arange(1, len(words) + 1)).sum())
+
+    def write(self, session: str, address: int, num_bytes: int, descriptor_bytes: int, batch: int) -> float:
+        offsets = range(0, num_bytes, descriptor_bytes)
+        begun = time.monotonic()
+        for first in range(0, len(offsets), batch):
+            part = offsets[first : first + batch]
+            sources = [self._buffer.data_ptr() + offset for offset in part]
+            destinations = [address + offset for offset in part]
+            lengths = [min(descriptor_bytes, num_bytes - offset) for offset in part]
+            if self._engine.batch_transfer_sync_write(session, sources, destinations, lengths) != 0:
+                raise RuntimeError(f"Mooncake refused {len(part)} descriptors of {descriptor_bytes} bytes")
+        return time.monotonic() - begun
+
+    def send(self, num_bytes: int) -> float:
+        """When it began."""
+        assert self._connection is not None
+        begun = time.monotonic()
+        self._connection.sendall(self._view[:num_bytes])
+        return begun
+
+    def read(self, num_bytes: int) -> float:
+        """When all was here."""
+        assert self._connection is not None
+        done = 0
+        while done < num_bytes:
+            count = self._connection.recv_into(self._view[done : min(num_bytes, done + TCP_CHUNK)])
+            if not count:
+                raise RuntimeError(f"the connection ended after {done} bytes")
+            done += count
+        return time.monotonic()
+
+    def stop(self, reusable: bool) -> list[str]:
+        self._engine.unregister_memory(self._buffer.data_ptr())
+        self._listener.close()
+        if self._connection is not None:
+            self._connection.close()
+        return []

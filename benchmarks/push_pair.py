@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For benchmarks/push.py and overlap.py: a prefill and a decode rank, our real workers in a process each over real
+Mooncake, without a model; and what runs in their processes."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from harness.kv import Model, Prompt, Side, layer_name
+from harness.rank_programs import DecodeRank, PrefillRank
+from harness.ranks import Pair, prompts
+from vllm_ascend_pd.step import ConsumerStep, ProducerStep, Send
+
+BLOCK, HEAD_SIZE, DTYPE_BYTES = 128, 128, 2
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What a rank caches: `heads` KV heads of 128 bfloat16 in each of `layers` layers."""
+
+    layers: int
+    heads: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Of K or of V, in one layer."""
+        return BLOCK * self.heads * HEAD_SIZE * DTYPE_BYTES
+
+    def blocks_for(self, num_bytes: int) -> int:
+        """How many blocks hold that much, K, V and all layers together. Raises ValueError where none do."""
+        blocks, rest = divmod(num_bytes, 2 * self.layers * self.block_bytes)
+        if rest or not blocks:
+            raise ValueError(f"{num_bytes} bytes are not whole blocks of {self.layers} layers")
+        return blocks
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds on the machine's clock: prefill's step began, its last layer ended, decode knew that all had arrived.
+    `num_bytes` arrived, `early` of them before the last layer had ended, as decode was told."""
+
+    begun: float
+    computed: float
+    arrived: float
+    num_bytes: int
+    early: int
+
+
+class PushPair:
+    """Equal TP sizes of 1. Caches hold `blocks` blocks of requests."""
+
+    def __init__(self, cache: Cache, blocks: int) -> None:
+        self.cache = cache
+        model = Model(cache.layers, cache.heads, (HEAD_SIZE, HEAD_SIZE))
+        side = Side(1, 2 * blocks + 8, BLOCK)  # scattered blocks are every other one, and block 0 is nobody's
+        self.pair = Pair(model, side, side)
+        [self.p], [self.d] = self.pair.p_ranks, self.pair.d_ranks
+        self.p.call("do", fill)
+
+    def requests(self, count: int, blocks: int, scattered: bool) -> list[Prompt]:
+        """`count` requests with `blocks` blocks in all."""
+        lengths = [(blocks // count + (i < blocks % count)) * BLOCK for i in range(count)]
+        if scattered:
+            return prompts(self.pair, lengths)
+        made, first = [], 1
+        for i, length in enumerate(lengths):
+            own = list(range(first, first + length // BLOCK))
+            made.append(Prompt(f"request-{i}", i, length, own, own))
+            first = own[-1] + 2  # what two requests write does not merge
+        return made
+
+    def push(self, requests: Sequence[Prompt], compute_s: float = 0.0, layerwise: bool = True) -> Times:
+        """One step with all of all prompts, whose layers take `compute_s` each; pushed as they end, or all at the
+        step's end. Begins with the tickets' arrival at prefill: the grants are part of it."""
+        tickets = {prompt.request_id: self.pair.ticket(prompt) for prompt in requests}
+        self.pair.expect(list(requests), tickets)
+        self.d.send("do", await_arrivals, len(requests))
+        step = ProducerStep(tickets, [Send(p.request_id, 0, p.num_tokens, (p.p_blocks,), last=True) for p in requests])
+        begun, computed = self.p.call("do", prefill, step, compute_s, layerwise)
+        arrived, num_bytes, early = self.d.receive(PATIENCE_S)
+        self.p.call("do", release, list(tickets))
+        return Times(begun, computed, arrived, num_bytes, early)
+
+    def check(self, requests: Sequence[Prompt]) -> None:
+        """Raises RuntimeError unless decode's blocks hold what prefill's do; then clears them."""
+        if wrong := self.d.call("do", differences, list(requests)):
+            raise RuntimeError(f"decode has other bytes than prefill: {wrong[0]}")
+        self.d.call("clear")
+
+    def close(self) -> None:
+        if left := self.pair.close():
+            raise RuntimeError(f"the ranks left {left}")
+
+
+# --- in the ranks' processes -------------------------------------------------------------------------------
+
+
+def fill(rank: PrefillRank) -> None:
+    for layer in range(rank.model.layers):
+        for part, cache in enumerate(rank.caches[layer_name(layer)]):
+            cache.copy_(contents(cache, layer, part))
+
+
+def contents(cache: torch.Tensor, layer: int, part: int) -> torch.Tensor:
+    """What prefill's cache of a layer holds; decode's is as large."""
+    generator = torch.Generator().manual_seed(1009 * layer + part)
+    values = torch.randint(-(2**15), 2**15, cache.shape, generator=generator, dtype=torch.int16)
+    return values.view(cache.dtype)
+
+
+def prefill(rank: PrefillRank, step: ProducerStep, compute_s: float, layerwise: bool) -> tuple[float, float]:
+    """When it began, and when its last layer had been computed."""
+    begun = time.monotonic()
+    rank.worker.start_step(step)
+    for layer in rank.registered.layers:
+        if compute_s:
+            time.sleep(compute_s)
+        if layerwise:
+            rank.worker.layer_computed(layer)
+    computed = time.monotonic()
+    rank.worker.end_step()
+    return begun, computed
+
+
+def release(rank: PrefillRank, request_ids: list[str]) -> None:
+    """vLLM is done with the requests; waits until nothing reads them any more."""
+    rank.worker.start_step(ProducerStep(finished=dict.fromkeys(request_ids), idle=True))
+    sent: set[str] = set()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(sent) < len(request_ids):
+        sent |= rank.worker.take_sent()
+        if report := rank.worker.take_report():
+            raise RuntimeError(f"not delivered: {report.failed}")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"only {sent} were sent")
+
+
+def await_arrivals(rank: DecodeRank, count: int) -> tuple[float, int, int]:
+    """When the last of `count` requests was there; bytes in all, and those before prefill's last layer ended."""
+    rank.worker.start_step(ConsumerStep(idle=True))
+    ended, num_bytes, early = 0, 0, 0
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        arrivals = rank.worker.take_arrivals()
+        now = time.monotonic()
+        ended += len(arrivals.finished)
+        if report := rank.worker.take_report():
+            num_bytes += sum(total for total, _ in report.received.values())
+            early += sum(before for _, before in report.received.values())
+        if arrivals.failed:
+            raise RuntimeError(f"not received: {report.failed if report else arrivals.failed}")
+        if ended >= count:
+            return now, num_bytes, early
+        if now > deadline:
+            raise TimeoutError(f"{ended} of {count} requests arrived")
+
+
+def differences(rank: DecodeRank, requests: list[Prompt]) -> list[str]:
+    found = []
+    for layer in range(rank.model.layers):
+        for part, cache in enumerate(rank.caches[layer_name(layer)]):
+            wanted = contents(cache, layer, part).view(torch.int16)
+            for prompt in requests:
+                if not torch.equal(cache.view(torch.int16)[prompt.d_blocks], wanted[prompt.p_blocks]):
+                    found.append(f"{prompt.request_id} layer {layer} part {part}")
+    return found
