@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that a prefill rank registers with Mooncake for regrouping: ours against a copy of a whole layer's cache.
 
-$ python benchmarks/memory.py [--cache-gb 40] [--step-tokens 8192 16384] [--slots 4] [--check] [--json]
+$ python benchmarks/memory.py [--cache-gb 40] [--step-tokens 2048 8192 16384] [--slots 4] [--check] [--json]
 
 ours       the staging ring: slots of a layer of one step's tokens. Worked out for models of known shapes by the code
            that the connector itself uses, without allocating anything
@@ -172,9 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache-gb", type=float, default=40.0, help="of a prefill rank's KV cache")
     parser.add_argument("--ratios", type=int, nargs="+", choices=[2, 4], default=[2, 4], help="of the ranks' KV heads")
-    parser.add_argument(
-        "--step-tokens", type=int, nargs="+", default=[8192, 16384], help="vLLM's max-num-batched-tokens"
-    )
+    parser.add_argument("--step-tokens", type=int, nargs="+", default=[2048, 8192, 16384], help="of vLLM")
     parser.add_argument("--slots", type=int, default=ConnectorConfig().staging_slots, help="staging_slots")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")

@@ -21,7 +21,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -95,19 +95,27 @@ def measure(pair: PushPair, floor: Floor, mib: int, count: int, scattered: bool,
     pair.push(requests)
     pair.check(requests)
     longest = 1 if scattered else blocks // count
-    ours = min(longest * cache.block_bytes, TransferLimits().max_descriptor_bytes)
-    calls = min(BATCH, max(1, num_bytes // cache.layers // ours))
-    samples: dict[str, list[float]] = {side: [] for side in ("ours", "best", "same", "tcp")}
-    for _ in range(rounds):
+    length = min(longest * cache.block_bytes, TransferLimits().max_descriptor_bytes)
+    in_a_call = min(BATCH, max(1, num_bytes // cache.layers // length))
+
+    def ours() -> float:
         times = pair.push(requests)
         if times.num_bytes != num_bytes:
             raise RuntimeError(f"{times.num_bytes} bytes were sent, not {num_bytes}")
-        samples["ours"].append(times.arrived - times.begun)
-        samples["best"].append(floor.mooncake(num_bytes, best))
-        samples["same"].append(floor.mooncake(num_bytes, ours, calls))
-        samples["tcp"].append(floor.tcp(num_bytes))
+        return times.arrived - times.begun
+
+    sides: dict[str, Callable[[], float]] = {
+        "ours": ours,
+        "best": lambda: floor.mooncake(num_bytes, best),
+        "same": lambda: floor.mooncake(num_bytes, length, in_a_call),
+        "tcp": lambda: floor.tcp(num_bytes),
+    }
+    samples: dict[str, list[float]] = {side: [] for side in sides}
+    for number in range(rounds):
+        for side in list(sides) if number % 2 else list(reversed(sides)):
+            samples[side].append(sides[side]())
     speeds = {side: num_bytes / median(seconds) / 1e9 for side, seconds in samples.items()}
-    return Result(count, mib, scattered, ours // 1024, best // 1024, rounds, **speeds)
+    return Result(count, mib, scattered, length // 1024, best // 1024, rounds, **speeds)
 
 
 def results(args: argparse.Namespace) -> Iterator[Result]:
