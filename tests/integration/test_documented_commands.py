@@ -332,6 +332,8 @@ TABLE = (
     Row(r"python benchmarks/push\.py", "tests/integration/test_benchmarks.py::test_push"),
     Row(r"python benchmarks/overlap\.py", "tests/integration/test_benchmarks.py::test_overlap"),
     Row(r"python benchmarks/memory\.py", "tests/integration/test_benchmarks.py::test_memory"),
+    Row(r"python benchmarks/simulate\.py --validate", "tests/integration/test_benchmarks.py::test_simulate_validation"),
+    Row(r"python benchmarks/simulate\.py --(lo|cl|mo).*", "tests/integration/test_benchmarks.py::test_simulate"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/plan\.py", "tests/npu/test_plan_benchmark.py::test_checks_bars_as_json"),
     Row(r"vllm serve MODEL --port .*", "tests/e2e/test_timeline.py::test_the_engines_are_those_of_the_readme"),
     Row(r"vllm serve MODEL \.\.\. .*", "tests/e2e/test_traces.py::test_engines_and_proxy_are_told_as_documented"),
