@@ -126,7 +126,10 @@ def simulate(args: argparse.Namespace) -> int:
                 print(row(ratio, rate, figures), flush=True)
         if not args.json:
             print(f"  {sentence(ratio, args.cells, figures, advice)}")
-            print(f"  {figures.events:,} events of {len(arrivals):,} requests in {figures.took_s:.1f} s", flush=True)
+            print(
+                f"  {figures.events:,} events of {len(arrivals):,} requests in {figures.took_s:.1f} s of a processor",
+                flush=True,
+            )
     return 0
 
 
@@ -174,8 +177,8 @@ def main() -> int:
     add("--http-ms", type=float, default=2.0, help="a request or answer between proxy and engine")
     add("--seed", type=int, default=1)
     add("--validate", action="store_true")
-    add("--requests", type=int, default=100, help="with --validate: of each row")
-    add("--rounds", type=int, default=5, help="with --validate: runs, which rows take in turn")
+    add("--requests", type=int, default=60, help="with --validate: of each row")
+    add("--rounds", type=int, default=3, help="with --validate: runs, which rows take in turn")
     add("--check", action="store_true", help="with --validate: exit with 1 if a bar is missed")
     add("--json", action="store_true", help="one JSON object per line instead of a table")
     args = parser.parse_args()

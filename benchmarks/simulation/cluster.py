@@ -94,6 +94,14 @@ class _Side:
         self._loads[url] = EngineLoad(url, load.requests + requests, load.tokens + tokens, load.capacity)
 
 
+def _nics(engines: list[str], kinds: int, sharing: int, capacity: float) -> dict[str, list[Link]]:
+    """Of each engine; neighbours share theirs, so many."""
+    links: dict[str, list[Link]] = {}
+    for i, name in enumerate(engines):
+        links[name] = links[engines[i - 1]] if i % sharing else [Link(capacity) for _ in range(kinds)]
+    return links
+
+
 class Cluster:
     """`links`: those of prefill's engines, then decode's, by engine."""
 
@@ -116,8 +124,8 @@ class Cluster:
             "prefill": _Side(setup.strategy, True, [*self.prefill], None),
             "decode": _Side(setup.strategy, False, [*self.decode], setup.decode_speed.tokens),
         }
-        self.p_links = {name: [Link(costs.nic) for _ in range(exchange.p_nics)] for name in self.prefill}
-        self.d_links = {name: [Link(costs.nic) for _ in range(exchange.d_nics)] for name in self.decode}
+        self.p_links = _nics([*self.prefill], exchange.p_nics, exchange.engines_per_nic(exchange.prefill), costs.nic)
+        self.d_links = _nics([*self.decode], exchange.d_nics, exchange.engines_per_nic(exchange.decode), costs.nic)
         self._pushes: dict[_Lane, deque[_Push]] = {}
 
     # The proxy.

@@ -36,6 +36,7 @@ class Exchange:
     prefill: Engine
     decode: Engine
     d_caches: RankCaches
+    ranks_per_nic: int
 
     @property
     def lanes(self) -> int:
@@ -49,6 +50,10 @@ class Exchange:
     @property
     def d_nics(self) -> int:
         return 1 + max(kind for loads in self.d_loads for kind, _ in loads)
+
+    def engines_per_nic(self, engine: Engine) -> int:
+        """That share one, as they are smaller than a NIC's ranks."""
+        return max(1, self.ranks_per_nic // engine.tp)
 
     def units(self, start: int, stop: int, last: bool) -> int:
         """That become complete when tokens `[start, stop)` are computed; at the prompt's end the last one too, be it
@@ -83,6 +88,7 @@ def make_exchange(model: Model, p_tp: int, d_tp: int, ranks_per_nic: int) -> Exc
         prefill=prefill,
         decode=decode,
         d_caches=caches,
+        ranks_per_nic=ranks_per_nic,
     )
 
 

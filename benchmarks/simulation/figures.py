@@ -54,7 +54,7 @@ class Figures:
     `kv`: from the ticket until decode has all KV; `after_prefill`: from the end of prefill until then. `early`: share
     of the KV that was sent before prefill ended. `prefill_busy`: engines that compute; `decode_busy`: requests in an
     engine relative to its room; links: bytes relative to what they could carry. `step_ms`: of decode with that load.
-    `took_s`: of this machine, for `events`."""
+    `took_s`: of one processor, for `events`."""
 
     requests: int
     failed: int
@@ -93,9 +93,12 @@ class _Watch:
     def _carried(self) -> dict[str, list[float]]:
         cluster = self._cluster
         sides = {"p": cluster.p_links, "d": cluster.d_links}
-        for links in sides.values():
-            cluster.network.settle(link for of_engine in links.values() for link in of_engine)
-        return {name: [link.carried for of in links.values() for link in of] for name, links in sides.items()}
+        carried = {}
+        for name, links in sides.items():
+            each = list(dict.fromkeys(link for of_engine in links.values() for link in of_engine))  # some share theirs
+            cluster.network.settle(each)
+            carried[name] = [link.carried for link in each]
+        return carried
 
     def _begin(self) -> None:
         for level in self._levels():
@@ -121,7 +124,7 @@ class _Watch:
 def run(setup: Setup, arrivals: Sequence[Arrival], warm_up: float, ends: float, cells: int = 1) -> Figures:
     """`arrivals` in the first `ends` seconds; those of the first `warm_up` seconds do not count. `cells`: so many
     clusters side by side, each with its own proxy; requests are dealt out at random."""
-    begun = time.perf_counter()
+    begun = time.process_time()
     watches, counted, events = [], [], 0
     prompt = float(np.mean([arrival.prompt for arrival in arrivals])) if arrivals else 1.0
     output = float(np.mean([arrival.output for arrival in arrivals])) if arrivals else 1.0
@@ -154,12 +157,13 @@ def run(setup: Setup, arrivals: Sequence[Arrival], warm_up: float, ends: float, 
         d_link=_use([watch.links["d"] for watch in watches]),
         backlog_mb=_queue([[(mean / 1e6, most / 1e6) for mean, most in [watch.backlog]] for watch in watches]),
         events=events,
-        took_s=time.perf_counter() - begun,
+        took_s=time.process_time() - begun,
     )
 
 
-def simulated_kv(setup: Setup, arrivals: Sequence[Arrival]) -> list[float]:
-    """Of each request, seconds from its ticket until decode has all KV. Raises RuntimeError where one fails."""
+def simulated(setup: Setup, arrivals: Sequence[Arrival]) -> list[tuple[float, float]]:
+    """Of each request, seconds until decode has all KV: from its ticket, from the end of prefill. Raises RuntimeError
+    where one fails."""
     clock = Clock()
     cluster = Cluster(clock, setup)
     for arrival in arrivals:
@@ -167,7 +171,7 @@ def simulated_kv(setup: Setup, arrivals: Sequence[Arrival]) -> list[float]:
     clock.run()
     if failed := sum(request.failed for request in cluster.requests):
         raise RuntimeError(f"{failed} requests failed")
-    return [request.received_at - request.ticket_at for request in cluster.requests]
+    return [(r.received_at - r.ticket_at, r.received_at - r.prefilled_at) for r in cluster.requests]
 
 
 def _ratio(requests: Sequence[Request]) -> float:
@@ -214,8 +218,8 @@ def advise(setup: Setup, prompt: float, output: float) -> Advice:
     rates = {
         "prefill": setup.prefill / setup.prefill_speed.prompt_s(prompt),
         "decode": setup.decode_engines * full / (output * speed.seconds(full)),
-        "p_links": links(exchange.p_loads, setup.prefill),
-        "d_links": links(exchange.d_loads, setup.decode_engines),
+        "p_links": links(exchange.p_loads, setup.prefill) / exchange.engines_per_nic(exchange.prefill),
+        "d_links": links(exchange.d_loads, setup.decode_engines) / exchange.engines_per_nic(exchange.decode),
     }
     ratio = (rates["decode"] / setup.decode) / (rates["prefill"] / setup.prefill)
     return Advice(**rates, full_first=min(rates, key=lambda part: rates[part]), prefill_per_decode=ratio)

@@ -21,7 +21,7 @@ from simulation.clock import Clock
 from simulation.cluster import Cluster, Costs, Setup
 from simulation.engines import DecodeSpeed, PrefillSpeed
 from simulation.exchange import make_exchange
-from simulation.figures import advise, run, simulated_kv
+from simulation.figures import advise, run, simulated
 from simulation.links import Flow, Link, Network
 from simulation.presets import find_model
 from simulation.traffic import Arrival, Lengths, poisson
@@ -97,6 +97,18 @@ def test_ranks_share_nics() -> None:
     assert all(parts == ((lane // 2, 1.0),) for lane, parts in enumerate(MLA.p_loads))
     assert set(MLA.d_loads) == {((0, 0.5),)}
     assert LLAMA.p_loads == (((0, 1 / 8),),)
+
+
+def test_engines_share_nics() -> None:
+    """Three of one rank on NICs for two ranks: the third has one to itself."""
+    small = make_exchange(find_model("llama-3.1-8b"), 1, 1, 2)
+    cluster = play(cluster_of(3, 3, exchange=small), TRAFFIC)
+    [first], [second], [third] = cluster.p_links.values()
+    assert first is second
+    assert third is not first
+    passed = sum(link.carried for link in {first, third})
+    assert passed == pytest.approx(sum(-(-a.prompt // small.unit) * small.unit_bytes for a in TRAFFIC))
+    assert advise(cluster.setup, 1000, 10).p_links == pytest.approx(1.5 * FREE.nic / (8 * small.unit_bytes))
 
 
 # --- links -------------------------------------------------------------------------------------------------
@@ -182,8 +194,9 @@ def test_alone_it_takes_what_the_plan_command_says(tokens: int, nic: float) -> N
     compute_s = tokens * PREFILL.token_s
     timing = make_timing(plan, nic * 8 / 1e9, 1000 * compute_s)
     assert timing.after_prefill_ms is not None
-    [kv] = simulated_kv(cluster_of(costs=replace(FREE, nic=nic)), [Arrival(1.0, tokens, 10, 5)])
-    assert kv == pytest.approx(compute_s + timing.after_prefill_ms / 1000)
+    [(kv, after_s)] = simulated(cluster_of(costs=replace(FREE, nic=nic)), [Arrival(1.0, tokens, 10, 5)])
+    assert after_s == pytest.approx(timing.after_prefill_ms / 1000)
+    assert kv == pytest.approx(compute_s + after_s)
 
 
 def test_every_message_takes_its_time() -> None:
@@ -204,7 +217,7 @@ def test_grants_that_take_long_delay_the_first_write() -> None:
     """A layer of a short prompt is computed before its grant is there."""
     fast = replace(PREFILL, token_s=1e-9)
     slow = cluster_of(prefill_speed=fast, costs=replace(FREE, nic=1e15, control_s=0.01))
-    [kv] = simulated_kv(slow, [Arrival(0.0, 128, 1, 0)])
+    [(kv, _)] = simulated(slow, [Arrival(0.0, 128, 1, 0)])
     assert kv == pytest.approx(3 * 0.01, rel=1e-3)
 
 
