@@ -113,6 +113,8 @@ def test_scale() -> None:
     assert all(each["times"] > 0 for each in growths)
     assert known["measure"] == "known engine"
     assert min(known["bytes"].values()) > 0
+
+
 def test_simulate() -> None:
     """The documented clusters, with less traffic. Requests get through all of it, in its order."""
     commands = [
