@@ -325,13 +325,30 @@ def test_failures_that_cannot_be_told(metaserver: Metaserver, caplog: pytest.Log
         client.tell_failure(url, failure)
         client.tell_failure("http://192.0.2.1/v1/metaserver", failure)  # not allowed: not even tried
         eventually(lambda: len(caplog.records) == 2)
-        assert len(seen) == 1
+        assert len(seen) == 2
     for record in caplog.records:
         assert record.message.startswith("request r: metaserver http://127.0.0.1:")
         assert "cannot be told of a failed transfer" in record.message
     assert outcome_of(client, metaserver.url, "ok").ok
     client.close()
     client.tell_failure(metaserver.url, failure)
+
+
+def test_a_failure_is_told_again_where_the_connection_was_just_being_closed(client: MetaserverClient) -> None:
+    heard: list[bytes] = []
+
+    def serve(peer: socket.socket) -> None:
+        heard.append(peer.recv(65536))
+        if len(heard) == 1:
+            return
+        peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        read_to_the_end(peer)
+
+    with serving(serve) as port:
+        failure = TransferFailure("r", "t", 0, "why", final=True)
+        client.tell_failure(f"http://127.0.0.1:{port}{METASERVER_PATH}", failure)
+        eventually(lambda: len(heard) == 2)
+        assert b"why" in heard[1]
 
 
 def test_failures_told_at_once_are_bounded() -> None:

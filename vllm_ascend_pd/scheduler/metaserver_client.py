@@ -115,7 +115,7 @@ class MetaserverClient:
                 self._loop.call_soon_threadsafe(self._abandon, post)
 
     def tell_failure(self, url: str, failure: TransferFailure) -> None:
-        """Tell the metaserver at `url`, where the ticket was posted, once and without an outcome: one that does not
+        """Tell the metaserver at `url`, where the ticket was posted, without an outcome: one that does not
         hear it notices less soon, or less of the reason. Nothing is told beyond `max_pending` messages at a time."""
         if self.check(url) is not None:
             return

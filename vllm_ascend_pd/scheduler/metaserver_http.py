@@ -62,11 +62,20 @@ class MetaserverHttp:
         _judge(url, response.status_code, body)
 
     async def tell(self, url: str, failure: TransferFailure) -> str | None:
-        """Once, of a failed transfer; returns why that could not be done."""
+        """Of a failed transfer; returns why that could not be done. To be told twice does no harm."""
         content = msgspec.json.encode(failure)
-        posted = self._client.post(url + FAILURE_SUFFIX, content=content, timeout=_FAILURE_TIMEOUT_S)
+
+        async def post() -> httpx.Response:
+            return await self._client.post(url + FAILURE_SUFFIX, content=content, timeout=_FAILURE_TIMEOUT_S)
+
+        async def post_again() -> httpx.Response:
+            try:
+                return await post()
+            except (httpx.NetworkError, httpx.RemoteProtocolError):  # an idle connection that was just being closed
+                return await post()
+
         try:
-            status = (await asyncio.wait_for(posted, _FAILURE_TIMEOUT_S)).status_code
+            status = (await asyncio.wait_for(post_again(), _FAILURE_TIMEOUT_S)).status_code
         except (httpx.HTTPError, asyncio.TimeoutError) as error:  # not TimeoutError before Python 3.11
             return _describe(error)
         return f"it answered {status}" if status >= 500 else None
