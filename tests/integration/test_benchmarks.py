@@ -2,6 +2,7 @@
 """Benchmarks in small forms: they run as documented, and say what they measured. How fast it was is nobody's test."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,36 @@ def results(program: str | Path, *options: str) -> list[dict[str, Any]]:
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stdout + run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_run_all_starts_every_benchmark(tmp_path: Path) -> None:
+    """With a stand-in for Python. One that fails, or whose environment is missing, fails all."""
+    script, quick = documented("docs/performance.md", "benchmarks/run_all.sh")
+    programs = {path.stem for path in (REPOSITORY / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
+    programs -= {"pull_proxy", "relay_floor", "stub_engine"}  # which others start
+
+    def run(*options: str) -> tuple[int, str]:
+        environment = {**os.environ, "VENV": str(tmp_path / "venv")}
+        ran = subprocess.run([script, *options], cwd=REPOSITORY, capture_output=True, text=True, env=environment)
+        return ran.returncode, ran.stdout
+
+    for name in ("venv", "venv-npu"):
+        status, said = run()
+        assert status == 1
+        assert "NOT RUN  plan" in said
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin/python").write_text(f'#!/usr/bin/env bash\necho "$*" >>{tmp_path}/log\n')
+        (tmp_path / name / "bin/python").chmod(0o755)
+    (tmp_path / "log").unlink()
+    status, said = run(quick)
+    assert status == 0, said
+    started = [Path(line.split()[0]).stem for line in (tmp_path / "log").read_text().splitlines()]
+    assert sorted(started) == sorted(programs)
+    (tmp_path / "venv/bin/python").write_text("#!/usr/bin/env bash\nexit 3\n")
+    status, said = run()
+    assert status == 1
+    assert "FAILED   push" in said
+    assert run("--wrong")[0] == 2
 
 
 def test_ops() -> None:

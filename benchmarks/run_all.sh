@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Runs all benchmarks, one after the other.
+#
+#   benchmarks/run_all.sh [--quick] [--check]
+#
+#   --quick   fewer sizes and rounds: 10 minutes on two cores that do nothing else
+#   --check   exit with 1 where a bar is missed
+#
+# VENV: the environment of scripts/setup_env.sh, by default .venv; those that need vllm-ascend run in VENV-npu, which
+# scripts/setup_npu_emulation.sh makes. A benchmark that cannot run counts as failed. The exit code is 0 if none did,
+# 130 after Ctrl-C.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=${VENV:-$root/.venv}
+
+quick=
+check=()
+while (($#)); do
+  case $1 in
+    --quick) quick=1 ;;
+    --check) check=(--check) ;;
+    -h | --help)
+      sed -n '3,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+      exit
+      ;;
+    *)
+      echo "run_all: unknown option $1; see --help" >&2
+      exit 2
+      ;;
+  esac
+  shift
+done
+
+summary=()
+failed=0
+trap 'exit 130' INT
+
+run() { # run ENVIRONMENT PROGRAM OPTION...
+  local python=$1/bin/python program=$2 start=$SECONDS verdict=ok
+  shift 2
+  printf '\n=== %s, load average %s\n' "$program" "$(cut -d' ' -f1 /proc/loadavg)"
+  if [[ ! -x $python ]]; then
+    printf 'no environment at %s: see --help\n' "${python%/bin/python}" >&2
+    verdict="NOT RUN"
+  elif ! CANN_ON_HOST=1 "$python" "$root/benchmarks/$program.py" "$@"; then
+    verdict=FAILED
+  fi
+  [[ $verdict == ok ]] || failed=1
+  summary+=("$(printf '%-8s %-16s %4d s' "$verdict" "$program" $((SECONDS - start)))")
+}
+
+# Shorter forms, where --quick asks for them.
+in_short() { # in_short OPTION...
+  short=()
+  [[ -z $quick ]] || short=("$@")
+}
+
+in_short --tokens 1024
+run "$VENV" ops "${short[@]}"
+in_short --seconds 0.3
+run "$VENV" regroup "${short[@]}" "${check[@]}"
+in_short --mib 16 64 --rounds 5
+run "$VENV" push "${short[@]}" "${check[@]}"
+in_short --rounds 3
+run "$VENV" overlap "${short[@]}" "${check[@]}"
+run "$VENV" memory "${check[@]}"
+in_short --requests 1 8 64 --engines 1 16 --rounds 2
+run "$VENV" scale "${short[@]}" "${check[@]}"
+in_short --seconds 60
+run "$VENV" simulate "${short[@]}"
+in_short --requests 100 --seconds 4 --streams 500
+run "$VENV" proxy_overhead "${short[@]}" "${check[@]}"
+in_short --quick --pairs 1/1 --sides ours --rounds 3 --requests 16
+run "$VENV" ttft "${short[@]}" "${check[@]}"
+in_short --rounds 3
+run "$VENV-npu" plan "${short[@]}" "${check[@]}"
+run "$VENV-npu" launches
+
+printf '\n=== summary\n'
+printf '%s\n' "${summary[@]}"
+exit "$failed"
