@@ -8,14 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness.documented import REPOSITORY, documented
 
 STREAMS = 300
 
+pytestmark = pytest.mark.timeout(600)  # of which most start processes that import torch: minutes on a busy machine
+
 
 def results(program: str | Path, *options: str) -> list[dict[str, Any]]:
     command = [sys.executable, program, *options, "--json"]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=580)
     assert run.returncode == 0, run.stdout + run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
 
