@@ -310,6 +310,7 @@ class Row(NamedTuple):
     """Of one that cannot be run as it is: the reason."""
 
 
+OF_CLUSTERS = "tests/integration/test_cluster_benchmarks.py"
 NPUS = "starts engines on NPUs of other hosts, over ssh"
 TABLE = (
     Row(r"vllm-ascend-pd keygen .*", makes_a_secret),
@@ -329,16 +330,16 @@ TABLE = (
     ),
     Row(r"python benchmarks/proxy_overhead\.py", "tests/integration/test_benchmarks.py::test_proxy_overhead"),
     Row(r"python benchmarks/regroup\.py", "tests/integration/test_benchmarks.py::test_regroup"),
-    Row(r"python benchmarks/scale\.py", "tests/integration/test_benchmarks.py::test_scale"),
+    Row(r"python benchmarks/scale\.py", f"{OF_CLUSTERS}::test_scale"),
     Row(
         r"python benchmarks/ttft\.py",
         "tests/e2e/test_ttft_benchmark.py::test_measures_our_side_and_says_that_another_did_not_run",
     ),
-    Row(r"python benchmarks/push\.py", "tests/integration/test_benchmarks.py::test_push"),
-    Row(r"python benchmarks/overlap\.py", "tests/integration/test_benchmarks.py::test_overlap"),
-    Row(r"python benchmarks/memory\.py", "tests/integration/test_benchmarks.py::test_memory"),
-    Row(r"python benchmarks/simulate\.py --validate", "tests/integration/test_benchmarks.py::test_simulate_validation"),
-    Row(r"python benchmarks/simulate\.py --(lo|cl|mo).*", "tests/integration/test_benchmarks.py::test_simulate"),
+    Row(r"python benchmarks/push\.py", "tests/integration/test_transfer_benchmarks.py::test_push"),
+    Row(r"python benchmarks/overlap\.py", "tests/integration/test_transfer_benchmarks.py::test_overlap"),
+    Row(r"python benchmarks/memory\.py", "tests/integration/test_transfer_benchmarks.py::test_memory"),
+    Row(r"python benchmarks/simulate\.py --validate", f"{OF_CLUSTERS}::test_simulate_validation"),
+    Row(r"python benchmarks/simulate\.py --(lo|cl|mo).*", f"{OF_CLUSTERS}::test_simulate"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/plan\.py", "tests/npu/test_plan_benchmark.py::test_checks_bars_as_json"),
     Row(r"vllm serve MODEL --port .*", "tests/e2e/test_timeline.py::test_the_engines_are_those_of_the_readme"),
     Row(r"vllm serve MODEL \.\.\. .*", "tests/e2e/test_traces.py::test_engines_and_proxy_are_told_as_documented"),
