@@ -2,11 +2,12 @@
 """Transfer engines that fail: the real one, except for writes from certain blocks of certain prompts."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.step import ProducerStep
+from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
 from vllm_ascend_pd.worker.producer import ProducerWorker
 
@@ -17,41 +18,31 @@ POISONED_LAYER = 1
 def poison_prompts_of(num_tokens: int) -> None:
     """Prompts of exactly `num_tokens` tokens cannot be sent: every write of their second layer fails."""
     watched = _Watched(lambda length: POISONED_LAYER if length == num_tokens else None)
-    write = TransferEngine.write
+    write = TransferEngine.write_batches
 
-    def fail_poisoned(
-        self: TransferEngine,
-        session: str,
-        sources: list[int],
-        destinations: list[int],
-        lengths: list[int],
-        *others: Any,
-    ) -> None:
-        if any(source in watched for source in sources):
+    def fail_poisoned(self: TransferEngine, session: str, batches: Iterable[Batch], *others: Any) -> None:
+        batches = list(batches)
+        if any(source in watched for sources, _, _ in batches for source in sources):
             raise TransferError(session, "poisoned by the test", retryable=True)
-        write(self, session, sources, destinations, lengths, *others)
+        write(self, session, batches, *others)
 
-    TransferEngine.write = fail_poisoned  # type: ignore[method-assign]
+    TransferEngine.write_batches = fail_poisoned  # type: ignore[method-assign]
 
 
 def lose_tensors_of_prompts_from(num_tokens: int) -> None:
     """A prompt of `num_tokens + i` tokens loses the rank's tensor `i` on its way: its writes seem to succeed, but
     never happen. Only where nothing is regrouped: the writes of tensors that are come from elsewhere."""
     watched = _Watched(lambda length: length - num_tokens if length >= num_tokens else None)
-    write = TransferEngine.write
+    write = TransferEngine.write_batches
 
-    def write_the_others(
-        self: TransferEngine,
-        session: str,
-        sources: list[int],
-        destinations: list[int],
-        lengths: list[int],
-        *others: Any,
-    ) -> None:
-        kept = [part for part in zip(sources, destinations, lengths, strict=True) if part[0] not in watched]
-        write(self, session, [s for s, _, _ in kept], [d for _, d, _ in kept], [n for _, _, n in kept], *others)
+    def kept(batch: Batch) -> Batch:
+        left = [part for part in zip(*batch, strict=True) if part[0] not in watched]
+        return [s for s, _, _ in left], [d for _, d, _ in left], [n for _, _, n in left]
 
-    TransferEngine.write = write_the_others  # type: ignore[method-assign]
+    def write_the_others(self: TransferEngine, session: str, batches: Iterable[Batch], *others: Any) -> None:
+        write(self, session, [batch for batch in map(kept, batches) if batch[0]], *others)
+
+    TransferEngine.write_batches = write_the_others  # type: ignore[method-assign]
 
 
 class _Watched:
