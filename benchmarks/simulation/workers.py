@@ -8,7 +8,7 @@ import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.step import ConsumerStep, Expect, ProducerStep, Send
+from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import TransferEngine
 
 BLOCK = 128
@@ -127,15 +128,16 @@ def workers(layers: int) -> Iterator[Workers]:
 
 def pace(rank: PrefillRank, link: float | None) -> None:
     """From now on writes take at least as long as their bytes on such a link."""
-    write = TransferEngine.write
+    write = TransferEngine.write_batches
 
-    def paced(session: str, sources: list[int], destinations: list[int], lengths: list[int], *others: Any) -> None:
-        begun = time.monotonic()
-        write(rank.engine, session, sources, destinations, lengths, *others)
+    def paced(session: str, batches: Iterable[Batch], *others: Any) -> None:
+        begun, cut = time.monotonic(), list(batches)
+        write(rank.engine, session, cut, *others)
         if link is not None:
-            time.sleep(max(0.0, begun + sum(lengths) / link - time.monotonic()))
+            num_bytes = sum(sum(lengths) for _, _, lengths in cut)
+            time.sleep(max(0.0, begun + num_bytes / link - time.monotonic()))
 
-    rank.engine.write = paced
+    rank.engine.write_batches = paced
 
 
 def expect(rank: DecodeRank, expects: list[Expect]) -> None:
