@@ -4,7 +4,7 @@
 #
 #   benchmarks/run_all.sh [--quick] [--check]
 #
-#   --quick   fewer sizes and rounds: 10 minutes on two cores that do nothing else
+#   --quick   fewer sizes and rounds: meant for 10 minutes on two cores that do nothing else
 #   --check   exit with 1 where a bar is missed
 #
 # VENV: the environment of scripts/setup_env.sh, by default .venv; those that need vllm-ascend run in VENV-npu, which
