@@ -47,9 +47,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from scale_parts import BLOCKS, HOST, TIMEOUT_S, Configs, Memory, find_tests, wait_until
+from scale_parts import BLOCKS, HOST, TIMEOUT_S, Configs, Memory, find_tests
 
 find_tests()
+
+from harness.waiting import wait_until  # noqa: E402
 
 BAR = 1.25
 EMPTY_STEPS = 20
@@ -216,7 +218,7 @@ class Bench:
         self._posts.bodies, self._posts.prefilled = [], threading.Event()
         decode.call("begin", str(self._waves), case.shares, self._url, memory)
         decode.call("issue")
-        wait_until(lambda: len(self._posts.bodies) == case.requests, "tickets are posted")
+        wait_until(lambda: len(self._posts.bodies) == case.requests, TIMEOUT_S, "tickets are posted")
         bodies = list(self._posts.bodies)
         prefill.begin([json.loads(body) for body in bodies])
         held, here = (0.0, 0.0), Memory()

@@ -5,9 +5,11 @@ rank and its threads, and a listener."""
 from collections import Counter
 from typing import Any
 
-from scale_parts import HOST, TIMEOUT_S, TOKENS, Blocks, Configs, Memory, Meter, blocks_of, find_tests, wait_until
+from scale_parts import TIMEOUT_S, TOKENS, Blocks, Configs, Memory, Meter, blocks_of, find_tests
 
 find_tests()
+
+from harness.waiting import wait_until  # noqa: E402
 
 
 class DecodeEngine:
@@ -70,9 +72,9 @@ class DecodeEngine:
 
     def finish(self) -> None:
         """All KV arrives, and all requests end. Their posts have been answered."""
-        wait_until(lambda: len(self._worker._ended) == len(self._requests), "KV arrives at decode")
+        wait_until(lambda: len(self._worker._ended) == len(self._requests), TIMEOUT_S, "KV arrives at decode")
         client = self._connector._scheduler._metaserver
-        wait_until(lambda: not client._posts, "posts are answered")
+        wait_until(lambda: not client._posts, TIMEOUT_S, "posts are answered")
         arrived = self.step()
         if arrived != set(self._requests):
             raise RuntimeError(f"{len(arrived)} requests arrived at decode, not {len(self._requests)}")
@@ -135,6 +137,3 @@ class DecodeEngines:
         for engine in self._engines:
             engine.close()
         return []
-
-
-__all__ = ["HOST", "DecodeEngines"]

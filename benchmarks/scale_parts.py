@@ -22,7 +22,6 @@ BLOCK, HEADS, PARTS = 128, 1, 2  # K and V; no byte moves, so what a block has d
 BLOCKS, STEPS = 8, 4  # of a prompt, and in how many steps it is prefilled
 TOKENS = BLOCKS * BLOCK
 TIMEOUT_S = 60.0
-POLL_S = 0.01
 SCHEDULER = (
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
@@ -166,14 +165,6 @@ class Blocks:
 def blocks_of(i: int, blocks: int = BLOCKS) -> list[int]:
     """Of a wave's i-th request; block 0 is nobody's."""
     return list(range(1 + i * BLOCKS, 1 + i * BLOCKS + blocks))
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{what}: not within {TIMEOUT_S:g} s")
-        time.sleep(POLL_S)
 
 
 class Memory:

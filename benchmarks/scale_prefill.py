@@ -12,8 +12,9 @@ from scale_parts import (
     Configs,
     Meter,
     blocks_of,
-    wait_until,
 )
+
+from harness.waiting import wait_until
 
 PER_STEP = TOKENS // STEPS
 
@@ -56,7 +57,7 @@ class Prefill:
             timed("update_state_after_alloc", connector.update_state_after_alloc, request, Blocks(ids), 0)
             new.append(Scheduled(request, (ids,), 0, PER_STEP))
         self._step(make_output(new=new))
-        wait_until(self._is_granted, "decode grants")
+        wait_until(self._is_granted, TIMEOUT_S, "decode grants")
 
     def go_on(self) -> None:
         """The other steps, to the end of the prompts; then the requests end."""
@@ -80,7 +81,7 @@ class Prefill:
         """All blocks are sent; what the wave has cost."""
         from harness.scheduling import make_output
 
-        wait_until(lambda: all(t.ended for t in self._worker._transfers.values()), "KV is sent")
+        wait_until(lambda: all(t.ended for t in self._worker._transfers.values()), TIMEOUT_S, "KV is sent")
         self._step(make_output())
         left = len(self._worker._transfers) + len(self._connector._scheduler._awaiting)
         if left:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
@@ -18,7 +19,7 @@ from .engines import DecodeSpeed, PrefillSpeed
 from .exchange import Exchange, make_exchange
 from .figures import Spread, simulated
 from .traffic import Arrival, Lengths
-from .workers import HEAD_SIZE, HEADS, Speed, Times, Workers, workers
+from .workers import HEAD_SIZE, HEADS, Speed, Times, Workers
 
 MAX_OFF = 0.2
 LAYERS = 8
@@ -178,11 +179,11 @@ def validate(requests: int, rounds: int, seed: int, as_json: bool, check: bool, 
     alone = {speed: Alone() for speed in dict.fromkeys(row.speed for row in ROWS)}
     coming = {(row, i): arrivals(row, -(-requests // rounds), seed + i) for row in ROWS for i in range(rounds)}
     measured: dict[Row, list[list[Times]]] = {row: [] for row in ROWS}
-    with workers(1) as pair:
+    with closing(Workers(1)) as pair:
         pair.serve([(0.0, 128)], Speed(0.0))  # the ranks meet
         for speed, figures in alone.items():
             figures.measure(pair, speed, 1, 5)
-    with workers(LAYERS) as pair:
+    with closing(Workers(LAYERS)) as pair:
         pair.serve([(0.0, 128)], Speed(0.0))
         for i in range(rounds):
             for speed, figures in alone.items():

@@ -5,19 +5,17 @@ place of a model, prefill sleeps as long as its layers would compute."""
 from __future__ import annotations
 
 import random
-import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.kv import Model, Side, layer_name
+from harness.kv import Model, Prompt, Side, layer_name
 from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.step import ConsumerStep, Expect, ProducerStep, Send
+from vllm_ascend_pd.step import ConsumerStep, ProducerStep, Send
 from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import TransferEngine
 
@@ -75,28 +73,17 @@ class Workers:
         """`requests`: (when, seconds from the beginning; tokens). Raises RuntimeError where one fails."""
         pair = self._pair
         [p_rank], [d_rank] = pair.p_ranks, pair.d_ranks
-        jobs, expects = [], []
+        jobs: list[Job] = []
+        prompts: list[Prompt] = []
         for i, (at, tokens) in enumerate(requests):
-            p_blocks, d_blocks = self._blocks(tokens), self._blocks(tokens)
-            name = f"request-{i}"
-            ticket = Ticket(
-                request_id=name,
-                remote_block_ids=[d_blocks],
-                remote_block_size=[BLOCK],
-                remote_engine_id=pair.decode_id,
-                remote_host="127.0.0.1",
-                remote_port=pair.port,
-                remote_tp_size=1,
-                remote_cached_tokens=0,
-                ticket_id=secrets.token_hex(16),
-                num_tokens=tokens,
-            )
-            jobs.append(Job(name, at, tokens, ticket, p_blocks))
-            expects.append(Expect(name, ticket.ticket_id, 0, ticket.digest(), d_blocks))
+            prompt = Prompt(f"request-{i}", i, tokens, self._blocks(tokens), self._blocks(tokens))
+            prompts.append(prompt)
+            jobs.append(Job(prompt.request_id, at, tokens, pair.ticket(prompt), prompt.p_blocks))
         wait_s = requests[-1][0] + _TIMEOUT_S
-        d_rank.call("do", expect, expects)
+        # All at once, so that no grant is asked for too early.
+        pair.expect(prompts, {job.request_id: job.ticket for job in jobs})
         p_rank.call("do", pace, speed.link)
-        d_rank.send("do", receive, len(expects), wait_s)
+        d_rank.send("do", receive, len(prompts), wait_s)
         p_rank.send("do", prefill, jobs, self._layers, speed)
         times = p_rank.receive(wait_s)
         arrived = d_rank.receive(wait_s)
@@ -112,15 +99,6 @@ class Workers:
     def close(self) -> None:
         if left := self._pair.close():
             raise RuntimeError(f"ranks did not clean up: {left}")
-
-
-@contextmanager
-def workers(layers: int) -> Iterator[Workers]:
-    made = Workers(layers)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 # --- in the ranks' processes -------------------------------------------------------------------------------
@@ -140,14 +118,10 @@ def pace(rank: PrefillRank, link: float | None) -> None:
     rank.engine.write_batches = paced
 
 
-def expect(rank: DecodeRank, expects: list[Expect]) -> None:
-    """All at once, so that no grant is asked for too early."""
-    rank.worker.start_step(ConsumerStep(expects, idle=True))
-
-
 def receive(rank: DecodeRank, count: int, wait_s: float) -> dict[str, float]:
     """When each request's KV had arrived."""
     worker = rank.worker
+    worker.start_step(ConsumerStep(idle=True))
     arrived: dict[str, float] = {}
     deadline = time.monotonic() + wait_s
     while len(arrived) < count:

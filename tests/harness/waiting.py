@@ -8,16 +8,17 @@ from typing import TypeVar
 State = TypeVar("State")
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float) -> None:
-    wait_for(condition, bool, timeout_s)
+def wait_until(condition: Callable[[], object], timeout_s: float, what: str = "") -> None:
+    """`what`: to be said if it does not happen."""
+    wait_for(condition, bool, timeout_s, what=what)
 
 
 def wait_for(
-    look: Callable[[], State], right: Callable[[State], object], timeout_s: float, every_s: float = 0.02
+    look: Callable[[], State], right: Callable[[State], object], timeout_s: float, every_s: float = 0.02, what: str = ""
 ) -> State:
     """What `look` shows, as soon as it is right."""
     deadline = time.monotonic() + timeout_s
     while not right(state := look()):
-        assert time.monotonic() < deadline, f"after {timeout_s:g} s: {state}"
+        assert time.monotonic() < deadline, f"after {timeout_s:g} s: {what or state}"
         time.sleep(every_s)
     return state
