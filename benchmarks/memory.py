@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests")]
 
 from memory_rank import STEP_TOKENS, CountingRank  # noqa: E402
+from report import line  # noqa: E402
 
 from harness.kv import Model as SmallModel  # noqa: E402
 from harness.kv import Side  # noqa: E402
@@ -189,11 +190,7 @@ def main() -> int:
     missed = False
     for result in results(args):
         missed |= not result.holds
-        if args.json:
-            shown = {"measure": "staging", **asdict(result), "less": result.less, "holds": result.holds}
-            print(json.dumps(shown), flush=True)
-        else:
-            print(result.row() + ("" if result.holds else "   <- misses its bar"), flush=True)
+        print(line(result, result.holds, args.json, measure="staging", less=result.less), flush=True)
     return 1 if missed and args.check else 0
 
 

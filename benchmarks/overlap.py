@@ -19,11 +19,10 @@ longer than pushing two layers.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -31,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests")]
 
 from push_pair import Cache, PushPair, Times  # noqa: E402
+from report import line  # noqa: E402
 
 from harness.kv import Prompt  # noqa: E402
 
@@ -138,10 +138,7 @@ def main() -> int:
         print(HEADER)
     for result in results(args):
         missed |= not result.holds
-        if args.json:
-            print(json.dumps(asdict(result) | {"holds": result.holds, "load_average": os.getloadavg()[0]}), flush=True)
-        else:
-            print(result.row() + ("" if result.holds else "   <- misses its bar"), flush=True)
+        print(line(result, result.holds, args.json, load_average=os.getloadavg()[0]), flush=True)
     if not args.json:
         print(f"load average {os.getloadavg()[0]:.1f}, {args.layers} layers, {args.mib} MiB, {args.rounds} rounds")
     return 1 if missed and args.check else 0

@@ -18,7 +18,6 @@ a bar is missed and --check was given.
 
 import argparse
 import asyncio
-import json
 import os
 import resource
 import signal
@@ -28,13 +27,14 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import aiohttp
 import psutil
+from report import line
 
 HERE = Path(__file__).resolve().parent
 MAX_ADDED_MS, MAX_CPU_SHARE = 3.0, 0.10
@@ -314,9 +314,7 @@ async def show(setup: Setup, args: argparse.Namespace) -> int:
     """The exit code."""
     code = 0
     async for result in measure(setup, args):
-        bar = "" if result.holds else "   <- misses its bar"
-        shown = {**asdict(result), "holds": result.holds, "load_average": os.getloadavg()[0]}
-        print(json.dumps(shown) if args.json else result.row() + bar, flush=True)
+        print(line(result, result.holds, args.json, load_average=os.getloadavg()[0]), flush=True)
         if getattr(result, "failed", 0) or (args.check and not result.holds):
             code = 1
     return code

@@ -18,11 +18,10 @@ Exits with 1, with --check, where ours is slower than MIN_OF_BEST of Mooncake at
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -31,6 +30,7 @@ sys.path += [str(HERE), str(HERE.parent / "tests")]
 
 from push_floor import BATCH, Floor  # noqa: E402
 from push_pair import Cache, PushPair  # noqa: E402
+from report import line  # noqa: E402
 
 from vllm_ascend_pd.transport.engine import TransferLimits  # noqa: E402
 
@@ -159,11 +159,8 @@ def main() -> int:
         print(HEADER)
     for result in results(args):
         missed |= not result.holds
-        if args.json:
-            shares = {"of_best": result.of_best, "of_same": result.of_same, "holds": result.holds}
-            print(json.dumps(asdict(result) | shares | {"load_average": os.getloadavg()[0]}), flush=True)
-        else:
-            print(result.row() + ("" if result.holds else "   <- misses its bar"), flush=True)
+        more = {"of_best": result.of_best, "of_same": result.of_same, "load_average": os.getloadavg()[0]}
+        print(line(result, result.holds, args.json, **more), flush=True)
     if not args.json:
         print(f"load average {os.getloadavg()[0]:.1f}, {args.layers} layers, {args.rounds} rounds")
     return 1 if missed and args.check else 0

@@ -19,12 +19,11 @@ or interleave is slower than MIN_OF_COPY of a copy of the same bytes.
 """
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -38,6 +37,7 @@ sys.path += [str(HERE), str(HERE.parent / "tests")]
 
 import ops as ops_benchmark  # noqa: E402
 from regroup_layer import BLOCK, HEAD_SIZE, HEADS, Layer, check_bytes, our_side  # noqa: E402
+from report import line  # noqa: E402
 
 from harness.rank_processes import run_ranks  # noqa: E402
 from vllm_ascend_pd.device.cpu import CpuDevice  # noqa: E402
@@ -186,15 +186,11 @@ def main() -> int:
     missed, header = False, ""
     for result in results(args):
         missed |= not holds(result)
-        if args.json:
-            kind = "regroup" if isinstance(result, Result) else "op"
-            shown = {"measure": kind, **asdict(result), "holds": holds(result), "load_average": os.getloadavg()[0]}
-            print(json.dumps(shown), flush=True)
-            continue
-        wanted = HEADER if isinstance(result, Result) else f"\n{ops_benchmark.HEADER}"
-        if wanted != header:
+        kind, wanted = ("regroup", HEADER) if isinstance(result, Result) else ("op", f"\n{ops_benchmark.HEADER}")
+        if not args.json and wanted != header:
             print(header := wanted)
-        print(result.row() + ("" if holds(result) else "   <- misses its bar"), flush=True)
+        more = {"measure": kind, "load_average": os.getloadavg()[0]}
+        print(line(result, holds(result), args.json, **more), flush=True)
     return 1 if missed and args.check else 0
 
 

@@ -23,7 +23,9 @@ def test_run_all_starts_every_benchmark(tmp_path: Path) -> None:
 
     def run(*options: str) -> tuple[int, str]:
         environment = {**os.environ, "VENV": str(tmp_path / "venv")}
-        ran = subprocess.run([script, *options], cwd=REPOSITORY, capture_output=True, text=True, env=environment)
+        ran = subprocess.run(
+            [script, *options], cwd=REPOSITORY, capture_output=True, text=True, env=environment, timeout=60
+        )
         return ran.returncode, ran.stdout
 
     for name in ("venv", "venv-npu"):
