@@ -232,13 +232,13 @@ class World:
                 for server in self.servers
                 for what, count in now[server].above(self._levels[server]).items()
             }
-            if more and time.monotonic() > deadline:
-                print("relays:", {name: relay.port for name, relay in vars(self).items() if hasattr(relay, "port")})
-                print("new:", {server.name: now[server].new_sockets(self._levels[server]) for server in self.servers})
             if not more or time.monotonic() > deadline:
-                growth = {server.name: now[server].memory - self._levels[server].memory for server in self.servers}
-                return more, growth
+                break
             time.sleep(1.0)
+        if more:
+            print("relays:", {name: relay.port for name, relay in vars(self).items() if hasattr(relay, "port")})
+            print("new:", {server.name: now[server].new_sockets(self._levels[server]) for server in self.servers})
+        return more, {server.name: now[server].memory - self._levels[server].memory for server in self.servers}
 
 
 class Worlds:

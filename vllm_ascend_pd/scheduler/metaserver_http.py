@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from functools import partial
 
 import httpx
 import msgspec
@@ -63,22 +64,19 @@ class MetaserverHttp:
 
     async def tell(self, url: str, failure: TransferFailure) -> str | None:
         """Of a failed transfer; returns why that could not be done. To be told twice does no harm."""
-        content = msgspec.json.encode(failure)
-
-        async def post() -> httpx.Response:
-            return await self._client.post(url + FAILURE_SUFFIX, content=content, timeout=_FAILURE_TIMEOUT_S)
-
-        async def post_again() -> httpx.Response:
-            try:
-                return await post()
-            except (httpx.NetworkError, httpx.RemoteProtocolError):  # an idle connection that was just being closed
-                return await post()
-
+        told = self._tell(url + FAILURE_SUFFIX, msgspec.json.encode(failure))
         try:
-            status = (await asyncio.wait_for(post_again(), _FAILURE_TIMEOUT_S)).status_code
+            status = (await asyncio.wait_for(told, _FAILURE_TIMEOUT_S)).status_code
         except (httpx.HTTPError, asyncio.TimeoutError) as error:  # not TimeoutError before Python 3.11
             return _describe(error)
         return f"it answered {status}" if status >= 500 else None
+
+    async def _tell(self, url: str, content: bytes) -> httpx.Response:
+        post = partial(self._client.post, url, content=content, timeout=_FAILURE_TIMEOUT_S)
+        try:
+            return await post()
+        except (httpx.NetworkError, httpx.RemoteProtocolError):  # an idle connection that was just being closed
+            return await post()
 
     async def close_unused(self) -> None:
         """Connections that have been idle for `IDLE_CONNECTION_S`, that the other side has closed, or that are lost. To
