@@ -127,7 +127,7 @@ def prefill(rank: PrefillRank, step: ProducerStep, compute_s: float, layerwise: 
 
 def release(rank: PrefillRank, request_ids: list[str]) -> None:
     """vLLM is done with the requests; waits until nothing reads them any more."""
-    rank.worker.start_step(ProducerStep(finished=dict.fromkeys(request_ids), idle=True))
+    rank.worker.start_step(ProducerStep(finished=dict.fromkeys(request_ids), wait_s=0.002))
     sent: set[str] = set()
     deadline = time.monotonic() + PATIENCE_S
     while len(sent) < len(request_ids):
@@ -140,7 +140,7 @@ def release(rank: PrefillRank, request_ids: list[str]) -> None:
 
 def await_arrivals(rank: DecodeRank, count: int) -> tuple[float, int, int]:
     """When the last of `count` requests was there; bytes in all, and those before prefill's last layer ended."""
-    rank.worker.start_step(ConsumerStep(idle=True))
+    rank.worker.start_step(ConsumerStep(wait_s=0.002))
     ended, num_bytes, early = 0, 0, 0
     deadline = time.monotonic() + PATIENCE_S
     while True:

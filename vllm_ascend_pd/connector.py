@@ -240,7 +240,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(self._scheduler, ProducerScheduler):
             return self._scheduler.build_step(scheduler_output)
         assert self._scheduler is not None
-        return self._scheduler.build_step(idle=scheduler_output.total_num_scheduled_tokens == 0)
+        return self._scheduler.build_step(scheduler_output.total_num_scheduled_tokens > 0)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         report = connector_output.kv_connector_worker_meta

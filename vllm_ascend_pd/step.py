@@ -29,13 +29,14 @@ class Send:
 
 @dataclass
 class ProducerStep(KVConnectorMetadata):
-    """A prefill step. `finished`: request id -> None, or why it ended before its prompt was computed."""
+    """A prefill step. `finished`: request id -> None, or why it ended before its prompt was computed. `wait_s`: how
+    long it waits until blocks may be freed, 0 if it computes something."""
 
     tickets: dict[str, Ticket] = field(default_factory=dict)
     sends: list[Send] = field(default_factory=list)
     finished: dict[str, str | None] = field(default_factory=dict)
     preempted: set[str] = field(default_factory=set)
-    idle: bool = False
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,13 @@ class Expect:
 
 @dataclass
 class ConsumerStep(KVConnectorMetadata):
-    """A decode step. `cancelled`: ticket id -> reason; `prefilled`: tickets whose prefill ended."""
+    """A decode step. `cancelled`: ticket id -> reason; `prefilled`: tickets whose prefill ended. `wait_s`: how long
+    it waits for KV, 0 if it computes something."""
 
     expects: list[Expect] = field(default_factory=list)
     cancelled: dict[str, str] = field(default_factory=dict)
     prefilled: list[str] = field(default_factory=list)
-    idle: bool = False
+    wait_s: float = 0.0
 
 
 @dataclass

@@ -121,7 +121,7 @@ def pace(rank: PrefillRank, link: float | None) -> None:
 def receive(rank: DecodeRank, count: int, wait_s: float) -> dict[str, float]:
     """When each request's KV had arrived."""
     worker = rank.worker
-    worker.start_step(ConsumerStep(idle=True))
+    worker.start_step(ConsumerStep(wait_s=0.002))
     arrived: dict[str, float] = {}
     deadline = time.monotonic() + wait_s
     while len(arrived) < count:

@@ -10,6 +10,7 @@ from vllm_ascend_pd.core.hosts import AnyHost, HostList, decode_hosts
 from vllm_ascend_pd.core.signing import CLOCK_SKEW_S, Secret, signed
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.scheduler.admission import Admission
+from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
 
 SECRET = Secret(b"a secret of this test, long enough")
@@ -42,7 +43,7 @@ class Prefill:
     def __init__(self, capacity: int = 100, hosts: HostList = ANYWHERE, secret: Secret | None = SECRET) -> None:
         self.now = NOW
         self.admission = Admission(hosts, secret, capacity, clock=lambda: self.now)
-        self.scheduler = ProducerScheduler([TokenGroup(4)], self.admission)
+        self.scheduler = ProducerScheduler([TokenGroup(4)], IdleWait(0.05), self.admission)
         self.requests = 0
 
     def error(self, params: Ticket | dict) -> str | None:

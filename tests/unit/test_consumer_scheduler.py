@@ -20,6 +20,7 @@ from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.signing import Secret, verify
 from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
 from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener, Signer
+from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
 from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.step import ConsumerStep, WorkerReport
@@ -77,7 +78,9 @@ def metaserver() -> Iterator[Metaserver]:
 
 @pytest.fixture
 def scheduler() -> Iterator[ConsumerScheduler]:
-    scheduler = ConsumerScheduler(LISTENER, [TokenGroup(BLOCK)], MetaserverClient(SETTINGS, own_host="127.0.0.1"))
+    scheduler = ConsumerScheduler(
+        LISTENER, [TokenGroup(BLOCK)], MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05)
+    )
     yield scheduler
     scheduler.close()
 
@@ -85,11 +88,11 @@ def scheduler() -> Iterator[ConsumerScheduler]:
 def test_tickets_are_signed_until_their_transfer_would_be_over(metaserver):
     secret = Secret(b"a secret of this test, long enough")
     client = MetaserverClient(SETTINGS, own_host="127.0.0.1")
-    scheduler = ConsumerScheduler(LISTENER, [TokenGroup(BLOCK)], client, Signer(secret, 480.0))
+    scheduler = ConsumerScheduler(LISTENER, [TokenGroup(BLOCK)], client, IdleWait(0.05), Signer(secret, 480.0))
     try:
         before = time.time()
         scheduler.allocated(wanting(metaserver.url), BLOCKS, PROMPT)
-        scheduler.build_step(idle=True)
+        scheduler.build_step(computes=False)
         wait_until(lambda: metaserver.bodies, 20)
         ticket = parse_ticket(metaserver.bodies[0], PROMPT, 1)
     finally:
@@ -107,14 +110,14 @@ def issue(scheduler: ConsumerScheduler, request, blocks=BLOCKS, computed: int = 
     """The step in which `request` gets its ticket."""
     external = scheduler.matched_tokens(request, computed)
     scheduler.allocated(request, blocks, external)
-    return scheduler.build_step(idle=False)
+    return scheduler.build_step(computes=True)
 
 
 def step_with(scheduler: ConsumerScheduler, what: Callable[[ConsumerStep], object]) -> ConsumerStep:
     """Runs empty steps until `what` is in one."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        step = scheduler.build_step(idle=True)
+        step = scheduler.build_step(computes=False)
         if what(step):
             return step
         time.sleep(0.005)
@@ -130,7 +133,7 @@ def test_a_request_gets_a_ticket(scheduler, metaserver):
     step = issue(scheduler, request)
     [expect] = step.expects
     assert (expect.request_id, expect.attempt, expect.blocks) == ("r", 0, [7, 1, 5])
-    assert (step.cancelled, step.prefilled, step.idle) == ({}, [], False)
+    assert (step.cancelled, step.prefilled, step.wait_s) == ({}, [], 0.0)
     assert step_with(scheduler, lambda step: step.prefilled).prefilled == [expect.ticket_id]
     [body] = metaserver.bodies
     ticket = parse_ticket(body, PROMPT, 1)  # as prefill reads it
@@ -154,7 +157,7 @@ def test_the_ticket_leaves_with_the_step_that_tells_the_ranks(scheduler, metaser
     scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
     time.sleep(0.1)
     assert metaserver.bodies == []
-    assert len(scheduler.build_step(idle=False).expects) == 1
+    assert len(scheduler.build_step(computes=True).expects) == 1
     eventually(lambda: metaserver.bodies)
 
 
@@ -170,7 +173,7 @@ def test_decodes_cached_prefix_is_not_asked_for(scheduler, metaserver):
 
 def test_a_state_is_asked_for_without_the_last_token(metaserver):
     groups = [TokenGroup(4), StateGroup(4096)]
-    scheduler = ConsumerScheduler(LISTENER, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"))
+    scheduler = ConsumerScheduler(LISTENER, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05))
     try:
         request = wanting(metaserver.url)
         assert scheduler.matched_tokens(request, 0) == PROMPT - 1
@@ -187,7 +190,7 @@ def test_a_state_is_asked_for_without_the_last_token(metaserver):
 def test_blocks_that_stand_for_a_block_on_each_of_several_ranks(metaserver):
     listener = dataclasses.replace(LISTENER, dcp=2, interleave=BLOCK)
     groups = [TokenGroup(BLOCK, ranks=2)]
-    scheduler = ConsumerScheduler(listener, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"))
+    scheduler = ConsumerScheduler(listener, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05))
     try:
         request = wanting(metaserver.url)
         assert scheduler.matched_tokens(request, 8) == 2
@@ -204,7 +207,7 @@ def test_blocks_that_stand_for_a_block_on_each_of_several_ranks(metaserver):
 
 def test_cache_groups(metaserver):
     scheduler = ConsumerScheduler(
-        LISTENER, [TokenGroup(4), TokenGroup(8)], MetaserverClient(SETTINGS, own_host="127.0.0.1")
+        LISTENER, [TokenGroup(4), TokenGroup(8)], MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05)
     )
     try:
         [expect] = issue(scheduler, wanting(metaserver.url), ([7, 1, 5], [20, 30]), computed=8).expects
@@ -253,10 +256,10 @@ def test_one_ticket_however_often_blocks_are_allocated(scheduler, metaserver):
     [expect] = issue(scheduler, request).expects
     scheduler.allocated(request, ([7, 1, 5, 9],), 0)  # its KV is here: decode starts
     scheduler.allocated(request, ([7, 1, 5, 9],), PROMPT)
-    assert scheduler.build_step(idle=False).expects == []
+    assert scheduler.build_step(computes=True).expects == []
     scheduler.update(None, {"r"})
     assert scheduler.matched_tokens(request, 0) == 0  # preempted: it computes its prompt itself
-    assert scheduler.build_step(idle=False).expects == []
+    assert scheduler.build_step(computes=True).expects == []
     eventually(lambda: metaserver.bodies)
     assert [body["ticket_id"] for body in metaserver.bodies] == [expect.ticket_id]
 
@@ -287,7 +290,7 @@ def test_a_metaserver_that_may_not_be_posted_to(scheduler, url, complaint):
     assert set(step.cancelled) == {expect.ticket_id}
     assert complaint in step.cancelled[expect.ticket_id]
     scheduler.update(WorkerReport(failed={expect.ticket_id: "as cancelled"}), {"r"})
-    assert scheduler.build_step(idle=True).cancelled == {}
+    assert scheduler.build_step(computes=False).cancelled == {}
     assert scheduler.finished(request) == {"error": step.cancelled[expect.ticket_id]}
     assert remembered(scheduler) == {}
 
@@ -319,9 +322,9 @@ def test_one_rank_fails_and_the_others_are_told(scheduler, metaserver):
     request = wanting(metaserver.url)
     [expect] = issue(scheduler, request).expects
     scheduler.update(WorkerReport(failed={expect.ticket_id: "prefill rank 1: it broke", "unknown": "x"}), set())
-    assert scheduler.build_step(idle=True).cancelled == {expect.ticket_id: "prefill rank 1: it broke"}
+    assert scheduler.build_step(computes=False).cancelled == {expect.ticket_id: "prefill rank 1: it broke"}
     scheduler.update(WorkerReport(failed={expect.ticket_id: "cancelled"}), {"r"})
-    assert scheduler.build_step(idle=True).cancelled == {}
+    assert scheduler.build_step(computes=False).cancelled == {}
     assert scheduler.finished(request) == {"error": "prefill rank 1: it broke"}
     assert remembered(scheduler) == {}
 
@@ -341,7 +344,7 @@ def test_the_metaserver_hears_what_ranks_noticed(scheduler, metaserver):
     scheduler.update(again, set())
     eventually(lambda: len(metaserver.failures) == 2)
     assert metaserver.failures[1] == {**ids, "attempt": 1, "reason": "x" * 500, "final": True}
-    assert scheduler.build_step(idle=True).cancelled == {expect.ticket_id: "x" * 1000}
+    assert scheduler.build_step(computes=False).cancelled == {expect.ticket_id: "x" * 1000}
     scheduler.update(WorkerReport({expect.ticket_id: "another rank"}), {"r"})
     time.sleep(0.1)
     assert len(metaserver.failures) == 2
@@ -351,7 +354,7 @@ def test_the_metaserver_is_not_told_of_an_abort(scheduler, metaserver):
     request = wanting(metaserver.url)
     [expect] = issue(scheduler, request).expects
     scheduler.finished(request)
-    [reason] = scheduler.build_step(idle=True).cancelled.values()
+    [reason] = scheduler.build_step(computes=False).cancelled.values()
     scheduler.update(WorkerReport({expect.ticket_id: reason}), {"r"})
     time.sleep(0.1)
     assert metaserver.failures == []
@@ -374,10 +377,10 @@ def test_an_abort_cancels_the_ticket_and_the_post(scheduler, metaserver):
     [expect] = issue(scheduler, request).expects
     eventually(lambda: metaserver.bodies)
     assert scheduler.finished(request) == {"error": "the request was aborted"}
-    assert scheduler.build_step(idle=True).cancelled == {expect.ticket_id: "the request was aborted"}
+    assert scheduler.build_step(computes=False).cancelled == {expect.ticket_id: "the request was aborted"}
     metaserver.answering.set()
     time.sleep(0.1)
-    step = scheduler.build_step(idle=True)
+    step = scheduler.build_step(computes=False)
     assert (step.prefilled, step.cancelled) == ([], {})
     scheduler.update(None, {"r"})  # only now has every rank stopped expecting it
     assert remembered(scheduler) == {}
@@ -387,7 +390,7 @@ def test_an_abort_before_the_ticket_left(scheduler, metaserver):
     request = wanting(metaserver.url)
     scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
     scheduler.finished(request)
-    step = scheduler.build_step(idle=True)
+    step = scheduler.build_step(computes=False)
     [expect] = step.expects
     assert step.cancelled == {expect.ticket_id: "the request was aborted"}
     time.sleep(0.1)
@@ -400,7 +403,7 @@ def test_an_abort_after_a_failure_keeps_the_reason(scheduler):
     request = wanting(None)
     step = issue(scheduler, request)
     assert scheduler.finished(request) == {"error": next(iter(step.cancelled.values()))}
-    assert scheduler.build_step(idle=True).cancelled == {}
+    assert scheduler.build_step(computes=False).cancelled == {}
 
 
 def test_the_metaserver_answers_after_the_kv_has_arrived(scheduler, metaserver):
@@ -410,7 +413,7 @@ def test_the_metaserver_answers_after_the_kv_has_arrived(scheduler, metaserver):
     scheduler.update(WorkerReport(received={expect.ticket_id: (1000, 800)}), {"r"})
     eventually(lambda: metaserver.bodies)
     time.sleep(0.1)
-    assert scheduler.build_step(idle=True).cancelled == {}
+    assert scheduler.build_step(computes=False).cancelled == {}
     assert scheduler.finished(request) == {"received_bytes": 1000, "bytes_before_prefill_end": 800}
     assert remembered(scheduler) == {}
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from harness.scheduling import FOR_A_PULLING_CONNECTOR, Scheduled, make_output, make_request, remembered
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
 from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
 from vllm_ascend_pd.step import Send, WorkerReport
 
@@ -53,14 +54,14 @@ def goes_on(scheduler, request, computed, tokens, blocks=None):
 
 @pytest.fixture
 def scheduler():
-    return ProducerScheduler([TokenGroup(BLOCK)])
+    return ProducerScheduler([TokenGroup(BLOCK)], IdleWait(0.05))
 
 
 def test_a_prompt_in_one_step(scheduler):
     step = starts(scheduler, ticketed(), PROMPT)
     assert step.tickets == {"r": ticket()}
     assert step.sends == [Send("r", 0, 10, ([7, 1, 5],), last=True)]
-    assert (step.finished, step.preempted, step.idle) == ({}, set(), False)
+    assert (step.finished, step.preempted, step.wait_s) == ({}, set(), 0.0)
 
 
 def test_chunks_send_whole_blocks_and_the_rest_at_the_end(scheduler):
@@ -129,7 +130,7 @@ def test_a_prefix_on_decode_that_ends_within_a_block_of_prefill(scheduler):
 
 def test_blocks_that_stand_for_a_block_on_each_of_several_ranks():
     """Prefill's block ids stand for 8 tokens, decode's for 12: parts end where both end, blocks are named once."""
-    scheduler = ProducerScheduler([TokenGroup(BLOCK, ranks=2)])
+    scheduler = ProducerScheduler([TokenGroup(BLOCK, ranks=2)], IdleWait(0.05))
     request = ticketed(num_tokens=50, dcp=3)
     step = starts(scheduler, request, 30, ([7, 1, 5, 3],))
     assert step.sends == [Send("r", 0, 24, ([7, 1, 5],), last=False)]
@@ -138,14 +139,14 @@ def test_blocks_that_stand_for_a_block_on_each_of_several_ranks():
 
 
 def test_a_prefix_on_decode_with_blocks_on_several_ranks():
-    scheduler = ProducerScheduler([TokenGroup(BLOCK, ranks=2)])
+    scheduler = ProducerScheduler([TokenGroup(BLOCK, ranks=2)], IdleWait(0.05))
     request = ticketed(num_tokens=30, cached=12, dcp=3)
     step = starts(scheduler, request, 30, ([7, 1, 5, 3],))
     assert step.sends == [Send("r", 12, 30, ([1, 5, 3],), last=True)]
 
 
 def test_cache_groups_have_their_own_blocks():
-    scheduler = ProducerScheduler([TokenGroup(4), TokenGroup(8)])
+    scheduler = ProducerScheduler([TokenGroup(4), TokenGroup(8)], IdleWait(0.05))
     request = ticketed(num_tokens=18, block_sizes=(4, 8))
     step = starts(scheduler, request, 12, ([7, 1, 5], [20, 30]))
     assert step.sends == [Send("r", 0, 8, ([7, 1], [20]), last=False)]
@@ -155,7 +156,7 @@ def test_cache_groups_have_their_own_blocks():
 
 def with_states():
     """Attention's blocks, and a group whose blocks hold a state: here one block for the longest prompt."""
-    return ProducerScheduler([TokenGroup(BLOCK), StateGroup(4096)])
+    return ProducerScheduler([TokenGroup(BLOCK), StateGroup(4096)], IdleWait(0.05))
 
 
 def wants_a_state(num_tokens=PROMPT):
@@ -206,8 +207,8 @@ def test_several_requests_in_one_step(scheduler):
     assert scheduler.finished(plain) == (False, None)
 
 
-def test_a_step_without_tokens_is_idle(scheduler):
-    assert scheduler.build_step(make_output()).idle
+def test_a_step_without_tokens_waits(scheduler):
+    assert scheduler.build_step(make_output()).wait_s > 0
 
 
 # --- preemption ----------------------------------------------------------------------------------------------
@@ -376,7 +377,7 @@ def test_any_schedule_sends_every_token_once(data):
     d_blocks = [data.draw(st.sampled_from([2, 4, 8]), label="decode's block size") for _ in sizes]
     # Context parallelism: a block id stands for a block on each of several ranks.
     ranks, dcp = (data.draw(st.sampled_from([1, 2, 3]), label=f"{who}'s ranks") for who in ("prefill", "decode"))
-    scheduler = ProducerScheduler([TokenGroup(size, ranks) for size in sizes])
+    scheduler = ProducerScheduler([TokenGroup(size, ranks) for size in sizes], IdleWait(0.05))
     sizes, d_sizes = [size * ranks for size in sizes], [size * dcp for size in d_blocks]
     total = data.draw(st.integers(1, 80), label="prompt tokens")
     cached = math.lcm(*d_sizes) * data.draw(st.integers(0, total // math.lcm(*d_sizes)), label="cached on decode")

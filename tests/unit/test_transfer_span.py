@@ -18,6 +18,7 @@ from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
 from vllm_ascend_pd.proxy import tracing
 from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener
+from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
 from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
@@ -69,13 +70,15 @@ def spans(exporter: InMemorySpanExporter) -> InMemorySpanExporter:
 
 @pytest.fixture
 def prefill() -> ProducerScheduler:
-    return ProducerScheduler([TokenGroup(BLOCK)])
+    return ProducerScheduler([TokenGroup(BLOCK)], IdleWait(0.05))
 
 
 @pytest.fixture
 def decode() -> Iterator[ConsumerScheduler]:
     client = MetaserverClient(MetaserverSettings(retries=0), own_host="127.0.0.1")
-    scheduler = ConsumerScheduler(Listener("decode-0", "10.0.0.1", 5555, 1), [TokenGroup(BLOCK)], client)
+    scheduler = ConsumerScheduler(
+        Listener("decode-0", "10.0.0.1", 5555, 1), [TokenGroup(BLOCK)], client, IdleWait(0.05)
+    )
     yield scheduler
     scheduler.close()
 
@@ -136,7 +139,7 @@ def test_a_ticket_that_cannot_be_served(prefill: ProducerScheduler, spans: InMem
 def issued(decode: ConsumerScheduler, asked) -> str:
     """Its ticket's id."""
     decode.allocated(asked, BLOCKS, PROMPT - CACHED)
-    [expected] = decode.build_step(idle=False).expects
+    [expected] = decode.build_step(computes=True).expects
     return expected.ticket_id
 
 
@@ -169,7 +172,7 @@ def test_why_prefill_failed_is_not_quoted(decode: ConsumerScheduler, spans: InMe
     asked = request({"do_remote_prefill": True, "metaserver": NOWHERE})
     issued(decode, asked)
     for _ in range(2000):
-        if decode.build_step(idle=True).cancelled:
+        if decode.build_step(computes=False).cancelled:
             break
         time.sleep(0.005)
     decode.update(None, {"r"})

@@ -9,6 +9,7 @@ from vllm_ascend_pd.config import ConfigError, ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.scheduler.admission import Admission
 from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener, Signer
+from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
 from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
@@ -37,16 +38,18 @@ def make_scheduler(
     groups = compat.cache_groups(kv_cache_config, sharding.parts)
     _read(load_keys, config.side_channel_key_file)  # what is wrong with it is said before models are loaded
     secret = _read(read_ticket_secret, config.ticket_secret_file)
+    in_lockstep = vllm_config.parallel_config.data_parallel_size > 1
+    idle = IdleWait(0.0 if in_lockstep else config.idle_wait_s)
     if transfer.is_kv_producer:
         hosts = decode_hosts(config.decode_allowlist, host, secret is not None)
-        return ProducerScheduler(groups, Admission(hosts, secret))
+        return ProducerScheduler(groups, idle, Admission(hosts, secret))
     compat.accept_lost_blocks_of_several_groups()
     draft = compat.draft_summary(vllm_config)
     listener = Listener(started_as, host, port, sharding.tp, sharding.parts, sharding.interleave, draft)
     settings = _metaserver_settings(config, recomputes=transfer.kv_load_failure_policy == "recompute")
     client = MetaserverClient(settings, own_host=host)
     signer = None if secret is None else Signer(secret, config.transfer_timeout_s)
-    return ConsumerScheduler(listener, groups, client, signer, scheduler_trace(config, started_as))
+    return ConsumerScheduler(listener, groups, client, idle, signer, scheduler_trace(config, started_as))
 
 
 def _read(reader: Callable[[str], _T], path: str | None) -> _T | None:

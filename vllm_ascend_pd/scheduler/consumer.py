@@ -19,6 +19,7 @@ from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, TransferFailure
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.signing import Secret, signed
 from vllm_ascend_pd.core.ticket import Ticket, wants_ticket
+from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
 from vllm_ascend_pd.timeline import events
@@ -83,6 +84,7 @@ class ConsumerScheduler:
         listener: Listener,
         groups: Sequence[CacheGroup],
         metaserver: MetaserverClient,
+        idle: IdleWait,
         signer: Signer | None = None,
         trace: DecodeTrace = UNTRACED,
     ) -> None:
@@ -93,6 +95,7 @@ class ConsumerScheduler:
         # Decode computes the prompt's last token. KV may be written twice; a state must not have seen it yet.
         self._left_to_decode = int(any(group.holds_state for group in groups))
         self._metaserver = metaserver
+        self._idle = idle
         self._by_request: dict[str, _Issued] = {}
         self._request_of: dict[str, str] = {}  # ticket id -> request id
         self._step = ConsumerStep()
@@ -145,16 +148,16 @@ class ConsumerScheduler:
             self._posts.append((ticket, url))
             self._by_request[request.request_id].url = url
 
-    def build_step(self, idle: bool) -> ConsumerStep:
-        """The step's metadata for the ranks; new tickets leave for the metaserver only now, so that prefill does
-        not ask ranks for a ticket they cannot know yet."""
+    def build_step(self, computes: bool) -> ConsumerStep:
+        """The metadata for the ranks of a step that `computes` something or not; new tickets leave for the metaserver
+        only now, so that prefill does not ask ranks for a ticket they cannot know yet."""
         for outcome in self._metaserver.poll():
             if outcome.ok:
                 self._step.prefilled.append(outcome.key)
             else:
                 self._cancel(outcome.key, self._why(outcome.key, outcome.reason), ReceiveFailure.PREFILL)
         step, self._step = self._step, ConsumerStep()
-        step.idle = idle
+        step.wait_s = self._idle.next(computes, news=step != ConsumerStep())
         for ticket, url in self._posts:
             self._metaserver.post(ticket.ticket_id, url, msgspec.to_builtins(ticket))
         self._posts.clear()

@@ -14,6 +14,7 @@ from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket
 from vllm_ascend_pd.scheduler.admission import Admission
+from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.step import ProducerStep, Send, WorkerReport
 from vllm_ascend_pd.transfer_span import CACHED_TOKENS, DECODE_ENGINE, REQUEST_ID, TOKENS, TransferSpan
 
@@ -51,8 +52,9 @@ class _Sending:
 class ProducerScheduler:
     """`admission`: which tickets are served; None: whoever's."""
 
-    def __init__(self, groups: Sequence[CacheGroup], admission: Admission | None = None) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], idle: IdleWait, admission: Admission | None = None) -> None:
         self._groups = list(groups)
+        self._idle = idle
         self._admission = admission or Admission(AnyHost())
         self._state_groups = frozenset(i for i, group in enumerate(groups) if group.holds_state)
         self._sending: dict[str, _Sending] = {}
@@ -104,7 +106,7 @@ class ProducerScheduler:
 
     def build_step(self, output: "SchedulerOutput") -> ProducerStep:
         step, self._step = self._step, ProducerStep()
-        step.idle = output.total_num_scheduled_tokens == 0
+        step.wait_s = self._idle.next(output.total_num_scheduled_tokens > 0, news=step != ProducerStep())
         # Preempted between two steps (a prefix cache reset) and then aborted, a request is not in `_sending` any more.
         step.preempted = {r for r in output.preempted_req_ids or () if r in self._sending or r in self._awaiting}
         for new in output.scheduled_new_reqs:

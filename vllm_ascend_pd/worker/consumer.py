@@ -101,7 +101,7 @@ class ConsumerWorker:
         self._ended: list[_Entry] = []
         self._lost: set[int] = set()
         self._report = WorkerReport()
-        self._idle = False
+        self._wait_s = 0.0
         self._trace = rank_trace(config, identity)
         keys = load_keys(config.side_channel_key_file)
         self._server = Server(identity.host, 0, self._handle, self._tick, name="pd-grants", keys=keys)
@@ -114,7 +114,7 @@ class ConsumerWorker:
     def start_step(self, step: ConsumerStep) -> None:
         now = time.monotonic()
         with self._changed:
-            self._idle = step.idle
+            self._wait_s = step.wait_s
             for expect in step.expects:
                 ticket = ConsumerTicket(
                     expect.ticket_id,
@@ -134,10 +134,10 @@ class ConsumerWorker:
                     self._settle(entry, now)
 
     def take_arrivals(self) -> Arrivals:
-        """Each ticket ends here once. With nothing to compute, waits a moment for one."""
+        """Each ticket ends here once. Waits for one as long as the step says."""
         with self._changed:
-            if self._idle and self._entries:
-                self._changed.wait_for(lambda: bool(self._ended or self._lost), self._config.idle_wait_s)
+            if self._wait_s and self._entries:
+                self._changed.wait_for(lambda: bool(self._ended or self._lost), self._wait_s)
             ended, self._ended = self._ended, []
             lost, self._lost = self._lost, set()
         failed = [entry for entry in ended if entry.ticket.state is State.FAILED]

@@ -59,7 +59,7 @@ class ProducerWorker:
         self._ungranted: list[Transfer] = []
         self._plan = StepPlan()
         self._written: tuple[str, Event] | None = None  # what was written since the last layer was announced
-        self._idle = False
+        self._wait_s = 0.0
         self._changed = threading.Condition()
         self._running_time = RunningTime()
         self._stats = stats.Stats(f"{identity.pp_rank}/{identity.rank}")
@@ -86,7 +86,7 @@ class ProducerWorker:
     def start_step(self, step: ProducerStep) -> None:
         """Opens new transfers and plans the step. Blocks for nothing."""
         self.end_step()  # with speculative decoding, vLLM itself ends steps on the last pipeline stage only
-        self._idle = step.idle
+        self._wait_s = step.wait_s
         opened = []
         for request_id, ticket in step.tickets.items():
             transfer = Transfer(
@@ -166,8 +166,8 @@ class ProducerWorker:
     def take_sent(self) -> set[str]:
         """Requests whose blocks vLLM may free: those it is done with and no push reads any more."""
         with self._changed:
-            if self._idle and not self._done and self._transfers:
-                self._changed.wait_for(lambda: bool(self._done), self._config.idle_wait_s)
+            if self._wait_s and self._transfers:
+                self._changed.wait_for(lambda: bool(self._done), self._wait_s)
             done, self._done = self._done, set()
         for sender in self._in_use:
             if sender.broken is not None:  # its transfers would wait for ever
