@@ -20,7 +20,8 @@ class Ours:
         from harness.rank_programs import HOST, MODEL
         from vllm_ascend_pd.config import parse_config
         from vllm_ascend_pd.core.topology import sharding
-        from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
+        from vllm_ascend_pd.transport.engine import TransferEngine
+        from vllm_ascend_pd.transport.limits import TransferLimits
         from vllm_ascend_pd.worker.caches import LayerSpec, describe
         from vllm_ascend_pd.worker.identity import Identity
         from vllm_ascend_pd.worker.producer import ProducerWorker

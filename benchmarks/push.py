@@ -32,7 +32,7 @@ from push_floor import BATCH, Floor  # noqa: E402
 from push_pair import Cache, PushPair  # noqa: E402
 from report import line  # noqa: E402
 
-from vllm_ascend_pd.transport.engine import TransferLimits  # noqa: E402
+from vllm_ascend_pd.transport.limits import TransferLimits  # noqa: E402
 
 MIB = 1 << 20
 SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB)

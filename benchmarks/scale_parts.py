@@ -146,7 +146,8 @@ class Configs:
 
     def engine(self) -> Any:
         """Mooncake's is one that does nothing, at Mooncake's interface."""
-        from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
+        from vllm_ascend_pd.transport.engine import TransferEngine
+        from vllm_ascend_pd.transport.limits import TransferLimits
 
         with mock.patch("mooncake.engine.TransferEngine", return_value=NoTransfer()):
             return TransferEngine(HOST, "tcp", TransferLimits())

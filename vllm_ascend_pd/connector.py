@@ -31,7 +31,8 @@ from vllm_ascend_pd.scheduler.listener import DescriptionListener
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep, RankHandshake, WorkerReport
 from vllm_ascend_pd.transport.curve import load_keys
-from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.worker.caches import KVCache, describe
 from vllm_ascend_pd.worker.consumer import Arrivals, ConsumerWorker, decode_description, encode_description
 from vllm_ascend_pd.worker.identity import Identity

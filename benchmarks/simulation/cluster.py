@@ -14,7 +14,7 @@ from typing import NamedTuple
 from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.proxy.balance import STRATEGIES, EngineLoad, decode_costs, prefill_costs
 from vllm_ascend_pd.proxy.prompts import Prompt
-from vllm_ascend_pd.transport.engine import TransferLimits
+from vllm_ascend_pd.transport.limits import TransferLimits
 
 from .clock import Clock, Level
 from .engines import DecodeEngine, DecodeSpeed, Piece, PrefillEngine, PrefillSpeed, Request

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from harness.ranks import Pair
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep, Send
 from vllm_ascend_pd.transport.batches import Batch
-from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.engine import Flight, TransferEngine
 
 BLOCK = 128
 HEADS, HEAD_SIZE = 1, 128  # K and V, bfloat16: 512 bytes of a token's KV per layer, as processors move them
@@ -106,16 +106,16 @@ class Workers:
 
 def pace(rank: PrefillRank, link: float | None) -> None:
     """From now on writes take at least as long as their bytes on such a link."""
-    write = TransferEngine.write_batches
+    begin = TransferEngine.begin
 
-    def paced(session: str, batches: Iterable[Batch], *others: Any) -> None:
-        begun, cut = time.monotonic(), list(batches)
-        write(rank.engine, session, cut, *others)
+    def paced(session: str, batch: Batch, *others: Any) -> Flight:
+        begun = time.monotonic()
+        flight = begin(rank.engine, session, batch, *others)
         if link is not None:
-            num_bytes = sum(sum(lengths) for _, _, lengths in cut)
-            time.sleep(max(0.0, begun + num_bytes / link - time.monotonic()))
+            time.sleep(max(0.0, begun + sum(batch[2]) / link - time.monotonic()))
+        return flight
 
-    rank.engine.write_batches = paced
+    rank.engine.begin = paced
 
 
 def receive(rank: DecodeRank, count: int, wait_s: float) -> dict[str, float]:

@@ -4,7 +4,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.step import Send
 from vllm_ascend_pd.transport.batches import Batch
-from vllm_ascend_pd.transport.engine import TransferEngine, TransferError, TransferLimits
+from vllm_ascend_pd.transport.engine import Flight, TransferEngine, TransferError
+from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.worker.caches import LayerSpec, describe
 from vllm_ascend_pd.worker.consumer import ConsumerWorker
 from vllm_ascend_pd.worker.identity import Identity
@@ -215,26 +216,25 @@ class PrefillRank(_RankBase):
 
     def slow_down(self, seconds: float) -> None:
         """From now on every write takes that much longer."""
-        write = TransferEngine.write_batches
+        begin = TransferEngine.begin
 
-        def late(*args: Any) -> None:
+        def late(*args: Any) -> Flight:
             time.sleep(seconds)
-            write(self.engine, *args)
+            return begin(self.engine, *args)
 
-        self.engine.write_batches = late
+        self.engine.begin = late
 
     def poison(self, ranges: list[tuple[str, int, int]]) -> None:
         """From now on the transfer engine fails every write into one of decode's `ranges` (session, address, bytes)."""
-        healthy = self.engine.write_batches
+        healthy = self.engine.begin
 
-        def write(session: str, batches: Iterable[Batch], *others: Any) -> None:
+        def begin_healthy(session: str, batch: Batch, *others: Any) -> Flight:
             theirs = [(begin, begin + size) for owner, begin, size in ranges if owner == session]
-            batches = list(batches)
-            if any(begin <= d < end for _, destinations, _ in batches for d in destinations for begin, end in theirs):
+            if any(begin <= d < end for d in batch[1] for begin, end in theirs):
                 raise TransferError(session, "injected by the test", retryable=True)
-            healthy(session, batches, *others)
+            return healthy(session, batch, *others)
 
-        self.engine.write_batches = write
+        self.engine.begin = begin_healthy
 
 
 def refuse_work(rank: PrefillRank) -> None:

@@ -55,7 +55,7 @@ def hold_writes(rank: PrefillRank) -> None:
 
     class Holding:
         def __getattr__(self, name: str) -> Any:
-            if name == "batch_transfer_sync_write":
+            if name == "batch_transfer_async_write":
                 rank.held.set()
                 assert rank.released.wait(PATIENCE_S)
             return getattr(mooncake, name)

@@ -15,7 +15,8 @@ from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.planning.engine import Engine, Layout
 from vllm_ascend_pd.planning.exchange import make_plan
 from vllm_ascend_pd.planning.model import Cached, CacheDtype, Model
-from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.worker.caches import LayerSpec, describe
 from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.producer import ProducerWorker

@@ -22,19 +22,16 @@ pytest.importorskip("mooncake.engine")
 from harness.rank_hosts import stop
 from vllm_ascend_pd.core.plan import Descriptors
 from vllm_ascend_pd.transport.batches import Batches, merge_regions
-from vllm_ascend_pd.transport.engine import (
-    MIB,
-    TransferEngine,
-    TransferError,
-    TransferLimits,
-)
+from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
+from vllm_ascend_pd.transport.limits import MIB, TransferLimits
 
 LIMITS = TransferLimits(timeout_s=2)
 BUFFER_BYTES = 16 * MIB
 
 RECEIVER = """
 import ctypes, sys
-from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.limits import TransferLimits
 size = int(sys.argv[1])
 buffer = ctypes.create_string_buffer(size)
 engine = TransferEngine("127.0.0.1", "tcp", TransferLimits(timeout_s=2))
@@ -247,7 +244,8 @@ def test_short_queue_of_mooncakes_is_never_filled(receiver: Receiver) -> None:
     """Not by six threads, nor by what they leave while the receiver stands still: a refusal may end all writes."""
     program = """
 import ctypes, sys, threading
-from vllm_ascend_pd.transport.engine import TransferEngine, TransferError, TransferLimits
+from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
+from vllm_ascend_pd.transport.limits import TransferLimits
 session, address, count = sys.argv[1], int(sys.argv[2]), 400
 memory = ctypes.create_string_buffer(count)
 engine = TransferEngine("127.0.0.1", "tcp", TransferLimits(timeout_s=1))
@@ -350,7 +348,8 @@ class Watch:
         if name == "mooncake.engine":
             print("LOADED", os.environ.get("MC_TRANSFER_TIMEOUT"), os.environ.get("MC_TCP_STATUS_TIMEOUT_SEC"))
 sys.meta_path.insert(0, Watch())
-from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.limits import TransferLimits
 engine = TransferEngine("127.0.0.1", "tcp", TransferLimits(timeout_s=20))
 print("SETTLES", engine.limits.settle_s)
 engine.close()

@@ -2,13 +2,13 @@
 """Transfer engines that fail: the real one, except for writes from certain blocks of certain prompts."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.step import ProducerStep
 from vllm_ascend_pd.transport.batches import Batch
-from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
+from vllm_ascend_pd.transport.engine import Flight, TransferEngine, TransferError
 from vllm_ascend_pd.worker.producer import ProducerWorker
 
 POISONED_LAYER = 1
@@ -18,31 +18,38 @@ POISONED_LAYER = 1
 def poison_prompts_of(num_tokens: int) -> None:
     """Prompts of exactly `num_tokens` tokens cannot be sent: every write of their second layer fails."""
     watched = _Watched(lambda length: POISONED_LAYER if length == num_tokens else None)
-    write = TransferEngine.write_batches
+    begin = TransferEngine.begin
 
-    def fail_poisoned(self: TransferEngine, session: str, batches: Iterable[Batch], *others: Any) -> None:
-        batches = list(batches)
-        if any(source in watched for sources, _, _ in batches for source in sources):
+    def fail_poisoned(self: TransferEngine, session: str, batch: Batch, *others: Any) -> Flight:
+        if any(source in watched for source in batch[0]):
             raise TransferError(session, "poisoned by the test", retryable=True)
-        write(self, session, batches, *others)
+        return begin(self, session, batch, *others)
 
-    TransferEngine.write_batches = fail_poisoned  # type: ignore[method-assign]
+    TransferEngine.begin = fail_poisoned  # type: ignore[method-assign]
 
 
 def lose_tensors_of_prompts_from(num_tokens: int) -> None:
     """A prompt of `num_tokens + i` tokens loses the rank's tensor `i` on its way: its writes seem to succeed, but
     never happen. Only where nothing is regrouped: the writes of tensors that are come from elsewhere."""
     watched = _Watched(lambda length: length - num_tokens if length >= num_tokens else None)
-    write = TransferEngine.write_batches
+    begin = TransferEngine.begin
 
     def kept(batch: Batch) -> Batch:
         left = [part for part in zip(*batch, strict=True) if part[0] not in watched]
         return [s for s, _, _ in left], [d for _, d, _ in left], [n for _, _, n in left]
 
-    def write_the_others(self: TransferEngine, session: str, batches: Iterable[Batch], *others: Any) -> None:
-        write(self, session, [batch for batch in map(kept, batches) if batch[0]], *others)
+    def begin_the_others(self: TransferEngine, session: str, batch: Batch, *others: Any) -> Flight | _Lost:
+        left = kept(batch)
+        return begin(self, session, left, *others) if left[0] else _Lost()
 
-    TransferEngine.write_batches = write_the_others  # type: ignore[method-assign]
+    TransferEngine.begin = begin_the_others  # type: ignore[method-assign, assignment]
+
+
+class _Lost:
+    """The flight of a batch of which nothing is sent."""
+
+    def wait(self) -> None:
+        pass
 
 
 class _Watched:

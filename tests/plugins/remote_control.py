@@ -32,9 +32,22 @@ class _Mooncake:
         self.times: int | None = 0
         self.seconds = 0.0
         self.batches = 0
+        self._ids = 0
+        self._codes: dict[int, int] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+    def batch_transfer_async_write(self, *batch: Any) -> int:
+        with self._lock:
+            self._ids += 1
+            batch_id = self._ids
+        self._codes[batch_id] = self.batch_transfer_sync_write(*batch)
+        return batch_id
+
+    def get_batch_transfer_status(self, batch_ids: list[int]) -> int:
+        [batch_id] = batch_ids
+        return self._codes.pop(batch_id)
 
     def batch_transfer_sync_write(
         self, session: str, sources: list[int], destinations: list[int], lengths: list[int]

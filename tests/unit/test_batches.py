@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.plan import Descriptors
 from vllm_ascend_pd.transport.batches import Batches
-from vllm_ascend_pd.transport.engine import TransferLimits
+from vllm_ascend_pd.transport.limits import TransferLimits
 
 Copy = tuple[int, int, int]  # source, destination, bytes
 

@@ -15,7 +15,8 @@ import time
 import msgspec
 
 from vllm_ascend_pd.doctor import child
-from vllm_ascend_pd.transport.engine import TransferEngine, TransferLimits
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.limits import TransferLimits
 
 HOST = "127.0.0.1"
 GUARD_BYTES = 4096

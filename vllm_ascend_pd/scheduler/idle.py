@@ -9,7 +9,7 @@ happened, the longer the next step waits.
 
 import time
 
-FIRST_S = 0.01
+FIRST_S = 0.005
 SHARE = 0.5
 """Of the time for which nothing has happened: whoever comes then waits a quarter of it on average."""
 

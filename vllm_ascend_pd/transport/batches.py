@@ -13,7 +13,7 @@ import numpy as np
 from vllm_ascend_pd.core.plan import Descriptors, Offsets, concatenate
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.transport.engine import TransferLimits
+    from vllm_ascend_pd.transport.limits import TransferLimits
 
 
 def merge_regions(regions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

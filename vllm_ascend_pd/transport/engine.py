@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
-import math
 import os
 import threading
 import time
@@ -15,32 +12,18 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from vllm_ascend_pd.core.plan import Descriptors
 from vllm_ascend_pd.transport import ascend
 from vllm_ascend_pd.transport.batches import Batch, Batches, covered, merge_regions
-from vllm_ascend_pd.transport.peer_queue import PeerQueue, most_descriptors
+from vllm_ascend_pd.transport.limits import SettingError, TransferLimits, export_settings
+from vllm_ascend_pd.transport.pace import Pace
+from vllm_ascend_pd.transport.peer_queue import PeerQueue
 
 logger = logging.getLogger(__name__)
-
-KIB = 1024
-MIB = 1024 * KIB
-
-_TCP_TIMEOUTS = {
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": 1.0,
-    "MC_TCP_STATUS_TIMEOUT_SEC": 1.0,
-    "MC_TCP_ADMISSION_TIMEOUT_MS": 1e-3,
-}
-"""What `TransferLimits.settle_s` counts on, and their units in seconds."""
-
-_TCP_LANES = 4
-"""Mooncake's default number of TCP connections to one peer (`MC_TCP_LANES_PER_PEER`)."""
-
-_TCP_QUEUE = ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER")
-"""What Mooncake's queue to one peer takes is the sum of these."""
 
 
 class TransferError(Exception):
@@ -60,72 +43,53 @@ class TransferError(Exception):
 
 
 @dataclass(frozen=True)
-class TransferLimits:
-    """What one call into Mooncake may carry, and for how long it may block."""
-
-    max_descriptors: int = 512
-    """Descriptors in one batch. Over TCP a descriptor costs about 30 us, so 512 are 15 ms."""
-    max_bytes: int = 64 * MIB
-    """Bytes in one batch: what a failed batch makes the caller send again."""
-    max_descriptor_bytes: int = 4 * MIB
-    """Longer descriptors are cut, so that they spread over the peer's connections."""
-    timeout_s: float = 10.0
-    """A batch fails when its last descriptor is not under way after this long, or one makes no progress for
-    this long; so two batches of `max_bytes` must take less. Mooncake counts in whole seconds: rounded up."""
-    settle_at_least_s: float = 0.0
-    """Lower bound of `settle_s`, where what the user has set in the environment makes Mooncake try for longer."""
-
-    def __post_init__(self) -> None:
-        if min(self.max_descriptors, self.max_bytes, self.max_descriptor_bytes) < 1 or self.timeout_s <= 0:
-            raise ValueError(f"transfer limits must be positive: {self}")
-
-    @property
-    def whole_timeout_s(self) -> int:
-        """`timeout_s` as Mooncake can count it."""
-        return max(1, math.ceil(self.timeout_s))
-
-    @property
-    def settle_s(self) -> float:
-        """Seconds after a failed write until this process has stopped reading its sources and sending it.
-
-        Over TCP, a descriptor is admitted within one timeout or never, waits at most one more (and Mooncake's 1 s pause
-        before it reconnects) for the connection before it, and is then given up one timeout and one pause
-        later. What lies in socket buffers by then is the receiver's: a receiver that was stopped, not dead,
-        applies up to a few MiB when it runs again. With protocol `ascend`: `ascend.settle_s`.
-        """
-        return max(3 * self.whole_timeout_s + 2, self.settle_at_least_s)
-
-    def environment(self) -> dict[str, str]:
-        """Mooncake's settings for these limits: it reads them from the environment when an engine starts.
-
-        Sources: `transfer_engine_py.cpp` (`MC_TRANSFER_TIMEOUT`, seconds, never below 5: a backstop here),
-        `tcp_transport_session_impl.h` (`MC_TCP_PROGRESS_TIMEOUT_SEC` while bytes flow,
-        `MC_TCP_STATUS_TIMEOUT_SEC` for the receiver's acknowledgement), `tcp_transport.cpp` (the queue of
-        each peer) and `config.cpp` (`MC_HANDSHAKE_CONNECT_TIMEOUT`, `MC_LOG_LEVEL`). `ascend.settings` has what
-        protocol `ascend` needs beyond them.
-
-        The queue proper is as short as the number of connections: what waits in it waits without a deadline, while
-        what waits for admission to it expires after `MC_TCP_ADMISSION_TIMEOUT_MS`. With Mooncake's defaults a
-        failed batch of 512 descriptors keeps trying for minutes; so it stops within `settle_s`.
-        """
-        seconds = str(self.whole_timeout_s)
-        return {
-            "MC_TRANSFER_TIMEOUT": str(max(5, self.whole_timeout_s + 1)),
-            "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
-            "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
-            "MC_TCP_ADMISSION_TIMEOUT_MS": str(1000 * self.whole_timeout_s),
-            "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(_TCP_LANES),
-            "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
-            "MC_HANDSHAKE_CONNECT_TIMEOUT": seconds,
-            "MC_LOG_LEVEL": "WARNING",
-        }
+class _Peer:
+    queue: PeerQueue
+    pace: Pace = field(default_factory=Pace)
+    answers: threading.Event = field(default_factory=threading.Event)
+    """Set: a probe was answered, and no write has failed since."""
 
 
 @dataclass(frozen=True)
-class _Peer:
-    queue: PeerQueue
-    answers: threading.Event = field(default_factory=threading.Event)
-    """Set: a probe was answered, and no write has failed since."""
+class Flight:
+    """A batch on its way. `batch_id`: Mooncake's; 0 where it has ended already, with `code`."""
+
+    engine: Any
+    session: str
+    peer: _Peer
+    descriptors: int
+    num_bytes: int
+    started: float
+    batch_id: int
+    code: int
+
+    def wait(self) -> None:
+        """Until the receiver has acknowledged every byte as stored. Once. Raises `TransferError`."""
+        code = -1
+        try:
+            code = self._landed()
+        finally:
+            self.peer.queue.leave(self.descriptors, failed=code != 0)
+        if code != 0:
+            self.peer.answers.clear()  # the next write probes first
+            raise TransferError(
+                self.session,
+                f"a batch of {self.descriptors} descriptors, {self.num_bytes} bytes, returned {code} after "
+                f"{time.monotonic() - self.started:.1f} s: the peer is gone, hangs or refuses the addresses "
+                "(Mooncake's log on standard error says which)",
+                retryable=True,
+                may_arrive=True,
+            )
+
+    def _landed(self) -> int:
+        if self.batch_id == 0:
+            return self.code
+        if pause_s := self.peer.pace.pause_s(self.num_bytes, self.started):
+            time.sleep(pause_s)
+        code = int(self.engine.get_batch_transfer_status([self.batch_id]))
+        if code == 0:
+            self.peer.pace.arrived(self.num_bytes, self.started)
+        return code
 
 
 class TransferEngine:
@@ -138,7 +102,7 @@ class TransferEngine:
       write of the process for 60 s: Mooncake reads a peer's metadata under a lock that all writes take;
     - a batch to a peer that hangs fails after `timeout_s`, or when `MC_TRANSFER_TIMEOUT` ends the wait.
 
-    While Mooncake waits for a batch it spins on a core.
+    While Mooncake waits for a batch it spins on a core; over TCP, only for the end of what the batch takes (`pace.py`).
     """
 
     def __init__(self, host: str, protocol: str, limits: TransferLimits) -> None:
@@ -150,11 +114,15 @@ class TransferEngine:
         findings = ascend.check() if protocol == "ascend" else []
         if fatal := [finding.message for finding in findings if finding.fatal]:
             raise TransferError(host, "; ".join(fatal), retryable=False)
-        self._limits, self._capacity = _export_settings(limits, protocol)
+        try:
+            self._limits, self._capacity = export_settings(limits, protocol)
+        except SettingError as error:
+            raise TransferError(host, str(error), retryable=False) from None
         # Only now: some of Mooncake's settings are read when its library is loaded.
         from mooncake.engine import TransferEngine as MooncakeEngine
 
         self._engine: Any = MooncakeEngine()
+        self._over_tcp = protocol == "tcp"
         self._lock = threading.Lock()
         self._regions: list[tuple[int, int]] = []
         self._peers: dict[str, _Peer] = {}
@@ -234,11 +202,38 @@ class TransferEngine:
         `may_begin()` is asked right before each batch, after all waiting for the peer; a no ends the write. No byte
         of a batch arrives later than `limits.settle_s` after that.
         """
-        self._check_open()
-        peer: _Peer | None = None
         for batch in batches:
-            peer = peer or self._reach(session)
-            self._write_batch(session, peer, may_begin, *batch)
+            self.begin(session, batch, may_begin).wait()
+
+    def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> Flight:
+        """Send one batch on its way, and return before it has arrived where Mooncake can do that for us (over TCP). As
+        `write_batches` in all else; blocks while `peer_queue.BATCHES` batches to this peer are under way."""
+        self._check_open()
+        peer, started = self._reach(session), time.monotonic()
+        lengths = batch[2]
+        if not peer.queue.enter(len(lengths), self._limits.timeout_s):
+            raise TransferError(
+                session, f"earlier writes did not finish within {self._limits.timeout_s:g} s", retryable=True
+            )
+        departed = False
+        try:
+            if not may_begin():
+                raise TransferError(session, "the leave to write ended before the write did", retryable=False)
+            departed = True
+            batch_id, code = self._depart(session, *batch)
+        except BaseException:
+            peer.queue.leave(len(lengths), failed=departed)
+            raise
+        return Flight(self._engine, session, peer, len(lengths), sum(lengths), started, batch_id, code)
+
+    def _depart(self, session: str, sources: list[int], destinations: list[int], lengths: list[int]) -> tuple[int, int]:
+        """Mooncake's id of the batch, or 0 and how it has ended."""
+        if self._over_tcp:
+            batch_id = int(self._engine.batch_transfer_async_write(session, sources, destinations, lengths))
+            if batch_id != 0:
+                return batch_id, -1
+        # Also when it was refused: only this call makes Mooncake forget what it knows of a peer that has changed.
+        return 0, int(self._engine.batch_transfer_sync_write(session, sources, destinations, lengths))
 
     def forget(self, sessions: Collection[str]) -> None:
         """Drop what is known of sessions that will not be written to again. Harmless if they are after all."""
@@ -258,40 +253,6 @@ class TransferEngine:
         code = engine.batch_unregister_memory(addresses) if addresses else 0
         if code != 0:
             raise TransferError(self._session, f"Mooncake did not unregister its memory (code {code})", retryable=False)
-
-    def _write_batch(
-        self,
-        session: str,
-        peer: _Peer,
-        may_begin: Callable[[], bool],
-        sources: list[int],
-        destinations: list[int],
-        lengths: list[int],
-    ) -> None:
-        started = time.monotonic()
-        if not peer.queue.enter(len(lengths), self._limits.timeout_s):
-            raise TransferError(
-                session, f"earlier writes did not finish within {self._limits.timeout_s:g} s", retryable=True
-            )
-        failed = False
-        try:
-            if not may_begin():
-                raise TransferError(session, "the leave to write ended before the write did", retryable=False)
-            failed = True
-            code = self._engine.batch_transfer_sync_write(session, sources, destinations, lengths)
-            failed = code != 0
-        finally:
-            peer.queue.leave(len(lengths), failed=failed)
-        if failed:
-            peer.answers.clear()  # the next write probes first
-            raise TransferError(
-                session,
-                f"a batch of {len(lengths)} descriptors, {sum(lengths)} bytes, returned {code} after "
-                f"{time.monotonic() - started:.1f} s: the peer is gone, hangs or refuses the addresses "
-                "(Mooncake's log on standard error says which)",
-                retryable=True,
-                may_arrive=True,
-            )
 
     def _reach(self, session: str) -> _Peer:
         """The peer behind `session`, probed if it is new or failed before."""
@@ -336,34 +297,3 @@ class TransferEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise TransferError(self._session, "this engine is closed", retryable=False)
-
-
-def _export_settings(limits: TransferLimits, protocol: str) -> tuple[TransferLimits, int]:
-    """Puts Mooncake's settings for `limits` into the environment. What was there already wins: returns the limits as
-    that makes them, and how many descriptors Mooncake's queue to one peer takes."""
-    settings = limits.environment()
-    if protocol == "ascend":
-        settings |= ascend.settings(limits.whole_timeout_s, os.environ)
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
-    if protocol == "ascend":
-        settle_s = ascend.settle_s(limits.whole_timeout_s, os.environ)
-    else:
-        longest = max(_in_effect(name, float) * unit for name, unit in _TCP_TIMEOUTS.items())
-        settle_s = dataclasses.replace(limits, timeout_s=max(limits.timeout_s, longest)).settle_s
-    capacity = sum(_in_effect(name, int) for name in _TCP_QUEUE)
-    descriptors = min(limits.max_descriptors, most_descriptors(capacity))
-    return dataclasses.replace(limits, settle_at_least_s=settle_s, max_descriptors=descriptors), capacity
-
-
-_Number = TypeVar("_Number", int, float)
-
-
-def _in_effect(name: str, number: Callable[[str], _Number]) -> _Number:
-    text = os.environ[name]
-    with contextlib.suppress(ValueError):
-        value = number(text)
-        if value > 0:
-            return value
-    # Mooncake would take its own default, and what is counted here would be wrong.
-    raise TransferError("this host", f"{name}={text!r} is not a number over 0", retryable=False)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that writes to one decode engine: layer by layer, one batch per decode rank for all requests.
+"""The thread that writes to one decode engine: layer by layer, one write per decode rank for all requests.
 
-Tasks run in the order they were put, so when a transfer's `Finish` comes up, all its writes are behind it.
+Tasks run in the order they were put, and end in it: when a transfer's `Finish` comes up, all its writes are over.
 """
 
 import contextlib
@@ -9,8 +9,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from vllm_ascend_pd.core import stats
@@ -20,11 +21,12 @@ from vllm_ascend_pd.core.plan import Target
 from vllm_ascend_pd.core.producer_ticket import RankKey
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.timeline.prefill import PrefillTrace
-from vllm_ascend_pd.transport.batches import Batches
+from vllm_ascend_pd.transport.batches import Batch, Batches
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
 from vllm_ascend_pd.worker.peer import DecodeLayout, Remote
+from vllm_ascend_pd.worker.pipeline import Pipeline
 from vllm_ascend_pd.worker.running_time import RunningTime
-from vllm_ascend_pd.worker.shipment import Chunk, Shipment
+from vllm_ascend_pd.worker.shipment import Chunk, Parcel, Part, Shipment
 from vllm_ascend_pd.worker.staging import Slot, StagingRing
 from vllm_ascend_pd.worker.transfer import Leave, Transfer
 
@@ -57,6 +59,7 @@ class LayerPush:
     ready: Event
     computed: Event | None = None
     slot: Slot | None = None
+    begun: float = 0.0  # its first write
     settled_at: float = 0.0  # after a failed write: until then the slot may still be read
     has_room: bool = False  # counts against the queue's bound
 
@@ -113,6 +116,7 @@ class Sender:
         ready_timeout_s: float,
     ) -> None:
         self._engine = engine
+        self._pipeline = Pipeline(engine)
         self._ring = ring
         self._finished = finished
         self._running_time = running_time
@@ -153,7 +157,7 @@ class Sender:
         return not self._thread.is_alive()
 
     def close(self, timeout_s: float) -> None:
-        """Stops after the task at hand; what is still queued is dropped."""
+        """Stops after the tasks at hand; what is still queued is dropped."""
         self._closing = True
         self._tasks.put(None)
         self._thread.join(timeout_s)
@@ -170,39 +174,59 @@ class Sender:
         while not self._closing and not (retired and not self._unsettled):
             self._release_settled()
             try:
-                task = self._tasks.get(timeout=_SETTLE_CHECK_S if self._unsettled else None)
+                task = self._next()
             except queue.Empty:
                 continue
             if task is None:
                 retired = True
             elif isinstance(task, LayerPush):
                 self._push(task)
-                if task.has_room:
-                    self._room.release()
             elif isinstance(task, Finish):
-                self._finished(task.transfer)
+                self._pipeline.then(partial(self._finished, task.transfer))
             elif isinstance(task, Barrier):
-                task.passed.set()
+                self._pipeline.then(task.passed.set)
+        self._pipeline.drain()
+
+    def _next(self) -> Task | None:
+        """Raises queue.Empty while nothing is to do but to look at failed writes' slots."""
+        if not self._pipeline.is_empty:
+            with contextlib.suppress(queue.Empty):
+                return self._tasks.get_nowait()
+            self._pipeline.drain()
+        return self._tasks.get(timeout=_SETTLE_CHECK_S if self._unsettled else None)
 
     def _push(self, task: LayerPush) -> None:
+        with self._owning(task):
+            self._begin(task)
+        self._pipeline.then(partial(self._end, task))
+
+    @contextlib.contextmanager
+    def _owning(self, task: LayerPush) -> Iterator[None]:
+        """Whatever goes wrong ends in the requests it belongs to, and the thread lives on for the others."""
         try:
-            self._push_ready(task)
+            yield
         except (DeviceError, TimeoutError) as error:
             task.fail(f"layer {task.layer} could not be read: {error}", PushFailure.DEVICE)
         except Exception as error:
-            # Whatever it is, it ends in the requests it belongs to, and the thread lives on for the others.
             logger.exception("pushing layer %s failed", task.layer)
             task.fail(f"pushing layer {task.layer} failed: {error}", PushFailure.INTERNAL)
-        finally:
-            if task.settled_at > 0:
-                self._unsettled.append(task)
-            else:
-                self._release(task)
 
-    def _push_ready(self, task: LayerPush) -> None:
+    def _end(self, task: LayerPush) -> None:
+        """No write of it is under way."""
+        if task.begun:
+            self._stats.observe(stats.LAYER_PUSH_SECONDS, time.monotonic() - task.begun)
+        if task.settled_at > 0:
+            self._unsettled.append(task)
+        else:
+            self._release(task)
+        if task.has_room:
+            self._room.release()
+
+    def _begin(self, task: LayerPush) -> None:
         self._await_bytes(task)
         shipment = task.shipment
         if not shipment.located:
+            self._pipeline.drain()  # nobody shall wait for others' grants to learn how earlier writes have ended
             for item in shipment.items:
                 item.transfer.await_destinations()
             shipment.located = True
@@ -214,22 +238,20 @@ class Sender:
             for target in shipment.route.targets:
                 remote = self.layout.locate(source.tensor, target.tp_rank)
                 writes.setdefault(remote.key, []).append(_Write(slot_address + source.base, target, remote))
-        writing_s = 0.0
         for key, batch in writes.items():
             # Once all are granted and none has failed, no lock is taken.
             leave = Leave(shipment.transfers, key)
             live: Sequence[int] = range(len(shipment.items))
             if not leave.is_plain():
+                self._pipeline.drain()
                 live = [i for i in live if shipment.transfers[i].await_grant(key)]
                 leave = Leave([shipment.transfers[i] for i in live], key)
             if live:
-                begun = time.monotonic()
                 self._write_fused(task, leave, batch, live)
-                writing_s += time.monotonic() - begun
-        if writing_s:
-            self._stats.observe(stats.LAYER_PUSH_SECONDS, writing_s)
 
     def _await_bytes(self, task: LayerPush) -> None:
+        if not self._pipeline.is_empty and not task.ready.is_done():
+            self._pipeline.drain()
         deadline = time.monotonic() + self._ready_timeout_s
         if task.computed is not None:
             with contextlib.suppress(DeviceError, TimeoutError):  # which end `ready` too, and count there
@@ -240,31 +262,45 @@ class Sender:
             self._stats.observe(stats.REGROUP_WAIT_SECONDS, time.monotonic() - computed_at)
 
     def _write_fused(self, task: LayerPush, leave: Leave, batch: list[_Write], live: Sequence[int]) -> None:
-        """One write for all live items; if it fails, one for each, so that only those at fault suffer."""
-        begun, key = time.monotonic(), leave.key
-        transfers = task.shipment.transfers
-        parts = tuple((write.target, write.remote.geometry) for write in batch)
+        """Begins one write for all live items."""
+        begun = time.monotonic()
+        task.begun = task.begun or begun
+        parts = _parts(batch)
         parcel = task.shipment.parcel(task.chunk, parts, self._engine.limits)
-        delivered: Sequence[int] = live
-        try:
-            if len(live) == len(transfers):
-                self._write(batch, parcel.batches, leave)
-            else:
-                self._write_some(task, batch, live, leave)
-        except TransferError as error:
-            self._unsettle(task, live, error)
-            logger.warning("layer %s to decode rank %s: %s; trying each request by itself", task.layer, key, error)
-            delivered = []
-            for i in live:
-                self._stats.add(stats.WRITE_RETRIES)
-                try:
-                    self._write_retrying(task, key, batch, i)
-                except TransferError as final:
-                    self._unsettle(task, live, final)
-                    transfers[i].fail(str(final), PushFailure.WRITE)
-                if transfers[i].failure is None:
-                    delivered.append(i)
-        num_bytes = parcel.num_bytes
+        batches = parcel.batches
+        if len(live) < len(task.shipment.items):
+            batches = task.shipment.batches(task.chunk, parts, frozenset(live), self._engine.limits)
+
+        def done(error: TransferError | None) -> None:
+            with self._owning(task):
+                delivered = live if error is None else self._write_apart(task, leave.key, batch, live, error)
+                self._count(task, leave.key, parcel, delivered, begun)
+
+        # A lease that ran when the write was planned may have run out by the time a batch of it can begin (R2).
+        self._pipeline.write(_session(batch), _at(batches, batch), leave.holds, done)
+
+    def _write_apart(
+        self, task: LayerPush, key: RankKey, batch: list[_Write], live: Sequence[int], error: TransferError
+    ) -> list[int]:
+        """One write for each item after one for all has failed, so that only those at fault suffer. Returns which have
+        been delivered."""
+        transfers = task.shipment.transfers
+        self._unsettle(task, live, error)
+        logger.warning("layer %s to decode rank %s: %s; trying each request by itself", task.layer, key, error)
+        delivered = []
+        for i in live:
+            self._stats.add(stats.WRITE_RETRIES)
+            try:
+                self._write_retrying(task, key, batch, i)
+            except TransferError as final:
+                self._unsettle(task, live, final)
+                transfers[i].fail(str(final), PushFailure.WRITE)
+            if transfers[i].failure is None:
+                delivered.append(i)
+        return delivered
+
+    def _count(self, task: LayerPush, key: RankKey, parcel: Parcel, delivered: Sequence[int], begun: float) -> None:
+        transfers, num_bytes = task.shipment.transfers, parcel.num_bytes
         for i in delivered:
             transfers[i].wrote(key, num_bytes[i])
         self._stats.add(stats.PUSHED_BYTES, sum(num_bytes[i] for i in delivered))
@@ -285,14 +321,8 @@ class Sender:
                 self._write_some(task, batch, (item,), leave)
 
     def _write_some(self, task: LayerPush, batch: list[_Write], only: Sequence[int], leave: Leave) -> None:
-        parts = tuple((write.target, write.remote.geometry) for write in batch)
-        batches = task.shipment.batches(task.chunk, parts, frozenset(only), self._engine.limits)
-        self._write(batch, batches, leave)
-
-    def _write(self, batch: list[_Write], batches: Batches, leave: Leave) -> None:
-        at = batches.at([write.base for write in batch], [write.remote.tensor.base for write in batch])
-        # A lease that ran when the write was planned may have run out by the time a batch of it can begin (R2).
-        self._engine.write_batches(batch[0].remote.rank.session, at, leave.holds)
+        batches = task.shipment.batches(task.chunk, _parts(batch), frozenset(only), self._engine.limits)
+        self._engine.write_batches(_session(batch), _at(batches, batch), leave.holds)
 
     def _unsettle(self, task: LayerPush, items: Sequence[int], error: TransferError) -> None:
         """Bytes of a failed write may still leave from where they were read and arrive where they were sent."""
@@ -311,3 +341,15 @@ class Sender:
         if push.slot is not None:
             assert self._ring is not None
             self._ring.release(push.slot)
+
+
+def _parts(batch: Sequence[_Write]) -> tuple[Part, ...]:
+    return tuple((write.target, write.remote.geometry) for write in batch)
+
+
+def _session(batch: Sequence[_Write]) -> str:
+    return batch[0].remote.rank.session
+
+
+def _at(batches: Batches, batch: Sequence[_Write]) -> Iterator[Batch]:
+    return batches.at([write.base for write in batch], [write.remote.tensor.base for write in batch])

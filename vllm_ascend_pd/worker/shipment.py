@@ -30,7 +30,7 @@ from vllm_ascend_pd.core.plan import (
 )
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.transport.batches import Batches
-from vllm_ascend_pd.transport.engine import TransferLimits
+from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.worker.transfer import Transfer
 
 

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a thread sleeps on a batch."""
+
+import pytest
+
+from vllm_ascend_pd.transport import pace
+from vllm_ascend_pd.transport.pace import LEARNS_FROM, SHARE, SHORTEST_S, Pace
+
+BATCH = 16 << 20
+GIGABYTE_PER_S = 1e-9
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(pace, "time", clock)
+    return clock
+
+
+def send(clock: Clock, of: Pace, num_bytes: int, seconds: float) -> float:
+    """One batch that arrives after `seconds`, or after the sleep if that is longer. Returns that sleep."""
+    started = clock.now
+    slept = of.pause_s(num_bytes, started)
+    clock.now = started + max(slept, seconds)
+    of.arrived(num_bytes, started)
+    return slept
+
+
+def test_nothing_is_slept_on_before_the_link_is_known(clock):
+    assert Pace().pause_s(BATCH, clock.now) == 0.0
+
+
+def test_most_of_what_a_batch_takes_is_slept(clock):
+    of = Pace()
+    for _ in range(4):
+        send(clock, of, BATCH, BATCH * GIGABYTE_PER_S)
+    assert of.pause_s(2 * BATCH, clock.now) == pytest.approx(SHARE * 2 * BATCH * GIGABYTE_PER_S)
+    later = clock.now
+    clock.now += 0.01
+    assert of.pause_s(2 * BATCH, later) == pytest.approx(SHARE * 2 * BATCH * GIGABYTE_PER_S - 0.01)
+
+
+def test_a_batch_behind_another_has_the_link_from_when_that_ended(clock):
+    of = Pace()
+    for _ in range(4):
+        send(clock, of, BATCH, BATCH * GIGABYTE_PER_S)
+    first, second = clock.now, clock.now
+    clock.now += BATCH * GIGABYTE_PER_S
+    of.arrived(BATCH, first)
+    assert of.pause_s(BATCH, second) == pytest.approx(SHARE * BATCH * GIGABYTE_PER_S)
+    clock.now += BATCH * GIGABYTE_PER_S
+    of.arrived(BATCH, second)
+    assert of.pause_s(BATCH, clock.now) == pytest.approx(SHARE * BATCH * GIGABYTE_PER_S)
+
+
+def test_small_batches_are_polled_for_and_teach_nothing(clock):
+    of = Pace()
+    send(clock, of, LEARNS_FROM - 1, 1.0)
+    assert of.pause_s(BATCH, clock.now) == 0.0
+    for _ in range(4):
+        send(clock, of, BATCH, BATCH * GIGABYTE_PER_S)
+    assert of.pause_s(int(SHORTEST_S / GIGABYTE_PER_S), clock.now) == 0.0
+
+
+def test_a_few_stalls_are_not_slept_on(clock):
+    of = Pace()
+    for seconds in (0.3, 0.3, BATCH * GIGABYTE_PER_S, BATCH * GIGABYTE_PER_S, 0.3, 0.3, 0.3):
+        send(clock, of, BATCH, seconds)
+    assert of.pause_s(BATCH, clock.now) == pytest.approx(SHARE * BATCH * GIGABYTE_PER_S)
+
+
+def test_a_link_that_has_become_faster_is_noticed(clock):
+    of = Pace()
+    for _ in range(20):
+        send(clock, of, BATCH, 8 * BATCH * GIGABYTE_PER_S)
+    for _ in range(40):
+        slept = send(clock, of, BATCH, BATCH * GIGABYTE_PER_S)
+    assert slept <= BATCH * GIGABYTE_PER_S

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes in order, the next one begun before the last one has ended."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.transport.engine import TransferError
+from vllm_ascend_pd.transport.peer_queue import BATCHES
+from vllm_ascend_pd.worker.pipeline import Pipeline
+
+
+class Engine:
+    """A transfer engine's `begin`, whose batches are names; those in `refused` do not begin, those in `lost` fail."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.under_way: set[Any] = set()
+        self.most = 0
+        self.refused: set[Any] = set()
+        self.lost: set[Any] = set()
+
+    def begin(self, session: str, batch: Any, may_begin: Callable[[], bool]) -> "Flight":
+        if batch in self.refused or not may_begin():
+            raise TransferError(session, f"{batch} is refused", retryable=False)
+        self.log.append(f"begin {batch}")
+        self.under_way.add(batch)
+        self.most = max(self.most, len(self.under_way))
+        return Flight(self, session, batch)
+
+
+class Flight:
+    def __init__(self, engine: Engine, session: str, batch: Any) -> None:
+        self.engine, self.session, self.batch = engine, session, batch
+
+    def wait(self) -> None:
+        self.engine.under_way.remove(self.batch)
+        if self.batch in self.engine.lost:
+            raise TransferError(self.session, f"{self.batch} is lost", retryable=True)
+        self.engine.log.append(f"arrived {self.batch}")
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def pipeline(engine) -> Pipeline:
+    return Pipeline(engine)
+
+
+def write(pipeline: Pipeline, engine: Engine, *batches: str, may_begin: Callable[[], bool] = lambda: True) -> None:
+    def done(error: TransferError | None) -> None:
+        assert not engine.under_way & set(batches)
+        engine.log.append(f"done {batches[0][0]}: {error.reason if error else 'well'}")
+
+    pipeline.write("peer", batches, may_begin, done)
+
+
+def test_the_next_write_begins_before_the_last_one_has_ended(engine, pipeline):
+    write(pipeline, engine, "a1")
+    write(pipeline, engine, "b1")
+    write(pipeline, engine, "c1")
+    assert engine.log == ["begin a1", "begin b1", "arrived a1", "done a: well", "begin c1"]
+    pipeline.drain()
+    assert engine.log[5:] == ["arrived b1", "done b: well", "arrived c1", "done c: well"]
+    assert pipeline.is_empty
+
+
+def test_never_more_under_way_than_the_queue_to_a_peer_takes(engine, pipeline):
+    write(pipeline, engine, "a1", "a2", "a3", "a4", "a5")
+    write(pipeline, engine, "b1", "b2", "b3")
+    pipeline.drain()
+    assert engine.most == BATCHES
+    assert [line for line in engine.log if line.startswith("done")] == ["done a: well", "done b: well"]
+
+
+def test_what_is_to_follow_waits_for_the_writes_before_it(engine, pipeline):
+    pipeline.then(lambda: engine.log.append("at once"))
+    assert pipeline.is_empty
+    write(pipeline, engine, "a1")
+    pipeline.then(lambda: engine.log.append("finished"))
+    write(pipeline, engine, "b1")
+    assert engine.log == ["at once", "begin a1", "begin b1"]
+    pipeline.drain()
+    assert engine.log[3:] == ["arrived a1", "done a: well", "finished", "arrived b1", "done b: well"]
+
+
+def test_after_a_failure_the_rest_of_a_write_is_not_begun_but_others_are(engine, pipeline):
+    engine.lost = {"a1"}
+    write(pipeline, engine, "a1", "a2", "a3", "a4")
+    write(pipeline, engine, "b1")
+    pipeline.drain()
+    assert "begin a3" not in engine.log
+    assert [line for line in engine.log if line.startswith("done")] == ["done a: a1 is lost", "done b: well"]
+
+
+def test_a_failure_is_told_only_when_nothing_of_the_write_is_under_way(engine, pipeline):
+    engine.refused = {"a2"}
+    write(pipeline, engine, "a1", "a2", "a3")
+    assert engine.log == ["begin a1"]
+    pipeline.drain()
+    assert engine.log == ["begin a1", "arrived a1", "done a: a2 is refused"]
+
+
+def test_the_first_of_several_failures_is_told(engine, pipeline):
+    engine.lost = {"a1", "a2"}
+    write(pipeline, engine, "a1", "a2")
+    pipeline.drain()
+    assert engine.log == ["begin a1", "begin a2", "done a: a1 is lost"]
+
+
+def test_leave_is_asked_for_every_batch(engine, pipeline):
+    leave = iter([True, True, False])
+    write(pipeline, engine, "a1", "a2", "a3", may_begin=lambda: next(leave))
+    pipeline.drain()
+    assert engine.log == ["begin a1", "begin a2", "arrived a1", "arrived a2", "done a: a3 is refused"]
+
+
+def test_nothing_to_write_is_done_in_turn(engine, pipeline):
+    write(pipeline, engine, "a1")
+    pipeline.write("peer", [], lambda: True, lambda error: engine.log.append(f"nothing: {error}"))
+    pipeline.drain()
+    assert engine.log == ["begin a1", "arrived a1", "done a: well", "nothing: None"]

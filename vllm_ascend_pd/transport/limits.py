@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one call into Mooncake may carry, for how long it may block, and the settings that make Mooncake keep to it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from vllm_ascend_pd.transport import ascend
+from vllm_ascend_pd.transport.peer_queue import most_descriptors
+
+KIB = 1024
+MIB = 1024 * KIB
+
+_TCP_TIMEOUTS = {
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": 1.0,
+    "MC_TCP_STATUS_TIMEOUT_SEC": 1.0,
+    "MC_TCP_ADMISSION_TIMEOUT_MS": 1e-3,
+}
+"""What `TransferLimits.settle_s` counts on, and their units in seconds."""
+
+_TCP_LANES = 4
+"""Mooncake's default number of TCP connections to one peer (`MC_TCP_LANES_PER_PEER`)."""
+
+_TCP_QUEUE = ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER")
+"""What Mooncake's queue to one peer takes is the sum of these."""
+
+
+class SettingError(ValueError):
+    """The environment holds what Mooncake would not take."""
+
+
+@dataclass(frozen=True)
+class TransferLimits:
+    """What one call into Mooncake may carry, and for how long it may block."""
+
+    max_descriptors: int = 512
+    """Descriptors in one batch. Over TCP a descriptor costs about 30 us, so 512 are 15 ms."""
+    max_bytes: int = 64 * MIB
+    """Bytes in one batch: what a failed batch makes the caller send again."""
+    max_descriptor_bytes: int = 4 * MIB
+    """Longer descriptors are cut, so that they spread over the peer's connections."""
+    timeout_s: float = 10.0
+    """A batch fails when its last descriptor is not under way after this long, or one makes no progress for
+    this long; so two batches of `max_bytes` must take less. Mooncake counts in whole seconds: rounded up."""
+    settle_at_least_s: float = 0.0
+    """Lower bound of `settle_s`, where what the user has set in the environment makes Mooncake try for longer."""
+
+    def __post_init__(self) -> None:
+        if min(self.max_descriptors, self.max_bytes, self.max_descriptor_bytes) < 1 or self.timeout_s <= 0:
+            raise ValueError(f"transfer limits must be positive: {self}")
+
+    @property
+    def whole_timeout_s(self) -> int:
+        """`timeout_s` as Mooncake can count it."""
+        return max(1, math.ceil(self.timeout_s))
+
+    @property
+    def settle_s(self) -> float:
+        """Seconds after a failed write until this process has stopped reading its sources and sending it.
+
+        Over TCP, a descriptor is admitted within one timeout or never, waits at most one more (and Mooncake's 1 s pause
+        before it reconnects) for the connection before it, and is then given up one timeout and one pause
+        later. What lies in socket buffers by then is the receiver's: a receiver that was stopped, not dead,
+        applies up to a few MiB when it runs again. With protocol `ascend`: `ascend.settle_s`.
+        """
+        return max(3 * self.whole_timeout_s + 2, self.settle_at_least_s)
+
+    def environment(self) -> dict[str, str]:
+        """Mooncake's settings for these limits: it reads them from the environment when an engine starts.
+
+        Sources: `transfer_engine_py.cpp` (`MC_TRANSFER_TIMEOUT`, seconds, never below 5: a backstop here),
+        `tcp_transport_session_impl.h` (`MC_TCP_PROGRESS_TIMEOUT_SEC` while bytes flow,
+        `MC_TCP_STATUS_TIMEOUT_SEC` for the receiver's acknowledgement), `tcp_transport.cpp` (the queue of
+        each peer) and `config.cpp` (`MC_HANDSHAKE_CONNECT_TIMEOUT`, `MC_LOG_LEVEL`). `ascend.settings` has what
+        protocol `ascend` needs beyond them.
+
+        The queue proper is as short as the number of connections: what waits in it waits without a deadline, while
+        what waits for admission to it expires after `MC_TCP_ADMISSION_TIMEOUT_MS`. With Mooncake's defaults a
+        failed batch of 512 descriptors keeps trying for minutes; so it stops within `settle_s`.
+        """
+        seconds = str(self.whole_timeout_s)
+        return {
+            "MC_TRANSFER_TIMEOUT": str(max(5, self.whole_timeout_s + 1)),
+            "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
+            "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
+            "MC_TCP_ADMISSION_TIMEOUT_MS": str(1000 * self.whole_timeout_s),
+            "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(_TCP_LANES),
+            "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+            "MC_HANDSHAKE_CONNECT_TIMEOUT": seconds,
+            "MC_LOG_LEVEL": "WARNING",
+        }
+
+
+def export_settings(limits: TransferLimits, protocol: str) -> tuple[TransferLimits, int]:
+    """Puts Mooncake's settings for `limits` into the environment. What was there already wins: returns the limits as
+    that makes them, and how many descriptors Mooncake's queue to one peer takes."""
+    settings = limits.environment()
+    if protocol == "ascend":
+        settings |= ascend.settings(limits.whole_timeout_s, os.environ)
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    if protocol == "ascend":
+        settle_s = ascend.settle_s(limits.whole_timeout_s, os.environ)
+    else:
+        longest = max(_in_effect(name, float) * unit for name, unit in _TCP_TIMEOUTS.items())
+        settle_s = dataclasses.replace(limits, timeout_s=max(limits.timeout_s, longest)).settle_s
+    capacity = sum(_in_effect(name, int) for name in _TCP_QUEUE)
+    descriptors = min(limits.max_descriptors, most_descriptors(capacity))
+    return dataclasses.replace(limits, settle_at_least_s=settle_s, max_descriptors=descriptors), capacity
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _in_effect(name: str, number: Callable[[str], _Number]) -> _Number:
+    text = os.environ[name]
+    with contextlib.suppress(ValueError):
+        value = number(text)
+        if value > 0:
+            return value
+    # Mooncake would take its own default, and what is counted here would be wrong.
+    raise SettingError(f"{name}={text!r} is not a number over 0")

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes to one decode engine, in order, the next one begun before the last one has ended: the link is never idle while
+something waits for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from vllm_ascend_pd.transport.batches import Batch
+from vllm_ascend_pd.transport.engine import Flight, TransferEngine, TransferError
+from vllm_ascend_pd.transport.peer_queue import BATCHES
+
+Done = Callable[[TransferError | None], None]
+
+
+class Pipeline:
+    """At most `BATCHES` batches are under way at a time. One thread's; every call may block for as long as a batch may
+    take, see `TransferEngine`."""
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
+        self._ends: deque[tuple[bool, Callable[[], None]]] = deque()
+        """Whether it is a flight; to wait for it, or to tell who wants to know."""
+        self._flights = 0
+
+    def write(self, session: str, batches: Iterable[Batch], may_begin: Callable[[], bool], done: Done) -> None:
+        """Begins all `batches` (`TransferEngine.begin`), unless one fails. `done` is called once none of them is under
+        way any more, with the first error."""
+        errors: list[TransferError] = []
+        try:
+            for batch in batches:
+                while self._flights >= BATCHES:
+                    self._end_first()
+                if errors:
+                    break
+                flight = self._engine.begin(session, batch, may_begin)
+                self._flights += 1
+                self._ends.append((True, partial(self._land, flight, errors)))
+        except TransferError as error:
+            errors.append(error)
+        self.then(lambda: done(errors[0] if errors else None))
+
+    def then(self, call: Callable[[], None]) -> None:
+        """`call` is called once all writes before it are over."""
+        self._ends.append((False, call))
+        self._tell()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._ends
+
+    def drain(self) -> None:
+        """Waits for all writes."""
+        while self._ends:
+            self._end_first()
+
+    def _end_first(self) -> None:
+        self._ends.popleft()[1]()
+        self._tell()
+
+    def _tell(self) -> None:
+        while self._ends and not self._ends[0][0]:
+            self._ends.popleft()[1]()
+
+    def _land(self, flight: Flight, errors: list[TransferError]) -> None:
+        self._flights -= 1
+        try:
+            flight.wait()
+        except TransferError as error:
+            errors.append(error)
