@@ -29,7 +29,7 @@ class Ours:
         self._decode, self._case, self._layers = decode, case, list(tensors)
         self.handed = Handed()
         with mock.patch("mooncake.engine.TransferEngine", return_value=self.handed):
-            engine = TransferEngine(HOST, "tcp", TransferLimits())
+            engine = TransferEngine(HOST, "rdma", TransferLimits())  # as over "ascend", not slept on
         spec = LayerSpec(0, BLOCK, HEADS, case.ratio * HEADS)
         caches = describe(tensors, dict.fromkeys(tensors, spec), heads_first=False)
         identity = Identity("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))

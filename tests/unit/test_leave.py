@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.core.producer_ticket import Destination, ProducerTicket
+from vllm_ascend_pd.core.producer_ticket import Destination, Phase, ProducerTicket
 from vllm_ascend_pd.core.protocol import Complete, Granted, Message, RankDescription, Refused
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.worker.transfer import Leave, Transfer
+from vllm_ascend_pd.worker.transfer import Leave, Transfer, Withdrawals
 
 KEY = (0, 0)
 RANK = RankDescription(*KEY, "", "", RankCaches((), ()))
@@ -54,17 +54,21 @@ def happen(state: ProducerTicket, event: Message | str, now: float) -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), EVENTS | st.none(), st.integers(0, 6)), max_size=40))
 def test_many_are_asked_like_one_after_the_other(events: list[tuple[int, Message | str | None, int]]) -> None:
     """`events`: what happens to which transfer, and how many seconds pass then."""
-    transfers = [Transfer(str(i), TICKET, "", (), ProducerTicket(NEVER)) for i in range(3)]
+    withdrawals = Withdrawals()
+    transfers = [Transfer(str(i), TICKET, "", (), ProducerTicket(NEVER), withdrawals) for i in range(3)]
     states = [transfer.state for transfer in transfers]
-    now, leave = 0.0, None
+    now, leave, asked_again = 0.0, None, Leave(transfers, KEY)
     leases = [float("-inf")] * len(states)
     with mock.patch("time.monotonic", side_effect=lambda: now):
         for which, event, seconds in events:
             if event is not None:
-                happen(states[which], event, now)
+                with transfers[which].changing() as state:
+                    happen(state, event, now)
             now += seconds
             plain = Leave(transfers, KEY).is_plain()
             assert plain == all(s.destinations is not None and s.leave(KEY) > now for s in states)
+            if all(state.phase is Phase.WRITING for state in states):  # nothing is asked for a transfer that has ended
+                assert asked_again.is_plain() == plain
             if plain:
                 assert all(state.may_write(KEY, now) for state in states)
             if all(state.destinations is not None for state in states):

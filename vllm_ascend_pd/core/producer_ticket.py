@@ -75,11 +75,13 @@ class ProducerTicket:
     destinations: dict[RankKey, Destination] | None = None
     rounds: int = 0  # of telling
     final: bool = False
+    withdrawals: int = 0  # how often `leave` may have become less than it was
 
     def fail(self, reason: str, cause: PushFailure) -> None:
         """Records the first reason. Has no effect once the writing is over."""
         if self.failure is None and self.phase is Phase.WRITING:
             self.failure, self.cause = reason, cause
+            self.withdrawals += 1
 
     @property
     def waits_for_grant(self) -> bool:
@@ -118,6 +120,7 @@ class ProducerTicket:
             destination.until = max(destination.until, asked_at + answer.lease_s)
         elif isinstance(answer, Complete):
             destination.complete = True
+            self.withdrawals += 1
         elif isinstance(answer, Refused) and answer.retry:
             self.grant_deadline = max(self.grant_deadline, asked_at + answer.wait_s)
         elif isinstance(answer, Refused):

@@ -57,8 +57,7 @@ class Flight:
     engine: Any
     session: str
     peer: _Peer
-    descriptors: int
-    num_bytes: int
+    lengths: list[int]
     started: float
     batch_id: int
     code: int
@@ -69,12 +68,12 @@ class Flight:
         try:
             code = self._landed()
         finally:
-            self.peer.queue.leave(self.descriptors, failed=code != 0)
+            self.peer.queue.leave(len(self.lengths), failed=code != 0)
         if code != 0:
             self.peer.answers.clear()  # the next write probes first
             raise TransferError(
                 self.session,
-                f"a batch of {self.descriptors} descriptors, {self.num_bytes} bytes, returned {code} after "
+                f"a batch of {len(self.lengths)} descriptors, {sum(self.lengths)} bytes, returned {code} after "
                 f"{time.monotonic() - self.started:.1f} s: the peer is gone, hangs or refuses the addresses "
                 "(Mooncake's log on standard error says which)",
                 retryable=True,
@@ -84,11 +83,12 @@ class Flight:
     def _landed(self) -> int:
         if self.batch_id == 0:
             return self.code
-        if pause_s := self.peer.pace.pause_s(self.num_bytes, self.started):
+        num_bytes = sum(self.lengths)
+        if pause_s := self.peer.pace.pause_s(num_bytes, self.started):
             time.sleep(pause_s)
         code = int(self.engine.get_batch_transfer_status([self.batch_id]))
         if code == 0:
-            self.peer.pace.arrived(self.num_bytes, self.started)
+            self.peer.pace.arrived(num_bytes, self.started)
         return code
 
 
@@ -224,9 +224,11 @@ class TransferEngine:
         except BaseException:
             peer.queue.leave(len(lengths), failed=departed)
             raise
-        return Flight(self._engine, session, peer, len(lengths), sum(lengths), started, batch_id, code)
+        return Flight(self._engine, session, peer, lengths, started, batch_id, code)
 
-    def _depart(self, session: str, sources: list[int], destinations: list[int], lengths: list[int]) -> tuple[int, int]:
+    def _depart(
+        self, session: str, sources: Sequence[int], destinations: Sequence[int], lengths: list[int]
+    ) -> tuple[int, int]:
         """Mooncake's id of the batch, or 0 and how it has ended."""
         if self._over_tcp:
             batch_id = int(self._engine.batch_transfer_async_write(session, sources, destinations, lengths))

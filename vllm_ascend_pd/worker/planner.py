@@ -54,6 +54,7 @@ class Planner:
         alike = caches.layers_by_geometry.values()
         # How many tensors of a layer lie alike at most, by geometry.
         self._parts = [max((len(of.get(g, ())) for of in alike), default=0) for g in range(len(self._geometries))]
+        self._layers = [sum(g in of for of in alike) for g in range(len(self._geometries))]
         self._steps = 0  # all ranks get the same ones from the scheduler
         self._connected: set[tuple[int, ...]] = set()
         self._routes: dict[tuple[int, Sharding, tuple[int, ...]], Route] = {}
@@ -121,6 +122,7 @@ class Planner:
             for item in served:
                 item.transfer.fail(str(error), PushFailure.DEVICE)
             return None
+        shipment.pushes = self._layers[index] * len(shipment.chunks)
         return shipment if len(shipment.src_units) > 0 else None
 
     def _connect(self, route: Route) -> None:

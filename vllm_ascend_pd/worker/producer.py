@@ -29,7 +29,7 @@ from vllm_ascend_pd.worker.regroup import make_regrouper
 from vllm_ascend_pd.worker.running_time import RunningTime
 from vllm_ascend_pd.worker.sender import Barrier, Finish, LayerPush, Sender, Source
 from vllm_ascend_pd.worker.shipment import Shipment
-from vllm_ascend_pd.worker.transfer import Transfer
+from vllm_ascend_pd.worker.transfer import Transfer, Withdrawals
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class ProducerWorker:
         self._in_use: Counter[Sender] = Counter()  # how many of these tickets each sender has
         self._transfers: dict[str, Transfer] = {}  # by request id
         self._ungranted: list[Transfer] = []
+        self._withdrawals = Withdrawals()
         self._plan = StepPlan()
         self._written: tuple[str, Event] | None = None  # what was written since the last layer was announced
         self._wait_s = 0.0
@@ -95,6 +96,7 @@ class ProducerWorker:
                 ticket.digest(),
                 tuple(np.asarray(blocks, dtype=np.int64) for blocks in ticket.remote_block_ids),
                 ProducerTicket(time.monotonic() + self._config.grant_timeout_s),
+                self._withdrawals,
             )
             self._transfers[request_id] = transfer
             sender = self._peers.acquire(ticket)

@@ -213,6 +213,7 @@ class Sender:
 
     def _end(self, task: LayerPush) -> None:
         """No write of it is under way."""
+        task.shipment.push_ended()
         if task.begun:
             self._stats.observe(stats.LAYER_PUSH_SECONDS, time.monotonic() - task.begun)
         if task.settled_at > 0:
@@ -240,7 +241,7 @@ class Sender:
                 writes.setdefault(remote.key, []).append(_Write(slot_address + source.base, target, remote))
         for key, batch in writes.items():
             # Once all are granted and none has failed, no lock is taken.
-            leave = Leave(shipment.transfers, key)
+            leave = shipment.leave(key)
             live: Sequence[int] = range(len(shipment.items))
             if not leave.is_plain():
                 self._pipeline.drain()
@@ -301,10 +302,10 @@ class Sender:
 
     def _count(self, task: LayerPush, key: RankKey, parcel: Parcel, delivered: Sequence[int], begun: float) -> None:
         transfers, num_bytes = task.shipment.transfers, parcel.num_bytes
-        for i in delivered:
-            transfers[i].wrote(key, num_bytes[i])
-        self._stats.add(stats.PUSHED_BYTES, sum(num_bytes[i] for i in delivered))
-        self._trace.pushed(task.layer, key, begun, ((transfers[i], num_bytes[i]) for i in delivered))
+        task.shipment.arrived(key, parcel, delivered)
+        all_of_it = len(delivered) == len(transfers)
+        self._stats.add(stats.PUSHED_BYTES, parcel.total if all_of_it else int(num_bytes[delivered].sum()))
+        self._trace.pushed(task.layer, key, begun, ((transfers[i], int(num_bytes[i])) for i in delivered))
 
     def _write_retrying(self, task: LayerPush, key: RankKey, batch: list[_Write], item: int) -> None:
         transfer = task.shipment.transfers[item]

@@ -5,6 +5,7 @@ Built once per step; every layer adds its base addresses and is done.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -28,10 +29,11 @@ from vllm_ascend_pd.core.plan import (
     staged_units,
     unit_offsets,
 )
+from vllm_ascend_pd.core.producer_ticket import RankKey
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.transport.batches import Batches
 from vllm_ascend_pd.transport.limits import TransferLimits
-from vllm_ascend_pd.worker.transfer import Transfer
+from vllm_ascend_pd.worker.transfer import Leave, Transfer
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,27 @@ class Parcel:
     """What goes to one decode rank in one write, wherever tensors begin. `num_bytes`: of each item."""
 
     batches: Batches
-    num_bytes: list[int]
+    num_bytes: Offsets
+
+    @functools.cached_property
+    def total(self) -> int:
+        return int(self.num_bytes.sum())
+
+
+@dataclass
+class _Arrived:
+    """Bytes of each item that have arrived in one decode rank, in all and before the last layer was computed."""
+
+    total: Offsets
+    early: Offsets
 
 
 @dataclass
 class Shipment:
     """Items that travel by the same route. `live`: which of each item's units this rank holds and decode wants; the
     arrays hold only those. `owner[n]` is the index of the item that unit `n` belongs to. `located`: of every item it is
-    known where to write, or that it has failed."""
+    known where to write, or that it has failed. `pushes`: how many of it, a layer's chunk each, have not ended; after
+    the last one the transfers are told what has arrived."""
 
     route: Route
     geometry: Geometry
@@ -90,9 +105,12 @@ class Shipment:
     owner: Offsets
     chunks: list[Chunk] = field(default_factory=list)
     located: bool = False
+    pushes: int = 0
     _d_units: dict[Geometry, Offsets] = field(default_factory=dict)
     _d_held: dict[TokenShare, Mask] = field(default_factory=dict)
-    _parcels: dict[tuple[Chunk, tuple[Part, ...]], Parcel] = field(default_factory=dict)
+    _parcels: dict[Chunk, list[tuple[tuple[Part, ...], Parcel]]] = field(default_factory=dict)
+    _leaves: dict[RankKey, Leave] = field(default_factory=dict)
+    _arrived: dict[RankKey, _Arrived] = field(default_factory=dict)
 
     @functools.cached_property
     def transfers(self) -> list[Transfer]:
@@ -129,11 +147,45 @@ class Shipment:
 
     def parcel(self, chunk: Chunk, parts: tuple[Part, ...], limits: TransferLimits) -> Parcel:
         """What of a chunk goes to one decode rank, in `parts`."""
-        key = (chunk, parts)
-        if key not in self._parcels:
-            sizes = [self._units(chunk, theirs.share) * (target.rows * target.nbytes) for target, theirs in parts]
-            self._parcels[key] = Parcel(self.batches(chunk, parts, None, limits), np.sum(sizes, axis=0).tolist())
-        return self._parcels[key]
+        known = self._parcels.setdefault(chunk, [])
+        for these, parcel in known:  # not by hash: that of the same geometry would be made for every layer
+            if these == parts:
+                return parcel
+        sizes = [self._units(chunk, theirs.share) * (target.rows * target.nbytes) for target, theirs in parts]
+        parcel = Parcel(self.batches(chunk, parts, None, limits), np.sum(sizes, axis=0))
+        known.append((parts, parcel))
+        return parcel
+
+    def leave(self, key: RankKey) -> Leave:
+        """To write all items to a decode rank."""
+        leave = self._leaves.get(key)
+        if leave is None:
+            leave = self._leaves[key] = Leave(self.transfers, key)
+        return leave
+
+    def arrived(self, key: RankKey, parcel: Parcel, delivered: Sequence[int]) -> None:
+        """The `delivered` items of a parcel have, in a decode rank."""
+        arrived = self._arrived.get(key)
+        if arrived is None:
+            none = np.zeros(len(self.items), dtype=np.int64)
+            arrived = self._arrived[key] = _Arrived(none, none.copy())
+        num_bytes = parcel.num_bytes
+        if len(delivered) < len(self.items):
+            num_bytes = np.where(np.isin(np.arange(len(self.items)), delivered), num_bytes, 0)
+        arrived.total += num_bytes
+        # Prompts that end in a step have its end in common.
+        ends = [transfer.computed for transfer in self.transfers]
+        end = next(filter(None, ends), None)
+        if end is not None and end.is_done():
+            num_bytes = np.where([each is None for each in ends], num_bytes, 0)
+        arrived.early += num_bytes
+
+    def push_ended(self) -> None:
+        self.pushes -= 1
+        if not self.pushes:
+            for key, arrived in self._arrived.items():
+                for transfer, total, early in zip(self.transfers, arrived.total, arrived.early, strict=True):
+                    transfer.wrote(key, int(total), int(early))
 
     def batches(
         self, chunk: Chunk, parts: tuple[Part, ...], only: frozenset[int] | None, limits: TransferLimits

@@ -16,6 +16,14 @@ from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.device.base import Event
 
 
+@dataclass
+class Withdrawals:
+    """Counts those of all transfers that share this (`ProducerTicket.withdrawals`). Whoever sees the same number twice
+    knows that there were none in between; two at once may count as one."""
+
+    count: int = 0
+
+
 @dataclass(eq=False)
 class Transfer:
     """One attempt at a ticket on one prefill rank. `state` decides; it is touched in `changing` alone, by three
@@ -32,6 +40,7 @@ class Transfer:
     digest: str
     d_blocks: tuple[Offsets, ...]
     state: ProducerTicket
+    withdrawals: Withdrawals = field(default_factory=Withdrawals)
     number: int = field(default_factory=lambda: secrets.randbits(63))
     written: dict[RankKey, tuple[int, int]] = field(default_factory=dict)
     computed: Event | None = None  # the end of the prompt's last layer
@@ -49,12 +58,10 @@ class Transfer:
     def settled_at(self) -> float:
         return self.state.settled_at
 
-    def wrote(self, key: RankKey, num_bytes: int) -> None:
-        """Counts what has arrived."""
-        total, early = self.written.get(key, (0, 0))
-        if self.computed is None or not self.computed.is_done():
-            early += num_bytes
-        self.written[key] = (total + num_bytes, early)
+    def wrote(self, key: RankKey, num_bytes: int, early: int) -> None:
+        """Counts what has arrived, `early` of it before the last layer was computed."""
+        total, before = self.written.get(key, (0, 0))
+        self.written[key] = (total + num_bytes, before + early)
 
     @property
     def num_bytes(self) -> int:
@@ -69,8 +76,14 @@ class Transfer:
     def changing(self) -> Iterator[ProducerTicket]:
         """The state, locked. Whoever waits for an answer of it asks again afterwards."""
         with self._changed:
+            before = self.state.withdrawals
             yield self.state
+            self._count(before)
             self._changed.notify_all()
+
+    def _count(self, before: int) -> None:
+        if self.state.withdrawals != before:
+            self.withdrawals.count += 1
 
     def fail(self, reason: str, cause: PushFailure) -> None:
         with self.changing() as state:
@@ -96,25 +109,35 @@ class Transfer:
 
     def _await(self, question: Callable[[float], bool | None]) -> bool:
         with self._changed:
+            before = self.state.withdrawals
             while (answer := question(time.monotonic())) is None:
                 self._changed.wait(max(0.0, self.state.grant_deadline - time.monotonic()))
+            self._count(before)
             return answer
 
 
 class Leave:
-    """To write to `key` for several transfers at once (R2). Leases only get longer: as long as the one that was to end
-    first still runs, so do all."""
+    """To write to `key` for several transfers at once (R2), which share `withdrawals`. Leases only get longer: as long
+    as the one that was to end first still runs, so do all."""
 
     def __init__(self, transfers: Sequence[Transfer], key: RankKey) -> None:
         self._transfers = transfers
         self.key = key
+        self._withdrawals = transfers[0].withdrawals if transfers else Withdrawals()
+        self._withdrawn = -1
         self._until = -math.inf
 
     def is_plain(self) -> bool:
-        """May a write for all of them be planned, without asking them one by one?"""
-        until = min(transfer.state.leave(self.key) for transfer in self._transfers)
-        self._until = max(self._until, until)
-        return time.monotonic() < until
+        """May a write for all of them be planned, without asking them one by one? Asked for every layer, so they are
+        looked at only when a lease may have ended or one may have been withdrawn."""
+        withdrawn = self._withdrawals.count
+        if withdrawn != self._withdrawn or time.monotonic() >= self._until:
+            until = min(transfer.state.leave(self.key) for transfer in self._transfers)
+            self._until = max(self._until, until)
+            if time.monotonic() >= until:
+                return False
+            self._withdrawn = withdrawn
+        return True
 
     def holds(self) -> bool:
         """May bytes of all of them leave now? Asked before each batch."""
