@@ -107,6 +107,7 @@ class Amount:
 
 def compare(side: Side, base: Side, setting: Setting, amount: Amount) -> Iterator[Row]:
     where = (setting.model, str(setting.pair), side.name)
+    # Each side has prompts of its own: the single instance may still have those of the last one in its cache.
     both = (side, base)
     for each in both:  # the first requests find each other, and load what is loaded late
         with each.turn():
@@ -121,7 +122,7 @@ def compare(side: Side, base: Side, setting: Setting, amount: Amount) -> Iterato
         for each in both if number % 2 else both[::-1]:
             with each.turn():
                 each.ask(prompt(setting, 16, f"wake {number}"), 1)
-                completions = [each.ask(prompt(setting, tokens, str(number)), TOKENS) for tokens in amount.prompts]
+                completions = [each.ask(prompt(setting, tokens, f"{side.name} {number}"), TOKENS) for tokens in amount.prompts]
             taken[each.name] = [completion.ttft * 1000 for completion in completions]
             answers[each.name] = [completion.token_ids for completion in completions]
         check_tokens(answers[side.name], answers[base.name])
@@ -142,7 +143,7 @@ def measure_load(side: Side, base: Side, setting: Setting, requests: int) -> Row
     ttfts: dict[str, list[float]] = {side.name: [], base.name: []}
     cpu = {side.name: 0.0, base.name: 0.0}
     for number in range(LOAD_TURNS):
-        prompts = [prompt(setting, LOAD_PROMPT, f"load {number} {index}") for index in range(requests)]
+        prompts = [prompt(setting, LOAD_PROMPT, f"{side.name} load {number} {index}") for index in range(requests)]
         rate: dict[str, float] = {}
         answers: dict[str, list[tuple[int, ...]]] = {}
         for each in (side, base) if number % 2 else (base, side):

@@ -244,6 +244,7 @@ class Sender:
             leave = shipment.leave(key)
             live: Sequence[int] = range(len(shipment.items))
             if not leave.is_plain():
+                shipment.parcel(task.chunk, _parts(batch), self._engine.limits)  # while the grant is under way
                 self._pipeline.drain()
                 live = [i for i in live if shipment.transfers[i].await_grant(key)]
                 leave = Leave([shipment.transfers[i] for i in live], key)
