@@ -122,7 +122,9 @@ def compare(side: Side, base: Side, setting: Setting, amount: Amount) -> Iterato
         for each in both if number % 2 else both[::-1]:
             with each.turn():
                 each.ask(prompt(setting, 16, f"wake {number}"), 1)
-                completions = [each.ask(prompt(setting, tokens, f"{side.name} {number}"), TOKENS) for tokens in amount.prompts]
+                completions = [
+                    each.ask(prompt(setting, tokens, f"{side.name} {number}"), TOKENS) for tokens in amount.prompts
+                ]
             taken[each.name] = [completion.ttft * 1000 for completion in completions]
             answers[each.name] = [completion.token_ids for completion in completions]
         check_tokens(answers[side.name], answers[base.name])
