@@ -3,8 +3,8 @@
 
 $ python benchmarks/memory.py [--cache-gb 40] [--step-tokens 2048 8192 16384] [--slots 4] [--check] [--json]
 
-ours       the staging ring: slots of a layer of one step's tokens, of 8192 at most. Worked out for models of known
-           shapes by the code that the connector itself uses, without allocating anything
+ours       the staging ring: slots of a layer of one step's tokens. Worked out for models of known shapes by the code
+           that the connector itself uses, without allocating anything
 others     the send and receive buffer of the all-to-all, a slot's size each, which are not registered
 reference  what vllm-ascend v0.23.0 registers for the same (`create_kv_buffer` of its layerwise connector): as much as
            the K and V cache of one layer. Its all-to-all allocates anew for each layer, which is not counted

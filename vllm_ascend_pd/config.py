@@ -82,7 +82,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_bytes: int = 64 << 20
     """Bytes of one batch of the transfer engine, at most."""
     staging_slots: int = 4
-    """Layers that may be in regrouped form at once, each of one step's tokens, or of 8192."""
+    """Layers that may be in regrouped form at once, each of one step's tokens."""
     push_queue_size: int = 4096
     """Layers waiting to be sent to one decode engine; more make the step wait."""
     metaserver_allowlist: tuple[str, ...] = ()

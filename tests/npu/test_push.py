@@ -87,6 +87,16 @@ def test_bytes_arrive(pair: Pair) -> None:
     push(pair)
 
 
+def test_a_layer_of_more_chunks_than_staging_slots_arrives() -> None:
+    """On an NPU the model's thread itself waits for a slot, which only the sending of an earlier chunk frees."""
+    sides = (Side(tp, num_blocks=48, block_size=BLOCK) for tp in (2, 1))
+    pair = Pair(GQA, *sides, {"staging_slots": 1, "write_timeout_s": 5.0, "grant_timeout_s": 5.0}, device="npu")
+    requests = prompts(pair, [18 * BLOCK])
+    run(pair, requests, chunk=18 * BLOCK)
+    expect_delivery(pair, requests)
+    assert pair.close() == []
+
+
 @pytest.fixture(scope="session")
 def kernels() -> Iterator[Path]:
     with launches.kernels_on_the_twin() as library:

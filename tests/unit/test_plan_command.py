@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from planned import DEEPSEEK, LLAMA, QWEN, plan_for
 
-from vllm_ascend_pd.core.plan import MAX_SLOT_TOKENS
 from vllm_ascend_pd.planning.figures import Plan
 
 PROGRAM = """
@@ -96,7 +95,7 @@ def test_json_schema():
         "readers": list,
         "all_to_all": list,
         "groups_created": int,
-        "staging": "slot_tokens slots slot_bytes total_bytes",
+        "staging": "step_tokens slots slot_bytes total_bytes",
         "prompt": "tokens units flows nbytes busiest_sender busiest_reader descriptors descriptors_contiguous",
         "timing": "link_gbit transfer_ms layer_ms prefill_link_ms decode_link_ms compute_ms after_prefill_ms",
         "notes": list,
@@ -123,15 +122,6 @@ def test_json_schema():
         "descriptors": 80 * 2 * 8,
         "descriptors_contiguous": 80 * 2 * 8,
     }
-
-
-def test_steps_longer_than_a_staging_slot_take_no_more_memory():
-    short, long = (
-        msgspec.json.decode(run(LLAMA, "--json", "--max-num-batched-tokens", tokens).stdout, type=Plan).staging
-        for tokens in (MAX_SLOT_TOKENS, 2 * MAX_SLOT_TOKENS)
-    )
-    assert long == short
-    assert long.slot_tokens == MAX_SLOT_TOKENS
 
 
 def test_options_that_change_figures():

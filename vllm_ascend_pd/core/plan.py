@@ -24,10 +24,6 @@ Mask = npt.NDArray[np.bool_]
 NULL_BLOCK = 0
 """The block that stands for none: vLLM's block pool never gives it to a request (`BlockPool.null_block`)."""
 
-MAX_SLOT_TOKENS = 8192
-"""What a staging slot holds at most: a layer of a longer step is regrouped in chunks, which costs a few more launches
-where each takes long anyway, and keeps registered memory small."""
-
 
 class Regroup(enum.Enum):
     """What the sender does to units before it writes them."""
@@ -132,13 +128,8 @@ def regroupable(geometries: Iterable[Geometry]) -> list[Geometry]:
     return [g for g in geometries if g.order is Order.TOKEN_MAJOR and g.total_heads > 1]
 
 
-def slot_tokens(step_tokens: int) -> int:
-    """Of how many tokens a staging slot holds a layer, where steps have up to `step_tokens`."""
-    return min(step_tokens, MAX_SLOT_TOKENS)
-
-
 def slot_bytes(caches: RankCaches, step_tokens: int) -> int:
-    """What one layer of `slot_tokens(step_tokens)` takes once regrouped; 0 where nothing may need it.
+    """What one layer of a step of `step_tokens` takes once regrouped; 0 where nothing may need it.
 
     A little more than that: every request may end in a unit that is filled only in part. What does not fit goes
     in a further chunk.
@@ -151,7 +142,7 @@ def slot_bytes(caches: RankCaches, step_tokens: int) -> int:
             layers[tensor.layer] = layers.get(tensor.layer, 0) + geometry.token_bytes
     largest_block = max((g.block_size for g in movable), default=0)
     ranks = max((g.share.ranks for g in movable), default=1)  # all the same
-    return (slot_tokens(step_tokens) // ranks + 2 * largest_block) * max(layers.values(), default=0)
+    return (step_tokens // ranks + 2 * largest_block) * max(layers.values(), default=0)
 
 
 def why_slow(route: Route, source: Geometry, prefill: Sharding, decode: Sharding, d_block_size: int) -> str | None:

@@ -17,7 +17,6 @@ from vllm_ascend_pd.core.plan import (
     descriptors,
     make_route,
     slot_bytes,
-    slot_tokens,
     staged_units,
     unit_offsets,
 )
@@ -228,8 +227,8 @@ def _reader(rank: int, decode: Sharding, prefill: Sharding, total: int) -> Reade
 def _staging(ranks: Iterable[RankCaches], step_tokens: int, slots: int) -> Staging:
     size = max(slot_bytes(caches, step_tokens) for caches in ranks)
     if size == 0:
-        return Staging(slot_tokens(step_tokens), 0, 0, 0)
-    return Staging(slot_tokens(step_tokens), slots, size, (slots + _EXCHANGE_BUFFERS) * size)
+        return Staging(step_tokens, 0, 0, 0)
+    return Staging(step_tokens, slots, size, (slots + _EXCHANGE_BUFFERS) * size)
 
 
 def _notes(layout: Layout, prefill: Engine, decode: Engine, routes: Sequence[Sequence[Route]]) -> list[str]:

@@ -80,9 +80,9 @@ class Reader(msgspec.Struct, frozen=True):
 
 class Staging(msgspec.Struct, frozen=True):
     """Memory that every prefill rank sets aside for regrouping: `slots` slots of `slot_bytes`, which hold a layer of
-    `slot_tokens` tokens, and two buffers of a slot's size for the all-to-all. All 0 if nothing can need it."""
+    a step of `step_tokens`, and two buffers of a slot's size for the all-to-all. All 0 if nothing can need it."""
 
-    slot_tokens: int
+    step_tokens: int
     slots: int
     slot_bytes: int
     total_bytes: int

@@ -114,7 +114,7 @@ def _prompt(plan: Plan) -> Table:
     )
     groups = " ".join(f"[{_ranks(group)}]" for group in plan.all_to_all) or "none"
     table.add_row("all-to-all groups", f"{groups} ({plan.groups_created} created, for any decode engine)")
-    slots = f"{staging.slots} slots of {_size(staging.slot_bytes)} for {staging.slot_tokens} tokens, and 2 as large"
+    slots = f"{staging.slots} slots of {_size(staging.slot_bytes)} for {staging.step_tokens} tokens, and 2 as large"
     table.add_row(
         "staging memory of each prefill rank", f"{_size(staging.total_bytes)} ({slots})" if staging.slots else "none"
     )

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -213,13 +213,17 @@ class ProducerWorker:
                 for push in self._prepare(layer, shipment, indices, computed):
                     sender.put_layer(push, self._config.write_timeout_s)
 
-    def _prepare(self, layer: str, shipment: Shipment, indices: tuple[int, ...], computed: Event) -> list[LayerPush]:
+    def _prepare(
+        self, layer: str, shipment: Shipment, indices: tuple[int, ...], computed: Event
+    ) -> Iterator[LayerPush]:
+        """One after the other: the next may need the staging slot of one that has to be sent first."""
         described = self._caches.description.tensors
         route = shipment.route
         if route.regroup is Regroup.NONE:
             sources = tuple(Source(described[i], described[i].base) for i in indices)
-            return [LayerPush(layer, shipment, chunk, sources, computed) for chunk in shipment.chunks]
-        pushes = []
+            for chunk in shipment.chunks:
+                yield LayerPush(layer, shipment, chunk, sources, computed)
+            return
         tensors = [self._caches.tensors[i] for i in indices]
         for chunk in shipment.chunks:
             bytes_each = route.planes * chunk.count * route.staged_bytes
@@ -232,8 +236,7 @@ class ProducerWorker:
                 push.fail(f"layer {layer} could not be regrouped: {error}", PushFailure.DEVICE)
                 continue
             self._trace.regroups(push)
-            pushes.append(push)
-        return pushes
+            yield push
 
     def _regrouping(self, push: LayerPush, tensors: list[torch.Tensor], step: int) -> Callable[[], None]:
         regrouper = self._regrouper
