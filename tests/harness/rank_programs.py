@@ -224,6 +224,28 @@ class PrefillRank(_RankBase):
 
         self.engine.begin = late
 
+    def lose_writes(self) -> None:
+        """From now on every batch fails once it is under way."""
+        begin = TransferEngine.begin
+        self.begun = 0
+
+        class Lost:
+            def __init__(self, session: str, flight: Flight) -> None:
+                self.session, self.flight = session, flight
+
+            def wait(self) -> None:
+                self.flight.wait()
+                raise TransferError(self.session, "lost by the test", retryable=True)
+
+        def begin_lost(session: str, batch: Batch, *others: Any) -> Lost:
+            self.begun += 1
+            return Lost(session, begin(self.engine, session, batch, *others))
+
+        self.engine.begin = begin_lost
+
+    def batches_begun(self) -> int:
+        return self.begun
+
     def poison(self, ranges: list[tuple[str, int, int]]) -> None:
         """From now on the transfer engine fails every write into one of decode's `ranges` (session, address, bytes)."""
         healthy = self.engine.begin

@@ -65,6 +65,19 @@ def test_a_write_that_fails_fails_its_request_alone(pair: Pair) -> None:
     assert said[WRITE_RETRIES.name][""] >= 3, "each request by itself"
 
 
+def test_a_layer_under_way_behind_one_that_fails_is_not_tried_again() -> None:
+    pair = Pair(GQA, Side(1), Side(1), QUICK)
+    [rank] = pair.p_ranks
+    rank.call("lose_writes")
+    run(pair, prompts(pair, [40]))
+    received, failed = pair.wait_arrivals(1)
+    assert (received, failed.keys()) == (set(), {"request-0"})
+    assert "lost by the test" in pair.wait_sent(1)["request-0"]
+    # The first layer, the next one behind it, and the first one by itself, twice.
+    assert rank.call("batches_begun") <= 4
+    assert pair.close() == []
+
+
 def test_a_cancelled_ticket_is_written_no_more(pair: Pair) -> None:
     requests = prompts(pair, [64])
     tickets = {p.request_id: pair.ticket(p) for p in requests}

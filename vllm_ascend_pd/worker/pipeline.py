@@ -31,8 +31,7 @@ class Pipeline:
         errors: list[TransferError] = []
         try:
             for batch in batches:
-                while self._flights >= BATCHES:
-                    self._end_first()
+                self.make_room()
                 if errors:
                     break
                 flight = self._engine.begin(session, batch, may_begin)
@@ -41,6 +40,11 @@ class Pipeline:
         except TransferError as error:
             errors.append(error)
         self.then(lambda: done(errors[0] if errors else None))
+
+    def make_room(self) -> None:
+        """Waits until a further batch may begin."""
+        while self._flights >= BATCHES:
+            self._end_first()
 
     def then(self, call: Callable[[], None]) -> None:
         """`call` is called once all writes before it are over."""

@@ -240,6 +240,7 @@ class Sender:
                 remote = self.layout.locate(source.tensor, target.tp_rank)
                 writes.setdefault(remote.key, []).append(_Write(slot_address + source.base, target, remote))
         for key, batch in writes.items():
+            self._pipeline.make_room()  # who has failed by then is not written
             # Once all are granted and none has failed, no lock is taken.
             leave = shipment.leave(key)
             live: Sequence[int] = range(len(shipment.items))
@@ -284,13 +285,15 @@ class Sender:
     def _write_apart(
         self, task: LayerPush, key: RankKey, batch: list[_Write], live: Sequence[int], error: TransferError
     ) -> list[int]:
-        """One write for each item after one for all has failed, so that only those at fault suffer. Returns which have
-        been delivered."""
+        """One write for each item after one for all has failed, so that only those at fault suffer: none for those that
+        an earlier layer has failed meanwhile. Returns which have been delivered."""
         transfers = task.shipment.transfers
         self._unsettle(task, live, error)
         logger.warning("layer %s to decode rank %s: %s; trying each request by itself", task.layer, key, error)
         delivered = []
         for i in live:
+            if transfers[i].failure is not None:
+                continue
             self._stats.add(stats.WRITE_RETRIES)
             try:
                 self._write_retrying(task, key, batch, i)
