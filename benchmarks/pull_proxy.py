@@ -4,8 +4,9 @@
 $ python benchmarks/pull_proxy.py --connector NixlConnector --prefill URL --decode URL --port 8000
 $ python benchmarks/pull_proxy.py --connector MooncakeConnector --bootstrap URL --prefill URL --decode URL --port 8000
 
-Does what vLLM's own examples do, in faster libraries, and nothing else. NixlConnector: prefill first, and what it
-answers goes to decode. MooncakeConnector: both at once, with an id that joins them.
+Does what vLLM's own examples do, in faster libraries, and nothing else. NixlConnector, and vllm-ascend's
+MooncakeConnectorV1: prefill first, and what it answers goes to decode. MooncakeConnector: both at once, with an id that
+joins them.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import aiohttp
 import uvicorn
 from stub_engine import JSON, SSE, answer, body_of
 
+CONNECTORS = ("MooncakeConnector", "NixlConnector", "MooncakeConnectorV1")
 FOR_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 FOR_DECODE = {"do_remote_decode": False, "do_remote_prefill": True}
 
@@ -34,7 +36,7 @@ class PullProxy:
             return
         request = json.loads(await body_of(receive))
         request_id = str(uuid.uuid4())
-        if self._connector == "NixlConnector":
+        if self._connector != "MooncakeConnector":
             prefilled = await self._run_prefill(request, request_id, FOR_PREFILL)
             await self._stream(request, request_id, prefilled["kv_transfer_params"], send)
             return
@@ -78,7 +80,9 @@ class PullProxy:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--connector", choices=("MooncakeConnector", "NixlConnector"), required=True)
+    parser.add_argument(
+        "--connector", choices=("MooncakeConnector", "NixlConnector", "MooncakeConnectorV1"), required=True
+    )
     parser.add_argument("--prefill", required=True)
     parser.add_argument("--decode", required=True)
     parser.add_argument("--bootstrap", help="MooncakeConnector's bootstrap server, on prefill")

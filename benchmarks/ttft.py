@@ -4,6 +4,7 @@
 $ python benchmarks/ttft.py [--quick] [--models small wide] [--pairs 1/1 2/1] [--prompts 128 1024 4096]
       [--sides ours mooncake nixl] [--rounds 7] [--seconds 120] [--requests 48]
       [--folder DIR [--traces]] [--check] [--json]
+$ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/ttft.py --npu [--sides ours layerwise v1] ...
 
 Real engines on vLLM's CPU backend, Llamas of random weights (ttft_sides.py), float32, streamed through the proxy.
 A pair is prefill's and decode's tensor-parallel size; the single instance has prefill's. Each side takes turns with
@@ -14,6 +15,12 @@ the load: --requests requests of 512 + 16 tokens, 8 at a time, in turns again. M
 ours      LayerwisePushConnector behind `vllm-ascend-pd proxy`
 mooncake  vLLM's MooncakeConnector behind pull_proxy.py, over TCP as ours
 nixl      vLLM's NixlConnector behind pull_proxy.py (needs `pip install nixl`)
+
+With --npu, vllm-ascend on emulated CANN libraries, which is no NPU's speed: what the connectors do is compared, while
+each operator takes as long as a slow processor does. There the peers are
+
+layerwise vllm-ascend's MooncakeLayerwiseConnector behind our proxy
+v1        vllm-ascend's MooncakeConnectorV1 behind pull_proxy.py
 
 A side that does not start, or does not give the single instance's tokens, has a row that says why, and the exit code is
 1. --check exits with 1, too, where a bar is missed or could not be measured.
@@ -35,7 +42,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "tests")]
 
-from ttft_sides import MODELS, SIDES, Pair, Setting, Side, SideFailedError, single  # noqa: E402
+from ttft_sides import MODELS, ON_CPU, ON_NPU, SIDES, Pair, Setting, Side, SideFailedError, single  # noqa: E402
 
 from harness.client import at_once, random_prompt  # noqa: E402
 from harness.models import make_model  # noqa: E402
@@ -44,7 +51,7 @@ from harness.processes import StartupError, interrupt_on_sigterm  # noqa: E402
 TTFT_BARS = {1024: 1.35, 4096: 1.15}
 """Most of the single instance's time, by prompt tokens."""
 RATE_BAR = 0.75
-RATE_BARS = {"mooncake": 1.5, "nixl": 1.0}
+RATE_BARS = {"mooncake": 1.5, "nixl": 1.0, "layerwise": 1.0, "v1": 1.0}
 """Least of the single instance's requests/s, and of a peer's."""
 TOKENS = 4  # generated after each prompt, all of which must be right
 LOAD_PROMPT, LOAD_TOKENS, CONCURRENCY = 512, 16, 8
@@ -240,7 +247,8 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--pairs", nargs="+", type=Pair.parse, default=[Pair(1, 1), Pair(2, 1)], metavar="P/D")
     parser.add_argument("--prompts", nargs="+", type=int, default=[128, 1024, 4096], help="tokens, up to 4096")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--npu", action="store_true", help="vllm-ascend on emulated CANN libraries")
+    parser.add_argument("--sides", nargs="+", choices=SIDES)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=120.0, help="after which a side begins no new round")
     parser.add_argument("--requests", type=int, default=48, help="of the load; 0: none")
@@ -255,6 +263,12 @@ def main() -> int:
         parser.error("--traces needs a --folder to be in")
     if not (min(args.prompts) > 0 and max(args.prompts) <= 4096 and args.rounds >= LEAST_ROUNDS):
         parser.error(f"--prompts must be of 1 to 4096, --rounds at least {LEAST_ROUNDS}")
+    if args.npu and os.environ.get("CANN_ON_HOST") != "1":
+        parser.error("--npu needs the emulated CANN libraries: CANN_ON_HOST=1, and the interpreter in .venv-npu")
+    possible = ON_NPU if args.npu else ON_CPU
+    args.sides = args.sides or list(possible)
+    if others := [side for side in args.sides if side not in possible]:
+        parser.error(f"{' '.join(others)}: not {'with' if args.npu else 'without'} --npu")
     interrupt_on_sigterm()
     amount = Amount(tuple(args.prompts), args.rounds, args.seconds, args.requests)
     rows: list[Row] = []
@@ -267,7 +281,7 @@ def main() -> int:
             for pair in args.pairs:
                 logs = folder / f"{model}-{pair.prefill}-{pair.decode}"
                 logs.mkdir(parents=True, exist_ok=True)
-                setting = Setting(model, path, pair, logs, "traces" if args.traces else None)
+                setting = Setting(model, path, pair, logs, "traces" if args.traces else None, args.npu)
                 for row in measure(setting, args.sides, amount):
                     rows.append(row)
                     print(row.as_json() if args.json else row, flush=True)

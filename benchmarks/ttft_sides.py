@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `ttft.py` compares: a single vLLM instance, our connector and proxy, and vLLM's own connectors."""
+"""What `ttft.py` compares: a single vLLM instance, our connector and proxy, vLLM's own connectors and vllm-ascend's."""
 
 import dataclasses
 import os
@@ -14,8 +14,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+from harness import ascend
 from harness.client import Client, Completion, StreamError
-from harness.clusters import ClusterConfig, running_cluster
+from harness.clusters import PATIENT_PROXY, ClusterConfig, Proxy, running_cluster
 from harness.engines import HOST, PATIENT, EngineConfig, Role, Server, running_engines, wait_ready
 from harness.models import WIDE, ModelSpec
 from harness.ports import reserve_port
@@ -76,11 +77,14 @@ class Setting:
     logs: Path
     traces: str | None = None
     """Name of a folder in `logs` for our engines' traces."""
+    npu: bool = False
+    """vllm-ascend on emulated CANN libraries."""
 
     def engine(self) -> EngineConfig:
-        return EngineConfig(
+        config = EngineConfig(
             max_model_len=LONGEST, max_num_batched_tokens=STEP_TOKENS, kv_cache_bytes=KV_BYTES[self.model]
         )
+        return ascend.emulated(config) if self.npu else config
 
 
 class Side:
@@ -149,12 +153,12 @@ def ours(setting: Setting) -> Iterator[Side]:
 
 @dataclasses.dataclass(frozen=True)
 class PeerEngine(EngineConfig):
-    """With a connector of vLLM's own."""
+    """With another connector than ours."""
 
     transfer: Pairs = ()
 
     def transfer_config(self, kv_port: int | None) -> dict[str, object]:
-        return {**dict(self.transfer), "kv_role": self.role.value}
+        return {"kv_port": kv_port, **dict(self.transfer), "kv_role": self.role.value}
 
 
 class PullProxy(Server):
@@ -189,29 +193,64 @@ def nixl(setting: Setting) -> Iterator[Side]:
 
 
 @contextmanager
+def layerwise(setting: Setting) -> Iterator[Side]:
+    """vllm-ascend's MooncakeLayerwiseConnector behind our proxy, whose protocol is the same."""
+    configs = _peer_engines(setting, "MooncakeLayerwiseConnector", _sizes(setting.pair))
+    with running_engines(setting.path, configs, setting.logs) as [prefill, decode]:
+        proxy = Proxy([prefill], [decode], setting.logs, args=PATIENT_PROXY)
+        with _behind(proxy, "layerwise", setting, [prefill, decode]) as side:
+            yield side
+
+
+@contextmanager
+def v1(setting: Setting) -> Iterator[Side]:
+    """vllm-ascend's MooncakeConnectorV1, which pulls."""
+    with _peer(setting, "v1", "MooncakeConnectorV1", _sizes(setting.pair)) as side:
+        yield side
+
+
+def _sizes(pair: Pair) -> Pairs:
+    sizes = {role: {"tp_size": tp, "dp_size": 1} for role, tp in (("prefill", pair.prefill), ("decode", pair.decode))}
+    return (("kv_connector_extra_config", sizes),)
+
+
+@contextmanager
 def _peer(
     setting: Setting,
     name: str,
     connector: str,
     transfer: Pairs,
-    envs: Sequence[tuple[tuple[str, str], ...]],
+    envs: Sequence[tuple[tuple[str, str], ...]] = ((), ()),
     *options: str,
 ) -> Iterator[Side]:
     """`envs`: of prefill and decode. `options`: the proxy's."""
-    common = dataclasses.asdict(setting.engine()) | {"transfer": (("kv_connector", connector), *transfer)}
-    configs = [
-        PeerEngine(**{**common, "role": role, "tp": tp, "env": env})
-        for role, tp, env in zip(ROLES, (setting.pair.prefill, setting.pair.decode), envs, strict=True)
-    ]
+    configs = _peer_engines(setting, connector, transfer, envs)
     with running_engines(setting.path, configs, setting.logs) as engines:
         urls = [f"--{role}={engine.url}" for role, engine in zip(("prefill", "decode"), engines, strict=True)]
         proxy = PullProxy(setting.logs, "--connector", connector, *urls, *options)
+        with _behind(proxy, name, setting, engines) as side:
+            yield side
+
+
+def _peer_engines(
+    setting: Setting, connector: str, transfer: Pairs, envs: Sequence[tuple[tuple[str, str], ...]] = ((), ())
+) -> list[PeerEngine]:
+    base = setting.engine()
+    common = dataclasses.asdict(base) | {"transfer": (("kv_connector", connector), *transfer)}
+    return [
+        PeerEngine(**{**common, "role": role, "tp": tp, "env": (*base.env, *env)})
+        for role, tp, env in zip(ROLES, (setting.pair.prefill, setting.pair.decode), envs, strict=True)
+    ]
+
+
+@contextmanager
+def _behind(proxy: Server, name: str, setting: Setting, engines: Sequence[Server]) -> Iterator[Side]:
+    try:
         wait_ready([proxy])
-        try:
-            with _taking_turns(name, proxy.url, setting, [proxy, *engines]) as side:
-                yield side
-        finally:
-            proxy.stop()
+        with _taking_turns(name, proxy.url, setting, [proxy, *engines]) as side:
+            yield side
+    finally:
+        proxy.stop()
 
 
 @contextmanager
@@ -223,5 +262,11 @@ def _taking_turns(name: str, url: str, setting: Setting, servers: Sequence[Serve
         side.close()
 
 
-PEERS = {"mooncake": mooncake, "nixl": nixl}
-SIDES: dict[str, Callable[[Setting], AbstractContextManager[Side]]] = {"ours": ours, **PEERS}
+SIDES: dict[str, Callable[[Setting], AbstractContextManager[Side]]] = {
+    "ours": ours,
+    "mooncake": mooncake,
+    "nixl": nixl,
+    "layerwise": layerwise,
+    "v1": v1,
+}
+ON_CPU, ON_NPU = ("ours", "mooncake", "nixl"), ("ours", "layerwise", "v1")

@@ -22,7 +22,9 @@ SMALL = ["--layers", "3", "--rounds", "1", "--cases"]
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     words = documented(
-        "docs/performance.md", "CANN_ON_HOST=1 .venv-npu/bin/python", {".venv-npu/bin/python": sys.executable}
+        "docs/performance.md",
+        "CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/plan.py",
+        {".venv-npu/bin/python": sys.executable},
     )
     return subprocess.run(
         ["env", *words, *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False
