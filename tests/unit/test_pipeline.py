@@ -20,6 +20,10 @@ class Engine:
         self.most = 0
         self.refused: set[Any] = set()
         self.lost: set[Any] = set()
+        self.full = False  # of others' batches
+
+    def has_room(self, session: str, batch: Any) -> bool:
+        return not self.full
 
     def begin(self, session: str, batch: Any, may_begin: Callable[[], bool]) -> "Flight":
         if batch in self.refused or not may_begin():
@@ -75,6 +79,13 @@ def test_never_more_under_way_than_the_queue_to_a_peer_takes(engine, pipeline):
     pipeline.drain()
     assert engine.most == BATCHES
     assert [line for line in engine.log if line.startswith("done")] == ["done a: well", "done b: well"]
+
+
+def test_nothing_is_under_way_while_it_waits_for_room_that_others_take(engine, pipeline):
+    write(pipeline, engine, "a1")
+    engine.full = True
+    write(pipeline, engine, "b1")
+    assert engine.log == ["begin a1", "arrived a1", "done a: well", "begin b1"]
 
 
 def test_what_is_to_follow_waits_for_the_writes_before_it(engine, pipeline):

@@ -205,6 +205,12 @@ class TransferEngine:
         for batch in batches:
             self.begin(session, batch, may_begin).wait()
 
+    def has_room(self, session: str, batch: Batch) -> bool:
+        """Whether `begin` would not have to wait for other batches to the peer."""
+        with self._lock:
+            peer = self._peers.get(session)
+        return peer is None or peer.queue.has_room(len(batch[2]))
+
     def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> Flight:
         """Send one batch on its way, and return before it has arrived where Mooncake can do that for us (over TCP). As
         `write_batches` in all else; blocks while `peer_queue.BATCHES` batches to this peer are under way."""

@@ -47,6 +47,11 @@ class PeerQueue:
             self._descriptors += descriptors
             return True
 
+    def has_room(self, descriptors: int) -> bool:
+        """Would `enter` let a batch pass at once?"""
+        with self._changed:
+            return self._has_room(descriptors)
+
     def leave(self, descriptors: int, *, failed: bool) -> None:
         """A batch has ended."""
         with self._changed:

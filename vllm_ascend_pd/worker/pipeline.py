@@ -32,6 +32,9 @@ class Pipeline:
         try:
             for batch in batches:
                 self.make_room()
+                # Nobody waits for room who takes it from others: two senders to one peer would wait for each other.
+                while self._flights and not self._engine.has_room(session, batch):
+                    self._end_first()
                 if errors:
                     break
                 flight = self._engine.begin(session, batch, may_begin)
