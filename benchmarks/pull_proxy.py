@@ -80,9 +80,7 @@ class PullProxy:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--connector", choices=("MooncakeConnector", "NixlConnector", "MooncakeConnectorV1"), required=True
-    )
+    parser.add_argument("--connector", choices=CONNECTORS, required=True)
     parser.add_argument("--prefill", required=True)
     parser.add_argument("--decode", required=True)
     parser.add_argument("--bootstrap", help="MooncakeConnector's bootstrap server, on prefill")

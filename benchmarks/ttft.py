@@ -114,7 +114,6 @@ class Amount:
 
 def compare(side: Side, base: Side, setting: Setting, amount: Amount) -> Iterator[Row]:
     where = (setting.model, str(setting.pair), side.name)
-    # Each side has prompts of its own: the single instance may still have those of the last one in its cache.
     both = (side, base)
     for each in both:  # the first requests find each other, and load what is loaded late
         with each.turn():
@@ -129,6 +128,7 @@ def compare(side: Side, base: Side, setting: Setting, amount: Amount) -> Iterato
         for each in both if number % 2 else both[::-1]:
             with each.turn():
                 each.ask(prompt(setting, 16, f"wake {number}"), 1)
+                # A side has prompts of its own: the single instance may still have those of the last one in its cache.
                 completions = [
                     each.ask(prompt(setting, tokens, f"{side.name} {number}"), TOKENS) for tokens in amount.prompts
                 ]

@@ -3,22 +3,14 @@
 
 import pytest
 
+from harness.clock import Clock, clock_of
 from vllm_ascend_pd.scheduler import idle
 from vllm_ascend_pd.scheduler.idle import FIRST_S, IdleWait
 
 
-class Clock:
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(idle, "time", clock)
-    return clock
+    return clock_of(idle, monkeypatch)
 
 
 def test_the_longer_nothing_happens_the_longer_a_step_waits(clock):

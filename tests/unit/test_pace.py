@@ -3,6 +3,7 @@
 
 import pytest
 
+from harness.clock import Clock, clock_of
 from vllm_ascend_pd.transport import pace
 from vllm_ascend_pd.transport.pace import LEARNS_FROM, SHARE, SHORTEST_S, Pace
 
@@ -10,18 +11,9 @@ BATCH = 16 << 20
 GIGABYTE_PER_S = 1e-9
 
 
-class Clock:
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(pace, "time", clock)
-    return clock
+    return clock_of(pace, monkeypatch)
 
 
 def send(clock: Clock, of: Pace, num_bytes: int, seconds: float) -> float:

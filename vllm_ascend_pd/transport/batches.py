@@ -7,14 +7,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from vllm_ascend_pd.core.plan import Descriptors, Offsets, concatenate
-
-if TYPE_CHECKING:
-    from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.limits import TransferLimits
 
 
 def merge_regions(regions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
