@@ -101,8 +101,11 @@ class _Loop:
         with self._mailbox_lock:
             if self._closing.is_set():
                 return False
+            # The thread looks here before it sleeps, and takes all there is once it has begun to.
+            looks = bool(self._mailbox) or threading.get_ident() == self._thread.ident
             self._mailbox.append(action)
-            self._wake()
+            if not looks:
+                self._wake()
             return True
 
     def _wake(self) -> None:
@@ -121,7 +124,8 @@ class _Loop:
         self._on_close()
 
     def _turn(self) -> None:
-        ready = dict(self._poller.poll(1 + int(1000 * max(0.0, self._tick_at - time.monotonic()))))
+        sleep_ms = 0 if self._mailbox else 1 + int(1000 * max(0.0, self._tick_at - time.monotonic()))
+        ready = dict(self._poller.poll(sleep_ms))
         if self._mailbox_out in ready:
             with contextlib.suppress(zmq.Again):
                 while True:
