@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a prefill rank knows of a decode engine: where each of its tensors lies."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry
+from vllm_ascend_pd.core.plan import Route, Target
 from vllm_ascend_pd.core.producer_ticket import RankKey
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.ticket import Ticket
@@ -23,20 +26,94 @@ class Remote:
         return (self.rank.pp_rank, self.rank.tp_rank)
 
 
+Part: TypeAlias = tuple[Target, Geometry]
+"""What of every unit goes into one tensor of a decode rank, and how that lies in memory."""
+
+
+Routes: TypeAlias = tuple[tuple[int, Route], ...]
+"""Some of our geometries, by index, and how they travel."""
+
+Cover: TypeAlias = tuple[RankDescription, tuple[int, ...]]
+"""A decode rank, and which of its tensors are filled."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What of a layer's tensors goes to one decode rank. `parts[n]` is of our tensor `sources[n]`, and goes to one of
+    decode's whose block 0 is at `bases[n]`."""
+
+    key: RankKey
+    session: str
+    sources: tuple[int, ...]
+    parts: tuple[Part, ...]
+    bases: tuple[int, ...]
+
+
 class DecodeLayout:
     """Finds decode's tensors by name. A layer lives on one pipeline stage, on each tensor-parallel rank of it."""
 
     def __init__(self, description: EngineDescription) -> None:
         self.description = description
         self._remotes: dict[tuple[str, int, int], Remote] = {}
+        self._courses: dict[tuple[str, int], tuple[Route, list[Course]]] = {}
+        self._covers: dict[Routes, list[Cover]] = {}
+        # What tickets must fit: of each group, by block size, the tensor with the fewest blocks.
+        self._tightest: dict[tuple[int, int], Remote] = {}
         for rank in description.ranks:
             for index, tensor in enumerate(rank.caches.tensors):
                 remote = Remote(rank, index, tensor, rank.caches.geometry_of(tensor))
                 self._remotes[tensor.layer, tensor.part, rank.tp_rank] = remote
+                of = (remote.geometry.group, remote.geometry.block_size)
+                if of not in self._tightest or tensor.num_blocks < self._tightest[of].tensor.num_blocks:
+                    self._tightest[of] = remote
 
     def locate(self, tensor: CacheTensor, tp_rank: int) -> Remote:
         """Where the KV of our `tensor` goes on decode's tensor-parallel rank `tp_rank`."""
         return self._remotes[tensor.layer, tensor.part, tp_rank]
+
+    def covers(self, tensors: Sequence[CacheTensor], routes: Routes) -> list[Cover]:
+        """What all our `tensors` of these geometries fill. For the control thread. Raises KeyError for one that decode
+        does not have."""
+        known = self._covers.get(routes)
+        if known is None:
+            known = self._covers[routes] = self._make_covers(tensors, dict(routes))
+        return known
+
+    def _make_covers(self, tensors: Sequence[CacheTensor], routes: dict[int, Route]) -> list[Cover]:
+        ranks: dict[RankKey, RankDescription] = {}
+        indices: dict[RankKey, dict[int, None]] = {}  # ordered sets
+        for tensor in tensors:
+            if tensor.geometry in routes:
+                for target in routes[tensor.geometry].targets:
+                    remote = self.locate(tensor, target.tp_rank)
+                    ranks[remote.key] = remote.rank
+                    indices.setdefault(remote.key, {})[remote.index] = None
+        return [(rank, tuple(indices[key])) for key, rank in ranks.items()]
+
+    def courses(self, tensors: Sequence[CacheTensor], route: Route) -> list[Course]:
+        """Where `tensors` of a layer, which lie alike, go by their geometry's `route`. For the sender's thread."""
+        at = (tensors[0].layer, tensors[0].part)
+        known = self._courses.get(at)
+        if known is None or known[0] is not route:
+            known = self._courses[at] = route, self._make_courses(tensors, route)
+        return known[1]
+
+    def _make_courses(self, tensors: Sequence[CacheTensor], route: Route) -> list[Course]:
+        goes: dict[RankKey, list[tuple[int, Target, Remote]]] = {}
+        for n, tensor in enumerate(tensors):
+            for target in route.targets:
+                remote = self.locate(tensor, target.tp_rank)
+                goes.setdefault(remote.key, []).append((n, target, remote))
+        return [
+            Course(
+                key,
+                parts[0][2].rank.session,
+                tuple(n for n, _, _ in parts),
+                tuple((target, remote.geometry) for _, target, remote in parts),
+                tuple(remote.tensor.base for _, _, remote in parts),
+            )
+            for key, parts in goes.items()
+        ]
 
     def unfit(self, ticket: Ticket) -> str | None:
         """Why `ticket` cannot come from this engine (R6); None if it can."""
@@ -49,7 +126,7 @@ class DecodeLayout:
                 f"{ticket.remote_interleave_size}; decode says {description.dcp}, by {description.interleave}"
             )
         highest = [max(blocks, default=-1) for blocks in ticket.remote_block_ids]
-        for remote in self._remotes.values():
+        for remote in self._tightest.values():
             group = remote.geometry.group
             if group >= len(highest) or highest[group] >= remote.tensor.num_blocks:
                 return f"the ticket names blocks that {remote.tensor.layer} on decode does not have"

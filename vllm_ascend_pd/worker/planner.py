@@ -152,21 +152,15 @@ class Planner:
     def destinations(self, layout: DecodeLayout, transfer: Transfer) -> dict[RankKey, Destination]:
         """The decode ranks this rank writes to for the ticket, and which of their tensors it covers."""
         ticket = transfer.ticket
-        covers: dict[RankKey, list[int]] = {}
-        ranks = {}
-        for tensor in self._caches.description.tensors:
-            if not self._geometries[tensor.geometry].is_known_to(ticket.remote_draft):
-                continue
-            route = self._route(tensor.geometry, ticket.sharding, tuple(ticket.remote_block_size))
-            if not route.serves(ticket.salt):
-                continue
-            for target in route.targets:
-                remote = layout.locate(tensor, target.tp_rank)
-                indices = covers.setdefault(remote.key, [])
-                if remote.index not in indices:
-                    indices.append(remote.index)
-                ranks[remote.key] = remote.rank
-        return {key: Destination(ranks[key], tuple(indices)) for key, indices in covers.items()}
+        block_sizes = tuple(ticket.remote_block_size)
+        routes = (
+            (index, self._route(index, ticket.sharding, block_sizes))
+            for index, geometry in enumerate(self._geometries)
+            if geometry.is_known_to(ticket.remote_draft)
+        )
+        served = tuple((index, route) for index, route in routes if route.serves(ticket.salt))
+        covers = layout.covers(self._caches.description.tensors, served)
+        return {(rank.pp_rank, rank.tp_rank): Destination(rank, indices) for rank, indices in covers}
 
     def missed(self, route: Route, step: int, error: DeviceError) -> None:
         """This rank does not take part in a collective of the route's in the `step`-th step."""

@@ -27,7 +27,7 @@ from vllm_ascend_pd.worker.peers import Peers
 from vllm_ascend_pd.worker.planner import Planner, StepPlan
 from vllm_ascend_pd.worker.regroup import make_regrouper
 from vllm_ascend_pd.worker.running_time import RunningTime
-from vllm_ascend_pd.worker.sender import Barrier, Finish, LayerPush, Sender, Source
+from vllm_ascend_pd.worker.sender import Barrier, Finish, LayerPush, Sender
 from vllm_ascend_pd.worker.shipment import Shipment
 from vllm_ascend_pd.worker.transfer import Transfer, Withdrawals
 
@@ -217,18 +217,16 @@ class ProducerWorker:
         self, layer: str, shipment: Shipment, indices: tuple[int, ...], computed: Event
     ) -> Iterator[LayerPush]:
         """One after the other: the next may need the staging slot of one that has to be sent first."""
-        described = self._caches.description.tensors
+        described = [self._caches.description.tensors[i] for i in indices]
         route = shipment.route
         if route.regroup is Regroup.NONE:
-            sources = tuple(Source(described[i], described[i].base) for i in indices)
             for chunk in shipment.chunks:
-                yield LayerPush(layer, shipment, chunk, sources, computed)
+                yield LayerPush(layer, shipment, chunk, described, computed)
             return
         tensors = [self._caches.tensors[i] for i in indices]
         for chunk in shipment.chunks:
-            bytes_each = route.planes * chunk.count * route.staged_bytes
-            sources = tuple(Source(described[i], n * bytes_each) for n, i in enumerate(indices))
-            push = LayerPush(layer, shipment, chunk, sources, computed, computed)
+            staged_bytes = route.planes * chunk.count * route.staged_bytes
+            push = LayerPush(layer, shipment, chunk, described, computed, computed, staged_bytes=staged_bytes)
             try:
                 push.ready = self._device.submit(self._regrouping(push, tensors, self._plan.number), computed)
             except DeviceError as error:

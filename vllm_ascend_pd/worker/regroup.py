@@ -45,6 +45,7 @@ class Regrouper:
         # Used on the side stream only, where one chunk follows another: one pair serves all.
         self._send = device.allocate(ring.slot_bytes)
         self._received = device.allocate(ring.slot_bytes)
+        self._exchanged = (self._received, self._send)  # as much of them as was exchanged last: alike for all layers
 
     def connect(self, ranks: tuple[int, ...], step: int) -> None:
         """A first, tiny exchange: communicators connect when they are first used."""
@@ -90,8 +91,10 @@ class Regrouper:
         return slot
 
     def _exchange(self, ranks: tuple[int, ...], step: int, num_bytes: int) -> None:
+        if self._exchanged[0].numel() != num_bytes:
+            self._exchanged = (self._received[:num_bytes], self._send[:num_bytes])
         with self._groups[ranks].taking_part(step) as group:
-            self._device.all_to_all(self._received[:num_bytes], self._send[:num_bytes], group)
+            self._device.all_to_all(*self._exchanged, group)
 
     def _split(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
         assert chunk.unit_offsets is not None

@@ -12,21 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import CacheTensor
-from vllm_ascend_pd.core.plan import Target
 from vllm_ascend_pd.core.producer_ticket import RankKey
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.timeline.prefill import PrefillTrace
-from vllm_ascend_pd.transport.batches import Batch, Batches
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
-from vllm_ascend_pd.worker.peer import DecodeLayout, Remote
+from vllm_ascend_pd.worker.peer import Course, DecodeLayout
 from vllm_ascend_pd.worker.pipeline import Pipeline
 from vllm_ascend_pd.worker.running_time import RunningTime
-from vllm_ascend_pd.worker.shipment import Chunk, Parcel, Part, Shipment
+from vllm_ascend_pd.worker.shipment import Chunk, Parcel, Shipment
 from vllm_ascend_pd.worker.staging import Slot, StagingRing
 from vllm_ascend_pd.worker.transfer import Leave, Transfer
 
@@ -38,30 +35,29 @@ _RETRY_PAUSE_S = 0.05
 _SETTLE_CHECK_S = 0.5
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a tensor's bytes are: `base` is the address of its block 0, or, where the layer was regrouped, its
-    offset in the staging slot."""
-
-    tensor: CacheTensor
-    base: int
-
-
 @dataclass
 class LayerPush:
-    """A chunk of a shipment, for the tensors of one layer. `ready`: when the bytes can be read; `computed`: when they
-    can be regrouped, if they must be; `slot`: where they are then (set by `ready`)."""
+    """A chunk of a shipment, for the tensors of one layer that lie alike. `ready`: when the bytes can be read;
+    `computed`: when they can be regrouped, if they must be; `slot`: where they are then (set by `ready`), each tensor's
+    `staged_bytes` after the last one's."""
 
     layer: str
     shipment: Shipment
     chunk: Chunk
-    sources: tuple[Source, ...]
+    tensors: Sequence[CacheTensor]
     ready: Event
     computed: Event | None = None
     slot: Slot | None = None
+    staged_bytes: int = 0
     begun: float = 0.0  # its first write
     settled_at: float = 0.0  # after a failed write: until then the slot may still be read
     has_room: bool = False  # counts against the queue's bound
+
+    def bases(self, course: Course) -> list[int]:
+        """The addresses that offsets of each part count from."""
+        if self.slot is None:
+            return [self.tensors[n].base for n in course.sources]
+        return [self.slot.address + n * self.staged_bytes for n in course.sources]
 
     def fail(self, reason: str, cause: PushFailure) -> None:
         for item in self.shipment.items:
@@ -83,14 +79,6 @@ class Barrier:
 
 
 Task = LayerPush | Finish | Barrier
-
-
-class _Write(NamedTuple):
-    """Part of a batch: a source's share for one target of the route, and where it goes."""
-
-    base: int
-    target: Target
-    remote: Remote
 
 
 class Sender:
@@ -233,24 +221,18 @@ class Sender:
             shipment.located = True
         if self.layout is None:
             return  # then every transfer has failed above
-        slot_address = 0 if task.slot is None else task.slot.address
-        writes: dict[RankKey, list[_Write]] = {}
-        for source in task.sources:
-            for target in shipment.route.targets:
-                remote = self.layout.locate(source.tensor, target.tp_rank)
-                writes.setdefault(remote.key, []).append(_Write(slot_address + source.base, target, remote))
-        for key, batch in writes.items():
+        for course in self.layout.courses(task.tensors, shipment.route):
             self._pipeline.make_room()  # who has failed by then is not written
             # Once all are granted and none has failed, no lock is taken.
-            leave = shipment.leave(key)
+            leave = shipment.leave(course.key)
             live: Sequence[int] = range(len(shipment.items))
             if not leave.is_plain():
-                shipment.parcel(task.chunk, _parts(batch), self._engine.limits)  # while the grant is under way
+                shipment.parcel(task.chunk, course.parts, self._engine.limits)  # while the grant is under way
                 self._pipeline.drain()
-                live = [i for i in live if shipment.transfers[i].await_grant(key)]
-                leave = Leave([shipment.transfers[i] for i in live], key)
+                live = [i for i in live if shipment.transfers[i].await_grant(course.key)]
+                leave = Leave([shipment.transfers[i] for i in live], course.key)
             if live:
-                self._write_fused(task, leave, batch, live)
+                self._write_fused(task, leave, course, live)
 
     def _await_bytes(self, task: LayerPush) -> None:
         if not self._pipeline.is_empty and not task.ready.is_done():
@@ -264,39 +246,36 @@ class Sender:
         if task.computed is not None:
             self._stats.observe(stats.REGROUP_WAIT_SECONDS, time.monotonic() - computed_at)
 
-    def _write_fused(self, task: LayerPush, leave: Leave, batch: list[_Write], live: Sequence[int]) -> None:
+    def _write_fused(self, task: LayerPush, leave: Leave, course: Course, live: Sequence[int]) -> None:
         """Begins one write for all live items."""
         begun = time.monotonic()
         task.begun = task.begun or begun
-        parts = _parts(batch)
-        parcel = task.shipment.parcel(task.chunk, parts, self._engine.limits)
+        parcel = task.shipment.parcel(task.chunk, course.parts, self._engine.limits)
         batches = parcel.batches
         if len(live) < len(task.shipment.items):
-            batches = task.shipment.batches(task.chunk, parts, frozenset(live), self._engine.limits)
+            batches = task.shipment.batches(task.chunk, course.parts, frozenset(live), self._engine.limits)
 
         def done(error: TransferError | None) -> None:
             with self._owning(task):
-                delivered = live if error is None else self._write_apart(task, leave.key, batch, live, error)
-                self._count(task, leave.key, parcel, delivered, begun)
+                delivered = live if error is None else self._write_apart(task, course, live, error)
+                self._count(task, course.key, parcel, delivered, begun)
 
         # A lease that ran when the write was planned may have run out by the time a batch of it can begin (R2).
-        self._pipeline.write(_session(batch), _at(batches, batch), leave.holds, done)
+        self._pipeline.write(course.session, batches.at(task.bases(course), course.bases), leave.holds, done)
 
-    def _write_apart(
-        self, task: LayerPush, key: RankKey, batch: list[_Write], live: Sequence[int], error: TransferError
-    ) -> list[int]:
+    def _write_apart(self, task: LayerPush, course: Course, live: Sequence[int], error: TransferError) -> list[int]:
         """One write for each item after one for all has failed, so that only those at fault suffer: none for those that
         an earlier layer has failed meanwhile. Returns which have been delivered."""
         transfers = task.shipment.transfers
         self._unsettle(task, live, error)
-        logger.warning("layer %s to decode rank %s: %s; trying each request by itself", task.layer, key, error)
+        logger.warning("layer %s to decode rank %s: %s; trying each request by itself", task.layer, course.key, error)
         delivered = []
         for i in live:
             if transfers[i].failure is not None:
                 continue
             self._stats.add(stats.WRITE_RETRIES)
             try:
-                self._write_retrying(task, key, batch, i)
+                self._write_retrying(task, course, i)
             except TransferError as final:
                 self._unsettle(task, live, final)
                 transfers[i].fail(str(final), PushFailure.WRITE)
@@ -311,23 +290,23 @@ class Sender:
         self._stats.add(stats.PUSHED_BYTES, parcel.total if all_of_it else int(num_bytes[delivered].sum()))
         self._trace.pushed(task.layer, key, begun, ((transfers[i], int(num_bytes[i])) for i in delivered))
 
-    def _write_retrying(self, task: LayerPush, key: RankKey, batch: list[_Write], item: int) -> None:
+    def _write_retrying(self, task: LayerPush, course: Course, item: int) -> None:
         transfer = task.shipment.transfers[item]
-        leave = Leave([transfer], key)
+        leave = Leave([transfer], course.key)
         try:
-            self._write_some(task, batch, (item,), leave)
+            self._write_some(task, course, (item,), leave)
         except TransferError as error:
             if not error.retryable:
                 raise
             self._unsettle(task, (item,), error)
             time.sleep(_RETRY_PAUSE_S)
-            if transfer.await_grant(key):
+            if transfer.await_grant(course.key):
                 self._stats.add(stats.WRITE_RETRIES)
-                self._write_some(task, batch, (item,), leave)
+                self._write_some(task, course, (item,), leave)
 
-    def _write_some(self, task: LayerPush, batch: list[_Write], only: Sequence[int], leave: Leave) -> None:
-        batches = task.shipment.batches(task.chunk, _parts(batch), frozenset(only), self._engine.limits)
-        self._engine.write_batches(_session(batch), _at(batches, batch), leave.holds)
+    def _write_some(self, task: LayerPush, course: Course, only: Sequence[int], leave: Leave) -> None:
+        batches = task.shipment.batches(task.chunk, course.parts, frozenset(only), self._engine.limits)
+        self._engine.write_batches(course.session, batches.at(task.bases(course), course.bases), leave.holds)
 
     def _unsettle(self, task: LayerPush, items: Sequence[int], error: TransferError) -> None:
         """Bytes of a failed write may still leave from where they were read and arrive where they were sent."""
@@ -346,15 +325,3 @@ class Sender:
         if push.slot is not None:
             assert self._ring is not None
             self._ring.release(push.slot)
-
-
-def _parts(batch: Sequence[_Write]) -> tuple[Part, ...]:
-    return tuple((write.target, write.remote.geometry) for write in batch)
-
-
-def _session(batch: Sequence[_Write]) -> str:
-    return batch[0].remote.rank.session
-
-
-def _at(batches: Batches, batch: Sequence[_Write]) -> Iterator[Batch]:
-    return batches.at([write.base for write in batch], [write.remote.tensor.base for write in batch])

@@ -7,7 +7,6 @@ Built once per step; every layer adds its base addresses and is done.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from vllm_ascend_pd.core.producer_ticket import RankKey
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.transport.batches import Batches
 from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.worker.peer import Part
 from vllm_ascend_pd.worker.transfer import Leave, Transfer
 
 
@@ -64,10 +64,6 @@ class Chunk:
     @property
     def count(self) -> int:
         return self.stop - self.first
-
-
-Part: TypeAlias = tuple[Target, Geometry]
-"""What of every unit goes into one tensor of a decode rank, and how that lies in memory."""
 
 
 @dataclass(frozen=True)
