@@ -4,15 +4,18 @@
 $ python benchmarks/push.py [--mib 16 64 256] [--requests 1 8] [--layers 16] [--rounds 11] [--check] [--json]
 
 ours   our ProducerWorker and ConsumerWorker in a process each, over Mooncake's TCP, equal TP sizes. One step with all
-       of all prompts, whose layers are computed already: from the tickets' arrival at prefill until decode's worker
-       says that the last request is there, so with grants, writes and reports
+       of all prompts: from when KV can be sent, which is all layers' at once, until decode's worker says that the last
+       request is there, so with all writes and reports. Tickets come to prefill FIRST_LAYER_S earlier, when a model
+       would begin with the first layer; grants are asked for meanwhile
+cold   the same, but the tickets come with the KV: nothing can be sent before decode has granted it
 best   Mooncake's engine alone with its default settings, in two other processes: the same number of bytes in one
        buffer, in whatever of SIZES is fastest as a descriptor, found out first
 same   the same, in descriptors as long as ours and a call for each layer: what Mooncake needs for such ones
 TCP    one plain connection on loopback
 
-Sides take turns; medians. A scattered prompt's blocks are each by themselves, so a descriptor is one block of K or V; a
-contiguous one's are merged. Bytes are compared on arrival before anything is measured. A GB is 10^9 bytes.
+Sides take turns; medians, of the ratios too. A scattered prompt's blocks are each by themselves, so a descriptor is one
+block of K or V; a contiguous one's are merged. Bytes are compared on arrival before anything is measured. A GB is 10^9
+bytes.
 
 Exits with 1, with --check, where ours is slower than MIN_OF_BEST of Mooncake at its best for BIG_MIB or more.
 """
@@ -29,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests")]
 
 from push_floor import BATCH, Floor  # noqa: E402
-from push_pair import Cache, PushPair  # noqa: E402
+from push_pair import FIRST_LAYER_S, Cache, PushPair, Times  # noqa: E402
 from report import line  # noqa: E402
 
 from vllm_ascend_pd.transport.limits import TransferLimits  # noqa: E402
@@ -41,7 +44,8 @@ MIN_OF_BEST, BIG_MIB = 0.9, 64
 
 @dataclass(frozen=True)
 class Result:
-    """Speeds are GB/s. `descriptor_kib` is ours, `best_kib` the one that Mooncake is fastest with."""
+    """Speeds are GB/s. `descriptor_kib` is ours, `best_kib` the one that Mooncake is fastest with. `of_best` and
+    `of_same`: ours by theirs, in the median round."""
 
     requests: int
     mib: int
@@ -50,17 +54,12 @@ class Result:
     best_kib: int
     rounds: int
     ours: float
+    cold: float
     best: float
     same: float
     tcp: float
-
-    @property
-    def of_best(self) -> float:
-        return self.ours / self.best
-
-    @property
-    def of_same(self) -> float:
-        return self.ours / self.same
+    of_best: float
+    of_same: float
 
     @property
     def holds(self) -> bool:
@@ -69,14 +68,15 @@ class Result:
     def row(self) -> str:
         placed = "scattered" if self.scattered else "contiguous"
         return (
-            f"{self.requests:>8}{self.mib:>6} {placed:<11}{self.descriptor_kib:>6}{self.ours:>8.2f}{self.best:>8.2f} "
+            f"{self.requests:>8}{self.mib:>6} {placed:<11}{self.descriptor_kib:>6}{self.ours:>8.2f}{self.cold:>8.2f}"
+            f"{self.best:>8.2f} "
             f"({self.best_kib:>5} KiB){self.same:>8.2f}{self.tcp:>8.2f}{self.of_best:>9.0%}{self.of_same:>9.0%}"
         )
 
 
 HEADER = (
-    f"{'':32}{'':8}{'GB/s':>8}{'':36}{'ours':>9}{'ours':>9}\n"
-    f"{'requests':>8}{'MiB':>6} {'blocks':<11}{'KiB':>6}{'ours':>8}{'best':>8}{'':12}{'same':>8}{'TCP':>8}"
+    f"{'':32}{'':16}{'GB/s':>8}{'':36}{'ours':>9}{'ours':>9}\n"
+    f"{'requests':>8}{'MiB':>6} {'blocks':<11}{'KiB':>6}{'ours':>8}{'cold':>8}{'best':>8}{'':12}{'same':>8}{'TCP':>8}"
     f"{'of best':>9}{'of same':>9}"
 )
 
@@ -98,14 +98,23 @@ def measure(pair: PushPair, floor: Floor, mib: int, count: int, scattered: bool,
     length = min(longest * cache.block_bytes, TransferLimits().max_descriptor_bytes)
     in_a_call = min(BATCH, max(1, num_bytes // cache.layers // length))
 
-    def ours() -> float:
-        times = pair.push(requests)
+    def ours(first_layer_s: float) -> Times:
+        times = pair.push(requests, first_s=first_layer_s)
         if times.num_bytes != num_bytes:
             raise RuntimeError(f"{times.num_bytes} bytes were sent, not {num_bytes}")
+        return times
+
+    def warm_s() -> float:
+        times = ours(FIRST_LAYER_S)
+        return times.arrived - times.first
+
+    def cold_s() -> float:
+        times = ours(0.0)
         return times.arrived - times.begun
 
     sides: dict[str, Callable[[], float]] = {
-        "ours": ours,
+        "ours": warm_s,
+        "cold": cold_s,
         "best": lambda: floor.mooncake(num_bytes, best),
         "same": lambda: floor.mooncake(num_bytes, length, in_a_call),
         "tcp": lambda: floor.tcp(num_bytes),
@@ -115,7 +124,14 @@ def measure(pair: PushPair, floor: Floor, mib: int, count: int, scattered: bool,
         for side in list(sides) if number % 2 else list(reversed(sides)):
             samples[side].append(sides[side]())
     speeds = {side: num_bytes / median(seconds) / 1e9 for side, seconds in samples.items()}
-    return Result(count, mib, scattered, length // 1024, best // 1024, rounds, **speeds)
+    # Round by round: how fast the machine is changes more slowly than that.
+    of_best, of_same = (
+        median(other / mine for mine, other in zip(samples["ours"], samples[side], strict=True))
+        for side in ("best", "same")
+    )
+    return Result(
+        count, mib, scattered, length // 1024, best // 1024, rounds, **speeds, of_best=of_best, of_same=of_same
+    )
 
 
 def results(args: argparse.Namespace) -> Iterator[Result]:
@@ -159,7 +175,7 @@ def main() -> int:
         print(HEADER)
     for result in results(args):
         missed |= not result.holds
-        more = {"of_best": result.of_best, "of_same": result.of_same, "load_average": os.getloadavg()[0]}
+        more = {"load_average": os.getloadavg()[0]}
         print(line(result, result.holds, args.json, **more), flush=True)
     if not args.json:
         print(f"load average {os.getloadavg()[0]:.1f}, {args.layers} layers, {args.rounds} rounds")

@@ -15,6 +15,8 @@ from vllm_ascend_pd.step import ConsumerStep, ProducerStep, Send
 
 BLOCK, HEAD_SIZE, DTYPE_BYTES = 128, 128, 2
 PATIENCE_S = 60.0
+FIRST_LAYER_S = 0.02
+"""What the first layer takes to be computed: longer than grants for a ticket take."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,11 @@ class Cache:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds on the machine's clock: prefill's step began, its last layer ended, decode knew that all had arrived.
-    `num_bytes` arrived, `early` of them before the last layer had ended, as decode was told."""
+    """Seconds on the machine's clock: prefill's step began, its first layer ended, its last one, decode knew that all
+    had arrived. `num_bytes` arrived, `early` of them before the last layer had ended, as decode was told."""
 
     begun: float
+    first: float
     computed: float
     arrived: float
     num_bytes: int
@@ -72,17 +75,24 @@ class PushPair:
             first = own[-1] + 2  # what two requests write does not merge
         return made
 
-    def push(self, requests: Sequence[Prompt], compute_s: float = 0.0, layerwise: bool = True) -> Times:
-        """One step with all of all prompts, whose layers take `compute_s` each; pushed as they end, or all at the
-        step's end. Begins with the tickets' arrival at prefill: the grants are part of it."""
+    def push(
+        self,
+        requests: Sequence[Prompt],
+        compute_s: float = 0.0,
+        layerwise: bool = True,
+        first_s: float | None = None,
+    ) -> Times:
+        """One step with all of all prompts, whose tickets come with it. Its layers take `compute_s` each, the first one
+        `first_s` if it is given; pushed as they end, or all at the step's end."""
+        first_s = compute_s if first_s is None else first_s
         tickets = {prompt.request_id: self.pair.ticket(prompt) for prompt in requests}
         self.pair.expect(list(requests), tickets)
         self.d.send("do", await_arrivals, len(requests))
         step = ProducerStep(tickets, [Send(p.request_id, 0, p.num_tokens, (p.p_blocks,), last=True) for p in requests])
-        begun, computed = self.p.call("do", prefill, step, compute_s, layerwise)
+        begun, first, computed = self.p.call("do", prefill, step, first_s, compute_s, layerwise)
         arrived, num_bytes, early = self.d.receive(PATIENCE_S)
         self.p.call("do", release, list(tickets))
-        return Times(begun, computed, arrived, num_bytes, early)
+        return Times(begun, first, computed, arrived, num_bytes, early)
 
     def check(self, requests: Sequence[Prompt]) -> None:
         """Raises RuntimeError unless decode's blocks hold what prefill's do; then clears them."""
@@ -111,18 +121,22 @@ def contents(cache: torch.Tensor, layer: int, part: int) -> torch.Tensor:
     return values.view(cache.dtype)
 
 
-def prefill(rank: PrefillRank, step: ProducerStep, compute_s: float, layerwise: bool) -> tuple[float, float]:
-    """When it began, and when its last layer had been computed."""
+def prefill(
+    rank: PrefillRank, step: ProducerStep, first_s: float, compute_s: float, layerwise: bool
+) -> tuple[float, float, float]:
+    """When it began, and when its first and its last layer had been computed."""
     begun = time.monotonic()
     rank.worker.start_step(step)
-    for layer in rank.registered.layers:
-        if compute_s:
-            time.sleep(compute_s)
+    first = 0.0
+    for number, layer in enumerate(rank.registered.layers):
+        if seconds := compute_s if number else first_s:
+            time.sleep(seconds)
+        first = first or time.monotonic()
         if layerwise:
             rank.worker.layer_computed(layer)
     computed = time.monotonic()
     rank.worker.end_step()
-    return begun, computed
+    return begun, first, computed
 
 
 def release(rank: PrefillRank, request_ids: list[str]) -> None:
