@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that a prefill rank registers with Mooncake for regrouping: ours against a copy of a whole layer's cache.
 
-$ python benchmarks/memory.py [--cache-gb 40] [--step-tokens 2048 8192 16384] [--slots 4] [--check] [--json]
+$ python benchmarks/memory.py [--cache-gb 40] [--step-tokens 2048 8192 16384] [--slots N] [--check] [--json]
 
 ours       the staging ring: slots of a layer of one step's tokens. Worked out for models of known shapes by the code
            that the connector itself uses, without allocating anything
@@ -104,8 +104,9 @@ def layer_bytes(model: Model, prefill_tp: int, cache: int) -> int:
     return cache // block_bytes * block_bytes // len(model.cached)
 
 
-def predicted(name: str, decode_tp: int, cache: int, step_tokens: int, slots: int) -> Result:
+def predicted(name: str, decode_tp: int, cache: int, step_tokens: int, slots: int | None) -> Result:
     model = parse_model({"architectures": [name], "head_dim": 128, "torch_dtype": "bfloat16", **SHAPES[name]})
+    slots = ConnectorConfig(staging_slots=slots).slots(step_tokens)
     found = staging(model, PREFILL_TP, decode_tp, BLOCK, step_tokens, slots)
     heads, of_decode = (max(1, model.kv_heads // tp) for tp in (PREFILL_TP, decode_tp))
     ring = found.slots * found.slot_bytes
@@ -146,7 +147,7 @@ def check_worker() -> Check:
     ]
     for rank in ranks:
         rank.receive(TIMEOUT_S)
-    found = staging(model, side.tp, 1, side.block_size, STEP_TOKENS, ConnectorConfig().staging_slots)
+    found = staging(model, side.tp, 1, side.block_size, STEP_TOKENS, ConnectorConfig().slots(STEP_TOKENS))
     registered = [rank.call("staging_bytes") for rank in ranks]
     for rank in ranks:
         rank.stop()
@@ -174,11 +175,11 @@ def main() -> int:
     parser.add_argument("--cache-gb", type=float, default=40.0, help="of a prefill rank's KV cache")
     parser.add_argument("--ratios", type=int, nargs="+", choices=[2, 4], default=[2, 4], help="of the ranks' KV heads")
     parser.add_argument("--step-tokens", type=int, nargs="+", default=[2048, 8192, 16384], help="of vLLM")
-    parser.add_argument("--slots", type=int, default=ConnectorConfig().staging_slots, help="staging_slots")
+    parser.add_argument("--slots", type=int, help="staging_slots; by default what the connector chooses")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     args = parser.parse_args()
-    if min(*args.step_tokens, args.slots) < 1 or args.cache_gb < 1:
+    if min(*args.step_tokens, args.slots or 1) < 1 or args.cache_gb < 1:
         parser.error("all numbers must be positive, and --cache-gb 1 or more")
     real = check_worker()
     if args.json:

@@ -81,8 +81,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Copies in one batch of the transfer engine, at most."""
     max_batch_bytes: int = 64 << 20
     """Bytes of one batch of the transfer engine, at most."""
-    staging_slots: int = 4
-    """Layers that may be in regrouped form at once, each of one step's tokens."""
+    staging_slots: int | None = None
+    """Layers that may be in regrouped form at once, each of one step's tokens. None: 4, or 2 where a step may have more
+    than 8192 tokens."""
     push_queue_size: int = 4096
     """Layers waiting to be sent to one decode engine; more make the step wait."""
     metaserver_allowlist: tuple[str, ...] = ()
@@ -120,6 +121,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     missing. They name requests, and hold no prompts. None: nothing is traced."""
     trace_max_bytes: int = 64 << 20
     """A trace file ends when it is that long, and says so; at least 65,536."""
+
+    def slots(self, step_tokens: int) -> int:
+        """Staging slots where steps have at most so many tokens: how many layers the sending may be behind."""
+        # What takes longer to compute varies less in how long it takes: a layer ahead is enough.
+        return self.staging_slots or (4 if step_tokens <= 8192 else 2)
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

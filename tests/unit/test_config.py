@@ -64,6 +64,11 @@ def test_keys_of_vllm_ascends_layerwise_connector():
     assert config.tls_config == TlsConfig(True, "/cert.pem", "/key.pem", ssl_ca_certs="/ca.pem")
 
 
+def test_long_steps_have_fewer_staging_slots_unless_it_is_said_how_many():
+    assert [ConnectorConfig().slots(tokens) for tokens in (1, 8192, 8193)] == [4, 4, 2]
+    assert [ConnectorConfig(staging_slots=3).slots(tokens) for tokens in (1, 8193)] == [3, 3]
+
+
 @pytest.mark.parametrize(
     ("key", "near"),
     [

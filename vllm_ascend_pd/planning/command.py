@@ -42,7 +42,7 @@ def plan_text(
         Engine(side, shape.tp, shape.pp, shape.dp, shape.block_size or block_size)
         for side, shape in (("prefill", prefill), ("decode", decode))
     ]
-    slots = ConnectorConfig().staging_slots
+    slots = ConnectorConfig().slots(step_tokens)
     plan = make_plan(model, layout, *engines, step_tokens=step_tokens, staging_slots=slots)
     if link_gbit is not None:
         for_prompt = None if compute_ms is None else compute_ms * PROMPT_TOKENS / 1000

@@ -136,7 +136,7 @@ def make_regrouper(
 
     The same on all ranks: it depends on the model, the layout and the parallel sizes alone.
     """
-    size, slots = slot_bytes(caches.description, step_tokens), config.staging_slots
+    size, slots = slot_bytes(caches.description, step_tokens), config.slots(step_tokens)
     if size == 0:
         return None, None
     buffer = device.allocate(size * slots)
