@@ -4,14 +4,13 @@
 While requests wait for KV, vLLM steps without a pause: its scheduler asks again and again, and its processes poll each
 other. On a busy host that takes cores from whoever computes. A step that waits for a transfer in the ranks ends as soon
 as one does; what comes to the scheduler meanwhile, a new request, waits for the step. So the longer nothing has
-happened, the longer the next step waits.
+happened, the longer the next step waits: at most as long again.
 """
 
 import time
 
-FIRST_S = 0.005
-SHARE = 0.5
-"""Of the time for which nothing has happened: whoever comes then waits a quarter of it on average."""
+FIRST_S = 0.02
+"""About what two steps of a small model take, which is what a request has to wait for where others are computed."""
 
 
 class IdleWait:
@@ -25,4 +24,4 @@ class IdleWait:
         now = time.monotonic()
         if computes or news:
             self._since = now
-        return 0.0 if computes else min(self._longest_s, max(FIRST_S, SHARE * (now - self._since)))
+        return 0.0 if computes else min(self._longest_s, max(FIRST_S, now - self._since))
