@@ -24,7 +24,8 @@ from vllm_ascend_pd.core.protocol import (
     decode,
     encode,
 )
-from vllm_ascend_pd.transport.side_channel import _TICK_S, Client, Peer, Server, SideChannelError
+from vllm_ascend_pd.transport.loop import TICK_S
+from vllm_ascend_pd.transport.side_channel import Client, Peer, Server, SideChannelError
 
 WRITER = Writer("prefill-0", 0, 0)
 
@@ -54,7 +55,7 @@ def test_messages_do_not_make_ticks():
         for n in range(300):
             assert ask(client, server.endpoint, str(n)) == Refused(str(n), retry=False)
         wait_until(lambda: all(ticks), PATIENCE_S)
-        most = 2 + (time.monotonic() - began) / _TICK_S
+        most = 2 + (time.monotonic() - began) / TICK_S
         assert all(sum(tick >= began for tick in found) <= most for found in ticks)
     finally:
         client.close()
@@ -157,6 +158,47 @@ def test_forgetting_a_server(client, server, raw):
     assert errors == [f"connection to {endpoint_of(silent)} was closed"] * 2
     client.forget(server.endpoint)
     assert_works(client, server)
+
+
+def test_a_connection_that_rests_brings_what_nobody_asked_for_all_the_same():
+    peers: queue.Queue[Peer] = queue.Queue()
+
+    def handle(message: Message, peer: Peer) -> Message:
+        peers.put(peer)
+        return Acknowledged()
+
+    unasked: queue.Queue[tuple[str, Message]] = queue.Queue()
+    server = Server(HOST, 0, handle)
+    client = Client(lambda endpoint, message: unasked.put((endpoint, message)))
+    try:
+        assert ask(client, server.endpoint) == Acknowledged()
+        for _ in range(2):
+            client.rest(server.endpoint)
+            client.rest(server.endpoint)
+        peers.get().send(Problem("unasked"))
+        assert unasked.get(timeout=PATIENCE_S) == (server.endpoint, Problem("unasked"))
+        assert ask(client, server.endpoint) == Acknowledged()  # rests no more
+        client.rest(server.endpoint)
+        client.forget(server.endpoint)
+        client.rest("tcp://127.0.0.1:1")  # never heard of
+        assert ask(client, server.endpoint) == Acknowledged()
+    finally:
+        client.close()
+        server.close()
+
+
+def test_no_connection_rests_while_an_answer_is_expected(client, raw):
+    slow = raw(zmq.ROUTER)
+    answers: queue.Queue[Answer] = queue.Queue()
+    client.request(endpoint_of(slow), Describe("x"), PATIENCE_S, answers.put)
+    peer, request = slow.recv_multipart()
+    client.rest(endpoint_of(slow))
+    assert isinstance(ask(client, "nonsense"), SideChannelError)  # that has been dealt with
+    polled = len(client._poller.sockets)
+    slow.send_multipart([peer, encode(decode(request)[0], Acknowledged())])
+    assert answers.get(timeout=PATIENCE_S) == Acknowledged()
+    client.rest(endpoint_of(slow))
+    wait_until(lambda: len(client._poller.sockets) < polled, PATIENCE_S)
 
 
 def test_messages_that_nobody_asked_for():

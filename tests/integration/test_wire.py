@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-import vllm_ascend_pd.transport.side_channel as side_channel
 from harness.channels import HOST, PATIENCE_S, ask, assert_works, echo
 from harness.wire import Fault, Relay, Rule, SideChannel, Wire
 from harness.zmtp import Stream
 from vllm_ascend_pd.core.protocol import Describe, Refused
+from vllm_ascend_pd.transport import loop
 from vllm_ascend_pd.transport.side_channel import Client, Server, SideChannelError
 
 
@@ -93,15 +93,15 @@ def channel(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> SideChannel:
     import zmq
 
     made = SideChannel(wire)
-    make = side_channel._Loop._socket
+    make = loop.Loop._socket
 
-    def make_proxied(self: side_channel._Loop, kind: int) -> "zmq.Socket[bytes]":
+    def make_proxied(self: loop.Loop, kind: int) -> "zmq.Socket[bytes]":
         new = make(self, kind)
         if kind == zmq.DEALER:
             new.setsockopt(zmq.SOCKS_PROXY, f"{HOST}:{made.port}".encode())
         return new
 
-    monkeypatch.setattr(side_channel._Loop, "_socket", make_proxied)
+    monkeypatch.setattr(loop.Loop, "_socket", make_proxied)
     return made
 
 

@@ -83,17 +83,17 @@ def _shorten_spin(seconds: float) -> None:
 def _connect_through(proxy: str) -> None:
     import zmq
 
-    from vllm_ascend_pd.transport import side_channel
+    from vllm_ascend_pd.transport import loop
 
-    make = side_channel._Loop._socket
+    make = loop.Loop._socket
 
-    def make_proxied(self: side_channel._Loop, kind: int) -> "zmq.Socket[bytes]":
+    def make_proxied(self: loop.Loop, kind: int) -> "zmq.Socket[bytes]":
         socket = make(self, kind)
         if kind == zmq.DEALER:
             socket.setsockopt(zmq.SOCKS_PROXY, proxy.encode())
         return socket
 
-    side_channel._Loop._socket = make_proxied  # type: ignore[method-assign]
+    loop.Loop._socket = make_proxied  # type: ignore[method-assign]
 
 
 def _call_the_cpu_accelerator_0() -> None:

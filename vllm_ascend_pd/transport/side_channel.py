@@ -5,12 +5,9 @@
 its caller on the network, every request ends in exactly one callback, and a callback must not block either.
 """
 
-import contextlib
 import itertools
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,11 +24,12 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.transport.curve import Guard, Keys
 from vllm_ascend_pd.transport.gate import Gate, default_limit
+from vllm_ascend_pd.transport.loop import Loop
 
 logger = logging.getLogger(__name__)
 
-# How often threads look at deadlines, of everything that is open: with every message, each would cost more the more is.
-_TICK_S = 0.05
+# How often what resting connections have brought is read.
+_REST_LOOK_S = 1.0
 # Replies a peer has not yet taken, or requests it has not, per connection; messages taken in one turn.
 _HIGH_WATER_MARK = 4096
 # Messages that have come and wait to be taken, per connection: times their size, what a peer can make us keep.
@@ -39,9 +37,6 @@ _UNREAD_REQUESTS = 256
 _UNREAD_ANSWERS = 32
 # Who connects has this long to show that it speaks ZMTP.
 _HANDSHAKE_S = 10.0
-# A host that has died is noticed after 10 + 4 * 5 s of silence. The kernel answers for a process that is stopped, which
-# is why these are not ZMQ's heartbeats: a connection that is closed means that its process has ended.
-_KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 4}
 
 
 class SideChannelError(RuntimeError):
@@ -70,95 +65,7 @@ class Peer:
         return hash(self._identity)
 
 
-class _Loop:
-    """A thread that owns ZMQ sockets, with a mailbox through which other threads wake it."""
-
-    def __init__(self, name: str, tick: Callable[[float], None]) -> None:
-        self._tick = tick
-        self._context = zmq.Context(io_threads=1)
-        self._poller = zmq.Poller()
-        self._mailbox: deque[Callable[[], None]] = deque()
-        self._mailbox_in = self._socket(zmq.PAIR)
-        self._mailbox_out = self._socket(zmq.PAIR)
-        self._mailbox_lock = threading.Lock()
-        address = f"inproc://mailbox-{id(self)}"
-        self._mailbox_out.bind(address)
-        self._mailbox_in.connect(address)
-        self._poller.register(self._mailbox_out, zmq.POLLIN)
-        self._closing = threading.Event()
-        self._tick_at = 0.0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def _socket(self, kind: int) -> "zmq.Socket[bytes]":
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        for option, value in _KEEPALIVE.items():
-            socket.setsockopt(option, value)
-        return socket
-
-    def call(self, action: Callable[[], None]) -> bool:
-        """Runs `action` on the thread, soon. False after close: then it never runs."""
-        with self._mailbox_lock:
-            if self._closing.is_set():
-                return False
-            # The thread looks here before it sleeps, and takes all there is once it has begun to.
-            looks = bool(self._mailbox) or threading.get_ident() == self._thread.ident
-            self._mailbox.append(action)
-            if not looks:
-                self._wake()
-            return True
-
-    def _wake(self) -> None:
-        with contextlib.suppress(zmq.Again):  # then unread wake-ups are waiting already
-            self._mailbox_in.send(b"", zmq.DONTWAIT)
-
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            try:
-                self._turn()
-            except Exception:
-                # A defect in a callback must not silence the whole channel: deadlines still have to pass.
-                logger.exception("side channel: a callback failed")
-        while self._mailbox:
-            self._mailbox.popleft()()
-        self._on_close()
-
-    def _turn(self) -> None:
-        sleep_ms = 0 if self._mailbox else 1 + int(1000 * max(0.0, self._tick_at - time.monotonic()))
-        ready = dict(self._poller.poll(sleep_ms))
-        if self._mailbox_out in ready:
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    self._mailbox_out.recv(zmq.DONTWAIT)
-        while self._mailbox:
-            self._mailbox.popleft()()
-        self._on_ready(ready)
-        if (now := time.monotonic()) >= self._tick_at:
-            self._tick_at = now + _TICK_S
-            self._on_tick(now)
-
-    def _on_ready(self, ready: dict["zmq.Socket[bytes]", int]) -> None:
-        raise NotImplementedError
-
-    def _on_tick(self, now: float) -> None:
-        self._tick(now)
-
-    def _on_close(self) -> None:
-        """The thread is about to end."""
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the thread and closes all sockets. Safe to call twice."""
-        with self._mailbox_lock:
-            if self._closing.is_set():
-                return
-            self._wake()
-            self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
-        self._context.destroy(linger=0)
-
-
-class Server(_Loop):
+class Server(Loop):
     """Listens on `host`, answers each message with what `handle(message, peer)` returns.
 
     `port` 0 picks a free one. `tick(now)` is called 20 times a second, on the same thread: with all state touched only
@@ -280,7 +187,7 @@ class _Pending:
     done: Callable[[Message | SideChannelError], None]
 
 
-class Client(_Loop):
+class Client(Loop):
     """Sends requests to servers. `unasked(endpoint, message)` gets what servers send on their own;
     `tick(now)` is called 20 times a second on the same thread; `rejected` counts what could not be read. With
     `keys`, only servers that have them get anything."""
@@ -299,6 +206,8 @@ class Client(_Loop):
         self._seq = itertools.count(1)
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._endpoints: dict[zmq.Socket[bytes], str] = {}
+        self._resting: set[zmq.Socket[bytes]] = set()  # not polled: that takes as long for each as for a busy one
+        self._rest_look_at = 0.0
         self._pending: dict[int, _Pending] = {}
         self._thread.start()
 
@@ -313,6 +222,10 @@ class Client(_Loop):
         deadline = time.monotonic() + timeout_s
         if not self.call(lambda: self._start(endpoint, message, deadline, done)):
             done(SideChannelError("the side channel is closed"))
+
+    def rest(self, endpoint: str) -> None:
+        """Nothing is expected from `endpoint` until the next request to it: what it sends is read once a second."""
+        self.call(lambda: self._rest(endpoint))
 
     def forget(self, endpoint: str) -> None:
         """Closes the connection to `endpoint`; requests under way end with an error."""
@@ -348,12 +261,26 @@ class Client(_Loop):
             self._poller.register(dealer, zmq.POLLIN)
             self._dealers[endpoint] = dealer
             self._endpoints[dealer] = endpoint
+        elif dealer in self._resting:
+            self._resting.remove(dealer)
+            self._poller.register(dealer, zmq.POLLIN)
         return dealer
+
+    def _rest(self, endpoint: str) -> None:
+        dealer = self._dealers.get(endpoint)
+        if dealer is None or dealer in self._resting:
+            return
+        if not any(pending.endpoint == endpoint for pending in self._pending.values()):
+            self._poller.unregister(dealer)
+            self._resting.add(dealer)
 
     def _disconnect(self, endpoint: str) -> None:
         dealer = self._dealers.pop(endpoint, None)
         if dealer is not None:
-            self._poller.unregister(dealer)
+            if dealer in self._resting:
+                self._resting.remove(dealer)
+            else:
+                self._poller.unregister(dealer)
             del self._endpoints[dealer]
             dealer.close(linger=0)
         for seq in [seq for seq, pending in self._pending.items() if pending.endpoint == endpoint]:
@@ -399,4 +326,8 @@ class Client(_Loop):
             pending = self._pending.pop(seq)
             hint = "" if self._keys is None else "; does it have the same side_channel_key_file?"
             pending.done(SideChannelError(f"{pending.endpoint} did not answer in time{hint}"))
+        if now >= self._rest_look_at:
+            self._rest_look_at = now + _REST_LOOK_S
+            for dealer in list(self._resting):
+                self._receive(dealer, self._endpoints[dealer])
         self._tick(now)

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 # An engine nobody sent anything to for this long is forgotten; it is described again at next contact.
 _FORGET_AFTER_S = 600.0
+# After this long its connections rest.
+_REST_AFTER_S = 1.0
 
 
 PeerKey = tuple[str, str]  # (endpoint, engine id)
@@ -59,7 +61,12 @@ class Peer:
     gone: str | None = None
     users: int = 0
     used_at: float = 0.0
+    rests: bool = False
     endpoints: set[str] = field(default_factory=set)  # connections opened for it
+
+    def may_rest(self, now: float) -> bool:
+        """Whether nothing is expected from the engine any more, which its connections have not been told yet."""
+        return not (self.users or self.describing or self.rests) and now - self.used_at > _REST_AFTER_S
 
     def is_over(self, now: float) -> bool:
         """Whether what is known of the engine can be dropped. One that never described itself, or whose address
@@ -125,6 +132,7 @@ class Peers:
                 peer = Peer(ticket.endpoint, ticket.remote_engine_id, sender, endpoints={ticket.endpoint})
                 self._peers[_key(ticket)] = peer
             peer.users += 1
+            peer.rests = False
             return peer.sender
 
     def release(self, ticket: Ticket) -> None:
@@ -326,6 +334,12 @@ class Peers:
             over = [key for key, peer in self._peers.items() if peer.is_over(now)]
             forgotten = [self._peers.pop(key) for key in over]
             in_use = {endpoint for peer in self._peers.values() for endpoint in peer.endpoints} if over else set()
+            idle = [peer for peer in self._peers.values() if peer.may_rest(now)]
+            for peer in idle:
+                peer.rests = True
+        for peer in idle:
+            for endpoint in peer.endpoints:
+                self._client.rest(endpoint)
         self._retired = [sender for sender in self._retired if not sender.ended]
         for peer in forgotten:
             peer.sender.retire()
