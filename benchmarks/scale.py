@@ -55,6 +55,8 @@ from harness.waiting import wait_until  # noqa: E402
 
 BAR = 1.25
 EMPTY_STEPS = 20
+REST_S = 2.5
+"""Connections that nothing is expected from rest after a second or two."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,7 @@ class Bench:
         self._url = stack.enter_context(metaserver(self._posts.answer))
         stack.callback(self._posts.prefilled.set)
         self._waves = 0
+        self._spread = True
         self._prefills: dict[int, Prefill] = {}
         self.engine_bytes: dict[int, float] = {}
         memory = Memory()
@@ -214,6 +217,9 @@ class Bench:
     def wave(self, case: Case, memory: bool = False) -> tuple[Cost, dict[str, dict[str, float]], tuple[float, float]]:
         """Cost, calls, and where asked for, the memory that each request takes (prefill, decode)."""
         prefill, decode = self._prefills[case.engines], self._decode
+        if self._spread:  # engines that are merely known have not been heard of just now
+            time.sleep(REST_S)
+        self._spread = case.spread
         self._waves += 1
         self._posts.bodies, self._posts.prefilled = [], threading.Event()
         decode.call("begin", str(self._waves), case.shares, self._url, memory)

@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 # An engine nobody sent anything to for this long is forgotten; it is described again at next contact.
 _FORGET_AFTER_S = 600.0
-# After this long its connections rest.
-_REST_AFTER_S = 1.0
+# How often it is looked which ones, and whose connections can rest.
+_TIDY_S = 1.0
 
 
 PeerKey = tuple[str, str]  # (endpoint, engine id)
@@ -64,9 +64,10 @@ class Peer:
     rests: bool = False
     endpoints: set[str] = field(default_factory=set)  # connections opened for it
 
-    def may_rest(self, now: float) -> bool:
-        """Whether nothing is expected from the engine any more, which its connections have not been told yet."""
-        return not (self.users or self.describing or self.rests) and now - self.used_at > _REST_AFTER_S
+    @property
+    def may_rest(self) -> bool:
+        """Nothing is expected from the engine, and its connections do not rest yet."""
+        return not (self.users or self.describing or self.rests)
 
     def is_over(self, now: float) -> bool:
         """Whether what is known of the engine can be dropped. One that never described itself, or whose address
@@ -120,6 +121,7 @@ class Peers:
         self._transfers: dict[int, Transfer] = {}  # by number
         self._disclaimed: set[int] = set()  # numbers decode is just being told that we know no such transfer
         self._retired: list[Sender] = []  # of engines forgotten, until they have ended
+        self._tidy_at = 0.0
         keys = load_keys(config.side_channel_key_file)
         self._client = Client(self._on_unasked, self._on_tick, name="pd-control", keys=keys)
 
@@ -276,16 +278,11 @@ class Peers:
             self._identity.draft,
             self._trace.wants_clock,
         )
-        renewal = destination.granted
-        self._client.request(
-            destination.rank.control,
-            request,
-            self._config.control_timeout_s,
-            lambda answer: self._on_grant(transfer, key, asked_at, answer, renewal),
-        )
+        answered = functools.partial(self._on_grant, transfer, key, asked_at, destination.granted)
+        self._client.request(destination.rank.control, request, self._config.control_timeout_s, answered)
 
     def _on_grant(
-        self, transfer: Transfer, key: RankKey, asked_at: float, answer: Message | SideChannelError, renewal: bool
+        self, transfer: Transfer, key: RankKey, asked_at: float, renewal: bool, answer: Message | SideChannelError
     ) -> None:
         self._trace.answered(transfer, key, asked_at, answer, renewal)
         with transfer.changing() as state:
@@ -327,14 +324,16 @@ class Peers:
             transfers = list(self._transfers.values())
         for transfer in transfers:
             self._follow(transfer)
-        self._forget_over(now)
+        if now >= self._tidy_at:
+            self._tidy_at = now + _TIDY_S
+            self._tidy(now)
 
-    def _forget_over(self, now: float) -> None:
+    def _tidy(self, now: float) -> None:
         with self._lock:
             over = [key for key, peer in self._peers.items() if peer.is_over(now)]
             forgotten = [self._peers.pop(key) for key in over]
             in_use = {endpoint for peer in self._peers.values() for endpoint in peer.endpoints} if over else set()
-            idle = [peer for peer in self._peers.values() if peer.may_rest(now)]
+            idle = [peer for peer in self._peers.values() if peer.may_rest]
             for peer in idle:
                 peer.rests = True
         for peer in idle:
@@ -351,9 +350,8 @@ class Peers:
 
     def _follow(self, transfer: Transfer) -> None:
         """Does what is due: asks for grants and renewals, tells decode how it went, ends."""
-        now, running = time.monotonic(), self._running_time()
         with transfer.changing() as state:
-            tell, due, end = state.tell(running), state.due(now), state.end()
+            tell, due, end = state.tell(self._running_time()), state.due(time.monotonic()), state.end()
         for key in due:
             self._ask(transfer, key)
         if tell:
