@@ -10,7 +10,7 @@ happened, the longer the next step waits: at most as long again.
 import time
 
 FIRST_S = 0.02
-"""About what two steps of a small model take, which is what a request has to wait for where others are computed."""
+"""Short beside what a prompt takes to be computed, which is what is waited for."""
 
 
 class IdleWait:
