@@ -160,31 +160,45 @@ def test_forgetting_a_server(client, server, raw):
     assert_works(client, server)
 
 
-def test_a_connection_that_rests_brings_what_nobody_asked_for_all_the_same():
-    peers: queue.Queue[Peer] = queue.Queue()
+class Talk:
+    """A client that has asked a server, which can answer unasked since then."""
 
-    def handle(message: Message, peer: Peer) -> Message:
-        peers.put(peer)
-        return Acknowledged()
+    def __init__(self) -> None:
+        peers: queue.Queue[Peer] = queue.Queue()
 
-    unasked: queue.Queue[tuple[str, Message]] = queue.Queue()
-    server = Server(HOST, 0, handle)
-    client = Client(lambda endpoint, message: unasked.put((endpoint, message)))
-    try:
-        assert ask(client, server.endpoint) == Acknowledged()
-        for _ in range(2):
-            client.rest(server.endpoint)
-            client.rest(server.endpoint)
-        peers.get().send(Problem("unasked"))
-        assert unasked.get(timeout=PATIENCE_S) == (server.endpoint, Problem("unasked"))
-        assert ask(client, server.endpoint) == Acknowledged()  # rests no more
-        client.rest(server.endpoint)
-        client.forget(server.endpoint)
-        client.rest("tcp://127.0.0.1:1")  # never heard of
-        assert ask(client, server.endpoint) == Acknowledged()
-    finally:
-        client.close()
-        server.close()
+        def handle(message: Message, peer: Peer) -> Message:
+            peers.put(peer)
+            return Acknowledged()
+
+        self.unasked: queue.Queue[tuple[str, Message]] = queue.Queue()
+        self.server = Server(HOST, 0, handle)
+        self.client = Client(lambda endpoint, message: self.unasked.put((endpoint, message)))
+        assert ask(self.client, self.server.endpoint) == Acknowledged()
+        self.peer = peers.get()
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+
+
+@pytest.fixture
+def talk() -> Iterator[Talk]:
+    made = Talk()
+    yield made
+    made.close()
+
+
+def test_a_connection_that_rests_brings_what_nobody_asked_for_all_the_same(talk):
+    client, endpoint = talk.client, talk.server.endpoint
+    for _ in range(2):  # the second time changes nothing
+        client.rest(endpoint)
+    talk.peer.send(Problem("unasked"))
+    assert talk.unasked.get(timeout=PATIENCE_S) == (endpoint, Problem("unasked"))
+    assert ask(client, endpoint) == Acknowledged()  # rests no more
+    client.rest(endpoint)
+    client.forget(endpoint)
+    client.rest("tcp://127.0.0.1:1")  # never heard of
+    assert ask(client, endpoint) == Acknowledged()
 
 
 def test_no_connection_rests_while_an_answer_is_expected(client, raw):
@@ -201,30 +215,17 @@ def test_no_connection_rests_while_an_answer_is_expected(client, raw):
     wait_until(lambda: len(client._poller.sockets) < polled, PATIENCE_S)
 
 
-def test_messages_that_nobody_asked_for():
-    peers: queue.Queue[Peer] = queue.Queue()
-
-    def handle(message: Message, peer: Peer) -> Message:
-        peers.put(peer)
-        return Acknowledged()
-
-    unasked: queue.Queue[tuple[str, Message]] = queue.Queue()
-    server = Server(HOST, 0, handle)
-    client = Client(lambda endpoint, message: unasked.put((endpoint, message)))
-    try:
-        assert ask(client, server.endpoint) == Acknowledged()
-        peer = peers.get()
-        for reason in ("first", "second"):
-            peer.send(Revoke("0" * 32, 0, WRITER, reason))
-        for reason in ("first", "second"):
-            assert unasked.get(timeout=PATIENCE_S) == (server.endpoint, Revoke("0" * 32, 0, WRITER, reason))
-        client.close()
-        peer.send(Revoke("0" * 32, 0, WRITER, "to nobody"))
-        client = Client()
-        assert ask(client, server.endpoint) == Acknowledged()
-    finally:
-        client.close()
-        server.close()
+def test_messages_that_nobody_asked_for(talk):
+    endpoint, peer = talk.server.endpoint, talk.peer
+    for reason in ("first", "second"):
+        peer.send(Revoke("0" * 32, 0, WRITER, reason))
+    for reason in ("first", "second"):
+        assert talk.unasked.get(timeout=PATIENCE_S) == (endpoint, Revoke("0" * 32, 0, WRITER, reason))
+    talk.client.close()
+    peer.send(Revoke("0" * 32, 0, WRITER, "to nobody"))
+    talk.client = Client()
+    assert ask(talk.client, endpoint) == Acknowledged()
+    talk.close()
     peer.send(Revoke("0" * 32, 0, WRITER, "from a closed server"))
 
 

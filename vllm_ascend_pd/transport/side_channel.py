@@ -206,7 +206,6 @@ class Client(Loop):
         self._seq = itertools.count(1)
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._endpoints: dict[zmq.Socket[bytes], str] = {}
-        self._resting: set[zmq.Socket[bytes]] = set()  # not polled: that takes as long for each as for a busy one
         self._rest_look_at = 0.0
         self._pending: dict[int, _Pending] = {}
         self._thread.start()
@@ -258,28 +257,24 @@ class Client(Loop):
             if self._keys is not None:
                 self._keys.protect_client(dealer)
             dealer.connect(endpoint)
-            self._poller.register(dealer, zmq.POLLIN)
             self._dealers[endpoint] = dealer
             self._endpoints[dealer] = endpoint
-        elif dealer in self._resting:
-            self._resting.remove(dealer)
+        if dealer not in self._poller:
             self._poller.register(dealer, zmq.POLLIN)
         return dealer
 
     def _rest(self, endpoint: str) -> None:
+        """Polling a connection takes as long where nothing comes as where much does."""
         dealer = self._dealers.get(endpoint)
-        if dealer is None or dealer in self._resting:
+        if dealer is None or dealer not in self._poller:
             return
         if not any(pending.endpoint == endpoint for pending in self._pending.values()):
             self._poller.unregister(dealer)
-            self._resting.add(dealer)
 
     def _disconnect(self, endpoint: str) -> None:
         dealer = self._dealers.pop(endpoint, None)
         if dealer is not None:
-            if dealer in self._resting:
-                self._resting.remove(dealer)
-            else:
+            if dealer in self._poller:
                 self._poller.unregister(dealer)
             del self._endpoints[dealer]
             dealer.close(linger=0)
@@ -328,6 +323,7 @@ class Client(Loop):
             pending.done(SideChannelError(f"{pending.endpoint} did not answer in time{hint}"))
         if now >= self._rest_look_at:
             self._rest_look_at = now + _REST_LOOK_S
-            for dealer in list(self._resting):
-                self._receive(dealer, self._endpoints[dealer])
+            for endpoint, dealer in list(self._dealers.items()):
+                if dealer not in self._poller:
+                    self._receive(dealer, endpoint)
         self._tick(now)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a prefill rank knows of a decode engine: where each of its tensors lies."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -29,7 +29,6 @@ class Remote:
 Part: TypeAlias = tuple[Target, Geometry]
 """What of every unit goes into one tensor of a decode rank, and how that lies in memory."""
 
-
 Routes: TypeAlias = tuple[tuple[int, Route], ...]
 """Some of our geometries, by index, and how they travel."""
 
@@ -56,7 +55,7 @@ class DecodeLayout:
         self.description = description
         self._remotes: dict[tuple[str, int, int], Remote] = {}
         self._courses: dict[tuple[str, int], tuple[Route, list[Course]]] = {}
-        self._covers: dict[Routes, list[Cover]] = {}
+        self._covers: dict[Routes, dict[RankKey, Cover]] = {}
         # What tickets must fit: of each group, by block size, the tensor with the fewest blocks.
         self._tightest: dict[tuple[int, int], Remote] = {}
         for rank in description.ranks:
@@ -71,49 +70,46 @@ class DecodeLayout:
         """Where the KV of our `tensor` goes on decode's tensor-parallel rank `tp_rank`."""
         return self._remotes[tensor.layer, tensor.part, tp_rank]
 
-    def covers(self, tensors: Sequence[CacheTensor], routes: Routes) -> list[Cover]:
+    def covers(self, tensors: Sequence[CacheTensor], routes: Routes) -> dict[RankKey, Cover]:
         """What all our `tensors` of these geometries fill. For the control thread. Raises KeyError for one that decode
         does not have."""
         known = self._covers.get(routes)
         if known is None:
-            known = self._covers[routes] = self._make_covers(tensors, dict(routes))
+            known = self._covers[routes] = {
+                key: (goes[0][2].rank, tuple(dict.fromkeys(remote.index for _, _, remote in goes)))
+                for key, goes in self._by_rank(tensors, dict(routes)).items()
+            }
         return known
-
-    def _make_covers(self, tensors: Sequence[CacheTensor], routes: dict[int, Route]) -> list[Cover]:
-        ranks: dict[RankKey, RankDescription] = {}
-        indices: dict[RankKey, dict[int, None]] = {}  # ordered sets
-        for tensor in tensors:
-            if tensor.geometry in routes:
-                for target in routes[tensor.geometry].targets:
-                    remote = self.locate(tensor, target.tp_rank)
-                    ranks[remote.key] = remote.rank
-                    indices.setdefault(remote.key, {})[remote.index] = None
-        return [(rank, tuple(indices[key])) for key, rank in ranks.items()]
 
     def courses(self, tensors: Sequence[CacheTensor], route: Route) -> list[Course]:
         """Where `tensors` of a layer, which lie alike, go by their geometry's `route`. For the sender's thread."""
         at = (tensors[0].layer, tensors[0].part)
         known = self._courses.get(at)
         if known is None or known[0] is not route:
-            known = self._courses[at] = route, self._make_courses(tensors, route)
+            courses = [
+                Course(
+                    key,
+                    goes[0][2].rank.session,
+                    tuple(n for n, _, _ in goes),
+                    tuple((target, remote.geometry) for _, target, remote in goes),
+                    tuple(remote.tensor.base for _, _, remote in goes),
+                )
+                for key, goes in self._by_rank(tensors, {tensors[0].geometry: route}).items()
+            ]
+            known = self._courses[at] = route, courses
         return known[1]
 
-    def _make_courses(self, tensors: Sequence[CacheTensor], route: Route) -> list[Course]:
+    def _by_rank(
+        self, tensors: Sequence[CacheTensor], routes: Mapping[int, Route]
+    ) -> dict[RankKey, list[tuple[int, Target, Remote]]]:
+        """Of each decode rank: which of `tensors` go there by their geometries' routes, what of them, and where."""
         goes: dict[RankKey, list[tuple[int, Target, Remote]]] = {}
         for n, tensor in enumerate(tensors):
-            for target in route.targets:
-                remote = self.locate(tensor, target.tp_rank)
-                goes.setdefault(remote.key, []).append((n, target, remote))
-        return [
-            Course(
-                key,
-                parts[0][2].rank.session,
-                tuple(n for n, _, _ in parts),
-                tuple((target, remote.geometry) for _, target, remote in parts),
-                tuple(remote.tensor.base for _, _, remote in parts),
-            )
-            for key, parts in goes.items()
-        ]
+            if tensor.geometry in routes:
+                for target in routes[tensor.geometry].targets:
+                    remote = self.locate(tensor, target.tp_rank)
+                    goes.setdefault(remote.key, []).append((n, target, remote))
+        return goes
 
     def unfit(self, ticket: Ticket) -> str | None:
         """Why `ticket` cannot come from this engine (R6); None if it can."""

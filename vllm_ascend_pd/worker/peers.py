@@ -61,18 +61,17 @@ class Peer:
     gone: str | None = None
     users: int = 0
     used_at: float = 0.0
-    rests: bool = False
     endpoints: set[str] = field(default_factory=set)  # connections opened for it
 
     @property
-    def may_rest(self) -> bool:
-        """Nothing is expected from the engine, and its connections do not rest yet."""
-        return not (self.users or self.describing or self.rests)
+    def busy(self) -> bool:
+        """Something is expected from the engine."""
+        return self.users > 0 or self.describing
 
     def is_over(self, now: float) -> bool:
         """Whether what is known of the engine can be dropped. One that never described itself, or whose address
         belongs to another engine by now, is dropped as soon as no transfer needs it."""
-        if self.users or self.describing:
+        if self.busy:
             return False
         return self.layout is None or self.gone is not None or now - self.used_at > _FORGET_AFTER_S
 
@@ -134,7 +133,6 @@ class Peers:
                 peer = Peer(ticket.endpoint, ticket.remote_engine_id, sender, endpoints={ticket.endpoint})
                 self._peers[_key(ticket)] = peer
             peer.users += 1
-            peer.rests = False
             return peer.sender
 
     def release(self, ticket: Ticket) -> None:
@@ -333,12 +331,9 @@ class Peers:
             over = [key for key, peer in self._peers.items() if peer.is_over(now)]
             forgotten = [self._peers.pop(key) for key in over]
             in_use = {endpoint for peer in self._peers.values() for endpoint in peer.endpoints} if over else set()
-            idle = [peer for peer in self._peers.values() if peer.may_rest]
-            for peer in idle:
-                peer.rests = True
-        for peer in idle:
-            for endpoint in peer.endpoints:
-                self._client.rest(endpoint)
+            idle = [endpoint for peer in self._peers.values() if not peer.busy for endpoint in peer.endpoints]
+        for endpoint in idle:
+            self._client.rest(endpoint)
         self._retired = [sender for sender in self._retired if not sender.ended]
         for peer in forgotten:
             peer.sender.retire()

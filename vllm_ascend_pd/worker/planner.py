@@ -160,7 +160,7 @@ class Planner:
         )
         served = tuple((index, route) for index, route in routes if route.serves(ticket.salt))
         covers = layout.covers(self._caches.description.tensors, served)
-        return {(rank.pp_rank, rank.tp_rank): Destination(rank, indices) for rank, indices in covers}
+        return {key: Destination(rank, indices) for key, (rank, indices) in covers.items()}
 
     def missed(self, route: Route, step: int, error: DeviceError) -> None:
         """This rank does not take part in a collective of the route's in the `step`-th step."""
