@@ -14,6 +14,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
 
 def clock_of(module: ModuleType, patch: pytest.MonkeyPatch) -> Clock:
     """What `module` takes for the time from now on."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector inside vLLM's own configuration and factory, without an engine."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 import vllm_ascend_pd
+from harness.ports import reserve_port
 from vllm_ascend_pd.compat import external_request_id, layer_specs
 from vllm_ascend_pd.config import ConfigError
 from vllm_ascend_pd.connector import _own_host
@@ -85,6 +88,11 @@ def test_the_id_a_proxy_knows_a_request_by(engine_id: str, api_id: str) -> None:
     assert external_request_id(engine_id) == api_id
 
 
+def one_layer(stored: torch.dtype) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=stored)
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+
+
 @pytest.mark.parametrize(
     ("cache_dtype", "stored", "said"),
     [
@@ -102,11 +110,30 @@ def test_what_a_cache_holds_is_told_apart(model: Path, cache_dtype: Any, stored:
     config = EngineArgs(
         model=str(model), dtype="bfloat16", max_model_len=512, kv_cache_dtype=cache_dtype
     ).create_engine_config()
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=stored)
-    groups = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    groups = one_layer(stored)
     caches = {"layer": torch.zeros((8, 4, 16, 64), dtype=stored)}
     [geometry] = describe(caches, layer_specs(groups, config), heads_first=True).description.geometries
     assert geometry.dtype == said
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_decode_step_behind_one_that_computes_does_not_wait(
+    connector_class: type[KVConnectorBase_V1], model: Path, stages: int
+) -> None:
+    """Of a pipeline, the first stage would keep the next token waiting."""
+    transfer = KVTransferConfig(kv_connector="LayerwisePushConnector", kv_role="kv_consumer", kv_port=reserve_port())
+    config = EngineArgs(
+        model=str(model), max_model_len=512, pipeline_parallel_size=stages, kv_transfer_config=transfer
+    ).create_engine_config()
+    connector = connector_class(config, KVConnectorRole.SCHEDULER, one_layer(torch.float32))
+    computing = dataclasses.replace(SchedulerOutput.make_empty(), total_num_scheduled_tokens=1)
+    try:
+        waits = [
+            connector.build_connector_meta(output).wait_s for output in (computing, *[SchedulerOutput.make_empty()] * 4)
+        ]
+    finally:
+        connector.shutdown()
+    assert [wait > 0 for wait in waits] == [step > stages for step in range(5)]
 
 
 def test_the_entry_point_is_declared() -> None:

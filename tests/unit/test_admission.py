@@ -43,7 +43,7 @@ class Prefill:
     def __init__(self, capacity: int = 100, hosts: HostList = ANYWHERE, secret: Secret | None = SECRET) -> None:
         self.now = NOW
         self.admission = Admission(hosts, secret, capacity, clock=lambda: self.now)
-        self.scheduler = ProducerScheduler([TokenGroup(4)], IdleWait(0.05), self.admission)
+        self.scheduler = ProducerScheduler([TokenGroup(4)], IdleWait(0.05, in_flight=2), self.admission)
         self.requests = 0
 
     def error(self, params: Ticket | dict) -> str | None:

@@ -79,7 +79,7 @@ def metaserver() -> Iterator[Metaserver]:
 @pytest.fixture
 def scheduler() -> Iterator[ConsumerScheduler]:
     scheduler = ConsumerScheduler(
-        LISTENER, [TokenGroup(BLOCK)], MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05)
+        LISTENER, [TokenGroup(BLOCK)], MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05, in_flight=2)
     )
     yield scheduler
     scheduler.close()
@@ -88,7 +88,9 @@ def scheduler() -> Iterator[ConsumerScheduler]:
 def test_tickets_are_signed_until_their_transfer_would_be_over(metaserver):
     secret = Secret(b"a secret of this test, long enough")
     client = MetaserverClient(SETTINGS, own_host="127.0.0.1")
-    scheduler = ConsumerScheduler(LISTENER, [TokenGroup(BLOCK)], client, IdleWait(0.05), Signer(secret, 480.0))
+    scheduler = ConsumerScheduler(
+        LISTENER, [TokenGroup(BLOCK)], client, IdleWait(0.05, in_flight=2), Signer(secret, 480.0)
+    )
     try:
         before = time.time()
         scheduler.allocated(wanting(metaserver.url), BLOCKS, PROMPT)
@@ -173,7 +175,9 @@ def test_decodes_cached_prefix_is_not_asked_for(scheduler, metaserver):
 
 def test_a_state_is_asked_for_without_the_last_token(metaserver):
     groups = [TokenGroup(4), StateGroup(4096)]
-    scheduler = ConsumerScheduler(LISTENER, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05))
+    scheduler = ConsumerScheduler(
+        LISTENER, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05, in_flight=2)
+    )
     try:
         request = wanting(metaserver.url)
         assert scheduler.matched_tokens(request, 0) == PROMPT - 1
@@ -190,7 +194,9 @@ def test_a_state_is_asked_for_without_the_last_token(metaserver):
 def test_blocks_that_stand_for_a_block_on_each_of_several_ranks(metaserver):
     listener = dataclasses.replace(LISTENER, dcp=2, interleave=BLOCK)
     groups = [TokenGroup(BLOCK, ranks=2)]
-    scheduler = ConsumerScheduler(listener, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05))
+    scheduler = ConsumerScheduler(
+        listener, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05, in_flight=2)
+    )
     try:
         request = wanting(metaserver.url)
         assert scheduler.matched_tokens(request, 8) == 2
@@ -207,7 +213,10 @@ def test_blocks_that_stand_for_a_block_on_each_of_several_ranks(metaserver):
 
 def test_cache_groups(metaserver):
     scheduler = ConsumerScheduler(
-        LISTENER, [TokenGroup(4), TokenGroup(8)], MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05)
+        LISTENER,
+        [TokenGroup(4), TokenGroup(8)],
+        MetaserverClient(SETTINGS, own_host="127.0.0.1"),
+        IdleWait(0.05, in_flight=2),
     )
     try:
         [expect] = issue(scheduler, wanting(metaserver.url), ([7, 1, 5], [20, 30]), computed=8).expects

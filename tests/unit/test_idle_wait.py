@@ -5,7 +5,7 @@ import pytest
 
 from harness.clock import Clock, clock_of
 from vllm_ascend_pd.scheduler import idle
-from vllm_ascend_pd.scheduler.idle import FIRST_S, IdleWait
+from vllm_ascend_pd.scheduler.idle import FIRST_S, PAUSE_S, IdleWait
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def test_the_longer_nothing_happens_the_longer_a_step_waits(clock):
-    wait = IdleWait(0.05)
+    wait = IdleWait(0.05, in_flight=2)
     waits = []
     while clock.now < 101.0:
         waits.append(wait.next(computes=False, news=False))
@@ -27,19 +27,42 @@ def test_the_longer_nothing_happens_the_longer_a_step_waits(clock):
 
 @pytest.mark.parametrize(("computes", "news"), [(True, False), (False, True), (True, True)])
 def test_what_happens_makes_it_wait_shortly_again(clock, computes, news):
-    wait = IdleWait(0.05)
+    wait = IdleWait(0.05, in_flight=2)
     clock.now += 10
     assert wait.next(computes=False, news=False) == 0.05
     assert wait.next(computes, news) == (0.0 if computes else FIRST_S)
+    assert wait.next(computes=False, news=False) == (0.0 if computes else FIRST_S)  # one more may be under way
     assert wait.next(computes=False, news=False) == FIRST_S
+
+
+@pytest.mark.parametrize("in_flight", [2, 3, 5])
+def test_none_waits_behind_a_step_that_computes(clock, in_flight):
+    wait = IdleWait(0.05, in_flight)
+    for _ in range(2):
+        assert wait.next(computes=True, news=False) == 0.0
+        waits = [wait.next(computes=False, news=news) for news in (False, True, *[False] * in_flight)]
+        assert [each > 0 for each in waits] == [k >= in_flight for k in range(1, in_flight + 3)]
+
+
+def test_sleeps_only_before_a_step_behind_one_that_waited(clock):
+    wait = IdleWait(0.05, in_flight=2)
+    slept = []
+    for computes in (False, True, False, False, False):
+        before = clock.now
+        wait.pause()
+        slept.append(clock.now - before)
+        wait.next(computes, news=False)
+    assert slept == [0.0, pytest.approx(PAUSE_S), 0.0, 0.0, pytest.approx(PAUSE_S)]
 
 
 def test_a_bound_below_the_first_wait_holds(clock):
     clock.now += 10
-    assert IdleWait(0.001).next(computes=False, news=True) == 0.001
+    assert IdleWait(0.001, in_flight=2).next(computes=False, news=True) == 0.001
 
 
 def test_engines_in_lockstep_never_wait(clock):
-    wait = IdleWait(0.0)
+    wait = IdleWait(0.0, in_flight=2)
     clock.now += 10
     assert wait.next(computes=False, news=False) == 0.0
+    wait.pause()
+    assert clock.now == 110

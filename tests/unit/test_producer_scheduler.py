@@ -54,7 +54,7 @@ def goes_on(scheduler, request, computed, tokens, blocks=None):
 
 @pytest.fixture
 def scheduler():
-    return ProducerScheduler([TokenGroup(BLOCK)], IdleWait(0.05))
+    return ProducerScheduler([TokenGroup(BLOCK)], IdleWait(0.05, in_flight=2))
 
 
 def test_a_prompt_in_one_step(scheduler):
@@ -130,7 +130,7 @@ def test_a_prefix_on_decode_that_ends_within_a_block_of_prefill(scheduler):
 
 def test_blocks_that_stand_for_a_block_on_each_of_several_ranks():
     """Prefill's block ids stand for 8 tokens, decode's for 12: parts end where both end, blocks are named once."""
-    scheduler = ProducerScheduler([TokenGroup(BLOCK, ranks=2)], IdleWait(0.05))
+    scheduler = ProducerScheduler([TokenGroup(BLOCK, ranks=2)], IdleWait(0.05, in_flight=2))
     request = ticketed(num_tokens=50, dcp=3)
     step = starts(scheduler, request, 30, ([7, 1, 5, 3],))
     assert step.sends == [Send("r", 0, 24, ([7, 1, 5],), last=False)]
@@ -139,14 +139,14 @@ def test_blocks_that_stand_for_a_block_on_each_of_several_ranks():
 
 
 def test_a_prefix_on_decode_with_blocks_on_several_ranks():
-    scheduler = ProducerScheduler([TokenGroup(BLOCK, ranks=2)], IdleWait(0.05))
+    scheduler = ProducerScheduler([TokenGroup(BLOCK, ranks=2)], IdleWait(0.05, in_flight=2))
     request = ticketed(num_tokens=30, cached=12, dcp=3)
     step = starts(scheduler, request, 30, ([7, 1, 5, 3],))
     assert step.sends == [Send("r", 12, 30, ([1, 5, 3],), last=True)]
 
 
 def test_cache_groups_have_their_own_blocks():
-    scheduler = ProducerScheduler([TokenGroup(4), TokenGroup(8)], IdleWait(0.05))
+    scheduler = ProducerScheduler([TokenGroup(4), TokenGroup(8)], IdleWait(0.05, in_flight=2))
     request = ticketed(num_tokens=18, block_sizes=(4, 8))
     step = starts(scheduler, request, 12, ([7, 1, 5], [20, 30]))
     assert step.sends == [Send("r", 0, 8, ([7, 1], [20]), last=False)]
@@ -156,7 +156,7 @@ def test_cache_groups_have_their_own_blocks():
 
 def with_states():
     """Attention's blocks, and a group whose blocks hold a state: here one block for the longest prompt."""
-    return ProducerScheduler([TokenGroup(BLOCK), StateGroup(4096)], IdleWait(0.05))
+    return ProducerScheduler([TokenGroup(BLOCK), StateGroup(4096)], IdleWait(0.05, in_flight=2))
 
 
 def wants_a_state(num_tokens=PROMPT):
@@ -377,7 +377,7 @@ def test_any_schedule_sends_every_token_once(data):
     d_blocks = [data.draw(st.sampled_from([2, 4, 8]), label="decode's block size") for _ in sizes]
     # Context parallelism: a block id stands for a block on each of several ranks.
     ranks, dcp = (data.draw(st.sampled_from([1, 2, 3]), label=f"{who}'s ranks") for who in ("prefill", "decode"))
-    scheduler = ProducerScheduler([TokenGroup(size, ranks) for size in sizes], IdleWait(0.05))
+    scheduler = ProducerScheduler([TokenGroup(size, ranks) for size in sizes], IdleWait(0.05, in_flight=2))
     sizes, d_sizes = [size * ranks for size in sizes], [size * dcp for size in d_blocks]
     total = data.draw(st.integers(1, 80), label="prompt tokens")
     cached = math.lcm(*d_sizes) * data.draw(st.integers(0, total // math.lcm(*d_sizes)), label="cached on decode")

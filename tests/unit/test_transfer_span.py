@@ -70,14 +70,14 @@ def spans(exporter: InMemorySpanExporter) -> InMemorySpanExporter:
 
 @pytest.fixture
 def prefill() -> ProducerScheduler:
-    return ProducerScheduler([TokenGroup(BLOCK)], IdleWait(0.05))
+    return ProducerScheduler([TokenGroup(BLOCK)], IdleWait(0.05, in_flight=2))
 
 
 @pytest.fixture
 def decode() -> Iterator[ConsumerScheduler]:
     client = MetaserverClient(MetaserverSettings(retries=0), own_host="127.0.0.1")
     scheduler = ConsumerScheduler(
-        Listener("decode-0", "10.0.0.1", 5555, 1), [TokenGroup(BLOCK)], client, IdleWait(0.05)
+        Listener("decode-0", "10.0.0.1", 5555, 1), [TokenGroup(BLOCK)], client, IdleWait(0.05, in_flight=2)
     )
     yield scheduler
     scheduler.close()

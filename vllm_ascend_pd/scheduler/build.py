@@ -38,8 +38,10 @@ def make_scheduler(
     groups = compat.cache_groups(kv_cache_config, sharding.parts)
     _read(load_keys, config.side_channel_key_file)  # what is wrong with it is said before models are loaded
     secret = _read(read_ticket_secret, config.ticket_secret_file)
-    in_lockstep = vllm_config.parallel_config.data_parallel_size > 1
-    idle = IdleWait(0.0 if in_lockstep else config.idle_wait_s)
+    parallel = vllm_config.parallel_config
+    in_lockstep = parallel.data_parallel_size > 1
+    in_flight = 1 + parallel.pipeline_parallel_size  # vLLM: as many as stages, and with async scheduling one more
+    idle = IdleWait(0.0 if in_lockstep else config.idle_wait_s, in_flight)
     if transfer.is_kv_producer:
         hosts = decode_hosts(config.decode_allowlist, host, secret is not None)
         return ProducerScheduler(groups, idle, Admission(hosts, secret))

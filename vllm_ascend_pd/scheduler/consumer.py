@@ -151,6 +151,8 @@ class ConsumerScheduler:
     def build_step(self, computes: bool) -> ConsumerStep:
         """The metadata for the ranks of a step that `computes` something or not; new tickets leave for the metaserver
         only now, so that prefill does not ask ranks for a ticket they cannot know yet."""
+        if not computes and self._step == ConsumerStep():
+            self._idle.pause()
         for outcome in self._metaserver.poll():
             if outcome.ok:
                 self._step.prefilled.append(outcome.key)

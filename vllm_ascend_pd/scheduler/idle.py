@@ -5,6 +5,10 @@ While requests wait for KV, vLLM steps without a pause: its scheduler asks again
 other. On a busy host that takes cores from whoever computes. A step that waits for a transfer in the ranks ends as soon
 as one does; what comes to the scheduler meanwhile, a new request, waits for the step. So the longer nothing has
 happened, the longer the next step waits: at most as long again.
+
+While the ranks wait, the scheduler's process polls them for as long after the last step's end as vLLM says: 1 s unless
+it is told otherwise. A pause between two such steps lets that time pass asleep, and the ranks, which have waited
+themselves, do not poll meanwhile. Decode pauses; prefill does not, where a new request is what matters.
 """
 
 import time
@@ -12,16 +16,35 @@ import time
 FIRST_S = 0.02
 """Short beside what a prompt takes to be computed, which is what is waited for."""
 
+PAUSE_S = 0.011
+"""Longer than processes should poll each other for where several share a core (10 ms in the tests); a transfer that
+ends meanwhile is noticed so much later at most."""
+
 
 class IdleWait:
-    def __init__(self, longest_s: float) -> None:
-        """`longest_s`: seconds; 0 where other engines wait for every step of this one (data-parallel MoE)."""
+    def __init__(self, longest_s: float, in_flight: int) -> None:
+        """`longest_s`: seconds; 0 where other engines wait for every step of this one (data-parallel MoE). `in_flight`:
+        as many steps as vLLM has under way at most; while one of them computes, none behind it waits: its next token's
+        step would wait, too."""
         self._longest_s = longest_s
+        self._in_flight = in_flight
+        self._empty = in_flight - 1  # steps since one computed; at first none is under way
         self._since = time.monotonic()
+
+    @property
+    def _waits(self) -> bool:
+        """The last step does."""
+        return self._longest_s > 0 and self._empty >= self._in_flight
+
+    def pause(self) -> None:
+        """Before a step that computes nothing and has no news for the ranks: sleeps if the last one waited in them."""
+        if self._waits:
+            time.sleep(min(PAUSE_S, self._longest_s))
 
     def next(self, computes: bool, news: bool) -> float:
         """Seconds, for a step that `computes` something or not, and has `news` for the ranks or not."""
         now = time.monotonic()
         if computes or news:
             self._since = now
-        return 0.0 if computes else min(self._longest_s, max(FIRST_S, now - self._since))
+        self._empty = 0 if computes else self._empty + 1
+        return min(self._longest_s, max(FIRST_S, now - self._since)) if self._waits else 0.0
