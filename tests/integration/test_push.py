@@ -10,6 +10,7 @@ from harness.kv import Model, Side
 from harness.rank_programs import Hooks
 from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.step import ProducerStep, Send
 
 GQA = Model()
 TWO_HEADS = Model(heads=2)
@@ -99,3 +100,19 @@ def test_layers_nobody_announces_are_pushed_at_the_end(pair: Pair) -> None:
     requests = prompts(pair, [50])
     run(pair, requests, hooks=Hooks(saved=(0, 2)))
     expect_delivery(pair, requests)
+
+
+def test_decode_does_not_wait_for_the_rest_of_a_step(pair: Pair) -> None:
+    """What a model computes after its last layer's KV, and what a sampler does, is none of decode's."""
+    for rank in pair.d_ranks:
+        rank.call("clear")
+    [request] = requests = prompts(pair, [50])
+    tickets = {request.request_id: pair.ticket(request)}
+    pair.expect(requests, tickets)
+    by_id = {request.request_id: request}
+    whole = Send(request.request_id, 0, 50, (request.p_blocks,), last=True)
+    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets, sends=[whole]), by_id, Hooks(ended=False))
+    assert pair.wait_arrivals(1) == ({request.request_id}, {})
+    assert pair.differences(requests) == []
+    pair.each(pair.p_ranks, "step", ProducerStep(finished={request.request_id: None}), by_id)
+    assert pair.wait_sent(1) == {}

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -129,10 +129,12 @@ class ProducerWorker:
             if written is None or written[0] not in ("", layer):
                 written = layer, self._device.record_event()
             self._push_layer(layer, written[1])
+            if not self._plan.unsaved:  # decode need not wait for the rest of the step
+                self._finish_all(self._plan.last)
 
     def end_step(self) -> None:
-        """The forward pass is over, the draft's too: layers nobody announced are pushed, and prompts that end are
-        sealed. Without effect where the step has ended already."""
+        """The forward pass is over, the draft's too: layers nobody announced are pushed, and nothing follows of prompts
+        that end. Without effect where the step has ended already."""
         plan, self._plan = self._plan, StepPlan()
         if plan.unsaved and plan.shipments:
             event = self._device.record_event()
@@ -145,7 +147,7 @@ class ProducerWorker:
         if computed is not None:
             for transfer in plan.last:
                 transfer.computed = computed
-                self._finish(transfer)
+            self._finish_all(plan.last)
 
     def preempted(self, request_ids: set[str]) -> None:
         """Their blocks are about to be reused: waits until no push reads them any more (R3)."""
@@ -263,6 +265,10 @@ class ProducerWorker:
     def _lose(self, transfer: Transfer, reason: str, cause: PushFailure) -> None:
         transfer.fail(reason, cause)
         self._finish(transfer)
+
+    def _finish_all(self, transfers: Iterable[Transfer]) -> None:
+        for transfer in transfers:
+            self._finish(transfer)
 
     def _finish(self, transfer: Transfer) -> None:
         """Nothing more will be pushed. Called on any thread, any number of times."""
