@@ -3,10 +3,12 @@
 
 $ python benchmarks/pull_proxy.py --connector NixlConnector --prefill URL --decode URL --port 8000
 $ python benchmarks/pull_proxy.py --connector MooncakeConnector --bootstrap URL --prefill URL --decode URL --port 8000
+$ python benchmarks/pull_proxy.py --connector none --prefill URL --decode URL --port 8000
 
 Does what vLLM's own examples do, in faster libraries, and nothing else. NixlConnector, and vllm-ascend's
 MooncakeConnectorV1: prefill first, and what it answers goes to decode. MooncakeConnector: both at once, with an id that
-joins them.
+joins them. None: prefill first, and then decode gets the prompt's last token alone, which is all that it computes
+where KV is transferred; its answers are wrong, and took what two engines take without any transfer.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import aiohttp
 import uvicorn
 from stub_engine import JSON, SSE, answer, body_of
 
-CONNECTORS = ("MooncakeConnector", "NixlConnector", "MooncakeConnectorV1")
+CONNECTORS = ("MooncakeConnector", "NixlConnector", "MooncakeConnectorV1", "none")
 FOR_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 FOR_DECODE = {"do_remote_decode": False, "do_remote_prefill": True}
 
@@ -36,6 +38,10 @@ class PullProxy:
             return
         request = json.loads(await body_of(receive))
         request_id = str(uuid.uuid4())
+        if self._connector == "none":
+            await self._run_prefill(request, request_id, None)
+            await self._stream({**request, "prompt": request["prompt"][-1:]}, request_id, None, send)
+            return
         if self._connector != "MooncakeConnector":
             prefilled = await self._run_prefill(request, request_id, FOR_PREFILL)
             await self._stream(request, request_id, prefilled["kv_transfer_params"], send)
@@ -46,14 +52,14 @@ class PullProxy:
         await self._stream(request, request_id, FOR_DECODE | transfer | from_where, send)
         await prefill
 
-    async def _run_prefill(self, request: dict[str, Any], request_id: str, params: dict[str, Any]) -> Any:
+    async def _run_prefill(self, request: dict[str, Any], request_id: str, params: dict[str, Any] | None) -> Any:
         body = {**request, "stream": False, "max_tokens": 1, "kv_transfer_params": params}
         url, headers = f"{self._prefill}/v1/completions", {"X-Request-Id": request_id}
         async with self._session.post(url, json=body, headers=headers) as reply:
             reply.raise_for_status()
             return await reply.json()
 
-    async def _stream(self, request: dict[str, Any], request_id: str, params: dict[str, Any], send: Any) -> None:
+    async def _stream(self, request: dict[str, Any], request_id: str, params: dict[str, Any] | None, send: Any) -> None:
         body = {**request, "kv_transfer_params": params}
         url, headers = f"{self._decode}/v1/completions", {"X-Request-Id": request_id}
         async with self._session.post(url, json=body, headers=headers) as reply:

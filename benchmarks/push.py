@@ -175,8 +175,7 @@ def main() -> int:
         print(HEADER)
     for result in results(args):
         missed |= not result.holds
-        more = {"load_average": os.getloadavg()[0]}
-        print(line(result, result.holds, args.json, **more), flush=True)
+        print(line(result, result.holds, args.json, load_average=os.getloadavg()[0]), flush=True)
     if not args.json:
         print(f"load average {os.getloadavg()[0]:.1f}, {args.layers} layers, {args.rounds} rounds")
     return 1 if missed and args.check else 0

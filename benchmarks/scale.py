@@ -197,7 +197,7 @@ class Bench:
         self._url = stack.enter_context(metaserver(self._posts.answer))
         stack.callback(self._posts.prefilled.set)
         self._waves = 0
-        self._spread = True
+        self._spread = False  # was the last wave
         self._prefills: dict[int, Prefill] = {}
         self.engine_bytes: dict[int, float] = {}
         memory = Memory()
@@ -217,7 +217,7 @@ class Bench:
     def wave(self, case: Case, memory: bool = False) -> tuple[Cost, dict[str, dict[str, float]], tuple[float, float]]:
         """Cost, calls, and where asked for, the memory that each request takes (prefill, decode)."""
         prefill, decode = self._prefills[case.engines], self._decode
-        if self._spread:  # engines that are merely known have not been heard of just now
+        if self._spread and not case.spread:  # engines that are merely known have not been heard of just now
             time.sleep(REST_S)
         self._spread = case.spread
         self._waves += 1

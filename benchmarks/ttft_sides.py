@@ -90,6 +90,8 @@ class Setting:
 class Side:
     """Takes requests at `url`. Between its turns its processes are stopped (SIGSTOP), so that it costs nothing."""
 
+    answers_rightly = True
+
     def __init__(self, name: str, url: str, model: Path, processes: Sequence[ManagedProcess]) -> None:
         self.name = name
         self._processes = processes
@@ -209,6 +211,19 @@ def v1(setting: Setting) -> Iterator[Side]:
         yield side
 
 
+@contextmanager
+def bare(setting: Setting) -> Iterator[Side]:
+    """Two engines without a connector: what their being two costs, whatever brings KV from one to the other."""
+    sizes = setting.pair.prefill, setting.pair.decode
+    configs = [dataclasses.replace(setting.engine(), tp=tp) for tp in sizes]
+    with (
+        running_engines(setting.path, configs, setting.logs) as engines,
+        _pulling(setting, "bare", "none", engines) as side,
+    ):
+        side.answers_rightly = False
+        yield side
+
+
 def _sizes(pair: Pair) -> Pairs:
     sizes = {role: {"tp_size": tp, "dp_size": 1} for role, tp in (("prefill", pair.prefill), ("decode", pair.decode))}
     return (("kv_connector_extra_config", sizes),)
@@ -225,11 +240,18 @@ def _peer(
 ) -> Iterator[Side]:
     """`envs`: of prefill and decode. `options`: the proxy's."""
     configs = _peer_engines(setting, connector, transfer, envs)
-    with running_engines(setting.path, configs, setting.logs) as engines:
-        urls = [f"--{role}={engine.url}" for role, engine in zip(("prefill", "decode"), engines, strict=True)]
-        proxy = PullProxy(setting.logs, "--connector", connector, *urls, *options)
-        with _behind(proxy, name, setting, engines) as side:
-            yield side
+    with (
+        running_engines(setting.path, configs, setting.logs) as engines,
+        _pulling(setting, name, connector, engines, *options) as side,
+    ):
+        yield side
+
+
+@contextmanager
+def _pulling(setting: Setting, name: str, connector: str, engines: Sequence[Server], *options: str) -> Iterator[Side]:
+    urls = [f"--{role}={engine.url}" for role, engine in zip(("prefill", "decode"), engines, strict=True)]
+    with _behind(PullProxy(setting.logs, "--connector", connector, *urls, *options), name, setting, engines) as side:
+        yield side
 
 
 def _peer_engines(
@@ -268,5 +290,6 @@ SIDES: dict[str, Callable[[Setting], AbstractContextManager[Side]]] = {
     "nixl": nixl,
     "layerwise": layerwise,
     "v1": v1,
+    "bare": bare,
 }
-ON_CPU, ON_NPU = ("ours", "mooncake", "nixl"), ("ours", "layerwise", "v1")
+ON_CPU, ON_NPU = ("ours", "mooncake", "nixl", "bare"), ("ours", "layerwise", "v1", "bare")
