@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets everything up and runs all checks and tests.
 #
-#   scripts/test.sh [--quick | --npu | --e2e | --faults | --hostile] [-k EXPRESSION] [-- PYTEST_ARGUMENT...]
+#   scripts/test.sh [--quick | --npu | --e2e | --benchmarks | --faults | --hostile] [-k EXPRESSION] [-- PYTEST_ARGUMENT...]
 #
 #   --quick         leave out the end-to-end tests (real vLLM engines, most of the time) and the NPU's
 #   --npu           only the NPU's: torch_npu and vllm-ascend, on emulated CANN libraries; with more pairs of
 #                   parallel sizes than without it
 #   --e2e           only the end-to-end tests on vLLM's CPU backend, with more kinds of engines than without it
+#   --benchmarks    only the tests of benchmarks that take minutes each; without it, the others
 #   --faults        only the fault injection, in its long form, whose table is in docs/reliability.md; without it, a
 #                   few of its faults are among the tests. FAULTS_REPORT=FOLDER: also writes the table there
 #   --hostile       only the decoders and listeners against hostile input, in the long form: over 1,000,000 inputs
@@ -26,7 +27,7 @@ pytest_args=()
 filtered=
 while (($#)); do
   case $1 in
-    --quick | --npu | --e2e | --faults | --hostile) mode=${1#--} ;;
+    --quick | --npu | --e2e | --benchmarks | --faults | --hostile) mode=${1#--} ;;
     -k)
       (($# > 1)) || {
         echo "test: -k needs an expression; see --help" >&2
@@ -125,7 +126,8 @@ end_beside() { # end_beside TITLE
 run_pytest() { # run_pytest ENVIRONMENT PATH...
   local environment=$1
   shift
-  TMPDIR=$scratch "$environment/bin/python" -m pytest --quiet --tb=short -p no:cacheprovider "${pytest_args[@]}" "$@"
+  # What vLLM remembers of models: two versions beside each other would write the same files, again and again.
+  TMPDIR=$scratch VLLM_CACHE_ROOT="$scratch/${environment##*/}" "$environment/bin/python" -m pytest --quiet --tb=short -p no:cacheprovider "${pytest_args[@]}" "$@"
 }
 # Mostly waiting: three at a time.
 tests_at_once() { # tests_at_once TITLE PATH...
@@ -149,6 +151,7 @@ run scripts/setup_env.sh "${setup[@]}"
 case $mode in
   npu) stage "$npu_title" npu_tests ;;
   e2e) tests "end-to-end tests, long form" tests/e2e ;;
+  benchmarks) tests "benchmarks, long form" tests/integration -m long ;;
   faults) tests "faults, long form" tests/faults ;;
   hostile) tests "hostile input, long form" tests/hostile --inputs 1100000 ;;
   *)
@@ -158,7 +161,7 @@ case $mode in
     stage "mypy" "$VENV/bin/mypy"
     tests_at_once "unit tests" tests/unit
     tests "NPU kernels on a CPU twin of AscendC" tests/ascendc_twin
-    tests_at_once "integration tests" tests/integration
+    tests_at_once "integration tests" tests/integration -m "not long"
     PYTHONPATH="$VENV/vllm-0.23${PYTHONPATH:+:$PYTHONPATH}" \
       tests "tests that touch vLLM, with vLLM 0.23.0" tests/unit/test_{consumer_scheduler,producer_scheduler,transfer_span}.py \
         tests/integration/test_{connector,context_parallelism,multi_connector,aggregation,engine_metrics}.py

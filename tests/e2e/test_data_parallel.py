@@ -22,7 +22,8 @@ from harness.ports import release_port, reserve_port, reserve_ports
 LOCKSTEP = dataclasses.replace(TINY, name="lockstep", config=(("num_experts", 2),))
 """TINY's weights."""
 
-pytestmark = pytest.mark.timeout(600)
+# The short form has data-parallel engines in tests/npu/e2e/test_parallel.py.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

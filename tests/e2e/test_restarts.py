@@ -14,7 +14,7 @@ from harness.client import Client, at_once, random_prompt
 from harness.clusters import Cluster
 from harness.engines import wait_ready
 from harness.failures import wait_all_blocks_free
-from harness.pool import Reference
+from harness.pool import Reference, long
 from harness.processes import ManagedProcess
 
 pytestmark = [
@@ -33,7 +33,7 @@ def attempt(client: Client, prompt: list[int]) -> tuple[int, ...] | None:
 
 @pytest.mark.parametrize(
     ("side", "end"),
-    [("decode", ManagedProcess.kill), ("prefill", ManagedProcess.stop)],
+    [("decode", ManagedProcess.kill), long("prefill", ManagedProcess.stop)],
     ids=["decode-killed", "prefill-terminated"],
 )
 def test_restarted_while_it_serves(

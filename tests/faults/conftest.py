@@ -17,7 +17,6 @@ _report = Report()
 
 def pytest_configure(config: pytest.Config) -> None:
     interrupt_on_sigterm()
-    config.addinivalue_line("markers", "long: faults that only the long form injects")
 
 
 def pytest_terminal_summary() -> None:

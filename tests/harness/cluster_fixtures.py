@@ -15,7 +15,6 @@ from harness.processes import interrupt_on_sigterm
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long: with engines of kinds that other tests start, too: not in the short form")
     interrupt_on_sigterm()
 
 
@@ -32,6 +31,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         for server in (*cluster.prefill, *cluster.decode, cluster.proxy):
             report.sections.append((f"end of {server.log.name}", server.process.tail()))
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """Engine cores and workers do not import vLLM once more, which is most of what starting costs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+        yield
 
 
 @pytest.fixture(scope="session")

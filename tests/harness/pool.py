@@ -16,7 +16,7 @@ from harness.processes import StartupError
 
 
 def long(*parameters: object) -> ParameterSet:
-    """For tests whose engines are of kinds that others start, too: only the long form runs them."""
+    """For what takes long beside what others show already: only the long forms run it."""
     return pytest.param(*parameters, marks=pytest.mark.long)
 
 

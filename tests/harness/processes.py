@@ -8,9 +8,11 @@ that the whole process group is gone. What is still running when Python exits is
 
 import atexit
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,10 +35,12 @@ class ManagedProcess:
         self.name = name
         self.log = log
         self.command = tuple(command)
+        # vLLM leaves sockets in it. The path is short: a Unix socket's name has an end.
+        self._temporary = tempfile.TemporaryDirectory(prefix="vllm-")
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 command,
-                env=dict(env),
+                env={**env, "TMPDIR": self._temporary.name},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -54,6 +58,12 @@ class ManagedProcess:
     def tail(self, lines: int = TAIL_LINES) -> str:
         said = self.log.read_text(errors="replace").splitlines()
         return "\n".join([line for line in said if "Route: /" not in line][-lines:])  # vLLM lists its dozens of routes
+
+    def first_error(self, lines: int = TAIL_LINES) -> str:
+        """What the log says from its first error on; empty if it has none."""
+        said = iter(self.log.read_text(errors="replace").splitlines())
+        after = itertools.dropwhile(lambda line: " ERROR " not in line and "Traceback" not in line, said)
+        return "\n".join(itertools.islice(after, lines))
 
     def members(self) -> list[int]:
         """The living processes of the group, oldest first."""
@@ -86,6 +96,7 @@ class ManagedProcess:
             time.sleep(0.02)
         for path in self._shared_memory:
             path.unlink(missing_ok=True)
+        self._temporary.cleanup()
         _running.discard(self)
 
     def _note_shared_memory(self) -> None:
@@ -99,10 +110,14 @@ class ManagedProcess:
 
 
 class StartupError(RuntimeError):
-    """A process ended, or took too long, before it was healthy. The message ends with its log's last lines."""
+    """A process ended, or took too long, before it was healthy. The message has its log's first error and last lines:
+    what vLLM says last is that an engine did not start, not why."""
 
     def __init__(self, process: ManagedProcess, what: str) -> None:
-        super().__init__(f"{process.name} {what}; the end of {process.log}:\n{process.tail()}")
+        first = process.first_error() or "none"
+        super().__init__(
+            f"{process.name} {what}; the first error in {process.log}:\n{first}\n\nits end:\n{process.tail()}"
+        )
         self.summary = f"{process.name} {what}"
         self.log = process.log
 

@@ -53,6 +53,7 @@ def test_ops() -> None:
     assert all(each["of_copy"] > 0 for each in found)
 
 
+@pytest.mark.long
 def test_regroup() -> None:
     """Each side is checked for the right bytes before it is measured."""
     _, program = documented("docs/performance.md", "python benchmarks/regroup.py")

@@ -9,6 +9,7 @@ from harness.documented import documented
 pytestmark = pytest.mark.timeout(600)  # they start processes that import torch: minutes on a busy machine
 
 
+@pytest.mark.long
 def test_scale() -> None:
     """Every request of every wave ends well on both sides, or it fails."""
     _, program = documented("docs/performance.md", "python benchmarks/scale.py")
@@ -53,6 +54,7 @@ def test_simulate() -> None:
             assert each["advice"]["full_first"] in ("prefill", "decode")
 
 
+@pytest.mark.long
 def test_simulate_validation() -> None:
     """Real workers have moved all requests' KV; how near the simulator is depends on who else uses the machine."""
     _, program, *options = documented("docs/performance.md", "python benchmarks/simulate.py --validate")

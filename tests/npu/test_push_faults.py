@@ -10,6 +10,7 @@ import pytest
 
 import cann_on_host
 from harness.kv import Model, Side, layer_name
+from harness.pool import long
 from harness.rank_programs import PrefillRank, refuse_work
 from harness.ranks import Pair, prompts, run
 
@@ -141,7 +142,7 @@ def test_an_hccl_call_that_hangs() -> None:
             expect_failure(pair, STREAM_FAILED, 2)
 
 
-@pytest.mark.parametrize("work", ["gather", "two-gathers"])
+@pytest.mark.parametrize("work", ["gather", long("two-gathers")])
 def test_a_rank_that_dies_in_a_collective(work: str) -> None:
     with pair_of(work) as pair:
         victim = pair.p_ranks[1]

@@ -11,6 +11,7 @@ import pytest
 
 from harness.engines import CPU_ENV
 from harness.models import TINY, make_model
+from harness.pool import long
 
 pytestmark = pytest.mark.npu
 
@@ -51,7 +52,7 @@ def expected(model: Path) -> list[list[int]]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)], ids=["tp1", "tp2", "pp2"])
+@pytest.mark.parametrize(("tp", "pp"), [long(1, 1), (2, 1), long(1, 2)], ids=["tp1", "tp2", "pp2"])
 def test_tokens_equal_those_of_the_cpu_backend(model: Path, expected: list[list[int]], tp: int, pp: int) -> None:
     device, rounds = tokens_of(Path(sys.executable), model, tp, pp, cpu=False)
     assert device == "npu"

@@ -6,6 +6,10 @@ Each is off unless its environment variable is set, so the folder alone changes 
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 TOKEN_MAJOR = "VLLM_ASCEND_PD_TEST_TOKEN_MAJOR"
 """The KV cache in vllm-ascend's token-major order, read and written by `token_major.py`."""
@@ -13,6 +17,10 @@ TOKEN_MAJOR = "VLLM_ASCEND_PD_TEST_TOKEN_MAJOR"
 SHORT_SPIN = "VLLM_ASCEND_PD_TEST_SHORT_SPIN"
 """Idle workers sleep after 10 ms without work. vLLM lets them poll for 1 s, which suits a machine with a
 core per worker; where several engines share two cores, the idle ones take those from the busy ones."""
+
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+"""vLLM's own. "fork" holds on vLLM's CPU platform, too, which has engine cores and workers spawned whatever is set:
+each then imports vLLM anew, 10 s of a core."""
 
 POISON_TOKENS = "VLLM_ASCEND_PD_TEST_POISON_TOKENS"
 """A number: prompts of that many tokens cannot be sent by prefill, see `faults.py`. Unset: no faults."""
@@ -44,6 +52,8 @@ def register() -> None:
         _use_token_major_cache()
     if os.environ.get(SHORT_SPIN) == "1":
         _shorten_spin(seconds=0.01)
+    if os.environ.get(METHOD) == "fork":
+        _fork_on_cpu()
     if tokens := os.environ.get(POISON_TOKENS):
         from faults import poison_prompts_of
 
@@ -78,6 +88,18 @@ def _shorten_spin(seconds: float) -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.SpinCondition = functools.partial(shm_broadcast.SpinCondition, busy_loop_s=seconds)
+
+
+def _fork_on_cpu() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_fork(config: "VllmConfig") -> None:
+        check(config)
+        os.environ[METHOD] = "fork"
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_fork)  # type: ignore[method-assign]
 
 
 def _connect_through(proxy: str) -> None:

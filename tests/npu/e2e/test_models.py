@@ -35,6 +35,7 @@ def test_alone(client: Client, reference) -> None:
     assert outputs == {n: reference.complete(prompt) for n, prompt in prompts.items()}
 
 
+@pytest.mark.long
 @all_clusters
 def test_eight_at_a_time(client: Client, reference) -> None:
     prompts = [random_prompt(tokens, f"eight-{i}") for i, tokens in enumerate(2 * PROMPT_TOKENS)]

@@ -15,7 +15,7 @@ PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 CLUSTERS = [
     one_to_one("tp1-to-tp1", 1, 1),
     one_to_one("tp2-to-tp1", 2, 1),
-    one_to_one("tp1-to-tp2", 1, 2),
+    long(one_to_one("tp1-to-tp2", 1, 2)),
     long(one_to_one("tp2-to-tp2", 2, 2)),
     long(one_to_one("tp4-to-tp1", 4, 1)),
     long(one_to_one("pp2-to-tp1", 1, 1, prefill_pp=2)),

@@ -45,9 +45,11 @@ def shaped(config: EngineConfig, tp: int = 1, pp: int = 1, dp: int = 1) -> Engin
 
 PIPELINES = [
     cluster_of("pp2tp2-to-tp1", [shaped(PREFILL, tp=2, pp=2)], [DECODE]),
-    cluster_of("tp1-to-pp2", [PREFILL], [shaped(DECODE, pp=2)]),
-    cluster_of(
-        "pp2-to-pp2-with-other-layers", [with_layers(shaped(PREFILL, pp=2), "1,3")], [shaped(DECODE, tp=2, pp=2)]
+    long(cluster_of("tp1-to-pp2", [PREFILL], [shaped(DECODE, pp=2)])),
+    long(
+        cluster_of(
+            "pp2-to-pp2-with-other-layers", [with_layers(shaped(PREFILL, pp=2), "1,3")], [shaped(DECODE, tp=2, pp=2)]
+        )
     ),
 ]
 DATA_PARALLEL = [
@@ -57,11 +59,11 @@ DATA_PARALLEL = [
 # 48 MiB a rank instead of 64, and other limits on what runs at once.
 SMALLER = dataclasses.replace(DECODE, kv_cache_bytes=48 << 20, args=("--max-num-seqs", "6"))
 HEADS = [
-    cluster_of("one-head-tp2-to-tp1", [shaped(PREFILL, tp=2)], [DECODE], ONE_HEAD),
+    long(cluster_of("one-head-tp2-to-tp1", [shaped(PREFILL, tp=2)], [DECODE], ONE_HEAD)),
     long(cluster_of("one-head-tp1-to-tp2", [PREFILL], [shaped(DECODE, tp=2)], ONE_HEAD)),
     long(cluster_of("one-head-tp2-to-tp2", [shaped(PREFILL, tp=2)], [shaped(DECODE, tp=2)], ONE_HEAD)),
 ]
-UNEVEN = cluster_of("six-heads-tp3-to-tp2-smaller", [shaped(PREFILL, tp=3)], [shaped(SMALLER, tp=2)], SIX_HEADS)
+UNEVEN = long(cluster_of("six-heads-tp3-to-tp2-smaller", [shaped(PREFILL, tp=3)], [shaped(SMALLER, tp=2)], SIX_HEADS))
 TWO_OF_EACH = long(cluster_of("2p2d", [PREFILL, shaped(PREFILL, tp=2)], [DECODE, shaped(DECODE, tp=2)]))
 
 pytestmark = [pytest.mark.npu, pytest.mark.timeout(900)]
