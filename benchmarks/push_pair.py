@@ -85,8 +85,7 @@ class PushPair:
         """One step with all of all prompts, whose tickets come with it. Its layers take `compute_s` each, the first one
         `first_s` if it is given; pushed as they end, or all at the step's end."""
         first_s = compute_s if first_s is None else first_s
-        tickets = {prompt.request_id: self.pair.ticket(prompt) for prompt in requests}
-        self.pair.expect(list(requests), tickets)
+        tickets = self.pair.announce(requests)
         self.d.send("do", await_arrivals, len(requests))
         step = ProducerStep(tickets, [Send(p.request_id, 0, p.num_tokens, (p.p_blocks,), last=True) for p in requests])
         begun, first, computed = self.p.call("do", prefill, step, first_s, compute_s, layerwise)

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets everything up and runs all checks and tests.
 #
-#   scripts/test.sh [--quick | --npu | --e2e | --benchmarks | --faults | --hostile] [-k EXPRESSION] [-- PYTEST_ARGUMENT...]
+#   scripts/test.sh [--quick | --npu | --e2e | --benchmarks | --faults | --hostile] [-k EXPRESSION]
+#                   [-- PYTEST_ARGUMENT...]
 #
 #   --quick         leave out the end-to-end tests (real vLLM engines, most of the time) and the NPU's
 #   --npu           only the NPU's: torch_npu and vllm-ascend, on emulated CANN libraries; with more pairs of
@@ -127,7 +128,8 @@ run_pytest() { # run_pytest ENVIRONMENT PATH...
   local environment=$1
   shift
   # What vLLM remembers of models: two versions beside each other would write the same files, again and again.
-  TMPDIR=$scratch VLLM_CACHE_ROOT="$scratch/${environment##*/}" "$environment/bin/python" -m pytest --quiet --tb=short -p no:cacheprovider "${pytest_args[@]}" "$@"
+  TMPDIR=$scratch VLLM_CACHE_ROOT="$scratch/${environment##*/}" \
+    "$environment/bin/python" -m pytest --quiet --tb=short -p no:cacheprovider "${pytest_args[@]}" "$@"
 }
 # Mostly waiting: three at a time.
 tests_at_once() { # tests_at_once TITLE PATH...

@@ -56,14 +56,16 @@ class ManagedProcess:
         return self._process.poll()
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        said = self.log.read_text(errors="replace").splitlines()
-        return "\n".join([line for line in said if "Route: /" not in line][-lines:])  # vLLM lists its dozens of routes
+        shown = [line for line in self._said() if "Route: /" not in line]  # vLLM lists its dozens of routes
+        return "\n".join(shown[-lines:])
 
     def first_error(self, lines: int = TAIL_LINES) -> str:
         """What the log says from its first error on; empty if it has none."""
-        said = iter(self.log.read_text(errors="replace").splitlines())
-        after = itertools.dropwhile(lambda line: " ERROR " not in line and "Traceback" not in line, said)
+        after = itertools.dropwhile(lambda line: " ERROR " not in line and "Traceback" not in line, self._said())
         return "\n".join(itertools.islice(after, lines))
+
+    def _said(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines()
 
     def members(self) -> list[int]:
         """The living processes of the group, oldest first."""

@@ -9,6 +9,7 @@ import math
 import random
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ from vllm_ascend_pd.transport.curve import load_keys
 
 def run(pair: "Pair", requests: list[Prompt], chunk: int | None = None, hooks: Hooks = ONCE) -> dict[str, Ticket]:
     """Prefills all requests at once, each step computing up to `chunk` tokens of each; returns their tickets."""
-    tickets = {prompt.request_id: pair.ticket(prompt) for prompt in requests}
-    pair.expect(requests, tickets)
+    tickets = pair.announce(requests)
     prefill(pair, requests, tickets, chunk, hooks)
     return tickets
 
@@ -157,7 +157,13 @@ class Pair:
             remote_draft=DRAFT if self.model.draft_layers else "",
         )
 
-    def expect(self, requests: list[Prompt], tickets: dict[str, Ticket]) -> None:
+    def announce(self, requests: Sequence[Prompt]) -> dict[str, Ticket]:
+        """Tickets for all of them, by request id, that decode's ranks are told about."""
+        tickets = {prompt.request_id: self.ticket(prompt) for prompt in requests}
+        self.expect(requests, tickets)
+        return tickets
+
+    def expect(self, requests: Sequence[Prompt], tickets: dict[str, Ticket]) -> None:
         """Tells decode's ranks about the tickets."""
         self._request_of |= {ticket.ticket_id: request_id for request_id, ticket in tickets.items()}
         expects = [

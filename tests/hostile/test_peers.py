@@ -59,8 +59,7 @@ def test_a_decode_rank_asked_for_anything(pair: Pair, inputs: int, fuzz_seed: in
     """Grants and reports for tickets that are not there, and for one that is, of engines of all shapes; repeated."""
     chance = random.Random(fuzz_seed)
     bait = prompts(pair, [64])
-    tickets = {prompt.request_id: pair.ticket(prompt) for prompt in bait}
-    pair.expect(bait, tickets)
+    tickets = pair.announce(bait)
     [ticket] = tickets.values()
     writer = Writer("prefill", 0, 0)
     shapes = [sharding(2), sharding(1024), sharding(7), sharding(8, 2, 16), sharding(2, pcp=512)]

@@ -85,8 +85,7 @@ def holds_others(rank: DecodeRank, blocks: list[int]) -> bool:
 
 def announced(pair: Pair, prompt: Prompt) -> dict[str, Ticket]:
     """Prefill has the request's ticket and its grants, and has computed nothing yet."""
-    tickets = {prompt.request_id: pair.ticket(prompt)}
-    pair.expect([prompt], tickets)
+    tickets = pair.announce([prompt])
     pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {prompt.request_id: prompt})
     wait_until(lambda: all(pair.each(pair.p_ranks, "do", is_granted, prompt.request_id)), PATIENCE_S)
     return tickets

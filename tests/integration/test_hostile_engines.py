@@ -28,8 +28,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 @pytest.mark.parametrize("pair", [{"decode_allowlist": ["10.0.0.0/8"]}], indirect=True, ids=["listed"])
 def test_an_engine_whose_ranks_are_outside_the_allow_list(pair: Pair) -> None:
     requests = prompts(pair, [64])
-    tickets = {request.request_id: pair.ticket(request) for request in requests}
-    pair.expect(requests, tickets)
+    tickets = pair.announce(requests)
     prefill(pair, requests, tickets)
     reason = pair.wait_sent(1)["request-0"]
     assert "decode's rank (0, 0): host '127.0.0.1' is not in decode_allowlist" in reason
@@ -55,8 +54,7 @@ def test_another_engine_cannot_take_a_ticket_back(pair: Pair) -> None:
 
     requests = prompts(pair, [96, 64])
     meddled, elsewhere = requests
-    tickets = {meddled.request_id: pair.ticket(meddled)}
-    pair.expect([meddled], tickets)
+    tickets = pair.announce([meddled])
     meddler = Server(HOST, 0, handle)
     try:
         port = int(meddler.endpoint.rpartition(":")[2])

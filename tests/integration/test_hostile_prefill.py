@@ -62,8 +62,7 @@ def stranger(pair: Pair) -> Iterator[Stranger]:
 
 def expected(pair: Pair) -> tuple[list[Prompt], dict[str, Ticket], Ticket]:
     requests = prompts(pair, [64])
-    tickets = {request.request_id: pair.ticket(request) for request in requests}
-    pair.expect(requests, tickets)
+    tickets = pair.announce(requests)
     return requests, tickets, tickets["request-0"]
 
 

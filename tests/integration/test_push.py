@@ -107,8 +107,7 @@ def test_decode_does_not_wait_for_the_rest_of_a_step(pair: Pair) -> None:
     for rank in pair.d_ranks:
         rank.call("clear")
     [request] = requests = prompts(pair, [50])
-    tickets = {request.request_id: pair.ticket(request)}
-    pair.expect(requests, tickets)
+    tickets = pair.announce(requests)
     by_id = {request.request_id: request}
     whole = Send(request.request_id, 0, 50, (request.p_blocks,), last=True)
     pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets, sends=[whole]), by_id, Hooks(ended=False))

@@ -62,8 +62,7 @@ def test_preemption_waits_for_a_step_that_nobody_ended(pair: Pair) -> None:
     for rank in pair.d_ranks:
         rank.call("clear")
     [request] = requests = prompts(pair, [50])
-    tickets = {request.request_id: pair.ticket(request)}
-    pair.expect(requests, tickets)
+    tickets = pair.announce(requests)
     by_id = {request.request_id: request}
     first = Send(request.request_id, 0, 32, (request.p_blocks[:2],), last=False)
     pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets, sends=[first]), by_id, Hooks(saved=(), ended=False))

@@ -80,8 +80,7 @@ def test_a_layer_under_way_behind_one_that_fails_is_not_tried_again() -> None:
 
 def test_a_cancelled_ticket_is_written_no_more(pair: Pair) -> None:
     requests = prompts(pair, [64])
-    tickets = {p.request_id: pair.ticket(p) for p in requests}
-    pair.expect(requests, tickets)
+    tickets = pair.announce(requests)
     cancelled = {t.ticket_id: "the test lost interest" for t in tickets.values()}
     pair.each(pair.d_ranks, "step", ConsumerStep(cancelled=cancelled))
     received, failed = pair.wait_arrivals(1)
@@ -94,9 +93,7 @@ def test_a_cancelled_ticket_is_written_no_more(pair: Pair) -> None:
 
 def test_cancelling_between_chunks_stops_the_writers(pair: Pair) -> None:
     requests = prompts(pair, [96])
-    [prompt] = requests
-    tickets = {prompt.request_id: pair.ticket(prompt)}
-    pair.expect(requests, tickets)
+    tickets = pair.announce(requests)
     first = [*prompts(pair, [96])]
     step = ProducerStep(tickets=tickets)
     pair.each(pair.p_ranks, "step", step, {p.request_id: p for p in first})
@@ -133,8 +130,7 @@ def test_an_altered_ticket_gets_no_grant(pair: Pair) -> None:
 
 def test_an_aborted_prefill_fails_decode_at_once(pair: Pair) -> None:
     requests = prompts(pair, [64])
-    tickets = {p.request_id: pair.ticket(p) for p in requests}
-    pair.expect(requests, tickets)
+    tickets = pair.announce(requests)
     by_id = {p.request_id: p for p in requests}
     pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), by_id)
     pair.each(pair.p_ranks, "step", ProducerStep(finished={"request-0": "the prefill request was aborted"}), by_id)

@@ -87,8 +87,7 @@ def await_recovery(pair: Pair, timeout_s: float = 60.0) -> None:
 
 def send_step(pair: Pair, requests: list[Prompt]) -> None:
     """One step that prefills all requests: handed to the ranks, which are not waited for."""
-    tickets = {prompt.request_id: pair.ticket(prompt) for prompt in requests}
-    pair.expect(requests, tickets)
+    tickets = pair.announce(requests)
     sends = [Send(p.request_id, 0, p.num_tokens, (p.p_blocks,), last=True) for p in requests]
     for rank in pair.p_ranks:
         rank.send("step", ProducerStep(tickets=tickets, sends=sends), {p.request_id: p for p in requests})

@@ -73,8 +73,7 @@ def test_a_decode_engine_in_anothers_place(pair: Pair) -> None:
 def test_decode_that_dies_while_it_is_written_to(pair: Pair) -> None:
     """What was on its way to the old engine does not reach the new one."""
     old = prompts(pair, [64, 96])
-    tickets = {p.request_id: pair.ticket(p) for p in old}
-    pair.expect(old, tickets)
+    tickets = pair.announce(old)
     pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {p.request_id: p for p in old})
     pair.wait_granted(PATIENCE_S)
     pair.each(pair.p_ranks, "slow_down", 2.0)
@@ -140,8 +139,7 @@ def test_tickets_that_name_engines_that_never_were(pair: Pair) -> None:
 def test_a_prefill_engine_in_anothers_place(pair: Pair) -> None:
     """The ticket of the one that died is nobody else's; the new one serves the next."""
     [old, new] = prompts(pair, [64, 80])
-    tickets = {old.request_id: pair.ticket(old)}
-    pair.expect([old], tickets)
+    tickets = pair.announce([old])
     pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {old.request_id: old})
     pair.wait_granted(PATIENCE_S)
     pair.restart_prefill("second")

@@ -51,8 +51,7 @@ def go_on(rank: Any) -> None:
 
 def prefill(pair: Pair, told: str | None) -> list[Prompt]:
     [prompt] = requests = prompts(pair, [300])
-    tickets = {prompt.request_id: pair.ticket(prompt)}
-    pair.expect(requests, tickets)
+    tickets = pair.announce(requests)
     send = Send(prompt.request_id, 0, prompt.num_tokens, (prompt.p_blocks,), last=True)
     step = ProducerStep(tickets=tickets, sends=[send])
     pair.each(pair.p_ranks, "do", step_with_hanging_attention, step, prompt, told)

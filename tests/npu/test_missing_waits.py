@@ -74,8 +74,7 @@ def push(pair: Pair, seed: int, delays: tuple[int, int], mutation: Callable[[Pre
     success."""
     pair.each(pair.p_ranks + pair.d_ranks, "clear")
     requests = prompts(pair, LENGTHS, seed=seed)
-    tickets = {prompt.request_id: pair.ticket(prompt) for prompt in requests}
-    pair.expect(requests, tickets)
+    tickets = pair.announce(requests)
     if mutation is not None:
         pair.each(pair.p_ranks, "do", mutation)
     pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {})

@@ -117,7 +117,8 @@ def headline(request: Request) -> str:
         return f"request {request.name[:60]}"
     text = f"{request.early_share:.0%} of the KV was in decode's cache when prefill's forward pass ended"
     if request.ready is not None:
-        text += f"; decode was ready {(request.ready - request.compute_end) / 1000:.1f} ms later"
+        after = (request.ready - request.compute_end) / 1000
+        text += f"; decode was ready {abs(after):.1f} ms {'later' if after >= 0 else 'earlier'}"
     return text
 
 

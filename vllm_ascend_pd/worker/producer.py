@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -130,7 +130,8 @@ class ProducerWorker:
                 written = layer, self._device.record_event()
             self._push_layer(layer, written[1])
             if not self._plan.unsaved:  # decode need not wait for the rest of the step
-                self._finish_all(self._plan.last)
+                for transfer in self._plan.last:
+                    self._finish(transfer)
 
     def end_step(self) -> None:
         """The forward pass is over, the draft's too: layers nobody announced are pushed, and nothing follows of prompts
@@ -147,7 +148,7 @@ class ProducerWorker:
         if computed is not None:
             for transfer in plan.last:
                 transfer.computed = computed
-            self._finish_all(plan.last)
+                self._finish(transfer)
 
     def preempted(self, request_ids: set[str]) -> None:
         """Their blocks are about to be reused: waits until no push reads them any more (R3)."""
@@ -265,10 +266,6 @@ class ProducerWorker:
     def _lose(self, transfer: Transfer, reason: str, cause: PushFailure) -> None:
         transfer.fail(reason, cause)
         self._finish(transfer)
-
-    def _finish_all(self, transfers: Iterable[Transfer]) -> None:
-        for transfer in transfers:
-            self._finish(transfer)
 
     def _finish(self, transfer: Transfer) -> None:
         """Nothing more will be pushed. Called on any thread, any number of times."""
