@@ -11,6 +11,7 @@ from harness.client import Client
 from harness.clusters import Cluster
 from harness.engines import EngineConfig
 from harness.pool import ClusterPool, Reference, ReferencePool, sort_by_cluster
+from harness.prefork import METHOD
 from harness.processes import interrupt_on_sigterm
 
 
@@ -34,10 +35,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_workers() -> Iterator[None]:
-    """Engine cores and workers do not import vLLM once more, which is most of what starting costs."""
+def forked_engines() -> Iterator[None]:
+    """No process of theirs imports vLLM once more, which is most of what starting costs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+        patch.setenv(METHOD, "fork")
         yield
 
 

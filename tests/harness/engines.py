@@ -18,6 +18,7 @@ import httpx
 from harness.models import ModelSpec, make_model
 from harness.plain_http import PLAIN_HTTP
 from harness.ports import release_port, reserve_ports
+from harness.prefork import can_fork
 from harness.processes import ManagedProcess, wait_all_healthy
 
 HOST = "127.0.0.1"
@@ -226,7 +227,8 @@ class Engine(Server):
 
     def start(self) -> None:
         """With what it was made with; again, after its `process` was stopped or killed."""
-        self.process = ManagedProcess(self.name, self._command, self.environment, self.log)
+        forked = can_fork(self.environment)
+        self.process = ManagedProcess(self.name, self._command, self.environment, self.log, forked)
 
     def metric(self, name: str) -> float:
         """The sum of a Prometheus metric's samples, whatever their labels; 0 if it has none yet."""

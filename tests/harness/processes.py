@@ -21,6 +21,7 @@ import httpx
 import psutil
 
 from harness.plain_http import PLAIN_HTTP
+from harness.prefork import Prefork
 
 POLL_SECONDS = 0.1
 TAIL_LINES = 40
@@ -31,21 +32,17 @@ _running: "set[ManagedProcess]" = set()
 class ManagedProcess:
     """One command in its own session, its output in a log file."""
 
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, forked: bool = False
+    ) -> None:
+        """`forked`: from a process that has imported vLLM."""
         self.name = name
         self.log = log
         self.command = tuple(command)
         # vLLM leaves sockets in it. The path is short: a Unix socket's name has an end.
         self._temporary = tempfile.TemporaryDirectory(prefix="vllm-")
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command,
-                env={**env, "TMPDIR": self._temporary.name},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        env = {**env, "TMPDIR": self._temporary.name}
+        self._process = Prefork(command, env, log) if forked else _started(command, env, log)
         self.pid = self._process.pid
         self._shared_memory: set[Path] = set()
         _running.add(self)
@@ -109,6 +106,18 @@ class ManagedProcess:
                     path = line.split(maxsplit=5)[-1]
                     if path.startswith("/dev/shm/") and not path.endswith(" (deleted)"):
                         self._shared_memory.add(Path(path))
+
+
+def _started(command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 class StartupError(RuntimeError):
