@@ -23,7 +23,7 @@ from harness.engines import PLUGINS, EngineConfig, script
 from harness.models import TINY, make_model
 from harness.pool import ClusterPool, Reference, ReferencePool
 from harness.ports import release_port, reserve_ports
-from harness.processes import ManagedProcess
+from harness.processes import ManagedProcess, shared_memory
 
 EXAMPLE = "examples/single-node-1p1d/hosts-cpu.yaml"
 BLOCK = 128
@@ -37,6 +37,17 @@ class Launched:
     url: str
     model: Path
     state: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.state / "single-node-cpu"
+
+    def processes(self) -> list[psutil.Process]:
+        """Both engines', the proxy's, and all that these have started."""
+        about = [path.read_text() for path in self.folder.glob("*.json")]
+        started = [psutil.Process(int(pid)) for text in about for pid in re.findall(r'"pid": (\d+)', text)]
+        assert len(started) == 3
+        return [*started, *(child for process in started for child in process.children(recursive=True))]
 
 
 @pytest.fixture
@@ -60,15 +71,20 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
     values = {EXAMPLE: str(file), "$PWD/.venv": sys.prefix, "scripts/": f"{REPOSITORY}/scripts/"}
     command = ["env", *documented("examples/single-node-1p1d/README.md", "VENV=$PWD/.venv", values)]
     launcher = ManagedProcess("launcher", command, environment, tmp_path / "launcher.log")
+    left: set[Path] = set()
     try:
         deadline = time.monotonic() + 480
         while "serving at" not in launcher.tail():
             assert launcher.exit_code is None, launcher.tail()
             assert time.monotonic() < deadline, launcher.tail()
             time.sleep(0.2)
-        yield Launched(launcher, f"http://127.0.0.1:{ports[3]}", Path(hosts["model"]), tmp_path / "state")
+        launched = Launched(launcher, f"http://127.0.0.1:{ports[3]}", Path(hosts["model"]), tmp_path / "state")
+        left = shared_memory(process.pid for process in launched.processes())
+        yield launched
     finally:
         launcher.stop(grace=60)  # it stops the engines; without it, their agents do
+        for path in left:
+            path.unlink(missing_ok=True)
         for port in ports:
             release_port(port)
 
@@ -96,11 +112,7 @@ def test_the_example_for_the_cpu_serves_and_stops(launched: Launched, reference:
     assert completion.kv_transfer_params is not None
     assert completion.kv_transfer_params["received_bytes"] == 3 * BLOCK * TINY.kv_bytes_per_token
 
-    folder = launched.state / "single-node-cpu"
-    started = [int(pid) for path in folder.glob("*.json") for pid in re.findall(r'"pid": (\d+)', path.read_text())]
-    assert len(started) == 3
-    processes = [*map(psutil.Process, started)]
-    processes += [child for process in processes for child in process.children(recursive=True)]
+    processes = launched.processes()
     assert len(processes) > 3  # engine cores are processes of their own
 
     os.kill(launched.launcher.pid, signal.SIGINT)
@@ -112,7 +124,7 @@ def test_the_example_for_the_cpu_serves_and_stops(launched: Launched, reference:
     assert launched.launcher.exit_code == 130
     assert launched.launcher.tail(1) == "all stopped"
     # No secret in what anybody can read: logs and, by that, the configuration that vLLM prints.
-    logs = "".join(path.read_text() for path in folder.glob("*.log"))
+    logs = "".join(path.read_text() for path in launched.folder.glob("*.log"))
     for name in ("side-channel.json", "tickets.secret", "metaserver.token"):
         content = (launched.state.parent / name).read_text()
         assert not [word for word in re.findall(r"[^\s\"{}:,]{20,}", content) if word in logs]

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -99,13 +99,20 @@ class ManagedProcess:
         _running.discard(self)
 
     def _note_shared_memory(self) -> None:
-        """A process that is killed leaves it behind; vLLM's tensor-parallel CPU workers always do."""
-        for pid in self.members():
-            with contextlib.suppress(OSError):  # it has just ended
-                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                    path = line.split(maxsplit=5)[-1]
-                    if path.startswith("/dev/shm/") and not path.endswith(" (deleted)"):
-                        self._shared_memory.add(Path(path))
+        self._shared_memory |= shared_memory(self.members())
+
+
+def shared_memory(pids: Iterable[int]) -> set[Path]:
+    """What these processes have open. One that is killed leaves it behind; vLLM's tensor-parallel CPU workers always
+    do."""
+    found: set[Path] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has just ended
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                path = line.split(maxsplit=5)[-1]
+                if path.startswith("/dev/shm/") and not path.endswith(" (deleted)"):
+                    found.add(Path(path))
+    return found
 
 
 def _started(command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
