@@ -35,7 +35,8 @@ def test_layers_are_on_their_way_while_others_are_computed(cluster: Cluster, cli
     for i in range(5):
         name, num_bytes = served(cluster, client, 1000, f"timeline {i}")
         timeline, requests = traced_requests(
-            folder, lambda all, name=name: any(name in r.names and r.to_ready for r in all)
+            folder,
+            lambda all, name=name, sent=num_bytes: any(name in r.names and r.to_ready and r.bytes == sent for r in all),
         )
         [one] = [request for request in requests if name in request.names]
         assert one.failures == []

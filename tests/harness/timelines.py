@@ -15,16 +15,22 @@ ROUNDING_US = 0.5
 
 
 def traced_requests(folder: Path, enough: Callable[[list[Request]], bool]) -> tuple[Timeline, list[Request]]:
-    """As soon as that is enough: engines write what they trace a moment later."""
+    """As soon as that is enough, and no step under way: engines write what they trace a moment later, and decode may be
+    ready before prefill's step has ended."""
     deadline = time.monotonic() + 30
     while True:
         recordings, _ = read_folder(folder)
         timeline = merge(recordings)
         requests = summarize(timeline)
-        if enough(requests):
+        if enough(requests) and all(steps_ended(rank) for rank in prefill_ranks(timeline)):
             return timeline, requests
         assert time.monotonic() < deadline, requests
         time.sleep(0.2)
+
+
+def steps_ended(rank: Recording) -> bool:
+    begun = {event.args.step for event in rank.events if isinstance(event, LayerEvent)}
+    return begun <= {event.args.step for event in rank.events if isinstance(event, StepEvent)}
 
 
 def prefill_ranks(timeline: Timeline) -> list[Recording]:
