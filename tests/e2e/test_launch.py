@@ -23,7 +23,7 @@ from harness.engines import PLUGINS, EngineConfig, script
 from harness.models import TINY, make_model
 from harness.pool import ClusterPool, Reference, ReferencePool
 from harness.ports import release_port, reserve_ports
-from harness.processes import ManagedProcess, shared_memory
+from harness.processes import ManagedProcess
 
 EXAMPLE = "examples/single-node-1p1d/hosts-cpu.yaml"
 BLOCK = 128
@@ -71,7 +71,6 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
     values = {EXAMPLE: str(file), "$PWD/.venv": sys.prefix, "scripts/": f"{REPOSITORY}/scripts/"}
     command = ["env", *documented("examples/single-node-1p1d/README.md", "VENV=$PWD/.venv", values)]
     launcher = ManagedProcess("launcher", command, environment, tmp_path / "launcher.log")
-    left: set[Path] = set()
     try:
         deadline = time.monotonic() + 480
         while "serving at" not in launcher.tail():
@@ -79,12 +78,10 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
             assert time.monotonic() < deadline, launcher.tail()
             time.sleep(0.2)
         launched = Launched(launcher, f"http://127.0.0.1:{ports[3]}", Path(hosts["model"]), tmp_path / "state")
-        left = shared_memory(process.pid for process in launched.processes())
+        launcher.note_shared_memory(process.pid for process in launched.processes())  # none of its own session
         yield launched
     finally:
         launcher.stop(grace=60)  # it stops the engines; without it, their agents do
-        for path in left:
-            path.unlink(missing_ok=True)
         for port in ports:
             release_port(port)
 

@@ -9,7 +9,6 @@ import atexit
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -58,16 +57,14 @@ class Prefork:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self) -> None:
-        self._process.join()
-
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 def can_fork(env: Mapping[str, str]) -> bool:
-    """Whether an engine of this environment would be the same if it was forked."""
+    """Whether an engine of this environment would be the same if it was forked. The first one's environment is what the
+    process that imports vLLM is started with."""
     if env.get(METHOD) != "fork":
         return False
     if not _made_for:
@@ -96,8 +93,6 @@ def _serve(ready: Connection, command: list[str], env: dict[str, str], log: str)
     if tracker._fd is not None:
         os.close(tracker._fd)
         tracker._fd = None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     sys.argv = command
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
 

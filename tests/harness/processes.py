@@ -78,7 +78,7 @@ class ManagedProcess:
 
         Only the leader gets the SIGTERM: a vLLM server shuts its own workers down, in order.
         """
-        self._note_shared_memory()
+        self.note_shared_memory(self.members())
         self._process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + grace
         while time.monotonic() < deadline and (self.exit_code is None or self.members()):
@@ -87,7 +87,7 @@ class ManagedProcess:
 
     def kill(self) -> None:
         """SIGKILL to the whole group: returns when no process of it is left, nor shared memory that it had open."""
-        self._note_shared_memory()
+        self.note_shared_memory(self.members())
         while True:
             self.signal_group(signal.SIGKILL)
             if self.exit_code is not None and not self.members():
@@ -98,21 +98,15 @@ class ManagedProcess:
         self._temporary.cleanup()
         _running.discard(self)
 
-    def _note_shared_memory(self) -> None:
-        self._shared_memory |= shared_memory(self.members())
-
-
-def shared_memory(pids: Iterable[int]) -> set[Path]:
-    """What these processes have open. One that is killed leaves it behind; vLLM's tensor-parallel CPU workers always
-    do."""
-    found: set[Path] = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has just ended
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                path = line.split(maxsplit=5)[-1]
-                if path.startswith("/dev/shm/") and not path.endswith(" (deleted)"):
-                    found.add(Path(path))
-    return found
+    def note_shared_memory(self, pids: Iterable[int]) -> None:
+        """What these processes have open now is gone, too, when `stop` or `kill` returns. One that is killed leaves it
+        behind; vLLM's tensor-parallel CPU workers always do."""
+        for pid in pids:
+            with contextlib.suppress(OSError):  # it has just ended
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                    path = line.split(maxsplit=5)[-1]
+                    if path.startswith("/dev/shm/") and not path.endswith(" (deleted)"):
+                        self._shared_memory.add(Path(path))
 
 
 def _started(command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:

@@ -45,8 +45,7 @@ def pair() -> Iterator[Pair]:
 
 
 def works(pair: Pair) -> None:
-    for rank in pair.d_ranks:
-        rank.call("clear")
+    pair.each(pair.d_ranks, "clear")
     requests = prompts(pair, [40, 50], seed=100)
     run(pair, requests)
     received, failed = pair.wait_arrivals(2)

@@ -72,8 +72,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 # than three blocks; decode has two blocks of most prompts already.
 @pytest.mark.parametrize(("chunk", "cached"), [(None, 0), (40, 0), (None, 32)], ids=["whole", "chunked", "cached"])
 def test_bytes_arrive(pair: Pair, chunk: int | None, cached: int) -> None:
-    for rank in pair.d_ranks:
-        rank.call("clear")
+    pair.each(pair.d_ranks, "clear")
     requests = prompts(pair, [1, 15, 16, 17, 64, 100], cached)
     run(pair, requests, chunk)
     expect_delivery(pair, requests)
@@ -95,8 +94,7 @@ def test_sizes_that_do_not_divide_are_named_once(pair: Pair) -> None:
 
 
 def test_layers_nobody_announces_are_pushed_at_the_end(pair: Pair) -> None:
-    for rank in pair.d_ranks:
-        rank.call("clear")
+    pair.each(pair.d_ranks, "clear")
     requests = prompts(pair, [50])
     run(pair, requests, hooks=Hooks(saved=(0, 2)))
     expect_delivery(pair, requests)
@@ -104,8 +102,7 @@ def test_layers_nobody_announces_are_pushed_at_the_end(pair: Pair) -> None:
 
 def test_decode_does_not_wait_for_the_rest_of_a_step(pair: Pair) -> None:
     """What a model computes after its last layer's KV, and what a sampler does, is none of decode's."""
-    for rank in pair.d_ranks:
-        rank.call("clear")
+    pair.each(pair.d_ranks, "clear")
     [request] = requests = prompts(pair, [50])
     tickets = pair.announce(requests)
     by_id = {request.request_id: request}

@@ -59,8 +59,7 @@ def preempt(rank: PrefillRank, request_id: str) -> None:
 
 
 def test_preemption_waits_for_a_step_that_nobody_ended(pair: Pair) -> None:
-    for rank in pair.d_ranks:
-        rank.call("clear")
+    pair.each(pair.d_ranks, "clear")
     [request] = requests = prompts(pair, [50])
     tickets = pair.announce(requests)
     by_id = {request.request_id: request}

@@ -193,8 +193,7 @@ def test_a_link_that_does_not_keep_up_fails_requests_and_holds_nothing(d_side: S
         _, failed = pair.wait_arrivals(1, timeout_s=60)
         assert failed.keys() == {"request-0"}
         pair.each(pair.p_ranks, "slow_down", 0.0)
-        for rank in pair.d_ranks:
-            rank.call("clear")
+        pair.each(pair.d_ranks, "clear")
         run(pair, requests)
         received, failed = pair.wait_arrivals(1)
         assert (received, failed) == ({"request-0"}, {})

@@ -110,8 +110,7 @@ def end(pair: Pair, requests: list[Prompt]) -> set[str]:
 
 def expect_service(pair: Pair, seed: int) -> None:
     """As if nothing had been: everything arrives, and what it overwrites was not there before."""
-    for rank in pair.d_ranks:
-        rank.call("clear")
+    pair.each(pair.d_ranks, "clear")
     requests = prompts(pair, LENGTHS, seed=seed)
     run(pair, requests, chunk=40)
     expect_delivery(pair, requests)
