@@ -41,6 +41,29 @@ def test_sizes(limits: TransferLimits, sizes: list[list[int]]) -> None:
     assert [lengths for _, _, lengths in Batches.cut([copies], limits).at([0], [0])] == sizes
 
 
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cut"),
+    [
+        ([2 * MIB, 2 * MIB], 4 * [MIB]),
+        ([3 * MIB, MIB], 4 * [MIB]),
+        ([MIB + 2 * KIB], [260 * KIB, 260 * KIB, 260 * KIB, 246 * KIB]),  # in whole pages
+        ([400 * KIB], [128 * KIB, 128 * KIB, 128 * KIB, 16 * KIB]),
+        (16 * [256 * KIB], 16 * [256 * KIB]),
+        ([100 * KIB, 100 * KIB], [100 * KIB, 100 * KIB]),
+        ([12 * MIB, 12 * MIB], 6 * [4 * MIB]),
+    ],
+)
+def test_few_descriptors_become_one_for_each_connection(sizes: list[int], cut: list[int]) -> None:
+    copies = descriptors([(i << 30, i << 30, size) for i, size in enumerate(sizes)])
+    [(_, _, lengths)] = Batches.cut([copies], TransferLimits(connections=4)).at([0], [0])
+    assert lengths == cut
+    [(_, _, lengths)] = Batches.cut([copies], TransferLimits(connections=1, max_descriptor_bytes=16 * MIB)).at([0], [0])
+    assert lengths == sizes, "where a descriptor is not one connection's"
+
+
 def test_nothing() -> None:
     assert list(Batches.cut([], TransferLimits()).at([], [])) == []
     assert list(Batches.cut([descriptors([])], TransferLimits()).at([7], [8])) == []

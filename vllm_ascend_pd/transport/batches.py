@@ -50,7 +50,8 @@ class Batches:
     @classmethod
     def cut(cls, parts: Sequence[Descriptors], limits: TransferLimits) -> Batches:
         """In order; what is longer than the limits allow becomes several copies."""
-        pieces = [_cut(part, min(limits.max_descriptor_bytes, limits.max_bytes)) for part in parts]
+        longest = limits.piece_bytes(sum(int(part.nbytes.sum()) for part in parts))
+        pieces = [_cut(part, longest) for part in parts]
         nbytes = concatenate([part.nbytes for part in pieces])
         bounds = [0]
         ends = np.cumsum(nbytes)

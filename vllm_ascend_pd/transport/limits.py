@@ -24,11 +24,15 @@ _TCP_TIMEOUTS = {
 }
 """What `TransferLimits.settle_s` counts on, and their units in seconds."""
 
-_TCP_LANES = 4
+TCP_LANES = 4
 """Mooncake's default number of TCP connections to one peer (`MC_TCP_LANES_PER_PEER`)."""
 
 _TCP_QUEUE = ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER")
 """What Mooncake's queue to one peer takes is the sum of these."""
+
+
+_PIECE, _LEAST_PIECE = 4 * KIB, 128 * KIB
+"""Bytes are dealt out to connections in whole pages, and no fewer than take about as long as a descriptor costs."""
 
 
 class SettingError(ValueError):
@@ -44,7 +48,9 @@ class TransferLimits:
     max_bytes: int = 64 * MIB
     """Bytes in one batch: what a failed batch makes the caller send again."""
     max_descriptor_bytes: int = 4 * MIB
-    """Longer descriptors are cut, so that they spread over the peer's connections."""
+    """Longer descriptors are cut."""
+    connections: int = TCP_LANES
+    """That a write's bytes are dealt out to, where its descriptors are fewer: a descriptor goes over one of them."""
     timeout_s: float = 10.0
     """A batch fails when its last descriptor is not under way after this long, or one makes no progress for
     this long; so two batches of `max_bytes` must take less. Mooncake counts in whole seconds: rounded up."""
@@ -52,8 +58,14 @@ class TransferLimits:
     """Lower bound of `settle_s`, where what the user has set in the environment makes Mooncake try for longer."""
 
     def __post_init__(self) -> None:
-        if min(self.max_descriptors, self.max_bytes, self.max_descriptor_bytes) < 1 or self.timeout_s <= 0:
+        least = min(self.max_descriptors, self.max_bytes, self.max_descriptor_bytes, self.connections)
+        if least < 1 or self.timeout_s <= 0:
             raise ValueError(f"transfer limits must be positive: {self}")
+
+    def piece_bytes(self, num_bytes: int) -> int:
+        """How long a descriptor of a write of `num_bytes` may be."""
+        share = math.ceil(min(num_bytes, self.max_bytes) / self.connections / _PIECE) * _PIECE
+        return min(self.max_descriptor_bytes, self.max_bytes, max(share, _LEAST_PIECE))
 
     @property
     def whole_timeout_s(self) -> int:
@@ -90,7 +102,7 @@ class TransferLimits:
             "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
             "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
             "MC_TCP_ADMISSION_TIMEOUT_MS": str(1000 * self.whole_timeout_s),
-            "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(_TCP_LANES),
+            "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(TCP_LANES),
             "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
             "MC_HANDSHAKE_CONNECT_TIMEOUT": seconds,
             "MC_LOG_LEVEL": "WARNING",
@@ -111,8 +123,13 @@ def export_settings(limits: TransferLimits, protocol: str) -> tuple[TransferLimi
         longest = max(_in_effect(name, float) * unit for name, unit in _TCP_TIMEOUTS.items())
         settle_s = dataclasses.replace(limits, timeout_s=max(limits.timeout_s, longest)).settle_s
     capacity = sum(_in_effect(name, int) for name in _TCP_QUEUE)
-    descriptors = min(limits.max_descriptors, most_descriptors(capacity))
-    return dataclasses.replace(limits, settle_at_least_s=settle_s, max_descriptors=descriptors), capacity
+    in_effect = dataclasses.replace(
+        limits,
+        settle_at_least_s=settle_s,
+        max_descriptors=min(limits.max_descriptors, most_descriptors(capacity)),
+        connections=limits.connections if protocol == "tcp" else 1,
+    )
+    return in_effect, capacity
 
 
 _Number = TypeVar("_Number", int, float)
