@@ -2,21 +2,24 @@
 """Memory that a prefill rank registers with Mooncake for regrouping: ours against a copy of a whole layer's cache.
 
 $ python benchmarks/memory.py [--cache-gb 40] [--step-tokens 2048 8192 16384] [--slots N] [--check] [--json]
+$ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/memory.py --npu ...
 
-ours       the staging ring: slots of a layer of one step's tokens. Worked out for models of known shapes by the code
-           that the connector itself uses, without allocating anything
+ours       the staging ring: slots of a layer of one step's tokens, in whole 2 MiB as an NPU's memory is registered.
+           Worked out for models of known shapes by the code that the connector itself uses, without allocating anything
 others     the send and receive buffer of the all-to-all, a slot's size each, which are not registered
 reference  what vllm-ascend v0.23.0 registers for the same (`create_kv_buffer` of its layerwise connector): as much as
            the K and V cache of one layer. Its all-to-all allocates anew for each layer, which is not counted
 
 The first line is of real ranks: two ProducerWorkers with a small cache, and what they passed to Mooncake's
-`batch_register_memory` beside their caches, which must be what the code says. A GB is 10^9 bytes; caches are per rank.
+`batch_register_memory` beside their caches, which must be what the code says. With --npu they are on emulated CANN
+libraries, which also count what torch_npu allocates. A GB is 10^9 bytes; caches are per rank.
 
 Exits with 1, with --check, where ours is more than 1/MIN_LESS of the reference's.
 """
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -26,14 +29,15 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests")]
 
-from memory_rank import STEP_TOKENS, CountingRank  # noqa: E402
-from report import line  # noqa: E402
+from memory_rank import CountingRank  # noqa: E402
+from report import line, need_emulated_npu  # noqa: E402
 
 from harness.kv import Model as SmallModel  # noqa: E402
 from harness.kv import Side  # noqa: E402
 from harness.ports import reserve_port  # noqa: E402
 from harness.rank_hosts import Rank  # noqa: E402
 from vllm_ascend_pd.config import ConnectorConfig  # noqa: E402
+from vllm_ascend_pd.device.npu import REGISTRATION_BYTES  # noqa: E402
 from vllm_ascend_pd.planning.engine import Engine, Layout, rank_caches  # noqa: E402
 from vllm_ascend_pd.planning.exchange import make_plan  # noqa: E402
 from vllm_ascend_pd.planning.figures import Staging  # noqa: E402
@@ -96,6 +100,11 @@ def staging(model: Model, prefill_tp: int, decode_tp: int, block: int, step_toke
     return make_plan(model, Layout.VLLM_ASCEND, *engines, step_tokens=step_tokens, staging_slots=slots).staging
 
 
+def registered_bytes(found: Staging, whole: int) -> int:
+    """Of a ring that is allocated in multiples of `whole` bytes."""
+    return math.ceil(found.slots * found.slot_bytes / whole) * whole
+
+
 def layer_bytes(model: Model, prefill_tp: int, cache: int) -> int:
     """K and V of one layer, on a rank whose whole cache takes `cache` bytes."""
     engine = Engine("prefill", prefill_tp, 1, 1, BLOCK)
@@ -109,7 +118,7 @@ def predicted(name: str, decode_tp: int, cache: int, step_tokens: int, slots: in
     slots = ConnectorConfig(staging_slots=slots).slots(step_tokens)
     found = staging(model, PREFILL_TP, decode_tp, BLOCK, step_tokens, slots)
     heads, of_decode = (max(1, model.kv_heads // tp) for tp in (PREFILL_TP, decode_tp))
-    ring = found.slots * found.slot_bytes
+    ring = registered_bytes(found, REGISTRATION_BYTES)
     return Result(
         name,
         PREFILL_TP,
@@ -120,7 +129,7 @@ def predicted(name: str, decode_tp: int, cache: int, step_tokens: int, slots: in
         step_tokens,
         slots,
         ring,
-        found.total_bytes - ring,
+        found.total_bytes - found.slots * found.slot_bytes,
         layer_bytes(model, PREFILL_TP, cache),
     )
 
@@ -130,30 +139,43 @@ def predicted(name: str, decode_tp: int, cache: int, step_tokens: int, slots: in
 
 @dataclass(frozen=True)
 class Check:
-    """Bytes that each of two real ranks registered beside its caches, and what the code says."""
+    """Bytes that each of two real ranks registered beside its caches, what the code says, and, on an NPU, how many of
+    the device's bytes torch has allocated beside the caches."""
 
+    device: str
     step_tokens: int
     registered: list[int]
     predicted: int
+    allocated: list[int]
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{value:,}" for value in self.registered)
+        text = f"two real ranks, {self.step_tokens} tokens a step: {each} bytes registered for staging, as predicted"
+        if self.device == "npu":
+            text += "; the device has allocated " + ", ".join(f"{value:,}" for value in self.allocated)
+        return text
 
 
-def check_worker() -> Check:
+def check_worker(device: str) -> Check:
     """Raises RuntimeError where the two differ."""
     small, side = SmallModel(layers=2, heads=2, widths=(64, 64)), Side(2, num_blocks=8)
     model = Model("small", (Cached.FULL,) * 2, 2, 2, False, small.widths, CacheDtype.BFLOAT16, ())
     init = f"tcp://127.0.0.1:{reserve_port()}"
     ranks = [
-        Rank(CountingRank, small, side, rank, 0, init, "prefill", {}, "cpu", device="cpu") for rank in range(side.tp)
+        Rank(CountingRank, small, side, rank, 0, init, "prefill", {}, device, device=device) for rank in range(side.tp)
     ]
     for rank in ranks:
         rank.receive(TIMEOUT_S)
-    found = staging(model, side.tp, 1, side.block_size, STEP_TOKENS, ConnectorConfig().slots(STEP_TOKENS))
+    slots = ConnectorConfig().slots(side.step_tokens)
+    found = staging(model, side.tp, 1, side.block_size, side.step_tokens, slots)
     registered = [rank.call("staging_bytes") for rank in ranks]
+    allocated = [rank.call("allocated_bytes") for rank in ranks]
     for rank in ranks:
         rank.stop()
     if left := [what for rank in ranks for what in rank.stopped()]:
         raise RuntimeError(f"the ranks left {left}")
-    check = Check(STEP_TOKENS, registered, found.slots * found.slot_bytes)
+    predicted = registered_bytes(found, REGISTRATION_BYTES if device == "npu" else 1)
+    check = Check(device, side.step_tokens, registered, predicted, allocated)
     if set(registered) != {check.predicted}:
         raise RuntimeError(f"real ranks registered {registered} bytes for staging, not {check.predicted}")
     return check
@@ -176,18 +198,19 @@ def main() -> int:
     parser.add_argument("--ratios", type=int, nargs="+", choices=[2, 4], default=[2, 4], help="of the ranks' KV heads")
     parser.add_argument("--step-tokens", type=int, nargs="+", default=[2048, 8192, 16384], help="of vLLM")
     parser.add_argument("--slots", type=int, help="staging_slots; by default what the connector chooses")
+    parser.add_argument("--npu", action="store_true", help="real ranks on emulated CANN libraries")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     args = parser.parse_args()
     if min(*args.step_tokens, args.slots or 1) < 1 or args.cache_gb < 1:
         parser.error("all numbers must be positive, and --cache-gb 1 or more")
-    real = check_worker()
+    if args.npu:
+        need_emulated_npu(parser)
+    real = check_worker("npu" if args.npu else "cpu")
     if args.json:
         print(json.dumps({"measure": "real ranks"} | asdict(real)), flush=True)
     else:
-        each = ", ".join(f"{value:,}" for value in real.registered)
-        print(f"two real ranks, {real.step_tokens} tokens a step: {each} bytes registered for staging, as predicted\n")
-        print(HEADER)
+        print(f"{real}\n\n{HEADER}")
     missed = False
     for result in results(args):
         missed |= not result.holds

@@ -6,9 +6,6 @@ from unittest.mock import patch
 from harness.rank_programs import PrefillRank
 from vllm_ascend_pd.transport.batches import merge_regions
 
-STEP_TOKENS = 128
-"""That the ranks of tests are made for."""
-
 
 class CountingRank(PrefillRank):
     def __post_init__(self) -> None:
@@ -33,3 +30,14 @@ class CountingRank(PrefillRank):
         if missing:
             raise RuntimeError(f"{len(missing)} regions of the caches are not registered")
         return sum(self.sizes.values()) - sum(size for _, size in caches)
+
+    def allocated_bytes(self) -> int:
+        """Of the device's memory, as torch counts it, beside the caches; 0 without a device."""
+        if self.on == "cpu":
+            return 0
+        import torch
+
+        caches = {
+            part.untyped_storage().data_ptr(): part.untyped_storage() for kv in self.caches.values() for part in kv
+        }
+        return int(torch.npu.memory_allocated()) - sum(storage.nbytes() for storage in caches.values())

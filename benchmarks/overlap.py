@@ -3,6 +3,7 @@
 against one push of everything after prefill.
 
 $ python benchmarks/overlap.py [--layers 16] [--mib 128] [--compute 2 1 0.5] [--rounds 9] [--check] [--json]
+$ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/overlap.py --npu ...
 
 Our ProducerWorker and ConsumerWorker in a process each, over Mooncake's TCP, equal TP sizes, one prompt in one step. A
 layer's computation is a sleep, as a device's is to the host, of `--compute` times what pushing a layer took in the last
@@ -13,6 +14,9 @@ bulk       all layers are announced after the last one
 
 A layer's push time is the bulk side's time after prefill, divided by the layers. Counted as being in decode is what
 prefill's ranks had written by the end of the last layer, as they report it to decode.
+
+With --npu, on emulated CANN libraries, a layer is a few kernels that take that long on the device's stream: the model's
+thread queues and announces all layers at once (`queued`: how long it takes), and is not there when they end.
 
 Exits with 1, with --check, where the link keeps up and less than 1 - 2/layers of the bytes are there, or the rest takes
 longer than pushing two layers.
@@ -30,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests")]
 
 from push_pair import FIRST_LAYER_S, Cache, PushPair, Times  # noqa: E402
-from report import line  # noqa: E402
+from report import line, need_emulated_npu  # noqa: E402
 
 from harness.kv import Prompt  # noqa: E402
 
@@ -42,7 +46,8 @@ SIDES = ("bulk", "layerwise")
 @dataclass(frozen=True)
 class Result:
     """Milliseconds. `compute_ms`: of a layer, as it came out; `push_ms`: of a layer; `early`: share of the bytes that
-    were there when the last layer ended; `after_ms`, `bulk_after_ms`: from then until decode had everything."""
+    were there when the last layer ended; `after_ms`, `bulk_after_ms`: from then until decode had everything;
+    `queued_ms`: from the step's beginning until the model's thread was done with it."""
 
     wanted: float
     layers: int
@@ -55,6 +60,7 @@ class Result:
     after_ms: float
     after_bar_ms: float
     bulk_after_ms: float
+    queued_ms: float
 
     @property
     def keeps_up(self) -> bool:
@@ -68,13 +74,13 @@ class Result:
         bars = f"{self.early_bar:>8.1%}{self.after_bar_ms:>10.1f}" if self.keeps_up else f"{'-':>8}{'-':>10}"
         return (
             f"{self.wanted:>7.1f}{self.compute_ms:>12.1f}{self.push_ms:>9.1f}{self.early:>10.1%}{bars[:8]}"
-            f"{self.after_ms:>12.1f}{bars[8:]}{self.bulk_after_ms:>11.1f}"
+            f"{self.after_ms:>12.1f}{bars[8:]}{self.bulk_after_ms:>11.1f}{self.queued_ms:>10.1f}"
         )
 
 
 HEADER = (
-    f"{'':7}{'a layer (ms)':>21}{'in D at the end':>18}{'the rest after it (ms)':>33}\n"
-    f"{'wanted':>7}{'compute':>12}{'push':>9}{'layerwise':>10}{'bar':>8}{'layerwise':>12}{'bar':>10}{'bulk':>11}"
+    f"{'':7}{'a layer (ms)':>21}{'in D at the end':>18}{'the rest after it (ms)':>33}{'queued':>10}\n"
+    f"{'wanted':>7}{'compute':>12}{'push':>9}{'layerwise':>10}{'bar':>8}{'layerwise':>12}{'bar':>10}{'bulk':>11}{'(ms)':>10}"
 )
 
 
@@ -96,7 +102,8 @@ def measure(pair: PushPair, requests: list[Prompt], mib: int, wanted: float, rou
     early = median(each.early / each.num_bytes for each in times["layerwise"])
     push = bulk / layers
     bar = 1 - LATE_LAYERS / layers
-    return Result(wanted, layers, mib, rounds, compute, push, early, bar, after, LATE_LAYERS * push, bulk)
+    queued = 1e3 * median(each.queued - each.begun for each in times["layerwise"])
+    return Result(wanted, layers, mib, rounds, compute, push, early, bar, after, LATE_LAYERS * push, bulk, queued)
 
 
 def after_s(times: Times) -> float:
@@ -106,7 +113,7 @@ def after_s(times: Times) -> float:
 def results(args: argparse.Namespace) -> Iterator[Result]:
     cache = Cache(args.layers, args.heads)
     blocks = cache.blocks_for(args.mib * MIB)
-    pair = PushPair(cache, blocks)
+    pair = PushPair(cache, blocks, device="npu" if args.npu else "cpu")
     try:
         requests = pair.requests(1, blocks, scattered=True)
         pair.push(requests)
@@ -124,6 +131,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=8, help="KV heads of a rank, of 128 bfloat16")
     parser.add_argument("--compute", type=float, nargs="+", default=[2.0, 1.0, 0.5], help="times a layer's push time")
     parser.add_argument("--rounds", type=int, default=9, help="of each row")
+    parser.add_argument("--npu", action="store_true", help="on emulated CANN libraries")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     args = parser.parse_args()
@@ -133,6 +141,8 @@ def main() -> int:
         Cache(args.layers, args.heads).blocks_for(args.mib * MIB)
     except ValueError as error:
         parser.error(f"--mib {args.mib}: {error}")
+    if args.npu:
+        need_emulated_npu(parser)
     missed = False
     if not args.json:
         print(HEADER)

@@ -2,6 +2,7 @@
 """KV bytes per second from prefill's paged cache to decode's, against Mooncake's engine alone and one TCP connection.
 
 $ python benchmarks/push.py [--mib 16 64 256] [--requests 1 8] [--layers 16] [--rounds 11] [--check] [--json]
+$ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/push.py --npu [--mib ...] [--requests ...] [--layers 16] ...
 
 ours   our ProducerWorker and ConsumerWorker in a process each, over Mooncake's TCP, equal TP sizes. One step with all
        of all prompts: from when KV can be sent, which is all layers' at once, until decode's worker says that the last
@@ -17,7 +18,13 @@ Sides take turns; medians, of the ratios too. A scattered prompt's blocks are ea
 block of K or V; a contiguous one's are merged. Bytes are compared on arrival before anything is measured. A GB is 10^9
 bytes.
 
-Exits with 1, with --check, where ours is slower than MIN_OF_BEST of Mooncake at its best for BIG_MIB or more.
+With --npu, on emulated CANN libraries, one step's work is counted, and nothing timed, at prefill TP 1 and 2: calls and
+descriptors that Mooncake gets, and what prefill's NPUs have to do beside the model's work (push_counts.py). The
+regrouping kernels are those of tests/ascendc_twin.
+
+Exits with 1, with --check, where ours is slower than MIN_OF_BEST of Mooncake at its best for BIG_MIB or more; with
+--npu, where a device does anything for KV that decode wants as it is, more than MAX_LAUNCHES launches a layer or
+MAX_PASSES passes over what is regrouped (launches.py), or where a thread waits for it.
 """
 
 import argparse
@@ -27,13 +34,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests")]
 
 from push_floor import BATCH, Floor  # noqa: E402
 from push_pair import FIRST_LAYER_S, Cache, PushPair, Times  # noqa: E402
-from report import line  # noqa: E402
+from report import line, need_emulated_npu  # noqa: E402
 
 from vllm_ascend_pd.transport.limits import TransferLimits  # noqa: E402
 
@@ -95,7 +103,7 @@ def measure(pair: PushPair, floor: Floor, mib: int, count: int, scattered: bool,
     pair.push(requests)
     pair.check(requests)
     longest = 1 if scattered else blocks // count
-    length = min(longest * cache.block_bytes, TransferLimits().max_descriptor_bytes)
+    length = min(longest * cache.block_bytes, TransferLimits().piece_bytes(num_bytes // cache.layers))
     in_a_call = min(BATCH, max(1, num_bytes // cache.layers // length))
 
     def ours(first_layer_s: float) -> Times:
@@ -153,6 +161,17 @@ def results(args: argparse.Namespace) -> Iterator[Result]:
         floor.close()
 
 
+def npu_results(args: argparse.Namespace) -> Iterator[Any]:
+    import push_counts
+    from launches import kernels_on_the_twin
+
+    if not args.json:
+        print(push_counts.HEADER)
+    with kernels_on_the_twin() as kernels:
+        for prefill_tp in (1, 2):
+            yield from push_counts.counts(Cache(args.layers, args.heads), prefill_tp, args.mib, args.requests, kernels)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, nargs="+", default=[16, 64, 256], help="of all requests together")
@@ -160,6 +179,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=16, help="that the bytes are dealt out to")
     parser.add_argument("--heads", type=int, default=8, help="KV heads of a rank, of 128 bfloat16")
     parser.add_argument("--rounds", type=int, default=11, help="of each row")
+    parser.add_argument("--npu", action="store_true", help="count, on emulated CANN libraries")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     args = parser.parse_args()
@@ -170,13 +190,17 @@ def main() -> int:
             Cache(args.layers, args.heads).blocks_for(mib * MIB)
         except ValueError as error:
             parser.error(f"--mib {mib}: {error}")
+    if args.npu:
+        need_emulated_npu(parser)
+        if args.heads % 2:
+            parser.error("--heads must be even: prefill with TP 2 has half of them")
     missed = False
-    if not args.json:
+    if not args.npu and not args.json:
         print(HEADER)
-    for result in results(args):
+    for result in npu_results(args) if args.npu else results(args):
         missed |= not result.holds
         print(line(result, result.holds, args.json, load_average=os.getloadavg()[0]), flush=True)
-    if not args.json:
+    if not args.npu and not args.json:
         print(f"load average {os.getloadavg()[0]:.1f}, {args.layers} layers, {args.rounds} rounds")
     return 1 if missed and args.check else 0
 

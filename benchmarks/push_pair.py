@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For benchmarks/push.py and overlap.py: a prefill and a decode rank, our real workers in a process each over real
-Mooncake, without a model; and what runs in their processes."""
+"""For benchmarks/push.py and overlap.py: prefill's ranks and one of decode, our real workers in a process each over
+real Mooncake, without a model; and what runs in their processes."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,7 @@ FIRST_LAYER_S = 0.02
 
 @dataclass(frozen=True)
 class Cache:
-    """What a rank caches: `heads` KV heads of 128 bfloat16 in each of `layers` layers."""
+    """What decode's rank caches: `heads` KV heads of 128 bfloat16 in each of `layers` layers."""
 
     layers: int
     heads: int
@@ -41,11 +42,13 @@ class Cache:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds on the machine's clock: prefill's step began, its first layer ended, its last one, decode knew that all
-    had arrived. `num_bytes` arrived, `early` of them before the last layer had ended, as decode was told."""
+    """Seconds on the machine's clock: prefill's step began, its first layer was there, the model's thread was done with
+    all of them (an NPU computes what was queued there), the last one was computed, decode knew that all had arrived.
+    `num_bytes` arrived, `early` of them before the last layer had ended, as decode was told."""
 
     begun: float
     first: float
+    queued: float
     computed: float
     arrived: float
     num_bytes: int
@@ -53,15 +56,20 @@ class Times:
 
 
 class PushPair:
-    """Equal TP sizes of 1. Caches hold `blocks` blocks of requests."""
+    """Decode has TP 1. Caches hold `blocks` blocks of requests, all of which one step of prefill may compute.
+    `kernels`: a library with the NPU's regroup ops, in place of those installed."""
 
-    def __init__(self, cache: Cache, blocks: int) -> None:
+    def __init__(
+        self, cache: Cache, blocks: int, prefill_tp: int = 1, device: str = "cpu", kernels: Path | None = None
+    ) -> None:
         self.cache = cache
         model = Model(cache.layers, cache.heads, (HEAD_SIZE, HEAD_SIZE))
-        side = Side(1, 2 * blocks + 8, BLOCK)  # scattered blocks are every other one, and block 0 is nobody's
-        self.pair = Pair(model, side, side)
-        [self.p], [self.d] = self.pair.p_ranks, self.pair.d_ranks
-        self.p.call("do", fill)
+        # Scattered blocks are every other one, and block 0 is nobody's.
+        prefill, decode = (Side(tp, 2 * blocks + 8, BLOCK, step_tokens=blocks * BLOCK) for tp in (prefill_tp, 1))
+        self.pair = Pair(model, prefill, decode, device=device, kernels=kernels)
+        self.p_ranks = self.pair.p_ranks
+        [self.d] = self.pair.d_ranks
+        self.pair.each(self.p_ranks, "do", fill)
 
     def requests(self, count: int, blocks: int, scattered: bool) -> list[Prompt]:
         """`count` requests with `blocks` blocks in all."""
@@ -88,10 +96,11 @@ class PushPair:
         tickets = self.pair.announce(requests)
         self.d.send("do", await_arrivals, len(requests))
         step = ProducerStep(tickets, [Send(p.request_id, 0, p.num_tokens, (p.p_blocks,), last=True) for p in requests])
-        begun, first, computed = self.p.call("do", prefill, step, first_s, compute_s, layerwise)
+        steps = self.pair.each(self.p_ranks, "do", prefill, step, first_s, compute_s, layerwise)
+        begun, first, queued, computed = map(max, zip(*steps, strict=True))
         arrived, num_bytes, early = self.d.receive(PATIENCE_S)
-        self.p.call("do", release, list(tickets))
-        return Times(begun, first, computed, arrived, num_bytes, early)
+        self.pair.each(self.p_ranks, "do", release, list(tickets))
+        return Times(begun, first, queued, computed, arrived, num_bytes, early)
 
     def check(self, requests: Sequence[Prompt]) -> None:
         """Raises RuntimeError unless decode's blocks hold what prefill's do; then clears them."""
@@ -110,32 +119,54 @@ class PushPair:
 def fill(rank: PrefillRank) -> None:
     for layer in range(rank.model.layers):
         for part, cache in enumerate(rank.caches[layer_name(layer)]):
-            cache.copy_(contents(cache, layer, part))
+            cache.copy_(contents(rank, layer, part))
 
 
-def contents(cache: torch.Tensor, layer: int, part: int) -> torch.Tensor:
-    """What prefill's cache of a layer holds; decode's is as large."""
+def contents(rank: PrefillRank | DecodeRank, layer: int, part: int) -> torch.Tensor:
+    """What prefill's cache of a layer holds, of the rank's own heads; decode's is as large."""
     generator = torch.Generator().manual_seed(1009 * layer + part)
-    values = torch.randint(-(2**15), 2**15, cache.shape, generator=generator, dtype=torch.int16)
-    return values.view(cache.dtype)
+    shape = (rank.side.num_blocks, BLOCK, rank.model.heads, HEAD_SIZE)
+    values = torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int16)
+    own = rank.model.heads_of(rank.rank, rank.side.tp)
+    return values[:, :, own.start : own.stop].view(torch.bfloat16)
 
 
 def prefill(
     rank: PrefillRank, step: ProducerStep, first_s: float, compute_s: float, layerwise: bool
-) -> tuple[float, float, float]:
-    """When it began, and when its first and its last layer had been computed."""
+) -> tuple[float, float, float, float]:
+    """The first four of `Times`."""
+    compute = queue_kernels if rank.on == "npu" else sleep
     begun = time.monotonic()
     rank.worker.start_step(step)
     first = 0.0
     for number, layer in enumerate(rank.registered.layers):
         if seconds := compute_s if number else first_s:
-            time.sleep(seconds)
+            compute(rank, layer, seconds)
         first = first or time.monotonic()
         if layerwise:
             rank.worker.layer_computed(layer)
-    computed = time.monotonic()
     rank.worker.end_step()
-    return begun, first, computed
+    queued = time.monotonic()
+    rank.drain()
+    return begun, first, queued, time.monotonic()
+
+
+def sleep(_rank: PrefillRank, _layer: str, seconds: float) -> None:
+    """As a layer's computation on a device is to the host, where the host waits for it."""
+    time.sleep(seconds)
+
+
+KERNELS = 4
+
+
+def queue_kernels(rank: PrefillRank, layer: str, seconds: float) -> None:
+    """Computes a layer on an emulated NPU, which takes as long for each kernel, and for the event behind them."""
+    import cann_on_host
+
+    cann_on_host.set_delays(round(seconds * 1e6 / (KERNELS + 1)), 0)
+    row = rank.caches[layer][0][0]  # block 0, which is nobody's
+    for _ in range(KERNELS):
+        row.add_(1)
 
 
 def release(rank: PrefillRank, request_ids: list[str]) -> None:
@@ -175,8 +206,8 @@ def differences(rank: DecodeRank, requests: list[Prompt]) -> list[str]:
     found = []
     for layer in range(rank.model.layers):
         for part, cache in enumerate(rank.caches[layer_name(layer)]):
-            wanted = contents(cache, layer, part).view(torch.int16)
+            wanted, got = (kv.view(torch.int16) for kv in (contents(rank, layer, part), cache.cpu()))
             for prompt in requests:
-                if not torch.equal(cache.view(torch.int16)[prompt.d_blocks], wanted[prompt.p_blocks]):
+                if not torch.equal(got[prompt.d_blocks], wanted[prompt.p_blocks]):
                     found.append(f"{prompt.request_id} layer {layer} part {part}")
     return found

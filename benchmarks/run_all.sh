@@ -38,9 +38,10 @@ failed=0
 trap 'exit 130' INT
 
 run() { # run ENVIRONMENT PROGRAM OPTION...
-  local python=$1/bin/python program=$2 start=$SECONDS verdict=ok
+  local python=$1/bin/python program=$2 name=$2 start=$SECONDS verdict=ok
   shift 2
-  printf '\n=== %s, load average %s\n' "$program" "$(cut -d' ' -f1 /proc/loadavg)"
+  [[ ${1-} != --npu ]] || name+=" --npu"
+  printf '\n=== %s, load average %s\n' "$name" "$(cut -d' ' -f1 /proc/loadavg)"
   if [[ ! -x $python ]]; then
     printf 'no environment at %s: see --help\n' "${python%/bin/python}" >&2
     verdict="NOT RUN"
@@ -48,7 +49,7 @@ run() { # run ENVIRONMENT PROGRAM OPTION...
     verdict=FAILED
   fi
   [[ $verdict == ok ]] || failed=1
-  summary+=("$(printf '%-8s %-16s %4d s' "$verdict" "$program" $((SECONDS - start)))")
+  summary+=("$(printf '%-8s %-16s %4d s' "$verdict" "$name" $((SECONDS - start)))")
 }
 
 # Shorter forms, where --quick asks for them.
@@ -77,6 +78,11 @@ run "$VENV" ttft "${short[@]}" "${check[@]}"
 in_short --rounds 3
 run "$VENV-npu" plan "${short[@]}" "${check[@]}"
 run "$VENV-npu" launches
+in_short --mib 16
+run "$VENV-npu" push --npu "${short[@]}" "${check[@]}"
+in_short --rounds 3
+run "$VENV-npu" overlap --npu "${short[@]}"
+run "$VENV-npu" memory --npu "${check[@]}"
 
 printf '\n=== summary\n'
 printf '%s\n' "${summary[@]}"

@@ -42,7 +42,8 @@ class Model:
 @dataclass(frozen=True)
 class Side:
     """One engine's shape. `stages`: how many layers each pipeline stage has; empty for one stage. `dcp`, `pcp`: sizes
-    of decode and prefill context parallelism, which deal out tokens `interleave` at a time."""
+    of decode and prefill context parallelism, which deal out tokens `interleave` at a time. `step_tokens`: the most
+    that a step of prefill computes, by which the staging is sized."""
 
     tp: int
     num_blocks: int = 64
@@ -51,6 +52,7 @@ class Side:
     dcp: int = 1
     pcp: int = 1
     interleave: int = 1
+    step_tokens: int = 128
 
     def layers_of(self, pp_rank: int, model: Model) -> range:
         stages = self.stages or (model.layers,)

@@ -149,7 +149,7 @@ class PrefillRank(_RankBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.worker = ProducerWorker(
-            self.identity, self.parsed, self.device, self.engine, self.registered, step_tokens=128
+            self.identity, self.parsed, self.device, self.engine, self.registered, self.side.step_tokens
         )
 
     def step(self, step: Any, prompts: dict[str, Prompt], hooks: Hooks = ONCE) -> None:

@@ -3,6 +3,7 @@
 environment that scripts/setup_npu_emulation.sh makes. Without torch_npu there is nothing to collect here."""
 
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "cann_on_host"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 HAS_TORCH_NPU = find_spec("torch_npu") is not None
 
@@ -22,3 +24,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "emulated: about the emulated CANN libraries themselves")
     if HAS_TORCH_NPU and not config.pluginmanager.has_plugin("cann_on_host_pytest"):
         config.pluginmanager.import_plugin("cann_on_host_pytest")
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Iterator[Path]:
+    """The NPU's library with the regroup kernels, built for the host."""
+    from launches import kernels_on_the_twin
+
+    with kernels_on_the_twin() as library:
+        yield library

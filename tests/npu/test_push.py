@@ -5,7 +5,6 @@ Memory of an emulated NPU is host memory, so Mooncake moves it over TCP; on hard
 the kernels that CANN would compile are those of tests/ascendc_twin; by default there are torch_npu's operators.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +15,6 @@ import cann_on_host
 from harness.kv import Model, Side
 from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import launches
 
 pytestmark = pytest.mark.npu
 
@@ -95,12 +90,6 @@ def test_a_layer_of_more_chunks_than_staging_slots_arrives() -> None:
     run(pair, requests, chunk=18 * BLOCK)
     expect_delivery(pair, requests)
     assert pair.close() == []
-
-
-@pytest.fixture(scope="session")
-def kernels() -> Iterator[Path]:
-    with launches.kernels_on_the_twin() as library:
-        yield library
 
 
 def launched(_: PrefillRank) -> dict[str, int]:
