@@ -131,9 +131,9 @@ run_pytest() { # run_pytest ENVIRONMENT PATH...
   TMPDIR=$scratch VLLM_CACHE_ROOT="$scratch/${environment##*/}" \
     "$environment/bin/python" -m pytest --quiet --tb=short -p no:cacheprovider "${pytest_args[@]}" "$@"
 }
-# Mostly waiting: three at a time.
+# Mostly waiting: several at a time.
 tests_at_once() { # tests_at_once TITLE PATH...
-  tests "$@" --numprocesses 3 --dist loadfile
+  tests "$@" --numprocesses 4 --dist worksteal
 }
 tests() { # tests TITLE PATH...
   local title=$1

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -31,12 +32,12 @@ def run_ranks(
 ) -> list[Any]:
     """`program(rank, *args)` in `size` processes with a default process group over `backend`; what each returned.
 
-    Raises `RankFailed` with the first rank's traceback if one raised, died or did not answer in time.
+    Raises `RankFailed` with the tracebacks of all ranks that raised, died or did not answer in time.
     """
     results = try_ranks(program, size, *args, backend=backend, env=env, timeout_s=timeout_s)
-    for rank, result in enumerate(results):
-        if isinstance(result, RankFailed):
-            raise RankFailed(f"rank {rank}: {result}")
+    failed = [f"rank {rank}: {result}" for rank, result in enumerate(results) if isinstance(result, RankFailed)]
+    if failed:
+        raise RankFailed("\n".join(failed))
     return results
 
 
@@ -62,6 +63,8 @@ def try_ranks(
             processes.append(process)
         return [_receive(pipe, timeout_s) for pipe in pipes]
     finally:
+        for pipe in pipes:
+            pipe.close()
         for process in processes:
             process.join(5)
             if process.is_alive():
@@ -103,6 +106,9 @@ def _serve(
         pipe.send((True, program(rank, *args)))
     except BaseException:  # noqa: BLE001 - the test's process raises it
         pipe.send((False, traceback.format_exc()))
+    if rank == 0:  # serves the store that the others meet through: they have all answered when the pipe is closed
+        with contextlib.suppress(EOFError):
+            pipe.recv()
     # Not the orderly end: after an injected fault it would wait for what never ends.
     pipe.close()
     os._exit(0)
