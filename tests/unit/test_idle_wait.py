@@ -19,6 +19,8 @@ def test_the_longer_nothing_happens_the_longer_a_step_waits(clock):
     while clock.now < 101.0:
         waits.append(wait.next(computes=False, news=False))
         clock.now += waits[-1]
+    assert waits[1::2] == [0.0] * (len(waits) // 2)  # one of those under way
+    waits = waits[::2]
     assert waits[0] == FIRST_S
     assert waits == sorted(waits)
     assert waits[-1] == 0.05
@@ -30,9 +32,9 @@ def test_what_happens_makes_it_wait_shortly_again(clock, computes, news):
     wait = IdleWait(0.05, in_flight=2)
     clock.now += 10
     assert wait.next(computes=False, news=False) == 0.05
-    assert wait.next(computes, news) == (0.0 if computes else FIRST_S)
-    assert wait.next(computes=False, news=False) == (0.0 if computes else FIRST_S)  # one more may be under way
-    assert wait.next(computes=False, news=False) == FIRST_S
+    assert wait.next(computes, news) == 0.0
+    waits = [wait.next(computes=False, news=False) for _ in range(2)]
+    assert waits == ([0.0, FIRST_S] if computes else [FIRST_S, 0.0])
 
 
 @pytest.mark.parametrize("in_flight", [2, 3, 5])
@@ -41,7 +43,7 @@ def test_none_waits_behind_a_step_that_computes(clock, in_flight):
     for _ in range(2):
         assert wait.next(computes=True, news=False) == 0.0
         waits = [wait.next(computes=False, news=news) for news in (False, True, *[False] * in_flight)]
-        assert [each > 0 for each in waits] == [k >= in_flight for k in range(1, in_flight + 3)]
+        assert [each > 0 for each in waits] == [k % in_flight == 0 for k in range(1, in_flight + 3)]
 
 
 def test_sleeps_only_before_a_step_behind_one_that_waited(clock):
@@ -53,6 +55,13 @@ def test_sleeps_only_before_a_step_behind_one_that_waited(clock):
         slept.append(clock.now - before)
         wait.next(computes, news=False)
     assert slept == [0.0, pytest.approx(PAUSE_S), 0.0, 0.0, pytest.approx(PAUSE_S)]
+
+
+def test_nobody_polls_ranks_that_share_the_schedulers_process(clock):
+    wait = IdleWait(0.05, in_flight=2, polls=False)
+    assert wait.next(computes=False, news=False) > 0
+    wait.pause()
+    assert clock.now == 100
 
 
 def test_a_bound_below_the_first_wait_holds(clock):

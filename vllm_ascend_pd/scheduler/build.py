@@ -41,7 +41,7 @@ def make_scheduler(
     parallel = vllm_config.parallel_config
     in_lockstep = parallel.data_parallel_size > 1
     in_flight = 1 + parallel.pipeline_parallel_size  # vLLM: as many as stages, and with async scheduling one more
-    idle = IdleWait(0.0 if in_lockstep else config.idle_wait_s, in_flight)
+    idle = IdleWait(0.0 if in_lockstep else config.idle_wait_s, in_flight, polls=parallel.world_size > 1)
     if transfer.is_kv_producer:
         hosts = decode_hosts(config.decode_allowlist, host, secret is not None)
         return ProducerScheduler(groups, idle, Admission(hosts, secret))

@@ -4,11 +4,13 @@
 While requests wait for KV, vLLM steps without a pause: its scheduler asks again and again, and its processes poll each
 other. On a busy host that takes cores from whoever computes. A step that waits for a transfer in the ranks ends as soon
 as one does; what comes to the scheduler meanwhile, a new request, waits for the step. So the longer nothing has
-happened, the longer the next step waits: at most as long again.
+happened, the longer the next step waits: at most as long again. Of the steps that vLLM has under way only one waits:
+what it ends with is not held up by another one behind it, nor a new request by both; and where scheduler and rank share
+a process, vLLM looks at a step's end only when it has run the next.
 
-While the ranks wait, the scheduler's process polls them for as long after the last step's end as vLLM says: 1 s unless
-it is told otherwise. A pause between two such steps lets that time pass asleep, and the ranks, which have waited
-themselves, do not poll meanwhile. Decode pauses; prefill does not, where a new request is what matters.
+While ranks in processes of their own wait, the scheduler's polls them for as long after the last step's end as vLLM
+says: 1 s unless it is told otherwise. A pause between two such steps lets that time pass asleep, and the ranks, which
+have waited themselves, do not poll meanwhile. Decode pauses; prefill does not, where a new request is what matters.
 """
 
 import time
@@ -22,23 +24,24 @@ ends meanwhile is noticed so much later at most."""
 
 
 class IdleWait:
-    def __init__(self, longest_s: float, in_flight: int) -> None:
+    def __init__(self, longest_s: float, in_flight: int, polls: bool = True) -> None:
         """`longest_s`: seconds; 0 where other engines wait for every step of this one (data-parallel MoE). `in_flight`:
         as many steps as vLLM has under way at most; while one of them computes, none behind it waits: its next token's
-        step would wait, too."""
+        step would wait, too. `polls`: the ranks are in processes of their own, which the scheduler's polls."""
         self._longest_s = longest_s
         self._in_flight = in_flight
+        self._polls = polls
         self._empty = in_flight - 1  # steps since one computed; at first none is under way
         self._since = time.monotonic()
 
     @property
     def _waits(self) -> bool:
         """The last step does."""
-        return self._longest_s > 0 and self._empty >= self._in_flight
+        return self._longest_s > 0 and self._empty >= self._in_flight and self._empty % self._in_flight == 0
 
     def pause(self) -> None:
         """Before a step that computes nothing and has no news for the ranks: sleeps if the last one waited in them."""
-        if self._waits:
+        if self._polls and self._waits:
             time.sleep(min(PAUSE_S, self._longest_s))
 
     def next(self, computes: bool, news: bool) -> float:

@@ -102,6 +102,7 @@ class ConsumerWorker:
         self._lost: set[int] = set()
         self._report = WorkerReport()
         self._wait_s = 0.0
+        self._brought = False  # the last step something that had ended
         self._trace = rank_trace(config, identity)
         keys = load_keys(config.side_channel_key_file)
         self._server = Server(identity.host, 0, self._handle, self._tick, name="pd-grants", keys=keys)
@@ -134,12 +135,14 @@ class ConsumerWorker:
                     self._settle(entry, now)
 
     def take_arrivals(self) -> Arrivals:
-        """Each ticket ends here once. Waits for one as long as the step says."""
+        """Each ticket ends here once. Waits for one as long as the step says, unless the last step brought one that
+        the scheduler may not have seen when it made this step: what it computes next is not to wait."""
         with self._changed:
-            if self._wait_s and self._entries:
+            if self._wait_s and self._entries and not self._brought:
                 self._changed.wait_for(lambda: bool(self._ended or self._lost), self._wait_s)
             ended, self._ended = self._ended, []
             lost, self._lost = self._lost, set()
+            self._brought = bool(ended or lost)
         failed = [entry for entry in ended if entry.ticket.state is State.FAILED]
         return Arrivals(
             {entry.expect.request_id for entry in ended},

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of decode that compute nothing wait for KV in its ranks, but never in the way of what has come."""
+
+import time
+
+from harness.kv import Model, Side
+from harness.rank_programs import DecodeRank
+from harness.ranks import Pair
+from vllm_ascend_pd.step import ConsumerStep, Expect
+
+LONG_S = 40.0  # of which a step that waits would take all
+TIMEOUT_S = 20.0
+
+
+def steps_behind_an_end(rank: DecodeRank) -> list[set[str]]:
+    """Two tickets, of which first one and then the other ends: what each of four steps brought that all may wait."""
+    expects = [Expect(f"request-{i}", f"{i:016x}", 1, "digest", [i]) for i in range(2)]
+    rank.worker.start_step(ConsumerStep(expects=expects))
+    brought = []
+    for cancelled in ({expects[0].ticket_id: "left"}, {}, {expects[1].ticket_id: "left"}, {}):
+        rank.worker.start_step(ConsumerStep(cancelled=cancelled, wait_s=LONG_S))
+        brought.append(rank.worker.take_arrivals().finished)
+    return brought
+
+
+def test_a_step_behind_one_that_brought_something_does_not_wait() -> None:
+    """vLLM may have made it before it knew: what it computes next is behind that step."""
+    pair = Pair(Model(), Side(1), Side(1))
+    began = time.monotonic()
+    [brought] = pair.each(pair.d_ranks, "do", steps_behind_an_end)
+    assert brought == [{"request-0"}, set(), {"request-1"}, set()]
+    assert time.monotonic() - began < TIMEOUT_S
+    assert pair.close() == []
