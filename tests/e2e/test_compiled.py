@@ -21,6 +21,7 @@ COMPILED = dataclasses.replace(
 )
 
 pytestmark = [
+    pytest.mark.long,  # compiling takes most of it
     pytest.mark.timeout(900),
     pytest.mark.parametrize("cluster", [COMPILED], ids=str, indirect=True),
 ]
