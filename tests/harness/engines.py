@@ -79,7 +79,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = 64 << 20
     """Per rank."""
     eager: bool = True
-    """No compilation: quick to start. PP > 1 on vLLM's CPU backend runs compiled whatever is set here."""
+    """Not compiled: quick to start."""
     port: int | None = None
     """None: a free one, as for `kv_port`."""
     kv_port: int | None = None
@@ -98,6 +98,11 @@ class EngineConfig:
     """`--speculative-config`, as pairs. A `ModelSpec` as its model stands for that model's folder."""
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def compiled(self) -> bool:
+        """PP > 1 on vLLM's CPU backend does not run otherwise."""
+        return not self.eager or (self.pp > 1 and self.device == "cpu")
 
     @property
     def label(self) -> str:
@@ -124,7 +129,7 @@ class EngineConfig:
             command += ["--pipeline-parallel-size", str(self.pp)]
         if self.dp > 1:
             command += ["--data-parallel-size", str(self.dp)]
-        if self.eager and (self.pp == 1 or self.device == "npu"):
+        if not self.compiled:
             command += ["--enforce-eager"]
         if self.speculative:
             command += ["--speculative-config", json.dumps(self.speculative_config(model.parent))]
@@ -170,6 +175,9 @@ class EngineConfig:
         env = dict(os.environ)
         if self.device == "cpu":
             env |= CPU_ENV
+            if not self.compiled:
+                # With TP > 1 the first request would wait for the embedding's function, 20 s of both cores.
+                env["TORCH_COMPILE_DISABLE"] = "1"
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGINS), env.get("PYTHONPATH")]))
         if self.token_major:
             env["VLLM_ASCEND_PD_TEST_TOKEN_MAJOR"] = "1"
@@ -219,7 +227,7 @@ class Engine(Server):
         self._command = config.command(model, self.port, self.kv_port)
         self.environment = config.environment()
         """From the next start on."""
-        if not config.eager:
+        if config.compiled:
             # Its own: engines that compile at the same time would write the same files.
             cache = logs / f"{self.name}-{self.port}-cache"
             self.environment |= {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
@@ -227,7 +235,7 @@ class Engine(Server):
 
     def start(self) -> None:
         """With what it was made with; again, after its `process` was stopped or killed."""
-        forked = can_fork(self.environment)
+        forked = not self.config.compiled and can_fork(self.environment)
         self.process = ManagedProcess(self.name, self._command, self.environment, self.log, forked)
 
     def metric(self, name: str) -> float:
