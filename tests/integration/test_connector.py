@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector inside vLLM's own configuration and factory, without an engine."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.engine.arg_utils import EngineArgs
@@ -15,10 +17,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 import vllm_ascend_pd
+from harness.clock import clock_of
 from harness.ports import reserve_port
 from vllm_ascend_pd.compat import external_request_id, layer_specs
 from vllm_ascend_pd.config import ConfigError
 from vllm_ascend_pd.connector import _own_host
+from vllm_ascend_pd.scheduler import idle
+from vllm_ascend_pd.scheduler.idle import PAUSE_S
 from vllm_ascend_pd.worker.caches import describe
 
 
@@ -116,25 +121,52 @@ def test_what_a_cache_holds_is_told_apart(model: Path, cache_dtype: Any, stored:
     assert geometry.dtype == said
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_decode_step_behind_one_that_computes_does_not_wait(
-    connector_class: type[KVConnectorBase_V1], model: Path, stages: int
-) -> None:
-    """Of a pipeline, the first stage would keep the next token waiting."""
-    transfer = KVTransferConfig(kv_connector="LayerwisePushConnector", kv_role="kv_consumer", kv_port=reserve_port())
-    config = EngineArgs(
-        model=str(model), max_model_len=512, pipeline_parallel_size=stages, kv_transfer_config=transfer
-    ).create_engine_config()
+EMPTY = SchedulerOutput.make_empty()
+COMPUTING = dataclasses.replace(EMPTY, total_num_scheduled_tokens=1)
+
+
+@contextlib.contextmanager
+def decode_scheduler(connector_class: type[KVConnectorBase_V1], config: VllmConfig) -> Iterator[KVConnectorBase_V1]:
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="LayerwisePushConnector", kv_role="kv_consumer", kv_port=reserve_port()
+    )
     connector = connector_class(config, KVConnectorRole.SCHEDULER, one_layer(torch.float32))
-    computing = dataclasses.replace(SchedulerOutput.make_empty(), total_num_scheduled_tokens=1)
     try:
-        waits = [
-            connector.build_connector_meta(output).wait_s for output in (computing, *[SchedulerOutput.make_empty()] * 4)
-        ]
+        yield connector
     finally:
         connector.shutdown()
-    in_flight = stages + 1
+
+
+@pytest.mark.parametrize(("stages", "asynchronous", "in_flight"), [(1, False, 1), (1, True, 2), (2, False, 2)])
+def test_of_the_steps_that_vllm_has_under_way_one_waits_and_none_behind_one_that_computes(
+    connector_class: type[KVConnectorBase_V1], model: Path, stages: int, asynchronous: bool, in_flight: int
+) -> None:
+    """Of a pipeline, the first stage would keep the next token waiting."""
+    config = EngineArgs(model=str(model), max_model_len=512, pipeline_parallel_size=stages).create_engine_config()
+    config.scheduler_config.async_scheduling = asynchronous  # vLLM's CPU backend always turns it off
+    with decode_scheduler(connector_class, config) as connector:
+        waits = [connector.build_connector_meta(output).wait_s for output in (COMPUTING, *[EMPTY] * 4)]
     assert [wait > 0 for wait in waits] == [step > 0 and step % in_flight == 0 for step in range(5)]
+
+
+@pytest.mark.parametrize(("backend", "slept"), [(None, PAUSE_S), ("uni", 0.0)])
+def test_its_scheduler_sleeps_where_a_rank_has_a_process_of_its_own(
+    connector_class: type[KVConnectorBase_V1],
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str | None,
+    slept: float,
+) -> None:
+    """Also a single one, as vLLM's CPU backend has it: it would poll the rank all the time that a step waits."""
+    clock = clock_of(idle, monkeypatch)
+    config = EngineArgs(model=str(model), max_model_len=512).create_engine_config()
+    if backend is not None:
+        config.parallel_config.distributed_executor_backend = backend
+    with decode_scheduler(connector_class, config) as connector:
+        assert connector.build_connector_meta(EMPTY).wait_s > 0
+        before = clock.now
+        connector.build_connector_meta(EMPTY)
+        assert clock.now - before == pytest.approx(slept)
 
 
 def test_the_entry_point_is_declared() -> None:

@@ -40,8 +40,11 @@ def make_scheduler(
     secret = _read(read_ticket_secret, config.ticket_secret_file)
     parallel = vllm_config.parallel_config
     in_lockstep = parallel.data_parallel_size > 1
-    in_flight = 1 + parallel.pipeline_parallel_size  # vLLM: as many as stages, and with async scheduling one more
-    idle = IdleWait(0.0 if in_lockstep else config.idle_wait_s, in_flight, polls=parallel.world_size > 1)
+    idle = IdleWait(
+        longest_s=0.0 if in_lockstep else config.idle_wait_s,
+        in_flight=vllm_config.max_concurrent_batches,
+        polls=parallel.distributed_executor_backend != "uni",  # of the CPU backend a single rank has a process, too
+    )
     if transfer.is_kv_producer:
         hosts = decode_hosts(config.decode_allowlist, host, secret is not None)
         return ProducerScheduler(groups, idle, Admission(hosts, secret))
