@@ -65,6 +65,7 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(PLUGINS), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
         "VLLM_ASCEND_PD_TEST_SHORT_SPIN": "1",
+        "VLLM_ASCEND_PD_TEST_HOLD_PORTS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     environment.pop("PYTHON", None)  # it would win over VENV

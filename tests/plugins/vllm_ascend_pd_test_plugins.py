@@ -5,6 +5,7 @@ Each is off unless its environment variable is set, so the folder alone changes 
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,10 @@ TOKEN_MAJOR = "VLLM_ASCEND_PD_TEST_TOKEN_MAJOR"
 SHORT_SPIN = "VLLM_ASCEND_PD_TEST_SHORT_SPIN"
 """Idle workers sleep after 10 ms without work. vLLM lets them poll for 1 s, which suits a machine with a
 core per worker; where several engines share two cores, the idle ones take those from the busy ones."""
+
+HOLD_PORTS = "VLLM_ASCEND_PD_TEST_HOLD_PORTS"
+"""Ports that vLLM looks for come from `harness.ports`. vLLM lets the kernel name one, closes it, and listens there
+seconds later: of all sockets that processes beside it bind meanwhile, one may have got the same port."""
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 """vLLM's own. "fork" holds on vLLM's CPU platform, too, which has engine cores and workers spawned whatever is set:
@@ -52,6 +57,8 @@ def register() -> None:
         _use_token_major_cache()
     if os.environ.get(SHORT_SPIN) == "1":
         _shorten_spin(seconds=0.01)
+    if os.environ.get(HOLD_PORTS) == "1":
+        _hold_ports()
     if os.environ.get(METHOD) == "fork":
         _fork_on_cpu()
     if tokens := os.environ.get(POISON_TOKENS):
@@ -88,6 +95,20 @@ def _shorten_spin(seconds: float) -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.SpinCondition = functools.partial(shm_broadcast.SpinCondition, busy_loop_s=seconds)
+
+
+def _hold_ports() -> None:
+    from vllm.utils import network_utils
+
+    tests = str(Path(__file__).resolve().parents[1])
+    if tests not in sys.path:
+        sys.path.append(tests)
+    from harness.ports import reserve_port
+
+    def reserve(start_port: int | None = None, max_attempts: int | None = None) -> int:
+        return reserve_port()
+
+    network_utils._get_open_port = reserve
 
 
 def _fork_on_cpu() -> None:

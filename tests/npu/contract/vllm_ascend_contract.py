@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import offline_hooks
-from harness.engines import CPU_ENV
+from harness.engines import CPU_ENV, PLUGINS
 
 OURS = "LayerwisePushConnector"
 REQUEST_ID = "cmpl-5b1e0c2e4d3f4f0f8f5a7c9d1e2f3a4b-0-1a2b3c4d"
@@ -61,7 +61,7 @@ def our_hooks() -> set[str]:
 
 @functools.cache
 def offline_run(model: Path, role: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **CPU_ENV, "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {**os.environ, **CPU_ENV, "PYTHONPATH": os.pathsep.join([str(PLUGINS), *sys.path])}
     program = Path(offline_hooks.__file__)
     command = [sys.executable, str(program), str(model), role]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)

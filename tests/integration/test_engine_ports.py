@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ports that vLLM looks for while the tests' engines start."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.engines import CPU_ENV, PLUGINS
+from harness.ports import release_port, reserve_port
+from harness.processes import ManagedProcess
+from harness.waiting import wait_until
+
+PROGRAM = """
+import json, time
+from vllm.plugins import load_general_plugins
+from vllm.utils.network_utils import get_open_port, get_open_ports_list
+load_general_plugins()
+print("PORTS", json.dumps([get_open_port(), *get_open_ports_list(5)]), flush=True)
+time.sleep(600)
+"""
+
+
+def test_nobody_else_gets_a_port_before_vllm_listens_there(tmp_path: Path) -> None:
+    path = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, **CPU_ENV, "PYTHONPATH": path}
+    engine = ManagedProcess("engine", [sys.executable, "-c", PROGRAM], env, tmp_path / "log")
+    try:
+        wait_until(lambda: "PORTS" in engine.tail() or engine.exit_code is not None, 120)
+        ports = json.loads(engine.tail().partition("PORTS")[2])
+        assert len(set(ports)) == 6
+        for port in ports:
+            with pytest.raises(RuntimeError, match="no free TCP port"):
+                reserve_port(port, port + 1)
+    finally:
+        engine.stop()
+    for port in ports:
+        reserve_port(port, port + 1)
+        release_port(port)
