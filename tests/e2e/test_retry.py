@@ -82,7 +82,9 @@ def test_prefill_killed_while_it_pushes(cluster: Cluster, client: Client, refere
         killed.process.kill()
         answers = [answer.result() for answer in asked]
     assert answers == [reference.complete(prompt) for prompt in prompts]
-    assert sum(retries(cluster).values()) > sum(before.values())
+    # Made anew, in other blocks: those it was writing to are not waited for.
+    assert retries(cluster)["decode"] > before["decode"]
+    assert retries(cluster)["prefill"] == before["prefill"]
     bring_back(killed, cluster, client, reference)
 
 
@@ -106,12 +108,12 @@ def test_prefill_stopped_while_it_pushes(cluster: Cluster, client: Client, refer
 @two_prefill
 def test_prefill_that_cannot_send(cluster: Cluster, client: Client, reference: Reference) -> None:
     """Every write of such a prompt fails in the first engine."""
-    before = retries(cluster)["prefill"]
+    before = retries(cluster)
     prompts = [random_prompt(POISONED_TOKENS, f"poison {i}") for i in range(4)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = [answer.result() for answer in ask(pool, client, prompts)]
     assert answers == [reference.complete(prompt) for prompt in prompts]
-    assert sum(retries(cluster).values()) > before
+    assert sum(retries(cluster).values()) > sum(before.values())
     wait_all_blocks_free(cluster)
 
 

@@ -101,8 +101,9 @@ def test_failures_and_retries_are_those_of_health() -> None:
     with beside(prefill=failing) as cluster:
         assert cluster.complete().status_code == 200
         samples = scraped(cluster)
-        assert samples["failures_total", "server_error", "prefill"] == samples["retries_total", "prefill"] == 1
-        assert sum(value for key, value in samples.items() if key[0] in ("failures_total", "retries_total")) == 2
+        assert samples["failures_total", "server_error", "prefill"] == samples["retries_total", "decode"] == 1
+        assert samples["failures_total", "transfer_failed", "decode"] == 1
+        assert sum(value for key, value in samples.items() if key[0] in ("failures_total", "retries_total")) == 3
         assert samples["prefill_seconds_count",] == 1, "without the one that failed"
         up = sorted((key[2], value) for key, value in samples.items() if key[0] == "engine_up")
         assert up == [("decode", 1), ("prefill", 0), ("prefill", 1)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engine_standin import PrefillEngine, make_failure, make_ticket
-from proxy_cluster import COMPLETION, STREAM, beside, closing_server, counted, running_cluster
+from proxy_cluster import COMPLETION, STREAM, Servers, beside, closing_server, counted, running_cluster
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
@@ -43,17 +43,17 @@ def freeze(engine: PrefillEngine) -> None:
     [
         (refuse, "server error", {}),
         (fail_transfer, "transfer failed", {}),
-        (hang, "timeout", {"prefill_timeout": 0.5, "decode_attempts": 1}),
-        (freeze, "timeout", {"probe_timeout": 0.5, "decode_attempts": 1}),
+        (hang, "timeout", {"prefill_timeout": 0.5}),
+        (freeze, "timeout", {"probe_timeout": 0.5}),
     ],
     ids=["http-500", "transfer", "silent", "frozen"],
 )
-def test_failed_prefill_goes_to_another_engine(
+def test_where_no_new_request_is_left_another_engine_gets_the_ticket(
     fault: Callable[[PrefillEngine], None], kind: str, settings: dict[str, Any], stream: dict[str, Any]
 ) -> None:
     failing = PrefillEngine()
     fault(failing)
-    with beside(prefill=failing, **settings) as cluster:
+    with beside(prefill=failing, decode_attempts=1, **settings) as cluster:
         assert cluster.complete(**stream).status_code == 200
         (first,), (second,) = failing.received, cluster.prefill.received
         ticket = first.body["kv_transfer_params"]
@@ -69,24 +69,31 @@ def test_failed_prefill_goes_to_another_engine(
 
 @EITHER
 @pytest.mark.parametrize(
-    ("fault", "settings"),
-    [(hang, {"prefill_timeout": 0.5}), (freeze, {"probe_timeout": 0.5})],
-    ids=["silent", "frozen"],
+    ("fault", "kind", "settings"),
+    [
+        (refuse, "server error", {}),
+        (fail_transfer, "transfer failed", {}),
+        (hang, "timeout", {"prefill_timeout": 0.5}),
+        (freeze, "timeout", {"probe_timeout": 0.5}),
+    ],
+    ids=["http-500", "transfer", "silent", "frozen"],
 )
-def test_silent_prefill_is_replaced_under_a_new_request(
-    fault: Callable[[PrefillEngine], None], settings: dict[str, Any], stream: dict[str, Any]
+def test_failed_prefill_is_replaced_under_a_new_request(
+    fault: Callable[[PrefillEngine], None], kind: str, settings: dict[str, Any], stream: dict[str, Any]
 ) -> None:
     """It may go on writing where it was, into blocks that decode must not give to another before it has stopped."""
-    silent = PrefillEngine()
-    fault(silent)
-    with beside(prefill=silent, **settings) as cluster:
+    failing = PrefillEngine()
+    fault(failing)
+    with beside(prefill=failing, **settings) as cluster:
         assert cluster.complete(**stream).status_code == 200
-        (first,), (second,) = silent.received, cluster.prefill.received
+        (first,), (second,) = failing.received, cluster.prefill.received
         assert first.headers["x-request-id"] != second.headers["x-request-id"]
         assert "attempt" not in second.body["kv_transfer_params"]
-        assert silent.cancelled.wait(5)
-        silent.frozen = False
-        assert counted(cluster)[0] == {"prefill": 0, "decode": 1}
+        if kind == "timeout":
+            assert failing.cancelled.wait(5)
+        failing.frozen = False
+        failures = {"prefill": {kind: 1}, "decode": {"transfer failed": 1}}
+        assert counted(cluster) == ({"prefill": 0, "decode": 1}, failures)
 
 
 def test_slow_prefill_that_answers_probes_is_left_alone() -> None:
@@ -106,22 +113,27 @@ def test_broken_off_prefill_goes_to_another_engine() -> None:
     with closing_server() as (url, seen), running_cluster(other_prefill=(url,)) as cluster:
         assert cluster.complete().status_code == 200
         assert len(seen) == 1
-        assert cluster.prefill.received[0].body["kv_transfer_params"]["attempt"] == 1
+        assert "attempt" not in cluster.prefill.received[0].body["kv_transfer_params"]
         assert counted(cluster)[1]["prefill"] == {"connection lost": 1}
 
 
-def test_attempts_are_bounded_and_all_reasons_named() -> None:
-    failing = PrefillEngine()
-    refuse(failing)
-    with beside(prefill=failing) as cluster:
-        cluster.prefill.transfer_error = "session lost"
-        response = cluster.complete(stream=True)
-        assert response.status_code == 502
-        message = response.json()["error"]["message"]
-        assert message.startswith("prefill failed: attempt 1: HTTP 500 from the prefill engine")
-        assert message.endswith("; attempt 2: session lost")
-        assert len(failing.received) == len(cluster.prefill.received) == 1
-        assert counted(cluster)[0] == {"prefill": 1, "decode": 0}
+@pytest.mark.parametrize("decode_attempts", [1, 2, 3])
+def test_attempts_are_bounded_and_all_reasons_named(decode_attempts: int) -> None:
+    """Be the second under the same ticket or another: a prompt that ends an engine ends no more than two."""
+    engines = [PrefillEngine(), PrefillEngine()]
+    with Servers() as others:
+        urls = tuple(others.start(lambda _, engine=engine: engine.app) for engine in engines)
+        with running_cluster(other_prefill=urls, decode_attempts=decode_attempts) as cluster:
+            for engine in (*engines, cluster.prefill):
+                refuse(engine)
+            response = cluster.complete(stream=True)
+            assert response.status_code == 502
+            message = response.json()["error"]["message"]
+            assert message.startswith("prefill failed: attempt 1: HTTP 500 from the prefill engine")
+            assert "; attempt 2: HTTP 500 from the prefill engine" in message
+            assert sum(len(engine.received) for engine in (*engines, cluster.prefill)) == 2
+            anew = int(decode_attempts > 1)
+            assert counted(cluster)[0] == {"prefill": 1 - anew, "decode": anew}
 
 
 def test_one_attempt_is_no_retry() -> None:

@@ -149,7 +149,8 @@ def test_without_an_endpoint_engines_get_the_clients_context() -> None:
 def test_prefill_is_tried_again(collector: Collector) -> None:
     failing = PrefillEngine()
     failing.refusal = (500, {"error": "while reading 'the quick brown fox'"})
-    with beside(prefill=failing, otlp_traces_endpoint=collector.url, strategy="round-robin") as cluster:
+    settings = {"otlp_traces_endpoint": collector.url, "strategy": "round-robin", "decode_attempts": 1}
+    with beside(prefill=failing, **settings) as cluster:
         assert ask(cluster).status_code == 200
         spans = collector.wait(ended(ROUTE, "decode", "prefill", "prefill"))
         request, decode, first, second = spans
@@ -163,6 +164,20 @@ def test_prefill_is_tried_again(collector: Collector) -> None:
         assert request.events == ()
         told = [parent_in(engine.received[0].headers) for engine in (failing, cluster.prefill)]
         assert told == [first.id, second.id]
+    assert b"quick brown fox" not in collector.raw
+
+
+def test_request_is_made_anew_after_a_prefill(collector: Collector) -> None:
+    failing = PrefillEngine()
+    failing.refusal = (500, {"error": "while reading 'the quick brown fox'"})
+    with beside(prefill=failing, otlp_traces_endpoint=collector.url, strategy="round-robin") as cluster:
+        assert ask(cluster).status_code == 200
+        spans = collector.wait(ended(ROUTE, "decode", "prefill", "decode", "prefill"))
+        request, *decodes = [span for span in spans if span.name != "prefill"]
+        assert [span.failed for span in decodes] == [True, False]
+        assert decodes[0].attributes["error.type"] == "transfer_failed"
+        assert "HTTP 500" in decodes[0].reason
+        assert [name for name, _ in request.events] == ["retry"]
     assert b"quick brown fox" not in collector.raw
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import enum
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
+from itertools import chain
 from typing import NamedTuple
 
 import anyio
@@ -161,10 +162,16 @@ class Exchange:
         self.scope = anyio.CancelScope()
         self.verdict: Response | None = None
         """What the client gets instead of the decode engine's answer."""
-        self.failed_prefill: set[str] = set()
-        """Prefill engines that failed for it, under whatever ticket."""
+        self.prefill_failures: defaultdict[int, list[Failure]] = defaultdict(list)
+        """By number of the prompt: why its prefills failed, under whatever ticket."""
         self._attempts = attempts
         self._ended = False
+
+    @property
+    def failed_prefill(self) -> set[str]:
+        """Prefill engines that failed for it. That one refused says nothing about it."""
+        failures = chain.from_iterable(self.prefill_failures.values())
+        return {failure.url for failure in failures if failure.kind is not Kind.REFUSED}
 
     def end(self, verdict: Response | None) -> None:
         """Stops everything done for this request; the first verdict counts. None: nobody is there to read it."""

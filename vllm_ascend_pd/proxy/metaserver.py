@@ -26,7 +26,17 @@ from .exchange import Attempt, Exchanges, PrefillTicket, Waiting
 from .metrics import Metrics
 from .prompts import prompt_of
 from .registry import Role
-from .retry import FINAL, PREFILL_AGAIN, Failure, Kind, engines_to_avoid, summary, without
+from .retry import (
+    FINAL,
+    PREFILL_AGAIN,
+    PREFILL_AGAIN_ANEW,
+    PREFILL_MAY_WRITE,
+    Failure,
+    Kind,
+    engines_to_avoid,
+    summary,
+    without,
+)
 from .settings import MIB, ProxySettings
 from .streams import TooLarge, read_all, when_disconnected
 from .tickets import NotRepeatableError, Sign, Ticket, of_attempt
@@ -152,12 +162,17 @@ class Metaserver:
         if not failed.final and failed.attempt != state.attempt:
             return JSONResponse({"status": "over"})
         reason = one_line(failed.reason, MAX_REASON_CHARS)
-        anew = state.running is not None and attempt.may_begin_anew
+        failures = exchange.prefill_failures[index]
+        # This failure is not among them yet.
+        anew = (
+            state.running is not None and attempt.may_begin_anew and len(failures) + 1 < self._settings.prefill_attempts
+        )
         logged_elsewhere = state.running is not None
         # Once decode has its answer there is no other attempt under this ticket.
         if failed.final or state.answered or anew:
+            if not state.given_up:
+                failures += [_failed(Kind.TRANSFER, reason, engine) for engine in state.engines[-1:]]
             state.given_up = True
-            exchange.failed_prefill.update(state.engines[-1:])
             attempt.note_transfer_failure(_not_transferred(reason, attempt))
             if anew or not (attempt.answering or state.recomputes):
                 attempt.end()
@@ -212,11 +227,12 @@ class Metaserver:
             raise _Refused(HTTPStatus.NOT_FOUND, "no request waits under this request_id") from None
 
     async def _serve(self, waiting: Waiting, ticket: Ticket, state: PrefillTicket, body: bytes) -> list[Failure]:
-        """Has one prefill engine after the other run the prompt. Returns why all failed, or nothing."""
+        """Has one prefill engine after the other run the prompt. Returns why all failed, those asked for an earlier
+        ticket included, or nothing."""
         exchange, attempt, request, index, _ = waiting
         pool = self._prefill
         prompt = prompt_of(request, index)
-        failures: list[Failure] = []
+        failures = exchange.prefill_failures[index]
         choice = pool.order(prompt, without(pool.urls, frozenset(), exchange.failed_prefill))
         if state.attempt != ticket.attempt:  # posted again
             try:
@@ -229,17 +245,16 @@ class Metaserver:
             if failure is None:
                 return []
             self._counts.failed(Role.PREFILL, failure, attempt.request_id)
+            if state.given_up:  # and its failure noted, where an engine had been asked
+                return failures or [failure]
             failures.append(failure)
-            if failure.kind is not Kind.REFUSED:
-                exchange.failed_prefill.add(failure.url)
-            if failure.kind is Kind.TIMEOUT and attempt.may_begin_anew:
-                # Decode takes the next attempt's KV only when nobody of this one can write any more, and an engine
-                # that is silent may still: a new request does not wait for that.
-                attempt.note_transfer_failure(_not_transferred(failure.reason, attempt))
-                attempt.end()
+            again = PREFILL_AGAIN_ANEW if attempt.may_begin_anew else PREFILL_AGAIN
+            avoid = engines_to_avoid(pool.urls, failures, self._settings.prefill_attempts, again)
+            if avoid is None:
                 return failures
-            avoid = engines_to_avoid(pool.urls, failures, self._settings.prefill_attempts, PREFILL_AGAIN)
-            if avoid is None or state.given_up:
+            if attempt.may_begin_anew and failure.kind in PREFILL_MAY_WRITE:
+                attempt.note_transfer_failure(_not_prefilled(failure, attempt))
+                attempt.end()
                 return failures
             try:
                 body = of_attempt(body, ticket, state.attempt + 1, self._sign)
@@ -339,6 +354,12 @@ def _failed(kind: Kind, reason: str, url: str) -> Failure:
 
 def _not_transferred(reason: str, attempt: Attempt) -> Failure:
     return Failure(Kind.TRANSFER, reason, attempt.engine, bad_gateway(f"KV transfer failed: {reason}"))
+
+
+def _not_prefilled(failure: Failure, attempt: Attempt) -> Failure:
+    """What it means for the attempt at decode."""
+    before = f"prefill at {failure.url} failed: "
+    return _not_transferred(before + failure.reason, attempt)._replace(unquoted=before + failure.for_all)
 
 
 def bad_gateway(message: str) -> Response:

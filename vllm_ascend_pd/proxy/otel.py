@@ -69,7 +69,7 @@ class OtelSpan(Span):
         self._span.add_event(name, attributes)
 
     def failed(self, failure: Failure) -> None:
-        self.fail(error_type(failure.kind), failure.reason if failure.kind in _QUOTES_NOBODY else _SEE_LOG)
+        self.fail(error_type(failure.kind), failure.for_all if failure.kind in _QUOTES_NOBODY else _SEE_LOG)
 
     def fail(self, kind: str, reason: str = "") -> None:
         if not self._has_failed:
