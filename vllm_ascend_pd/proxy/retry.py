@@ -56,8 +56,8 @@ class Failure(NamedTuple):
 # A lost connection says little about the engine, and a decode engine to which no KV came is not at fault itself.
 PREFILL_AGAIN = frozenset({Kind.LOST})
 DECODE_AGAIN = frozenset({Kind.LOST, Kind.TRANSFER})
-# A prefill engine that failed like this had the ticket: it may have begun to write, and may still. Until that cannot be,
-# decode keeps the blocks from all others, the next attempt at this ticket included. A new request has other blocks.
+# A prefill engine that failed like this had the ticket: it may have begun to write, and may still. Until that cannot
+# be, decode keeps the blocks from all others, the next attempt at this ticket included. A new request has other ones.
 PREFILL_MAY_WRITE = frozenset({Kind.LOST, Kind.TIMEOUT, Kind.ERROR, Kind.GARBAGE, Kind.TRANSFER})
 # So a silent one may be asked again then, if it is the only one.
 PREFILL_AGAIN_ANEW = PREFILL_AGAIN | {Kind.TIMEOUT}
