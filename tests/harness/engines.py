@@ -51,6 +51,11 @@ PATIENT: tuple[tuple[str, object], ...] = (
 """Connector settings for tests that are not about time: a shared machine may stop a process for many seconds."""
 
 
+def plugins_on_path() -> dict[str, str]:
+    """This process's PYTHONPATH, with the tests' plugins before all else."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))}
+
+
 class Role(str, enum.Enum):
     """`kv_role` of an engine; a `SINGLE` one has no connector."""
 
@@ -179,7 +184,7 @@ class EngineConfig:
             if not self.compiled:
                 # With TP > 1 the first request would wait for the embedding's function, 20 s of both cores.
                 env["TORCH_COMPILE_DISABLE"] = "1"
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGINS), env.get("PYTHONPATH")]))
+        env |= plugins_on_path()
         if self.token_major:
             env["VLLM_ASCEND_PD_TEST_TOKEN_MAJOR"] = "1"
         return env | dict(self.env)

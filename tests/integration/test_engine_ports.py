@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines import CPU_ENV, PLUGINS
+from harness.engines import CPU_ENV, plugins_on_path
 from harness.ports import release_port, reserve_port
 from harness.processes import ManagedProcess
 from harness.waiting import wait_until
@@ -24,8 +24,7 @@ time.sleep(600)
 
 
 def test_nobody_else_gets_a_port_before_vllm_listens_there(tmp_path: Path) -> None:
-    path = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, **CPU_ENV, "PYTHONPATH": path}
+    env = {**os.environ, **CPU_ENV, **plugins_on_path()}
     engine = ManagedProcess("engine", [sys.executable, "-c", PROGRAM], env, tmp_path / "log")
     try:
         wait_until(lambda: "PORTS" in engine.tail() or engine.exit_code is not None, 120)

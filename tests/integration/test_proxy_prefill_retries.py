@@ -37,8 +37,7 @@ def freeze(engine: PrefillEngine) -> None:
     engine.frozen = True
 
 
-@EITHER
-@pytest.mark.parametrize(
+each_fault = pytest.mark.parametrize(
     ("fault", "kind", "settings"),
     [
         (refuse, "server error", {}),
@@ -48,6 +47,10 @@ def freeze(engine: PrefillEngine) -> None:
     ],
     ids=["http-500", "transfer", "silent", "frozen"],
 )
+
+
+@EITHER
+@each_fault
 def test_where_no_new_request_is_left_another_engine_gets_the_ticket(
     fault: Callable[[PrefillEngine], None], kind: str, settings: dict[str, Any], stream: dict[str, Any]
 ) -> None:
@@ -68,16 +71,7 @@ def test_where_no_new_request_is_left_another_engine_gets_the_ticket(
 
 
 @EITHER
-@pytest.mark.parametrize(
-    ("fault", "kind", "settings"),
-    [
-        (refuse, "server error", {}),
-        (fail_transfer, "transfer failed", {}),
-        (hang, "timeout", {"prefill_timeout": 0.5}),
-        (freeze, "timeout", {"probe_timeout": 0.5}),
-    ],
-    ids=["http-500", "transfer", "silent", "frozen"],
-)
+@each_fault
 def test_failed_prefill_is_replaced_under_a_new_request(
     fault: Callable[[PrefillEngine], None], kind: str, settings: dict[str, Any], stream: dict[str, Any]
 ) -> None:
@@ -124,14 +118,18 @@ def test_attempts_are_bounded_and_all_reasons_named(decode_attempts: int) -> Non
     with Servers() as others:
         urls = tuple(others.start(lambda _, engine=engine: engine.app) for engine in engines)
         with running_cluster(other_prefill=urls, decode_attempts=decode_attempts) as cluster:
-            for engine in (*engines, cluster.prefill):
-                refuse(engine)
+            everyone = (*engines, cluster.prefill)
+            for number, engine in enumerate(everyone):
+                engine.refusal = (500, {"error": f"engine {number} is out of luck"})
             response = cluster.complete(stream=True)
             assert response.status_code == 502
             message = response.json()["error"]["message"]
             assert message.startswith("prefill failed: attempt 1: HTTP 500 from the prefill engine")
             assert "; attempt 2: HTTP 500 from the prefill engine" in message
-            assert sum(len(engine.received) for engine in (*engines, cluster.prefill)) == 2
+            assert "attempt 3" not in message
+            assert sorted(len(engine.received) for engine in everyone) == [0, 1, 1]
+            for number, engine in enumerate(everyone):
+                assert (f"engine {number} is out of luck" in message) is bool(engine.received)
             anew = int(decode_attempts > 1)
             assert counted(cluster)[0] == {"prefill": 1 - anew, "decode": anew}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines import CPU_ENV, PLUGINS
+from harness.engines import CPU_ENV, plugins_on_path
 from harness.models import TINY, make_model
 from harness.pool import long
 
@@ -23,8 +23,7 @@ CPU_PYTHON = Path(os.environ.get("VENV", ROOT / ".venv")) / "bin" / "python"
 
 def tokens_of(python: Path, model: Path, tp: int, pp: int, *, cpu: bool) -> tuple[str, list[list[list[int]]]]:
     """Which device, and per round and prompt the tokens."""
-    path = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, **CPU_ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": path}
+    env = {**os.environ, **CPU_ENV, **plugins_on_path(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     if cpu:
         env.pop("CANN_ON_HOST", None)
     command = [str(python), str(PROGRAM), str(model), str(tp), str(pp)]
