@@ -105,7 +105,7 @@ def _summary(model: "ModelConfig") -> str:
 
 
 def unsupported(vllm_config: "VllmConfig") -> str | None:
-    """A setting of the platform's under which caches do not hold what they seem to; None if there is none."""
+    """A setting of the platform's under which KV, or an answer, would not be what it seems; None if there is none."""
     additional = getattr(vllm_config, "additional_config", None) or {}
     if additional.get("enable_kv_nz"):
         return "additional_config has enable_kv_nz: KV in NZ order cannot be sent, prefill writes it in plain order"
@@ -113,6 +113,11 @@ def unsupported(vllm_config: "VllmConfig") -> str | None:
         return (
             f"prefill_context_parallel_size is {vllm_config.parallel_config.prefill_context_parallel_size} on a decode "
             "engine, which is not supported: use decode_context_parallel_size"
+        )
+    if vllm_config.kv_transfer_config.is_kv_consumer and additional.get("recompute_scheduler_enable"):
+        return (
+            "additional_config has recompute_scheduler_enable: where blocks run out, it ends requests in the middle "
+            "for vllm-ascend's own proxy to send them again; without it, vLLM preempts them and goes on"
         )
     return None
 
@@ -153,8 +158,18 @@ def cache_groups(kv_cache_config: "KVCacheConfig", shares: int = 1) -> list[Cach
                 "supported: its ranks hold copies of them, not shares"
             )
     return [
-        StateGroup(spec.block_size) if _holds_state(spec) else TokenGroup(spec.block_size, shares) for spec in specs
+        StateGroup(spec.block_size) if _holds_state(spec) else TokenGroup(spec.block_size, shares, _sees_a_window(spec))
+        for spec in specs
     ]
+
+
+def _sees_a_window(spec: Any) -> bool:
+    members = getattr(spec, "kv_cache_specs", {}).values() or [spec]
+    return any(
+        getattr(member, window, None) is not None
+        for member in members
+        for window in ("sliding_window", "attention_chunk_size")
+    )
 
 
 def _is_shared(spec: Any) -> bool:

@@ -9,7 +9,15 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 import vllm_ascend_pd
 from harness.ports import reserve_port
@@ -128,6 +136,26 @@ def test_caches_that_ranks_hold_copies_of() -> None:
     if compat.PREFILL_RANKS_HOLD_COPIES:  # only such versions have draft models' copies
         with pytest.raises(LayoutError, match=r"layer\.0: with context parallelism caches of kind FullAttentionSpec"):
             compat.cache_groups(groups(spec(dcp_sharded=False)), 2)
+
+
+def test_windows() -> None:
+    of = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
+    sliding = SlidingWindowSpec(**of, sliding_window=100)
+    assert [group.windowed for group in compat.cache_groups(groups(spec(), sliding))] == [False, True]
+    local = ChunkedLocalAttentionSpec(**of, attention_chunk_size=100)
+    several = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer.1": sliding})
+    assert [group.windowed for group in compat.cache_groups(groups(local, several))] == [True, True]
+
+
+@pytest.mark.parametrize(("role", "refused"), [("kv_consumer", True), ("kv_producer", False)])
+def test_a_scheduler_that_leaves_requests_to_another_proxy(role: str, refused: bool) -> None:
+    vllm_ascend_pd.register()
+    transfer = KVTransferConfig(kv_connector="LayerwisePushConnector", kv_role=role)
+    config = VllmConfig(kv_transfer_config=transfer)
+    config.additional_config = {"recompute_scheduler_enable": True}
+    reason = compat.unsupported(config)
+    assert (reason is not None) == refused
+    assert reason is None or "recompute_scheduler_enable" in reason
 
 
 @pytest.mark.parametrize(("role", "refused"), [("kv_consumer", True), ("kv_producer", False)])

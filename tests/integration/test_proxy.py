@@ -189,7 +189,8 @@ def test_failed_transfer_is_a_failed_prefill(cluster: Cluster) -> None:
     cluster.prefill.transfer_error = "rank 1: session lost"
     response = cluster.complete(stream=True)
     assert response.status_code == 502
-    assert response.json()["error"]["message"] == "prefill failed: rank 1: session lost"
+    message = response.json()["error"]["message"]
+    assert message == "prefill failed: attempt 1: rank 1: session lost; attempt 2: rank 1: session lost"
 
 
 def test_failed_prefill_is_told_to_decode(cluster: Cluster) -> None:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_standin import PrefillEngine, make_failure, make_ticket
-from proxy_cluster import COMPLETION, STREAM, Servers, beside, closing_server, counted, running_cluster
+from engine_standin import DecodeEngine, PrefillEngine, make_failure, make_ticket
+from proxy_cluster import COMPLETION, STREAM, Servers, beside, closing_server, counted, eventually, running_cluster
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.proxy import engines
 
 FAILURE_PATH = METASERVER_PATH + "/failure"
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
@@ -152,14 +154,91 @@ def test_bad_request_is_not_tried_again() -> None:
         assert counted(cluster)[0] == {"prefill": 0, "decode": 0}
 
 
-def test_the_only_prefill_engine_is_asked_again_after_a_lost_connection_alone() -> None:
-    with running_cluster() as cluster:
+@pytest.mark.parametrize("decode", [1, 2])
+def test_the_only_prefill_engine_is_asked_again_only_after_what_says_little_about_it(decode: int) -> None:
+    with Servers() as others:
+        urls = tuple(others.start(lambda _: DecodeEngine().app) for _ in range(decode - 1))
+        with running_cluster(other_decode=urls) as cluster:
+            refuse(cluster.prefill)
+            assert cluster.complete().status_code == 502
+            assert len(cluster.prefill.received) == 1
+        with running_cluster(other_decode=urls) as cluster:
+            fail_transfer(cluster.prefill)
+            assert cluster.complete().status_code == 502
+            assert len(cluster.prefill.received) == 2
+        with closing_server() as (url, seen), running_cluster(only_prefill=(url,), other_decode=urls) as cluster:
+            assert cluster.complete().status_code == 502
+            assert len(seen) == 2
+
+
+@EITHER
+def test_another_decode_engine_is_no_reason_for_more_prefills(stream: dict[str, Any]) -> None:
+    for fault in (refuse, fail_transfer):
+        failing = PrefillEngine()
+        fault(failing)
+        with beside(prefill=failing, decode=DecodeEngine(), prefill_attempts=1) as cluster:
+            assert cluster.complete(**stream).status_code == 502
+            assert (len(failing.received), len(cluster.prefill.received)) == (1, 0)
+
+
+@pytest.mark.parametrize("decode_attempts", [1, 2])
+def test_samples_of_a_prompt_do_not_use_up_each_others_attempts(decode_attempts: int) -> None:
+    failing = PrefillEngine()
+    fail_transfer(failing)
+    failing.holds = True
+    with beside(prefill=failing, decode_attempts=decode_attempts) as cluster, ThreadPoolExecutor(1) as client:
+        cluster.prefill.holds = True
+        answer = client.submit(cluster.complete, n=4)
+        eventually(lambda: len(failing.received) + len(cluster.prefill.received) == 4)
+        assert len(failing.received) > 1
+        failing.holds = cluster.prefill.holds = False
+        assert answer.result().status_code == 200
+
+
+def test_where_decode_takes_no_new_request_another_engine_gets_the_ticket(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("t" * 32)
+    token.chmod(0o600)
+    failing = PrefillEngine()
+    fail_transfer(failing)
+    failing.holds = True
+    with beside(prefill=failing, admin_token_file=token) as cluster, ThreadPoolExecutor(1) as client:
+        answer = client.submit(cluster.complete)
+        assert failing.working.wait(5)
+        headers = {"Authorization": f"Bearer {token.read_text()}"}
+        listed = cluster.client.get("/admin/engines", headers=headers).json()["engines"]
+        (decode,) = (engine["id"] for engine in listed if engine["role"] == "decode")
+        assert cluster.client.post(f"/admin/engines/{decode}:drain", headers=headers).status_code == 200
+        failing.holds = False
+        assert answer.result().status_code == 200
+        assert cluster.prefill.received[0].body["kv_transfer_params"]["attempt"] == 1
+
+
+def test_new_request_is_served_before_those_that_wait_for_their_first_place() -> None:
+    failing = PrefillEngine()
+    fail_transfer(failing)
+    failing.holds = True
+    with (
+        beside(prefill=failing, max_per_decode=1, queue_per_engine=1) as cluster,
+        ThreadPoolExecutor(2) as clients,
+    ):
+        first = clients.submit(cluster.complete)
+        assert failing.working.wait(5)
+        waiting = clients.submit(cluster.complete)
+        eventually(lambda: cluster.client.get("/status.json").json()["requests"]["phases"]["queued"] == 1)
+        failing.holds = False
+        assert (first.result().status_code, waiting.result().status_code) == (200, 200)
+
+
+def test_clients_do_not_learn_a_prefill_engines_address() -> None:
+    """The engine's failure is known before decode's, and may be the answer if decode is gone meanwhile."""
+    failing = PrefillEngine()
+    fail_transfer(failing)
+    with beside(prefill=failing) as cluster:
         fail_transfer(cluster.prefill)
-        assert cluster.complete().status_code == 502
-        assert len(cluster.prefill.received) == 1
-    with closing_server() as (url, seen), running_cluster(only_prefill=(url,)) as cluster:
-        assert cluster.complete().status_code == 502
-        assert len(seen) == 2
+        answer = cluster.complete()
+        assert answer.status_code == 502
+        assert "127.0.0.1" not in answer.text
 
 
 def test_unsigned_ticket_without_an_id_is_not_tried_again() -> None:
@@ -272,7 +351,7 @@ def test_reason_in_the_middle_of_a_stream() -> None:
 
 @EITHER
 def test_decode_that_recomputes_answers_though_prefill_failed(stream: dict[str, Any]) -> None:
-    with running_cluster() as cluster:
+    with running_cluster(decode_attempts=1) as cluster:
         fail_transfer(cluster.prefill)
         cluster.decode.recomputes = True
         assert cluster.complete(**stream).status_code == 200
@@ -295,3 +374,35 @@ def test_ticket_that_is_posted_again_is_another_attempt() -> None:
             first.close()
         attempts = [sent.body["kv_transfer_params"].get("attempt", 0) for sent in cluster.prefill.received]
         assert attempts == [0, 1]
+
+
+def test_prefill_of_a_ticket_that_was_posted_again_is_watched() -> None:
+    with running_cluster(probe_timeout=0.3, decode_attempts=1) as cluster:
+        cluster.decode.needs_prefill = False
+        cluster.decode.hangs_after_first_token = True
+        hang(cluster.prefill)
+        with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
+            ticket = make_ticket(f"cmpl-{cluster.decode.received[0].headers['x-request-id']}-0", "t")
+            first = cluster.send_only(METASERVER_PATH, ticket)
+            assert cluster.prefill.working.wait(5)
+            second = cluster.send_only(METASERVER_PATH, ticket)
+            assert first.getresponse().status == 410
+            eventually(lambda: len(cluster.prefill.received) == 2)
+            freeze(cluster.prefill)
+            answer = second.getresponse()
+            assert answer.status == 502
+            assert "no answer to a health probe" in answer.read().decode()
+            first.close()
+            second.close()
+        cluster.prefill.frozen = False
+
+
+def test_a_proxy_without_a_free_connection_blames_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request with more prompts than may be prefilled at a time."""
+    monkeypatch.setattr(engines, "MAX_ENGINES", 1)
+    with running_cluster(max_concurrent=1, connect_timeout=0.3) as cluster, ThreadPoolExecutor(1) as client:
+        cluster.prefill.holds = True
+        answer = client.submit(cluster.complete, prompt=["the quick brown fox"] * 8)
+        assert answer.result().status_code == 429
+        cluster.prefill.holds = False
+        assert set(counted(cluster)[1]["prefill"]) == {"full"}

@@ -191,6 +191,29 @@ def test_a_state_is_asked_for_without_the_last_token(metaserver):
         scheduler.close()
 
 
+def test_a_window_is_asked_for_without_the_last_token(metaserver):
+    """vLLM keeps of it what the token after the received ones sees, and that is the one that decode computes."""
+    groups = [TokenGroup(BLOCK), TokenGroup(BLOCK, windowed=True)]
+    scheduler = ConsumerScheduler(
+        LISTENER, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05, in_flight=2)
+    )
+    try:
+        request = wanting(metaserver.url)
+        assert scheduler.matched_tokens(request, 4) == PROMPT - 1 - 4
+        issue(scheduler, request, ([7, 1, 5], [0, 2, 3]), computed=4)
+        eventually(lambda: metaserver.bodies)
+        assert parse_ticket(metaserver.bodies[0], PROMPT, 2).num_tokens == PROMPT - 1
+    finally:
+        scheduler.close()
+
+
+def test_logprobs_of_the_prompt_are_decodes_own_to_compute(scheduler, metaserver):
+    request = wanting(metaserver.url)
+    request.sampling_params.prompt_logprobs = 1
+    request.skip_reading_prefix_cache = True  # vLLM's own, by that
+    assert scheduler.matched_tokens(request, 0) == 0
+
+
 def test_blocks_that_stand_for_a_block_on_each_of_several_ranks(metaserver):
     listener = dataclasses.replace(LISTENER, dcp=2, interleave=BLOCK)
     groups = [TokenGroup(BLOCK, ranks=2)]

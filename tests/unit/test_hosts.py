@@ -106,6 +106,12 @@ def test_what_is_no_endpoint(endpoint):
         host_of(endpoint)
 
 
+@pytest.mark.parametrize("host", ["fe80::1%eth0", "::1%a b", "::1%a\nb", "10.0.0.1%1", "decode-7%1"])
+def test_an_interface_of_ones_own_is_no_host(host):
+    assert not is_host(host)
+    assert LISTED.refusal(host) is not None
+
+
 @given(st.text())
 def test_nothing_raises(text):
     is_host(text)

@@ -5,7 +5,7 @@ import pytest
 
 from harness.clock import Clock, clock_of
 from vllm_ascend_pd.transport import pace
-from vllm_ascend_pd.transport.pace import LEARNS_FROM, SHARE, SHORTEST_S, Pace
+from vllm_ascend_pd.transport.pace import LEARNS_FROM, LONGEST_S, SHARE, SHORTEST_S, Pace
 
 BATCH = 16 << 20
 GIGABYTE_PER_S = 1e-9
@@ -59,6 +59,13 @@ def test_small_batches_are_polled_for_and_teach_nothing(clock):
     for _ in range(4):
         send(clock, of, BATCH, BATCH * GIGABYTE_PER_S)
     assert of.pause_s(int(SHORTEST_S / GIGABYTE_PER_S), clock.now) == 0.0
+
+
+def test_of_a_slow_link_no_more_than_so_long_is_slept_at_a_time(clock):
+    of = Pace()
+    for _ in range(8):
+        send(clock, of, 1 << 20, 1.0)
+    assert of.pause_s(64 << 20, clock.now) == LONGEST_S
 
 
 def test_a_few_stalls_are_not_slept_on(clock):

@@ -41,7 +41,7 @@ class Flight:
     def wait(self) -> None:
         self.engine.under_way.remove(self.batch)
         if self.batch in self.engine.lost:
-            raise TransferError(self.session, f"{self.batch} is lost", retryable=True)
+            raise TransferError(self.session, f"{self.batch} is lost", retryable=True, may_arrive=True)
         self.engine.log.append(f"arrived {self.batch}")
 
 
@@ -114,6 +114,13 @@ def test_a_failure_is_told_only_when_nothing_of_the_write_is_under_way(engine, p
     assert engine.log == ["begin a1"]
     pipeline.drain()
     assert engine.log == ["begin a1", "arrived a1", "done a: a2 is refused"]
+
+
+def test_of_several_failures_one_is_told_after_which_bytes_may_still_arrive(engine, pipeline):
+    engine.refused, engine.lost = {"a2"}, {"a1"}
+    write(pipeline, engine, "a1", "a2", "a3")
+    pipeline.drain()
+    assert engine.log == ["begin a1", "done a: a1 is lost"]
 
 
 def test_the_first_of_several_failures_is_told(engine, pipeline):

@@ -190,6 +190,23 @@ def test_prefill_leaves_the_last_token_to_decode_where_there_are_states(schedule
     assert whole.num_prompt_tokens == plain.num_prompt_tokens == PROMPT
 
 
+def test_a_prompt_of_one_token_is_left_whole():
+    request = wants_a_state(1)
+    with_states().prepare(request)
+    assert request.num_prompt_tokens == 1
+
+
+def test_a_prompt_without_its_last_token_is_sent_with_the_step_that_computes_the_one_before(scheduler):
+    """Where decode's window ends before the last token. Prefill computes all of the prompt."""
+    fields = msgspec.structs.replace(ticket(), num_tokens=PROMPT - 1)
+    request = make_request("r", PROMPT, msgspec.to_builtins(fields))
+    scheduler.prepare(request)
+    assert starts(scheduler, request, 8, ([7, 1],)).sends == [Send("r", 0, 8, ([7, 1],), last=False)]
+    assert goes_on(scheduler, request, 8, 1, ([5],)).sends == [Send("r", 8, 9, ([5],), last=True)]
+    assert goes_on(scheduler, request, 9, 1).sends == []
+    assert scheduler.finished(request) == (True, None)
+
+
 def test_several_requests_in_one_step(scheduler):
     a, b, plain = ticketed("a"), ticketed("b", cached=4), make_request("c", PROMPT, None)
     scheduler.allocated(a, ([1, 2, 3],))

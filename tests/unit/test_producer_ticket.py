@@ -58,6 +58,14 @@ def test_waits_for_decodes_description_until_the_grant_deadline():
     assert state.end()
 
 
+def test_to_an_engine_that_did_not_describe_itself_nothing_may_be_written():
+    state = ProducerTicket(GRANT_DEADLINE)
+    assert state.known(GRANT_DEADLINE) is False
+    assert state.may_write(LEFT, GRANT_DEADLINE) is False
+    state.contacted({})
+    assert state.may_write(LEFT, GRANT_DEADLINE) is False
+
+
 def test_waits_for_a_grant_until_the_grant_deadline():
     state = contacted()
     state.asked(LEFT, 0.0)

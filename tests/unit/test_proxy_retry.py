@@ -19,6 +19,7 @@ from vllm_ascend_pd.proxy.retry import (
     Failure,
     Kind,
     engines_to_avoid,
+    may_follow,
     summary,
     without,
 )
@@ -55,6 +56,25 @@ def failure(kind: Kind, url: str = "a", reason: str = "why") -> Failure:
 )
 def test_who_is_asked_next(urls, failures, attempts, avoid, again) -> None:
     assert engines_to_avoid(urls, failures, attempts, again) == avoid
+
+
+@pytest.mark.parametrize(
+    ("urls", "failures", "attempts", "follows"),
+    [
+        ("a", [], 2, True),
+        ("a", [], 1, False),
+        ("", [], 2, False),
+        ("a", [failure(Kind.TRANSFER)], 3, True),
+        ("a", [failure(Kind.TRANSFER)], 2, False),
+        ("a", [failure(Kind.ERROR)], 3, False),
+        ("ab", [failure(Kind.ERROR)], 3, True),
+    ],
+)
+def test_whether_another_attempt_may_follow(urls, failures, attempts, follows) -> None:
+    assert may_follow(urls, failures, attempts, DECODE_AGAIN) is follows
+    # As it turns out.
+    failures = [*failures, failure(Kind.TRANSFER, urls[-1:])]
+    assert (engines_to_avoid(urls, failures, attempts, DECODE_AGAIN) is not None) is follows
 
 
 def test_decode_is_not_at_fault_when_no_kv_came() -> None:

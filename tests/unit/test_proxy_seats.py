@@ -70,6 +70,31 @@ def test_who_waits_is_served_in_turn_at_whichever_engine_has_a_place() -> None:
     anyio.run(run)
 
 
+def test_who_had_a_place_before_is_called_before_the_line_be_it_full_or_not() -> None:
+    async def run() -> None:
+        a, seats = engine("a"), Seats(1, 2, FOREVER)
+        assert await seats.take([a]) is a
+        got: list[str] = []
+
+        async def wait(name: str, admitted: bool) -> None:
+            assert await seats.take([a], admitted) is a
+            got.append(name)
+
+        async with anyio.create_task_group() as tasks:
+            for name, admitted in (("new", False), ("newer", False), ("again", True), ("again later", True)):
+                tasks.start_soon(wait, name, admitted)
+                await settle()
+            assert seats.waiting == 4
+            assert await seats.take([a]) is None
+            for _ in range(4):
+                with seats.held(a):
+                    pass
+                await settle()
+        assert got == ["again", "again later", "new", "newer"]
+
+    anyio.run(run)
+
+
 def test_line_and_patience_are_bounded() -> None:
     async def run() -> None:
         a, seats = engine("a"), Seats(1, 1, 0.05)

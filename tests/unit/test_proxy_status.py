@@ -224,7 +224,7 @@ def test_phases_of_a_request() -> None:
     async def run() -> None:
         with exchanges.open(NOT_TRACED) as exchange:
             assert only(Phase.ARRIVING)
-            with exchange.attempt(last=False) as attempt:
+            with exchange.attempt(lambda: True) as attempt:
                 assert only(Phase.QUEUED)
                 attempt.engines.append("http://d:1")
                 assert only(Phase.DECODE)
@@ -236,7 +236,7 @@ def test_phases_of_a_request() -> None:
                     assert only(Phase.PREFILL), "the next prompt's"
                 attempt.answering = True
                 assert only(Phase.ANSWERING)
-            with exchange.attempt(last=True):
+            with exchange.attempt(lambda: False):
                 assert only(Phase.QUEUED), "made anew"
         assert sum(exchanges.phases().values()) == exchanges.in_flight == 0
 

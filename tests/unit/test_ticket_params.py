@@ -128,7 +128,7 @@ def test_what_is_accepted(changes):
         ({"signature": "f" * 65}, "signature"),
         ({"remote_engine_id": "decode-0\r"}, "unprintable"),
         ({"remote_engine_id": "decode\u202e0"}, "unprintable"),
-        ({"num_tokens": 9}, "the ticket is for 9 prompt tokens, the prompt has 10"),
+        ({"num_tokens": 8}, "the ticket is for 8 prompt tokens, the prompt has 10"),
         ({"num_tokens": 11}, "the ticket is for 11 prompt tokens, the prompt has 10"),
         ({"num_tokens": True}, "num_tokens"),
         ({"remote_block_ids": []}, "0 cache groups, this engine has 1"),
@@ -163,6 +163,13 @@ def test_what_is_accepted(changes):
 def test_what_is_refused(changes, complaint):
     with pytest.raises(TicketError, match=complaint):
         parse_ticket({**PARAMS, **changes}, 10, 1)
+
+
+def test_decode_may_compute_the_last_token_itself():
+    blocks = {"remote_block_ids": [[7, 3]], "remote_block_size": [4]}  # it has none for that token yet
+    assert parse_ticket({**PARAMS, **blocks, "num_tokens": 8}, 9, 1).num_tokens == 8
+    with pytest.raises(TicketError, match="the ticket is for 0 prompt tokens, the prompt has 1"):
+        parse_ticket({**PARAMS, "num_tokens": 0, "remote_cached_tokens": 0}, 1, 1)
 
 
 @pytest.mark.parametrize("field", REQUIRED)

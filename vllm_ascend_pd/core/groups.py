@@ -9,10 +9,12 @@ from typing import TypeAlias
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """A block holds the KV of `block_size` tokens on each of the `ranks` that share a request's tokens."""
+    """A block holds the KV of `block_size` tokens on each of the `ranks` that share a request's tokens. `windowed`: of
+    tokens that the next one does not see, vLLM gives blocks away."""
 
     block_size: int
     ranks: int = 1
+    windowed: bool = False
     holds_state = False
 
     @property
@@ -41,6 +43,7 @@ class StateGroup:
 
     block_size: int
     holds_state = True
+    windowed = False
     ticket_block_size = 1
 
     def holding(self, blocks: Sequence[int], start: int, stop: int, last: bool) -> list[int]:

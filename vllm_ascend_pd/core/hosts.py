@@ -94,6 +94,8 @@ def decode_hosts(allowlist: Sequence[str], own_host: str, signed: bool) -> HostL
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    if "%" in host:  # an IPv6 zone, which means something on its own host alone, and may be any text
+        return None
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

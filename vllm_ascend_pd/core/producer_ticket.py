@@ -140,9 +140,11 @@ class ProducerTicket:
 
     def may_write(self, key: RankKey, now: float) -> bool | None:
         """May a write to `key` be planned now? It may begin as long as `holds`. To a rank that needs nothing none."""
+        if self.failure is not None:  # which may be that nobody is known to write to
+            return False
         if self._destination(key).complete:
             return False
-        if self.failure is None and not self._destination(key).granted:
+        if not self._destination(key).granted:
             if now < self.grant_deadline:
                 return None
             self.fail(f"decode rank {key} gave no grant in time", PushFailure.NO_GRANT)

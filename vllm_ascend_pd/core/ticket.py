@@ -143,8 +143,8 @@ def parse_ticket(
 ) -> Ticket:
     """The ticket in a request's `kv_transfer_params`, checked. Raises TicketError naming what is wrong.
 
-    `num_tokens`: the request's prompt length; `num_groups`: how many cache groups this engine has; `state_groups`:
-    which of them hold states, so that their tickets name one block, of one token.
+    `num_tokens`: the prompt's length; the ticket may be for one less. `num_groups`: how many cache groups this engine
+    has; `state_groups`: which of them hold states, so that their tickets name one block, of one token.
     """
     try:
         ticket = msgspec.convert(params, Ticket)
@@ -158,11 +158,11 @@ def parse_ticket(
         raise TicketError("remote_host is neither an address nor a host's name")
     if not (0 < ticket.remote_port < 65536 and 0 < ticket.remote_tp_size <= MAX_TP):
         raise TicketError("remote_port or remote_tp_size is out of range")
-    if ticket.num_tokens != num_tokens:
+    if not max(1, num_tokens - 1) <= ticket.num_tokens <= num_tokens:
         raise TicketError(f"the ticket is for {ticket.num_tokens} prompt tokens, the prompt has {num_tokens}")
     if not len(ticket.remote_block_ids) == len(ticket.remote_block_size) == num_groups:
         raise TicketError(f"the ticket has {len(ticket.remote_block_ids)} cache groups, this engine has {num_groups}")
-    if not 0 <= ticket.remote_cached_tokens <= num_tokens:
+    if not 0 <= ticket.remote_cached_tokens <= ticket.num_tokens:
         raise TicketError(f"remote_cached_tokens {ticket.remote_cached_tokens} is out of range")
     if ticket.remote_pcp_size != 1:
         raise TicketError(f"remote_pcp_size is {ticket.remote_pcp_size}: prefill context parallelism on decode")
@@ -180,8 +180,8 @@ def parse_ticket(
             raise TicketError(f"remote_block_size {size} does not fit remote_cached_tokens")
         if interleave < 1 or size % interleave:
             raise TicketError(f"remote_interleave_size {interleave} does not divide remote_block_size {size}")
-        if len(blocks) * span < num_tokens or any(block < 0 for block in blocks):
-            raise TicketError(f"remote_block_ids: {len(blocks)} blocks of {span} for {num_tokens} tokens")
+        if len(blocks) * span < ticket.num_tokens or any(block < 0 for block in blocks):
+            raise TicketError(f"remote_block_ids: {len(blocks)} blocks of {span} for {ticket.num_tokens} tokens")
     return ticket
 
 

@@ -39,7 +39,6 @@ _STATUS = {
     Kind.FULL: HTTPStatus.TOO_MANY_REQUESTS,
 }
 _UNREACHABLE = (ConnectError, ConnectTimeout)
-_TIMEOUTS = (ReadTimeout, PoolTimeout)
 # The mean length of prompts: of about so many, and before there is one.
 _MEAN_OF = 32
 _FIRST_MEAN = 512.0
@@ -51,6 +50,8 @@ class Choice(NamedTuple):
     prompt: Prompt
     tiers: tuple[tuple[str, ...], ...]
     """An engine is asked, or waited for, only if none of the tiers before can be reached."""
+    admitted: bool = False
+    """The request had a place before: it waits for another in front of those that had none."""
 
     @property
     def first(self) -> str:
@@ -58,6 +59,9 @@ class Choice(NamedTuple):
 
     def then(self, urls: Sequence[str]) -> Choice:
         return self._replace(tiers=(*self.tiers, tuple(urls)))
+
+    def of_one_admitted(self) -> Choice:
+        return self._replace(admitted=True)
 
 
 class EnginePool:
@@ -199,9 +203,9 @@ class EnginePool:
             known = (self.engines.get(url) for url in tier if url not in tried)
             left = [engine for engine in known if engine is not None and engine.open]
             if left:
-                engine = await self.seats.take(left)
+                engine = await self.seats.take(left, choice.admitted)
                 if engine is None:
-                    raise EngineError(Kind.FULL, "", f"all {self.role.value} engines are busy: retry later")
+                    raise self._full()
                 return engine
         return None
 
@@ -212,11 +216,16 @@ class EnginePool:
         return Sent(prompt.sequences, self._strategy.sent(prompt, url))
 
     def _error(self, url: str, cause: HttpError) -> EngineError:
+        if isinstance(cause, PoolTimeout):
+            return self._full()
         if isinstance(cause, _UNREACHABLE):
             kind = Kind.UNREACHABLE
         else:
-            kind = Kind.TIMEOUT if isinstance(cause, _TIMEOUTS) else Kind.LOST
+            kind = Kind.TIMEOUT if isinstance(cause, ReadTimeout) else Kind.LOST
         return EngineError(kind, url, f"{self.role.value} engine: {cause}")
+
+    def _full(self) -> EngineError:
+        return EngineError(Kind.FULL, "", f"all {self.role.value} engines are busy: retry later")
 
     async def probe(self, url: str, timeout: float) -> str:
         """ "ok", or why the engine does not look healthy."""

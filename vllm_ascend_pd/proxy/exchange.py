@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import enum
 import uuid
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
-from itertools import chain
 from typing import NamedTuple
 
 import anyio
@@ -40,20 +39,41 @@ class Phase(enum.Enum):
     """The client has something of the answer: without a stream, that is all of it at once."""
 
 
+class PrefillRun:
+    """One attempt of a ticket's prefill."""
+
+    def __init__(self) -> None:
+        self.engines: list[str] = []
+        """Prefill engines that were asked; the last one has, or had, the prompt."""
+        self.scope = anyio.CancelScope()
+        """Of the request to them."""
+        self.cut: tuple[Kind, str] | None = None
+        """Why that was ended from here: its engine does not say what is wrong."""
+
+    @property
+    def engine(self) -> str:
+        return self.engines[-1] if self.engines else ""
+
+    def cut_short(self, kind: Kind, reason: str) -> None:
+        if self.cut is None:
+            self.cut = (kind, reason)
+            self.scope.cancel()
+
+
 class PrefillTicket:
     """A ticket of an attempt: who prefills it, and what became of that."""
 
-    def __init__(self, attempt: int) -> None:
+    def __init__(self, attempt: int, failures: Sequence[Failure]) -> None:
+        """`failures`: of the prompt's prefills under earlier requests."""
         self.attempt = attempt
         """Of the ticket, as it was sent to a prefill engine last."""
-        self.engines: list[str] = []
-        """Prefill engines that were asked in this attempt; the last one has, or had, the prompt."""
+        self.failures = list(failures)
+        """Why the prompt's prefills failed, those of earlier requests included. Other samples of the same prompt have
+        their own."""
         self.post: anyio.CancelScope | None = None
         """Decode's waiting for an answer."""
-        self.running: anyio.CancelScope | None = None
-        """The request to a prefill engine, while it is under way."""
-        self.cut: tuple[Kind, str] | None = None
-        """Why the running request was ended from here: its engine does not say what is wrong."""
+        self.run = PrefillRun()
+        """The last one."""
         self.answered = False
         """Decode was told that prefill has run: it waits for the KV alone."""
         self.given_up = False
@@ -63,22 +83,13 @@ class PrefillTicket:
         self.recomputes = False
         """Decode computes the prompt itself if its KV does not come."""
 
-    @property
-    def engine(self) -> str:
-        return self.engines[-1] if self.engines else ""
-
-    def cut_short(self, kind: Kind, reason: str) -> None:
-        if self.running is not None and self.cut is None:
-            self.cut = (kind, reason)
-            self.running.cancel()
-
 
 class Attempt:
     """A client's request at one decode engine. All its work there runs under `scope`."""
 
-    def __init__(self, request_id: str, last: bool, span: Span) -> None:
-        self.last = last
-        """No other will follow."""
+    def __init__(self, request_id: str, may_follow: Callable[[], bool], span: Span) -> None:
+        """`may_follow`: whether another would, should this one get no KV."""
+        self._may_follow = may_follow
         self.request_id = request_id
         self.span = span
         self.scope = anyio.CancelScope()
@@ -109,16 +120,17 @@ class Attempt:
             return Phase.PREFILL
         return Phase.DECODE if self.prefilled_at is None else Phase.TRANSFER
 
-    def ticket(self, ticket_id: str, attempt: int) -> PrefillTicket:
+    def ticket(self, ticket_id: str, attempt: int, failures: Sequence[Failure]) -> PrefillTicket:
         """Of a ticket that decode posts: for the first time, or again because it lost the connection. A prefill of
-        then is cancelled, and the next one is another attempt."""
+        then is cancelled, and the next one is another attempt. `failures` as in PrefillTicket."""
         if not ticket_id:
-            return PrefillTicket(attempt)
+            return PrefillTicket(attempt, failures)
         state = self.tickets.get(ticket_id)
         if state is None:
-            state = self.tickets[ticket_id] = PrefillTicket(attempt)
+            state = self.tickets[ticket_id] = PrefillTicket(attempt, failures)
         else:
             state.attempt += 1
+            state.left = False
             if state.post is not None:
                 state.post.cancel()
         return state
@@ -130,7 +142,7 @@ class Attempt:
     @property
     def may_begin_anew(self) -> bool:
         """Whether the same request can be made again, and nobody has seen anything of this one."""
-        return not (self.answering or self.last)
+        return not self.answering and self._may_follow()
 
     def end(self) -> None:
         """Gives the attempt up for its transfer's failure: another one may follow."""
@@ -162,16 +174,26 @@ class Exchange:
         self.scope = anyio.CancelScope()
         self.verdict: Response | None = None
         """What the client gets instead of the decode engine's answer."""
-        self.prefill_failures: defaultdict[int, list[Failure]] = defaultdict(list)
-        """By number of the prompt: why its prefills failed, under whatever ticket."""
+        self.failed_prefill: set[str] = set()
+        """Prefill engines that failed for it."""
+        self._prefill_failures: dict[int, list[Failure]] = {}
         self._attempts = attempts
         self._ended = False
 
-    @property
-    def failed_prefill(self) -> set[str]:
-        """Prefill engines that failed for it. That one refused says nothing about it."""
-        failures = chain.from_iterable(self.prefill_failures.values())
-        return {failure.url for failure in failures if failure.kind is not Kind.REFUSED}
+    def prefill_failures(self, prompt: int) -> Sequence[Failure]:
+        """Why prefills of a prompt failed before the attempt that is under way was made."""
+        return self._prefill_failures.get(prompt, ())
+
+    def prefill_failed(self, state: PrefillTicket, failure: Failure) -> None:
+        state.failures.append(failure)
+        if failure.kind is not Kind.REFUSED:  # which says nothing about the engine
+            self.failed_prefill.add(failure.url)
+
+    def begin_anew(self, attempt: Attempt, prompt: int, state: PrefillTicket) -> None:
+        """Gives an attempt up because KV did not come: tickets of the one that may follow inherit that one's
+        failures."""
+        self._prefill_failures[prompt] = max(self._prefill_failures.get(prompt, []), state.failures, key=len)
+        attempt.end()
 
     def end(self, verdict: Response | None) -> None:
         """Stops everything done for this request; the first verdict counts. None: nobody is there to read it."""
@@ -181,12 +203,13 @@ class Exchange:
             self.scope.cancel()
 
     @contextmanager
-    def attempt(self, last: bool) -> Iterator[Attempt]:
-        """Under an id of its own: tickets of those before match nothing any more, and their prefills are cancelled."""
+    def attempt(self, may_follow: Callable[[], bool]) -> Iterator[Attempt]:
+        """Under an id of its own: tickets of those before match nothing any more, and their prefills are cancelled.
+        `may_follow` as in Attempt."""
         # Never the client's own id: tickets are matched by it, so it must be unique and not guessable.
         request_id = str(uuid.uuid4())
         with self.span.child("decode", {REQUEST_ID: request_id}) as span:
-            attempt = Attempt(request_id, last, span)
+            attempt = Attempt(request_id, may_follow, span)
             self._attempts[request_id] = (self, attempt)
             try:
                 yield attempt

@@ -8,6 +8,7 @@ import time
 from http import HTTPStatus
 
 import anyio
+import anyio.lowlevel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -25,7 +26,7 @@ from .metrics import Metrics
 from .prompts import NO_PROMPT, prompts_of
 from .registry import Role
 from .reply import Reply
-from .retry import DECODE_AGAIN, Failure, Kind, engines_to_avoid, last_resorts
+from .retry import DECODE_AGAIN, Failure, Kind, engines_to_avoid, last_resorts, may_follow
 from .settings import ProxySettings
 from .streams import TooLarge, read_all, when_disconnected
 from .tracing import Span, Tracing
@@ -138,8 +139,12 @@ class Forward:
         failures: list[Failure] = []
         prompt = NO_PROMPT if exchange.request is None else prompts_of(exchange.request)
         choice = pool.order(prompt)
+
+        def another() -> bool:
+            return may_follow(pool.urls, failures, self._settings.decode_attempts, DECODE_AGAIN)
+
         while True:
-            with exchange.attempt(last=len(failures) + 1 >= self._settings.decode_attempts) as attempt:
+            with exchange.attempt(another) as attempt:
                 reply.request_id = clients_id or attempt.request_id
                 failure = await self._attempt(exchange, attempt, choice, request, content, reply)
                 if failure is not None:
@@ -161,7 +166,7 @@ class Forward:
                 exchange.span.failed(failure)
                 exchange.end(failure.answer)
                 return
-            choice = pool.order(prompt, avoid).then(last_resorts(failures, avoid, DECODE_AGAIN))
+            choice = pool.order(prompt, avoid).then(last_resorts(failures, avoid, DECODE_AGAIN)).of_one_admitted()
             self._counts.retried(Role.DECODE)
             exchange.span.retried(failure, choice.first)
             log.warning(
@@ -244,6 +249,8 @@ class Forward:
         return failure
 
     async def _begin(self, attempt: Attempt, answer: Answer, reply: Reply, first: bytes) -> None:
+        # A task that is cancelled when it is about to go on anyway goes on: the client has nothing yet.
+        await anyio.lowlevel.checkpoint_if_cancelled()
         attempt.answering = True
         await reply.start(answer)
         await reply.write(first)

@@ -22,7 +22,7 @@ from .bodies import prefill_body
 from .counts import Counts
 from .engines import Choice, EngineError, EnginePool
 from .errors import error_response, excerpt
-from .exchange import Attempt, Exchanges, PrefillTicket, Waiting
+from .exchange import Attempt, Exchanges, PrefillRun, PrefillTicket, Waiting
 from .metrics import Metrics
 from .prompts import prompt_of
 from .registry import Role
@@ -86,7 +86,7 @@ class Metaserver:
         self._sign = sign
         token = settings.metaserver_token()
         self._token = None if token is None else BearerToken(token)
-        self._running: set[PrefillTicket] = set()
+        self._running: set[PrefillRun] = set()
 
     async def post_ticket(self, request: Request) -> Response:
         """200 once P has run the prompt; 400 for what is no ticket; 401 without the token; 404 when no request waits
@@ -99,7 +99,7 @@ class Metaserver:
         attempt, index = waiting.attempt, waiting.prompt
         if not ticket.ticket_id and (index or waiting.is_sample):
             return _refuse_unmatched(attempt)
-        state = attempt.ticket(ticket.ticket_id, ticket.attempt)
+        state = attempt.ticket(ticket.ticket_id, ticket.attempt, waiting.exchange.prefill_failures(index))
         state.recomputes = request.headers.get(RECOMPUTES_HEADER) == "1"
 
         failures: list[Failure] = []
@@ -162,20 +162,18 @@ class Metaserver:
         if not failed.final and failed.attempt != state.attempt:
             return JSONResponse({"status": "over"})
         reason = one_line(failed.reason, MAX_REASON_CHARS)
-        failures = exchange.prefill_failures[index]
-        # This failure is not among them yet.
-        anew = (
-            state.running is not None and attempt.may_begin_anew and len(failures) + 1 < self._settings.prefill_attempts
-        )
-        logged_elsewhere = state.running is not None
+        run = state.run
+        logged_elsewhere = under_way = run in self._running
+        # This failure is not among the ticket's yet.
+        anew = under_way and attempt.may_begin_anew and len(state.failures) + 1 < self._settings.prefill_attempts
         # Once decode has its answer there is no other attempt under this ticket.
         if failed.final or state.answered or anew:
-            if not state.given_up:
-                failures += [_failed(Kind.TRANSFER, reason, engine) for engine in state.engines[-1:]]
+            if run.engines and not state.given_up:
+                exchange.prefill_failed(state, _failed(Kind.TRANSFER, reason, run.engine))
             state.given_up = True
             attempt.note_transfer_failure(_not_transferred(reason, attempt))
             if anew or not (attempt.answering or state.recomputes):
-                attempt.end()
+                exchange.begin_anew(attempt, index, state)
                 logged_elsewhere = True
         if not logged_elsewhere:
             log.warning(
@@ -185,7 +183,8 @@ class Metaserver:
                 attempt.engine,
                 reason,
             )
-        state.cut_short(Kind.TRANSFER, f"decode noticed: {reason}")
+        if under_way:
+            run.cut_short(Kind.TRANSFER, f"decode noticed: {reason}")
         return JSONResponse({"status": "ok"})
 
     async def watch(self) -> None:
@@ -194,16 +193,16 @@ class Metaserver:
         while True:
             await anyio.sleep(_PROBE_EVERY_SECONDS)
             async with anyio.create_task_group() as tasks:
-                for url in {state.engine for state in self._running if state.engine}:
+                for url in {run.engine for run in self._running if run.engines}:
                     tasks.start_soon(self._probe, url)
 
     async def _probe(self, url: str) -> None:
-        asked = [state for state in self._running if state.engine == url]
+        asked = [run for run in self._running if run.engine == url]
         patience = self._settings.probe_timeout
         if await self._prefill.is_silent(url, patience):
-            for state in asked:
-                if state in self._running and state.engine == url:
-                    state.cut_short(Kind.TIMEOUT, f"prefill engine: no answer to a health probe for {patience:g} s")
+            for run in asked:
+                if run in self._running and run.engine == url:
+                    run.cut_short(Kind.TIMEOUT, f"prefill engine: no answer to a health probe for {patience:g} s")
 
     async def _read(self, request: Request, limit: int, kind: type[_T], name: str) -> tuple[bytes, _T]:
         if self._token is not None and not self._token.is_in(request):
@@ -227,12 +226,12 @@ class Metaserver:
             raise _Refused(HTTPStatus.NOT_FOUND, "no request waits under this request_id") from None
 
     async def _serve(self, waiting: Waiting, ticket: Ticket, state: PrefillTicket, body: bytes) -> list[Failure]:
-        """Has one prefill engine after the other run the prompt. Returns why all failed, those asked for an earlier
-        ticket included, or nothing."""
+        """Has one prefill engine after the other run the prompt. Returns why all failed, those asked under an earlier
+        request included, or nothing."""
         exchange, attempt, request, index, _ = waiting
         pool = self._prefill
         prompt = prompt_of(request, index)
-        failures = exchange.prefill_failures[index]
+        failures = state.failures
         choice = pool.order(prompt, without(pool.urls, frozenset(), exchange.failed_prefill))
         if state.attempt != ticket.attempt:  # posted again
             try:
@@ -241,20 +240,20 @@ class Metaserver:
                 return [_failed(Kind.TRANSFER, f"the ticket was posted again: {error}", "")]
         while True:
             failure = await self._run(waiting, state, choice, body)
-            pool.judge(state.engine, failure and failure.kind)
+            pool.judge(state.run.engine, failure and failure.kind)
             if failure is None:
                 return []
             self._counts.failed(Role.PREFILL, failure, attempt.request_id)
             if state.given_up:  # and its failure noted, where an engine had been asked
                 return failures or [failure]
-            failures.append(failure)
+            exchange.prefill_failed(state, failure)
             again = PREFILL_AGAIN_ANEW if attempt.may_begin_anew else PREFILL_AGAIN
             avoid = engines_to_avoid(pool.urls, failures, self._settings.prefill_attempts, again)
             if avoid is None:
                 return failures
             if attempt.may_begin_anew and failure.kind in PREFILL_MAY_WRITE:
                 attempt.note_transfer_failure(_not_prefilled(failure, attempt))
-                attempt.end()
+                exchange.begin_anew(attempt, index, state)
                 return failures
             try:
                 body = of_attempt(body, ticket, state.attempt + 1, self._sign)
@@ -277,21 +276,19 @@ class Metaserver:
     async def _run(self, waiting: Waiting, state: PrefillTicket, choice: Choice, ticket: bytes) -> Failure | None:
         """One attempt. Decode may cut it short."""
         failure: Failure | None = None
-        state.cut = None
-        state.engines.clear()
-        self._running.add(state)
+        run = state.run = PrefillRun()
+        self._running.add(run)
         begun = time.monotonic()
         about: Attributes = {REQUEST_ID: waiting.attempt.request_id, PROMPT: waiting.prompt, ATTEMPT: state.attempt}
         with waiting.attempt.span.child("prefill", about) as span:
             try:
-                with anyio.CancelScope() as state.running:
-                    failure = await self._ask(waiting, choice, ticket, state.engines, span)
-                state.running = None
+                with run.scope:
+                    failure = await self._ask(waiting, choice, ticket, run.engines, span)
             finally:
-                self._running.discard(state)
-                span.asked(state.engines)
-            if state.cut is not None:
-                failure = _failed(*state.cut, state.engine)
+                self._running.discard(run)
+                span.asked(run.engines)
+            if run.cut is not None:
+                failure = _failed(*run.cut, run.engine)
             if failure is not None:
                 span.failed(failure)
         if failure is None:
@@ -357,9 +354,10 @@ def _not_transferred(reason: str, attempt: Attempt) -> Failure:
 
 
 def _not_prefilled(failure: Failure, attempt: Attempt) -> Failure:
-    """What it means for the attempt at decode."""
+    """What it means for the attempt at decode. Clients do not learn engines' addresses."""
     before = f"prefill at {failure.url} failed: "
-    return _not_transferred(before + failure.reason, attempt)._replace(unquoted=before + failure.for_all)
+    unquoted = before + failure.for_all
+    return Failure(Kind.TRANSFER, before + failure.reason, attempt.engine, failure.answer, unquoted)
 
 
 def bad_gateway(message: str) -> Response:

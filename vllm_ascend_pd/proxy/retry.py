@@ -28,7 +28,7 @@ class Kind(enum.Enum):
     TRANSFER = "transfer failed"
     """The engine answered, but says that the KV did not get through."""
     PREFILL = "prefill failed"
-    """Of decode: no prefill engine could serve it."""
+    """Of decode: its prefill was tried as often, and at as many engines, as may be."""
     NO_ENGINE = "no engine"
     """All have been removed, or drain."""
     FULL = "full"
@@ -59,10 +59,11 @@ DECODE_AGAIN = frozenset({Kind.LOST, Kind.TRANSFER})
 # A prefill engine that failed like this had the ticket: it may have begun to write, and may still. Until that cannot
 # be, decode keeps the blocks from all others, the next attempt at this ticket included. A new request has other ones.
 PREFILL_MAY_WRITE = frozenset({Kind.LOST, Kind.TIMEOUT, Kind.ERROR, Kind.GARBAGE, Kind.TRANSFER})
-# So a silent one may be asked again then, if it is the only one.
-PREFILL_AGAIN_ANEW = PREFILL_AGAIN | {Kind.TIMEOUT}
+# So a silent one may be asked again then, if it is the only one; and one whose transfer failed, be it for the decode
+# engine, or the way there.
+PREFILL_AGAIN_ANEW = PREFILL_AGAIN | {Kind.TIMEOUT, Kind.TRANSFER}
 # After these there is no other attempt, of prefill or decode: the client gets that answer.
-FINAL = frozenset({Kind.REFUSED, Kind.FULL})
+FINAL = frozenset({Kind.REFUSED, Kind.FULL, Kind.PREFILL})
 # Failures that are held against an engine when others are served.
 DECODE_BLAMED = frozenset({Kind.UNREACHABLE, Kind.LOST, Kind.TIMEOUT, Kind.ERROR, Kind.GARBAGE})
 PREFILL_BLAMED = DECODE_BLAMED | {Kind.TRANSFER}
@@ -77,14 +78,24 @@ def engines_to_avoid(
     failed = frozenset(failure.url for failure in failures)
     if not failed >= set(urls):
         return failed
-    spoilt = frozenset(failure.url for failure in failures if failure.kind not in again)
+    spoilt = _spoilt(failures, again)
     return spoilt if not spoilt >= set(urls) else None
+
+
+def may_follow(urls: Collection[str], failures: Sequence[Failure], attempts: int, again: frozenset[Kind]) -> bool:
+    """Whether there is an engine for another attempt should the one that is under way, after `failures`, fail in a way
+    that says nothing about its own."""
+    return len(failures) + 1 < attempts and not _spoilt(failures, again) >= set(urls)
 
 
 def last_resorts(failures: Sequence[Failure], avoid: frozenset[str], again: frozenset[Kind]) -> list[str]:
     """Of the engines to avoid those that may be asked again if no other can be reached."""
-    spoilt = {failure.url for failure in failures if failure.kind not in again}
-    return sorted({failure.url for failure in failures} & avoid - spoilt)
+    return sorted({failure.url for failure in failures} & avoid - _spoilt(failures, again))
+
+
+def _spoilt(failures: Sequence[Failure], again: frozenset[Kind]) -> frozenset[str]:
+    """Engines whose failure says that they would fail again."""
+    return frozenset(failure.url for failure in failures if failure.kind not in again)
 
 
 def without(urls: Collection[str], avoid: frozenset[str], rather_not: Collection[str]) -> frozenset[str]:

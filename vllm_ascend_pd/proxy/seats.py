@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import anyio
 
@@ -21,11 +22,13 @@ class Seats:
         self._line = line
         self._patience = patience
         self._taken: Counter[Engine] = Counter()
+        self._returning: dict[_Waiting, None] = {}
+        """Those who had a place before. They come first."""
         self._waiting: dict[_Waiting, None] = {}
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._returning) + len(self._waiting)
 
     def taken(self, engine: Engine) -> int:
         return self._taken[engine]
@@ -38,17 +41,19 @@ class Seats:
         finally:
             self._leave(engine)
 
-    async def take(self, engines: Sequence[Engine]) -> Engine | None:
+    async def take(self, engines: Sequence[Engine], admitted: bool = False) -> Engine | None:
         """A place at the first of some engines that has one, or gets one. None: the line is full, it took too long, or
-        none of these engines may get requests any more."""
+        none of these engines may get requests any more. `admitted`: the request had one before, so it is called before
+        the line, be that full or not."""
         for engine in engines:
             if engine.open and self._is_free(engine):
                 self._taken[engine] += 1
                 return engine
-        if not engines or len(self._waiting) >= self._line * len(engines):
+        if not engines or (not admitted and len(self._waiting) >= self._line * len(engines)):
             return None
         waiting = _Waiting(engines)
-        self._waiting[waiting] = None
+        line = self._returning if admitted else self._waiting
+        line[waiting] = None
         try:
             with anyio.move_on_after(self._patience):
                 await waiting.called.wait()
@@ -57,7 +62,7 @@ class Seats:
                 self._leave(waiting.engine)
             raise
         finally:
-            self._waiting.pop(waiting, None)
+            line.pop(waiting)
         return waiting.engine
 
     def _is_free(self, engine: Engine) -> bool:
@@ -71,7 +76,7 @@ class Seats:
 
     def call(self, engine: Engine) -> None:
         """Gives the free places of an engine to those who wait for one."""
-        for waiting in self._waiting:
+        for waiting in chain(self._returning, self._waiting):
             if not (engine.open and self._is_free(engine)):
                 return
             if waiting.engine is None and engine in waiting.engines:

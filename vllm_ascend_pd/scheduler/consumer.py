@@ -92,8 +92,9 @@ class ConsumerScheduler:
         self._trace = trace
         self._listener = listener
         self._groups = list(groups)
-        # Decode computes the prompt's last token. KV may be written twice; a state must not have seen it yet.
-        self._left_to_decode = int(any(group.holds_state for group in groups))
+        # Decode computes the prompt's last token. KV may be written twice; but a state must not have seen that token
+        # yet, and of a window vLLM keeps what the token after the received ones sees: that must be this one.
+        self._left_to_decode = int(any(group.holds_state or group.windowed for group in groups))
         self._metaserver = metaserver
         self._idle = idle
         self._by_request: dict[str, _Issued] = {}
@@ -106,6 +107,8 @@ class ConsumerScheduler:
     def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int:
         """How many of the prompt's tokens prefill will deliver. Has no side effects."""
         if not wants_ticket(request.kv_transfer_params) or request.request_id in self._by_request:
+            return 0
+        if request.skip_reading_prefix_cache:  # logprobs of the prompt, say: decode has to compute all of it
             return 0
         return max(0, int(request.num_prompt_tokens) - self._left_to_decode - num_computed_tokens)
 

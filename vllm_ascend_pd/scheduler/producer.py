@@ -70,8 +70,8 @@ class ProducerScheduler:
 
     def prepare(self, request: "Request") -> None:
         """The request is about to be allocated: cuts it short where decode must compute the last token itself."""
-        params = request.kv_transfer_params
-        if self._state_groups and carries_ticket(params) and params.get("num_tokens") == request.num_prompt_tokens - 1:
+        params, length = request.kv_transfer_params, request.num_prompt_tokens
+        if self._state_groups and carries_ticket(params) and params.get("num_tokens") == length - 1 > 0:
             drop_last_prompt_token(request)
 
     def allocated(self, request: "Request", blocks: tuple[list[int], ...]) -> None:

@@ -20,6 +20,9 @@ is."""
 # is why these are not ZMQ's heartbeats: a connection that is closed means that its process has ended.
 _KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 4}
 
+# A socket per peer: 1,023, ZMQ's own bound, are 60 decode engines of 16 ranks.
+_MAX_SOCKETS = 32 * 1024
+
 
 class Loop:
     """A thread that owns ZMQ sockets, with a mailbox through which other threads wake it."""
@@ -27,6 +30,7 @@ class Loop:
     def __init__(self, name: str, tick: Callable[[float], None]) -> None:
         self._tick = tick
         self._context = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._poller = zmq.Poller()
         self._mailbox: deque[Callable[[], None]] = deque()
         self._mailbox_in = self._socket(zmq.PAIR)
@@ -75,7 +79,9 @@ class Loop:
         self._on_close()
 
     def _turn(self) -> None:
-        sleep_ms = 0 if self._mailbox else 1 + int(1000 * max(0.0, self._tick_at - time.monotonic()))
+        with self._mailbox_lock:  # who has seen something in it has put what it brings, too
+            is_empty = not self._mailbox
+        sleep_ms = 1 + int(1000 * max(0.0, self._tick_at - time.monotonic())) if is_empty else 0
         ready = dict(self._poller.poll(sleep_ms))
         if self._mailbox_out in ready:
             with contextlib.suppress(zmq.Again):

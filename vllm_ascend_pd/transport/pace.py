@@ -17,6 +17,9 @@ SHARE = 0.8
 SHORTEST_S = 0.0005
 """Sleeping for less costs more than polling: the kernel wakes the thread 0.05 to 0.1 ms late."""
 
+LONGEST_S = 1.0
+"""Who fails meanwhile is noticed that much later."""
+
 LEARNS_FROM = 1 << 20
 """Bytes: what smaller batches take is not the link's time."""
 
@@ -33,14 +36,14 @@ class Pace:
         """When the last batch did: the next one had the link to itself only from then on."""
 
     def pause_s(self, num_bytes: int, started: float) -> float:
-        """How long a batch that has `started` can be slept on from now; 0: not at all."""
+        """How long a batch that has `started` can be slept on from now, `LONGEST_S` at most; 0: not at all."""
         latest = sorted(self._seconds_per_byte)
         if len(latest) < _ENOUGH:
             return 0.0
         # Of the faster ones: to poll for too long costs less than to sleep for too long.
         expected = latest[len(latest) // 4] * num_bytes
         pause_s = max(started, self._ended) + SHARE * expected - time.monotonic()
-        return pause_s if pause_s >= SHORTEST_S else 0.0
+        return min(pause_s, LONGEST_S) if pause_s >= SHORTEST_S else 0.0
 
     def arrived(self, num_bytes: int, started: float) -> None:
         """A batch has, just now."""

@@ -256,7 +256,11 @@ class Client(Loop):
                 dealer.setsockopt(zmq.IPV6, 1)
             if self._keys is not None:
                 self._keys.protect_client(dealer)
-            dealer.connect(endpoint)
+            try:
+                dealer.connect(endpoint)
+            except zmq.ZMQError:
+                dealer.close()
+                raise
             self._dealers[endpoint] = dealer
             self._endpoints[dealer] = endpoint
         if dealer not in self._poller:

@@ -38,6 +38,8 @@ from vllm_ascend_pd.worker.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
+# Between an attempt to have an engine describe itself that failed and the next: it may fail at once.
+_DESCRIBE_PAUSE_S = 0.1
 # An engine nobody sent anything to for this long is forgotten; it is described again at next contact.
 _FORGET_AFTER_S = 600.0
 # How often it is looked which ones, and whose connections can rest.
@@ -58,6 +60,7 @@ class Peer:
     layout: DecodeLayout | None = None
     waiting: list[Transfer] = field(default_factory=list)  # for its description
     describing: bool = False
+    describe_at: float = 0.0  # not before
     gone: str | None = None
     users: int = 0
     used_at: float = 0.0
@@ -163,7 +166,7 @@ class Peers:
 
     def _advance(self, peer: Peer) -> None:
         if peer.gone is None and peer.layout is None:
-            if not peer.describing:
+            if not peer.describing and time.monotonic() >= peer.describe_at:
                 peer.describing = True
                 self._client.request(
                     peer.endpoint,
@@ -245,15 +248,14 @@ class Peers:
             self._advance(other)
 
     def _describe_again(self, peer: Peer, reason: str) -> None:
-        """No answer: asks on, for those whose time to be granted is not over."""
+        """No answer: asks on, soon, for those whose time to be granted is not over."""
         now = time.monotonic()
+        peer.describe_at = now + _DESCRIBE_PAUSE_S
         with self._lock:
             late = [transfer for transfer in peer.waiting if now >= transfer.state.grant_deadline]
             peer.waiting = [transfer for transfer in peer.waiting if now < transfer.state.grant_deadline]
         for transfer in late:
             self._contact(transfer, None, reason)
-        if peer.waiting:
-            self._advance(peer)
 
     def _refuse(self, transfer: Transfer, reason: str, cause: PushFailure) -> None:
         transfer.fail(reason, cause)
@@ -320,6 +322,9 @@ class Peers:
         self._running_time()
         with self._lock:
             transfers = list(self._transfers.values())
+            unknown = [peer for peer in self._peers.values() if peer.waiting]
+        for peer in unknown:
+            self._advance(peer)
         for transfer in transfers:
             self._follow(transfer)
         if now >= self._tidy_at:

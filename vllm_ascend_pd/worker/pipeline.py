@@ -27,7 +27,7 @@ class Pipeline:
 
     def write(self, session: str, batches: Iterable[Batch], may_begin: Callable[[], bool], done: Done) -> None:
         """Begins all `batches` (`TransferEngine.begin`), unless one fails. `done` is called once none of them is under
-        way any more, with the first error."""
+        way any more, with the first error; with the first of those after which bytes may still arrive, if any did."""
         errors: list[TransferError] = []
         try:
             for batch in batches:
@@ -42,7 +42,7 @@ class Pipeline:
                 self._ends.append((True, partial(self._land, flight, errors)))
         except TransferError as error:
             errors.append(error)
-        self.then(lambda: done(errors[0] if errors else None))
+        self.then(lambda: done(next((e for e in errors if e.may_arrive), errors[0]) if errors else None))
 
     def make_room(self) -> None:
         """Waits until a further batch may begin."""

@@ -136,7 +136,8 @@ class Planner:
 
     def _route(self, index: int, decode: Sharding, d_block_sizes: tuple[int, ...]) -> Route:
         key = (index, decode, d_block_sizes)
-        if key not in self._routes:
+        route = self._routes.get(key)
+        if route is None:
             geometry = self._geometries[index]
             identity = self._identity
             if len(self._routes) >= _MAX_ROUTES:
@@ -147,7 +148,7 @@ class Planner:
             if slow is not None and not self._warned_of_pieces:
                 self._warned_of_pieces = True
                 logger.warning("%s", slow)
-        return self._routes[key]
+        return route
 
     def destinations(self, layout: DecodeLayout, transfer: Transfer) -> dict[RankKey, Destination]:
         """The decode ranks this rank writes to for the ticket, and which of their tensors it covers."""
