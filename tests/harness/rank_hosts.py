@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -103,7 +104,8 @@ class _Host:
         processes = _forked if device == "cpu" else multiprocessing.get_context("spawn")
         self.settings = _settings(device, kernels)
         self.pipe, child = processes.Pipe()
-        self.process = processes.Process(target=_serve, args=(child, kernels), daemon=True)
+        self._temporary = tempfile.TemporaryDirectory(prefix="pd-rank-")
+        self.process = processes.Process(target=_serve, args=(child, kernels, self._temporary.name), daemon=True)
         self.process.start()
         child.close()
 
@@ -111,6 +113,7 @@ class _Host:
         self.process.kill()
         self.process.join(10)
         self.pipe.close()
+        self._temporary.cleanup()
 
 
 class _Hosts:
@@ -167,8 +170,9 @@ def _state(task: Path) -> str:
         return "X"
 
 
-def _serve(pipe: Connection, kernels: Path | None) -> None:
+def _serve(pipe: Connection, kernels: Path | None, temporary: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["VLLM_RPC_BASE_PATH"] = temporary  # of the sockets between vLLM's ranks, which it leaves
     torch.set_num_threads(1)
     if kernels is not None:
         _use_kernels(kernels)
