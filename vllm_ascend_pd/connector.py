@@ -106,7 +106,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
             self._worker = ProducerWorker(identity, self._config, self._device, self._engine, caches, step_tokens)
         else:
-            self._worker = ConsumerWorker(identity, self._config, self._engine, caches)
+            self._worker = ConsumerWorker(identity, self._config, self._device, self._engine, caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if isinstance(self._worker, ConsumerWorker):

@@ -274,7 +274,7 @@ class DecodeRank(_RankBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.received_bytes = 0
-        self.worker = ConsumerWorker(self.identity, self.parsed, self.engine, self.registered)
+        self.worker = ConsumerWorker(self.identity, self.parsed, self.device, self.engine, self.registered)
 
     def own_ports(self) -> set[int]:
         return {int(self.worker.description.control.rpartition(":")[2])}

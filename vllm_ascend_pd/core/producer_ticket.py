@@ -25,7 +25,9 @@ from vllm_ascend_pd.core.protocol import Complete, Granted, Message, RankDescrip
 
 RankKey = tuple[int, int]  # (pp_rank, tp_rank)
 
-_GRANT_RETRY_S = 0.02
+GRANT_RETRY_S = 0.02
+"""Until who said not yet is asked again."""
+
 _REPORT_ROUNDS = 3
 
 
@@ -55,7 +57,7 @@ class Destination:
     @property
     def pause_s(self) -> float:
         """Between two requests."""
-        return self.lease_s / 3 if self.granted else _GRANT_RETRY_S
+        return self.lease_s / 3 if self.granted else GRANT_RETRY_S
 
 
 @dataclass

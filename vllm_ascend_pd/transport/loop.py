@@ -63,6 +63,10 @@ class Loop:
                 self._wake()
             return True
 
+    def tick_within(self, seconds: float) -> None:
+        """The next tick comes no later than that. On the thread only."""
+        self._tick_at = min(self._tick_at, time.monotonic() + seconds)
+
     def _wake(self) -> None:
         with contextlib.suppress(zmq.Again):  # then unread wake-ups are waiting already
             self._mailbox_in.send(b"", zmq.DONTWAIT)

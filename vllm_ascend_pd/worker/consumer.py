@@ -32,6 +32,7 @@ from vllm_ascend_pd.core.protocol import (
     Writer,
 )
 from vllm_ascend_pd.core.ticket import MAX_TOMBSTONES, MAX_TP, ConsumerTicket, State, salt_of
+from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
 from vllm_ascend_pd.timeline import events
 from vllm_ascend_pd.timeline.clock import HOST_CLOCK
@@ -55,11 +56,13 @@ _WARN_EVERY_S = 60.0
 
 @dataclass
 class _Entry:
-    """`peers`: where each writer was heard last; `revoked`: when it was last told to stop; `given_up`: the last attempt
-    that was; `warn_at`: when to say again that blocks are kept for a writer that does not answer."""
+    """`vacated`: the end of what was queued here when the ticket came; `peers`: where each writer was heard last;
+    `revoked`: when it was last told to stop; `given_up`: the last attempt that was; `warn_at`: when to say again that
+    blocks are kept for a writer that does not answer."""
 
     expect: Expect
     ticket: ConsumerTicket
+    vacated: Event
     peers: dict[Writer, Peer] = field(default_factory=dict)
     revoked: dict[Writer, float] = field(default_factory=dict)
     given_up: int = -1
@@ -89,10 +92,16 @@ class Arrivals:
 
 class ConsumerWorker:
     def __init__(
-        self, identity: Identity, config: ConnectorConfig, engine: TransferEngine, caches: RegisteredCaches
+        self,
+        identity: Identity,
+        config: ConnectorConfig,
+        device: Device,
+        engine: TransferEngine,
+        caches: RegisteredCaches,
     ) -> None:
         self._identity = identity
         self._config = config
+        self._device = device
         self._caches = caches.description
         self._changed = threading.Condition()
         self._entries: dict[str, _Entry] = {}
@@ -114,6 +123,7 @@ class ConsumerWorker:
 
     def start_step(self, step: ConsumerStep) -> None:
         now = time.monotonic()
+        vacated = self._device.record_event() if step.expects else None
         with self._changed:
             self._wait_s = step.wait_s
             for expect in step.expects:
@@ -124,7 +134,8 @@ class ConsumerWorker:
                     now + self._config.transfer_timeout_s,
                     self._config.lease_s,
                 )
-                self._entries[expect.ticket_id] = _Entry(expect, ticket)
+                assert vacated is not None
+                self._entries[expect.ticket_id] = _Entry(expect, ticket, vacated)
                 self._trace.mark(events.EXPECTED, expect.request_id, expect.ticket_id)
             for ticket_id in step.prefilled:
                 if entry := self._entries.get(ticket_id):
@@ -198,6 +209,10 @@ class ConsumerWorker:
             entry.warn_at = -math.inf
         if refused is not None:
             return refused
+        # vLLM gives the blocks of a request that has ended to the next one while a step that still computes for the
+        # first may be queued, which is right for what runs after that on the same stream: these writes do not.
+        if not entry.vacated.is_done():
+            return Refused("steps queued before the ticket may still write to its blocks", retry=True)
         ranks = len(request.sharding.shares)
         if ranks > MAX_TP or request.writer.rank >= ranks:
             return Refused(f"rank {request.writer.rank} of {ranks} ranks in a pipeline stage", retry=False)

@@ -15,13 +15,14 @@ from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core.description import unsound
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.hosts import decode_hosts
-from vllm_ascend_pd.core.producer_ticket import Destination, RankKey
+from vllm_ascend_pd.core.producer_ticket import GRANT_RETRY_S, Destination, RankKey
 from vllm_ascend_pd.core.protocol import (
     Describe,
     EngineDescription,
     GrantRequest,
     Message,
     Problem,
+    Refused,
     Report,
     Revoke,
     Writer,
@@ -289,6 +290,8 @@ class Peers:
             refused = state.answered(key, asked_at, answer)
         if refused:
             self._revoked(transfer)
+        elif isinstance(answer, Refused):
+            self._client.tick_within(GRANT_RETRY_S)
 
     def _on_unasked(self, endpoint: str, message: Message) -> None:
         if not isinstance(message, Revoke) or message.writer != self._writer(message.writer.transfer):
