@@ -17,7 +17,7 @@ from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 from harness.models import GATED_DELTA, MAMBA, MLA, SLIDING, sliding_bytes
 from harness.pool import Reference, long
 
-PROMPT_TOKENS = (1, 2, 127, 128, 129, 384, 1000, 2500)
+PROMPT_TOKENS = (1, 2, 127, 128, 129, 327, 384, 1000, 2500)
 
 # Block size, chunks and caching are what vLLM's CPU backend sets for MLA anyway. Its rotary embedding kernel turns the
 # wrong elements of MLA's K where a step has more than one token: prefill and decode of one engine do not agree then.
@@ -91,7 +91,7 @@ then the KV of the fourth layer."""
 @pytest.mark.parametrize(
     ("cluster", "tensors", "left_to_decode"),
     [
-        long(SLIDING_TP1, range(SLIDING.layers), 0),
+        long(SLIDING_TP1, range(SLIDING.layers), 1),
         long(MLA_TP1, range(MLA.layers), 0),
         (MAMBA_TP1, (0, 6, 8, *RECURRENT_AND_KV), 1),  # x of the convolution's oldest row, x and C of the newest
         long(GATED_DELTA_TP1, (8, *RECURRENT_AND_KV), 1),  # V of the newest row
@@ -119,5 +119,5 @@ def test_only_the_window_of_sliding_layers_is_sent(client: Client) -> None:
 
 @pytest.mark.parametrize("cluster", [long(SLIDING_TP1)], ids=str, indirect=True)
 def test_a_request_of_several_cache_groups_fails_alone(cluster: Cluster, client: Client, reference: Reference) -> None:
-    assert poisoned_fails_alone(client, reference, [300, 129, POISONED_TOKENS, 1000, 5]).status_code == 502
+    assert poisoned_fails_alone(client, reference, [300, 129, POISONED_TOKENS + 1, 1000, 5], 1).status_code == 502
     wait_all_blocks_free(cluster)

@@ -15,9 +15,11 @@ FREE_WITHIN_S = 180.0
 """Longer than a lease and the time a failed write needs to settle."""
 
 
-def poisoned_fails_alone(client: Client, reference: Reference, lengths: Sequence[int]) -> httpx.Response:
-    """Sends prompts of these lengths at once, one of them `POISONED_TOKENS`: its answer, which is an error's. All
-    others must be right."""
+def poisoned_fails_alone(
+    client: Client, reference: Reference, lengths: Sequence[int], left_to_decode: int = 0
+) -> httpx.Response:
+    """Sends prompts of these lengths at once, one of them `POISONED_TOKENS` and what is left to decode: its answer, which
+    is an error's. All others must be right."""
     prompts = [random_prompt(tokens, "poison") for tokens in lengths]
 
     def attempt(prompt: list[int]) -> tuple[int, ...] | httpx.Response:
@@ -27,7 +29,7 @@ def poisoned_fails_alone(client: Client, reference: Reference, lengths: Sequence
             return error.response
 
     answers = at_once(attempt, prompts, concurrency=len(prompts))
-    poisoned = lengths.index(POISONED_TOKENS)
+    poisoned = lengths.index(POISONED_TOKENS + left_to_decode)
     failed = answers.pop(poisoned)
     del prompts[poisoned]
     assert isinstance(failed, httpx.Response)

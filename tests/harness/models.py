@@ -123,12 +123,13 @@ SLIDING = ModelSpec(
 
 
 def sliding_bytes(tokens: int, block_size: int) -> int:
-    """KV of a `SLIDING` prompt, in whole blocks: all of full attention's, and those that the next token sees."""
+    """KV of a `SLIDING` prompt but for its last token, which decode computes, in whole blocks: all of full attention's,
+    and those that this token sees."""
     layers = dict(SLIDING.config)["layer_types"]
     assert isinstance(layers, tuple)
     sliding, full = (layers.count(f"{kind}_attention") for kind in ("sliding", "full"))
-    blocks = -(-tokens // block_size)
-    in_window = blocks - (tokens - WINDOW + 1) // block_size
+    blocks = -(-(tokens - 1) // block_size)
+    in_window = blocks - (tokens - WINDOW) // block_size
     block_bytes = block_size * SLIDING.kv_bytes_per_token // SLIDING.layers
     return (blocks * full + in_window * sliding) * block_bytes
 

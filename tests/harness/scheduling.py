@@ -37,9 +37,9 @@ FOR_A_PULLING_CONNECTOR: dict[str, dict[str, Any]] = {
 """`kv_transfer_params` that proxies of vLLM's and vllm-ascend's pulling connectors send to either side."""
 
 
-def make_request(request_id: str, num_tokens: int, params: object) -> Request:
-    """A request with `num_tokens` prompt tokens and `params` as its `kv_transfer_params`."""
-    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+def make_request(request_id: str, num_tokens: int, params: object, **wants: Any) -> Request:
+    """A request with `num_tokens` prompt tokens; `params`: its `kv_transfer_params`; `wants`: other `SamplingParams`."""
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}, **wants)
     return Request(
         request_id=request_id, prompt_token_ids=list(range(num_tokens)), sampling_params=sampling, pooling_params=None
     )

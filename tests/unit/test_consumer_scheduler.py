@@ -103,9 +103,9 @@ def test_tickets_are_signed_until_their_transfer_would_be_over(metaserver):
     assert before + 480 <= ticket.expires_at <= time.time() + 481
 
 
-def wanting(url: object, request_id: str = "r", num_tokens: int = PROMPT):
+def wanting(url: object, request_id: str = "r", num_tokens: int = PROMPT, **wants: object):
     """A request as the proxy sends it to decode."""
-    return make_request(request_id, num_tokens, {"do_remote_prefill": True, "metaserver": url})
+    return make_request(request_id, num_tokens, {"do_remote_prefill": True, "metaserver": url}, **wants)
 
 
 def issue(scheduler: ConsumerScheduler, request, blocks=BLOCKS, computed: int = 0) -> ConsumerStep:
@@ -208,9 +208,7 @@ def test_a_window_is_asked_for_without_the_last_token(metaserver):
 
 
 def test_logprobs_of_the_prompt_are_decodes_own_to_compute(scheduler, metaserver):
-    request = wanting(metaserver.url)
-    request.sampling_params.prompt_logprobs = 1
-    request.skip_reading_prefix_cache = True  # vLLM's own, by that
+    request = wanting(metaserver.url, prompt_logprobs=1)
     assert scheduler.matched_tokens(request, 0) == 0
 
 

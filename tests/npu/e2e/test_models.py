@@ -10,7 +10,7 @@ from harness.models import MLA, SLIDING, sliding_bytes
 from harness.pool import long
 from npu_engines import one_to_one
 
-PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
+PROMPT_TOKENS = (1, 127, 128, 129, 327, 384, 1000, 2500)
 
 SLIDING_TP1 = one_to_one("sliding-tp1-to-tp1", 1, 1, model=SLIDING)
 CLUSTERS = [
@@ -44,14 +44,16 @@ def test_eight_at_a_time(client: Client, reference) -> None:
 
 
 @pytest.mark.parametrize("cluster", [SLIDING_TP1], ids=str, indirect=True)
-def test_only_the_window_of_sliding_layers_is_sent(client: Client) -> None:
-    completion = client.complete(random_prompt(2500, "window"))
+@pytest.mark.parametrize("tokens", [327, 2500])
+def test_only_the_window_of_sliding_layers_is_sent(client: Client, tokens: int) -> None:
+    """Of 327 tokens the last one, which decode computes, sees the last one of the first block."""
+    completion = client.complete(random_prompt(tokens, "window"))
     assert completion.kv_transfer_params is not None
-    assert completion.kv_transfer_params["received_bytes"] == sliding_bytes(2500, block_size=128)
+    assert completion.kv_transfer_params["received_bytes"] == sliding_bytes(tokens, block_size=128)
 
 
 @pytest.mark.parametrize("cluster", [SLIDING_TP1], ids=str, indirect=True)
 def test_a_request_of_several_cache_groups_fails_alone(cluster: Cluster, client: Client, reference) -> None:
     """vLLM 0.23, which vllm-ascend builds on, does not know how by itself: see `vllm_ascend_pd/compat.py`."""
-    assert poisoned_fails_alone(client, reference, [300, POISONED_TOKENS, 1000]).status_code == 502
+    assert poisoned_fails_alone(client, reference, [300, POISONED_TOKENS + 1, 1000], 1).status_code == 502
     wait_all_blocks_free(cluster)
