@@ -10,7 +10,19 @@ from typing import Any
 from unittest import mock
 
 import vllm_ascend_producer
-from plan_step import BLOCK, HEAD_SIZE, HEADS, PARTS, TIMEOUT_S, Case, Cost, Decode, Handed, Stopwatch
+from plan_step import (
+    ASCEND_BATCH_BYTES,
+    BLOCK,
+    HEAD_SIZE,
+    KV_HEADS,
+    PARTS,
+    TIMEOUT_S,
+    Case,
+    Cost,
+    Decode,
+    Handed,
+    Stopwatch,
+)
 
 
 class Ours:
@@ -29,8 +41,9 @@ class Ours:
         self._decode, self._case, self._layers = decode, case, list(tensors)
         self.handed = Handed()
         with mock.patch("mooncake.engine.TransferEngine", return_value=self.handed):
-            engine = TransferEngine(HOST, "rdma", TransferLimits())  # as over "ascend", not slept on
-        spec = LayerSpec(0, BLOCK, HEADS, case.ratio * HEADS)
+            # As over "ascend": not slept on.
+            engine = TransferEngine(HOST, "rdma", TransferLimits(max_bytes=ASCEND_BATCH_BYTES))
+        spec = LayerSpec(0, BLOCK, case.heads, KV_HEADS)
         caches = describe(tensors, dict.fromkeys(tensors, spec), heads_first=False)
         identity = Identity("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))
         self._device = device_without_kernels()
@@ -118,7 +131,7 @@ class Reference:
 
         self._module, self._case, self._tensors = layerwise, case, tensors
         self.handed = Handed()
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=case.heads, head_size=HEAD_SIZE, dtype=torch.bfloat16)
         ours, theirs = {}, {}
         for layer, parts in tensors.items():
             block_bytes = [part[0].nbytes for part in parts]
@@ -132,7 +145,7 @@ class Reference:
             tp=case.ratio,
             rank=0,
             ratio=case.ratio,
-            total_heads=case.ratio * HEADS,
+            total_heads=KV_HEADS,
             spec=spec,
             layers=ours,
             resharding_stream=torch.npu.Stream() if case.ratio > 1 else None,

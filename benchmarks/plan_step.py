@@ -16,10 +16,12 @@ from typing import Any
 import vllm_ascend_producer
 
 BLOCK = 128
-HEADS, HEAD_SIZE = 2, 1  # of a prefill rank; no byte moves, so what a block has does not matter
+KV_HEADS, HEAD_SIZE = 8, 128  # of the model, which decode's one rank has all of
 DTYPE_BYTES = 2
 PARTS = 2  # K and V
 CONTIGUOUS_BAR, SCATTERED_BAR = 5.0, 20.0
+ASCEND_BATCH_BYTES = 1 << 30
+"""What a call into Mooncake carries at most, over its protocol "ascend"."""
 TIMEOUT_S = 60.0
 POLL_S, QUIET_S = 1e-4, 0.1
 
@@ -45,13 +47,27 @@ class Case:
         return f"{self.requests}x{self.blocks}-{placed}{'-tp2' if self.ratio == 2 else ''}"
 
     @property
-    def bar(self) -> float:
+    def heads(self) -> int:
+        """Of a prefill rank."""
+        return KV_HEADS // self.ratio
+
+    @property
+    def block_bytes(self) -> int:
+        """On a prefill rank, of K or V."""
+        return BLOCK * self.heads * HEAD_SIZE * DTYPE_BYTES
+
+    @property
+    def bar(self) -> float | None:
+        """None: a step of one prompt is there to be seen."""
+        if self.requests == 1:
+            return None
         return SCATTERED_BAR if self.scattered or self.ratio > 1 else CONTIGUOUS_BAR
 
     @property
     def cache_blocks(self) -> int:
-        """Scattered blocks are every other one on average; block 0 is nobody's."""
-        return 2 * self.requests * self.blocks + 1
+        """Scattered blocks are every other one on average, or fewer; block 0 is nobody's. So many at least that the
+        emulated CANN libraries do not fill the memory when it is allocated."""
+        return max(2 * self.requests * self.blocks + 1, 1024)
 
     @property
     def tokens(self) -> int:
@@ -137,21 +153,22 @@ def layer_names(layers: int) -> list[str]:
 
 
 class Decode:
-    """A decode rank in a process of its own, and the listener that describes it."""
+    """A decode rank with TP 1 in a process of its own, and the listener that describes it."""
 
     def __init__(self, layers: int, case: Case) -> None:
+        from plan_decode import UntouchedDecodeRank
+
         from harness.kv import Model, Side
         from harness.ports import reserve_port
         from harness.rank_hosts import Rank
-        from harness.rank_programs import HOST, MODEL, DecodeRank
+        from harness.rank_programs import HOST, MODEL
         from vllm_ascend_pd.core.protocol import EngineDescription
         from vllm_ascend_pd.scheduler.listener import DescriptionListener
 
-        model = Model(layers, case.ratio * HEADS, (HEAD_SIZE,) * PARTS)
+        model = Model(layers, KV_HEADS, (HEAD_SIZE,) * PARTS)
         init = f"tcp://{HOST}:{reserve_port()}"
-        self._rank = Rank(
-            DecodeRank, model, Side(1, case.cache_blocks, BLOCK), 0, 0, init, "decode", {}, "cpu", device="cpu"
-        )
+        side = Side(1, case.cache_blocks, BLOCK)
+        self._rank = Rank(UntouchedDecodeRank, model, side, 0, 0, init, "decode", {}, "cpu", device="cpu")
         self._rank.receive(TIMEOUT_S)
         self.description = self._rank.call("description")
         self._listener = DescriptionListener(EngineDescription("decode", MODEL, 1, 1, (self.description,)), HOST, 0)

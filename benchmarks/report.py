@@ -3,7 +3,9 @@
 
 import argparse
 import json
+import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,14 @@ def need_emulated_npu(parser: argparse.ArgumentParser) -> None:
 
     if not cann_on_host.is_active():
         parser.error("--npu needs the emulated CANN libraries: CANN_ON_HOST=1 .venv-npu/bin/python ...")
+
+
+def quartiles(ratios: Sequence[float]) -> tuple[float, float]:
+    """Of rounds' ratios, the first and the third."""
+    if len(ratios) == 1:
+        return ratios[0], ratios[0]
+    first, _, third = statistics.quantiles(ratios, method="inclusive")
+    return first, third
 
 
 def line(result: Any, holds: bool, as_json: bool, **more: object) -> str:

@@ -33,7 +33,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 
 def result(case: str, ours: plan.Cost, times_less: float) -> plan.Result:
     bar = plan_step.Case.parse(case).bar
-    return plan.Result(case, 3, 20, ours, plan.Cost(1, 1, 1, 0, 3), times_less, bar)
+    return plan.Result(case, 3, 20, 1, ours, plan.Cost(1, 1, 1, 0, 3), times_less, (times_less, times_less), bar)
 
 
 def test_checks_bars_as_json() -> None:
@@ -43,6 +43,8 @@ def test_checks_bars_as_json() -> None:
     for result in results:
         assert result["layers"] == 3
         assert result["descriptors"] == 2 * 2 * 5
+        assert result["calls"] == 1
+        assert result["quartiles"] == [result["times_less"]] * 2  # of the only round
         for side in ("ours", "reference"):
             assert min(result[side][part] for part in ("plan", "save", "send", "wall")) > 0
     misses = [miss for result in results for miss in result["misses"]]
@@ -60,16 +62,24 @@ def test_the_bars() -> None:
         assert missed == f"{case}: 19.9 times less than vllm-ascend, not 20"
     [missed] = result("32x32-scattered", slow, 20.0).misses
     assert "on the model's thread" in missed
+    assert result("1x64-scattered", slow, 1.0).misses == [], "a small step has no bar"
     ours, reference = result("32x32-scattered", slow, 20.0).rows()
     assert ours.endswith("missed")
     assert reference.split()[:2] == ["32x32-scattered", "reference"]
 
 
+def test_blocks_are_as_large_as_real_ones() -> None:
+    """128 tokens of 8 heads of 128 bfloat16, dealt out to prefill's ranks."""
+    assert plan_step.Case.parse("32x32-scattered").block_bytes == 128 * 8 * 128 * 2
+    assert plan_step.Case.parse("32x32-scattered-tp2").block_bytes == 128 * 4 * 128 * 2
+
+
 def test_a_side_that_writes_something_else_is_an_error() -> None:
     case = plan_step.Case.parse("1x1-scattered")
+    size = case.block_bytes
     ours, reference = plan_step.Handed(), plan_step.Handed()
-    for side, destinations in ((ours, [512, 1024]), (reference, [512, 1536])):
-        side.batch_transfer_sync_write("", [0, 512], destinations, [512, 512])
+    for side, destinations in ((ours, [size, 2 * size]), (reference, [size, 3 * size])):
+        side.batch_transfer_sync_write("", [0, size], destinations, [size, size])
         side.per_layer = [2]
     plan.check_same_bytes(case, ours, ours)
     with pytest.raises(RuntimeError, match="2 blocks differ"):
