@@ -18,8 +18,10 @@ Of each request, medians of the rounds in which all rows take turns:
 messages  on the side channel, both ways, and bytes of them; posts to the metaserver, and bytes of a ticket
 step      bytes that the scheduler sends ranks with its steps (pickled, as vLLM does), and ranks send back
 sched     CPU microseconds of the scheduler's five calls into the connector
-rank      of the model's thread in the connector without layers, which benchmarks/plan.py is for
+rank      of the model's thread in the connector; what a layer takes is benchmarks/plan.py's question
 control   of the threads of the side channel: pd-control on prefill, pd-grants on decode
+send      of prefill's threads that write, one for each engine it has tickets of (pd-sender): the layers of all of the
+          wave at once, and each request's end
 post      of the thread that posts tickets
 empty     not of a request: of a step in which nothing happens while the wave is open, scheduler and rank together
 memory    bytes of Python objects while it is open; and once, what a known engine takes
@@ -92,6 +94,7 @@ class Cost:
     d_rank: float
     p_control: float
     d_control: float
+    p_send: float
     post: float
     p_empty: float
     d_empty: float
@@ -258,6 +261,7 @@ class Bench:
             d_rank=micro * d["rank"] / n,
             p_control=micro * p["threads"]["pd-control"] / n,
             d_control=micro * d["threads"]["pd-grants"] / n,
+            p_send=micro * p["threads"]["pd-sender"] / n,
             post=micro * d["threads"]["metaserver-client"] / n,
             p_empty=micro * p["empty_step"],
             d_empty=micro * d["empty_step"],
@@ -327,7 +331,7 @@ def growths(results: list[Result]) -> Iterator[Growth]:
 
 SENT = ("messages", "message_bytes", "posts", "ticket_bytes", "p_step_bytes", "d_step_bytes", "report_bytes")
 TAKEN = (
-    *("p_sched", "d_sched", "p_rank", "d_rank", "p_control", "d_control", "post", "p_empty", "d_empty"),
+    *("p_sched", "d_sched", "p_rank", "d_rank", "p_control", "d_control", "p_send", "post", "p_empty", "d_empty"),
     *("p_memory", "d_memory"),
 )
 

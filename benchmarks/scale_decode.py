@@ -15,14 +15,16 @@ from harness.waiting import wait_until  # noqa: E402
 class DecodeEngine:
     def __init__(self, configs: Configs, engine_id: str, port: int) -> None:
         from vllm_ascend_pd.config import parse_config
+        from vllm_ascend_pd.device.cpu import CpuDevice
         from vllm_ascend_pd.step import RankHandshake
         from vllm_ascend_pd.worker.consumer import ConsumerWorker, encode_description
 
         self.meter = Meter("pd-grants", "metaserver-client")
+        self._device = CpuDevice()
         with self.meter.owning():
             self._connector = configs.scheduler("kv_consumer", engine_id, port)
             self._worker = ConsumerWorker(
-                configs.identity(engine_id), parse_config({}), configs.engine(), configs.caches
+                configs.identity(engine_id), parse_config({}), self._device, configs.engine(), configs.caches
             )
         handshake = RankHandshake(encode_description(self._worker.description))
         self._connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
@@ -88,6 +90,7 @@ class DecodeEngine:
     def close(self) -> None:
         self._connector.shutdown()
         self._worker.close(TIMEOUT_S)
+        self._device.close()
 
 
 class DecodeEngines:

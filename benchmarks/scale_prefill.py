@@ -25,7 +25,7 @@ class Prefill:
         from vllm_ascend_pd.device.cpu import CpuDevice
         from vllm_ascend_pd.worker.producer import ProducerWorker
 
-        self.meter = Meter("pd-control")
+        self.meter = Meter("pd-control", "pd-sender")
         self._device = CpuDevice()
         self._layers = list(configs.caches.layers)
         with self.meter.owning():
@@ -56,7 +56,8 @@ class Prefill:
             timed("get_num_new_matched_tokens", connector.get_num_new_matched_tokens, request, 0)
             timed("update_state_after_alloc", connector.update_state_after_alloc, request, Blocks(ids), 0)
             new.append(Scheduled(request, (ids,), 0, PER_STEP))
-        self._step(make_output(new=new))
+        with self.meter.owning():  # an engine's first ticket starts a sender
+            self._step(make_output(new=new))
         wait_until(self._is_granted, TIMEOUT_S, "decode grants")
 
     def go_on(self) -> None:
