@@ -33,6 +33,9 @@ def test_overlap() -> None:
         assert 0 <= each["early"] < 1  # the last layer's bytes are never early
         assert min(each[time] for time in ("compute_ms", "push_ms", "after_ms", "bulk_after_ms")) > 0
         assert each["bulk_after_ms"] == 4 * each["push_ms"]
+        assert each["ratio"] == each["compute_ms"] / each["push_ms"]
+        judged = each["early"] >= each["early_bar"] and each["after_ms"] < each["after_bar_ms"]
+        assert each["holds"] == (judged or each["ratio"] < 1)
 
 
 def test_memory() -> None:
