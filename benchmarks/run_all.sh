@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs all benchmarks, one after the other.
+# Runs the benchmarks one after the other, all but two: `simulate.py --validate` and `ttft.py --npu`, which take minutes
+# and tens of minutes.
 #
 #   benchmarks/run_all.sh [--quick] [--check]
 #
@@ -69,8 +70,7 @@ run "$VENV" overlap "${short[@]}" "${check[@]}"
 run "$VENV" memory "${check[@]}"
 in_short --requests 1 8 64 --engines 1 16 --rounds 2
 run "$VENV" scale "${short[@]}" "${check[@]}"
-in_short --seconds 60
-run "$VENV" simulate "${short[@]}"
+run "$VENV" simulate
 in_short --requests 100 --seconds 4 --streams 500
 run "$VENV" proxy_overhead "${short[@]}" "${check[@]}"
 in_short --quick --pairs 1/1 --sides ours --rounds 3 --requests 16
@@ -81,7 +81,7 @@ run "$VENV-npu" launches
 in_short --mib 16
 run "$VENV-npu" push --npu "${short[@]}" "${check[@]}"
 in_short --rounds 3
-run "$VENV-npu" overlap --npu "${short[@]}"
+run "$VENV-npu" overlap --npu "${short[@]}" "${check[@]}"
 run "$VENV-npu" memory --npu "${check[@]}"
 
 printf '\n=== summary\n'
