@@ -134,8 +134,9 @@ class PrefillEngine:
 
 @dataclass(eq=False)
 class DecodeEngine:
-    """Requests are admitted in turn while there is room for their prompt and output: `admitted(request)`. Once their KV
-    is there all make one token a step: `token(request)` tells of the first, `ended(request)` of the last."""
+    """Requests are admitted in turn while there is room for their prompt and output: `admitted(request)`; between two
+    steps, as vLLM schedules, and at once where none is under way. Once their KV is there all make one token a step:
+    `token(request)` tells of the first, `ended(request)` of the last."""
 
     name: str
     clock: Clock
@@ -153,12 +154,22 @@ class DecodeEngine:
         self._steps = 0.0  # made so far
         self._at = 0.0
         self._due: list[tuple[float, int, bool, Request]] = []  # (number of steps, order, whether it is the last)
+        self._admit_at = math.inf  # number of steps
         self._order = 0
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
         self.queue.add(1)
-        self._admit()
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Something has come, or there is more room."""
+        if not self.running.value:
+            self._admit()
+            return
+        self._advance()
+        self._admit_at = float(math.ceil(self._steps - 1e-9))
+        self._plan()
 
     def _admit(self) -> None:
         while self.waiting and self.held.value < self.speed.slots:
@@ -187,9 +198,12 @@ class DecodeEngine:
 
     def leave(self, request: Request) -> None:
         """It has no blocks any more."""
+        self._free(request)
+        self._schedule()
+
+    def _free(self, request: Request) -> None:
         self.held.add(-1)
         self._tokens -= self._size(request)
-        self._admit()
 
     def _put(self, step: float, last: bool, request: Request) -> None:
         self._order += 1
@@ -201,18 +215,22 @@ class DecodeEngine:
             self._steps += (now - self._at) / self.speed.seconds(self.running.value)
         self._at = now
 
+    def _next(self) -> float:
+        return min(self._admit_at, self._due[0][0] if self._due else math.inf)
+
     def _plan(self) -> None:
-        """One event, for what is due next; those planned before count no more."""
+        """One event, for what is next; those planned before count no more."""
         self._order += 1
-        if self._due:
-            steps = max(0.0, self._due[0][0] - self._steps)
+        if (then := self._next()) < math.inf:
+            steps = max(0.0, then - self._steps)
             self.clock.after(steps * self.speed.seconds(self.running.value), self._reached, self._order)
 
     def _reached(self, order: int) -> None:
+        """The end of a step."""
         if order != self._order:
             return
         self._advance()
-        self._steps = max(self._steps, self._due[0][0])
+        self._steps = max(self._steps, self._next())
         over = []
         while self._due and self._due[0][0] <= self._steps + 1e-9:
             _, _, last, request = heapq.heappop(self._due)
@@ -223,5 +241,7 @@ class DecodeEngine:
                 self.token(request)
         for request in over:
             self.ended(request)
-            self.leave(request)
+            self._free(request)
+        self._admit_at = math.inf
+        self._admit()
         self._plan()
