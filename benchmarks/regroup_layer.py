@@ -73,6 +73,7 @@ def our_side(
     layer: Layer, rank: int, device: Device, caches: Sequence[Tensor], timeout_s: float
 ) -> tuple[Callable[[], Slot], StagingRing]:
     """Ours: regroups the layer into a slot of the ring, which has just that one; and the ring."""
+    import numpy as np
     import torch
 
     from vllm_ascend_pd.core.plan import make_route
@@ -80,7 +81,7 @@ def our_side(
     from vllm_ascend_pd.worker.caches import LayerSpec, describe
     from vllm_ascend_pd.worker.exchange_group import ExchangeGroup
     from vllm_ascend_pd.worker.regroup import Regrouper
-    from vllm_ascend_pd.worker.shipment import Chunk
+    from vllm_ascend_pd.worker.shipment import Chunk, Shipment
     from vllm_ascend_pd.worker.staging import StagingRing
 
     spec = LayerSpec(group=0, block_size=BLOCK, heads=layer.heads, total_heads=HEADS)
@@ -88,10 +89,12 @@ def our_side(
     [geometry] = registered.description.geometries
     route = make_route(geometry, rank, sharding(layer.ranks), sharding(1), BLOCK)
     slot_bytes = 2 * layer.num_blocks * BLOCK * geometry.token_bytes
-    ring = StagingRing(device.allocate(slot_bytes), slot_bytes, 1)
+    ring: StagingRing[Shipment] = StagingRing(device.allocate(slot_bytes), slot_bytes, 1)
     group = device.new_groups([route.ranks], timeout_s)[route.ranks]
     exchange = ExchangeGroup(device, route.ranks, str(route.ranks), group, rank, timeout_s)
-    regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s)
+    regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s, timeout_s)
     offsets = torch.tensor(layer.blocks()) * geometry.block_stride
     chunk = Chunk(0, layer.num_blocks, offsets.to(caches[0].device))
-    return lambda: regrouper.run(route, chunk, registered.tensors, step=1), ring
+    nobody = np.empty(0, dtype=np.int64)
+    shipment = Shipment(route, geometry, [], [], nobody, nobody, [chunk])
+    return lambda: regrouper.run(shipment, chunk, registered.tensors, step=1), ring

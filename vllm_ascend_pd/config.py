@@ -79,8 +79,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     What else comes to the engine waits for the step; not done in data-parallel engines that step together."""
     max_batch_descriptors: int = 2048
     """Copies in one batch of the transfer engine, at most."""
-    max_batch_bytes: int = 64 << 20
-    """Bytes of one batch of the transfer engine, at most."""
+    max_batch_bytes: int | None = None
+    """Bytes of one batch of the transfer engine, at most. None: 64 MiB over TCP, else 1 GiB."""
     staging_slots: int | None = None
     """Layers that may be in regrouped form at once, each of one step's tokens. None: 4, or 2 where a step may have more
     than 8192 tokens."""

@@ -18,8 +18,8 @@ FREE_WITHIN_S = 180.0
 def poisoned_fails_alone(
     client: Client, reference: Reference, lengths: Sequence[int], left_to_decode: int = 0
 ) -> httpx.Response:
-    """Sends prompts of these lengths at once, one of them `POISONED_TOKENS` and what is left to decode: its answer, which
-    is an error's. All others must be right."""
+    """Sends prompts of these lengths at once, one of them `POISONED_TOKENS` and what is left to decode: its answer,
+    which is an error's. All others must be right."""
     prompts = [random_prompt(tokens, "poison") for tokens in lengths]
 
     def attempt(prompt: list[int]) -> tuple[int, ...] | httpx.Response:

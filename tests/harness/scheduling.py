@@ -38,7 +38,7 @@ FOR_A_PULLING_CONNECTOR: dict[str, dict[str, Any]] = {
 
 
 def make_request(request_id: str, num_tokens: int, params: object, **wants: Any) -> Request:
-    """A request with `num_tokens` prompt tokens; `params`: its `kv_transfer_params`; `wants`: other `SamplingParams`."""
+    """A request with `num_tokens` prompt tokens and `params` as its `kv_transfer_params`; `wants`: `SamplingParams`."""
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}, **wants)
     return Request(
         request_id=request_id, prompt_token_ids=list(range(num_tokens)), sampling_params=sampling, pooling_params=None

@@ -12,7 +12,7 @@ import torch
 
 from harness.kv import Model, Side
 from harness.rank_programs import PrefillRank
-from harness.ranks import Pair, prefill, prompts, run
+from harness.ranks import Pair, expect_delivery, prefill, prompts, run
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.stats import PUSH_FAILURES, WRITE_RETRIES, merged
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep
@@ -105,6 +105,23 @@ def test_cancelling_between_chunks_stops_the_writers(pair: Pair) -> None:
     prefill(pair, requests, {})
     assert "the client left" in pair.wait_sent(1)["request-0"]
     assert pair.differences([]) == []
+
+
+def test_staging_is_not_left_to_requests_without_a_grant() -> None:
+    """Their decode engine does not answer, say; here its ranks do not know of their tickets. Who comes after them is
+    served long before their time to be granted is over, and what comes of them then waits for nobody any more."""
+    config = {"staging_slots": 2, "control_timeout_s": 1.0, "grant_timeout_s": 60.0}
+    pair = Pair(Model(layers=5), Side(2), Side(1), config)
+    requests = prompts(pair, [40, 50, 60])
+    for ungranted in requests[:2]:
+        ticket = {ungranted.request_id: pair.ticket(ungranted)}
+        prefill(pair, [ungranted], ticket)
+        reason = pair.wait_sent(1)[ungranted.request_id]
+        assert reason == "no grant came while all staging slots were taken: other requests need them"
+    run(pair, requests[2:])
+    expect_delivery(pair, requests[2:])
+    assert set(counted(pair)[PUSH_FAILURES.name]) == {"no_grant"}
+    assert pair.close() == []
 
 
 def test_a_made_up_ticket_gets_no_grant(pair: Pair) -> None:

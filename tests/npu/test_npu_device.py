@@ -110,6 +110,21 @@ def test_submit_does_not_wait(device: NpuDevice) -> None:
 
 
 @emulated
+def test_who_waits_for_long_looks_rarely(device: NpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most a thousand times a second, and some times at first."""
+    x = torch.zeros(64, device="npu")
+    torch.npu.synchronize()
+    with cann_on_host.delays(4 * SLOW_US):
+        x.add_(1)
+        event = device.record_event()
+        looks: list[float] = []
+        reached = event._reached
+        monkeypatch.setattr(event, "_reached", lambda: looks.append(time.monotonic()) or reached())
+        event.wait(5)
+    assert 2 <= len(looks) <= 40 + 1000 * (looks[-1] - looks[0])
+
+
+@emulated
 def test_the_compute_stream_does_not_wait_for_the_side_stream(device: NpuDevice) -> None:
     x, y = torch.zeros(64, device="npu"), torch.zeros(64, device="npu")
     torch.npu.synchronize()

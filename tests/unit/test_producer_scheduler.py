@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.request import RequestStatus
 
 from harness.scheduling import FOR_A_PULLING_CONNECTOR, Scheduled, make_output, make_request, remembered
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
@@ -205,6 +206,21 @@ def test_a_prompt_without_its_last_token_is_sent_with_the_step_that_computes_the
     assert goes_on(scheduler, request, 8, 1, ([5],)).sends == [Send("r", 8, 9, ([5],), last=True)]
     assert goes_on(scheduler, request, 9, 1).sends == []
     assert scheduler.finished(request) == (True, None)
+
+
+def test_preemptions_that_the_scheduler_does_not_name_are_seen_once(scheduler):
+    request = ticketed()
+    assert starts(scheduler, request, 4, ([7],)).preempted == set()
+    request.status = RequestStatus.PREEMPTED  # as vllm-ascend's SchedulerDynamicBatch does
+    assert scheduler.build_step(make_output()).preempted == {"r"}
+    assert scheduler.build_step(make_output()).preempted == set()
+    request.status = RequestStatus.RUNNING
+    assert goes_on(scheduler, request, 4, 2, ([1],)).preempted == set()
+    request.num_preemptions += 1  # and runs again in the same step: vLLM 0.23 after a reset of its prefix cache
+    assert goes_on(scheduler, request, 6, 1).preempted == {"r"}
+    request.status, request.num_preemptions = RequestStatus.PREEMPTED, 2
+    assert scheduler.build_step(make_output(preempted=[request])).preempted == {"r"}
+    assert scheduler.build_step(make_output()).preempted == set()
 
 
 def test_several_requests_in_one_step(scheduler):

@@ -16,8 +16,9 @@ from vllm_ascend_pd.device.base import Device, DeviceError, Event, aligned_buffe
 REGISTRATION_BYTES = 2 * 1024 * 1024
 """Memory registered for HCCS transfers begins and ends at a multiple of 2 MiB (Mooncake's Ascend transport)."""
 
-_POLL_S = 50e-6
-"""Between two looks at an event: small beside a layer's compute time of some milliseconds."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 1e-3
+"""Between two looks at an event. Every look takes the GIL from the model's thread, so they become rarer: a wait may take
+an eighth longer."""
 
 
 def _device_failed(error: RuntimeError) -> DeviceError:
@@ -34,11 +35,12 @@ class NpuEvent(Event):
 
     def wait(self, timeout_s: float) -> None:
         self._device.bind_thread()
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
         while not self._reached():  # torch.npu.Event.synchronize has no timeout
-            if time.monotonic() >= deadline:
+            waited = time.monotonic() - began
+            if waited >= timeout_s:
                 raise TimeoutError(f"the NPU stream did not get there within {timeout_s:g} s")
-            time.sleep(_POLL_S)
+            time.sleep(min(max(waited / 8, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
         if self._error is not None:
             raise DeviceError(f"work could not be queued on the side stream: {self._error}") from self._error
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.request import RequestStatus
+
 from vllm_ascend_pd.compat import drop_last_prompt_token
 from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.failure import PushFailure
@@ -28,8 +30,10 @@ logger = logging.getLogger(__name__)
 @dataclass
 class _Sending:
     """A request with a ticket. `sent`: tokens up to here were handed to the ranks; `align`: what a part that is not
-    the last must be a multiple of; `failure`: why not all of it is sent."""
+    the last must be a multiple of; `preempted`: how often, and whether it is, as the ranks know; `failure`: why not all
+    of it is sent."""
 
+    request: "Request"
     ticket: Ticket
     span: TransferSpan
     blocks: list[list[int]]
@@ -37,7 +41,14 @@ class _Sending:
     sent: int
     announced: bool = False
     sealed: bool = False
+    preempted: tuple[int, bool] = (0, False)
     failure: str | None = None
+
+    def was_preempted(self) -> bool:
+        """Since this was asked last. Not all schedulers say whom they preempt, nor do all of them count it."""
+        before = self.preempted
+        self.preempted = times, is_now = self.request.num_preemptions, self.request.status is RequestStatus.PREEMPTED
+        return times != before[0] or (is_now and not before[1])
 
     def end_span(self) -> None:
         about: dict[str, str | int] = {
@@ -97,11 +108,13 @@ class ProducerScheduler:
             return
         self._tickets.add(ticket.ticket_id)
         self._sending[request.request_id] = _Sending(
+            request,
             ticket,
             span,
             [list(ids) for ids in blocks],
             math.lcm(*_spans(self._groups), *(ticket.span(group) for group in range(len(self._groups)))),
             ticket.remote_cached_tokens,
+            preempted=(request.num_preemptions, False),
         )
 
     def build_step(self, output: "SchedulerOutput") -> ProducerStep:
@@ -109,6 +122,7 @@ class ProducerScheduler:
         step.wait_s = self._idle.next(output.total_num_scheduled_tokens > 0, news=step != ProducerStep())
         # Preempted between two steps (a prefix cache reset) and then aborted, a request is not in `_sending` any more.
         step.preempted = {r for r in output.preempted_req_ids or () if r in self._sending or r in self._awaiting}
+        step.preempted |= {r for r, sending in self._sending.items() if sending.was_preempted() and sending.announced}
         for new in output.scheduled_new_reqs:
             if sending := self._sending.get(new.req_id):
                 sending.blocks = [list(ids) for ids in new.block_ids]

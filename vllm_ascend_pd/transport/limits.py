@@ -17,6 +17,12 @@ from vllm_ascend_pd.transport.peer_queue import most_descriptors
 KIB = 1024
 MIB = 1024 * KIB
 
+
+def most_bytes(protocol: str) -> int:
+    """Of one batch: about half a second's of a slow link. Each takes a call, during which another layer may come."""
+    return 64 * MIB if protocol == "tcp" else 1024 * MIB
+
+
 _TCP_TIMEOUTS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": 1.0,
     "MC_TCP_STATUS_TIMEOUT_SEC": 1.0,

@@ -244,7 +244,7 @@ class ProducerWorker:
         assert regrouper is not None
 
         def work() -> None:
-            push.slot = regrouper.run(push.shipment.route, push.chunk, tensors, step)
+            push.slot = regrouper.run(push.shipment, push.chunk, tensors, step)
 
         return work
 

@@ -7,20 +7,20 @@ on that they agree on (`worker/exchange_group.py`).
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
 from vllm_ascend_pd import ops
 from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core import topology
-from vllm_ascend_pd.core.plan import Regroup, Route, regroupable, slot_bytes
+from vllm_ascend_pd.core.plan import Regroup, regroupable, slot_bytes
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.worker.caches import RegisteredCaches
 from vllm_ascend_pd.worker.exchange_group import ExchangeGroup
 from vllm_ascend_pd.worker.identity import Identity
-from vllm_ascend_pd.worker.shipment import Chunk
+from vllm_ascend_pd.worker.shipment import Chunk, Shipment
 from vllm_ascend_pd.worker.staging import Slot, StagingRing
 
 
@@ -33,11 +33,16 @@ class Regrouper:
     def __init__(
         self,
         device: Device,
-        ring: StagingRing,
+        ring: StagingRing[Shipment],
         groups: dict[tuple[int, ...], ExchangeGroup],
         slot_timeout_s: float,
+        grant_patience_s: float,
     ) -> None:
+        """`slot_timeout_s`: how long a slot may take to become free; `grant_patience_s`: how long those that none is
+        left for wait for others' grants."""
         self._slot_timeout_s = slot_timeout_s
+        self._grant_patience_s = grant_patience_s
+        self._tried_patience: set[str] = set()  # decode engines that others have waited for in vain
         self._device = device
         self._groups = groups
         self._ring = ring
@@ -63,14 +68,15 @@ class Regrouper:
         for group in self._groups.values():
             group.close(timeout_s)
 
-    def run(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor], step: int) -> Slot:
+    def run(self, shipment: Shipment, chunk: Chunk, tensors: Sequence[torch.Tensor], step: int) -> Slot:
         """Returns the slot it filled with tensor after tensor, each `[planes, units, staged_bytes]`. `step`: the number
         of the step, alike on all ranks."""
-        if route.regroup is Regroup.GATHER:
-            return self._gather(route, chunk, tensors, step)
-        return self._split(route, chunk, tensors)
+        if shipment.route.regroup is Regroup.GATHER:
+            return self._gather(shipment, chunk, tensors, step)
+        return self._split(shipment, chunk, tensors)
 
-    def _gather(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor], step: int) -> Slot:
+    def _gather(self, shipment: Shipment, chunk: Chunk, tensors: Sequence[torch.Tensor], step: int) -> Slot:
+        route = shipment.route
         assert chunk.unit_offsets is not None
         ratio = len(route.ranks)
         tokens = route.unit // ratio  # of every unit, per rank
@@ -82,7 +88,7 @@ class Regrouper:
         finally:  # what the others get is not used when this rank's part fails, but they need the collective
             self._exchange(route.ranks, step, per_rank * ratio)
         # Only now: a rank that finds no slot has still taken part in the collective.
-        with self._slot() as slot:
+        with self._slot(shipment) as slot:
             # Tensor after tensor on both sides: to this op they are one run of tokens.
             all_tokens = len(tensors) * chunk.count * tokens
             ops.interleave_heads(
@@ -96,10 +102,11 @@ class Regrouper:
         with self._groups[ranks].taking_part(step) as group:
             self._device.all_to_all(*self._exchanged, group)
 
-    def _split(self, route: Route, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
+    def _split(self, shipment: Shipment, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
+        route = shipment.route
         assert chunk.unit_offsets is not None
         plane = chunk.count * route.staged_bytes
-        with self._slot() as slot:
+        with self._slot(shipment) as slot:
             ops.split_heads(
                 tensors,
                 chunk.unit_offsets,
@@ -114,14 +121,32 @@ class Regrouper:
         return slot
 
     @contextmanager
-    def _slot(self) -> Iterator[Slot]:
+    def _slot(self, shipment: Shipment) -> Iterator[Slot]:
         """A slot that is kept unless filling it fails."""
-        slot = self._ring.acquire(self._slot_timeout_s)
+        slot = self._acquire(shipment)
         try:
             yield slot
         except BaseException:
             self._ring.release(slot)
             raise
+
+    def _acquire(self, shipment: Shipment) -> Slot:
+        """What has no grant yet keeps its slots, and with the last of them the model stands still (on an NPU; on a CPU,
+        all regrouping). So others wait for a decode engine's grants once; until it has given one, no more after that.
+        """
+        if self._tried_patience and not shipment.waits_for_grant:
+            self._tried_patience.discard(shipment.decode_engine)
+        with suppress(TimeoutError):
+            return self._ring.acquire(shipment, 0.0)
+        waiting = {holder.decode_engine for holder in self._ring.holders if holder.waits_for_grant}
+        if not waiting & self._tried_patience:
+            with suppress(TimeoutError):
+                return self._ring.acquire(shipment, self._grant_patience_s)
+        for holder in self._ring.holders:
+            if holder.waits_for_grant:
+                self._tried_patience.add(holder.decode_engine)
+                holder.give_up_ungranted("no grant came while all staging slots were taken: other requests need them")
+        return self._ring.acquire(shipment, self._slot_timeout_s)
 
 
 def make_regrouper(
@@ -131,7 +156,7 @@ def make_regrouper(
     engine: TransferEngine,
     caches: RegisteredCaches,
     step_tokens: int,
-) -> tuple[StagingRing | None, Regrouper | None]:
+) -> tuple[StagingRing[Shipment] | None, Regrouper | None]:
     """A ring and all-to-all groups, where this engine's layout may ever need regrouping.
 
     The same on all ranks: it depends on the model, the layout and the parallel sizes alone.
@@ -151,9 +176,10 @@ def make_regrouper(
             world = tuple(identity.stage_ranks[rank] for rank in ranks)
             place = ranks.index(identity.rank)
             mine[ranks] = ExchangeGroup(device, world, str(ranks), groups[world], place, config.collective_timeout_s)
-    ring = StagingRing(buffer, size, slots)
-    patience = config.write_timeout_s + config.grant_timeout_s
-    return ring, Regrouper(device, ring, mine, patience)
+    ring: StagingRing[Shipment] = StagingRing(buffer, size, slots)
+    # After a failed write a slot rests until nothing can read it any more.
+    slot_timeout_s = config.write_timeout_s + engine.limits.settle_s
+    return ring, Regrouper(device, ring, mine, slot_timeout_s, grant_patience_s=config.control_timeout_s)
 
 
 def _world_groups(identity: Identity, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

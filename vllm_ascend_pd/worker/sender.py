@@ -94,7 +94,7 @@ class Sender:
         self,
         name: str,
         engine: TransferEngine,
-        ring: StagingRing | None,
+        ring: StagingRing[Shipment] | None,
         finished: Callable[[Transfer], None],
         running_time: RunningTime,
         measured: stats.Stats,

@@ -112,6 +112,19 @@ class Shipment:
     def transfers(self) -> list[Transfer]:
         return [item.transfer for item in self.items]
 
+    @property
+    def waits_for_grant(self) -> bool:
+        return any(transfer.state.waits_for_grant for transfer in self.transfers)
+
+    @property
+    def decode_engine(self) -> str:
+        return self.items[0].transfer.ticket.remote_engine_id
+
+    def give_up_ungranted(self, reason: str) -> None:
+        for transfer in self.transfers:
+            if transfer.state.waits_for_grant:
+                transfer.fail(reason, PushFailure.NO_GRANT)
+
     @classmethod
     def build(cls, route: Route, geometry: Geometry, items: list[Item], device: Device, chunk_units: int) -> "Shipment":
         """`chunk_units`: how many units may be regrouped at once. Raises `DeviceError`."""

@@ -3,8 +3,11 @@
 
 import threading
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
+
+H = TypeVar("H")
 
 
 @dataclass(frozen=True)
@@ -16,22 +19,30 @@ class Slot:
     address: int
 
 
-class StagingRing:
-    """`slots` slots of `slot_bytes` each in `buffer`, handed out and taken back in any order."""
+class StagingRing(Generic[H]):
+    """`slots` slots of `slot_bytes` each in `buffer`, handed out to holders and taken back in any order."""
 
     def __init__(self, buffer: torch.Tensor, slot_bytes: int, slots: int) -> None:
         assert buffer.numel() >= slot_bytes * slots
         self.buffer = buffer
         self.slot_bytes = slot_bytes
         self._free = list(range(slots))
+        self._holders: dict[int, H] = {}
         self._changed = threading.Condition()
 
-    def acquire(self, timeout_s: float) -> Slot:
+    @property
+    def holders(self) -> list[H]:
+        """Of slots that are not free."""
+        with self._changed:
+            return list(self._holders.values())
+
+    def acquire(self, holder: H, timeout_s: float) -> Slot:
         """Waits for a free slot. Raises TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
                 raise TimeoutError(f"no staging slot became free in {timeout_s} s: the link does not keep up")
             index = self._free.pop()
+            self._holders[index] = holder
         offset = index * self.slot_bytes
         return Slot(index, offset, self.buffer.data_ptr() + offset)
 
@@ -39,4 +50,5 @@ class StagingRing:
         with self._changed:
             assert slot.index not in self._free
             self._free.append(slot.index)
+            del self._holders[slot.index]
             self._changed.notify()
