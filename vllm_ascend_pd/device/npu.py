@@ -17,8 +17,8 @@ REGISTRATION_BYTES = 2 * 1024 * 1024
 """Memory registered for HCCS transfers begins and ends at a multiple of 2 MiB (Mooncake's Ascend transport)."""
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 1e-3
-"""Between two looks at an event. Every look takes the GIL from the model's thread, so they become rarer: a wait may take
-an eighth longer."""
+"""Between two looks at an event. Every look takes the GIL from the model's thread, so they become rarer: a wait may
+take an eighth longer."""
 
 
 def _device_failed(error: RuntimeError) -> DeviceError:
