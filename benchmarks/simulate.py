@@ -14,7 +14,8 @@ docs/performance.md says where the defaults are from.
 --cells             so many such clusters side by side, each with its own proxy; --rate is that of all of them
 --validate          runs real workers of ours over TCP, without a model, and compares with what the simulator says
 
-Exits with 1, with --validate --check, where a percentile is more than 20 % off.
+Exits with 1, with --validate --check, where a percentile, or the median of the time from prefill's end until decode has
+all KV, is more than 20 % off.
 """
 
 from __future__ import annotations

@@ -65,4 +65,5 @@ def test_simulate_validation() -> None:
         assert (each["measure"], each["requests"]) == ("validation", 10)
         for side in ("measured", "simulated"):
             assert 0 < each[side]["p50"] <= each[side]["p90"] <= each[side]["p99"]
+        assert set(each["off"]) == {"p50", "p90", "p99", "after_prefill"}
         assert each["holds"] == all(abs(off) <= 0.2 for off in each["off"].values())

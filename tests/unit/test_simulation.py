@@ -21,10 +21,11 @@ from simulation.clock import Clock
 from simulation.cluster import Cluster, Costs, Setup
 from simulation.engines import DecodeEngine, DecodeSpeed, PrefillSpeed, Request
 from simulation.exchange import make_exchange
-from simulation.figures import advise, run, simulated
+from simulation.figures import Spread, advise, run, simulated
 from simulation.links import Flow, Link, Network
 from simulation.presets import find_model
 from simulation.traffic import Arrival, Lengths, poisson
+from simulation.validation import Compared
 
 from vllm_ascend_pd.core.topology import writers_to
 from vllm_ascend_pd.planning.engine import Engine, Layout
@@ -375,6 +376,19 @@ def test_advice_is_what_clusters_can_do() -> None:
     assert computed / 60.0 == pytest.approx(advice.prefill, rel=0.05)
     narrow = advise(replace(setup, costs=replace(FREE, nic=1e8)), 2000, 20)
     assert narrow.full_first == "p_links"
+
+
+def test_a_comparison_that_is_off_after_prefill_does_not_hold() -> None:
+    """However near the percentiles are, most of which is computing."""
+    spread = Spread(1.0, 2.0, 3.0)
+    near = Compared("row", 0.5, 60, spread, Spread(1.1, 2.1, 2.9), 0.004, 0.0033, 0.001)
+    assert near.off == pytest.approx({"p50": 0.1, "p90": 0.05, "p99": -1 / 30, "after_prefill": -0.175})
+    assert near.holds
+    off = replace(near, simulated_after=0.003)
+    assert not off.holds
+    assert "-25%" in off.text()
+    assert off.text().endswith("<- off")
+    assert not replace(near, measured=Spread(0.9, 2.0, 3.0)).holds
 
 
 @pytest.mark.parametrize("text", ["fixed", "fixed:0", "uniform:5:2", "normal:1:2", "fixed:x"])
