@@ -10,7 +10,7 @@
 #
 # VENV: the environment of scripts/setup_env.sh, by default .venv; those that need vllm-ascend run in VENV-npu, which
 # scripts/setup_npu_emulation.sh makes. A benchmark that cannot run counts as failed. The exit code is 0 if none did,
-# 130 after Ctrl-C.
+# 130 after Ctrl-C, 143 after SIGTERM.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -36,7 +36,31 @@ done
 
 summary=()
 failed=0
+child=
+finish() {
+  local tries=300
+  [[ $child ]] || return 0
+  kill -TERM -- "-$child" 2>/dev/null || return 0 # interrupted: it is still running
+  while ((tries--)) && kill -0 -- "-$child" 2>/dev/null; do
+    sleep 0.1 # its engines are being stopped
+  done
+  kill -KILL -- "-$child" 2>/dev/null || true
+}
+trap finish EXIT
 trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# Each benchmark is a background job with a process group of its own: a signal reaches this script at once, and ends
+# the whole group.
+set -m
+in_background() { # in_background COMMAND...
+  local status=0
+  "$@" </dev/null &
+  child=$!
+  wait "$child" || status=$?
+  child=
+  return "$status"
+}
 
 run() { # run ENVIRONMENT PROGRAM OPTION...
   local python=$1/bin/python program=$2 name=$2 start=$SECONDS verdict=ok
@@ -46,7 +70,7 @@ run() { # run ENVIRONMENT PROGRAM OPTION...
   if [[ ! -x $python ]]; then
     printf 'no environment at %s: see --help\n' "${python%/bin/python}" >&2
     verdict="NOT RUN"
-  elif ! CANN_ON_HOST=1 "$python" "$root/benchmarks/$program.py" "$@"; then
+  elif ! in_background env CANN_ON_HOST=1 "$python" "$root/benchmarks/$program.py" "$@"; then
     verdict=FAILED
   fi
   [[ $verdict == ok ]] || failed=1
@@ -86,4 +110,6 @@ run "$VENV-npu" memory --npu "${check[@]}"
 
 printf '\n=== summary\n'
 printf '%s\n' "${summary[@]}"
-exit "$failed"
+if ((failed)); then
+  exit 1
+fi

@@ -12,4 +12,5 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/launch_common.sh"
 
 find_python
+check_python
 exec "$python" -m vllm_ascend_pd.launch.cluster "$@"

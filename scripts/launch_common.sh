@@ -138,8 +138,17 @@ load_cann() {
 # --- running -----------------------------------------------------------------------------------------------
 
 find_python() {
-  python=${PYTHON:-${VENV:+$VENV/bin/python}}
-  python=$(command -v "${python:-python3}") || fail "there is no ${PYTHON:-${VENV:-python3}}"
+  local wanted=${PYTHON:-${VENV:+$VENV/bin/python}}
+  wanted=${wanted:-python3}
+  python=$(command -v "$wanted") || fail "there is no $wanted: $what_to_set"
+}
+what_to_set="set PYTHON to the Python, or VENV to the environment, in which vllm-ascend-pd is installed"
+
+# The package itself is found in the current folder too, with nothing that it needs: so that is looked for as well.
+check_python() {
+  "$python" -c 'import sys, importlib.util as i
+sys.exit(not all(map(i.find_spec, ("vllm_ascend_pd", "msgspec", "typer"))))' ||
+    fail "vllm-ascend-pd is not installed for $python: $what_to_set"
 }
 
 sibling() { # sibling COMMAND: the one of $python's environment, else of PATH
@@ -174,6 +183,7 @@ run() { # run COMMAND...
     show "$@"
     exit
   fi
+  command -v "$1" >/dev/null || fail "there is no $1: $what_to_set"
   load_cann
   exec "$@"
 }
@@ -282,6 +292,7 @@ launch_engine() { # launch_engine ROLE DEFAULT_PORT HCCL_BUFFER_MB ARGUMENT...
   [[ $device != cpu || $executor != ray ]] || die "--executor ray: vLLM's CPU backend does not run on Ray"
   [[ $device != cpu || ! $devices ]] || die "--devices: the CPU backend has none"
   find_python
+  check_python
   output=$("$python" -m vllm_ascend_pd.launch.engine --role "$role" --device "$device" --address "$address" \
     --port "$port" "${options[@]}" -- "${rest[@]}") || exit
   mapfile -t words <<<"$output"

@@ -1,11 +1,35 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# One prefill and one decode engine behind the proxy, compared with a single vLLM instance; see --help.
-# On NPUs the environment is the active one, with vllm-ascend; elsewhere scripts/setup_env.sh makes it, and for
-# emulated NPUs scripts/setup_npu_emulation.sh.
+# Starts one prefill and one decode engine behind the proxy, compares them with a single vLLM instance, and shows where
+# the time of the requests went.
+#
+#   scripts/run_1p1d.sh [OPTION...]
+#
+#   --device DEVICE         cpu (default) or npu
+#   --emulate               with --device npu: vllm-ascend on emulated NPUs
+#   --model FOLDER          a model of yours (default: a small one of random weights)
+#   --prefill-tp SIZE       tensor-parallel size of the prefill engine (2)
+#   --prefill-pp SIZE       its pipeline-parallel size (1)
+#   --decode-tp SIZE        tensor-parallel size of the decode engine (1)
+#   --decode-pp SIZE        its pipeline-parallel size (1)
+#   --port PORT             the proxy's (8000); engines: +100, +200, and +14001, +14101 for KV
+#   --timeline FOLDER       a picture of the longest request and its traces go to FOLDER/DATE-TIME (timeline)
+#   --keep                  stay up until Ctrl-C
+#   --prefill-args ARGUMENTS
+#                           more arguments for the prefill engine's vLLM, as one word
+#   --decode-args ARGUMENTS
+#                           more for the decode engine's, and the single instance's
+#   --start-seconds SECONDS
+#                           how long an engine may take to start (600)
+#
+# With --device npu the environment is the active one, with vllm-ascend; else scripts/setup_env.sh makes it, and for
+# emulated NPUs scripts/setup_npu_emulation.sh: VENV and PYTHON as there. Exits with 0 only if every output is equal,
+# token by token.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/scripts/stages.sh"
+check_options "$@"
 
 export VENV=${VENV:-$root/.venv}
 options=" $* "

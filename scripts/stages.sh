@@ -2,6 +2,7 @@
 # What the set-up scripts share: stages that are skipped while their inputs stay the same. Sourced by them, with
 # these variables set: `root` (the repository), `VENV` (the environment's folder), `log` (a file in it), `pins` (the
 # requirements file with its versions), and, before the first stage, `python` (the Python that makes it).
+# run_1p1d.sh and soak.sh, which run the set-up, have `check_options` from here.
 # shellcheck shell=bash disable=SC2154
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
@@ -20,10 +21,45 @@ unknown_option() {
   exit 2
 }
 
+# Answers --help and refuses what is none of the options that the comment at the top of the script has, as
+# `--NAME  what it does` or `--NAME VALUE  what it does`: nothing is installed for those.
+check_options() { # check_options ARGUMENT...
+  local script=${0##*/} line name
+  local -A value=()
+  script=${script%.sh}
+  while IFS= read -r line; do
+    if [[ $line =~ ^'#   '(--[a-z-]+)(' '[^ ]+)?('  '|$) ]]; then
+      value[${BASH_REMATCH[1]}]=${BASH_REMATCH[2]}
+    fi
+  done <"$0"
+  while (($#)); do
+    name=${1%%=*}
+    if [[ $1 == -h || $1 == --help ]]; then
+      usage
+      exit
+    elif [[ ! $name || ! ${value[$name]+known} ]]; then
+      printf '%s: unknown option %s; see --help\n' "$script" "$1" >&2
+      exit 2
+    elif [[ ! ${value[$name]} && $1 == *=* ]]; then
+      printf '%s: %s takes no value; see --help\n' "$script" "$name" >&2
+      exit 2
+    elif [[ ${value[$name]} && $1 != *=* ]]; then
+      (($# > 1)) || {
+        printf '%s: %s needs a value; see --help\n' "$script" "$name" >&2
+        exit 2
+      }
+      shift
+    fi
+    shift
+  done
+}
+
 # Waits until no other set-up of this environment runs.
 begin() {
   mkdir -p "$VENV/.setup"
   exec 9>"$VENV/.setup/lock"
+  flock --nonblock 9 && return
+  printf 'setup: waiting for another set-up of %s to end\n' "$VENV" >&2
   flock 9
 }
 

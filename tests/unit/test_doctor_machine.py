@@ -136,8 +136,8 @@ def test_ports_of_data_parallel_engines() -> None:
         (70, errno.EACCES, Level.ERROR, "Permission denied"),
         (65536, errno.EINVAL, Level.ERROR, "cannot be had"),
         (40000, None, Level.NOTE, "ip_local_reserved_ports=40000"),
-        (20399, None, Level.ERROR, "one of Mooncake's for NPU 3 (20300-20399)"),
-        (20400, None, Level.OK, "is free"),
+        (20400, None, Level.ERROR, "one of Mooncake's for NPU 3 (20300-20400)"),
+        (20401, None, Level.OK, "is free"),
     ],
 )
 def test_choice_of_a_port(number: int, problem: int | None, level: Level, says: str) -> None:
@@ -148,8 +148,8 @@ def test_choice_of_a_port(number: int, problem: int | None, level: Level, says: 
 
 
 def test_where_mooncake_looks_for_ports() -> None:
-    assert ports.ascend_ports([1], {"ASCEND_BASE_PORT": "30000"}) == {1: range(30100, 30200)}
-    assert ports.ascend_ports([1], {"ASCEND_BASE_PORT": "x"}) == {1: range(20100, 20200)}
+    assert ports.ascend_ports([1], {"ASCEND_BASE_PORT": "30000"}) == {1: range(30100, 30201)}
+    assert ports.ascend_ports([1], {"ASCEND_BASE_PORT": "x"}) == {1: range(20100, 20201)}
 
 
 def test_ports_are_tried() -> None:

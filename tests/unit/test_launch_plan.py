@@ -103,7 +103,7 @@ def test_ray_runs_on_all_nodes_before_vllm_on_the_first() -> None:
         ("dp: 4", "dp: 3", "hosts.yaml:10: decode[0].hosts: a node has 6 devices, a data-parallel replica 4"),
         ("tp: 4\n    dp: 4", "tp: 7", "decode[0].hosts: tensor x pipeline x data parallel is 7 x 1 x 1 = 7"),
         ("tp: 4\n    dp: 4", "tp: 16\n    dp: 1\n    pp: 3", "decode-0 needs 24 NPUs on host a, 8 of 16 are left"),
-        ("dp: 4", "dp: 4\n    kv_port: 35998", "hosts.yaml:13: decode[0].kv_port: 35998: Mooncake listens on"),
+        ("dp: 4", "dp: 4\n    kv_port: 21598", "hosts.yaml:13: decode[0].kv_port: 21598: Mooncake listens on"),
         ("dp: 4", "dp: 4\n    kv_port: 8099", "hosts.yaml:13: decode[0].kv_port: port 8100 of host a is prefill-0's"),
         ("[a, b]", "[a, c]", "hosts.yaml:10: decode[0].hosts[1]: there is no host 'c' in `hosts`"),
         ("[a, b]", "[a, a]", "hosts.yaml:10: decode[0].hosts: the same host is there twice"),

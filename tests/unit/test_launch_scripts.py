@@ -222,7 +222,7 @@ def test_wrong_options_are_refused_with_a_reason(
         ("decode", ("--decode-host", "10.0.0.1"), "--decode-host: decode connects to no decode engine"),
         ("prefill", ("--decode-host", "10.0.0.1/33"), "`decode_allowlist`: '10.0.0.1/33' is not a host"),
         ("decode", ("--metaserver", "proxy:8000"), "metaserver allow-list entry 'proxy:8000'"),
-        ("decode", ("--kv-port", "30001"), "Mooncake listens on ports 20000 to 35999 of an A3 server"),
+        ("decode", ("--kv-port", "21600"), "Mooncake listens on ports 20000 to 21600 of an A3 server"),
         ("decode", ("--kv-port", "65535", "--dp", "2"), "there are not enough ports"),
         ("decode", ("--port", "19001", "--dp", "2"), "--port 19001 is one of decode's side channel"),
         ("decode", ("--load-failure-policy", "retry"), "--load-failure-policy retry: fail or recompute"),

@@ -16,6 +16,8 @@ from vllm_ascend_pd.doctor.finding import Finding, error, note, ok
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ASCEND_BASE_PORT = 20000
 _ASCEND_PORTS = 100
+"""Mooncake, ascend_direct_transport/utils.cpp (`FindAdxlListenPort`): an NPU's listener takes any free port of
+base + 100 * its physical number to base + 100 * (that + 1), both included."""
 
 
 class Port(NamedTuple):
@@ -41,11 +43,11 @@ def check(ports: Iterable[Port], devices: Sequence[int], environment: Mapping[st
     return [judge(port, taken, ephemeral, try_port(port)) for port in ports]
 
 
-def ascend_ports(devices: Sequence[int], environment: Mapping[str, str]) -> dict[int, range]:
-    """By device, where Mooncake's protocol `ascend` looks for a free port (`transport/ascend.py`)."""
+def ascend_ports(devices: Iterable[int], environment: Mapping[str, str]) -> dict[int, range]:
+    """By device, where Mooncake's protocol `ascend` looks for a free port."""
     preset = environment.get("ASCEND_BASE_PORT", "")
     base = int(preset) if re.fullmatch("[0-9]{1,5}", preset) else _ASCEND_BASE_PORT
-    return {n: range(base + _ASCEND_PORTS * n, base + _ASCEND_PORTS * (n + 1)) for n in devices}
+    return {n: range(base + _ASCEND_PORTS * n, base + _ASCEND_PORTS * (n + 1) + 1) for n in devices}
 
 
 def judge(port: Port, ascend: Mapping[int, range], ephemeral: range | None, problem: int | None) -> Finding:

@@ -15,17 +15,24 @@ from typing import Annotated
 
 import typer
 
+from vllm_ascend_pd.doctor.ports import ascend_ports
 from vllm_ascend_pd.launch.shape import Executor, Shape, ShapeError, refused_argument
 from vllm_ascend_pd.launch.transfer import Role, Transfer, TransferError, parse_extra
 
 DEFAULT_KV_PORT = 19000
 """Below Mooncake's ports and those that the kernel gives to outgoing connections (32768 and above)."""
 
-MOONCAKE_PORTS = {"a2": range(20000, 28000), "a3": range(20000, 36000), "cpu": range(0)}
-"""vllm-ascend's guide to several nodes: 1000 for each NPU of a node, from 20000 on."""
-
 DEVICES_PER_NODE = {"a2": 8, "a3": 16, "cpu": None}
 """NPUs, as vllm-ascend counts them: an A3 server has 8 with two chips each."""
+
+
+def _mooncake_ports(devices: int | None) -> range:
+    """Of all NPUs of a node together. vllm-ascend's guide to several nodes keeps ten times as many free."""
+    each = list(ascend_ports(range(devices or 0), {}).values())
+    return range(each[0].start, each[-1].stop) if each else range(0)
+
+
+MOONCAKE_PORTS = {device: _mooncake_ports(devices) for device, devices in DEVICES_PER_NODE.items()}
 
 
 class Device(str, enum.Enum):
@@ -164,4 +171,5 @@ def read_entry(path: Path) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    app()
+    # Errors name the script that the operator ran; it gives the role first.
+    app(prog_name="launch_prefill.sh" if sys.argv[1:3] == ["--role", "prefill"] else "launch_decode.sh")

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts that set everything up first answer --help, and refuse wrong options, before they do."""
+
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+NAMES = ("run_1p1d", "soak")
+
+
+def run(name: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """In a copy whose set-up does nothing, without an environment behind it."""
+    shutil.copytree(SCRIPTS, folder / "scripts", dirs_exist_ok=True)
+    setup = folder / "scripts" / "setup_env.sh"
+    setup.write_text("#!/usr/bin/env bash\necho set up\nexit 9\n")
+    command = [str(folder / "scripts" / f"{name}.sh"), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_comment_has_the_options_of_the_program(name: str, tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    done = run(name, tmp_path, "--help")
+    assert done.returncode == 0
+    assert "set up" not in done.stdout
+    for option in get_command(program.app).params:
+        [line] = [each for each in done.stdout.splitlines() if each.strip().split(" ")[0] == option.opts[0]]
+        has_value = line.strip().split("  ")[0] != option.opts[0]
+        assert has_value is not getattr(option, "is_flag", False), line
+        accepted = run(name, tmp_path, option.opts[0], *(["1"] if has_value else []))
+        assert accepted.returncode == (2 if option.opts[0] == "--emulate" else 9), accepted.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--no-such-option",), "unknown option --no-such-option"),
+        (("word",), "unknown option word"),
+        (("",), "unknown option"),
+        (("--requests=1", "--port"), ""),
+    ],
+)
+def test_wrong_options_are_refused_first(name: str, options: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    done = run(name, tmp_path, *options)
+    assert done.returncode == 2
+    assert "set up" not in done.stdout
+    assert done.stderr.startswith(f"{name}: {reason}")
+
+
+def test_values(tmp_path: Path) -> None:
+    assert "--port needs a value" in run("run_1p1d", tmp_path, "--port").stderr
+    assert "--keep takes no value" in run("run_1p1d", tmp_path, "--keep=1").stderr
+    assert run("run_1p1d", tmp_path, "--prefill-args", "--max-model-len 5", "--port=8000").returncode == 9
