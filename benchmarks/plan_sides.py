@@ -11,7 +11,6 @@ from unittest import mock
 
 import vllm_ascend_producer
 from plan_step import (
-    ASCEND_BATCH_BYTES,
     BLOCK,
     HEAD_SIZE,
     KV_HEADS,
@@ -33,7 +32,7 @@ class Ours:
         from vllm_ascend_pd.config import parse_config
         from vllm_ascend_pd.core.topology import sharding
         from vllm_ascend_pd.transport.engine import TransferEngine
-        from vllm_ascend_pd.transport.limits import TransferLimits
+        from vllm_ascend_pd.transport.limits import TransferLimits, most_bytes
         from vllm_ascend_pd.worker.caches import LayerSpec, describe
         from vllm_ascend_pd.worker.identity import Identity
         from vllm_ascend_pd.worker.producer import ProducerWorker
@@ -41,8 +40,8 @@ class Ours:
         self._decode, self._case, self._layers = decode, case, list(tensors)
         self.handed = Handed()
         with mock.patch("mooncake.engine.TransferEngine", return_value=self.handed):
-            # As over "ascend": not slept on.
-            engine = TransferEngine(HOST, "rdma", TransferLimits(max_bytes=ASCEND_BATCH_BYTES))
+            # As over "ascend": in as large batches, and not slept on.
+            engine = TransferEngine(HOST, "rdma", TransferLimits(max_bytes=most_bytes("ascend")))
         spec = LayerSpec(0, BLOCK, case.heads, KV_HEADS)
         caches = describe(tensors, dict.fromkeys(tensors, spec), heads_first=False)
         identity = Identity("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))

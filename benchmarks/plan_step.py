@@ -20,8 +20,6 @@ KV_HEADS, HEAD_SIZE = 8, 128  # of the model, which decode's one rank has all of
 DTYPE_BYTES = 2
 PARTS = 2  # K and V
 CONTIGUOUS_BAR, SCATTERED_BAR = 5.0, 20.0
-ASCEND_BATCH_BYTES = 1 << 30
-"""What a call into Mooncake carries at most, over its protocol "ascend"."""
 TIMEOUT_S = 60.0
 POLL_S, QUIET_S = 1e-4, 0.1
 
