@@ -14,9 +14,9 @@ best   Mooncake's engine alone with its default settings, in two other processes
 same   the same, in descriptors as long as ours and a call for each layer: what Mooncake needs for such ones
 TCP    one plain connection on loopback
 
-Sides take turns; medians, of the ratios too. A scattered prompt's blocks are each by themselves, so a descriptor is one
-block of K or V; a contiguous one's are merged. Bytes are compared on arrival before anything is measured. A GB is 10^9
-bytes.
+Sides take turns; medians, of the ratios too, and quartiles of the one that has a bar. A scattered prompt's blocks are
+each by themselves, so a descriptor is one block of K or V; a contiguous one's are merged. Bytes are compared on arrival
+before anything is measured. A GB is 10^9 bytes.
 
 With --npu, on emulated CANN libraries, one step's work is counted, and nothing timed, at prefill TP 1 and 2: calls and
 descriptors that Mooncake gets, and what prefill's NPUs have to do beside the model's work (push_counts.py). The
@@ -41,7 +41,7 @@ sys.path += [str(HERE), str(HERE.parent / "tests")]
 
 from push_floor import BATCH, Floor  # noqa: E402
 from push_pair import FIRST_LAYER_S, Cache, PushPair, Times  # noqa: E402
-from report import line, need_emulated_npu  # noqa: E402
+from report import line, need_emulated_npu, quartiles  # noqa: E402
 
 from vllm_ascend_pd.transport.limits import TransferLimits  # noqa: E402
 
@@ -53,7 +53,7 @@ MIN_OF_BEST, BIG_MIB = 0.9, 64
 @dataclass(frozen=True)
 class Result:
     """Speeds are GB/s. `descriptor_kib` is ours, `best_kib` the one that Mooncake is fastest with. `of_best` and
-    `of_same`: ours by theirs, in the median round."""
+    `of_same`: ours by theirs, in the median round; `of_best_quartiles`: in the first and the third quartile."""
 
     requests: int
     mib: int
@@ -67,6 +67,7 @@ class Result:
     same: float
     tcp: float
     of_best: float
+    of_best_quartiles: tuple[float, float]
     of_same: float
 
     @property
@@ -75,17 +76,19 @@ class Result:
 
     def row(self) -> str:
         placed = "scattered" if self.scattered else "contiguous"
+        low, high = self.of_best_quartiles
         return (
             f"{self.requests:>8}{self.mib:>6} {placed:<11}{self.descriptor_kib:>6}{self.ours:>8.2f}{self.cold:>8.2f}"
             f"{self.best:>8.2f} "
-            f"({self.best_kib:>5} KiB){self.same:>8.2f}{self.tcp:>8.2f}{self.of_best:>9.0%}{self.of_same:>9.0%}"
+            f"({self.best_kib:>5} KiB){self.same:>8.2f}{self.tcp:>8.2f}{self.of_best:>9.0%}"
+            f"{f'{low:.0%} to {high:.0%}':>15}{self.of_same:>9.0%}"
         )
 
 
 HEADER = (
-    f"{'':32}{'':16}{'GB/s':>8}{'':36}{'ours':>9}{'ours':>9}\n"
+    f"{'':32}{'':16}{'GB/s':>8}{'':36}{'ours':>9}{'quartiles':>15}{'ours':>9}\n"
     f"{'requests':>8}{'MiB':>6} {'blocks':<11}{'KiB':>6}{'ours':>8}{'cold':>8}{'best':>8}{'':12}{'same':>8}{'TCP':>8}"
-    f"{'of best':>9}{'of same':>9}"
+    f"{'of best':>9}{'of it':>15}{'of same':>9}"
 )
 
 
@@ -134,11 +137,14 @@ def measure(pair: PushPair, floor: Floor, mib: int, count: int, scattered: bool,
     speeds = {side: num_bytes / median(seconds) / 1e9 for side, seconds in samples.items()}
     # Round by round: how fast the machine is changes more slowly than that.
     of_best, of_same = (
-        median(other / mine for mine, other in zip(samples["ours"], samples[side], strict=True))
-        for side in ("best", "same")
+        [other / mine for mine, other in zip(samples["ours"], samples[side], strict=True)] for side in ("best", "same")
     )
     return Result(
-        count, mib, scattered, length // 1024, best // 1024, rounds, **speeds, of_best=of_best, of_same=of_same
+        *(count, mib, scattered, length // 1024, best // 1024, rounds),
+        **speeds,
+        of_best=median(of_best),
+        of_best_quartiles=quartiles(of_best),
+        of_same=median(of_same),
     )
 
 

@@ -10,7 +10,8 @@ Real engines on vLLM's CPU backend, Llamas of random weights (ttft_sides.py), fl
 A pair is prefill's and decode's tensor-parallel size; the single instance has prefill's. Each side takes turns with
 the single instance, which is what its figures are divided by; who is not in turn is stopped (SIGSTOP). A round is one
 request of every prompt length at either; new prompts each time, the same for both, and all tokens must be equal. Then
-the load: --requests requests of 512 + 16 tokens, 8 at a time, in turns again. Medians of the rounds.
+the load: --requests requests of 512 + 16 tokens, 8 at a time, in turns again. Medians of the rounds; in brackets, the
+least and the most of the rounds' own ratios, and their first and third quartile.
 
 ours      LayerwisePushConnector behind `vllm-ascend-pd proxy`
 mooncake  vLLM's MooncakeConnector behind pull_proxy.py, over TCP as ours
@@ -44,6 +45,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "tests")]
 
+from report import quartiles  # noqa: E402
 from ttft_sides import MODELS, ON_CPU, ON_NPU, SIDES, Pair, Setting, Side, SideFailedError, single  # noqa: E402
 
 from harness.client import at_once, random_prompt  # noqa: E402
@@ -79,6 +81,7 @@ class Row:
     cpu_ms: float = 0.0  # load: of all processes of the side, per request
     single_cpu_ms: float = 0.0
     spread: tuple[float, float] = (0.0, 0.0)  # least and most of the rounds' ratios
+    quartiles: tuple[float, float] = (0.0, 0.0)  # the first and the third of them
     failure: str = ""
     load_average: float = 0.0
 
@@ -93,7 +96,10 @@ class Row:
         beginning = f"{self.model:<6}{self.pair:>4}  {self.side:<9}"
         if self.failure:
             return f"{beginning}DID NOT RUN: {self.failure}"
-        spread = f"{self.of_single:>6.2f}x  ({self.spread[0]:.2f} to {self.spread[1]:.2f}, {self.rounds} rounds)"
+        half = f"half of them {self.quartiles[0]:.2f} to {self.quartiles[1]:.2f}"
+        spread = (
+            f"{self.of_single:>6.2f}x  ({self.spread[0]:.2f} to {self.spread[1]:.2f}, {half}, {self.rounds} rounds)"
+        )
         load = f"load {self.load_average:.1f}"
         if self.measure == "ttft":
             return f"{beginning}{self.prompt:>5} tokens{self.value:>9.0f} ms{self.single:>9.0f} ms {spread}  {load}"
@@ -142,9 +148,8 @@ def compare(side: Side, base: Side, setting: Setting, amount: Amount) -> Iterato
         number += 1
     for tokens, times in found.items():
         value, reference = (median(column) for column in zip(*times, strict=True))
-        yield Row(
-            *where, "ttft", tokens, number, value, reference, spread=spread(times), load_average=os.getloadavg()[0]
-        )
+        figures = (tokens, number, value, reference)
+        yield Row(*where, "ttft", *figures, **spread(times), load_average=os.getloadavg()[0])
     if amount.requests:
         yield measure_load(side, base, setting, amount.requests)
 
@@ -181,7 +186,7 @@ def measure_load(side: Side, base: Side, setting: Setting, requests: int) -> Row
         median(ttfts[side.name]),
         median(ttfts[base.name]),
         *(cpu[each.name] / (requests * LOAD_TURNS) * 1000 for each in (side, base)),
-        spread(rates),
+        **spread(rates),
         load_average=os.getloadavg()[0],
     )
 
@@ -190,9 +195,10 @@ def prompt(setting: Setting, tokens: int, seed: str) -> list[int]:
     return random_prompt(tokens, seed, MODELS[setting.model].vocab_size)
 
 
-def spread(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def spread(pairs: Sequence[tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """How far the rounds' ratios differ, for a `Row`."""
     ratios = [mine / theirs for mine, theirs in pairs]
-    return min(ratios), max(ratios)
+    return {"spread": (min(ratios), max(ratios)), "quartiles": quartiles(ratios)}
 
 
 def check_tokens(side: Side, mine: Sequence[object], theirs: Sequence[object]) -> None:
