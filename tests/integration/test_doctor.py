@@ -142,6 +142,9 @@ def test_a_pair() -> None:
         [prefill], [decode] = health["prefill"], health["decode"]
         values = {"http://127.0.0.1:8000": proxy, "http://127.0.0.1:8100": prefill, "http://127.0.0.1:8200": decode}
         _, _, *urls = documented("docs/doctor.md", "vllm-ascend-pd doctor --proxy", values)
+        elsewhere = {url.replace("127.0.0.1", "192.0.2.1"): value for url, value in values.items()}
+        _, _, *same = documented("docs/quick-start.md", "vllm-ascend-pd doctor --proxy", elsewhere)
+        assert same == urls
         done = run(*urls, VLLM_API_KEY="geheim")
         assert done.returncode == 0, done.stdout
         asked = [each for each in cluster.prefill.received if each.path == "/v1/models"]

@@ -103,6 +103,14 @@ def plans(command: Command, folder: Path) -> None:
     assert "prefill TP" in printed
 
 
+def makes_the_model(command: Command, folder: Path) -> None:
+    """That examples/single-node-1p1d/hosts-cpu.yaml names."""
+    model = yaml.safe_load((REPOSITORY / "examples/single-node-1p1d/hosts-cpu.yaml").read_text())["model"]
+    assert model in command.line
+    command.with_values({"/tmp": str(folder), ".venv/bin/python": sys.executable}).run(REPOSITORY)
+    assert (folder / Path(model).name / "config.json").exists()
+
+
 def examines_this_machine(command: Command, folder: Path) -> None:
     """An error is a finding too: limits differ between machines."""
     printed = command.run(folder, codes=(0, 1))
@@ -362,6 +370,7 @@ TABLE = (
         r"scripts/launch_cluster\.sh \S+ --(detach|stop)",
         "tests/integration/test_launch_cluster.py::test_detach_and_stop",  # with stand-ins for ssh and engines
     ),
+    Row(r"PYTHONPATH=tests .*", makes_the_model),
     Row(r"VENV=.*", "tests/e2e/test_launch.py::test_the_example_for_the_cpu_serves_and_stops"),
     Row(r"scripts/launch_prefill\.sh .*", is_understood, "starts Ray or an engine on NPUs"),
     Row(r"mooncake_master .*", serves_a_pool),
