@@ -67,10 +67,10 @@ def proxy(
         float, typer.Option(help="Seconds without an answer to a health probe until another engine prefills.")
     ] = 15.0,
     prefill_attempts: Annotated[
-        int, typer.Option(help="Most prefills of a prompt, on other engines each time; 1: no retry.")
+        int, typer.Option(help="Most prefills of a prompt, those of its request's retries included; 1: no retry.")
     ] = 2,
     decode_attempts: Annotated[
-        int, typer.Option(help="Most decode engines asked until the first token; 1: no retry.")
+        int, typer.Option(help="Most times a request goes to decode until it has a token; 1: no retry.")
     ] = 2,
     strategy: Annotated[
         str, typer.Option(help="Who gets a request: round-robin, least-load or prefix-affinity.")

@@ -175,6 +175,24 @@ def test_one_replica_on_several_nodes(environment: dict[str, str]) -> None:
     assert arguments[2 : arguments.index("--kv-transfer-config")] == expected.split()
 
 
+@pytest.mark.parametrize("script", ["launch_prefill", "launch_decode", "launch_proxy", "launch_cluster"])
+def test_says_which_python_is_missing(script: str, environment: dict[str, str], tmp_path: Path) -> None:
+    options = {"launch_proxy": PROXY, "launch_cluster": ("hosts.yaml",)}.get(script, CPU)
+    python = tmp_path / "bin" / "python"  # without this package
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    named = {name: value for name, value in environment.items() if name != "PYTHON"}
+    named["PATH"] = "/usr/bin:/bin"
+    for venv, reason in (("/nowhere", "there is no /nowhere/bin/python: set PYTHON"), (str(tmp_path), "or VENV")):
+        command = [str(SCRIPTS / f"{script}.sh"), *options]
+        env = named | {"VENV": venv}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
+        assert done.returncode == 1, done.stderr
+        assert done.stderr.startswith(f"{script}: ")
+        assert reason in done.stderr
+
+
 @pytest.mark.parametrize(
     ("role", "options", "reason"),
     [

@@ -49,9 +49,11 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str = DEFAULT_STRATEGY
     """Who gets a request: one of `balance.STRATEGIES`."""
     prefill_attempts: int = 2
-    """Prefill engines that are asked for one ticket, until one serves it; 1: no retry."""
+    """Prefills of one sample of a prompt, over all its tickets, those of the same request at an earlier decode engine
+    included; 1: no retry. Each goes to another engine where there is one."""
     decode_attempts: int = 2
-    """Decode engines that are asked for one request, as long as nothing was sent to the client; 1: no retry."""
+    """Times that one request goes to a decode engine, as long as nothing was sent to the client; 1: no retry. Each
+    goes to another engine where there is one."""
     max_concurrent: int = 1024
     """Client requests in flight; further ones are answered 429."""
     max_per_prefill: int | None = None
@@ -88,7 +90,10 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
             if not (urls or self.engines_file or self.admin_token_file):
-                raise ValueError(f"at least one {role} engine is needed: --{role}, or --engines-file")
+                raise ValueError(
+                    f"at least one {role} engine is needed: --{role} or --engines-file, or --admin-token-file to add "
+                    "it while the proxy runs"
+                )
         self.engines()
         if self.engines_file is not None:
             try:
