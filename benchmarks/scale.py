@@ -18,7 +18,7 @@ Of each request, medians of the rounds in which all rows take turns:
 messages  on the side channel, both ways, and bytes of them; posts to the metaserver, and bytes of a ticket
 step      bytes that the scheduler sends ranks with its steps (pickled, as vLLM does), and ranks send back
 sched     CPU microseconds of the scheduler's five calls into the connector
-rank      of the model's thread in the connector; what a layer takes is benchmarks/plan.py's question
+rank      of the model's thread in the connector without layers, which benchmarks/plan.py is for
 control   of the threads of the side channel: pd-control on prefill, pd-grants on decode
 send      of prefill's threads that write, one for each engine it has tickets of (pd-sender): the layers of all of the
           wave at once, and each request's end
