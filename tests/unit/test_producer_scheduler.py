@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
 from harness.scheduling import FOR_A_PULLING_CONNECTOR, Scheduled, make_output, make_request, remembered
+from vllm_ascend_pd import compat
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.scheduler.idle import IdleWait
@@ -208,19 +209,25 @@ def test_a_prompt_without_its_last_token_is_sent_with_the_step_that_computes_the
     assert scheduler.finished(request) == (True, None)
 
 
-def test_preemptions_that_the_scheduler_does_not_name_are_seen_once(scheduler):
-    request = ticketed()
+def test_preemptions_that_the_scheduler_does_not_name_are_seen_once(scheduler, monkeypatch):
+    monkeypatch.setattr(compat, "NAMES_ALL_PREEMPTED", False)
+    request, other = ticketed(), make_request("other", PROMPT, None)
+
+    def preempted_when_another_goes_on(named=()):
+        return scheduler.build_step(make_output(running=[Scheduled(other, None, 0, 1)], preempted=named)).preempted
+
     assert starts(scheduler, request, 4, ([7],)).preempted == set()
     request.status = RequestStatus.PREEMPTED  # as vllm-ascend's SchedulerDynamicBatch does
-    assert scheduler.build_step(make_output()).preempted == {"r"}
-    assert scheduler.build_step(make_output()).preempted == set()
+    assert scheduler.build_step(make_output()).preempted == set()  # nobody gets its blocks yet
+    assert preempted_when_another_goes_on() == {"r"}
+    assert preempted_when_another_goes_on() == set()
     request.status = RequestStatus.RUNNING
     assert goes_on(scheduler, request, 4, 2, ([1],)).preempted == set()
     request.num_preemptions += 1  # and runs again in the same step: vLLM 0.23 after a reset of its prefix cache
     assert goes_on(scheduler, request, 6, 1).preempted == {"r"}
     request.status, request.num_preemptions = RequestStatus.PREEMPTED, 2
-    assert scheduler.build_step(make_output(preempted=[request])).preempted == {"r"}
-    assert scheduler.build_step(make_output()).preempted == set()
+    assert preempted_when_another_goes_on([request]) == {"r"}
+    assert preempted_when_another_goes_on() == set()
 
 
 def test_several_requests_in_one_step(scheduler):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd.compat import drop_last_prompt_token
+from vllm_ascend_pd import compat
 from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
@@ -83,7 +83,7 @@ class ProducerScheduler:
         """The request is about to be allocated: cuts it short where decode must compute the last token itself."""
         params, length = request.kv_transfer_params, request.num_prompt_tokens
         if self._state_groups and carries_ticket(params) and params.get("num_tokens") == length - 1 > 0:
-            drop_last_prompt_token(request)
+            compat.drop_last_prompt_token(request)
 
     def allocated(self, request: "Request", blocks: tuple[list[int], ...]) -> None:
         """The request is about to run, for the first time or again after preemption."""
@@ -122,7 +122,10 @@ class ProducerScheduler:
         step.wait_s = self._idle.next(output.total_num_scheduled_tokens > 0, news=step != ProducerStep())
         # Preempted between two steps (a prefix cache reset) and then aborted, a request is not in `_sending` any more.
         step.preempted = {r for r in output.preempted_req_ids or () if r in self._sending or r in self._awaiting}
-        step.preempted |= {r for r, sending in self._sending.items() if sending.was_preempted() and sending.announced}
+        if output.total_num_scheduled_tokens and not compat.NAMES_ALL_PREEMPTED:  # else no blocks change hands yet
+            step.preempted |= {
+                r for r, sending in self._sending.items() if sending.was_preempted() and sending.announced
+            }
         for new in output.scheduled_new_reqs:
             if sending := self._sending.get(new.req_id):
                 sending.blocks = [list(ids) for ids in new.block_ids]
