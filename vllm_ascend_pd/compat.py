@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 # From 0.32 on a worker reports completions and failed requests in one object; before, failed blocks beside them.
 HAS_TRANSFER_RESULTS = hasattr(base, "KVConnectorTransferResults")
 
-# From 0.32 on a step's output names every request that was preempted. Before, not those of a prefix cache reset, nor all
-# of vllm-ascend's schedulers' (SchedulerDynamicBatch).
+# From 0.32 on a step's output names every request that was preempted. Before, not those of a prefix cache reset, and
+# vllm-ascend's SchedulerDynamicBatch names none.
 NAMES_ALL_PREEMPTED = HAS_TRANSFER_RESULTS
 
 # From 0.32 on in every step; before, only where a rank has some too, be they empty.
