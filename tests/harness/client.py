@@ -135,7 +135,7 @@ class Client:
             if response.is_error:
                 response.read()
             _raise_for_status(response)
-            for event in _events(response.iter_lines()):
+            for event in _events(response.iter_bytes()):
                 for choice in event["choices"]:
                     if choice.get("token_ids"):
                         arrivals.append(time.perf_counter() - start)
@@ -163,9 +163,23 @@ def at_once(function: Callable[[T], R], items: Iterable[T], concurrency: int) ->
         return list(pool.map(function, items))
 
 
-def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+class Lines:
+    """Lines that end with a line feed alone: httpx's `iter_lines` also splits at characters that a JSON string may
+    have, U+2028 say."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[str]:
+        """Those that `chunk` completes."""
+        *whole, self._rest = (self._rest + chunk).split(b"\n")
+        return [line.decode() for line in whole]
+
+
+def _events(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The JSON objects of a server-sent event stream, up to `[DONE]`."""
-    for line in lines:
+    lines = Lines()
+    for line in (line for chunk in chunks for line in lines.feed(chunk)):
         data = line.removeprefix("data: ")
         if not line or data == line:
             continue

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from harness.client import Lines
 from harness.soak.ledger import Finished, Outcome
 from harness.soak.workload import Request
 
@@ -68,7 +69,8 @@ class Load:
             if response.is_error:
                 await response.aread()
             _check(response)
-            async for line in response.aiter_lines():
+            lines = Lines()
+            async for line in (line async for chunk in response.aiter_bytes() for line in lines.feed(chunk)):
                 data = line.removeprefix("data: ")
                 if data == "[DONE]":
                     return

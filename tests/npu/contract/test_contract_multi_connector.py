@@ -27,7 +27,7 @@ from harness.multi_connector import (
     prefill_pushes,
     transfer_config,
 )
-from harness.scheduling import make_ticket
+from harness.scheduling import make_request, make_ticket
 
 pytestmark = pytest.mark.npu
 
@@ -67,12 +67,7 @@ def test_ours_as_a_child_of_multi_connector(multi: Any) -> None:
 
     prompt, blocks = 300, [5, 6, 7]
     ticket = make_ticket(prompt, [1, 2, 3])
-    request = SimpleNamespace(
-        request_id=REQUEST_ID,
-        num_prompt_tokens=prompt,
-        kv_transfer_params=msgspec.to_builtins(ticket),
-        trace_headers=None,
-    )
+    request = make_request(REQUEST_ID, prompt, msgspec.to_builtins(ticket))
     given: list[Any] = []
     allocated = child.update_state_after_alloc
     child.update_state_after_alloc = lambda *args: (given.append(args), allocated(*args))
