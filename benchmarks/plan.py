@@ -24,8 +24,8 @@ CPU milliseconds per layer: `plan` at the start of the step and at its end, `sav
 the model's thread), `send` on the sending thread; `cpu` is their sum, which is compared. `control`: of ours, the thread
 that asks decode for grants and reports; the reference's counterpart is left out. `wall`: from the start of the step
 until everything was handed to Mooncake. The model's thread waits for each layer to be handed over before the next one,
-so that threads do not compete for the GIL more than they do beside a model. Medians of the rounds. `quartiles`: of the
-rounds' own ratios; `calls`: ours into Mooncake, for a layer. A step of one prompt has no bar.
+so that threads do not compete for the GIL more than they do beside a model. Medians of the rounds. `less`: of the
+rounds' own ratios, with their `quartiles`; `calls`: ours into Mooncake, for a layer. A step of one prompt has no bar.
 
 --check exits with 1 where a bar is missed.
 """
@@ -33,6 +33,7 @@ rounds' own ratios; `calls`: ours into Mooncake, for a layer. A step of one prom
 import argparse
 import json
 import os
+import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -59,7 +60,8 @@ MEMORY_GB = "1024"
 
 @dataclass(frozen=True)
 class Result:
-    """`descriptors`, `calls`: of one layer, ours. `quartiles`: the first and the third of rounds' `times_less`."""
+    """`descriptors`, `calls`: of one layer, ours. `quartiles`: the first and the third of rounds' ratios, of which
+    `times_less` is the median."""
 
     case: str
     layers: int
@@ -169,7 +171,7 @@ def measure(case: Case, layers: int, rounds: int) -> Result:
         calls=calls,
         ours=mine,
         reference=theirs,
-        times_less=theirs.cpu / mine.cpu,
+        times_less=statistics.median(ratios),
         quartiles=quartiles(ratios),
         bar=case.bar,
     )

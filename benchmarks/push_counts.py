@@ -133,7 +133,7 @@ def begin_counting(rank: PrefillRank) -> None:
 
     handed: Counter[str] = Counter()
 
-    def begin(session: str, batch: Batch, *others: Any) -> Flight:
+    def begin(session: str, batch: Batch, *others: Any) -> Flight | None:
         handed.update(calls=1, descriptors=len(batch[2]), sent_bytes=sum(batch[2]))
         return TransferEngine.begin(rank.engine, session, batch, *others)
 

@@ -78,6 +78,7 @@ def our_side(
 
     from vllm_ascend_pd.core.plan import make_route
     from vllm_ascend_pd.core.topology import sharding
+    from vllm_ascend_pd.core.units import Units
     from vllm_ascend_pd.worker.caches import LayerSpec, describe
     from vllm_ascend_pd.worker.exchange_group import ExchangeGroup
     from vllm_ascend_pd.worker.regroup import Regrouper
@@ -96,5 +97,5 @@ def our_side(
     offsets = torch.tensor(layer.blocks()) * geometry.block_stride
     chunk = Chunk(0, layer.num_blocks, offsets.to(caches[0].device))
     nobody = np.empty(0, dtype=np.int64)
-    shipment = Shipment(route, geometry, [], [], nobody, nobody, [chunk])
+    shipment = Shipment(route, geometry, [], Units(nobody, nobody), nobody, nobody, [chunk])
     return lambda: regrouper.run(shipment, chunk, registered.tensors, step=1), ring

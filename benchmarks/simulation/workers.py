@@ -108,7 +108,7 @@ def pace(rank: PrefillRank, link: float | None) -> None:
     """From now on writes take at least as long as their bytes on such a link."""
     begin = TransferEngine.begin
 
-    def paced(session: str, batch: Batch, *others: Any) -> Flight:
+    def paced(session: str, batch: Batch, *others: Any) -> Flight | None:
         begun = time.monotonic()
         flight = begin(rank.engine, session, batch, *others)
         if link is not None:

@@ -20,7 +20,7 @@ def poison_prompts_of(num_tokens: int) -> None:
     watched = _Watched(lambda length: POISONED_LAYER if length == num_tokens else None)
     begin = TransferEngine.begin
 
-    def fail_poisoned(self: TransferEngine, session: str, batch: Batch, *others: Any) -> Flight:
+    def fail_poisoned(self: TransferEngine, session: str, batch: Batch, *others: Any) -> Flight | None:
         if any(source in watched for source in batch[0]):
             raise TransferError(session, "poisoned by the test", retryable=True)
         return begin(self, session, batch, *others)
@@ -38,18 +38,11 @@ def lose_tensors_of_prompts_from(num_tokens: int) -> None:
         left = [part for part in zip(*batch, strict=True) if part[0] not in watched]
         return [s for s, _, _ in left], [d for _, d, _ in left], [n for _, _, n in left]
 
-    def begin_the_others(self: TransferEngine, session: str, batch: Batch, *others: Any) -> Flight | _Lost:
+    def begin_the_others(self: TransferEngine, session: str, batch: Batch, *others: Any) -> Flight | None:
         left = kept(batch)
-        return begin(self, session, left, *others) if left[0] else _Lost()
+        return begin(self, session, left, *others) if left[0] else None
 
-    TransferEngine.begin = begin_the_others  # type: ignore[method-assign, assignment]
-
-
-class _Lost:
-    """The flight of a batch of which nothing is sent."""
-
-    def wait(self) -> None:
-        pass
+    TransferEngine.begin = begin_the_others  # type: ignore[method-assign]
 
 
 class _Watched:

@@ -14,18 +14,16 @@ import numpy as np
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches, TokenShare
 from vllm_ascend_pd.core.plan import (
     Descriptors,
-    Mask,
     Offsets,
     Regroup,
     Route,
     concatenate,
     descriptors,
-    held_units,
     make_route,
     staged_units,
-    unit_offsets,
 )
 from vllm_ascend_pd.core.topology import Sharding
+from vllm_ascend_pd.core.units import Units
 
 Bytes = np.ndarray  # uint8
 Name = tuple[str, int]  # (layer, part)
@@ -276,8 +274,8 @@ def _push(
     """One tensor's push on all ranks of a stage at once, because some exchange heads."""
     routes: list[Route] = []
     served: list[list[int]] = []
+    wanted: list[Units] = []
     units: list[Offsets] = []
-    holding: list[list[Mask]] = []
     for rank in stage:
         at = rank.caches.by_name()[name]
         geometry = rank.caches.geometry_of(rank.caches.tensors[at])
@@ -286,21 +284,15 @@ def _push(
         routes.append(route)
         served.append(mine)
         # A unit has one place on this rank if this rank holds it, else none.
-        held = [held_units(geometry.share, route.unit, *ranges[i]) for i in mine]
-        holding.append(held)
-        units.append(
-            concatenate(
-                [
-                    _offsets(case.requests[i].p_blocks, geometry, route.unit, *ranges[i])[own]
-                    for i, own in zip(mine, held, strict=True)
-                ]
-            )
-        )
+        every = Units.of(route.unit, [ranges[i] for i in mine])
+        held = every.where(every.held(geometry.share))
+        wanted.append(held)
+        units.append(_offsets(held, [case.requests[i].p_blocks for i in mine], geometry, [ranges[i] for i in mine]))
     sends = [
         gather(rank.tensors[name].memory, unit, route) for rank, unit, route in zip(stage, units, routes, strict=True)
     ]
     d_stage = next(stage for stage in decode if name in stage[0].tensors)
-    for rank, route, mine, held, unit in zip(stage, routes, served, holding, units, strict=True):
+    for rank, route, mine, held, unit in zip(stage, routes, served, wanted, units, strict=True):
         memory, planes = rank.tensors[name].memory, None
         if route.regroup is Regroup.GATHER:
             assert route.ranks[route.index] == rank.rank
@@ -314,18 +306,8 @@ def _push(
         for target in route.targets:
             peer = d_stage[target.tp_rank]
             tensor = peer.tensors[name]
-            dst = concatenate(
-                [
-                    _offsets(case.requests[i].d_blocks, tensor.geometry, route.unit, *ranges[i])[own]
-                    for i, own in zip(mine, held, strict=True)
-                ]
-            )
-            theirs = concatenate(
-                [
-                    held_units(tensor.geometry.share, route.unit, *ranges[i])[own]
-                    for i, own in zip(mine, held, strict=True)
-                ]
-            ).astype(np.bool_)
+            dst = _offsets(held, [case.requests[i].d_blocks for i in mine], tensor.geometry, [ranges[i] for i in mine])
+            theirs = held.held(tensor.geometry.share)
             src = unit if planes is None else staged_units(route, target.plane, capacity, len(unit))
             todo = descriptors(target, src[theirs], dst[theirs])
             assert_nothing_left_to_merge(todo)
@@ -340,11 +322,12 @@ def tokens_of(slots: list[tuple[int, int, int]]) -> list[int]:
     return [token for token, _, _ in slots]
 
 
-def _offsets(blocks: tuple[int, ...], geometry: Geometry, unit: int, start: int, stop: int) -> Offsets:
-    """With only the blocks that the range needs, as a step's metadata brings them."""
-    first = start // geometry.span
-    last = -(-stop // geometry.span)
-    return unit_offsets(np.array(blocks[first:last], dtype=np.int64), first, geometry, unit, start, stop)
+def _offsets(units: Units, blocks: list[tuple[int, ...]], geometry: Geometry, ranges: list[tuple[int, int]]) -> Offsets:
+    """With only the blocks that the ranges need, as a step's metadata brings them."""
+    first = [start // geometry.span for start, _ in ranges]
+    last = [-(-stop // geometry.span) for _, stop in ranges]
+    ids = [np.array(of[a:b], dtype=np.int64) for of, a, b in zip(blocks, first, last, strict=True)]
+    return units.offsets(units.blocks(ids, first, geometry.span), geometry)
 
 
 def gather(memory: Bytes, units: Offsets, route: Route) -> list[Bytes]:

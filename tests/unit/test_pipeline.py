@@ -12,7 +12,8 @@ from vllm_ascend_pd.worker.pipeline import Pipeline
 
 
 class Engine:
-    """A transfer engine's `begin`, whose batches are names; those in `refused` do not begin, those in `lost` fail."""
+    """A transfer engine's `begin`, whose batches are names; those in `refused` do not begin, those in `lost` fail, all
+    at once where they are `immediate`."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -21,17 +22,23 @@ class Engine:
         self.refused: set[Any] = set()
         self.lost: set[Any] = set()
         self.full = False  # of others' batches
+        self.immediate = False
+        self.broken: set[Any] = set()
 
     def has_room(self, session: str, batch: Any) -> bool:
         return not self.full
 
-    def begin(self, session: str, batch: Any, may_begin: Callable[[], bool]) -> "Flight":
+    def begin(self, session: str, batch: Any, may_begin: Callable[[], bool]) -> "Flight | None":
         if batch in self.refused or not may_begin():
             raise TransferError(session, f"{batch} is refused", retryable=False)
         self.log.append(f"begin {batch}")
         self.under_way.add(batch)
         self.most = max(self.most, len(self.under_way))
-        return Flight(self, session, batch)
+        flight = Flight(self, session, batch)
+        if not self.immediate:
+            return flight
+        flight.wait()
+        return None
 
 
 class Flight:
@@ -40,6 +47,8 @@ class Flight:
 
     def wait(self) -> None:
         self.engine.under_way.remove(self.batch)
+        if self.batch in self.engine.broken:
+            raise ValueError(f"{self.batch} meets a defect")
         if self.batch in self.engine.lost:
             raise TransferError(self.session, f"{self.batch} is lost", retryable=True, may_arrive=True)
         self.engine.log.append(f"arrived {self.batch}")
@@ -135,6 +144,23 @@ def test_leave_is_asked_for_every_batch(engine, pipeline):
     write(pipeline, engine, "a1", "a2", "a3", may_begin=lambda: next(leave))
     pipeline.drain()
     assert engine.log == ["begin a1", "begin a2", "arrived a1", "arrived a2", "done a: a3 is refused"]
+
+
+def test_where_a_write_returns_when_it_has_arrived_nothing_waits(engine, pipeline):
+    engine.immediate = True
+    write(pipeline, engine, "a1", "a2", "a3")
+    assert engine.log[-1] == "done a: well"
+    engine.lost = {"b2"}
+    write(pipeline, engine, "b1", "b2", "b3")
+    assert pipeline.is_empty
+    assert engine.log[7:] == ["begin b1", "arrived b1", "begin b2", "done b: b2 is lost"]
+
+
+def test_an_error_that_nobody_expects_is_no_success(engine, pipeline):
+    engine.broken = {"a1"}
+    write(pipeline, engine, "a1")
+    pipeline.drain()
+    assert engine.log == ["begin a1", "done a: a1 meets a defect"]
 
 
 def test_nothing_to_write_is_done_in_turn(engine, pipeline):

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a route makes of a unit, and where in memory units lie."""
+"""What a route makes of a unit."""
 
 import msgspec
 import numpy as np
 import pytest
 from simulate import all_sizes
 
-from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order, TokenShare
+from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order
 from vllm_ascend_pd.core.plan import (
     Regroup,
     Target,
     descriptors,
-    held_units,
     make_route,
     staged_units,
-    unit_offsets,
     why_slow,
 )
 from vllm_ascend_pd.core.topology import Sharding, TopologyError, regroup_groups, sharding, writers_to
@@ -182,68 +180,6 @@ def test_what_is_right_but_slow(heads, prefill, decode, slow):
 
 
 # --- offsets -------------------------------------------------------------------------------------------------
-
-STRIDED = Geometry(
-    group=0,
-    order=Order.TOKEN_MAJOR,
-    dtype="uint8",
-    block_size=4,
-    block_stride=100,
-    heads=2,
-    total_heads=2,
-    head_bytes=10,
-)
-
-
-@pytest.mark.parametrize(
-    ("first_block", "unit", "start", "stop", "expected"),
-    [
-        (0, 4, 0, 12, [700, 100, 300]),
-        (0, 4, 4, 12, [100, 300]),
-        (0, 4, 4, 5, [100]),
-        (0, 4, 8, 8, []),
-        (5, 4, 20, 32, [700, 100, 300]),
-        (0, 2, 0, 8, [700, 740, 100, 140]),
-        (0, 2, 2, 7, [740, 100, 140]),
-        (5, 2, 22, 25, [740, 100]),
-    ],
-)
-def test_unit_offsets(first_block, unit, start, stop, expected):
-    blocks = np.array([7, 1, 3])
-    assert unit_offsets(blocks, first_block, STRIDED, unit, start, stop).tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("share", "unit", "start", "stop", "expected"),
-    [
-        # Blocks of 4 tokens on each of 2 ranks: token 8 is the first that block 1 stands for.
-        (TokenShare(2, 0, 4), 4, 0, 24, [700, 100, 300]),
-        (TokenShare(2, 1, 4), 4, 0, 24, [700, 100, 300]),
-        (TokenShare(2, 0, 2), 2, 0, 16, [700, 740, 100, 140]),
-        (TokenShare(2, 1, 2), 2, 0, 16, [700, 740, 100, 140]),
-        (TokenShare(2, 1, 2), 1, 2, 12, [700, 720, 740, 760, 100, 120]),
-        (TokenShare(2, 1, 4), 4, 0, 3, []),
-        (TokenShare(2, 1, 2), 2, 14, 16, [140]),
-    ],
-)
-def test_units_of_a_share(share, unit, start, stop, expected):
-    source = msgspec.structs.replace(STRIDED, share=share)
-    held = held_units(share, unit, start, stop)
-    assert unit_offsets(np.array([7, 1, 3]), 0, source, unit, start, stop)[held].tolist() == expected
-
-
-def test_units_begin_on_their_boundary():
-    with pytest.raises(ValueError, match="token 3 is not on the boundary of a unit of 2 tokens"):
-        unit_offsets(np.array([0]), 0, STRIDED, 2, 3, 4)
-
-
-@pytest.mark.parametrize(
-    ("first_block", "start", "stop"),
-    [(0, 0, 5), (0, 4, 5), (1, 0, 4), (1, 0, 8), (1, 4, 9), (0, -4, 4), (0, 4, 0), (0, 0, 2**40)],
-)
-def test_units_outside_the_blocks(first_block, start, stop):
-    with pytest.raises(ValueError, match=rf"tokens \[{start}, {stop}\) are not all in 1 blocks from block"):
-        unit_offsets(np.array([0]), first_block, STRIDED, 4, start, stop)
 
 
 def test_strided_target():

@@ -12,9 +12,10 @@ import torch
 
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
 from vllm_ascend_pd.core.layout import Kind, LayoutError, Order
-from vllm_ascend_pd.core.plan import Regroup, descriptors, make_route, unit_offsets
+from vllm_ascend_pd.core.plan import Regroup, descriptors, make_route
 from vllm_ascend_pd.core.states import Dealing, Section, State, dealt_out
 from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.core.units import Units
 from vllm_ascend_pd.worker.caches import LayerSpec, RegisteredCaches, StateSpec, describe
 
 ROWS = 3  # of a convolution with 4 taps
@@ -93,13 +94,14 @@ def test_each_byte_arrives(model: Model, p_tp: int, d_tp: int, conv_axis: int, t
             assert route.regroup is Regroup.NONE
             if not route.serves(salt):
                 continue
-            src = unit_offsets(np.array([from_block]), 0, source, route.unit, 0, 1)
+            units = Units.of(route.unit, [(0, 1)])
+            src = units.offsets(np.array([from_block]), source)
             for target in route.targets:
                 theirs = decode[target.tp_rank][0].description
                 remote = theirs.tensors[theirs.by_name()[tensor.layer, tensor.part]]
                 geometry = theirs.geometry_of(remote)
                 assert (geometry.total_heads, geometry.head_bytes) == (source.total_heads, source.head_bytes)
-                dst = unit_offsets(np.array([to_block]), 0, geometry, route.unit, 0, 1)
+                dst = units.offsets(np.array([to_block]), geometry)
                 copies = descriptors(target, src, dst)
                 for s, d, n in zip(copies.src, copies.dst, copies.nbytes, strict=True):
                     _copy(remote.base + d, tensor.base + s, n)

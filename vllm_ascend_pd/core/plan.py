@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order, RankCaches, TokenShare
+from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order, RankCaches
 from vllm_ascend_pd.core.topology import Sharding, holders
 
 Offsets = npt.NDArray[np.int64]
@@ -204,42 +204,6 @@ def _overlap(source: Geometry, unit: int, own: range, d_rank: int, theirs: range
         src_offset=(first - own.start) * per_head,
         dst_offset=(first - theirs.start) * per_head,
     )
-
-
-def unit_offsets(blocks: Offsets, first_block: int, geometry: Geometry, unit: int, start: int, stop: int) -> Offsets:
-    """Byte offsets, from block 0, of the units that hold tokens `[start, stop)` of a request.
-
-    `blocks` are block ids from the request's block number `first_block` on. `start` must be a multiple of
-    `unit`; a last, partly filled unit counts. Only `held_units` have one on this rank.
-    """
-    if start % unit:
-        raise ValueError(f"token {start} is not on the boundary of a unit of {unit} tokens")
-    span = geometry.span
-    if not first_block * span <= start <= stop <= (first_block + len(blocks)) * span:
-        raise ValueError(f"tokens [{start}, {stop}) are not all in {len(blocks)} blocks from block {first_block} on")
-    tokens = np.arange(start, stop, unit, dtype=np.int64)
-    block, within = np.divmod(tokens, span)
-    if geometry.share.ranks > 1:
-        run, within_run = np.divmod(within, geometry.run)
-        within = run // geometry.share.ranks * geometry.run + within_run
-    offsets: Offsets = blocks[block - first_block] * geometry.block_stride + within * geometry.token_bytes
-    return offsets
-
-
-def held_units(share: TokenShare, unit: int, start: int, stop: int) -> Mask:
-    """Which units of tokens `[start, stop)` are in a rank's share. A unit is in one share only."""
-    held: Mask = np.arange(start, stop, unit) // share.interleave % share.ranks == share.rank
-    return held
-
-
-def live_units(d_blocks: Offsets, d_span: int, unit: int, start: int, stop: int) -> Mask:
-    """Which units of tokens `[start, stop)` decode wants: those it has a block for.
-
-    A sliding window's past has none: decode's block table then holds the null block. `d_blocks` are decode's block
-    ids from the request's first block on, of `d_span` tokens each.
-    """
-    wanted: Mask = d_blocks[np.arange(start, stop, unit) // d_span] != NULL_BLOCK
-    return wanted
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from vllm_ascend_pd.core.plan import (
     make_route,
     slot_bytes,
     staged_units,
-    unit_offsets,
 )
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.topology import Sharding
+from vllm_ascend_pd.core.units import Units
 from vllm_ascend_pd.planning.engine import Engine, Layout, check_engine, rank_caches, stage_layers, tensor_widths
 from vllm_ascend_pd.planning.figures import (
     EngineFigures,
@@ -164,8 +164,9 @@ def _flows(
 
 def _copies(route: Route, target: Target, source: Geometry, theirs: Geometry, tokens: int, gap: int) -> tuple[int, int]:
     """(bytes, descriptors) of one tensor of one layer for a prompt with `gap` blocks between any two of its blocks."""
+    units = Units.of(route.unit, [(0, tokens)])
     src, dst = (
-        unit_offsets(_blocks(tokens, geometry, gap), 0, geometry, route.unit, 0, tokens)
+        units.offsets(units.blocks([_blocks(tokens, geometry, gap)], [0], geometry.span), geometry)
         for geometry in (source, theirs)
     )
     if route.regroup is not Regroup.NONE:

@@ -38,12 +38,12 @@ the time that a Python list of them takes to be made."""
 class Batches:
     """Copies in batches that respect limits, for any base addresses: cut once a step, written for every layer.
 
-    `offsets` `[2, copies]`: of sources and destinations; copy `n` counts from base `part[n]`. Batch `n` has the copies
-    from `bounds[n]` to `bounds[n + 1]`; `lengths` are the same for all bases, so they are lists already.
+    `offsets` `[2, copies]`: of sources and destinations, `copies[n]` of them from base `n` on, part after part. Batch
+    `n` has those from `bounds[n]` to `bounds[n + 1]`; `lengths` are the same for all bases, so they are lists already.
     """
 
     offsets: Offsets
-    part: Offsets
+    copies: Offsets
     bounds: list[int]
     lengths: list[list[int]]
 
@@ -61,7 +61,7 @@ class Batches:
             bounds.append(min(first + limits.max_descriptors, most))
         return cls(
             np.stack([concatenate([part.src for part in pieces]), concatenate([part.dst for part in pieces])]),
-            np.repeat(np.arange(len(pieces)), [len(part.nbytes) for part in pieces]),
+            np.array([len(part.nbytes) for part in pieces], dtype=np.int64),
             bounds,
             [nbytes[first:stop].tolist() for first, stop in pairwise(bounds)],
         )
@@ -69,7 +69,7 @@ class Batches:
     def at(self, sources: Sequence[int], destinations: Sequence[int]) -> Iterator[Batch]:
         """With the addresses that offsets of each part count from."""
         bases = np.array((sources, destinations), dtype=np.int64)
-        src, dst = self.offsets + bases.take(self.part, axis=1)
+        src, dst = self.offsets + np.repeat(bases, self.copies, axis=1)
         for (first, stop), lengths in zip(pairwise(self.bounds), self.lengths, strict=True):
             yield array("q", src[first:stop].tobytes()), array("q", dst[first:stop].tobytes()), lengths
 

@@ -50,9 +50,9 @@ class _Peer:
     """Set: a probe was answered, and no write has failed since."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Flight:
-    """A batch on its way. `batch_id`: Mooncake's; 0 where it has ended already, with `code`."""
+    """A batch on its way. `batch_id`: Mooncake's."""
 
     engine: Any
     session: str
@@ -60,15 +60,24 @@ class Flight:
     lengths: list[int]
     started: float
     batch_id: int
-    code: int
 
     def wait(self) -> None:
         """Until the receiver has acknowledged every byte as stored. Once. Raises `TransferError`."""
-        code = -1
+        num_bytes = sum(self.lengths)
         try:
-            code = self._landed()
-        finally:
-            self.peer.queue.leave(len(self.lengths), failed=code != 0)
+            if pause_s := self.peer.pace.pause_s(num_bytes, self.started):
+                time.sleep(pause_s)
+            code = int(self.engine.get_batch_transfer_status([self.batch_id]))
+        except BaseException:
+            self.peer.queue.leave(len(self.lengths), failed=True)
+            raise
+        if code == 0:
+            self.peer.pace.arrived(num_bytes, self.started)
+        self.land(code)
+
+    def land(self, code: int) -> None:
+        """It has ended with Mooncake's `code`. Raises `TransferError`."""
+        self.peer.queue.leave(len(self.lengths), failed=code != 0)
         if code != 0:
             self.peer.answers.clear()  # the next write probes first
             raise TransferError(
@@ -79,17 +88,6 @@ class Flight:
                 retryable=True,
                 may_arrive=True,
             )
-
-    def _landed(self) -> int:
-        if self.batch_id == 0:
-            return self.code
-        num_bytes = sum(self.lengths)
-        if pause_s := self.peer.pace.pause_s(num_bytes, self.started):
-            time.sleep(pause_s)
-        code = int(self.engine.get_batch_transfer_status([self.batch_id]))
-        if code == 0:
-            self.peer.pace.arrived(num_bytes, self.started)
-        return code
 
 
 class TransferEngine:
@@ -203,7 +201,8 @@ class TransferEngine:
         of a batch arrives later than `limits.settle_s` after that.
         """
         for batch in batches:
-            self.begin(session, batch, may_begin).wait()
+            if (flight := self.begin(session, batch, may_begin)) is not None:
+                flight.wait()
 
     def has_room(self, session: str, batch: Batch) -> bool:
         """Whether `begin` would not have to wait for other batches to the peer."""
@@ -211,9 +210,10 @@ class TransferEngine:
             peer = self._peers.get(session)
         return peer is None or peer.queue.has_room(len(batch[2]))
 
-    def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> Flight:
-        """Send one batch on its way, and return before it has arrived where Mooncake can do that for us (over TCP). As
-        `write_batches` in all else; blocks while `peer_queue.BATCHES` batches to this peer are under way."""
+    def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> Flight | None:
+        """Send one batch on its way, and return before it has arrived where Mooncake can do that for us (over TCP);
+        None once it has arrived. As `write_batches` in all else; blocks while `peer_queue.BATCHES` batches to this peer
+        are under way."""
         self._check_open()
         peer, started = self._reach(session), time.monotonic()
         lengths = batch[2]
@@ -230,7 +230,11 @@ class TransferEngine:
         except BaseException:
             peer.queue.leave(len(lengths), failed=departed)
             raise
-        return Flight(self._engine, session, peer, lengths, started, batch_id, code)
+        flight = Flight(self._engine, session, peer, lengths, started, batch_id)
+        if batch_id != 0:
+            return flight
+        flight.land(code)
+        return None
 
     def _depart(
         self, session: str, sources: Sequence[int], destinations: Sequence[int], lengths: list[int]

@@ -38,8 +38,9 @@ class Pipeline:
                 if errors:
                     break
                 flight = self._engine.begin(session, batch, may_begin)
-                self._flights += 1
-                self._ends.append((True, partial(self._land, flight, errors)))
+                if flight is not None:
+                    self._flights += 1
+                    self._ends.append((True, partial(self._land, flight, errors)))
         except TransferError as error:
             errors.append(error)
         self.then(lambda: done(next((e for e in errors if e.may_arrive), errors[0]) if errors else None))
@@ -77,3 +78,5 @@ class Pipeline:
             flight.wait()
         except TransferError as error:
             errors.append(error)
+        except Exception as error:  # noqa: BLE001 - the write's owner is told, who must not take it for success
+            errors.append(TransferError(flight.session, str(error), retryable=False, may_arrive=True))

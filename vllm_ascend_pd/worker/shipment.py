@@ -21,14 +21,11 @@ from vllm_ascend_pd.core.plan import (
     Regroup,
     Route,
     Target,
-    concatenate,
     descriptors,
-    held_units,
-    live_units,
     staged_units,
-    unit_offsets,
 )
 from vllm_ascend_pd.core.producer_ticket import RankKey
+from vllm_ascend_pd.core.units import Units
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.transport.batches import Batches
 from vllm_ascend_pd.transport.limits import TransferLimits
@@ -88,17 +85,17 @@ class _Arrived:
 
 @dataclass
 class Shipment:
-    """Items that travel by the same route. `live`: which of each item's units this rank holds and decode wants; the
-    arrays hold only those. `owner[n]` is the index of the item that unit `n` belongs to. `located`: of every item it is
-    known where to write, or that it has failed. `pushes`: how many of it, a layer's chunk each, have not ended; after
-    the last one the transfers are told what has arrived."""
+    """Items that travel by the same route. `units`: those that this rank holds and decode wants, by item; `src_units`
+    `[units]`: where they are from our block 0 on, in bytes; `d_blocks` `[units]`: the block that decode has for each.
+    `located`: of every item it is known where to write, or that it has failed. `pushes`: how many of it, a layer's
+    chunk each, have not ended; after the last one the transfers are told what has arrived."""
 
     route: Route
     geometry: Geometry
     items: list[Item]
-    live: list[Mask]
+    units: Units
     src_units: Offsets
-    owner: Offsets
+    d_blocks: Offsets
     chunks: list[Chunk] = field(default_factory=list)
     located: bool = False
     pushes: int = 0
@@ -128,22 +125,22 @@ class Shipment:
     @classmethod
     def build(cls, route: Route, geometry: Geometry, items: list[Item], device: Device, chunk_units: int) -> "Shipment":
         """`chunk_units`: how many units may be regrouped at once. Raises `DeviceError`."""
-        live = [_live(item, geometry, route.unit) for item in items]
-        src = [
-            unit_offsets(
-                item.blocks[geometry.group],
-                item.tokens(geometry)[0] // geometry.span,
-                geometry,
-                route.unit,
-                *item.tokens(geometry),
-            )[wanted]
-            for item, wanted in zip(items, live, strict=True)
-        ]
-        for item, units in zip(items, src, strict=True):
-            if np.any(units // geometry.block_stride == NULL_BLOCK):
-                item.transfer.fail("decode wants tokens that have left prefill's sliding window", PushFailure.UNFIT)
-        owner = np.repeat(np.arange(len(items), dtype=np.int64), [len(units) for units in src])
-        shipment = cls(route, geometry, items, live, concatenate(src), owner)
+        group = geometry.group
+        ranges = [item.tokens(geometry) for item in items]
+        units = Units.of(route.unit, ranges)
+        # All are for the same decode engine, whose blocks are of one size.
+        span = items[0].transfer.ticket.span(group)
+        d_blocks = units.blocks([item.transfer.d_blocks[group] for item in items], [0] * len(items), span)
+        # Of what has left a sliding window decode's block table has the null block.
+        live = d_blocks != NULL_BLOCK
+        if geometry.share.ranks > 1:
+            live &= units.held(geometry.share)
+        units, d_blocks = units.where(live), d_blocks[live]
+        begins = [start // geometry.span for start, _ in ranges]
+        p_blocks = units.blocks([item.blocks[group] for item in items], begins, geometry.span)
+        for i in np.unique(units.owner[p_blocks == NULL_BLOCK]):
+            items[i].transfer.fail("decode wants tokens that have left prefill's sliding window", PushFailure.UNFIT)
+        shipment = cls(route, geometry, items, units, units.offsets(p_blocks, geometry), d_blocks)
         total = len(shipment.src_units)
         if route.regroup is Regroup.NONE:
             shipment.chunks.append(Chunk(0, total, None))
@@ -213,7 +210,7 @@ class Shipment:
         else:
             src = staged_units(self.route, target.plane, chunk.count, chunk.count)
         dst = self._destination_units(theirs)[chunk.first : chunk.stop]
-        owner = self.owner[chunk.first : chunk.stop]
+        owner = self.units.owner[chunk.first : chunk.stop]
         if theirs.share.ranks > 1:
             held = self._held_by(theirs.share)[chunk.first : chunk.stop]
             src, dst, owner = src[held], dst[held], owner[held]
@@ -224,7 +221,7 @@ class Shipment:
 
     def _units(self, chunk: Chunk, share: TokenShare) -> Offsets:
         """How many units of the chunk each item has for a decode rank with `share` of the tokens."""
-        owner = self.owner[chunk.first : chunk.stop]
+        owner = self.units.owner[chunk.first : chunk.stop]
         if share.ranks > 1:
             owner = owner[self._held_by(share)[chunk.first : chunk.stop]]
         return np.bincount(owner, minlength=len(self.items))
@@ -232,33 +229,12 @@ class Shipment:
     def _held_by(self, share: TokenShare) -> Mask:
         held = self._d_held.get(share)
         if held is None:
-            held = self._d_held[share] = np.concatenate(
-                [
-                    held_units(share, self.route.unit, *item.tokens(self.geometry))[wanted]
-                    for item, wanted in zip(self.items, self.live, strict=True)
-                ]
-            )
+            held = self._d_held[share] = self.units.held(share)
         return held
 
     def _destination_units(self, theirs: Geometry) -> Offsets:
+        """Nothing is written to an engine whose blocks are not as its tickets say (`DecodeLayout.unfit`)."""
         units = self._d_units.get(theirs)
         if units is None:
-            units = concatenate(
-                [
-                    unit_offsets(
-                        item.transfer.d_blocks[theirs.group], 0, theirs, self.route.unit, *item.tokens(theirs)
-                    )[wanted]
-                    for item, wanted in zip(self.items, self.live, strict=True)
-                ]
-            )
-            self._d_units[theirs] = units
+            units = self._d_units[theirs] = self.units.offsets(self.d_blocks, theirs)
         return units
-
-
-def _live(item: Item, geometry: Geometry, unit: int) -> Mask:
-    """Which of the item's units decode wants from this rank."""
-    span = item.transfer.ticket.span(geometry.group)
-    live = live_units(item.transfer.d_blocks[geometry.group], span, unit, *item.tokens(geometry))
-    if geometry.share.ranks > 1:
-        live &= held_units(geometry.share, unit, *item.tokens(geometry))
-    return live

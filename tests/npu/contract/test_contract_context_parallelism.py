@@ -9,8 +9,8 @@ import torch
 from vllm_ascend.worker.block_table import BlockTable
 
 from vllm_ascend_pd.core.layout import Geometry, Order
-from vllm_ascend_pd.core.plan import held_units, unit_offsets
 from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.core.units import Units
 
 pytestmark = pytest.mark.npu
 
@@ -48,7 +48,8 @@ def test_slots_are_where_the_plan_reads_and_writes(tp: int, dcp: int, pcp: int, 
         # A byte per token: offsets are slots.
         geometry = Geometry(0, Order.TOKEN_MAJOR, "int8", BLOCK, BLOCK, 1, 1, 1, share=share)
         tokens = 3 * geometry.span + 5
-        held = held_units(share, 1, 0, tokens)
+        units = Units.of(1, [(0, tokens)])
+        held = units.where(units.held(share))
         ours = np.full(tokens, -1)
-        ours[held] = unit_offsets(np.array(BLOCKS), 0, geometry, 1, 0, tokens)[held]
+        ours[held.tokens] = held.offsets(held.blocks([np.array(BLOCKS)], [0], geometry.span), geometry)
         assert slots(tokens, tp, dcp, pcp, interleave, rank) == ours.tolist()
