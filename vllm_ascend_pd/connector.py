@@ -6,6 +6,7 @@ each does depends on whether the engine prefills (producer) or decodes (consumer
 """
 
 import secrets
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -145,6 +146,8 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         if isinstance(self._worker, ProducerWorker) and self.has_connector_metadata():
+            if (error := sys.exc_info()[1]) is not None:  # vLLM comes here, too, when the forward pass has failed
+                self._worker.step_broke(error)
             self._worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

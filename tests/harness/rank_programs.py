@@ -33,10 +33,11 @@ DRAFT = "a draft of random numbers"
 @dataclass(frozen=True)
 class Hooks:
     """What a model runner tells the connector in a step: layers it saves, in this order and as often (None: each
-    once), and whether that the step has ended."""
+    once), whether the forward pass failed, and whether that the step has ended."""
 
     saved: tuple[int, ...] | None = None
     ended: bool = True
+    broke: bool = False
 
 
 ONCE = Hooks()
@@ -168,6 +169,8 @@ class PrefillRank(_RankBase):
                 self.worker.layer_computed(layer_name(layer))
         for layer, copies in values.items():
             self.compute(layer, copies)
+        if hooks.broke:
+            self.worker.step_broke(RuntimeError("out of memory"))
         if hooks.ended:
             self.worker.end_step()
 
@@ -218,7 +221,7 @@ class PrefillRank(_RankBase):
         """From now on every write takes that much longer."""
         begin = TransferEngine.begin
 
-        def late(*args: Any) -> Flight:
+        def late(*args: Any) -> Flight | None:
             time.sleep(seconds)
             return begin(self.engine, *args)
 
@@ -230,11 +233,12 @@ class PrefillRank(_RankBase):
         self.begun = 0
 
         class Lost:
-            def __init__(self, session: str, flight: Flight) -> None:
+            def __init__(self, session: str, flight: Flight | None) -> None:
                 self.session, self.flight = session, flight
 
             def wait(self) -> None:
-                self.flight.wait()
+                if self.flight is not None:
+                    self.flight.wait()
                 raise TransferError(self.session, "lost by the test", retryable=True)
 
         def begin_lost(session: str, batch: Batch, *others: Any) -> Lost:
@@ -250,7 +254,7 @@ class PrefillRank(_RankBase):
         """From now on the transfer engine fails every write into one of decode's `ranges` (session, address, bytes)."""
         healthy = self.engine.begin
 
-        def begin_healthy(session: str, batch: Batch, *others: Any) -> Flight:
+        def begin_healthy(session: str, batch: Batch, *others: Any) -> Flight | None:
             theirs = [(begin, begin + size) for owner, begin, size in ranges if owner == session]
             if any(begin <= d < end for d in batch[1] for begin, end in theirs):
                 raise TransferError(session, "injected by the test", retryable=True)

@@ -150,6 +150,13 @@ class ProducerWorker:
                 transfer.computed = computed
                 self._finish(transfer)
 
+    def step_broke(self, error: BaseException) -> None:
+        """The forward pass ended in `error`: what it did not compute must not count as delivered (R1). To be called
+        before `end_step`, which still has this rank take part in the step's collectives."""
+        shipments = [shipment for of in self._plan.shipments.values() for _, shipment in of]
+        for transfer in {*self._plan.last, *(t for shipment in shipments for t in shipment.transfers)}:
+            transfer.fail(f"prefill's forward pass failed: {error!r}", PushFailure.INTERNAL)
+
     def preempted(self, request_ids: set[str]) -> None:
         """Their blocks are about to be reused: waits until no push reads them any more (R3)."""
         self.end_step()

@@ -160,7 +160,8 @@ class Sender:
     def _run(self) -> None:
         retired = False
         while not self._closing and not (retired and not self._unsettled):
-            self._release_settled()
+            if self._unsettled:
+                self._release_settled()
             try:
                 task = self._next()
             except queue.Empty:
@@ -219,8 +220,9 @@ class Sender:
             for item in shipment.items:
                 item.transfer.await_destinations()
             shipment.located = True
-        if self.layout is None:
-            return  # then every transfer has failed above
+        if self.layout is None:  # then every transfer has failed above
+            task.fail("the decode engine is not known", PushFailure.INTERNAL)
+            return
         for course in self.layout.courses(task.tensors, shipment.route):
             self._pipeline.make_room()  # who has failed by then is not written
             # Once all are granted and none has failed, no lock is taken.
