@@ -333,6 +333,6 @@ choose_interface() {
     interface=lo
     return
   fi
-  interface=${GLOO_SOCKET_IFNAME:-$(ip -o addr show to "$address" 2>/dev/null | awk '{print $2; exit}')}
+  interface=${GLOO_SOCKET_IFNAME:-$(ip -o addr show to "$address" 2>/dev/null | awk '{print $2; exit}' || true)}
   [[ $interface ]] || die "--interface is missing: which one has $address was not found out"
 }

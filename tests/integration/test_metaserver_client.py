@@ -314,6 +314,16 @@ def test_failures_are_told_beside_the_post(metaserver: Metaserver, tmp_path: Pat
     client.close()
 
 
+def test_failures_are_told_while_posts_have_all_connections(metaserver: Metaserver) -> None:
+    client = MetaserverClient(msgspec.structs.replace(QUICK, max_connections=1), own_host="127.0.0.1")
+    for key in ("first", "second"):
+        client.post(key, metaserver.url, {"id": key, "do": "hang"})
+    client.tell_failure(metaserver.url, TransferFailure("r", "t", 1, "went silent", final=False))
+    eventually(lambda: metaserver.failures)
+    assert client.poll() == []
+    client.close()
+
+
 def test_failures_that_cannot_be_told(metaserver: Metaserver, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody waits for them, and nothing else suffers."""
     failure = TransferFailure("r", "t", 0, "why", final=True)

@@ -81,6 +81,7 @@ IDS = st.text(max_size=64)
 RANK_NUMBERS = st.integers(0, 2**20 - 1)
 INTS = st.integers(-(2**63), 2**63 - 1)
 COUNTS = st.integers(0, 2**63 - 1)
+BYTES = st.integers(0, 2**41 - 1)
 RANK_COUNTS = st.integers(1, 1024)
 SETTLE = st.floats(0, 3600)
 WRITERS = st.builds(Writer, NAMES, RANK_NUMBERS, RANK_NUMBERS, INTS)
@@ -112,7 +113,7 @@ MESSAGES = st.one_of(
     st.builds(Granted, st.floats(0, 86400, exclude_min=True)),
     st.builds(Refused, TEXT, st.booleans(), SETTLE),
     st.builds(Complete),
-    st.builds(Report, IDS, INTS, WRITERS, st.none() | TEXT, COUNTS, COUNTS, SETTLE, IDS),
+    st.builds(Report, IDS, INTS, WRITERS, st.none() | TEXT, BYTES, BYTES, SETTLE, IDS),
     st.builds(Acknowledged),
     st.builds(Revoke, IDS, INTS, WRITERS, TEXT, IDS),
     st.builds(Problem, TEXT),
@@ -183,6 +184,8 @@ def described(part: str, **fields: object) -> bytes:
         pytest.param(altered(REPORT, reason=0), id="int for optional str"),
         pytest.param(altered(REPORT, num_bytes=None), id="nil for int"),
         pytest.param(altered(REPORT, num_bytes=-1), id="negative count"),
+        pytest.param(altered(REPORT, num_bytes=2**41), id="more than a rank can have"),
+        pytest.param(altered(REPORT, bytes_before_end=2**64 - 1), id="more than a rank can have before the end"),
         pytest.param(altered(REPORT, bytes_before_end=-1), id="negative count before the end"),
         pytest.param(altered(REPORT, settle_s=-0.5), id="settling before now"),
         pytest.param(altered(REPORT, settle_s=3601), id="settling for hours"),

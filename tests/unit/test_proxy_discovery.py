@@ -74,6 +74,8 @@ def test_engines_follow_names(caplog: pytest.LogCaptureFixture) -> None:
         (b"prefil: [http://p:1]", "unknown field"),
         (b"prefill: []", "no engine"),
         (b"a: &a [x]\nb: !!python/name:os.system", "could not determine a constructor"),
+        (b"prefill: [!!int '']", "IndexError"),
+        (b"prefill: [!!bool x]", "KeyError"),
         (b"\xff\xfe", "Expected `object`"),
         (b"#" * (1 << 20) + b"#", "larger"),
     ],

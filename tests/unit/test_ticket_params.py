@@ -154,7 +154,7 @@ def test_what_is_accepted(changes):
         ({"remote_dcp_size": 4}, "remote_dcp_size 4 does not divide remote_tp_size 2"),
         ({"remote_dcp_size": 2}, "does not fit remote_cached_tokens"),  # a block id stands for 8
         ({"remote_dcp_size": 2, "remote_cached_tokens": 0, "remote_block_ids": [[7]]}, "1 blocks of 8 for 10 tokens"),
-        ({"remote_interleave_size": 0}, "remote_interleave_size 0 does not divide remote_block_size 4"),
+        ({"remote_interleave_size": 0}, "remote_interleave_size 0 is not positive"),
         ({"remote_interleave_size": 3}, "remote_interleave_size 3 does not divide remote_block_size 4"),
         ({"remote_interleave_size": -1}, "remote_interleave_size"),
     ],

@@ -38,6 +38,8 @@ MAX_REASON_CHARS = 1000
 
 _Id = Annotated[str, msgspec.Meta(max_length=64)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+# Of one writer to one rank. A request's sum over 1024 ranks of prefill and of decode is below 2^63, which vLLM encodes.
+_Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 41)]
 _Covers = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(max_length=1 << 17)]
 
 
@@ -161,8 +163,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     attempt: int
     writer: Writer
     reason: str | None
-    num_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    bytes_before_end: Annotated[int, msgspec.Meta(ge=0)] = 0
+    num_bytes: _Bytes = 0
+    bytes_before_end: _Bytes = 0
     settle_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
     digest: _Id = ""
 

@@ -169,6 +169,8 @@ def parse_ticket(
     dcp, interleave = ticket.remote_dcp_size, ticket.remote_interleave_size
     if dcp < 1 or ticket.remote_tp_size % dcp:
         raise TicketError(f"remote_dcp_size {dcp} does not divide remote_tp_size {ticket.remote_tp_size}")
+    if interleave < 1:
+        raise TicketError(f"remote_interleave_size {interleave} is not positive")
     if dcp > 1 and state_groups:
         raise TicketError(f"remote_dcp_size {dcp}: states are not shared by context parallelism")
     for group, (blocks, size) in enumerate(zip(ticket.remote_block_ids, ticket.remote_block_size, strict=True)):
@@ -178,7 +180,7 @@ def parse_ticket(
             continue
         if size < 1 or ticket.remote_cached_tokens % (span := ticket.span(group)):
             raise TicketError(f"remote_block_size {size} does not fit remote_cached_tokens")
-        if interleave < 1 or size % interleave:
+        if size % interleave:
             raise TicketError(f"remote_interleave_size {interleave} does not divide remote_block_size {size}")
         if len(blocks) * span < ticket.num_tokens or any(block < 0 for block in blocks):
             raise TicketError(f"remote_block_ids: {len(blocks)} blocks of {span} for {ticket.num_tokens} tokens")

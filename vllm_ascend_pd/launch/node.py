@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import http.client
 import json
 import os
 import select
@@ -148,7 +149,7 @@ def is_ready(url: str) -> bool:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever the environment says
         with opener.open(url, timeout=PROBE_SECONDS) as response:
             return bool(response.status == 200)
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return False
 
 

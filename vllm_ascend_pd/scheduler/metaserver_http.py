@@ -17,6 +17,8 @@ from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.transport.secret_files import read_text_secret
 
 _MAX_BODY_BYTES = 64 * 1024
+# Beside those of posts, which keep theirs until prefill has ended: just then failures have to be told.
+_CONNECTIONS_TO_TELL = 16
 _MAX_SHOWN_CHARS = 200
 _FAILURE_TIMEOUT_S = 10.0
 """For telling the metaserver of a failed transfer, all in all: whoever waits for the reason has given up by then."""
@@ -172,7 +174,9 @@ def _http_client(settings: MetaserverSettings) -> tuple[httpx.AsyncHTTPTransport
         headers["Authorization"] = f"Bearer {read_text_secret(settings.token_file)}"
     transport = httpx.AsyncHTTPTransport(
         verify=context,
-        limits=httpx.Limits(max_connections=settings.max_connections, keepalive_expiry=IDLE_CONNECTION_S),
+        limits=httpx.Limits(
+            max_connections=settings.max_connections + _CONNECTIONS_TO_TELL, keepalive_expiry=IDLE_CONNECTION_S
+        ),
         trust_env=False,
     )
     client = httpx.AsyncClient(
