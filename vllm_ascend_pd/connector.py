@@ -42,6 +42,7 @@ from vllm_ascend_pd.worker.producer import ProducerWorker
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -224,6 +225,10 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         """Prefill writes to the request's own blocks, so every cache group is restored."""
         assert self._kv_cache_config is not None
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        if isinstance(self._scheduler, ProducerScheduler):
+            self._scheduler.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         if isinstance(self._scheduler, ProducerScheduler):

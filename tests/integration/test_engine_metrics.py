@@ -125,7 +125,7 @@ def said_by(rank: str, *recorded: tuple[Any, Any], gauges: Any = None) -> Data:
             stats.add(metric, reason=value)
         else:
             stats.add(metric, value)
-    return stats.take(gauges)
+    return stats.take(lambda: gauges or {})
 
 
 def test_both_ways_through_vllm(config: Any, prometheus: PrometheusStatLogger, caplog: Any) -> None:

@@ -209,6 +209,17 @@ def test_a_prompt_without_its_last_token_is_sent_with_the_step_that_computes_the
     assert scheduler.finished(request) == (True, None)
 
 
+@pytest.mark.parametrize(("max_tokens", "complaint"), [(1, None), (2, "max_tokens is 2: states change")])
+def test_a_state_stays_as_it_is_while_it_is_sent(max_tokens, complaint):
+    scheduler, request = with_states(), wants_a_state()
+    request.max_tokens = max_tokens
+    scheduler.prepare(request)
+    starts(scheduler, request, 9, ([7, 1, 5], [30]))
+    sends, params = scheduler.finished(request)
+    assert sends == (complaint is None)
+    assert complaint is None or params["error"].startswith(complaint)
+
+
 def test_preemptions_that_the_scheduler_does_not_name_are_seen_once(scheduler, monkeypatch):
     monkeypatch.setattr(compat, "NAMES_ALL_PREEMPTED", False)
     request, other = ticketed(), make_request("other", PROMPT, None)

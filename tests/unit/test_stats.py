@@ -27,6 +27,7 @@ from vllm_ascend_pd.core.stats import (
     WRITE_RETRIES,
     Counter,
     Data,
+    Gauge,
     Histogram,
     Stats,
     merged,
@@ -56,7 +57,7 @@ def taken(steps: Any) -> list[Data]:
                 ranks[rank].add(metric, value, reason)
             else:
                 ranks[rank].observe(metric, value)
-        said.append(ranks[rank].take(gauges))
+        said.append(ranks[rank].take(lambda gauges=gauges: gauges))
     return said
 
 
@@ -116,7 +117,7 @@ def test_the_size_does_not_depend_on_how_much_was_recorded() -> None:
                     for bound in (*metric.bounds, 1e6):
                         stats.observe(metric, bound)
             assert i < times
-        return len(pickle.dumps(stats.take({PUSH_QUEUE_DEPTH: times, GRANTS_WAITING: times})))
+        return len(pickle.dumps(stats.take(lambda: {PUSH_QUEUE_DEPTH: times, GRANTS_WAITING: times})))
 
     once = size(1)
     assert once < 8192
@@ -173,10 +174,22 @@ def test_threads_and_steps_lose_nothing() -> None:
 
 def test_gauges_are_told_when_they_change() -> None:
     stats = Stats("0/3")
-    assert stats.take({PUSH_QUEUE_DEPTH: 0}) == {}, "0 is where they begin"
-    assert stats.take({PUSH_QUEUE_DEPTH: 2}) == {"gauges": {PUSH_QUEUE_DEPTH.name: {"0/3": 2}}}
-    assert stats.take({PUSH_QUEUE_DEPTH: 2}) == {}
-    assert stats.take({PUSH_QUEUE_DEPTH: 0}) == {"gauges": {PUSH_QUEUE_DEPTH.name: {"0/3": 0}}}
+    assert stats.take(lambda: {PUSH_QUEUE_DEPTH: 0}) == {}, "0 is where they begin"
+    assert stats.take(lambda: {PUSH_QUEUE_DEPTH: 2}) == {"gauges": {PUSH_QUEUE_DEPTH.name: {"0/3": 2}}}
+    assert stats.take(lambda: {PUSH_QUEUE_DEPTH: 2}) == {}
+    assert stats.take(lambda: {PUSH_QUEUE_DEPTH: 0}) == {"gauges": {PUSH_QUEUE_DEPTH.name: {"0/3": 0}}}
+
+
+def test_gauges_are_read_after_what_was_recorded() -> None:
+    """Else one may be told of a queue beside the end of what was in it, and not again until the next step."""
+    stats = Stats("0/0")
+
+    def ends_meanwhile() -> dict[Gauge, int]:
+        stats.add(WRITE_RETRIES)
+        return {PUSH_QUEUE_DEPTH: 1}
+
+    assert stats.take(ends_meanwhile) == {"gauges": {PUSH_QUEUE_DEPTH.name: {"0/0": 1}}}
+    assert stats.take(dict) == {"counters": {WRITE_RETRIES.name: {"": 1}}}
 
 
 def test_a_reason_that_is_none_of_the_fixed_ones_is_refused() -> None:

@@ -12,7 +12,7 @@ was, and `merged` adds up the data of ranks and steps:
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -150,9 +150,9 @@ class Stats:
             of[0][bucket] += 1
             of[1][bucket] += value
 
-    def take(self, gauges: Mapping[Gauge, int] | None = None) -> Data:
-        """What was recorded since the last time, and of `gauges` those that have changed; {} if nothing. One thread
-        takes."""
+    def take(self, gauges: Callable[[], Mapping[Gauge, int]] = dict) -> Data:
+        """What was recorded since the last time, and of `gauges` those that have changed; {} if nothing. They are read
+        last: whoever sees what ended something sees gauges without it. One thread takes."""
         data: Data = {}
         with self._lock:
             counters, self._counters = self._counters, {}
@@ -161,7 +161,7 @@ class Stats:
             data["counters"] = counters
         if histograms:
             data["histograms"] = {name: list(of) for name, of in histograms.items()}
-        for gauge, value in (gauges or {}).items():
+        for gauge, value in gauges().items():
             if self._gauges.get(gauge.name, 0) != value:
                 self._gauges[gauge.name] = value
                 data.setdefault("gauges", {})[gauge.name] = {self._rank: value}

@@ -4,7 +4,7 @@
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -14,6 +14,7 @@ from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.hosts import AnyHost
+from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket
 from vllm_ascend_pd.scheduler.admission import Admission
 from vllm_ascend_pd.scheduler.idle import IdleWait
@@ -21,6 +22,8 @@ from vllm_ascend_pd.step import ProducerStep, Send, WorkerReport
 from vllm_ascend_pd.transfer_span import CACHED_TOKENS, DECODE_ENGINE, REQUEST_ID, TOKENS, TransferSpan
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -30,8 +33,8 @@ logger = logging.getLogger(__name__)
 @dataclass
 class _Sending:
     """A request with a ticket. `sent`: tokens up to here were handed to the ranks; `align`: what a part that is not
-    the last must be a multiple of; `preempted`: how often, and whether it is, as the ranks know; `failure`: why not all
-    of it is sent."""
+    the last must be a multiple of; `held`: blocks of windows that the ranks read; `preempted`: how often, and whether
+    it is, as the ranks know; `failure`: why not all of it is sent."""
 
     request: "Request"
     ticket: Ticket
@@ -39,6 +42,7 @@ class _Sending:
     blocks: list[list[int]]
     align: int
     sent: int
+    held: "list[KVCacheBlock]" = field(default_factory=list)
     announced: bool = False
     sealed: bool = False
     preempted: tuple[int, bool] = (0, False)
@@ -72,12 +76,17 @@ class ProducerScheduler:
         self._tickets: set[str] = set()
         self._errors: dict[str, str] = {}
         self._awaiting: dict[str, _Sending] = {}  # ended, and not reported by all ranks
+        self._pool: BlockPool | None = None
         self._step = ProducerStep()
         self._stats = stats.Stats()
 
     @property
     def has_pending_pushes(self) -> bool:
         return bool(self._awaiting)
+
+    def bind(self, pool: "BlockPool") -> None:
+        """`pool`: which all groups' blocks are from."""
+        self._pool = pool
 
     def prepare(self, request: "Request") -> None:
         """The request is about to be allocated: cuts it short where decode must compute the last token itself."""
@@ -99,6 +108,8 @@ class ProducerScheduler:
             ticket = parse_ticket(params, request.num_prompt_tokens, len(self._groups), self._state_groups)
             if ticket.ticket_id in self._tickets:
                 raise TicketError("this ticket is being served already")
+            if self._state_groups and request.max_tokens > 1:
+                raise TicketError(f"max_tokens is {request.max_tokens}: states change with every token generated")
             self._admission.admit(ticket)
         except TicketError as error:
             logger.warning("request %s: no KV will be sent: %s", request.request_id, error)
@@ -126,6 +137,8 @@ class ProducerScheduler:
             step.preempted |= {
                 r for r, sending in self._sending.items() if sending.was_preempted() and sending.announced
             }
+        for request_id in step.preempted:  # the ranks will not read on, be it for a failure
+            self._let_go(self._sending.get(request_id) or self._awaiting[request_id])
         for new in output.scheduled_new_reqs:
             if sending := self._sending.get(new.req_id):
                 sending.blocks = [list(ids) for ids in new.block_ids]
@@ -156,6 +169,7 @@ class ProducerScheduler:
                     sending.failure = sending.failure or reason
         for request_id in finished_sending:
             if sending := self._awaiting.pop(request_id, None):
+                self._let_go(sending)
                 self._tickets.discard(sending.ticket.ticket_id)
                 sending.end_span()
             self._errors.pop(request_id, None)
@@ -204,6 +218,27 @@ class ProducerScheduler:
         step.sends.append(Send(request_id, start, stop, blocks, last))
         sending.sent = stop
         sending.sealed = last
+        for index, group in enumerate(self._groups):
+            if isinstance(group, TokenGroup) and group.windowed:
+                self._hold(sending, index, group.span, start, blocks[index])
+
+    def _hold(self, sending: _Sending, index: int, span: int, start: int, blocks: Sequence[int]) -> None:
+        """Of a window vLLM gives blocks away while the request runs on, and again when it ends. Those that decode has
+        blocks for must stay as they are until they are sent (R3). `blocks`: of group `index`, of `span` tokens each,
+        from the one that holds token `start` on."""
+        assert self._pool is not None
+        d_blocks, d_span = sending.ticket.remote_block_ids[index], sending.ticket.span(index)
+        for number, block in enumerate(blocks, start // span):
+            wanted = d_blocks[number * span // d_span : math.ceil((number + 1) * span / d_span)]
+            if block != NULL_BLOCK and any(d_block != NULL_BLOCK for d_block in wanted):
+                sending.held.append(self._pool.blocks[block])
+                self._pool.touch(sending.held[-1:])
+
+    def _let_go(self, sending: _Sending) -> None:
+        if sending.held:
+            assert self._pool is not None
+            self._pool.free_blocks(sending.held)
+            sending.held = []
 
 
 def _spans(groups: Iterable[CacheGroup]) -> list[int]:

@@ -199,9 +199,12 @@ class ProducerWorker:
         return WorkerReport(failed=failed) if failed else None
 
     def take_stats(self) -> stats.Data:
-        queued = sum(sender.queued for sender in self._in_use)
+        return self._stats.take(self._gauges)
+
+    def _gauges(self) -> dict[stats.Gauge, int]:
         self._ungranted = self._still_ungranted()
-        return self._stats.take({stats.PUSH_QUEUE_DEPTH: queued, stats.GRANTS_WAITING: len(self._ungranted)})
+        queued = sum(sender.queued for sender in self._in_use)
+        return {stats.PUSH_QUEUE_DEPTH: queued, stats.GRANTS_WAITING: len(self._ungranted)}
 
     def _still_ungranted(self) -> list[Transfer]:
         """Of those that waited when last asked: who has all grants keeps them."""

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of windows stay as they are while they are sent, in vLLM's own block pools: of both sides."""
+
+import hashlib
+import math
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
+
+from harness.scheduling import Scheduled, make_output, make_request, remembered
+from vllm_ascend_pd import compat
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.scheduler.idle import IdleWait
+from vllm_ascend_pd.scheduler.producer import ProducerScheduler
+
+BLOCK = 4
+OF_A_BLOCK: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
+SLIDING = SlidingWindowSpec(**OF_A_BLOCK, sliding_window=6)
+LOCAL = ChunkedLocalAttentionSpec(**OF_A_BLOCK, attention_chunk_size=8)
+WINDOWED = 1  # the cache group beside full attention's
+
+kinds = pytest.mark.parametrize("spec", [SLIDING, LOCAL], ids=["sliding window", "chunked local attention"])
+
+
+class Engine:
+    """vLLM's blocks of a model whose layers see all tokens, and whose others see a window."""
+
+    def __init__(self, spec: Any) -> None:
+        groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**OF_A_BLOCK)), KVCacheGroupSpec(["windowed"], spec)]
+        config = KVCacheConfig(num_blocks=40, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.groups = compat.cache_groups(config)
+        self.manager = KVCacheManager(
+            config, max_model_len=64, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_caching=False
+        )
+        self.all_free = self.pool.get_num_free_blocks()
+
+    @property
+    def pool(self) -> Any:
+        return self.manager.block_pool
+
+    def allocate(self, request: Request, tokens: int, **external: Any) -> tuple[list[int], ...]:
+        assert self.manager.allocate_slots(request, tokens, **external) is not None
+        return self.manager.get_block_ids(request.request_id)
+
+    def handed_out(self) -> set[int]:
+        """What other requests may get now: all that is free."""
+        blocks = self.pool.get_new_blocks(self.pool.get_num_free_blocks())
+        ids = {block.block_id for block in blocks}
+        self.pool.free_blocks(blocks)
+        return ids
+
+
+def ticket_of(decode: Engine, prompt: int) -> Ticket:
+    """What decode asks for: all but the prompt's last token."""
+    request = make_request("d", prompt, None)
+    request.num_computed_tokens = 0
+    blocks = decode.allocate(request, 0, num_external_computed_tokens=prompt - 1, delay_cache_blocks=True)
+    return Ticket(
+        request_id="d",
+        remote_block_ids=[list(ids) for ids in blocks],
+        remote_block_size=[BLOCK, BLOCK],
+        remote_engine_id="decode",
+        remote_host="127.0.0.1",
+        remote_port=5555,
+        remote_tp_size=1,
+        remote_cached_tokens=0,
+        ticket_id=hashlib.md5(b"d", usedforsecurity=False).hexdigest(),
+        num_tokens=prompt - 1,
+    )
+
+
+class Prefill(Engine):
+    def __init__(self, spec: Any, prompt: int) -> None:
+        super().__init__(spec)
+        ticket = ticket_of(Engine(spec), prompt)
+        self.wanted_numbers = [n for n, block in enumerate(ticket.remote_block_ids[WINDOWED]) if block]
+        self.scheduler = ProducerScheduler(self.groups, IdleWait(0.05, in_flight=2))
+        self.scheduler.bind(self.pool)
+        self.request = make_request("p", prompt, msgspec.to_builtins(ticket))
+        self.sent: set[int] = set()
+
+    def step(self, tokens: int) -> None:
+        """Of the windowed group's blocks, `sent` are those that decode has blocks for."""
+        computed = self.request.num_computed_tokens
+        known = [len(ids) for ids in self.manager.get_block_ids("p")] if computed else [0, 0]
+        blocks = self.allocate(self.request, tokens)
+        part = Scheduled(self.request, tuple(ids[n:] for ids, n in zip(blocks, known, strict=True)), computed, tokens)
+        if not computed:
+            self.scheduler.allocated(self.request, blocks)
+        step = self.scheduler.build_step(make_output(**{"running" if computed else "new": [part]}))
+        self.request.num_computed_tokens = computed + tokens
+        for send in step.sends:
+            first = send.start // BLOCK
+            self.sent |= {block for n, block in enumerate(send.blocks[WINDOWED], first) if n in self.wanted_numbers}
+
+    def generate(self, tokens: int) -> None:
+        for token in range(tokens):
+            self.request.append_output_token_ids(token)
+            self.step(1)
+
+    def finish(self) -> None:
+        """As vLLM's scheduler does it."""
+        self.manager.remove_skipped_blocks("p", self.request.num_computed_tokens)
+        assert self.scheduler.finished(self.request)[0]
+
+
+@kinds
+@pytest.mark.parametrize("chunk", [64, 5])
+@pytest.mark.parametrize("generated", [0, 20])
+@pytest.mark.parametrize("prompt", range(2, 28))
+def test_blocks_of_windows_are_held_until_they_are_sent(spec: Any, prompt: int, generated: int, chunk: int) -> None:
+    prefill = Prefill(spec, prompt)
+    for begin in range(0, prompt, chunk):
+        prefill.step(min(chunk, prompt - begin))
+        assert not prefill.sent & prefill.handed_out()
+    prefill.generate(generated)
+    assert not prefill.sent & prefill.handed_out()
+    prefill.finish()
+    assert len(prefill.sent) == len(prefill.wanted_numbers)
+    assert not prefill.sent & prefill.handed_out()
+    prefill.manager.free(prefill.request)
+    prefill.scheduler.update(None, {"p"})
+    assert prefill.pool.get_num_free_blocks() == prefill.all_free
+    assert remembered(prefill.scheduler) == {}
+
+
+@kinds
+def test_nothing_is_held_that_decode_does_not_want(spec: Any) -> None:
+    prefill = Prefill(spec, prompt=27)
+    prefill.step(27)
+    before = prefill.pool.get_num_free_blocks()
+    prefill.finish()
+    outside = math.ceil(27 / BLOCK) - len(prefill.wanted_numbers)
+    assert prefill.pool.get_num_free_blocks() == before + outside > before
+
+
+@kinds
+def test_a_preempted_request_gets_all_blocks_back(spec: Any) -> None:
+    """Else it might wait for what it holds itself. In the same step ranks end what reads them."""
+    prefill = Prefill(spec, prompt=24)
+    prefill.step(24)
+    prefill.manager.free(prefill.request)
+    assert prefill.pool.get_num_free_blocks() < prefill.all_free
+    assert prefill.scheduler.build_step(make_output(preempted=[prefill.request])).preempted == {"p"}
+    assert prefill.pool.get_num_free_blocks() == prefill.all_free
