@@ -209,6 +209,7 @@ def test_bytes_counted_are_bytes_moved(shape: tuple[Model, Side, Side]) -> None:
         whole = merged(waiting, pushed)
         histograms = {name: sum(of[0]) for name, of in whole["histograms"].items()}
         assert histograms[OVERLAP_RATIO.name] == len(requests) * len(ranks)
+        assert not any(whole["histograms"][OVERLAP_RATIO.name][1]), "grants came after the end"
         assert histograms[LAYER_PUSH_SECONDS.name] == histograms[REGROUP_WAIT_SECONDS.name] > 0
         assert PUSH_FAILURES.name not in pushed["counters"]
         for name in (GRANTS_WAITING.name, PUSH_QUEUE_DEPTH.name):
