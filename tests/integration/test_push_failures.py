@@ -13,6 +13,7 @@ import torch
 from harness.kv import Model, Side
 from harness.rank_programs import Hooks, PrefillRank
 from harness.ranks import Pair, expect_delivery, prefill, prompts, run
+from harness.waiting import wait_until
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.stats import PUSH_FAILURES, WRITE_RETRIES, merged
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep
@@ -84,6 +85,25 @@ def test_a_layer_under_way_behind_one_that_fails_is_not_tried_again() -> None:
     assert "lost by the test" in pair.wait_sent(1)["request-0"]
     # The first layer, the next one behind it, and the first one by itself, twice.
     assert rank.call("batches_begun") <= 4
+    assert pair.close() == []
+
+
+def test_a_decode_rank_that_stands_still_is_waited_for_once() -> None:
+    """Not for each of a step's requests in turn: by then their leases have run out."""
+    pair = Pair(GQA, Side(1), Side(1), {"lease_s": 2.0, "write_timeout_s": 3.0, "control_timeout_s": 1.0})
+    [p_rank], [d_rank] = pair.p_ranks, pair.d_ranks
+    requests = prompts(pair, [40, 50, 60])
+    tickets = pair.announce(requests)
+    by_id = {prompt.request_id: prompt for prompt in requests}
+    p_rank.call("step", ProducerStep(tickets=tickets), by_id)
+    wait_until(lambda: p_rank.call("is_granted"), 30)
+    d_rank.freeze()
+    prefill(pair, requests, {})
+    assert pair.wait_sent(3).keys() == by_id.keys()
+    d_rank.freeze(False)
+    said = counted(pair)
+    assert said[PUSH_FAILURES.name] == {"lease": 3}
+    assert WRITE_RETRIES.name not in said
     assert pair.close() == []
 
 

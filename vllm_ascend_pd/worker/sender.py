@@ -267,13 +267,13 @@ class Sender:
 
     def _write_apart(self, task: LayerPush, course: Course, live: Sequence[int], error: TransferError) -> list[int]:
         """One write for each item after one for all has failed, so that only those at fault suffer: none for those that
-        an earlier layer has failed meanwhile. Returns which have been delivered."""
+        have failed meanwhile, or whose lease has run out. Returns which have been delivered."""
         transfers = task.shipment.transfers
         self._unsettle(task, live, error)
         logger.warning("layer %s to decode rank %s: %s; trying each request by itself", task.layer, course.key, error)
         delivered = []
         for i in live:
-            if transfers[i].failure is not None:
+            if not transfers[i].await_grant(course.key):
                 continue
             self._stats.add(stats.WRITE_RETRIES)
             try:
