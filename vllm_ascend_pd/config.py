@@ -61,7 +61,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Times are seconds, sizes bytes. Files with secrets must be regular files of mode 0600."""
 
     transfer_timeout_s: float = 480.0
-    """From issuing a ticket until its KV must have arrived, prefill's queue included."""
+    """From issuing a ticket until its KV must have arrived, prefill's queue included; on prefill, how long decode may
+    have a computed request wait for a grant."""
     settle_timeout_s: float = 30.0
     """After prefill ended, how long a ticket nobody is writing for may stay open."""
     lease_s: float = 20.0

@@ -162,6 +162,23 @@ def test_a_made_up_ticket_gets_no_grant(pair: Pair) -> None:
     assert pair.differences([]) == []
 
 
+def test_a_made_up_engine_shares_nothing_with_a_real_one(pair: Pair) -> None:
+    """Though its address and id, one behind the other, read the same."""
+    made_up, real = requests = prompts(pair, [64, 50])
+    tickets = {p.request_id: pair.ticket(p) for p in requests}
+    pair.expect([real], {real.request_id: tickets[real.request_id]})
+    ticket = tickets[made_up.request_id]
+    tickets[made_up.request_id] = msgspec.structs.replace(
+        ticket,
+        remote_port=ticket.remote_port // 10,
+        remote_engine_id=f"{ticket.remote_port % 10}{ticket.remote_engine_id}",
+    )
+    prefill(pair, requests, tickets)
+    assert pair.wait_arrivals(1) == ({real.request_id}, {})
+    assert pair.wait_sent(2).keys() == {made_up.request_id}
+    assert pair.differences([real]) == []
+
+
 def test_an_altered_ticket_gets_no_grant(pair: Pair) -> None:
     requests = prompts(pair, [64])
     [ticket] = [pair.ticket(p) for p in requests]

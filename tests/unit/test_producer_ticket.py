@@ -202,6 +202,18 @@ def test_decode_may_ask_for_patience():
     assert state.may_write(LEFT, 24.0) is False
 
 
+def test_patience_ends():
+    """Blocks are not kept for as long as a decode engine likes."""
+    state = contacted()
+    state.patience_ends = 20.0
+    for at in (0.0, 8.0, 16.0, 19.0):
+        state.asked(LEFT, at)
+        state.answered(LEFT, at, Refused("another attempt may still write", retry=True, wait_s=5.0))
+    assert state.may_write(LEFT, 19.9) is None
+    assert state.may_write(LEFT, 20.0) is False
+    assert state.cause is PushFailure.NO_GRANT
+
+
 def test_who_never_answers_is_told_three_times():
     state = granted()
     state.finish(1.0)

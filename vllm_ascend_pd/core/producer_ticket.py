@@ -65,11 +65,13 @@ class ProducerTicket:
     """Times are seconds, passed in.
 
     `known`, `may_write` and `finish` answer yes, no, or None: not yet, ask again when something has changed; never
-    None from `grant_deadline` on, which moves while decode asks for patience. `destinations`: where to write, once
-    that is known, and whom to tell; `final`: what was told last is that nothing can arrive any more.
+    None from `grant_deadline` on, which moves while decode asks for patience, to `patience_ends` at most.
+    `destinations`: where to write, once that is known, and whom to tell; `final`: what was told last is that nothing
+    can arrive any more.
     """
 
     grant_deadline: float
+    patience_ends: float = math.inf
     phase: Phase = Phase.WRITING
     failure: str | None = None
     cause: PushFailure | None = None  # of the failure
@@ -124,7 +126,7 @@ class ProducerTicket:
             destination.complete = True
             self.withdrawals += 1
         elif isinstance(answer, Refused) and answer.retry:
-            self.grant_deadline = max(self.grant_deadline, asked_at + answer.wait_s)
+            self.grant_deadline = max(self.grant_deadline, min(asked_at + answer.wait_s, self.patience_ends))
         elif isinstance(answer, Refused):
             self.fail(f"decode rank {key} refused: {answer.reason}", PushFailure.REFUSED)
             return True

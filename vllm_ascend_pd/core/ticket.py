@@ -102,6 +102,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         host = f"[{self.remote_host}]" if ":" in self.remote_host else self.remote_host
         return f"tcp://{host}:{self.remote_port}"
 
+    @property
+    def issuer(self) -> tuple[str, str]:
+        """The decode engine: where it is asked, and its id."""
+        return (self.endpoint, self.remote_engine_id)
+
     def digest(self) -> str:
         """Fingerprint of all that decides where bytes go, the same in all attempts."""
         content = (

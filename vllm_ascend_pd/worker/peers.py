@@ -43,11 +43,10 @@ logger = logging.getLogger(__name__)
 _DESCRIBE_PAUSE_S = 0.1
 # An engine nobody sent anything to for this long is forgotten; it is described again at next contact.
 _FORGET_AFTER_S = 600.0
+# Engines that have not described themselves: each has a thread and a connection, and tickets may name made-up ones.
+_MAX_UNKNOWN = 256
 # How often it is looked which ones, and whose connections can rest.
 _TIDY_S = 1.0
-
-
-PeerKey = tuple[str, str]  # (endpoint, engine id)
 
 
 @dataclass
@@ -78,10 +77,6 @@ class Peer:
         if self.busy:
             return False
         return self.layout is None or self.gone is not None or now - self.used_at > _FORGET_AFTER_S
-
-
-def _key(ticket: Ticket) -> PeerKey:
-    return (ticket.endpoint, ticket.remote_engine_id)
 
 
 class Peers:
@@ -120,10 +115,11 @@ class Peers:
         self._hosts = decode_hosts(config.decode_allowlist, identity.host, config.ticket_secret_file is not None)
         # Guards the two maps, and `waiting` and `users` of peers; all else in them belongs to the channel's thread.
         self._lock = threading.Lock()
-        self._peers: dict[PeerKey, Peer] = {}
+        self._peers: dict[tuple[str, str], Peer] = {}  # by tickets' issuer
         self._transfers: dict[int, Transfer] = {}  # by number
         self._disclaimed: set[int] = set()  # numbers decode is just being told that we know no such transfer
         self._retired: list[Sender] = []  # of engines forgotten, until they have ended
+        self._nobodys = make_sender("pd-sender-to-nobody")  # of engines that are too many
         self._tidy_at = 0.0
         keys = load_keys(config.side_channel_key_file)
         self._client = Client(self._on_unasked, self._on_tick, name="pd-control", keys=keys)
@@ -131,18 +127,23 @@ class Peers:
     def acquire(self, ticket: Ticket) -> Sender:
         """The sender that writes to the engine that issued `ticket`; it takes tasks until `release`."""
         with self._lock:
-            peer = self._peers.get(_key(ticket))
+            peer = self._peers.get(ticket.issuer)
             if peer is None:
-                sender = self._make_sender(f"pd-sender-{ticket.remote_host}:{ticket.remote_port}")
-                peer = Peer(ticket.endpoint, ticket.remote_engine_id, sender, endpoints={ticket.endpoint})
-                self._peers[_key(ticket)] = peer
+                peer = self._peers[ticket.issuer] = self._meet(ticket)
             peer.users += 1
             return peer.sender
+
+    def _meet(self, ticket: Ticket) -> Peer:
+        if sum(peer.layout is None for peer in self._peers.values()) < _MAX_UNKNOWN:
+            sender = self._make_sender(f"pd-sender-{ticket.remote_host}:{ticket.remote_port}")
+            return Peer(ticket.endpoint, ticket.remote_engine_id, sender, endpoints={ticket.endpoint})
+        gone = f"{_MAX_UNKNOWN} other decode engines are yet to describe themselves"
+        return Peer(ticket.endpoint, ticket.remote_engine_id, self._nobodys, gone=gone)
 
     def release(self, ticket: Ticket) -> None:
         """Nothing more will be put for an acquired `ticket`."""
         with self._lock:
-            peer = self._peers[_key(ticket)]
+            peer = self._peers[ticket.issuer]
             peer.users -= 1
             peer.used_at = time.monotonic()
 
@@ -150,7 +151,7 @@ class Peers:
         """Starts asking for grants. The ticket must have been acquired."""
         with self._lock:
             self._transfers[transfer.number] = transfer
-            peer = self._peers[_key(transfer.ticket)]
+            peer = self._peers[transfer.ticket.issuer]
             peer.waiting.append(transfer)
         self._client.call(lambda: self._advance(peer))
 
@@ -160,7 +161,7 @@ class Peers:
 
     def close(self, timeout_s: float) -> None:
         self._client.close(timeout_s)
-        for sender in [*self._retired, *(peer.sender for peer in self._peers.values())]:
+        for sender in {*self._retired, *(peer.sender for peer in self._peers.values()), self._nobodys}:
             sender.close(timeout_s)
 
     # What follows runs on the channel's thread.
@@ -209,7 +210,6 @@ class Peers:
         if isinstance(answer, SideChannelError):
             self._describe_again(peer, str(answer))
             return
-        reason: str | None
         if isinstance(answer, EngineDescription) and (reason := unsound(answer, self._hosts)) is not None:
             answer = Problem(reason)  # its ranks are not even told
         if isinstance(answer, EngineDescription):
@@ -226,9 +226,7 @@ class Peers:
             peer.layout = peer.sender.layout = DecodeLayout(answer)
             self._advance(peer)
             return
-        logger.error(
-            "decode engine %s at %s: %s: requests that wait for it fail", peer.engine_id, peer.endpoint, reason
-        )
+        logger.error("decode engine %s at %s: %s: waiting requests fail", peer.engine_id, peer.endpoint, reason)
         layout = DecodeLayout(answer) if isinstance(answer, EngineDescription) else None
         with self._lock:
             waiting, peer.waiting = peer.waiting, []
@@ -244,7 +242,7 @@ class Peers:
             other.gone = f"engine {other.engine_id} has ended: {peer.engine_id} is at {peer.endpoint} now"
             logger.info("decode %s", other.gone)
             for transfer in transfers:
-                if _key(transfer.ticket) == (other.endpoint, other.engine_id) and transfer not in other.waiting:
+                if transfer.ticket.issuer == (other.endpoint, other.engine_id) and transfer not in other.waiting:
                     self._refuse(transfer, other.gone, PushFailure.UNREACHABLE)
             self._advance(other)
 
@@ -344,8 +342,9 @@ class Peers:
             self._client.rest(endpoint)
         self._retired = [sender for sender in self._retired if not sender.ended]
         for peer in forgotten:
-            peer.sender.retire()
-            self._retired.append(peer.sender)
+            if peer.sender is not self._nobodys:
+                peer.sender.retire()
+                self._retired.append(peer.sender)
             for endpoint in peer.endpoints - in_use:
                 self._client.forget(endpoint)
             if peer.layout is not None:

@@ -67,7 +67,7 @@ class Planner:
         if not sends:
             return plan
         plan.unsaved = dict.fromkeys(self._caches.layers)
-        items: dict[tuple[str, str, Sharding, tuple[int, ...], str], list[Item]] = {}
+        items: dict[tuple[tuple[str, str], Sharding, tuple[int, ...], str], list[Item]] = {}
         for send in sends:
             transfer = transfers[send.request_id]
             if send.last:
@@ -78,15 +78,9 @@ class Planner:
             blocks = tuple(np.asarray(ids, dtype=np.int64) for ids in send.blocks)
             # Engines are told apart by what their tickets say, not by what they answered: every rank must arrive
             # at the same plan, whatever it has learnt so far (R5).
-            key = (
-                ticket.endpoint,
-                ticket.remote_engine_id,
-                ticket.sharding,
-                tuple(ticket.remote_block_size),
-                ticket.remote_draft,
-            )
+            key = (ticket.issuer, ticket.sharding, tuple(ticket.remote_block_size), ticket.remote_draft)
             items.setdefault(key, []).append(Item(transfer, send.start, send.stop, blocks))
-        for (_, _, decode, d_block_sizes, draft), group in items.items():
+        for (_, decode, d_block_sizes, draft), group in items.items():
             sender = senders[group[0].transfer.ticket.ticket_id]
             for index, geometry in enumerate(self._geometries):
                 if not geometry.is_known_to(draft):

@@ -88,14 +88,14 @@ class ProducerWorker:
         """Opens new transfers and plans the step. Blocks for nothing."""
         self.end_step()  # with speculative decoding, vLLM itself ends steps on the last pipeline stage only
         self._wait_s = step.wait_s
-        opened = []
+        opened, now = [], time.monotonic()
         for request_id, ticket in step.tickets.items():
             transfer = Transfer(
                 request_id,
                 ticket,
                 ticket.digest(),
                 tuple(np.asarray(blocks, dtype=np.int64) for blocks in ticket.remote_block_ids),
-                ProducerTicket(time.monotonic() + self._config.grant_timeout_s),
+                ProducerTicket(now + self._config.grant_timeout_s, now + self._config.transfer_timeout_s),
                 self._withdrawals,
             )
             self._transfers[request_id] = transfer
