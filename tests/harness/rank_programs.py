@@ -33,11 +33,10 @@ DRAFT = "a draft of random numbers"
 @dataclass(frozen=True)
 class Hooks:
     """What a model runner tells the connector in a step: layers it saves, in this order and as often (None: each
-    once), whether the forward pass failed, and whether that the step has ended."""
+    once), and whether that the step has ended."""
 
     saved: tuple[int, ...] | None = None
     ended: bool = True
-    broke: bool = False
 
 
 ONCE = Hooks()
@@ -158,10 +157,7 @@ class PrefillRank(_RankBase):
         self.worker.preempted(step.preempted)
         self.worker.start_step(step)
         # All before the first layer: nothing in between may wait for the device, as nothing in a model does.
-        values = {
-            layer: [copy for send in step.sends for copy in self._values(layer, prompts[send.request_id], send)]
-            for layer in self.side.layers_of(self.pp_rank, self.model)
-        }
+        values = {layer: self.values(layer, step, prompts) for layer in self.side.layers_of(self.pp_rank, self.model)}
         own = list(values)
         for layer in own if hooks.saved is None else hooks.saved:
             if layer in own:
@@ -169,8 +165,6 @@ class PrefillRank(_RankBase):
                 self.worker.layer_computed(layer_name(layer))
         for layer, copies in values.items():
             self.compute(layer, copies)
-        if hooks.broke:
-            self.worker.step_broke(RuntimeError("out of memory"))
         if hooks.ended:
             self.worker.end_step()
 
@@ -178,6 +172,10 @@ class PrefillRank(_RankBase):
         """Queues a layer's computation: `copies` are (part of the cache, what it must hold)."""
         for part, values in copies:
             part.copy_(values)
+
+    def values(self, layer: int, step: Any, prompts: dict[str, Prompt]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What `compute` takes, of all that a step completes."""
+        return [copy for send in step.sends for copy in self._values(layer, prompts[send.request_id], send)]
 
     def _values(self, layer: int, prompt: Prompt, send: Send) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The KV of a send's tokens on the device, cut at the cache's blocks."""
