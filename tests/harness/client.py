@@ -163,26 +163,23 @@ def at_once(function: Callable[[T], R], items: Iterable[T], concurrency: int) ->
         return list(pool.map(function, items))
 
 
-class Lines:
-    """Lines that end with a line feed alone: httpx's `iter_lines` also splits at characters that a JSON string may
-    have, U+2028 say."""
+class EventData:
+    """The data of a stream's server-sent events. Lines end with a line feed alone: httpx's `iter_lines` also splits at
+    characters that a JSON string may have, U+2028 say."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> list[str]:
-        """Those that `chunk` completes."""
-        *whole, self._rest = (self._rest + chunk).split(b"\n")
-        return [line.decode() for line in whole]
+        """Of those that `chunk` completes."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return [line.decode().removeprefix("data: ") for line in lines if line.startswith(b"data: ")]
 
 
 def _events(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The JSON objects of a server-sent event stream, up to `[DONE]`."""
-    lines = Lines()
-    for line in (line for chunk in chunks for line in lines.feed(chunk)):
-        data = line.removeprefix("data: ")
-        if not line or data == line:
-            continue
+    events = EventData()
+    for data in (data for chunk in chunks for data in events.feed(chunk)):
         if data == "[DONE]":
             return
         event = json.loads(data)

@@ -40,22 +40,14 @@ def parse_engines(text: bytes) -> Lists:
     if len(text) > _MAX_BYTES:
         raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
     try:
-        content = msgspec.convert(_loaded(text), _Content)
-    except (yaml.YAMLError, msgspec.ValidationError) as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        content = msgspec.convert(yaml.safe_load(text), _Content)
+    except Exception as error:  # noqa: BLE001 - PyYAML's constructors raise what they meet: IndexError for `!!int ''`
+        told = str(error) if isinstance(error, yaml.YAMLError | msgspec.ValidationError) else repr(error)
+        raise ValueError(" ".join(told.split())) from None
     lists = {role: check_engine_urls(role.value, getattr(content, role.value)) for role in Role}
     if not any(lists.values()):
         raise ValueError("it lists no engine")
     return lists
-
-
-def _loaded(text: bytes) -> object:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise
-    except Exception as error:  # noqa: BLE001 - PyYAML's constructors raise what they meet: IndexError for `!!int ''`
-        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from None
 
 
 def read_engines(path: str) -> Lists:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from harness.client import Lines
+from harness.client import EventData
 from harness.soak.ledger import Finished, Outcome
 from harness.soak.workload import Request
 
@@ -69,13 +69,10 @@ class Load:
             if response.is_error:
                 await response.aread()
             _check(response)
-            lines = Lines()
-            async for line in (line async for chunk in response.aiter_bytes() for line in lines.feed(chunk)):
-                data = line.removeprefix("data: ")
+            events = EventData()
+            async for data in (data async for chunk in response.aiter_bytes() for data in events.feed(chunk)):
                 if data == "[DONE]":
                     return
-                if not line or data == line:
-                    continue
                 event = json.loads(data)
                 if "error" in event:
                     raise Failed(_message(event))
