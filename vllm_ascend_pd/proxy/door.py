@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds what those who connect can take: uvicorn itself waits for ever for a request, of any number of clients."""
+"""Bounds what those who connect can take: uvicorn itself waits for ever, for requests and for who does not read, and
+keeps all that is sent ahead."""
 
 from __future__ import annotations
 
@@ -20,10 +21,17 @@ except ImportError:  # httptools is optional
 # For a request's headers, and for its body: then so many bytes buy a second more.
 _PATIENCE_SECONDS = 20.0
 _BYTES_PER_SECOND = 64 * 1024
-# For the rest of a body that was not wanted: an answer sent into a closed connection is lost.
+# For the rest of a body that was not wanted: an answer sent into a closed connection is lost. And for what a connection
+# still has to send when it is closed.
 _LINGER_SECONDS = 2.0
+# Between two looks at what ends unseen.
+_LOOK_SECONDS = 1.0
 # Headers, trailers and whatever else is no body. uvicorn's own bound where it parses with h11.
 _MAX_HEAD_BYTES = 64 * 1024
+# Sent behind a request that has no answer yet. A client that reads the last byte of its answer may ask again before the
+# server knows that this was the last one, but only once.
+_MAX_AHEAD = 1
+_MAX_AHEAD_BYTES = 512 * 1024  # where uvicorn parses with h11, which keeps bytes; more than two reads bring
 
 
 class _Phase(enum.Enum):
@@ -37,9 +45,11 @@ class Door:
     """At most `limit` connections. A further one takes the place of the one that has longest had no request, its own
     if there is no other. `refused` counts what never came to be an HTTP request, by the status it was refused with."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, patience: float) -> None:
+        """`patience`: seconds that a client may leave its answer unread."""
         self.refused: Counter[HTTPStatus] = Counter()
         self.connections = 0
+        self.patience = patience
         self._limit = limit
         self._without_request: dict[_Guest, None] = {}
 
@@ -74,6 +84,7 @@ class _Guest:
         self._phase = _Phase.HEAD
         self._since = 0.0
         self._received = 0
+        self._unread_since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._left = False
 
@@ -81,6 +92,8 @@ class _Guest:
     loop: asyncio.AbstractEventLoop
     cycle: Any
     flow: Any
+    pipeline: Any = ()
+    """Requests behind the one that is being answered, where uvicorn keeps them."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[misc]
@@ -90,6 +103,7 @@ class _Guest:
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)  # type: ignore[misc]
         self._leave()
+        self._stop_timer()
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
@@ -100,7 +114,18 @@ class _Guest:
         super().on_response_complete()  # type: ignore[misc]
         self._follow()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()  # type: ignore[misc]
+        self._unread_since = self.loop.time()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()  # type: ignore[misc]
+        self._unread_since = None
+
     def send_400_response(self, message: str) -> None:
+        if self._is_answering:
+            self.refuse(HTTPStatus.BAD_REQUEST)
+            return
         self._door.refused[HTTPStatus.BAD_REQUEST] += 1
         super().send_400_response(message)  # type: ignore[misc]
 
@@ -109,20 +134,30 @@ class _Guest:
             return
         self._leave()
         self._door.refused[status] += 1
-        begun = self.cycle is not None and self.cycle.response_started
-        if self.cycle is None or (self._phase is _Phase.BODY and not begun):  # between requests: nobody waits for it
+        # Between requests nobody waits for it.
+        if self.cycle is None or (self._phase is _Phase.BODY and not self._is_answering):
             self.transport.write(
                 f"HTTP/1.1 {status.value} {status.phrase}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode()
             )
         self.transport.close()
+        self._timer = self.loop.call_later(_LINGER_SECONDS, self.transport.abort)  # close() waits until all is sent
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether an answer has begun, and has not ended: what is written now is part of it."""
+        cycle = self.cycle  # the last one that came
+        return bool(self.pipeline) or (cycle is not None and cycle.response_started and not cycle.response_complete)
 
     def _leave(self) -> None:
         """Counts no more, although uvicorn may take a moment to let it go."""
         if not self._left:
             self._left = True
             self._door.leave(self)
-            if self._timer is not None:
-                self._timer.cancel()
+            self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _follow(self) -> None:
         cycle = self.cycle
@@ -140,34 +175,45 @@ class _Guest:
         self._since = self.loop.time()
         self._received = 0
         (self._door.wait if phase is _Phase.HEAD else self._door.busy)(self)
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None if phase is _Phase.ANSWER else self.loop.call_at(self._deadline(), self._look)
+        self._stop_timer()
+        self._timer = self.loop.call_at(self._deadline(), self._look)
 
     def _deadline(self) -> float:
+        now, patience = self.loop.time(), self._door.patience
+        if self._unread_since is not None:  # the application waits as long, and says what it gives up
+            return self._unread_since + patience + _LINGER_SECONDS
+        if self._phase is _Phase.ANSWER:
+            return self._since if self.transport.is_closing() else now + patience
         if self._phase is _Phase.LINGER:
             return self._since + _LINGER_SECONDS
+        if self._phase is _Phase.HEAD and self.transport.get_write_buffer_size():
+            return min(now + _LOOK_SECONDS, self._since + patience)
+        if self._phase is _Phase.BODY and self.flow.read_paused:  # it may be sending: we do not read
+            return now + _LOOK_SECONDS
         earned = self._received / _BYTES_PER_SECOND if self._phase is _Phase.BODY else 0.0
         return self._since + _PATIENCE_SECONDS + earned
 
     def _look(self) -> None:
-        now, deadline = self.loop.time(), self._deadline()
-        if self.flow.read_paused:  # it may be sending: we do not read
-            deadline = now + 1.0
-        if now < deadline:
+        deadline = self._deadline()
+        if self.loop.time() < deadline:
             self._timer = self.loop.call_at(deadline, self._look)
+        elif self.transport.get_write_buffer_size():  # it does not read
+            self.transport.abort()
         else:
             self.refuse(HTTPStatus.REQUEST_TIMEOUT)
 
 
 class _H11Guest(_Guest, H11Protocol):
-    pass
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if len(self.conn.trailing_data[0]) > _MAX_AHEAD_BYTES:
+            self.refuse(HTTPStatus.BAD_REQUEST)
 
 
 if HttpToolsProtocol is not None:
 
     class _HttpToolsGuest(_Guest, HttpToolsProtocol):
-        """httptools keeps headers of any length."""
+        """httptools keeps headers of any length, and uvicorn the requests that it has parsed."""
 
         _head_bytes = 0  # since there was body last
 
@@ -176,6 +222,11 @@ if HttpToolsProtocol is not None:
             super().data_received(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self.refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+        def on_message_begin(self) -> None:
+            if len(self.pipeline) >= _MAX_AHEAD:
+                raise ValueError("too many requests sent ahead")  # for uvicorn an invalid one: send_400_response
+            super().on_message_begin()
 
         def on_body(self, body: bytes) -> None:
             self._head_bytes = 0

@@ -63,7 +63,7 @@ def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.s
     files = _raise_open_file_limit(settings.max_concurrent * _SOCKETS_PER_REQUEST + _MAX_BACKLOG + _SPARE_FILES)
     backlog = min(_MAX_BACKLOG, files // _FILES_PER_BACKLOG)
     app = create_app(settings)
-    app.state.door = Door(max(1, (files - backlog - _SPARE_FILES) // 2))
+    app.state.door = Door(max(1, (files - backlog - _SPARE_FILES) // 2), settings.read_timeout)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for each wrong request of a stranger's: counted
     servers = [(_server(app, app.state.door, settings.tls, backlog, "on"), listener)]
     if for_decode is not None:

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that do not read their answers, or ask without end: real connections, by either of uvicorn's parsers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+
+import anyio
+import psutil
+import pytest
+import uvicorn
+from engine_standin import DecodeEngine, PrefillEngine, Servers
+from proxy_cluster import eventually, running_proxy
+from starlette.types import Receive, Scope, Send
+
+from vllm_ascend_pd.proxy import door as door_module
+from vllm_ascend_pd.proxy.door import Door
+
+PARSERS = pytest.mark.parametrize("parser", ["httptools", "h11"])
+
+
+class App:
+    """`/held` is answered once `go` is set, any other path at once, with `size` bytes."""
+
+    def __init__(self, size: int = 2) -> None:
+        self.go = threading.Event()
+        self.begun: list[str] = []
+        self._size = size
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.begun.append(scope["path"])
+        await receive()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive)  # as one that wants to know when its client leaves
+            while scope["path"] == "/held" and not self.go.is_set():
+                await anyio.sleep(0.01)
+            length = str(self._size).encode()
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
+            await send({"type": "http.response.body", "body": bytes(self._size)})
+            tasks.cancel_scope.cancel()
+
+
+@contextmanager
+def serving(app: App, parser: str, patience: float = 60.0) -> Iterator[tuple[Door, int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        if parser == "h11":
+            patch.setattr(door_module, "HttpToolsProtocol", None)
+        door = Door(100, patience)
+        config = uvicorn.Config(
+            app, http=door.protocol, lifespan="off", log_config=None, timeout_graceful_shutdown=1, timeout_keep_alive=60
+        )
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel takes some KB of an answer
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield door, listener.getsockname()[1]
+        finally:
+            app.go.set()
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", port))
+    return connection
+
+
+def get(path: str, header: bytes = b"") -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: x\r\n".encode() + header + b"\r\n"
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    """What comes until the server ends the connection."""
+    received = b""
+    with suppress(ConnectionError):
+        while chunk := connection.recv(65536):
+            received += chunk
+    return received
+
+
+@PARSERS
+@pytest.mark.parametrize("closes", [False, True], ids=["keep-alive", "close"])
+@pytest.mark.parametrize("size", [60_000, 1_000_000])
+def test_answer_that_nobody_reads_is_given_up(parser: str, size: int, closes: bool) -> None:
+    """One that the server takes whole, and one at which it makes the application wait."""
+    app = App(size)
+    with serving(app, parser, patience=0.5) as (door, port), closing(connect(port, receive_buffer=1)) as connection:
+        connection.sendall(get("/", b"Connection: close\r\n" if closes else b""))
+        eventually(lambda: app.begun)
+        eventually(lambda: door.connections == 0)
+        assert len(rest_of(connection)) < size
+        assert not door.refused
+
+
+@PARSERS
+def test_slow_reader_gets_all_of_its_answer(parser: str) -> None:
+    size = 1_000_000
+    with serving(App(size), parser, patience=30.0) as (_, port), closing(connect(port, 4096)) as connection:
+        connection.sendall(get("/"))
+        received = b""
+        while len(received) < size:
+            received += connection.recv(4096)
+        assert received.count(b"\0") == size
+
+
+@PARSERS
+def test_one_request_may_be_sent_ahead(parser: str) -> None:
+    app = App()
+    with serving(app, parser) as (_, port), closing(connect(port)) as connection:
+        connection.sendall(get("/held") + get("/second"))
+        eventually(lambda: app.begun)
+        app.go.set()
+        received = b""
+        while received.count(b"200 OK") < 2:
+            received += connection.recv(65536)
+        assert app.begun == ["/held", "/second"]
+
+
+@PARSERS
+def test_requests_ahead_without_end_are_not_kept(parser: str) -> None:
+    with serving(App(), parser) as (door, port), closing(connect(port)) as connection:
+        reader = threading.Thread(target=rest_of, args=(connection,))
+        reader.start()
+        with pytest.raises(ConnectionError):
+            connection.sendall(get("/") * 400_000)
+        reader.join(30)
+        assert not reader.is_alive()
+        assert door.refused.total() == 1
+
+
+def test_proxy_lets_a_client_go_that_does_not_read() -> None:
+    decode = DecodeEngine()
+    with Servers() as servers:
+        urls = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: decode.app)
+        with running_proxy(*urls, "--read-timeout", "1") as (process, port), closing(connect(port, 1)) as connection:
+            proxy = psutil.Process(process.pid)
+
+            def held() -> list[object]:
+                ours = connection.getsockname()
+                return [each for each in proxy.net_connections() if each.raddr == ours]
+
+            body = b'{"prompt": "' + b"x" * (8 << 20) + b'"}'
+            connection.sendall(b"POST /tokenize HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            eventually(lambda: decode.received)
+            assert held()
+            eventually(lambda: not held())
