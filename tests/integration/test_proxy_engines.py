@@ -82,7 +82,7 @@ def test_engine_is_added_and_removed_while_it_answers(cluster: Cluster, servers:
     assert (engine["role"], engine["url"], engine["state"], engine["listed_by"]) == (
         "decode",
         url,
-        "serving",
+        "new",
         ["the admin API"],
     )
     assert admin(cluster, "POST", json={"role": "decode", "url": url}).status_code == 409
@@ -98,6 +98,25 @@ def test_engine_is_added_and_removed_while_it_answers(cluster: Cluster, servers:
         assert answer.result().status_code == 200
     assert list(listed(cluster)) == [cluster.prefill_url]
     assert cluster.client.get("/health").status_code == 503
+
+
+def test_new_engine_gets_requests_once_it_is_well(token_file: str, servers: Servers) -> None:
+    new = PrefillEngine()
+    new.healthy = False
+    url = servers.start(lambda _: new.app)
+    settings = {"strategy": "round-robin", "check_interval": 0.05, "eject_after": 10_000}
+    with running_cluster(admin_token_file=token_file, **settings) as cluster:
+        assert admin(cluster, "POST", json={"role": "prefill", "url": url}).json()["state"] == "new"
+        eventually(lambda: listed(cluster)[url]["reason"] == "HTTP 503")
+        for _ in range(3):
+            assert cluster.complete().status_code == 200
+        assert not new.received
+        assert cluster.client.get("/health").json()["withheld"]["prefill"] == {url: "new: no health check was good yet"}
+        new.healthy = True
+        eventually(lambda: listed(cluster)[url]["state"] == "serving")
+        for _ in range(2):
+            assert cluster.complete().status_code == 200
+        assert len(new.received) == 1
 
 
 def test_drained_engine_ends_what_it_has(token_file: str) -> None:

@@ -136,6 +136,27 @@ def test_ejection_and_return(eject_after: int, return_after: int, results: list[
         assert gate.ejected is ejected
 
 
+def test_engine_that_comes_later_has_to_be_well_once() -> None:
+    engines, opened = Engines(Role.DECODE, eject_after=2), []
+    engines.on_open = opened.append
+    first = engines.add("first", "test")
+    engines.on_trial = True
+    engines.replace("dns", ["later"])
+    later = engines.get("later")
+    assert later is not None
+    assert [engine.doubtful(0.0) for engine in (first, later)] == [False, True]
+    engines.checked(later, "silent")
+    engines.checked(first, "silent")
+    assert [engine.doubtful(0.0) for engine in (first, later)] == [False, True]
+    assert opened == []
+    engines.checked(later, None)
+    engines.checked(first, None)
+    assert not later.doubtful(0.0)
+    engines.checked(later, "silent")
+    assert not later.doubtful(0.0)
+    assert opened == [later]
+
+
 def test_engine_that_fails_all_its_requests_is_passed_over_for_a_while() -> None:
     record = Record(patience=3)
     for now in (0.0, 1.0):

@@ -188,6 +188,18 @@ def test_verdict_counts_engines_that_may_get_requests() -> None:
     assert proxy.status().verdict is Verdict.UNAVAILABLE
 
 
+def test_engine_that_has_not_been_well_yet_is_unknown() -> None:
+    proxy = Proxy()
+    proxy.prefill.engines.remove(proxy.p)
+    proxy.prefill.engines.on_trial = True
+    new = proxy.prefill.engines.add("http://p:2", "test")
+    assert state_of_prefill(proxy) == (State.UNKNOWN, None, Verdict.UNAVAILABLE)
+    new.gate.checked("HTTP 503")
+    assert state_of_prefill(proxy) == (State.UNKNOWN, "HTTP 503", Verdict.UNAVAILABLE)
+    new.gate.checked(None)
+    assert state_of_prefill(proxy) == (State.HEALTHY, None, Verdict.OK)
+
+
 def test_failures_are_the_last_ones_newest_first() -> None:
     proxy = Proxy()
     for number in range(MAX_RECENT + 5):

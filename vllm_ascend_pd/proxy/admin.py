@@ -123,9 +123,17 @@ class Admin:
             "id": engine.id,
             "role": engine.role.value,
             "url": engine.url,
-            "state": "draining" if engine.draining else "ejected" if engine.gate.ejected else "serving",
-            "reason": engine.gate.reason if engine.gate.ejected else None,
+            "state": _state(engine),
+            "reason": engine.gate.reason or None if engine.gate.shut else None,
             "listed_by": sorted(engine.sources),
             "in_flight": engine.sent.requests,
             "load": {"requests": load.requests, "tokens": load.tokens, "capacity_tokens": load.capacity},
         }
+
+
+def _state(engine: Engine) -> str:
+    if engine.draining:
+        return "draining"
+    if engine.gate.ejected:
+        return "ejected"
+    return "serving" if engine.gate.proven else "new"

@@ -119,6 +119,8 @@ def create_app(settings: ProxySettings) -> Starlette:
             if file is not None:
                 await file.start()
             await discovery.look()
+            for each in (prefill, decode):
+                each.engines.on_trial = True
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(discovery.run)
                 if file is not None:

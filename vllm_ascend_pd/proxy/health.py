@@ -71,5 +71,6 @@ class Health:
 
 def _withheld(engines: Engines) -> dict[str, str]:
     """Why engines get no requests, or only if no other is left."""
-    reasons = {engine.url: f"ejected: {engine.gate.reason}" for engine in engines if engine.gate.ejected}
+    reasons = {engine.url: "new: no health check was good yet" for engine in engines if not engine.gate.proven}
+    reasons |= {engine.url: f"ejected: {engine.gate.reason}" for engine in engines if engine.gate.ejected}
     return reasons | {engine.url: "draining" for engine in engines if engine.draining}

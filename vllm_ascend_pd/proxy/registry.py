@@ -28,7 +28,10 @@ class Role(enum.Enum):
 class Gate:
     """Ejects an engine after `eject_after` failed checks in a row, and lets it in after `return_after` good ones."""
 
-    def __init__(self, eject_after: int, return_after: int) -> None:
+    def __init__(self, eject_after: int, return_after: int, proven: bool = True) -> None:
+        """`proven`: no good check is needed at first."""
+        self.proven = proven
+        """Whether any check was good, or none was needed."""
         self.ejected = False
         self.known = False
         """Whether any check has ended."""
@@ -40,7 +43,9 @@ class Gate:
     def checked(self, reason: str | None) -> bool:
         """A check ended: None for good, else why not. Whether that ejected the engine or let it in."""
         self.known = True
-        if reason is not None:
+        if reason is None:
+            self.proven = True
+        else:
             self.reason = reason
         if (reason is None) is not self.ejected:
             self._against = 0
@@ -50,6 +55,11 @@ class Gate:
             return False
         self.ejected, self._against = not self.ejected, 0
         return True
+
+    @property
+    def shut(self) -> bool:
+        """Whether the engine gets requests only if no other is left."""
+        return self.ejected or not self.proven
 
     @property
     def failing(self) -> bool:
@@ -100,7 +110,7 @@ class Engine:
 
     def doubtful(self, now: float) -> bool:
         """Whether others should be asked first."""
-        return self.gate.ejected or self.passed_over(now)
+        return self.gate.shut or self.passed_over(now)
 
     def passed_over(self, now: float) -> bool:
         """Whether so many requests have failed there that others are asked first."""
@@ -142,7 +152,10 @@ class Engines:
         self.on_gone: Callable[[str], None] = lambda url: None
         """Called with the URL of an engine that is removed, or was ejected: what it had cached may be gone."""
         self.on_open: Callable[[Engine], None] = lambda engine: None
-        """Called with an engine that gets requests again."""
+        """Called with an engine that gets requests now, and did not."""
+        self.on_trial = False
+        """Whether engines that come now are asked last until a check is good: those that are there when the proxy
+        starts may be asked at once."""
         self._eject_after = eject_after
         self._return_after = return_after
         self._engines: dict[str, Engine] = {}
@@ -175,7 +188,8 @@ class Engines:
         return engine
 
     def _new(self, url: str) -> Engine:
-        return Engine(self.role, url, Gate(self._eject_after, self._return_after), Record(self._eject_after))
+        gate = Gate(self._eject_after, self._return_after, proven=not self.on_trial)
+        return Engine(self.role, url, gate, Record(self._eject_after))
 
     def remove(self, engine: Engine) -> None:
         if self._engines.get(engine.url) is engine:
@@ -193,9 +207,12 @@ class Engines:
 
     def checked(self, engine: Engine, reason: str | None) -> bool:
         """As `Gate.checked`."""
+        was_shut = engine.gate.shut
         changed = engine.gate.checked(reason)
         if changed and not engine.removed:
             self.on_gone(engine.url)
+        if was_shut and not engine.gate.shut:
+            self.on_open(engine)
         return changed
 
     def replace(self, source: str, urls: Collection[str]) -> tuple[list[str], list[str]]:

@@ -25,7 +25,7 @@ class State(enum.Enum):
     """What the proxy thinks of an engine."""
 
     UNKNOWN = "unknown"
-    """No check has ended yet."""
+    """No check has ended yet; or none was good of an engine that has come since the start: others are asked first."""
     HEALTHY = "healthy"
     FAILING = "failing"
     """Its last check failed: it gets requests until more have."""
@@ -33,6 +33,9 @@ class State(enum.Enum):
     """Its checks are well and requests have failed there: others are asked first."""
     EJECTED = "ejected"
     """Its checks fail: it gets requests only if no other is left."""
+
+
+_CHECKS_FAIL = (State.UNKNOWN, State.FAILING, State.EJECTED)
 
 
 class Verdict(enum.Enum):
@@ -155,7 +158,7 @@ def _engine(pool: EnginePool, engine: Engine, now: float) -> EngineStatus:
         engine.id,
         engine.url,
         state,
-        one_line(engine.gate.reason, _MAX_TEXT_CHARS) if state in (State.FAILING, State.EJECTED) else None,
+        one_line(engine.gate.reason, _MAX_TEXT_CHARS) or None if state in _CHECKS_FAIL else None,
         engine.draining,
         engine.sent.requests,
         pool.seats.taken(engine),
@@ -171,6 +174,8 @@ def _state(engine: Engine, now: float) -> State:
     gate = engine.gate
     if gate.ejected:
         return State.EJECTED
+    if not gate.proven:
+        return State.UNKNOWN
     if gate.failing:
         return State.FAILING
     if engine.passed_over(now):
