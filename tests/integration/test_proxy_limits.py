@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from engine_standin import PrefillEngine
+from engine_standin import PrefillEngine, Servers
 from proxy_cluster import STREAM, beside, counted, eventually, running_cluster
 
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
@@ -66,6 +67,34 @@ def test_client_that_leaves_the_line_takes_no_place() -> None:
         assert client.submit(cluster.complete).result().status_code == 200
         assert first.result().status_code == 200
         assert len(cluster.decode.received) == 2
+
+
+def test_who_waits_is_served_by_an_engine_that_comes_meanwhile(tmp_path: Path) -> None:
+    token, new = tmp_path / "token", PrefillEngine()
+    token.touch(mode=0o600)
+    token.write_text("a-secret")
+    with (
+        Servers() as servers,
+        running_cluster(max_per_prefill=1, admin_token_file=str(token)) as cluster,
+        ThreadPoolExecutor(2) as clients,
+    ):
+        cluster.prefill.holds = True
+        first = clients.submit(cluster.complete)
+        assert cluster.prefill.working.wait(10)
+        second = clients.submit(cluster.complete)
+        headers = {"Authorization": "Bearer a-secret"}
+
+        def waiting() -> int:
+            answer = cluster.client.get("/admin/engines", headers=headers)
+            return int(answer.json()["waiting"]["prefill"])
+
+        eventually(lambda: waiting() == 1)
+        engine = {"role": "prefill", "url": servers.start(lambda _: new.app)}
+        assert cluster.client.post("/admin/engines", headers=headers, json=engine).status_code == 201
+        assert second.result().status_code == 200
+        assert len(new.received) == 1
+        cluster.prefill.holds = False
+        assert first.result().status_code == 200
 
 
 def test_other_engine_is_asked_when_the_best_is_full() -> None:

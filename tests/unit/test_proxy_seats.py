@@ -95,6 +95,36 @@ def test_who_had_a_place_before_is_called_before_the_line_be_it_full_or_not() ->
     anyio.run(run)
 
 
+def test_who_waits_may_go_to_an_engine_that_joins() -> None:
+    """Whether it is new, or was not to be asked for a while; but not to one that failed it."""
+
+    async def run() -> None:
+        a, b, seats = engine("a"), engine("b"), Seats(1, 3, FOREVER)
+        assert await seats.take([a]) is a
+        got: list[tuple[str, Engine | None]] = []
+
+        async def wait(name: str, *avoid: str) -> None:
+            got.append((name, await seats.take([a], avoid=avoid)))
+
+        async with anyio.create_task_group() as tasks:
+            for name, *avoid in (("failed at b", "b"), ("first",), ("second",)):
+                tasks.start_soon(wait, name, *avoid)
+                await settle()
+            seats.join(b)
+            await settle()
+            assert got == [("first", b)]
+            a.removed = True
+            with seats.held(a):
+                pass
+            with seats.held(b):
+                pass
+            await settle()
+            assert got[1:] == [("second", b)]
+            tasks.cancel_scope.cancel()
+
+    anyio.run(run)
+
+
 def test_line_and_patience_are_bounded() -> None:
     async def run() -> None:
         a, seats = engine("a"), Seats(1, 1, 0.05)

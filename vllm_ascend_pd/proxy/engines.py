@@ -50,6 +50,8 @@ class Choice(NamedTuple):
     prompt: Prompt
     tiers: tuple[tuple[str, ...], ...]
     """An engine is asked, or waited for, only if none of the tiers before can be reached."""
+    avoid: Collection[str] = ()
+    """Who is not asked, should it come while the request waits."""
     admitted: bool = False
     """The request had a place before: it waits for another in front of those that had none."""
 
@@ -85,7 +87,7 @@ class EnginePool:
         self._strategy = STRATEGIES[strategy](prefill_costs if prefills else decode_costs)
         self.seats = seats
         engines.on_gone = self._strategy.forget
-        engines.on_open = seats.call
+        engines.on_open = seats.join
         self._fresh_for = fresh_for
         self._mean_tokens = _FIRST_MEAN
         self._client = EngineClient(
@@ -105,7 +107,7 @@ class EnginePool:
         engines = {engine.url: engine for engine in self.engines if engine.open and engine.url not in avoid}
         ranked = self._strategy.order(prompt, [self.load(engine, now) for engine in engines.values()])
         doubtful = tuple(url for url in ranked if engines[url].doubtful(now))
-        return Choice(prompt, (tuple(url for url in ranked if url not in doubtful), doubtful))
+        return Choice(prompt, (tuple(url for url in ranked if url not in doubtful), doubtful), avoid)
 
     def load(self, engine: Engine, now: float) -> EngineLoad:
         return self._load(engine.url, engine.sent, engine.seen(now, self._fresh_for), self._mean_tokens)
@@ -203,7 +205,7 @@ class EnginePool:
             known = (self.engines.get(url) for url in tier if url not in tried)
             left = [engine for engine in known if engine is not None and engine.open]
             if left:
-                engine = await self.seats.take(left, choice.admitted)
+                engine = await self.seats.take(left, choice.admitted, {*choice.avoid, *tried})
                 if engine is None:
                     raise self._full()
                 return engine

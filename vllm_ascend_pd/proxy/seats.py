@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -41,17 +41,19 @@ class Seats:
         finally:
             self._leave(engine)
 
-    async def take(self, engines: Sequence[Engine], admitted: bool = False) -> Engine | None:
-        """A place at the first of some engines that has one, or gets one. None: the line is full, it took too long, or
-        none of these engines may get requests any more. `admitted`: the request had one before, so it is called before
-        the line, be that full or not."""
+    async def take(
+        self, engines: Sequence[Engine], admitted: bool = False, avoid: Collection[str] = ()
+    ) -> Engine | None:
+        """A place at the first of some engines that has one, or gets one, or at one that joins meanwhile, but those in
+        `avoid`. None: the line is full, it took too long, or none of these engines may get requests any more.
+        `admitted`: the request had one before, so it is called before the line, be that full or not."""
         for engine in engines:
             if engine.open and self._is_free(engine):
                 self._taken[engine] += 1
                 return engine
         if not engines or (not admitted and len(self._waiting) >= self._line * len(engines)):
             return None
-        waiting = _Waiting(engines)
+        waiting = _Waiting(engines, avoid)
         line = self._returning if admitted else self._waiting
         line[waiting] = None
         try:
@@ -74,6 +76,13 @@ class Seats:
             del self._taken[engine]  # it may be gone
         self.call(engine)
 
+    def join(self, engine: Engine) -> None:
+        """An engine gets requests now that did not: those that wait already may go there, too."""
+        for waiting in chain(self._returning, self._waiting):
+            if engine.url not in waiting.avoid:
+                waiting.engines.add(engine)
+        self.call(engine)
+
     def call(self, engine: Engine) -> None:
         """Gives the free places of an engine to those who wait for one."""
         for waiting in chain(self._returning, self._waiting):
@@ -88,7 +97,8 @@ class Seats:
 class _Waiting:
     """One in line, and the engine it was given."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self.engines = engines
+    def __init__(self, engines: Sequence[Engine], avoid: Collection[str]) -> None:
+        self.engines = set(engines)
+        self.avoid = avoid
         self.engine: Engine | None = None
         self.called = anyio.Event()
