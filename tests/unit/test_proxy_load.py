@@ -71,6 +71,11 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         parse_metrics(text)
 
 
+def test_any_error_of_the_parser_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="IndexError"):
+        parse_metrics('vllm:num_requests_running{engine="0", =model="m"} 1.0')
+
+
 def test_metrics_without_end_are_refused() -> None:
     with pytest.raises(ValueError, match="lines"):
         parse_metrics(VLLM_0_23 * 1000)

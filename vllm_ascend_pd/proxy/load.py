@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from .balance import EngineLoad
@@ -38,7 +40,7 @@ def parse_metrics(text: str) -> Snapshot:
         raise ValueError(f"{len(lines)} lines of metrics about load")
     values: dict[str, list[float]] = {}
     rooms: list[int] = []
-    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+    for family in _families("\n".join(lines) + "\n"):
         for sample in family.samples:
             if sample.name == _CACHE_INFO:
                 rooms.append(_room(sample.labels))
@@ -51,6 +53,13 @@ def parse_metrics(text: str) -> Snapshot:
         # Ranks have rooms of the same size.
         kv_tokens = round(min(1.0, sum(use) / len(use)) * capacity)
     return Snapshot(_total(values.get(_RUNNING)), _total(values.get(_WAITING)), kv_tokens, capacity)
+
+
+def _families(text: str) -> Iterable[Metric]:
+    try:
+        return list(text_string_to_metric_families(text))
+    except Exception as error:  # noqa: BLE001 - the parser raises what it meets: IndexError for `{a="b", =c="d"}`
+        raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
 def _total(values: list[float] | None) -> int | None:
