@@ -164,7 +164,8 @@ def proxy(
         logging.getLogger(__name__).info(
             "proxy listens on %s port %d; decode engines post tickets to %s", host, port, settings.metaserver_url
         )
-        serve(settings, *listeners)
+        if not serve(settings, *listeners):
+            raise typer.Exit(1)
 
 
 @app.command()

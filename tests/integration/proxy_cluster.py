@@ -120,17 +120,21 @@ def closing_server() -> Iterator[tuple[str, list[bytes]]]:
         yield f"http://127.0.0.1:{port}", seen
 
 
-def command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "vllm_ascend_pd.cli", "proxy", *options]
+def command(*options: str, before: str = "") -> list[str]:
+    """`before`: Python that is run first."""
+    program = (
+        ["-c", f"{before}\nfrom vllm_ascend_pd.cli import main\nmain()"] if before else ["-m", "vllm_ascend_pd.cli"]
+    )
+    return [sys.executable, *program, "proxy", *options]
 
 
 @contextmanager
 def running_proxy(
-    prefill: str, decode: str, *options: str, port: int = 0
+    prefill: str, decode: str, *options: str, port: int = 0, before: str = ""
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A proxy process and its port."""
+    """A proxy process and its port. `before` as in `command`."""
     process = subprocess.Popen(
-        command("--port", str(port), "--prefill", prefill, "--decode", decode, *options),
+        command("--port", str(port), "--prefill", prefill, "--decode", decode, *options, before=before),
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},

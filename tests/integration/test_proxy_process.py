@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -94,6 +95,28 @@ def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
         assert process.returncode == 0
         assert "Traceback" not in log
         assert "secret" not in log
+        assert decode.cancelled.wait(5)
+
+
+def test_failed_background_task_ends_the_process(tmp_path: Path) -> None:
+    """A library breaks that health checks need, once a request is under way."""
+    prefill, decode = PrefillEngine(), DecodeEngine()
+    decode.hangs_after_first_token = True
+    broken = tmp_path / "broken"
+    breaks = f"import os, random\nrandom.uniform = lambda *_: 1 / (not os.path.exists({str(broken)!r}))"
+    with Servers() as servers:
+        urls = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
+        with running_proxy(*urls, before=breaks) as (process, port):
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            with httpx.stream("POST", url, json={**COMPLETION, "stream": True}, timeout=30, **PLAIN_HTTP) as response:
+                events = response.iter_raw()
+                next(events)
+                broken.touch()
+                assert b"the proxy is shutting down" in b"".join(events)
+            _, log = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert "ZeroDivisionError" in log
+        assert "the proxy ends" in log
         assert decode.cancelled.wait(5)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -50,7 +51,8 @@ _MISSED_CHECKS = 3
 
 def create_app(settings: ProxySettings) -> Starlette:
     """`app.state.exchanges.shut_down()` ends all requests; the server calls it when it is told to stop.
-    `app.state.metaserver` is the application of the metaserver's own port, if it has one."""
+    `app.state.metaserver` is the application of the metaserver's own port, if it has one. `app.state.ended` is set when
+    the proxy's background tasks have ended: without being told to when one of them failed, which uvicorn logs."""
 
     def pool(role: Role, requests: int, per_engine: int | None, timeout: float) -> EnginePool:
         engines = Engines(role, eject_after=settings.eject_after, return_after=settings.return_after)
@@ -113,6 +115,8 @@ def create_app(settings: ProxySettings) -> Starlette:
             wall=time.time(),
         )
 
+    ended = asyncio.Event()
+
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         try:
@@ -130,6 +134,8 @@ def create_app(settings: ProxySettings) -> Starlette:
                 yield
                 tasks.cancel_scope.cancel()
         finally:
+            ended.set()
+            exchanges.shut_down()
             await prefill.aclose()
             await decode.aclose()
             await anyio.to_thread.run_sync(tracing.close)
@@ -154,6 +160,7 @@ def create_app(settings: ProxySettings) -> Starlette:
         lifespan=lifespan,
     )
     app.state.exchanges = exchanges
+    app.state.ended = ended
     if settings.metaserver_apart:
         app.state.metaserver = Starlette(routes=for_decode, exception_handlers={HTTPException: _http_error})
     return app

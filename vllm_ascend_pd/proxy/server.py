@@ -21,6 +21,8 @@ from .door import Door
 from .settings import ProxySettings
 from .tls import Tls
 
+log = logging.getLogger(__name__)
+
 _HANDSHAKE_SECONDS = 5.0
 # Requests end at once when the proxy stops; this bounds the wait for clients that do not read their ends.
 _GRACEFUL_SHUTDOWN_SECONDS = 3
@@ -57,9 +59,9 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family)
 
 
-def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.socket | None = None) -> None:
-    """Blocks until SIGINT or SIGTERM; by then every client has its answer or an error. `for_decode`: the metaserver's
-    own port."""
+def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.socket | None = None) -> bool:
+    """Blocks until SIGINT or SIGTERM; by then every client has its answer or an error. False: it could not start, or a
+    background task failed; the log says why. `for_decode`: the metaserver's own port."""
     files = _raise_open_file_limit(settings.max_concurrent * _SOCKETS_PER_REQUEST + _MAX_BACKLOG + _SPARE_FILES)
     backlog = min(_MAX_BACKLOG, files // _FILES_PER_BACKLOG)
     app = create_app(settings)
@@ -71,27 +73,30 @@ def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.s
             (_server(app.state.metaserver, app.state.door, settings.metaserver_tls, backlog, "off"), for_decode)
         )
 
-    def stop() -> None:
+    async def run() -> bool:
+        loop = asyncio.get_running_loop()
+        told = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, told.set)
+        running = [asyncio.create_task(server.serve(sockets=[own])) for server, own in servers]
+        ends = [asyncio.create_task(event.wait()) for event in (told, app.state.ended)]
+        await asyncio.wait([*running, *ends], return_when=asyncio.FIRST_COMPLETED)
+        if not told.is_set():
+            log.error("the proxy ends: it could not start, or a background task of its own failed")
         app.state.exchanges.shut_down()
         for server, _ in servers:
             server.should_exit = True
-
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop)
-        running = [asyncio.create_task(server.serve(sockets=[own])) for server, own in servers]
-        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        stop()  # one that could not start
         await asyncio.gather(*running)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+        return told.is_set()
 
     with contextlib.closing(_Loop()) as loop:
-        loop.run_until_complete(run())
+        well = loop.run_until_complete(run())
         loop.run_until_complete(loop.shutdown_default_executor())
+    return well
 
 
 def _server(app: Starlette, door: Door, tls: Tls | None, backlog: int, lifespan: Literal["on", "off"]) -> _Server:
