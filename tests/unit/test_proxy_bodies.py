@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_ascend_pd.proxy.bodies import decode_body, parse_client_request, prefill_body
+from vllm_ascend_pd.proxy.bodies import MAX_PROMPTS, decode_body, parse_client_request, prefill_body
 from vllm_ascend_pd.proxy.endpoints import Endpoint
+from vllm_ascend_pd.proxy.errors import RequestRefused
 
 ID = "5b1e0c2e-4d3f-4f0f-8f5a-7c9d1e2f3a4b"
 METASERVER = "http://127.0.0.1:8000/v1/metaserver"
@@ -88,3 +89,27 @@ def test_prompt_embeddings(fields: dict[str, Any], alone: list[dict[str, Any]]) 
     assert {name: decode[name] for name in fields} == fields
     bodies = [json.loads(prefill_body(request, i, TICKET, ID)) for i in range(len(request.prompts))]
     assert [{n: body[n] for n in ("prompt", "prompt_embeds") if n in body} for body in bodies] == alone
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [
+        (Endpoint.COMPLETIONS, {"prompt": ["a"] * MAX_PROMPTS}),
+        (Endpoint.COMPLETIONS, {"prompt": [[1, 2]] * MAX_PROMPTS}),
+        (Endpoint.COMPLETIONS, {"prompt_embeds": [EMBEDDING] * MAX_PROMPTS}),
+        (Endpoint.COMPLETIONS, {"prompt_embeds": [EMBEDDING] * 3, "prompt": ["a"] * (MAX_PROMPTS - 3)}),
+        (Endpoint.CHAT_BATCH, {"messages": [[{"role": "user", "content": "a"}]] * MAX_PROMPTS}),
+    ],
+)
+def test_number_of_prompts_is_bounded(endpoint: Endpoint, fields: dict[str, list[Any]]) -> None:
+    assert len(parse_client_request(endpoint, json.dumps(fields).encode()).prompts) == MAX_PROMPTS
+    name, several = next(iter(fields.items()))
+    one_more = {**fields, name: [*several, several[0]]}
+    with pytest.raises(RequestRefused, match=f"{MAX_PROMPTS + 1} .* at most {MAX_PROMPTS}: each is") as refused:
+        parse_client_request(endpoint, json.dumps(one_more).encode())
+    assert refused.value.status == 400
+
+
+def test_one_prompt_may_have_any_number_of_tokens() -> None:
+    body = json.dumps({"prompt": list(range(MAX_PROMPTS + 1))}).encode()
+    assert len(parse_client_request(Endpoint.COMPLETIONS, body).prompts) == 1

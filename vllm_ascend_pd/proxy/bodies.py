@@ -18,6 +18,10 @@ from .errors import RequestRefused
 
 Fields = dict[str, msgspec.Raw]
 
+MAX_PROMPTS = 4096
+"""In one request. Each is a request of its own to both engines, with a ticket and a connection: more, which clients
+cannot mean, would leave no place to others'. vLLM 0.32 takes 1,024 itself (VLLM_MAX_COMPLETION_PROMPTS)."""
+
 
 class ClientRequest(msgspec.Struct, frozen=True):
     endpoint: Endpoint
@@ -58,11 +62,14 @@ def parse_client_request(endpoint: Endpoint, body: bytes) -> ClientRequest:
     if endpoint is Endpoint.COMPLETIONS:
         # vLLM takes the prompts of both fields, embeddings first.
         whole: Fields = {name: fields.pop(name) for name in ("prompt_embeds", "prompt") if name in fields}
-        prompts = tuple({name: one} for name, value in whole.items() if _given(value) for one in _split(value))
+        each = [(name, one) for name, value in whole.items() if _given(value) for one in _split(value)]
+        _check_number(len(each), "prompts", "prompt")
+        prompts = tuple({name: one} for name, one in each)
         return ClientRequest(endpoint, fields, prompts, whole)
     if endpoint is Endpoint.CHAT_BATCH and bytes(fields.get("messages", b"")).startswith(b"["):
         messages = fields.pop("messages")
         conversations = msgspec.json.decode(messages, type=list[msgspec.Raw])
+        _check_number(len(conversations), "conversations", "messages")
         one_each = tuple({"messages": msgspec.Raw(b"[" + bytes(one) + b"]")} for one in conversations)
         return ClientRequest(endpoint, fields, one_each, {"messages": messages})
     return ClientRequest(endpoint, fields, ({},), {})
@@ -137,6 +144,11 @@ def _split(prompt: msgspec.Raw) -> list[msgspec.Raw]:
     if items and bytes(items[0]).startswith((b'"', b"[")):
         return items
     return [prompt]
+
+
+def _check_number(number: int, of_what: str, field: str) -> None:
+    if number > MAX_PROMPTS:
+        raise _bad_request(f"{number} {of_what} in one request, at most {MAX_PROMPTS}: each is one to an engine", field)
 
 
 def _given(value: msgspec.Raw | None) -> bool:
