@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_ascend_pd.proxy.bodies import MAX_PROMPTS, decode_body, parse_client_request, prefill_body
+from vllm_ascend_pd.proxy.bodies import MAX_PROMPTS, decode_body, parse_client_request, prefill_body, samples_of
 from vllm_ascend_pd.proxy.endpoints import Endpoint
 from vllm_ascend_pd.proxy.errors import RequestRefused
 
@@ -113,3 +113,21 @@ def test_number_of_prompts_is_bounded(endpoint: Endpoint, fields: dict[str, list
 def test_one_prompt_may_have_any_number_of_tokens() -> None:
     body = json.dumps({"prompt": list(range(MAX_PROMPTS + 1))}).encode()
     assert len(parse_client_request(Endpoint.COMPLETIONS, body).prompts) == 1
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "samples"),
+    [
+        (Endpoint.CHAT, "{}", 1),
+        (Endpoint.CHAT, '{"n": 3}', 3),
+        (Endpoint.COMPLETIONS, '{"prompt": "a", "n": "2"}', 2),
+        (Endpoint.COMPLETIONS, '{"prompt": "a", "n": null}', 1),
+        (Endpoint.CHAT, '{"n": -1}', 1),
+        (Endpoint.CHAT, '{"n": [2]}', 1),
+        (Endpoint.CHAT, '{"n": 1%s}' % ("0" * 400), 16384),
+        (Endpoint.GENERATE, '{"n": 3, "token_ids": [1], "sampling_params": {"n": 2}}', 2),
+        (Endpoint.GENERATE, '{"token_ids": [1], "sampling_params": null}', 1),
+    ],
+)
+def test_samples(endpoint: Endpoint, body: str, samples: int) -> None:
+    assert samples_of(parse_client_request(endpoint, body.encode())) == samples

@@ -21,6 +21,8 @@ Fields = dict[str, msgspec.Raw]
 MAX_PROMPTS = 4096
 """In one request. Each is a request of its own to both engines, with a ticket and a connection: more, which clients
 cannot mean, would leave no place to others'. vLLM 0.32 takes 1,024 itself (VLLM_MAX_COMPLETION_PROMPTS)."""
+# vLLM's own bound (VLLM_MAX_N_SEQUENCES).
+_MAX_SAMPLES = 16384
 
 
 class ClientRequest(msgspec.Struct, frozen=True):
@@ -83,6 +85,19 @@ def check_other_request(body: bytes) -> None:
         raise _bad_request(f"the request body is not a JSON object: {error}") from None
     if _given(fields.get("kv_transfer_params")):
         raise _bad_request("kv_transfer_params is set by the proxy, not by clients", "kv_transfer_params")
+
+
+def samples_of(request: ClientRequest) -> int:
+    """How many answers to each prompt the client wants: decode computes them as so many requests of one name. Where
+    `n` is no number decode refuses the request."""
+    nested, fields = SHAPES[request.endpoint].nested, request.fields
+    try:
+        if nested is not None:
+            fields = msgspec.json.decode(fields.get(nested, b"{}"), type=Fields)
+        number = msgspec.json.decode(fields.get("n", b"1"), type=int | None, strict=False)
+    except UNREADABLE:
+        return 1
+    return min(max(1, number or 1), _MAX_SAMPLES)
 
 
 def decode_body(request: ClientRequest, metaserver_url: str, request_id: str) -> bytes:

@@ -98,7 +98,8 @@ class Attempt:
         """Decode engines that were asked; the last one has the request."""
         self.answering = False
         """Something of the answer has gone to the client: from here on it, good or bad, is the decode engine's."""
-        self.tickets: dict[str, PrefillTicket] = {}
+        self.tickets: dict[tuple[int, str], PrefillTicket] = {}
+        """By the number of the prompt and the ticket's id."""
         self.prefilled_at: float | None = None
         """When a first prompt's prefill had succeeded, on `time.monotonic`'s clock."""
         self.transfer_failed = anyio.Event()
@@ -120,14 +121,19 @@ class Attempt:
             return Phase.PREFILL
         return Phase.DECODE if self.prefilled_at is None else Phase.TRANSFER
 
-    def ticket(self, ticket_id: str, attempt: int, failures: Sequence[Failure]) -> PrefillTicket:
+    def ticket(
+        self, prompt: int, ticket_id: str, attempt: int, failures: Sequence[Failure], samples: int
+    ) -> PrefillTicket | None:
         """Of a ticket that decode posts: for the first time, or again because it lost the connection. A prefill of
-        then is cancelled, and the next one is another attempt. `failures` as in PrefillTicket."""
+        then is cancelled, and the next one is another attempt. `failures` as in PrefillTicket. None: the prompt has
+        `samples` tickets already, all that a decode engine gives out for it."""
         if not ticket_id:
             return PrefillTicket(attempt, failures)
-        state = self.tickets.get(ticket_id)
+        state = self.tickets.get((prompt, ticket_id))
         if state is None:
-            state = self.tickets[ticket_id] = PrefillTicket(attempt, failures)
+            if sum(of == prompt for of, _ in self.tickets) >= samples:
+                return None
+            state = self.tickets[prompt, ticket_id] = PrefillTicket(attempt, failures)
         else:
             state.attempt += 1
             state.left = False

@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, RECOMPUTES_HEADER, 
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 
 from .bearer import BearerToken
-from .bodies import prefill_body
+from .bodies import prefill_body, samples_of
 from .counts import Counts
 from .engines import Choice, EngineError, EnginePool
 from .errors import error_response, excerpt
@@ -90,7 +90,8 @@ class Metaserver:
 
     async def post_ticket(self, request: Request) -> Response:
         """200 once P has run the prompt; 400 for what is no ticket; 401 without the token; 404 when no request waits
-        for it; 410 when that request ended meanwhile; 502 when the prefill failed. Errors are `{"error": reason}`."""
+        for it; 409 when that has its tickets already; 410 when it ended meanwhile; 502 when the prefill failed. Errors
+        are `{"error": reason}`."""
         try:
             body, ticket = await self._read(request, self._settings.max_ticket_bytes, Ticket, "ticket")
             waiting = self._find(ticket.request_id)
@@ -99,7 +100,10 @@ class Metaserver:
         attempt, index = waiting.attempt, waiting.prompt
         if not ticket.ticket_id and (index or waiting.is_sample):
             return _refuse_unmatched(attempt)
-        state = attempt.ticket(ticket.ticket_id, ticket.attempt, waiting.exchange.prefill_failures(index))
+        failed_before, samples = waiting.exchange.prefill_failures(index), samples_of(waiting.request)
+        state = attempt.ticket(index, ticket.ticket_id, ticket.attempt, failed_before, samples)
+        if state is None:
+            return _error(HTTPStatus.CONFLICT, "this request_id has its tickets already, of other ids")
         state.recomputes = request.headers.get(RECOMPUTES_HEADER) == "1"
 
         failures: list[Failure] = []
@@ -156,7 +160,7 @@ class Metaserver:
             exchange, attempt, _, index, _ = self._find(failed.request_id)
         except _Refused as refused:
             return refused.answer
-        state = attempt.tickets.get(failed.ticket_id)
+        state = attempt.tickets.get((index, failed.ticket_id))
         if state is None:
             return _error(HTTPStatus.NOT_FOUND, "no such ticket was posted for this request_id")
         if not failed.final and failed.attempt != state.attempt:

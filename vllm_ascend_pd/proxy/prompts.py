@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from typing import NamedTuple
 
-from .bodies import ClientRequest, Fields
+from .bodies import ClientRequest, Fields, samples_of
 from .endpoints import SHAPES, Endpoint
 
 # Of text in most tokenisers, English and code; other languages take fewer. It is the same for all engines.
@@ -59,11 +59,10 @@ def prompts_of(request: ClientRequest) -> Prompt:
     if not request.prompts:
         return NO_PROMPT
     others = sum(_text_of(request, index)[1] for index in range(1, len(request.prompts)))
-    samples = bytes(request.fields.get("n", b"1"))
     first = prompt_of(request, 0)
     return first._replace(
         tokens=first.tokens + others,
-        sequences=len(request.prompts) * (int(samples) if samples.isdigit() and len(samples) < 5 else 1),
+        sequences=len(request.prompts) * samples_of(request),
     )
 
 

@@ -67,6 +67,11 @@ def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.s
     app = create_app(settings)
     app.state.door = Door(max(1, (files - backlog - _SPARE_FILES) // 2), settings.read_timeout)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for each wrong request of a stranger's: counted
+    if not settings.metaserver_apart and settings.metaserver_token_file is None:
+        log.warning(
+            "whoever reaches this port may post tickets, clients for requests of their own: "
+            "--metaserver-token-file or --metaserver-port keep them from that"
+        )
     servers = [(_server(app, app.state.door, settings.tls, backlog, "on"), listener)]
     if for_decode is not None:
         servers.append(
