@@ -5,7 +5,8 @@
 #   scripts/launch_proxy.sh --prefill URL... --decode URL... --address IP [OPTION...] [-- PROXY_ARGUMENT...]
 #
 #   --prefill URL, --decode URL
-#                           engines, such as http://10.0.0.11:8100; may be repeated
+#                           engines, such as http://10.0.0.11:8100, or dns+http://NAME:PORT for all addresses of a name;
+#                           may be repeated, or left out with -- --engines-file FILE or -- --admin-token-file FILE
 #   --address HOST          this host's address: where decode engines find the proxy, to post their tickets
 #   --port PORT             where it serves clients and takes tickets (8000)
 #   --listen ADDRESS        on which address (default: --address)
@@ -80,8 +81,14 @@ while (($#)); do
   shift
 done
 
-((${#prefill[@]})) || die "--prefill is missing: at least one prefill engine's URL"
-((${#decode[@]})) || die "--decode is missing: at least one decode engine's URL"
+from_elsewhere=
+for word in "${rest[@]}"; do
+  case $word in
+    --engines-file | --engines-file=* | --admin-token-file | --admin-token-file=*) from_elsewhere=1 ;;
+  esac
+done
+[[ $from_elsewhere ]] || ((${#prefill[@]})) || die "--prefill is missing: at least one prefill engine's URL"
+[[ $from_elsewhere ]] || ((${#decode[@]})) || die "--decode is missing: at least one decode engine's URL"
 [[ $address ]] || die "--address is missing: how do decode engines reach this proxy?"
 [[ $port =~ ^[1-9][0-9]{0,4}$ ]] || die "--port $port: 1 to 65535"
 if [[ $metaserver_port ]]; then
@@ -102,7 +109,8 @@ case $address in
   0.0.0.0 | ::) die "--address $address is no address that decode engines can reach; --listen $address listens on all" ;;
 esac
 for url in "${prefill[@]}" "${decode[@]}"; do
-  [[ $url =~ ^https?://[^/[:space:]@?#]+/?$ ]] || die "$url: an engine's URL is such as http://10.0.0.11:8100"
+  [[ $url =~ ^(https?://[^/[:space:]@?#]+|dns\+http://[^/[:space:]@?#]+:[0-9]+)/?$ ]] ||
+    die "$url: an engine's URL is such as http://10.0.0.11:8100 or dns+http://NAME:8100"
 done
 for url in "${prefill[@]}"; do
   for other in "${decode[@]}"; do

@@ -211,6 +211,7 @@ def test_says_which_python_is_missing(script: str, environment: dict[str, str], 
         ("proxy", ("--prefill", "http://a:1", "--decode", "http://b:1"), "--address is missing"),
         ("proxy", ("--prefill", "http://a:1", "--decode", "http://a:1/", "--address", "h"), "as a prefill and"),
         ("proxy", ("--prefill", "a:1", "--decode", "http://b:1", "--address", "h"), "a:1: an engine's URL is such as"),
+        ("proxy", ("--prefill", "dns+http://a", "--decode", "http://b:1", "--address", "h"), "dns+http://a: an engine"),
         ("proxy", ("--prefill", "http://a:1", "--decode", "http://b:1", "--address", "0.0.0.0"), "no address that"),
         ("proxy", ("--frefill", "http://a:1"), "unknown option --frefill"),
         ("proxy", (*PROXY, "--tls-cert", "/c"), "--tls-cert and --tls-key go together"),
@@ -314,7 +315,7 @@ def test_help_names_every_option_and_variable(role: str, environment: dict[str, 
 
 
 def test_the_proxys_command_is_one_that_it_takes(environment: dict[str, str]) -> None:
-    urls = ("--prefill", "http://10.0.0.1:8100", "--prefill=http://10.0.0.3:8100", "--decode", "http://10.0.0.2:8200/")
+    urls = ("--prefill", "http://10.0.0.1:8100", "--prefill=dns+http://p.svc:8100", "--decode", "http://10.0.0.2:8200/")
     done = launch("proxy", *urls, "--address", "fd00::1", "--dry-run", "--", "--read-timeout", "9", env=environment)
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout)
@@ -324,8 +325,16 @@ def test_the_proxys_command_is_one_that_it_takes(environment: dict[str, str]) ->
     given = {role: tuple(words[i + 1] for i, word in enumerate(words) if word == f"--{role}") for role in roles}
     settings = ProxySettings(**given, metaserver_url=words[8])
     assert settings.metaserver_url == "http://[fd00::1]:8000/v1/metaserver"
-    assert settings.prefill == ("http://10.0.0.1:8100", "http://10.0.0.3:8100")
+    assert settings.prefill == ("http://10.0.0.1:8100", "dns+http://p.svc:8100")
     assert words[-2:] == ["--read-timeout", "9"]
+
+
+@pytest.mark.parametrize("elsewhere", [("--engines-file", "/f"), ("--admin-token-file=/t",)])
+def test_the_proxys_engines_may_come_from_elsewhere(elsewhere: tuple[str, ...], environment: dict[str, str]) -> None:
+    done = launch("proxy", "--address", "10.0.0.3", "--dry-run", "--", *elsewhere, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert tuple(shlex.split(done.stdout)[-len(elsewhere) :]) == elsewhere
+    assert "--prefill" not in done.stdout
 
 
 CERTIFICATE = ("--tls-cert", "/c.pem", "--tls-key", "/k.pem", "--tls-key-password", "/k.password")
