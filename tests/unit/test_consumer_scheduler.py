@@ -10,6 +10,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from harness.scheduling import FOR_A_PULLING_CONNECTOR, make_request, remembered
 from harness.waiting import wait_until
@@ -390,15 +391,34 @@ def test_the_metaserver_is_not_told_of_an_abort(scheduler, metaserver):
     assert metaserver.failures == []
 
 
-def test_the_metaserver_hears_why_vllm_has_ended_a_request(scheduler, metaserver):
-    """Lost blocks end the request before the report that comes with them is handed on."""
+def test_a_request_that_vllm_ends_because_its_kv_is_lost(scheduler, metaserver):
+    """Under kv_load_failure_policy `fail`: before the report that says why, which is what everybody hears."""
     metaserver.answering.clear()
     request = wanting(metaserver.url)
     [expect] = issue(scheduler, request).expects
-    scheduler.finished(request)
-    scheduler.update(WorkerReport({expect.ticket_id: "prefill rank 1 went silent"}), set())
+    why = "prefill rank 1 went silent"
+    request.status = RequestStatus.FINISHED_ERROR
+    assert scheduler.finished(request) == {"error": "its KV was lost"}
+    assert scheduler.build_step(computes=False).cancelled == {}
+    scheduler.update(WorkerReport({expect.ticket_id: why}), set())
     eventually(lambda: metaserver.failures)
-    assert [(told["reason"], told["final"]) for told in metaserver.failures] == [("prefill rank 1 went silent", True)]
+    assert [(told["reason"], told["final"]) for told in metaserver.failures] == [(why, True)]
+    assert scheduler.build_step(computes=False).cancelled == {expect.ticket_id: why}
+    assert scheduler.take_stats()["counters"] == {stats.RECEIVE_FAILURES.name: {"transfer": 1}}
+    scheduler.update(WorkerReport({expect.ticket_id: why}), {"r"})
+    assert remembered(scheduler) == {}
+
+
+def test_a_request_that_vllm_ends_because_prefill_failed(scheduler, metaserver):
+    metaserver.status = 404
+    request = wanting(metaserver.url)
+    [expect] = issue(scheduler, request).expects
+    why = step_with(scheduler, lambda step: step.cancelled).cancelled[expect.ticket_id]
+    request.status = RequestStatus.FINISHED_ERROR
+    assert scheduler.finished(request) == {"error": why}
+    scheduler.update(WorkerReport({expect.ticket_id: why}), {"r"})
+    assert scheduler.take_stats()["counters"] == {stats.RECEIVE_FAILURES.name: {"prefill": 1}}
+    assert remembered(scheduler) == {}
 
 
 def test_an_abort_cancels_the_ticket_and_the_post(scheduler, metaserver):

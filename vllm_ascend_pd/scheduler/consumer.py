@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.compat import external_request_id
 from vllm_ascend_pd.core import stats
@@ -205,6 +206,9 @@ class ConsumerScheduler:
             return None
         issued.finished = True
         if issued.open:
+            if request.status == RequestStatus.FINISHED_ERROR:
+                # vLLM ends a request whose KV is lost before it hands on what its ranks say of that: `update` hears it.
+                return {"error": issued.failure or "its KV was lost"}
             self._cancel(issued.ticket.ticket_id, _ABORTED, ReceiveFailure.ABORTED)
         self._forget_if_over(request.request_id, issued)
         if issued.failure is not None:
@@ -227,8 +231,7 @@ class ConsumerScheduler:
 
     def _tell(self, issued: _Issued, attempt: int, reason: str, final: bool) -> None:
         """The metaserver: what a rank noticed, so that it asks another prefill engine, or tells the client why not."""
-        # vLLM ends a request whose KV is lost before it hands on what its ranks say of that.
-        if issued.url is None or issued.failure not in (None, _ABORTED) or reason == _ABORTED:
+        if issued.url is None or issued.failure is not None:
             return
         ticket, reason = issued.ticket, reason[:MAX_REASON_CHARS]
         failure = TransferFailure(ticket.request_id, ticket.ticket_id, attempt, reason, final)
