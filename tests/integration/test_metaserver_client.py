@@ -364,6 +364,29 @@ def test_a_failure_is_told_again_where_the_connection_was_just_being_closed(clie
         assert b"why" in heard[1]
 
 
+def test_of_an_endless_answer_to_a_failure_little_is_read(client: MetaserverClient) -> None:
+    most = 64
+    taken: list[bool] = []
+
+    def serve(peer: socket.socket) -> None:
+        peer.recv(65536)
+        peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (most << 20))
+        try:
+            for _ in range(most):
+                peer.sendall(b"x" * (1 << 20))
+        except OSError:
+            taken.append(False)
+        else:
+            taken.append(True)
+
+    with serving(serve) as port:
+        client.tell_failure(
+            f"http://127.0.0.1:{port}{METASERVER_PATH}", TransferFailure("r", "t", 0, "why", final=True)
+        )
+        eventually(lambda: taken)
+    assert taken == [False]
+
+
 def test_failures_told_at_once_are_bounded() -> None:
     client = MetaserverClient(msgspec.structs.replace(QUICK, max_pending=2), own_host="127.0.0.1")
     with socket.create_server(("127.0.0.1", 0), backlog=16) as silent:

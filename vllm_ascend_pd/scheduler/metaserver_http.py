@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from functools import partial
 
 import httpx
 import msgspec
@@ -68,17 +67,21 @@ class MetaserverHttp:
         """Of a failed transfer; returns why that could not be done. To be told twice does no harm."""
         told = self._tell(url + FAILURE_SUFFIX, msgspec.json.encode(failure))
         try:
-            status = (await asyncio.wait_for(told, _FAILURE_TIMEOUT_S)).status_code
+            status = await asyncio.wait_for(told, _FAILURE_TIMEOUT_S)
         except (httpx.HTTPError, asyncio.TimeoutError) as error:  # not TimeoutError before Python 3.11
             return _describe(error)
         return f"it answered {status}" if status >= 500 else None
 
-    async def _tell(self, url: str, content: bytes) -> httpx.Response:
-        post = partial(self._client.post, url, content=content, timeout=_FAILURE_TIMEOUT_S)
+    async def _tell(self, url: str, content: bytes) -> int:
         try:
-            return await post()
+            return await self._tell_once(url, content)
         except (httpx.NetworkError, httpx.RemoteProtocolError):  # an idle connection that was just being closed
-            return await post()
+            return await self._tell_once(url, content)
+
+    async def _tell_once(self, url: str, content: bytes) -> int:
+        async with self._client.stream("POST", url, content=content, timeout=_FAILURE_TIMEOUT_S) as response:
+            await _read(response)  # else the connection could not be used again
+            return response.status_code
 
     async def close_unused(self) -> None:
         """Connections that have been idle for `IDLE_CONNECTION_S`, that the other side has closed, or that are lost. To
