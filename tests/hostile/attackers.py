@@ -16,6 +16,8 @@ from collections.abc import Iterator
 
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+ROUTERS_GREETING_BYTES = 107
+DESCRIBE = b"\x93\x01\x01\x82\xa4type\xa8Describe\xa9engine_id\xa8decode-0"
 PATIENCE_S = 10.0
 
 GREETINGS = [
@@ -170,7 +172,37 @@ def endless(port: int, count: int, chance: random.Random, ended: threading.Event
         yield number
 
 
-ATTACKS = {f.__name__: f for f in (scan, greetings, flood, drip, announced, endless)}
+def deaf(
+    port: int, count: int, chance: random.Random, ended: threading.Event, question: bytes = DESCRIBE
+) -> Iterator[int]:
+    """Connections that ask as fast as they are heard, and never read an answer."""
+    frame = b"\x02" + struct.pack(">Q", len(question)) + question
+    unsent: dict[socket.socket, bytes] = {}
+    for _ in range(count):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the least there is
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(GREETING + READY)
+        connection.recv(ROUTERS_GREETING_BYTES, socket.MSG_WAITALL)  # libzmq hangs up on who does not wait for it
+        connection.setblocking(False)
+        unsent[connection] = b""
+    made = 0
+    while not ended.is_set():
+        _, writable, _ = select.select([], unsent, [], 0.05)
+        for connection in writable:
+            if not unsent[connection]:
+                unsent[connection] = frame * 100
+                made += 100
+            unsent[connection] = unsent[connection][connection.send(unsent[connection]) :]
+        yield made
+
+
+def deaf_babble(port: int, count: int, chance: random.Random, ended: threading.Event) -> Iterator[int]:
+    """The same with questions that cannot be read; whoever says what is wrong with them may quote much."""
+    return deaf(port, count, chance, ended, b"\x93\x01\x01\x81\xa4type\xda\x03\xe8" + b"x" * 1000)
+
+
+ATTACKS = {f.__name__: f for f in (scan, greetings, flood, drip, announced, endless, deaf, deaf_babble)}
 
 if __name__ == "__main__":
     main()

@@ -27,6 +27,7 @@ class State:
     threads: frozenset[str]
     rejected: int
     refused: int
+    dropped: int
 
 
 def serve(pipe: Connection, kind: str) -> None:
@@ -44,8 +45,7 @@ def serve(pipe: Connection, kind: str) -> None:
     while pipe.recv() == "state":
         trim(0)
         threads = frozenset(thread.name for thread in threading.enumerate())
-        pipe.send(
-            State(process.memory_info().rss, process.num_fds(), threads, server.rejected, server.refused_connections)
-        )
+        counts = server.rejected, server.refused_connections, server.dropped
+        pipe.send(State(process.memory_info().rss, process.num_fds(), threads, *counts))
     close()
     pipe.send((threading.active_count(), process.num_fds()))

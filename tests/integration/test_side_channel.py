@@ -291,6 +291,22 @@ def test_a_peer_that_does_not_read_is_not_gone():
         server.close()
 
 
+def test_what_nobody_reads_is_dropped_and_logged_ever_less_often(client, raw, caplog):
+    server = Server(HOST, 0, lambda message, peer: Refused("x" * 1000, retry=False), unread_replies=4)
+    deaf = raw(zmq.DEALER)
+    deaf.setsockopt(zmq.RCVHWM, 1)
+    deaf.connect(server.endpoint)
+    try:
+        while server.dropped < 100:
+            deaf.send(encode(1, Describe("x")))
+        assert ask(client, server.endpoint) == Refused("x" * 1000, retry=False)
+    finally:
+        deaf.close(linger=0)  # first: libzmq may wait for ever for a connection that broke with answers unread
+        server.close()
+    assert len(caplog.records) == server.dropped.bit_length()
+    assert caplog.messages[6].endswith("64 so far): it will ask again")
+
+
 def test_nothing_is_left_after_close(raw):
     silent = raw(zmq.ROUTER)
 

@@ -60,6 +60,17 @@ def test_what_cannot_be_read_is_answered_and_counted(client, server, raw, frames
     assert server.rejected == 3
 
 
+def test_an_answer_to_the_unreadable_is_short_and_printable(server, raw):
+    """However long what it quotes: answers wait for who does not read them, and end up in logs."""
+    dealer = raw(zmq.DEALER, server.endpoint)
+    dealer.send(msgspec.msgpack.encode((PROTOCOL_VERSION, 1, {"type": "x\n" * 20_000})))
+    _, answer = decode(dealer.recv())
+    assert isinstance(answer, Problem)
+    assert answer.reason.startswith("malformed message")
+    assert len(answer.reason) <= 110
+    assert answer.reason.isprintable()
+
+
 def test_a_server_whose_answers_cannot_be_read(client, server, raw):
     babbling = raw(zmq.ROUTER)
     answers: queue.Queue[Answer] = queue.Queue()

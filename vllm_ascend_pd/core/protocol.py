@@ -35,6 +35,7 @@ _Ranks = Annotated[int, msgspec.Meta(gt=0, le=1024)]
 
 
 MAX_REASON_CHARS = 1000
+_MAX_COMPLAINT_CHARS = 100
 
 _Id = Annotated[str, msgspec.Meta(max_length=64)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
@@ -246,4 +247,5 @@ def decode(frame: bytes) -> tuple[int, Message]:
             raise ProtocolError(f"protocol version {header.version}, this side speaks {PROTOCOL_VERSION}")
         return header.seq, _body_decoder.decode(header.body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"malformed message: {error}") from None
+        # msgspec may quote what it could not read.
+        raise ProtocolError(one_line(f"malformed message: {error}", _MAX_COMPLAINT_CHARS)) from None

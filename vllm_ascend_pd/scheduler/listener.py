@@ -3,11 +3,14 @@
 
 from vllm_ascend_pd.core.protocol import Describe, EngineDescription, Message, Problem
 from vllm_ascend_pd.transport.curve import Keys
+from vllm_ascend_pd.transport.gate import default_limit
 from vllm_ascend_pd.transport.side_channel import Peer, Server
 
-# Descriptions are large, and a prefill rank asks once: more wait for nobody who reads. With very few libzmq drops even
+# Descriptions are large, and a prefill rank asks once: more wait for nobody who reads. With 1 or 2 libzmq drops even
 # what is read: it learns late that there is room again.
-_UNREAD_DESCRIPTIONS = 64
+_UNREAD_DESCRIPTIONS = 8
+# Times the above, what strangers can make us keep. One for each rank of all prefill engines: 64 engines of 16.
+_MAX_CONNECTIONS = 1024
 
 
 class DescriptionListener:
@@ -16,7 +19,13 @@ class DescriptionListener:
     def __init__(self, description: EngineDescription, host: str, port: int, keys: Keys | None = None) -> None:
         self._description = description
         self._server = Server(
-            host, port, self._handle, name="pd-listener", keys=keys, unread_replies=_UNREAD_DESCRIPTIONS
+            host,
+            port,
+            self._handle,
+            name="pd-listener",
+            keys=keys,
+            unread_replies=_UNREAD_DESCRIPTIONS,
+            max_connections=min(_MAX_CONNECTIONS, default_limit()),
         )
         self.endpoint = self._server.endpoint
 

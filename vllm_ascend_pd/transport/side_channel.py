@@ -30,8 +30,10 @@ logger = logging.getLogger(__name__)
 
 # How often what resting connections have brought is read.
 _REST_LOOK_S = 1.0
-# Replies a peer has not yet taken, or requests it has not, per connection; messages taken in one turn.
+# Requests a peer has not yet taken, per connection; messages taken in one turn.
 _HIGH_WATER_MARK = 4096
+# Replies a peer has not yet taken, per connection: it may ask so much at once without losing any.
+_UNREAD_REPLIES = 1024
 # Messages that have come and wait to be taken, per connection: times their size, what a peer can make us keep.
 _UNREAD_REQUESTS = 256
 _UNREAD_ANSWERS = 32
@@ -70,9 +72,9 @@ class Server(Loop):
 
     `port` 0 picks a free one. `tick(now)` is called 20 times a second, on the same thread: with all state touched only
     from `handle` and `tick`, a server needs no locks. With `keys`, clients that have other ones or none get nothing.
-    `unread_replies`: how many wait for a peer that does not read; further ones are dropped. `max_connections`:
-    `gate.default_limit()` if None. `rejected` counts messages, `refused_connections` connections that were no peer's or
-    too many. Raises SideChannelError when it cannot listen.
+    `unread_replies`: how many wait for a peer that does not read; further ones are `dropped`, which counts them.
+    `max_connections`: `gate.default_limit()` if None. `rejected` counts messages that could not be read,
+    `refused_connections` connections that were no peer's or too many. Raises SideChannelError when it cannot listen.
     """
 
     def __init__(
@@ -83,12 +85,13 @@ class Server(Loop):
         tick: Callable[[float], None] = lambda now: None,
         name: str = "pd-side-channel",
         keys: Keys | None = None,
-        unread_replies: int = _HIGH_WATER_MARK,
+        unread_replies: int = _UNREAD_REPLIES,
         max_connections: int | None = None,
     ) -> None:
         super().__init__(name, tick)
         self._handle = handle
         self.rejected = 0
+        self.dropped = 0
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error, not silence, when a peer is gone
@@ -132,11 +135,14 @@ class Server(Loop):
             if error.errno == zmq.EHOSTUNREACH:
                 logger.debug("side channel: a %s to a peer that is gone", type(message).__name__)
                 return False
-            logger.warning(
-                "side channel: dropped a %s, as its receiver reads too slowly (%s): it will ask again",
-                type(message).__name__,
-                error,
-            )
+            self.dropped += 1
+            if self.dropped & (self.dropped - 1) == 0:  # the 1st, 2nd, 4th, ...: who never reads fills no log
+                logger.warning(
+                    "side channel: dropped a %s, as its receiver reads too slowly (%s; %d so far): it will ask again",
+                    type(message).__name__,
+                    error,
+                    self.dropped,
+                )
         return True
 
     def _on_ready(self, ready: dict["zmq.Socket[bytes]", int]) -> None:
