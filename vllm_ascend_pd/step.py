@@ -41,8 +41,8 @@ class ProducerStep(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class Expect:
-    """A ticket that decode issued, with its first attempt. `blocks`: what is lost if it fails (first cache group,
-    uncached part)."""
+    """A ticket that decode issued, with its first attempt. `blocks`: what is lost if it fails (the uncached part, of
+    all cache groups)."""
 
     request_id: str
     ticket_id: str

@@ -242,9 +242,22 @@ def test_cache_groups(metaserver):
     )
     try:
         [expect] = issue(scheduler, wanting(metaserver.url), ([7, 1, 5], [20, 30]), computed=8).expects
-        assert expect.blocks == [5]
+        assert expect.blocks == [5, 30]
         eventually(lambda: metaserver.bodies)
         assert parse_ticket(metaserver.bodies[0], PROMPT, 2).remote_block_ids == [[7, 1, 5], [20, 30]]
+    finally:
+        scheduler.close()
+
+
+def test_the_first_cache_group_may_hold_nothing_of_a_prompt(metaserver):
+    """Chunked attention, and a chunk ends where decode begins: a failure is known by the other groups' blocks."""
+    groups = [TokenGroup(BLOCK, windowed=True), TokenGroup(BLOCK)]
+    scheduler = ConsumerScheduler(
+        LISTENER, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05, in_flight=2)
+    )
+    try:
+        [expect] = issue(scheduler, wanting(metaserver.url, num_tokens=9), ([0, 0], [7, 1])).expects
+        assert expect.blocks == [7, 1]
     finally:
         scheduler.close()
 

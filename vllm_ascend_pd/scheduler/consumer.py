@@ -139,8 +139,12 @@ class ConsumerScheduler:
         self._by_request[request.request_id] = _Issued(ticket, TransferSpan("kv_receive", request))
         self._request_of[ticket.ticket_id] = request.request_id
         self._trace.mark(events.ISSUED, ticket.request_id, ticket.ticket_id)
-        held = self._groups[0].holding(blocks[0], ticket.remote_cached_tokens, num_tokens, last=True)
-        lost = [block for block in held if block != NULL_BLOCK]
+        # Of all groups: of one with chunked attention decode holds nothing where a chunk ends with the prompt.
+        held = [
+            group.holding(ids, ticket.remote_cached_tokens, num_tokens, last=True)
+            for group, ids in zip(self._groups, blocks, strict=True)
+        ]
+        lost = [block for ids in held for block in ids if block != NULL_BLOCK]
         self._step.expects.append(Expect(request.request_id, ticket.ticket_id, ticket.attempt, ticket.digest(), lost))
         url = params.get("metaserver")
         if not isinstance(url, str):
