@@ -295,6 +295,14 @@ def test_a_request_that_decode_has_completely_needs_no_ticket(scheduler, metaser
     assert (step.expects, remembered(scheduler)) == ([], {})
 
 
+def test_a_request_that_has_generated_gets_no_first_ticket(scheduler, metaserver):
+    """Decode had its whole prompt once, then preempted it and gave the blocks away."""
+    request = wanting(metaserver.url)
+    assert scheduler.matched_tokens(request, PROMPT) == 0
+    request.append_output_token_ids(5)
+    assert scheduler.matched_tokens(request, 0) == 0
+
+
 def test_one_ticket_however_often_blocks_are_allocated(scheduler, metaserver):
     request = wanting(metaserver.url)
     [expect] = issue(scheduler, request).expects

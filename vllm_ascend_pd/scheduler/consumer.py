@@ -109,6 +109,8 @@ class ConsumerScheduler:
         """How many of the prompt's tokens prefill will deliver. Has no side effects."""
         if not wants_ticket(request.kv_transfer_params) or request.request_id in self._by_request:
             return 0
+        if request.num_output_tokens:  # preempted: prefill could still fail, when its client has tokens already
+            return 0
         if request.skip_reading_prefix_cache:  # logprobs of the prompt, say: decode has to compute all of it
             return 0
         return max(0, int(request.num_prompt_tokens) - self._left_to_decode - num_computed_tokens)
