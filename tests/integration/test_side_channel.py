@@ -307,6 +307,29 @@ def test_what_nobody_reads_is_dropped_and_logged_ever_less_often(client, raw, ca
     assert caplog.messages[6].endswith("64 so far): it will ask again")
 
 
+def test_a_thread_that_does_not_end_is_not_waited_for(caplog):
+    """Nor are its sockets closed under it: that is for the thread itself, when it comes to it."""
+    client, begun, may_end = Client(name="pd-test-busy"), threading.Event(), threading.Event()
+
+    def busy() -> None:
+        begun.set()
+        may_end.wait(PATIENCE_S)
+
+    client.call(busy)
+    assert begun.wait(PATIENCE_S)
+    client.close(timeout_s=0.1)
+    try:
+        assert [record.message for record in caplog.records] == [
+            "side channel: thread pd-test-busy did not end within 0.1 s"
+        ]
+        assert not client._context.closed
+    finally:
+        may_end.set()
+    wait_until(lambda: client._context.closed, PATIENCE_S)
+    client._thread.join(PATIENCE_S)
+    assert len(caplog.records) == 1
+
+
 def test_nothing_is_left_after_close(raw):
     silent = raw(zmq.ROUTER)
 

@@ -72,15 +72,18 @@ class Loop:
             self._mailbox_in.send(b"", zmq.DONTWAIT)
 
     def _run(self) -> None:
-        while not self._closing.is_set():
-            try:
-                self._turn()
-            except Exception:
-                # A defect in a callback must not silence the whole channel: deadlines still have to pass.
-                logger.exception("side channel: a callback failed")
-        while self._mailbox:
-            self._mailbox.popleft()()
-        self._on_close()
+        try:
+            while not self._closing.is_set():
+                try:
+                    self._turn()
+                except Exception:
+                    # A defect in a callback must not silence the whole channel: deadlines still have to pass.
+                    logger.exception("side channel: a callback failed")
+            while self._mailbox:
+                self._mailbox.popleft()()
+            self._on_close()
+        finally:
+            self._context.destroy(linger=0)
 
     def _turn(self) -> None:
         with self._mailbox_lock:  # who has seen something in it has put what it brings, too
@@ -114,6 +117,10 @@ class Loop:
                 return
             self._wake()
             self._closing.set()
+        if self._thread.ident is None:  # it never began
+            self._context.destroy(linger=0)
+            return
+        # By the thread, as libzmq may wait for ever: for one of its own, where a connection broke that was full.
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._thread.join(timeout_s)
-        self._context.destroy(linger=0)
+            logger.warning("side channel: thread %s did not end within %g s", self._thread.name, timeout_s)
