@@ -40,25 +40,33 @@ def transfer_results(sent: Collection[str] = (), received: Collection[str] = (),
     return base.KVConnectorTransferResults(set(sent), set(received), set(failed))
 
 
-def accept_lost_blocks_of_several_groups() -> None:
-    """Lets the scheduler of vLLM 0.23 fail a request whose cache has several groups, as 0.32's does by itself.
+def lost_blocks_say_all(kv_cache_config: "KVCacheConfig") -> bool:
+    """Whether vLLM finds out by itself what a request has left when it is told its lost blocks. It looks for them in
+    the first cache group, and takes all before the first of them for computed: a window's past, too, which is none of
+    its blocks."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return len(specs) == 1 and not _sees_a_window(specs[0])
+
+
+def accept_lost_blocks_of_any_groups() -> None:
+    """Lets the scheduler of vLLM 0.23 fail a request whose lost blocks do not say all, as 0.32's does by itself.
 
     0.23 has nothing but block ids to be told of failures by, and its engine ends when it is told some of a model
-    with several groups: it looks for them in the first. The groups share one block pool, so an id that was not
-    cached before belongs to one request, in whichever group.
+    with several groups. The groups share one block pool, so an id that was not cached before belongs to one request,
+    in whichever group.
     """
     if HAS_TRANSFER_RESULTS:
         return
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import RequestStatus
 
-    of_one_group = Scheduler._handle_invalid_blocks
-    if of_one_group.__module__ == __name__:
+    by_blocks = Scheduler._handle_invalid_blocks
+    if by_blocks.__module__ == __name__:
         return
 
     def handle_invalid_blocks(self: Any, lost: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
-        if len(self.kv_cache_config.kv_cache_groups) == 1:
-            failed: set[str] = of_one_group(self, lost, num_scheduled_tokens)
+        if lost_blocks_say_all(self.kv_cache_config):
+            failed: set[str] = by_blocks(self, lost, num_scheduled_tokens)
             return failed
         waiting = [r for r in self.skipped_waiting if r.status == RequestStatus.WAITING_FOR_REMOTE_KVS]
         hit = [r for r in waiting if any(map(lost.intersection, self.kv_cache_manager.get_block_ids(r.request_id)))]

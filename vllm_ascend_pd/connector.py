@@ -145,15 +145,17 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(self._worker, ProducerWorker) and self.has_connector_metadata():
             self._worker.layer_computed(layer_name)
 
+    # vLLM calls these three when a forward pass has ended, some of them also when it ends in an exception.
+
     def wait_for_save(self) -> None:
         if isinstance(self._worker, ProducerWorker) and self.has_connector_metadata():
-            if (error := sys.exc_info()[1]) is not None:  # vLLM comes here, too, when the forward pass has failed
-                self._worker.step_broke(error)
+            self._worker.forward_ended(sys.exc_info()[1])
             self._worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """(sent, received or failed), as vLLM before 0.32 asks for them."""
         if isinstance(self._worker, ProducerWorker):
+            self._worker.forward_ended(sys.exc_info()[1])
             return self._worker.take_sent() or None, None
         arrivals = self._take_arrivals()
         return None, arrivals.finished or None
@@ -168,6 +170,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
 
         def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
             if isinstance(self._worker, ProducerWorker):
+                self._worker.forward_ended(sys.exc_info()[1])
                 return compat.transfer_results(sent=self._worker.take_sent())
             arrivals = self._take_arrivals()
             return compat.transfer_results(received=arrivals.finished, failed=arrivals.failed)
@@ -177,9 +180,8 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             return Arrivals(set(), set(), set())
         arrivals = self._worker.take_arrivals()
         assert self._kv_cache_config is not None
-        if compat.HAS_TRANSFER_RESULTS and len(self._kv_cache_config.kv_cache_groups) > 1:
-            # vLLM does not tell block ids of several cache groups apart: it learns of failures as the requests end.
-            return arrivals
+        if compat.HAS_TRANSFER_RESULTS and not compat.lost_blocks_say_all(self._kv_cache_config):
+            return arrivals  # vLLM learns of failures as the requests end
         self._lost_blocks |= arrivals.lost_blocks
         return Arrivals(arrivals.finished, set(), set())
 

@@ -165,6 +165,7 @@ class PrefillRank(_RankBase):
                 self.worker.layer_computed(layer_name(layer))
         for layer, copies in values.items():
             self.compute(layer, copies)
+        self.worker.forward_ended()
         if hooks.ended:
             self.worker.end_step()
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a forward pass that failed did not compute is not delivered (R1), told by vLLM's own model runner."""
 
+import enum
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,18 +19,27 @@ from vllm_ascend_pd.connector import LayerwisePushConnector
 from vllm_ascend_pd.step import ProducerStep, Send
 
 
-def runs_out_of_memory(rank: PrefillRank, step: ProducerStep, by_id: dict[str, Prompt]) -> str:
+class Runner(enum.Enum):
+    """Who calls the connector, and how."""
+
+    PLAIN = "one whose step ends with the forward pass"
+    DRAFTS = "one that drafts after the forward pass, and ends the step then"
+    TELLS_NOTHING = "one that tells nothing of what failed, as vLLM's second does"
+
+
+def runs_out_of_memory(rank: PrefillRank, runner: Runner, step: ProducerStep, by_id: dict[str, Prompt]) -> str:
     """After the first layer. What vLLM's runner raises."""
     connector: Any = object.__new__(LayerwisePushConnector)  # around this rank's worker
     vars(connector).update(_worker=rank.worker, _connector_metadata=None, _brings_stats=False, _lost_blocks=set())
     output = SchedulerOutput.make_empty()
     output.kv_connector_metadata = step
     kv_transfer_state._KV_CONNECTOR_AGENT = connector
+    told = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output, defer_finalize=runner is Runner.DRAFTS)
+    if runner is Runner.TELLS_NOTHING:
+        connector.bind_connector_metadata(step)
+        told = nullcontext()
     try:
-        with (
-            set_forward_context(None, VllmConfig()),
-            KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output),
-        ):
+        with set_forward_context(None, VllmConfig()), told:
             rank.compute(0, rank.values(0, step, by_id))
             connector.save_kv_layer(layer_name(0), None, None)
             raise MemoryError("the NPU has none left")
@@ -38,22 +49,26 @@ def runs_out_of_memory(rank: PrefillRank, step: ProducerStep, by_id: dict[str, P
         kv_transfer_state._KV_CONNECTOR_AGENT = None
 
 
+@pytest.mark.parametrize("runner", Runner, ids=lambda runner: runner.name)
 @pytest.mark.parametrize("tp", [1, 2], ids=["direct", "regrouped"])
-def test_what_was_not_computed_is_not_delivered(tp: int) -> None:
-    """Every rank still takes part in the step's collectives, and goes on."""
+def test_what_was_not_computed_is_not_delivered(tp: int, runner: Runner) -> None:
+    """Every rank still takes part in the step's collectives, and goes on with the next step."""
     pair = Pair(Model(), Side(tp), Side(1))
     requests = prompts(pair, [40, 50])
     tickets = pair.announce(requests)
     by_id = {prompt.request_id: prompt for prompt in requests}
     sends = [Send(p.request_id, 0, p.num_tokens, (p.p_blocks,), last=True) for p in requests]
     step = ProducerStep(tickets=tickets, sends=sends)
-    assert set(pair.each(pair.p_ranks, "do", runs_out_of_memory, step, by_id)) == {"the NPU has none left"}
+    assert set(pair.each(pair.p_ranks, "do", runs_out_of_memory, runner, step, by_id)) == {"the NPU has none left"}
+    pair.each(pair.p_ranks, "step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
     received, failed = pair.wait_arrivals(2)
     assert (received, failed.keys()) == (set(), by_id.keys())
-    why = "prefill's forward pass failed: MemoryError('the NPU has none left')"
-    assert all(why in reason for reason in failed.values())
-    pair.each(pair.p_ranks, "step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
+    error = (
+        "RuntimeError('it did not end')" if runner is Runner.TELLS_NOTHING else "MemoryError('the NPU has none left')"
+    )
+    assert all(f"prefill's forward pass failed: {error}" in reason for reason in failed.values())
     assert pair.wait_sent(2).keys() == by_id.keys()
+    pair.each(pair.d_ranks, "clear")  # of the first layer
     later = prompts(pair, [60])
     run(pair, later)
     expect_delivery(pair, later)

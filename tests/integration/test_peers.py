@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prefill rank's control plane where decode engines cannot be asked."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from harness.scheduling import make_ticket
@@ -18,7 +16,6 @@ from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.timeline.prefill import PrefillTrace
 from vllm_ascend_pd.transport import loop
 from vllm_ascend_pd.transport.side_channel import Client
-from vllm_ascend_pd.worker import peers as peers_module
 from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.peers import Peers
 from vllm_ascend_pd.worker.running_time import RunningTime
@@ -99,32 +96,6 @@ def test_an_engine_that_cannot_be_asked_does_not_keep_the_channel_from_others(
     wait_until(lambda: transfer.failure is not None, 20)
     assert transfer.failure == f"cannot send to {TICKET.endpoint}: Too many open files"
     assert 2 <= len(requests) <= 1 + (time.monotonic() - opened) / 0.05
-
-
-def test_engines_that_are_made_up_are_bounded(
-    make_peers: Callable[[], Peers], requests: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each takes a thread and a connection until it is too late for its description."""
-    monkeypatch.setattr(peers_module, "_MAX_UNKNOWN", 2)
-    peers = make_peers()
-    before = threading.active_count()
-    tickets = [msgspec.structs.replace(TICKET, remote_engine_id=f"made-up-{n}") for n in range(5)]
-    senders = [peers.acquire(ticket) for ticket in tickets]
-    assert threading.active_count() == before + 2
-    assert len({*senders[:2], *senders[2:]}) == 3
-    deadline = time.monotonic() + 60
-    transfers = [Transfer("r", ticket, ticket.digest(), (), ProducerTicket(deadline)) for ticket in tickets]
-    for transfer in transfers:
-        peers.open(transfer)
-    wait_until(lambda: all(transfer.failure is not None for transfer in transfers[2:]), 20)
-    assert {transfer.failure for transfer in transfers} == {
-        None,
-        "2 other decode engines are yet to describe themselves",
-    }
-    for ticket in tickets:
-        peers.release(ticket)
-    wait_until(lambda: not peers._peers, 20)
-    assert peers.acquire(TICKET) not in senders
 
 
 def test_closing_while_an_engine_cannot_be_asked(

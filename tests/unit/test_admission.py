@@ -3,15 +3,18 @@
 
 import msgspec
 import pytest
+from vllm.v1.request import Request
 
 from harness.scheduling import Scheduled, make_output, make_request
 from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.hosts import AnyHost, HostList, decode_hosts
 from vllm_ascend_pd.core.signing import CLOCK_SKEW_S, Secret, signed
 from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.scheduler import admission as admission_module
 from vllm_ascend_pd.scheduler.admission import Admission
 from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
+from vllm_ascend_pd.step import WorkerReport
 
 SECRET = Secret(b"a secret of this test, long enough")
 OTHER = Secret(b"another secret, of another cluster")
@@ -98,6 +101,41 @@ def test_what_is_refused(params, complaint):
     prefill = Prefill()
     assert complaint in prefill.error(params)
     assert prefill.error(signed(ticket(), SECRET, int(NOW) + LIFE_S)) is None, "a refused one counts for nothing"
+
+
+def test_engines_that_may_be_made_up_are_few_at_a_time(monkeypatch):
+    """Unless tickets are signed. One that was refused is served as soon as the others are over."""
+    monkeypatch.setattr(admission_module, "MAX_UNPROVEN", 2)
+    prefill = Prefill(secret=None)
+    too_many = "2 decode engines that nothing was ever delivered to have tickets: too many"
+
+    def of(engine: str, number: int) -> Ticket:
+        return msgspec.structs.replace(ticket(number), remote_engine_id=engine)
+
+    def begin(engine: str, number: int) -> Request:
+        request = make_request(engine, 10, msgspec.to_builtins(of(engine, number)))
+        prefill.scheduler.allocated(request, BLOCKS)
+        prefill.scheduler.build_step(make_output(new=[Scheduled(request, BLOCKS, 0, 10)]))
+        return request
+
+    assert prefill.error(of("known", 1)) is None
+    made_up = [begin("made-up-0", 2), begin("made-up-1", 3)]
+    assert prefill.error(of("real", 4)) == too_many
+    assert prefill.error(of("made-up-1", 5)) is None, "its engine is one of the two"
+    assert prefill.error(of("known", 6)) is None
+    assert prefill.error(of("real", 7)) is None, "one of the two was delivered to"
+    another = begin("made-up-2", 8)
+    assert prefill.error(of("new", 9)) == too_many
+    for request in (*made_up, another):
+        prefill.scheduler.finished(request)
+        prefill.scheduler.update(WorkerReport(failed={request.request_id: "nobody is there"}), {request.request_id})
+    assert prefill.error(of("new", 10)) is None
+    assert not prefill.admission._open
+
+
+def test_engines_of_signed_tickets_are_not_made_up(monkeypatch):
+    monkeypatch.setattr(admission_module, "MAX_UNPROVEN", 0)
+    assert Prefill().error(signed(ticket(), SECRET, int(NOW) + LIFE_S)) is None
 
 
 def test_clocks_may_differ_by_so_much():

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -16,13 +17,15 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from harness.scheduling import Scheduled, make_output, make_request, remembered
 from vllm_ascend_pd import compat
+from vllm_ascend_pd.connector import LayerwisePushConnector
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
+from vllm_ascend_pd.worker.consumer import Arrivals, ConsumerWorker
 
 BLOCK = 4
 OF_A_BLOCK: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
@@ -34,14 +37,14 @@ kinds = pytest.mark.parametrize("spec", [SLIDING, LOCAL], ids=["sliding window",
 
 
 class Engine:
-    """vLLM's blocks of a model whose layers see all tokens, and whose others see a window."""
+    """vLLM's blocks of a model with cache groups of these kinds."""
 
-    def __init__(self, spec: Any) -> None:
-        groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**OF_A_BLOCK)), KVCacheGroupSpec(["windowed"], spec)]
-        config = KVCacheConfig(num_blocks=40, kv_cache_tensors=[], kv_cache_groups=groups)
-        self.groups = compat.cache_groups(config)
+    def __init__(self, *specs: Any) -> None:
+        groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
+        self.config = KVCacheConfig(num_blocks=40, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.groups = compat.cache_groups(self.config)
         self.manager = KVCacheManager(
-            config, max_model_len=64, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_caching=False
+            self.config, max_model_len=64, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_caching=False
         )
         self.all_free = self.pool.get_num_free_blocks()
 
@@ -82,8 +85,8 @@ def ticket_of(decode: Engine, prompt: int) -> Ticket:
 
 class Prefill(Engine):
     def __init__(self, spec: Any, prompt: int) -> None:
-        super().__init__(spec)
-        ticket = ticket_of(Engine(spec), prompt)
+        super().__init__(FullAttentionSpec(**OF_A_BLOCK), spec)
+        ticket = ticket_of(Engine(FullAttentionSpec(**OF_A_BLOCK), spec), prompt)
         self.wanted_numbers = [n for n, block in enumerate(ticket.remote_block_ids[WINDOWED]) if block]
         self.scheduler = ProducerScheduler(self.groups, IdleWait(0.05, in_flight=2))
         self.scheduler.bind(self.pool)
@@ -154,3 +157,40 @@ def test_a_preempted_request_gets_all_blocks_back(spec: Any) -> None:
     assert prefill.pool.get_num_free_blocks() < prefill.all_free
     assert prefill.scheduler.build_step(make_output(preempted=[prefill.request])).preempted == {"p"}
     assert prefill.pool.get_num_free_blocks() == prefill.all_free
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [(FullAttentionSpec(**OF_A_BLOCK),), (SLIDING,), (FullAttentionSpec(**OF_A_BLOCK), SLIDING)],
+    ids=["all tokens", "a window", "both"],
+)
+def test_what_is_lost_is_computed_again_from_the_start(specs: tuple[Any, ...]) -> None:
+    """By decode, whose vLLM is to recompute: before a window it has no blocks, and has computed nothing either."""
+    compat.accept_lost_blocks_of_any_groups()
+    decode = Engine(*specs)
+    request = make_request("d", 24, None)
+    request.num_computed_tokens, request.status = 23, RequestStatus.WAITING_FOR_REMOTE_KVS
+    blocks = decode.allocate(request, 0, num_external_computed_tokens=23, delay_cache_blocks=True)
+    worker: Any = object.__new__(ConsumerWorker)
+    worker.take_arrivals = lambda: Arrivals({"d"}, {"d"}, {block for ids in blocks for block in ids if block})
+    connector: Any = object.__new__(LayerwisePushConnector)
+    vars(connector).update(_worker=worker, _kv_cache_config=decode.config, _lost_blocks=set())
+    scheduler: Any = object.__new__(Scheduler)
+    vars(scheduler).update(
+        recompute_kv_load_failures=True,
+        failed_recving_kv_req_ids=set(),
+        kv_cache_config=decode.config,
+        kv_cache_manager=decode.manager,
+        block_size=BLOCK,
+        requests={"d": request},
+        running=[],
+        kv_holding_waiting=[request],
+        skipped_waiting=[request],
+    )
+    arrivals = connector._take_arrivals()
+    if arrivals.failed:
+        scheduler._handle_failed_recving(arrivals.failed)
+    if lost := connector.get_block_ids_with_load_errors():
+        scheduler._handle_invalid_blocks(lost, {})
+    assert request.num_computed_tokens == 0
+    assert scheduler.failed_recving_kv_req_ids == {"d"}

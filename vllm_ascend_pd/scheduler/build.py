@@ -48,7 +48,7 @@ def make_scheduler(
     if transfer.is_kv_producer:
         hosts = decode_hosts(config.decode_allowlist, host, secret is not None)
         return ProducerScheduler(groups, idle, Admission(hosts, secret))
-    compat.accept_lost_blocks_of_several_groups()
+    compat.accept_lost_blocks_of_any_groups()
     draft = compat.draft_summary(vllm_config)
     listener = Listener(started_as, host, port, sharding.tp, sharding.parts, sharding.interleave, draft)
     settings = _metaserver_settings(config, recomputes=transfer.kv_load_failure_policy == "recompute")

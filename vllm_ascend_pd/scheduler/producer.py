@@ -170,8 +170,7 @@ class ProducerScheduler:
         for request_id in finished_sending:
             if sending := self._awaiting.pop(request_id, None):
                 self._let_go(sending)
-                self._tickets.discard(sending.ticket.ticket_id)
-                sending.end_span()
+                self._end(sending)
             self._errors.pop(request_id, None)
 
     def take_stats(self) -> stats.Data:
@@ -188,8 +187,7 @@ class ProducerScheduler:
         aborted = None if sending.sealed else "the prefill request was aborted"
         sending.failure = sending.failure or aborted
         if not sending.announced:
-            self._tickets.discard(sending.ticket.ticket_id)
-            sending.end_span()
+            self._end(sending)
             return False, params
         self._step.finished[request.request_id] = aborted
         # Until the ranks have told decode, it takes a second writer of the ticket for the first one (R2).
@@ -233,6 +231,11 @@ class ProducerScheduler:
             if block != NULL_BLOCK and any(d_block != NULL_BLOCK for d_block in wanted):
                 sending.held.append(self._pool.blocks[block])
                 self._pool.touch(sending.held[-1:])
+
+    def _end(self, sending: _Sending) -> None:
+        self._tickets.discard(sending.ticket.ticket_id)
+        self._admission.ended(sending.ticket, delivered=sending.failure is None)
+        sending.end_span()
 
     def _let_go(self, sending: _Sending) -> None:
         if sending.held:

@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 _DESCRIBE_PAUSE_S = 0.1
 # An engine nobody sent anything to for this long is forgotten; it is described again at next contact.
 _FORGET_AFTER_S = 600.0
-# Engines that have not described themselves: each has a thread and a connection, and tickets may name made-up ones.
-_MAX_UNKNOWN = 256
 # How often it is looked which ones, and whose connections can rest.
 _TIDY_S = 1.0
 
@@ -119,7 +117,6 @@ class Peers:
         self._transfers: dict[int, Transfer] = {}  # by number
         self._disclaimed: set[int] = set()  # numbers decode is just being told that we know no such transfer
         self._retired: list[Sender] = []  # of engines forgotten, until they have ended
-        self._nobodys = make_sender("pd-sender-to-nobody")  # of engines that are too many
         self._tidy_at = 0.0
         keys = load_keys(config.side_channel_key_file)
         self._client = Client(self._on_unasked, self._on_tick, name="pd-control", keys=keys)
@@ -129,16 +126,11 @@ class Peers:
         with self._lock:
             peer = self._peers.get(ticket.issuer)
             if peer is None:
-                peer = self._peers[ticket.issuer] = self._meet(ticket)
+                sender = self._make_sender(f"pd-sender-{ticket.remote_host}:{ticket.remote_port}")
+                peer = Peer(ticket.endpoint, ticket.remote_engine_id, sender, endpoints={ticket.endpoint})
+                self._peers[ticket.issuer] = peer
             peer.users += 1
             return peer.sender
-
-    def _meet(self, ticket: Ticket) -> Peer:
-        if sum(peer.layout is None for peer in self._peers.values()) < _MAX_UNKNOWN:
-            sender = self._make_sender(f"pd-sender-{ticket.remote_host}:{ticket.remote_port}")
-            return Peer(ticket.endpoint, ticket.remote_engine_id, sender, endpoints={ticket.endpoint})
-        gone = f"{_MAX_UNKNOWN} other decode engines are yet to describe themselves"
-        return Peer(ticket.endpoint, ticket.remote_engine_id, self._nobodys, gone=gone)
 
     def release(self, ticket: Ticket) -> None:
         """Nothing more will be put for an acquired `ticket`."""
@@ -161,7 +153,7 @@ class Peers:
 
     def close(self, timeout_s: float) -> None:
         self._client.close(timeout_s)
-        for sender in {*self._retired, *(peer.sender for peer in self._peers.values()), self._nobodys}:
+        for sender in [*self._retired, *(peer.sender for peer in self._peers.values())]:
             sender.close(timeout_s)
 
     # What follows runs on the channel's thread.
@@ -342,9 +334,8 @@ class Peers:
             self._client.rest(endpoint)
         self._retired = [sender for sender in self._retired if not sender.ended]
         for peer in forgotten:
-            if peer.sender is not self._nobodys:
-                peer.sender.retire()
-                self._retired.append(peer.sender)
+            peer.sender.retire()
+            self._retired.append(peer.sender)
             for endpoint in peer.endpoints - in_use:
                 self._client.forget(endpoint)
             if peer.layout is not None:

@@ -59,6 +59,7 @@ class ProducerWorker:
         self._ungranted: list[Transfer] = []
         self._withdrawals = Withdrawals()
         self._plan = StepPlan()
+        self._forward_ended = True  # of that step
         self._written: tuple[str, Event] | None = None  # what was written since the last layer was announced
         self._wait_s = 0.0
         self._changed = threading.Condition()
@@ -86,7 +87,7 @@ class ProducerWorker:
 
     def start_step(self, step: ProducerStep) -> None:
         """Opens new transfers and plans the step. Blocks for nothing."""
-        self.end_step()  # with speculative decoding, vLLM itself ends steps on the last pipeline stage only
+        self._end_open_step()
         self._wait_s = step.wait_s
         opened, now = [], time.monotonic()
         for request_id, ticket in step.tickets.items():
@@ -109,6 +110,7 @@ class ProducerWorker:
         for request_id, aborted in step.finished.items():
             self._release(request_id, aborted)
         self._plan = self._planner.plan(step.sends, self._transfers, self._senders)
+        self._forward_ended = False
         self._written = None
         self._trace.step_began(self._plan.number, ((send, self._transfers[send.request_id]) for send in step.sends))
 
@@ -150,16 +152,25 @@ class ProducerWorker:
                 transfer.computed = computed
                 self._finish(transfer)
 
-    def step_broke(self, error: BaseException) -> None:
-        """The forward pass ended in `error`: what it did not compute must not count as delivered (R1). To be called
-        before `end_step`, which still has this rank take part in the step's collectives."""
-        shipments = [shipment for of in self._plan.shipments.values() for _, shipment in of]
-        for transfer in {*self._plan.last, *(t for shipment in shipments for t in shipment.transfers)}:
-            transfer.fail(f"prefill's forward pass failed: {error!r}", PushFailure.INTERNAL)
+    def forward_ended(self, error: BaseException | None = None) -> None:
+        """The forward pass has, well or in `error`; the draft may still run. What it did not compute must not count as
+        delivered (R1), though this rank still takes part in the step's collectives when the step ends."""
+        self._forward_ended = True
+        if error is not None:
+            shipments = [shipment for of in self._plan.shipments.values() for _, shipment in of]
+            for transfer in {*self._plan.last, *(t for shipment in shipments for t in shipment.transfers)}:
+                transfer.fail(f"prefill's forward pass failed: {error!r}", PushFailure.INTERNAL)
+
+    def _end_open_step(self) -> None:
+        """With speculative decoding, vLLM itself ends steps on the last pipeline stage only. It says of all that their
+        forward pass has ended, unless that failed."""
+        if not self._forward_ended:
+            self.forward_ended(RuntimeError("it did not end"))
+        self.end_step()
 
     def preempted(self, request_ids: set[str]) -> None:
         """Their blocks are about to be reused: waits until no push reads them any more (R3)."""
-        self.end_step()
+        self._end_open_step()
         barriers = []
         for request_id in request_ids:
             transfer = self._transfers.get(request_id)
