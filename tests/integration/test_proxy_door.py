@@ -27,28 +27,35 @@ class App:
 
     def __init__(self, size: int = 2) -> None:
         self.go = threading.Event()
+        self.left = threading.Event()
         self.begun: list[str] = []
+        self.ended: list[str] = []
         self._size = size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.begun.append(scope["path"])
         await receive()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(receive)  # as one that wants to know when its client leaves
-            while scope["path"] == "/held" and not self.go.is_set():
+            tasks.start_soon(self._watch, receive)
+            while scope["path"] == "/held" and not self.go.is_set() and not self.left.is_set():
                 await anyio.sleep(0.01)
             length = str(self._size).encode()
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
             await send({"type": "http.response.body", "body": bytes(self._size)})
             tasks.cancel_scope.cancel()
+        self.ended.append(scope["path"])
+
+    async def _watch(self, receive: Receive) -> None:
+        if (await receive())["type"] == "http.disconnect":
+            self.left.set()
 
 
 @contextmanager
-def serving(app: App, parser: str, patience: float = 60.0) -> Iterator[tuple[Door, int]]:
+def serving(app: App, parser: str, patience: float = 60.0, limit: int = 100) -> Iterator[tuple[Door, int]]:
     with pytest.MonkeyPatch.context() as patch:
         if parser == "h11":
             patch.setattr(door_module, "HttpToolsProtocol", None)
-        door = Door(100, patience)
+        door = Door(limit, patience)
         config = uvicorn.Config(
             app, http=door.protocol, lifespan="off", log_config=None, timeout_graceful_shutdown=1, timeout_keep_alive=60
         )
@@ -127,6 +134,32 @@ def test_one_request_may_be_sent_ahead(parser: str) -> None:
 
 
 @PARSERS
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_client_that_leaves_is_noticed(parser: str, ahead: int) -> None:
+    app = App()
+    with serving(app, parser) as (_, port):
+        with closing(connect(port)) as connection:
+            connection.sendall(get("/held") + get("/second") * ahead)
+            eventually(lambda: app.begun)
+        eventually(app.left.is_set)
+
+
+@PARSERS
+def test_who_still_reads_its_answer_makes_no_room_for_others(parser: str) -> None:
+    app = App(size := 300_000)
+    with serving(app, parser, limit=1) as (_, port), closing(connect(port, 4096)) as reader:
+        reader.sendall(get("/"))
+        received = b""
+        while not app.ended:  # from here on the server has the rest of the answer
+            received += reader.recv(4096)
+        with closing(connect(port)) as newcomer:
+            assert b"503" in rest_of(newcomer)
+        while len(received) < size:
+            received += reader.recv(4096)
+        assert received.count(b"\0") == size
+
+
+@PARSERS
 def test_requests_ahead_without_end_are_not_kept(parser: str) -> None:
     with serving(App(), parser) as (door, port), closing(connect(port)) as connection:
         reader = threading.Thread(target=rest_of, args=(connection,))
@@ -142,7 +175,7 @@ def test_proxy_lets_a_client_go_that_does_not_read() -> None:
     decode = DecodeEngine()
     with Servers() as servers:
         urls = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: decode.app)
-        with running_proxy(*urls, "--read-timeout", "1") as (process, port), closing(connect(port, 1)) as connection:
+        with running_proxy(*urls, "--read-timeout", "5") as (process, port), closing(connect(port, 1)) as connection:
             proxy = psutil.Process(process.pid)
 
             def held() -> list[object]:

@@ -120,6 +120,15 @@ def test_failed_background_task_ends_the_process(tmp_path: Path) -> None:
         assert decode.cancelled.wait(5)
 
 
+def test_proxy_that_cannot_start_ends() -> None:
+    breaks = "import anyio\nasync def broken(*_, **__): raise ZeroDivisionError\nanyio.getaddrinfo = broken"
+    options = ("--port", "0", "--prefill", "dns+http://localhost:1", "--decode", "http://127.0.0.1:1")
+    run = subprocess.run(command(*options, before=breaks), capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1
+    assert "ZeroDivisionError" in run.stderr
+    assert "the proxy ends" in run.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

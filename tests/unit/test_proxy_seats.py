@@ -8,7 +8,7 @@ import random
 import anyio
 import pytest
 
-from vllm_ascend_pd.proxy.registry import Engine, Gate, Record, Role
+from vllm_ascend_pd.proxy.registry import Engine, Engines, Gate, Record, Role
 from vllm_ascend_pd.proxy.seats import Seats
 
 FOREVER = 60.0
@@ -123,6 +123,19 @@ def test_who_waits_may_go_to_an_engine_that_joins() -> None:
             tasks.cancel_scope.cancel()
 
     anyio.run(run)
+
+
+def test_engine_whose_checks_fail_joins_when_they_are_good_not_when_it_is_let_in_again() -> None:
+    engines, joined = Engines(Role.DECODE, eject_after=1, return_after=1), []
+    engines.on_open = joined.append
+    engines.replace("a test", ["http://127.0.0.1:1"])
+    [one] = engines
+    engines.checked(one, "it does not answer")
+    engines.drain(one)
+    engines.undrain(one)
+    assert joined == []
+    engines.checked(one, None)
+    assert joined == [one]
 
 
 def test_line_and_patience_are_bounded() -> None:

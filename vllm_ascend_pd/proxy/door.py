@@ -11,6 +11,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 try:
@@ -42,8 +43,9 @@ class _Phase(enum.Enum):
 
 
 class Door:
-    """At most `limit` connections. A further one takes the place of the one that has longest had no request, its own
-    if there is no other. `refused` counts what never came to be an HTTP request, by the status it was refused with."""
+    """At most `limit` connections. A further one takes the place of the one that has longest had no request, and has
+    read its answers, its own if there is no other. `refused` counts what never came to be an HTTP request, by the
+    status it was refused with."""
 
     def __init__(self, limit: int, patience: float) -> None:
         """`patience`: seconds that a client may leave its answer unread."""
@@ -62,7 +64,8 @@ class Door:
         self.connections += 1
         self.wait(guest)
         if self.connections > self._limit:
-            next(iter(self._without_request)).refuse(HTTPStatus.SERVICE_UNAVAILABLE)
+            idle = (each for each in self._without_request if not each.transport.get_write_buffer_size())
+            next(idle).refuse(HTTPStatus.SERVICE_UNAVAILABLE)
 
     def wait(self, guest: _Guest) -> None:
         self._without_request[guest] = None
@@ -188,7 +191,8 @@ class _Guest:
             return self._since + _LINGER_SECONDS
         if self._phase is _Phase.HEAD and self.transport.get_write_buffer_size():
             return min(now + _LOOK_SECONDS, self._since + patience)
-        if self._phase is _Phase.BODY and self.flow.read_paused:  # it may be sending: we do not read
+        # Of a request that comes behind another: its body waits for that. Else it may be sending, and we do not read.
+        if self._phase is _Phase.BODY and (self.pipeline or self.flow.read_paused):
             return now + _LOOK_SECONDS
         earned = self._received / _BYTES_PER_SECOND if self._phase is _Phase.BODY else 0.0
         return self._since + _PATIENCE_SECONDS + earned
@@ -204,18 +208,31 @@ class _Guest:
 
 
 class _H11Guest(_Guest, H11Protocol):
+    """Behind a request, uvicorn reads no more: not even that the client has left."""
+
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if len(self.conn.trailing_data[0]) > _MAX_AHEAD_BYTES:
+        ahead = len(self.conn.trailing_data[0])
+        if ahead > _MAX_AHEAD_BYTES:
             self.refuse(HTTPStatus.BAD_REQUEST)
+        elif ahead and self.conn.their_state is h11.DONE:
+            self.flow.resume_reading()
 
 
 if HttpToolsProtocol is not None:
 
     class _HttpToolsGuest(_Guest, HttpToolsProtocol):
-        """httptools keeps headers of any length, and uvicorn the requests that it has parsed."""
+        """httptools keeps headers of any length, and uvicorn the requests that it has parsed; while it does, it reads
+        no more, and of a client that leaves it tells the last request alone."""
 
         _head_bytes = 0  # since there was body last
+        _running: Any = None  # the request before those in `pipeline`
+
+        def connection_lost(self, error: Exception | None) -> None:
+            if self.pipeline:
+                self._running.disconnected = True
+                self._running.message_event.set()
+            super().connection_lost(error)
 
         def data_received(self, data: bytes) -> None:
             self._head_bytes += len(data)
@@ -227,6 +244,13 @@ if HttpToolsProtocol is not None:
             if len(self.pipeline) >= _MAX_AHEAD:
                 raise ValueError("too many requests sent ahead")  # for uvicorn an invalid one: send_400_response
             super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            before = self.cycle
+            super().on_headers_complete()
+            if self.pipeline:
+                self._running = before
+                self.flow.resume_reading()
 
         def on_body(self, body: bytes) -> None:
             self._head_bytes = 0

@@ -203,7 +203,8 @@ class Engines:
 
     def undrain(self, engine: Engine) -> None:
         engine.draining = False
-        self.on_open(engine)
+        if not engine.gate.shut:
+            self.on_open(engine)
 
     def checked(self, engine: Engine, reason: str | None) -> bool:
         """As `Gate.checked`."""

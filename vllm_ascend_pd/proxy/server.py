@@ -38,11 +38,15 @@ _SPARE_FILES = 256
 
 
 class _Loop(uvloop.Loop):
-    """uvicorn leaves the handshake a minute, and a connection is counted behind it."""
+    """Behind TLS: uvicorn leaves the handshake a minute, and a connection is counted behind it; and who reads slowly
+    half a minute for what is left of an answer, where `door.py` leaves it `patience`."""
+
+    patience = 30.0  # as uvloop has it
 
     async def create_server(self, *args: Any, **options: Any) -> Any:
         if options.get("ssl") is not None:
             options["ssl_handshake_timeout"] = _HANDSHAKE_SECONDS
+            options["ssl_shutdown_timeout"] = self.patience
         return await super().create_server(*args, **options)
 
 
@@ -51,6 +55,10 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """uvicorn would wait for running requests, however long they take: `serve` handles signals instead."""
         yield
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        with contextlib.suppress(SystemExit):  # it could not start, and has logged why
+            await super().serve(sockets)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -91,14 +99,18 @@ def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.s
         app.state.exchanges.shut_down()
         for server, _ in servers:
             server.should_exit = True
-        await asyncio.gather(*running)
+        ended = await asyncio.gather(*running, return_exceptions=True)
+        errors = [error for error in ended if isinstance(error, BaseException)]
+        for error in errors:
+            log.error("the proxy's server ended by an error", exc_info=error)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        return told.is_set()
+        return told.is_set() and not errors
 
     with contextlib.closing(_Loop()) as loop:
+        loop.patience = settings.read_timeout
         well = loop.run_until_complete(run())
         loop.run_until_complete(loop.shutdown_default_executor())
     return well
