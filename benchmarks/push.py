@@ -9,8 +9,9 @@ ours   our ProducerWorker and ConsumerWorker in a process each, over Mooncake's 
        request is there, so with all writes and reports. Tickets come to prefill FIRST_LAYER_S earlier, when a model
        would begin with the first layer; grants are asked for meanwhile
 cold   the same, but the tickets come with the KV: nothing can be sent before decode has granted it
-best   Mooncake's engine alone with its default settings, in two other processes: the same number of bytes in one
-       buffer, in whatever of SIZES is fastest as a descriptor, found out first
+best   Mooncake's engine alone with its default settings: the same number of bytes in one buffer, in whatever of SIZES
+       is fastest as a descriptor, found out first. Each size has two processes of its own: connections that have moved
+       long descriptors are slower with short ones, too
 same   the same, in descriptors as long as ours and a call for each layer: what Mooncake needs for such ones
 TCP    one plain connection on loopback
 
@@ -39,14 +40,14 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests")]
 
-from push_floor import BATCH, Floor  # noqa: E402
+from push_floor import BATCH, Floors  # noqa: E402
 from push_pair import FIRST_LAYER_S, Cache, PushPair, Times  # noqa: E402
 from report import line, need_emulated_npu, quartiles  # noqa: E402
 
 from vllm_ascend_pd.transport.limits import TransferLimits  # noqa: E402
 
 MIB = 1 << 20
-SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB)
+SIZES = (MIB // 16, MIB // 8, MIB // 4, MIB // 2, MIB, 4 * MIB, 16 * MIB)
 MIN_OF_BEST, BIG_MIB = 0.9, 64
 
 
@@ -92,13 +93,13 @@ HEADER = (
 )
 
 
-def best_descriptor(floor: Floor, num_bytes: int, rounds: int) -> int:
+def best_descriptor(floors: Floors, num_bytes: int, rounds: int) -> int:
     sizes = [size for size in SIZES if size <= num_bytes]
-    taken = {size: median(floor.mooncake(num_bytes, size) for _ in range(rounds)) for size in sizes}
+    taken = {size: median(floors.of(size).mooncake(num_bytes, size) for _ in range(rounds)) for size in sizes}
     return min(taken, key=lambda size: taken[size])
 
 
-def measure(pair: PushPair, floor: Floor, mib: int, count: int, scattered: bool, best: int, rounds: int) -> Result:
+def measure(pair: PushPair, floors: Floors, mib: int, count: int, scattered: bool, best: int, rounds: int) -> Result:
     num_bytes = mib * MIB
     cache = pair.cache
     blocks = cache.blocks_for(num_bytes)
@@ -126,9 +127,9 @@ def measure(pair: PushPair, floor: Floor, mib: int, count: int, scattered: bool,
     sides: dict[str, Callable[[], float]] = {
         "ours": warm_s,
         "cold": cold_s,
-        "best": lambda: floor.mooncake(num_bytes, best),
-        "same": lambda: floor.mooncake(num_bytes, length, in_a_call),
-        "tcp": lambda: floor.tcp(num_bytes),
+        "best": lambda: floors.of(best).mooncake(num_bytes, best),
+        "same": lambda: floors.of(length).mooncake(num_bytes, length, in_a_call),
+        "tcp": lambda: floors.of(best).tcp(num_bytes),
     }
     samples: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(rounds):
@@ -151,20 +152,17 @@ def measure(pair: PushPair, floor: Floor, mib: int, count: int, scattered: bool,
 def results(args: argparse.Namespace) -> Iterator[Result]:
     cache = Cache(args.layers, args.heads)
     largest = max(args.mib) * MIB
-    floor, pair = Floor(largest), PushPair(cache, cache.blocks_for(largest))
+    floors, pair = Floors(largest), PushPair(cache, cache.blocks_for(largest))
     try:
-        for move in (lambda: floor.mooncake(largest, MIB), lambda: floor.tcp(largest)):
-            move()
-            floor.check(largest)
         for mib in args.mib:
-            best = best_descriptor(floor, mib * MIB, min(args.rounds, 5))
+            best = best_descriptor(floors, mib * MIB, min(args.rounds, 5))
             for count in args.requests:
                 for scattered in (False, True):
                     if cache.blocks_for(mib * MIB) >= count:
-                        yield measure(pair, floor, mib, count, scattered, best, args.rounds)
+                        yield measure(pair, floors, mib, count, scattered, best, args.rounds)
     finally:
         pair.close()
-        floor.close()
+        floors.close()
 
 
 def npu_results(args: argparse.Namespace) -> Iterator[Any]:

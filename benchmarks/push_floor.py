@@ -54,6 +54,27 @@ class Floor:
             raise RuntimeError(f"the processes left {left}")
 
 
+class Floors:
+    """Two processes for each length of descriptors, with `num_bytes` each; both ways were checked once."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._of: dict[int, Floor] = {}
+
+    def of(self, descriptor_bytes: int) -> Floor:
+        if descriptor_bytes not in self._of:
+            floor = self._of[descriptor_bytes] = Floor(self._num_bytes)
+            floor.mooncake(self._num_bytes, descriptor_bytes)
+            floor.check(self._num_bytes)
+            floor.tcp(self._num_bytes)
+            floor.check(self._num_bytes)
+        return self._of[descriptor_bytes]
+
+    def close(self) -> None:
+        for floor in self._of.values():
+            floor.close()
+
+
 class FloorRank:
     """What runs in either process."""
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.plan import Descriptors
 from vllm_ascend_pd.transport.batches import Batches
-from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.limits import TransferLimits, longest_descriptor
 
 Copy = tuple[int, int, int]  # source, destination, bytes
 
@@ -47,13 +47,15 @@ KIB, MIB = 1 << 10, 1 << 20
 @pytest.mark.parametrize(
     ("sizes", "cut"),
     [
-        ([2 * MIB, 2 * MIB], 4 * [MIB]),
-        ([3 * MIB, MIB], 4 * [MIB]),
-        ([MIB + 2 * KIB], [260 * KIB, 260 * KIB, 260 * KIB, 246 * KIB]),  # in whole pages
-        ([400 * KIB], [128 * KIB, 128 * KIB, 128 * KIB, 16 * KIB]),
-        (16 * [256 * KIB], 16 * [256 * KIB]),
+        ([400 * KIB, 400 * KIB], 4 * [200 * KIB]),
+        ([600 * KIB, 200 * KIB], 4 * [200 * KIB]),
+        ([802 * KIB], [204 * KIB, 204 * KIB, 204 * KIB, 190 * KIB]),  # in whole pages
+        ([400 * KIB], 4 * [100 * KIB]),
+        ([300 * KIB], 3 * [100 * KIB]),  # no fewer bytes than take about as long as a descriptor costs
         ([100 * KIB, 100 * KIB], [100 * KIB, 100 * KIB]),
-        ([12 * MIB, 12 * MIB], 6 * [4 * MIB]),
+        (16 * [256 * KIB], 16 * [256 * KIB]),
+        ([MIB, 12 * MIB], 52 * [256 * KIB]),  # and no longer than are best over TCP
+        (3 * [320 * KIB], 6 * [160 * KIB]),
     ],
 )
 def test_few_descriptors_become_one_for_each_connection(sizes: list[int], cut: list[int]) -> None:
@@ -62,6 +64,11 @@ def test_few_descriptors_become_one_for_each_connection(sizes: list[int], cut: l
     assert lengths == cut
     [(_, _, lengths)] = Batches.cut([copies], TransferLimits(connections=1, max_descriptor_bytes=16 * MIB)).at([0], [0])
     assert lengths == sizes, "where a descriptor is not one connection's"
+
+
+def test_protocols_have_their_own_longest_descriptor() -> None:
+    assert TransferLimits().max_descriptor_bytes == longest_descriptor("tcp") == 256 * KIB
+    assert longest_descriptor("ascend") == 4 * MIB
 
 
 def test_nothing() -> None:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from vllm_ascend_pd.core.plan import Descriptors, Offsets, concatenate
-from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.limits import PAGE, TransferLimits
 
 
 def merge_regions(regions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -74,12 +74,15 @@ class Batches:
             yield array("q", src[first:stop].tobytes()), array("q", dst[first:stop].tobytes()), lengths
 
 
-def _cut(copies: Descriptors, piece: int) -> Descriptors:
-    """The same bytes in copies of `piece` bytes at most."""
-    counts = -(-copies.nbytes // piece)
+def _cut(copies: Descriptors, longest: int) -> Descriptors:
+    """The same bytes in as few copies of `longest` bytes at most, which share each one's whole pages equally."""
+    counts = -(-copies.nbytes // longest)
     if np.all(counts <= 1):
         return copies
+    share = -(-copies.nbytes // np.maximum(counts, 1))
+    pieces = np.minimum(-(-share // PAGE) * PAGE, longest)
     which = np.repeat(np.arange(len(counts)), counts)
+    piece = pieces[which]
     offset = (np.arange(len(which)) - (np.cumsum(counts) - counts)[which]) * piece
     return Descriptors(
         copies.src[which] + offset, copies.dst[which] + offset, np.minimum(copies.nbytes[which] - offset, piece)
