@@ -124,7 +124,7 @@ def test_tickets_that_name_engines_that_never_were(pair: Pair) -> None:
     """Each gets a thread and a connection, but only for as long as its request runs."""
     delivers(pair, prompts(pair, [40]))
     before = on_prefill(pair, resources)
-    requests = prompts(pair, [20] * 12)
+    requests = prompts(pair, [10] * 24)  # more answers than a listener keeps unread
     tickets = {
         p.request_id: msgspec.structs.replace(pair.ticket(p), remote_engine_id=f"nobody-{p.request_id}")
         for p in requests

@@ -8,6 +8,7 @@ import functools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 # Between an attempt to have an engine describe itself that failed and the next: it may fail at once.
 _DESCRIBE_PAUSE_S = 0.1
+# Asked at once at one address: half of the answers that a listener keeps unread (`DescriptionListener`).
+_DESCRIBED_AT_ONCE = 4
 # An engine nobody sent anything to for this long is forgotten; it is described again at next contact.
 _FORGET_AFTER_S = 600.0
 # How often it is looked which ones, and whose connections can rest.
@@ -114,6 +117,7 @@ class Peers:
         # Guards the two maps, and `waiting` and `users` of peers; all else in them belongs to the channel's thread.
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], Peer] = {}  # by tickets' issuer
+        self._describing: Counter[str] = Counter()  # how many of an endpoint's peers
         self._transfers: dict[int, Transfer] = {}  # by number
         self._disclaimed: set[int] = set()  # numbers decode is just being told that we know no such transfer
         self._retired: list[Sender] = []  # of engines forgotten, until they have ended
@@ -160,8 +164,10 @@ class Peers:
 
     def _advance(self, peer: Peer) -> None:
         if peer.gone is None and peer.layout is None:
-            if not peer.describing and time.monotonic() >= peer.describe_at:
+            free = not peer.describing and self._describing[peer.endpoint] < _DESCRIBED_AT_ONCE
+            if free and time.monotonic() >= peer.describe_at:
                 peer.describing = True
+                self._describing[peer.endpoint] += 1
                 self._client.request(
                     peer.endpoint,
                     Describe(peer.engine_id),
@@ -199,6 +205,7 @@ class Peers:
 
     def _on_described(self, peer: Peer, answer: Message | SideChannelError) -> None:
         peer.describing = False
+        self._describing[peer.endpoint] -= 1
         if isinstance(answer, SideChannelError):
             self._describe_again(peer, str(answer))
             return
@@ -212,18 +219,21 @@ class Peers:
             else:
                 reason = f"engine {answer.engine_id} answers in place of {peer.engine_id}"
         else:
-            reason = _reason(answer)
+            reason = answer.reason if isinstance(answer, Problem) else f"unexpected answer {type(answer).__name__}"
         if reason is None:
             assert isinstance(answer, EngineDescription)
             peer.layout = peer.sender.layout = DecodeLayout(answer)
-            self._advance(peer)
-            return
-        logger.error("decode engine %s at %s: %s: waiting requests fail", peer.engine_id, peer.endpoint, reason)
-        layout = DecodeLayout(answer) if isinstance(answer, EngineDescription) else None
+        else:
+            logger.error("decode engine %s at %s: %s: waiting requests fail", peer.engine_id, peer.endpoint, reason)
+            layout = DecodeLayout(answer) if isinstance(answer, EngineDescription) else None
+            with self._lock:
+                waiting, peer.waiting = peer.waiting, []
+            for transfer in waiting:
+                self._contact(transfer, layout, reason)
         with self._lock:
-            waiting, peer.waiting = peer.waiting, []
-        for transfer in waiting:
-            self._contact(transfer, layout, reason)
+            there = [each for each in self._peers.values() if each.endpoint == peer.endpoint and each.waiting]
+        for each in there:  # this one's transfers, and others' turn to be described
+            self._advance(each)
 
     def _take_over(self, peer: Peer) -> None:
         """`peer` listens where others did: it was started after they had ended."""
@@ -338,6 +348,7 @@ class Peers:
             self._retired.append(peer.sender)
             for endpoint in peer.endpoints - in_use:
                 self._client.forget(endpoint)
+                del self._describing[endpoint]
             if peer.layout is not None:
                 self._forget_sessions({rank.session for rank in peer.layout.description.ranks})
 
@@ -384,7 +395,3 @@ class Peers:
             total, early = transfer.written.get(key, (0, 0))
             report = Report(ticket.ticket_id, ticket.attempt, writer, reason, total, early, settle_s, transfer.digest)
             self._client.request(destination.rank.control, report, self._config.control_timeout_s, answered)
-
-
-def _reason(answer: Message) -> str:
-    return answer.reason if isinstance(answer, Problem) else f"unexpected answer {type(answer).__name__}"
