@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
@@ -59,11 +59,13 @@ class Moving:
 
 @dataclass
 class Alone:
-    """Of requests that came alone: (layers, tokens) -> seconds from prefill's begin until decode had all KV, where
-    nothing was computed; tokens -> seconds of computing."""
+    """Of requests that came alone, seconds: (layers, tokens) -> from prefill's begin until decode had all KV, where
+    nothing was computed; tokens -> of computing; tokens -> from its end until decode had the last layer's KV, before
+    which the processors have slept, as they do in the runs compared."""
 
     moved: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     computed: dict[int, list[float]] = field(default_factory=dict)
+    rest: dict[int, list[float]] = field(default_factory=dict)
 
     def measure(self, pair: Workers, speed: Speed, layers: int, rounds: int) -> None:
         for computing in (False, True) if layers > 1 else (False,):
@@ -74,15 +76,22 @@ class Alone:
             for tokens, found in zip(lengths, times, strict=True):
                 if computing:
                     self.computed.setdefault(tokens, []).append(sum(found.steps))
+                    self.rest.setdefault(tokens, []).append(found.received - found.computed)
                 else:
                     self.moved.setdefault((layers, tokens), []).append(found.received - found.begun)
 
-    def moving(self) -> Moving:
-        """Three messages (a grant asked for and given, a report), a write per layer, and the bytes."""
-        rows = [(3.0, layers, layers * tokens * _TOKEN_BYTES) for layers, tokens in self.moved]
-        control, write, per_byte = _fit(rows, [median(seconds) for seconds in self.moved.values()])
+    def moving(self, keeps_up: bool) -> Moving:
+        """Three messages (a grant asked for and given, a report), a write per layer, and the bytes. Where the link
+        `keeps_up` with computing: of one layer that was not computed, and of the last one of those that were, which
+        has but one message behind it."""
+        taken = {(3.0, layers, tokens): seconds for (layers, tokens), seconds in self.moved.items()}
+        if keeps_up:
+            taken = {of: seconds for of, seconds in taken.items() if of[1] == 1}
+            taken |= {(1.0, 1, tokens): seconds for tokens, seconds in self.rest.items()}
+        rows = [(messages, layers, layers * tokens * _TOKEN_BYTES) for messages, layers, tokens in taken]
+        control, write, per_byte = _fit(rows, [median(seconds) for seconds in taken.values()])
         if not per_byte:
-            raise RuntimeError(f"requests of more bytes took no longer: {self.moved}")
+            raise RuntimeError(f"requests of more bytes took no longer: {taken}")
         return Moving(control, write, 1 / per_byte)
 
     def computing(self, step_tokens: int) -> PrefillSpeed:
@@ -187,18 +196,22 @@ def validate(requests: int, rounds: int, seed: int, as_json: bool, check: bool, 
         pair.serve([(0.0, 128)], Speed(0.0))  # the ranks meet
         for speed, figures in alone.items():
             figures.measure(pair, speed, 1, 5)
-    with closing(Workers(LAYERS)) as pair:
-        pair.serve([(0.0, 128)], Speed(0.0))
+    with ExitStack() as stack:
+        # Ours learn how fast a link is; so each speed has its own.
+        pairs = {speed: stack.enter_context(closing(Workers(LAYERS))) for speed in alone}
+        for pair in pairs.values():
+            pair.serve([(0.0, 128)], Speed(0.0))
         for i in range(rounds):
             for speed, figures in alone.items():
-                figures.measure(pair, speed, LAYERS, 2)
+                figures.measure(pairs[speed], speed, LAYERS, 2)
             for row in ROWS:
-                measured[row].append(pair.serve([(a.at, a.prompt) for a in coming[row, i]], row.speed))
+                requests_at = [(a.at, a.prompt) for a in coming[row, i]]
+                measured[row].append(pairs[row.speed].serve(requests_at, row.speed))
     exchange, found = exchange_here(), []
     if not as_json:
         print(f"load average {load_average:.1f} before; from requests alone:")
     for speed, figures in alone.items():
-        moving, computing = figures.moving(), figures.computing(speed.step_tokens)
+        moving, computing = figures.moving(speed.link is None), figures.computing(speed.step_tokens)
         if as_json:
             print(json.dumps({"measure": "alone", **asdict(moving), **asdict(computing), "load_average": load_average}))
         else:
@@ -211,7 +224,7 @@ def validate(requests: int, rounds: int, seed: int, as_json: bool, check: bool, 
         print(HEADER)
     for row, runs in measured.items():
         figures = alone[row.speed]
-        setup = setup_of(exchange, figures.moving(), figures.computing(row.speed.step_tokens))
+        setup = setup_of(exchange, figures.moving(row.speed.link is None), figures.computing(row.speed.step_tokens))
         seen = _middle([Spread.of([each.received for each in run]) for run in runs])
         played = [simulated(setup, coming[row, i]) for i in range(rounds)]
         compared = Compared(

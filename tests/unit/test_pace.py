@@ -82,3 +82,17 @@ def test_a_link_that_has_become_faster_is_noticed(clock):
     for _ in range(40):
         slept = send(clock, of, BATCH, BATCH * GIGABYTE_PER_S)
     assert slept <= BATCH * GIGABYTE_PER_S
+
+
+def test_that_a_link_is_faster_than_thought_is_learnt_from_small_batches_too(clock):
+    small = LEARNS_FROM // 2
+    of = Pace()
+    for _ in range(8):
+        send(clock, of, BATCH, 50 * BATCH * GIGABYTE_PER_S)
+    for _ in range(60):
+        slept = send(clock, of, small, small * GIGABYTE_PER_S)
+    assert slept <= max(SHORTEST_S, small * GIGABYTE_PER_S)
+    known = of.pause_s(BATCH, clock.now)
+    for _ in range(8):
+        send(clock, of, small, 50 * small * GIGABYTE_PER_S)
+    assert of.pause_s(BATCH, clock.now) == pytest.approx(known), "what else they take is not the link's time"

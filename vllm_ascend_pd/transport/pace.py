@@ -21,7 +21,7 @@ LONGEST_S = 1.0
 """Who fails meanwhile is noticed that much later."""
 
 LEARNS_FROM = 1 << 20
-"""Bytes: what smaller batches take is not the link's time."""
+"""Bytes: what smaller batches take is not the link's time alone, so they tell only that it is faster than thought."""
 
 _LATEST = 8
 _ENOUGH = 4
@@ -37,17 +37,22 @@ class Pace:
 
     def pause_s(self, num_bytes: int, started: float) -> float:
         """How long a batch that has `started` can be slept on from now, `LONGEST_S` at most; 0: not at all."""
-        latest = sorted(self._seconds_per_byte)
-        if len(latest) < _ENOUGH:
+        if (per_byte := self._expected()) is None:
             return 0.0
-        # Of the faster ones: to poll for too long costs less than to sleep for too long.
-        expected = latest[len(latest) // 4] * num_bytes
-        pause_s = max(started, self._ended) + SHARE * expected - time.monotonic()
+        pause_s = max(started, self._ended) + SHARE * per_byte * num_bytes - time.monotonic()
         return min(pause_s, LONGEST_S) if pause_s >= SHORTEST_S else 0.0
 
     def arrived(self, num_bytes: int, started: float) -> None:
         """A batch has, just now."""
         now = time.monotonic()
-        if num_bytes >= LEARNS_FROM:
-            self._seconds_per_byte.append((now - max(started, self._ended)) / num_bytes)
+        taken = (now - max(started, self._ended)) / num_bytes
+        expected = self._expected()
+        if num_bytes >= LEARNS_FROM or (expected is not None and taken < expected):
+            self._seconds_per_byte.append(taken)
         self._ended = now
+
+    def _expected(self) -> float | None:
+        """Seconds per byte, once enough is known."""
+        latest = sorted(self._seconds_per_byte)
+        # Of the faster ones: to poll for too long costs less than to sleep for too long.
+        return latest[len(latest) // 4] if len(latest) >= _ENOUGH else None
