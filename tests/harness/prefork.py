@@ -78,7 +78,7 @@ def can_fork(env: Mapping[str, str]) -> bool:
 
 def _serve(ready: Connection, command: list[str], env: dict[str, str], log: str) -> None:
     """Becomes what `exec` would have made of it, as far as vLLM can tell; what pytest can import, it can, too."""
-    os.setsid()
+    os.setpgid(0, 0)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for stream in (1, 2):
         os.dup2(output, stream)

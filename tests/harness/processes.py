@@ -117,7 +117,9 @@ def _started(command: Sequence[str], env: Mapping[str, str], log: Path) -> subpr
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            # No session of its own: Linux deals the cores out to sessions first (autogroup), and on two of them one was
+            # seen to wait for seconds, with all that it had to run, for the threads of another that polled.
+            process_group=0,
         )
 
 
