@@ -96,3 +96,17 @@ def test_that_a_link_is_faster_than_thought_is_learnt_from_small_batches_too(clo
     for _ in range(8):
         send(clock, of, small, 50 * small * GIGABYTE_PER_S)
     assert of.pause_s(BATCH, clock.now) == pytest.approx(known), "what else they take is not the link's time"
+
+
+def test_small_batches_that_arrive_together_teach_nothing(clock):
+    small = LEARNS_FROM // 2
+    of = Pace()
+    for _ in range(8):
+        send(clock, of, BATCH, BATCH * GIGABYTE_PER_S)
+    known = of.pause_s(BATCH, clock.now)
+    for _ in range(8):
+        started = clock.now
+        clock.now += 2 * small * GIGABYTE_PER_S
+        of.arrived(small, started)
+        of.arrived(small, started)
+    assert of.pause_s(BATCH, clock.now) == pytest.approx(known)

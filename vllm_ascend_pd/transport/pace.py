@@ -21,7 +21,8 @@ LONGEST_S = 1.0
 """Who fails meanwhile is noticed that much later."""
 
 LEARNS_FROM = 1 << 20
-"""Bytes: what smaller batches take is not the link's time alone, so they tell only that it is faster than thought."""
+"""Bytes: what smaller batches take is not the link's time alone. So they tell only that it is faster than thought, and
+that only where none was under way before them: what has arrived with another one seems to have taken no time."""
 
 _LATEST = 8
 _ENOUGH = 4
@@ -47,7 +48,8 @@ class Pace:
         now = time.monotonic()
         taken = (now - max(started, self._ended)) / num_bytes
         expected = self._expected()
-        if num_bytes >= LEARNS_FROM or (expected is not None and taken < expected):
+        alone = started >= self._ended
+        if num_bytes >= LEARNS_FROM or (alone and expected is not None and taken < expected):
             self._seconds_per_byte.append(taken)
         self._ended = now
 
