@@ -32,7 +32,7 @@ class Ours:
         from vllm_ascend_pd.config import parse_config
         from vllm_ascend_pd.core.topology import sharding
         from vllm_ascend_pd.transport.engine import TransferEngine
-        from vllm_ascend_pd.transport.limits import TransferLimits, longest_descriptor, most_bytes
+        from vllm_ascend_pd.transport.limits import TransferLimits, most_bytes
         from vllm_ascend_pd.worker.caches import LayerSpec, describe
         from vllm_ascend_pd.worker.identity import Identity
         from vllm_ascend_pd.worker.producer import ProducerWorker
@@ -41,8 +41,7 @@ class Ours:
         self.handed = Handed()
         with mock.patch("mooncake.engine.TransferEngine", return_value=self.handed):
             # As over "ascend": in as large batches, and not slept on.
-            limits = TransferLimits(max_bytes=most_bytes("ascend"), max_descriptor_bytes=longest_descriptor("ascend"))
-            engine = TransferEngine(HOST, "rdma", limits)
+            engine = TransferEngine(HOST, "rdma", TransferLimits(max_bytes=most_bytes("ascend")))
         spec = LayerSpec(0, BLOCK, case.heads, KV_HEADS)
         caches = describe(tensors, dict.fromkeys(tensors, spec), heads_first=False)
         identity = Identity("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))

@@ -147,11 +147,10 @@ class Configs:
     def engine(self) -> Any:
         """Mooncake's is one that does nothing, at Mooncake's interface."""
         from vllm_ascend_pd.transport.engine import TransferEngine
-        from vllm_ascend_pd.transport.limits import TransferLimits, longest_descriptor
+        from vllm_ascend_pd.transport.limits import TransferLimits
 
-        limits = TransferLimits(max_descriptor_bytes=longest_descriptor("ascend"))
         with mock.patch("mooncake.engine.TransferEngine", return_value=NoTransfer()):
-            return TransferEngine(HOST, "rdma", limits)  # as over "ascend", not slept on
+            return TransferEngine(HOST, "rdma", TransferLimits())  # as over "ascend", not slept on
 
 
 class Blocks:

@@ -33,7 +33,7 @@ from vllm_ascend_pd.scheduler.producer import ProducerScheduler
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep, RankHandshake, WorkerReport
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import TransferLimits, longest_descriptor, most_bytes
+from vllm_ascend_pd.transport.limits import TransferLimits, most_bytes
 from vllm_ascend_pd.worker.caches import KVCache, describe
 from vllm_ascend_pd.worker.consumer import Arrivals, ConsumerWorker, decode_description, encode_description
 from vllm_ascend_pd.worker.identity import Identity
@@ -100,7 +100,6 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         limits = TransferLimits(
             max_descriptors=self._config.max_batch_descriptors,
             max_bytes=self._config.max_batch_bytes or most_bytes(protocol),
-            max_descriptor_bytes=longest_descriptor(protocol),
             timeout_s=self._config.write_timeout_s,
         )
         self._engine = TransferEngine(self._host, protocol, limits)

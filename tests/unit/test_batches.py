@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.plan import Descriptors
 from vllm_ascend_pd.transport.batches import Batches
-from vllm_ascend_pd.transport.limits import TransferLimits, longest_descriptor
+from vllm_ascend_pd.transport.limits import TCP_LANES, TransferLimits
 
 Copy = tuple[int, int, int]  # source, destination, bytes
 
@@ -66,9 +66,9 @@ def test_few_descriptors_become_one_for_each_connection(sizes: list[int], cut: l
     assert lengths == sizes, "where a descriptor is not one connection's"
 
 
-def test_protocols_have_their_own_longest_descriptor() -> None:
-    assert TransferLimits().max_descriptor_bytes == longest_descriptor("tcp") == 256 * KIB
-    assert longest_descriptor("ascend") == 4 * MIB
+def test_over_one_connection_descriptors_may_be_longer() -> None:
+    assert TransferLimits(connections=TCP_LANES).piece_bytes(64 * MIB) == 256 * KIB
+    assert TransferLimits(connections=1).piece_bytes(64 * MIB) == 4 * MIB
 
 
 def test_nothing() -> None:

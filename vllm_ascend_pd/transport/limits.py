@@ -23,12 +23,6 @@ def most_bytes(protocol: str) -> int:
     return 64 * MIB if protocol == "tcp" else 1024 * MIB
 
 
-def longest_descriptor(protocol: str) -> int:
-    """In bytes. Over TCP, a connection has one descriptor under way at a time: of this length, what is on its way stays
-    in a processor's cache between its two copies. With 1 MiB and more, half as fast (docs/performance.md)."""
-    return 256 * KIB if protocol == "tcp" else 4 * MIB
-
-
 _TCP_TIMEOUTS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": 1.0,
     "MC_TCP_STATUS_TIMEOUT_SEC": 1.0,
@@ -43,8 +37,10 @@ _TCP_QUEUE = ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "MC_TCP_MAX_PENDING_ADMISS
 """What Mooncake's queue to one peer takes is the sum of these."""
 
 
-PAGE, _LEAST_PIECE = 4 * KIB, 128 * KIB
-"""Bytes are dealt out to connections in whole pages, and no fewer than take about as long as a descriptor costs."""
+PAGE, _LEAST_PIECE, _MOST_PIECE = 4 * KIB, 128 * KIB, 256 * KIB
+"""Bytes are dealt out to connections in whole pages, and no fewer than take about as long as a descriptor costs. A
+connection has one descriptor under way at a time: up to the longest, what is on its way stays in a processor's cache
+between its two copies; with 1 MiB it is half as fast (docs/performance.md)."""
 
 
 class SettingError(ValueError):
@@ -59,10 +55,10 @@ class TransferLimits:
     """Descriptors in one batch. Over TCP a descriptor costs about 30 us, so 2048 are 60 ms."""
     max_bytes: int = 64 * MIB
     """Bytes in one batch: what a failed batch makes the caller send again."""
-    max_descriptor_bytes: int = longest_descriptor("tcp")
+    max_descriptor_bytes: int = 4 * MIB
     """Longer descriptors are cut."""
     connections: int = TCP_LANES
-    """That a write's bytes are dealt out to, where its descriptors are fewer: a descriptor goes over one of them."""
+    """That a write's bytes are dealt out to: a descriptor goes over one of them. 1: descriptors are not cut for it."""
     timeout_s: float = 10.0
     """A batch fails when its last descriptor is not under way after this long, or one makes no progress for
     this long; so two batches of `max_bytes` must take less. Mooncake counts in whole seconds: rounded up."""
@@ -76,8 +72,11 @@ class TransferLimits:
 
     def piece_bytes(self, num_bytes: int) -> int:
         """How long a descriptor of a write of `num_bytes` may be."""
+        longest = min(self.max_descriptor_bytes, self.max_bytes)
+        if self.connections == 1:
+            return longest
         share = math.ceil(min(num_bytes, self.max_bytes) / self.connections / PAGE) * PAGE
-        return min(self.max_descriptor_bytes, self.max_bytes, max(share, _LEAST_PIECE))
+        return min(longest, max(share, _LEAST_PIECE), _MOST_PIECE)
 
     @property
     def whole_timeout_s(self) -> int:

@@ -38,23 +38,21 @@ class Pace:
 
     def pause_s(self, num_bytes: int, started: float) -> float:
         """How long a batch that has `started` can be slept on from now, `LONGEST_S` at most; 0: not at all."""
-        if (per_byte := self._expected()) is None:
-            return 0.0
-        pause_s = max(started, self._ended) + SHARE * per_byte * num_bytes - time.monotonic()
+        expected = self._seconds_for_a_byte() * num_bytes
+        pause_s = max(started, self._ended) + SHARE * expected - time.monotonic()
         return min(pause_s, LONGEST_S) if pause_s >= SHORTEST_S else 0.0
 
     def arrived(self, num_bytes: int, started: float) -> None:
         """A batch has, just now."""
         now = time.monotonic()
         taken = (now - max(started, self._ended)) / num_bytes
-        expected = self._expected()
         alone = started >= self._ended
-        if num_bytes >= LEARNS_FROM or (alone and expected is not None and taken < expected):
+        if num_bytes >= LEARNS_FROM or (alone and taken < self._seconds_for_a_byte()):
             self._seconds_per_byte.append(taken)
         self._ended = now
 
-    def _expected(self) -> float | None:
-        """Seconds per byte, once enough is known."""
+    def _seconds_for_a_byte(self) -> float:
+        """Probably; 0 while too little is known."""
         latest = sorted(self._seconds_per_byte)
         # Of the faster ones: to poll for too long costs less than to sleep for too long.
-        return latest[len(latest) // 4] if len(latest) >= _ENOUGH else None
+        return latest[len(latest) // 4] if len(latest) >= _ENOUGH else 0.0
