@@ -59,45 +59,48 @@ class Moving:
 
 @dataclass
 class Alone:
-    """Of requests that came alone, seconds: (layers, tokens) -> from prefill's begin until decode had all KV, where
-    nothing was computed; tokens -> of computing; tokens -> from its end until decode had the last layer's KV, before
-    which the processors have slept, as they do in the runs compared."""
+    """Of requests that came alone at `speed`, seconds: (messages, layers, tokens) -> of moving KV; tokens -> of
+    computing.
 
-    moved: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    Where the link keeps up with computing, what counts of moving is one layer, and the last one of those computed,
+    before which the processors have slept, as they do in the runs compared; where it does not, one and all layers, not
+    computed."""
+
+    speed: Speed
+    moved: dict[tuple[float, int, int], list[float]] = field(default_factory=dict)
     computed: dict[int, list[float]] = field(default_factory=dict)
-    rest: dict[int, list[float]] = field(default_factory=dict)
 
-    def measure(self, pair: Workers, speed: Speed, layers: int, rounds: int) -> None:
-        for computing in (False, True) if layers > 1 else (False,):
-            slept = Speed(speed.token_s if computing else 0.0, speed.link)
-            gap = 0.2 + 1.2 * max(_SINGLE) * (slept.token_s + layers * _TOKEN_BYTES / (speed.link or 1e9))
-            lengths = _SINGLE * rounds
-            times = pair.serve([(i * gap, tokens) for i, tokens in enumerate(lengths)], slept)
-            for tokens, found in zip(lengths, times, strict=True):
-                if computing:
-                    self.computed.setdefault(tokens, []).append(sum(found.steps))
-                    self.rest.setdefault(tokens, []).append(found.received - found.computed)
-                else:
-                    self.moved.setdefault((layers, tokens), []).append(found.received - found.begun)
+    @property
+    def keeps_up(self) -> bool:
+        return self.speed.link is None
 
-    def moving(self, keeps_up: bool) -> Moving:
-        """Three messages (a grant asked for and given, a report), a write per layer, and the bytes. Where the link
-        `keeps_up` with computing: of one layer that was not computed, and of the last one of those that were, which
-        has but one message behind it."""
-        taken = {(3.0, layers, tokens): seconds for (layers, tokens), seconds in self.moved.items()}
-        if keeps_up:
-            taken = {of: seconds for of, seconds in taken.items() if of[1] == 1}
-            taken |= {(1.0, 1, tokens): seconds for tokens, seconds in self.rest.items()}
-        rows = [(messages, layers, layers * tokens * _TOKEN_BYTES) for messages, layers, tokens in taken]
-        control, write, per_byte = _fit(rows, [median(seconds) for seconds in taken.values()])
+    def measure(self, pair: Workers, layers: int, rounds: int, computing: bool) -> None:
+        """Not computed: from prefill's begin until decode has all KV, with three messages (a grant asked for and given,
+        a report). Computed: from the end of that, when the last layer is left to be written, with the report."""
+        slept = Speed(self.speed.token_s if computing else 0.0, self.speed.link)
+        gap = 0.2 + 1.2 * max(_SINGLE) * (slept.token_s + layers * _TOKEN_BYTES / (slept.link or 1e9))
+        lengths = _SINGLE * rounds
+        times = pair.serve([(i * gap, tokens) for i, tokens in enumerate(lengths)], slept)
+        for tokens, found in zip(lengths, times, strict=True):
+            if not computing:
+                self.moved.setdefault((3.0, layers, tokens), []).append(found.received - found.begun)
+                continue
+            self.computed.setdefault(tokens, []).append(sum(found.steps))
+            if self.keeps_up:
+                self.moved.setdefault((1.0, 1, tokens), []).append(found.received - found.computed)
+
+    def moving(self) -> Moving:
+        """The messages, a write per layer, and the bytes."""
+        rows = [(messages, layers, layers * tokens * _TOKEN_BYTES) for messages, layers, tokens in self.moved]
+        control, write, per_byte = _fit(rows, [median(seconds) for seconds in self.moved.values()])
         if not per_byte:
-            raise RuntimeError(f"requests of more bytes took no longer: {taken}")
+            raise RuntimeError(f"requests of more bytes took no longer: {self.moved}")
         return Moving(control, write, 1 / per_byte)
 
-    def computing(self, step_tokens: int) -> PrefillSpeed:
+    def computing(self) -> PrefillSpeed:
         rows = [(1.0, float(tokens)) for tokens in self.computed]
         step, token = _fit(rows, [median(seconds) for seconds in self.computed.values()])
-        return PrefillSpeed(token, step, step_tokens)
+        return PrefillSpeed(token, step, self.speed.step_tokens)
 
 
 def _fit(rows: list[tuple[float, ...]], seconds: list[float]) -> list[float]:
@@ -189,13 +192,13 @@ HEADER = (
 
 def validate(requests: int, rounds: int, seed: int, as_json: bool, check: bool, load_average: float) -> int:
     """`requests` of each row, in `rounds` runs that take turns with those of other rows and of requests alone."""
-    alone = {speed: Alone() for speed in dict.fromkeys(row.speed for row in ROWS)}
+    alone = {speed: Alone(speed) for speed in dict.fromkeys(row.speed for row in ROWS)}
     coming = {(row, i): arrivals(row, -(-requests // rounds), seed + i) for row in ROWS for i in range(rounds)}
     measured: dict[Row, list[list[Times]]] = {row: [] for row in ROWS}
     with closing(Workers(1)) as pair:
         pair.serve([(0.0, 128)], Speed(0.0))  # the ranks meet
-        for speed, figures in alone.items():
-            figures.measure(pair, speed, 1, 5)
+        for figures in alone.values():
+            figures.measure(pair, 1, 5, computing=False)
     with ExitStack() as stack:
         # Ours learn how fast a link is; so each speed has its own.
         pairs = {speed: stack.enter_context(closing(Workers(LAYERS))) for speed in alone}
@@ -203,7 +206,9 @@ def validate(requests: int, rounds: int, seed: int, as_json: bool, check: bool, 
             pair.serve([(0.0, 128)], Speed(0.0))
         for i in range(rounds):
             for speed, figures in alone.items():
-                figures.measure(pairs[speed], speed, LAYERS, 2)
+                if not figures.keeps_up:
+                    figures.measure(pairs[speed], LAYERS, 2, computing=False)
+                figures.measure(pairs[speed], LAYERS, 2, computing=True)
             for row in ROWS:
                 requests_at = [(a.at, a.prompt) for a in coming[row, i]]
                 measured[row].append(pairs[row.speed].serve(requests_at, row.speed))
@@ -211,7 +216,7 @@ def validate(requests: int, rounds: int, seed: int, as_json: bool, check: bool, 
     if not as_json:
         print(f"load average {load_average:.1f} before; from requests alone:")
     for speed, figures in alone.items():
-        moving, computing = figures.moving(speed.link is None), figures.computing(speed.step_tokens)
+        moving, computing = figures.moving(), figures.computing()
         if as_json:
             print(json.dumps({"measure": "alone", **asdict(moving), **asdict(computing), "load_average": load_average}))
         else:
@@ -224,7 +229,7 @@ def validate(requests: int, rounds: int, seed: int, as_json: bool, check: bool, 
         print(HEADER)
     for row, runs in measured.items():
         figures = alone[row.speed]
-        setup = setup_of(exchange, figures.moving(row.speed.link is None), figures.computing(row.speed.step_tokens))
+        setup = setup_of(exchange, figures.moving(), figures.computing())
         seen = _middle([Spread.of([each.received for each in run]) for run in runs])
         played = [simulated(setup, coming[row, i]) for i in range(rounds)]
         compared = Compared(
