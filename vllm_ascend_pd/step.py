@@ -54,12 +54,13 @@ class Expect:
 @dataclass
 class ConsumerStep(KVConnectorMetadata):
     """A decode step. `cancelled`: ticket id -> reason; `prefilled`: tickets whose prefill ended. `wait_s`: how long
-    it waits for KV, 0 if it computes something."""
+    it waits for KV, 0 if it computes something. `doorbell`: see `doorbell.py`; "": there is none."""
 
     expects: list[Expect] = field(default_factory=list)
     cancelled: dict[str, str] = field(default_factory=dict)
     prefilled: list[str] = field(default_factory=list)
     wait_s: float = 0.0
+    doorbell: str = ""
 
 
 @dataclass

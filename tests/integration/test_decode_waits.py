@@ -6,6 +6,7 @@ import time
 from harness.kv import Model, Side
 from harness.rank_programs import DecodeRank
 from harness.ranks import Pair
+from vllm_ascend_pd.doorbell import Doorbell
 from vllm_ascend_pd.step import ConsumerStep, Expect
 
 LONG_S = 40.0  # of which a step that waits would take all
@@ -30,4 +31,36 @@ def test_a_step_behind_one_that_brought_something_does_not_wait() -> None:
     [brought] = pair.each(pair.d_ranks, "do", steps_behind_an_end)
     assert brought == [{"request-0"}, set(), {"request-1"}, set()]
     assert time.monotonic() - began < TIMEOUT_S
+    assert pair.close() == []
+
+
+def rings(rank: DecodeRank) -> tuple[bool, bool, set[str]]:
+    """Of two tickets that nobody writes for, one ends while no step waits and one while a step does: whether each
+    rings, and what the steps bring."""
+    doorbell = Doorbell()
+    expects = [Expect(f"request-{i}", f"{i:016x}", 1, "digest", [i]) for i in range(2)]
+    rank.worker.start_step(ConsumerStep(expects=expects[:1], doorbell=doorbell.address))
+    brought = rank.worker.take_arrivals().finished
+    first = has_rung(doorbell, LONG_S)
+    for _ in range(2):  # behind one that brought something none waits
+        rank.worker.start_step(ConsumerStep(doorbell=doorbell.address))
+        brought |= rank.worker.take_arrivals().finished
+    rank.worker.start_step(ConsumerStep(expects=expects[1:], wait_s=LONG_S, doorbell=doorbell.address))
+    brought |= rank.worker.take_arrivals().finished
+    second = has_rung(doorbell, 0.5)
+    doorbell.close()
+    return first, second, brought
+
+
+def has_rung(doorbell: Doorbell, timeout_s: float) -> bool:
+    began = time.monotonic()
+    doorbell.wait(timeout_s)
+    rung = time.monotonic() - began < 0.9 * timeout_s
+    doorbell.silence()
+    return rung
+
+
+def test_what_ends_while_no_step_waits_rings() -> None:
+    pair = Pair(Model(), Side(1), Side(1), {"transfer_timeout_s": 1.0})
+    assert pair.each(pair.d_ranks, "do", rings) == [(True, False, {"request-0", "request-1"})]
     assert pair.close() == []

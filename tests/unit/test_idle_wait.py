@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long steps that compute nothing wait."""
 
+import time
+from collections.abc import Iterator
+
 import pytest
 
 from harness.clock import Clock, clock_of
+from vllm_ascend_pd.doorbell import Doorbell, Ringer
 from vllm_ascend_pd.scheduler import idle
 from vllm_ascend_pd.scheduler.idle import FIRST_S, PAUSE_S, IdleWait
+
+LONG_S = 60.0
 
 
 @pytest.fixture
@@ -46,22 +52,60 @@ def test_none_waits_behind_a_step_that_computes(clock, in_flight):
         assert [each > 0 for each in waits] == [k % in_flight == 0 for k in range(1, in_flight + 3)]
 
 
-def test_sleeps_only_before_a_step_behind_one_that_waited(clock):
-    wait = IdleWait(0.05, in_flight=2)
-    slept = []
+@pytest.fixture
+def ringer() -> Iterator[Ringer]:
+    ringer = Ringer()
+    yield ringer
+    ringer.close()
+
+
+@pytest.fixture
+def doorbell() -> Iterator[Doorbell]:
+    doorbell = Doorbell()
+    yield doorbell
+    doorbell.close()
+
+
+def test_pauses_only_before_a_step_behind_one_that_waited(doorbell, monkeypatch):
+    wait = IdleWait(0.05, in_flight=2, doorbell=doorbell)
+    pauses = []
+    monkeypatch.setattr(doorbell, "wait", pauses.append)
+    paused = []
     for computes in (False, True, False, False, False):
-        before = clock.now
         wait.pause()
-        slept.append(clock.now - before)
+        paused.append(len(pauses))
         wait.next(computes, news=False)
-    assert slept == [0.0, pytest.approx(PAUSE_S), 0.0, 0.0, pytest.approx(PAUSE_S)]
+    assert paused == [0, 1, 1, 1, 2]
+    assert pauses == [PAUSE_S, PAUSE_S]
 
 
-def test_nobody_polls_ranks_that_share_the_schedulers_process(clock):
-    wait = IdleWait(0.05, in_flight=2, polls=False)
-    assert wait.next(computes=False, news=False) > 0
+def test_a_ring_ends_the_pause(doorbell, ringer, monkeypatch):
+    monkeypatch.setattr(idle, "PAUSE_S", LONG_S)
+    wait = IdleWait(LONG_S, in_flight=1, doorbell=doorbell)
+    wait.next(computes=False, news=False)
+    began = time.monotonic()
+    ringer.ring(wait.doorbell)
     wait.pause()
-    assert clock.now == 100
+    assert time.monotonic() - began < LONG_S / 2
+
+
+def test_what_rang_before_a_step_does_not_end_the_pause_behind_it(doorbell, ringer):
+    wait = IdleWait(0.05, in_flight=1, doorbell=doorbell)
+    for _ in range(3):
+        ringer.ring(wait.doorbell)
+    wait.next(computes=False, news=False)
+    began = time.monotonic()
+    wait.pause()
+    assert time.monotonic() - began > 0.9 * PAUSE_S
+
+
+def test_nobody_pauses_for_ranks_that_share_the_schedulers_process(monkeypatch):
+    wait = IdleWait(0.05, in_flight=1)
+    assert wait.doorbell == ""
+    assert wait.next(computes=False, news=False) > 0
+    monkeypatch.setattr(idle, "PAUSE_S", LONG_S)
+    wait.pause()
+    wait.close()
 
 
 def test_a_bound_below_the_first_wait_holds(clock):

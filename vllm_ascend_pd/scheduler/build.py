@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from vllm_ascend_pd import compat
 from vllm_ascend_pd.config import ConfigError, ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.hosts import decode_hosts
+from vllm_ascend_pd.doorbell import Doorbell
 from vllm_ascend_pd.scheduler.admission import Admission
 from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener, Signer
 from vllm_ascend_pd.scheduler.idle import IdleWait
@@ -40,20 +41,20 @@ def make_scheduler(
     secret = _read(read_ticket_secret, config.ticket_secret_file)
     parallel = vllm_config.parallel_config
     in_lockstep = parallel.data_parallel_size > 1
-    idle = IdleWait(
-        longest_s=0.0 if in_lockstep else config.idle_wait_s,
-        in_flight=vllm_config.max_concurrent_batches,
-        polls=parallel.distributed_executor_backend != "uni",  # of the CPU backend a single rank has a process, too
-    )
+    longest_s = 0.0 if in_lockstep else config.idle_wait_s
+    in_flight = vllm_config.max_concurrent_batches
     if transfer.is_kv_producer:
         hosts = decode_hosts(config.decode_allowlist, host, secret is not None)
-        return ProducerScheduler(groups, idle, Admission(hosts, secret))
+        return ProducerScheduler(groups, IdleWait(longest_s, in_flight), Admission(hosts, secret))
     compat.accept_lost_blocks_of_any_groups()
     draft = compat.draft_summary(vllm_config)
     listener = Listener(started_as, host, port, sharding.tp, sharding.parts, sharding.interleave, draft)
     settings = _metaserver_settings(config, recomputes=transfer.kv_load_failure_policy == "recompute")
     client = MetaserverClient(settings, own_host=host)
     signer = None if secret is None else Signer(secret, config.transfer_timeout_s)
+    # Of the CPU backend a single rank has a process of its own, too.
+    doorbell = None if parallel.distributed_executor_backend == "uni" else Doorbell()
+    idle = IdleWait(longest_s, in_flight, doorbell)
     return ConsumerScheduler(listener, groups, client, idle, signer, scheduler_trace(config, started_as))
 
 

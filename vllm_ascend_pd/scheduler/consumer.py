@@ -170,6 +170,7 @@ class ConsumerScheduler:
                 self._cancel(outcome.key, self._why(outcome.key, outcome.reason), ReceiveFailure.PREFILL)
         step, self._step = self._step, ConsumerStep()
         step.wait_s = self._idle.next(computes, news=step != ConsumerStep())
+        step.doorbell = self._idle.doorbell
         for ticket, url in self._posts:
             self._metaserver.post(ticket.ticket_id, url, msgspec.to_builtins(ticket))
         self._posts.clear()
@@ -230,6 +231,7 @@ class ConsumerScheduler:
 
     def close(self) -> None:
         self._metaserver.close()
+        self._idle.close()
         self._trace.close(_CLOSE_TRACE_S)
 
     def _issued(self, ticket_id: str) -> _Issued | None:

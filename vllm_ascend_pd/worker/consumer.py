@@ -33,6 +33,7 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.core.ticket import MAX_TOMBSTONES, MAX_TP, ConsumerTicket, State, salt_of
 from vllm_ascend_pd.device.base import Device, Event
+from vllm_ascend_pd.doorbell import Ringer
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
 from vllm_ascend_pd.timeline import events
 from vllm_ascend_pd.timeline.clock import HOST_CLOCK
@@ -111,6 +112,8 @@ class ConsumerWorker:
         self._lost: set[int] = set()
         self._report = WorkerReport()
         self._wait_s = 0.0
+        self._waiting = False
+        self._ringer, self._doorbell = Ringer(), ""
         self._brought = False  # the last step something that had ended
         self._trace = rank_trace(config, identity)
         keys = load_keys(config.side_channel_key_file)
@@ -125,7 +128,7 @@ class ConsumerWorker:
         now = time.monotonic()
         vacated = self._device.record_event() if step.expects else None
         with self._changed:
-            self._wait_s = step.wait_s
+            self._wait_s, self._doorbell = step.wait_s, step.doorbell
             for expect in step.expects:
                 ticket = ConsumerTicket(
                     expect.ticket_id,
@@ -150,7 +153,9 @@ class ConsumerWorker:
         the scheduler may not have seen when it made this step: what it computes next is not to wait."""
         with self._changed:
             if self._wait_s and self._entries and not self._brought:
+                self._waiting = True
                 self._changed.wait_for(lambda: bool(self._ended or self._lost), self._wait_s)
+                self._waiting = False
             ended, self._ended = self._ended, []
             lost, self._lost = self._lost, set()
             self._brought = bool(ended or lost)
@@ -168,6 +173,7 @@ class ConsumerWorker:
 
     def close(self, timeout_s: float) -> None:
         self._server.close(timeout_s)
+        self._ringer.close()
         self._trace.close(timeout_s)
 
     # On the side channel's thread.
@@ -284,7 +290,7 @@ class ConsumerWorker:
             )
             self._report.failed[ticket_id] = ticket.reason
             self._lost.update(entry.expect.blocks)
-            self._changed.notify_all()
+            self._wake()
         self._revoke(entry, now)
         if not ticket.quiet(now):
             return
@@ -297,7 +303,14 @@ class ConsumerWorker:
         if ticket.state is State.RECEIVED:
             self._report.received[ticket_id] = (ticket.num_bytes, ticket.bytes_before_end)
         self._ended.append(entry)
-        self._changed.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Whoever waits for what has just ended: a step, or else the scheduler before the next one."""
+        if self._waiting or not self._doorbell:
+            self._changed.notify_all()
+        else:
+            self._ringer.ring(self._doorbell)
 
     def _revoke(self, entry: _Entry, now: float) -> None:
         """Tells writers to stop, again and again until they have, or their processes have ended."""
