@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server processes that end completely, with every process that they started themselves.
 
-Each runs in a session of its own. vLLM's workers outlive an API server that was killed, so "ended" means here
+Each runs in a process group of its own. vLLM's workers outlive an API server that was killed, so "ended" means here
 that the whole process group is gone. What is still running when Python exits is killed then; call
 `interrupt_on_sigterm` to make that hold for SIGTERM too.
 """
@@ -30,7 +30,7 @@ _running: "set[ManagedProcess]" = set()
 
 
 class ManagedProcess:
-    """One command in its own session, its output in a log file."""
+    """One command in its own process group, its output in a log file."""
 
     def __init__(
         self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, forked: bool = False

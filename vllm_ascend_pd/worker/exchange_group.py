@@ -4,8 +4,7 @@
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import msgspec
 import torch.distributed as dist
@@ -47,13 +46,12 @@ class ExchangeGroup:
             self._thread = threading.Thread(target=self._run, args=(store,), name=f"pd-regroup-{named}", daemon=True)
             self._thread.start()
 
-    @contextmanager
-    def taking_part(self, step: int) -> Iterator[Group]:
-        """The process group for the next collective of `step`, on the side stream; what is raised within ends it.
+    def run(self, step: int, collective: Callable[[Group], None]) -> None:
+        """The next collective of `step`, on the side stream, in this process group; what it raises ends the group.
         Raises `DeviceError` when this collective runs on no rank, or not on this one."""
         generation, group = self._enter(step)
         try:
-            yield group
+            collective(group)
         except BaseException as error:
             with self._changed:
                 self._state.failed(generation, str(error))

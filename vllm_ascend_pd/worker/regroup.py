@@ -8,6 +8,7 @@ on that they agree on (`worker/exchange_group.py`).
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 
@@ -99,8 +100,7 @@ class Regrouper:
     def _exchange(self, ranks: tuple[int, ...], step: int, num_bytes: int) -> None:
         if self._exchanged[0].numel() != num_bytes:
             self._exchanged = (self._received[:num_bytes], self._send[:num_bytes])
-        with self._groups[ranks].taking_part(step) as group:
-            self._device.all_to_all(*self._exchanged, group)
+        self._groups[ranks].run(step, partial(self._device.all_to_all, *self._exchanged))
 
     def _split(self, shipment: Shipment, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
         route = shipment.route
@@ -136,8 +136,8 @@ class Regrouper:
         """
         if self._tried_patience and not shipment.waits_for_grant:
             self._tried_patience.discard(shipment.decode_engine)
-        with suppress(TimeoutError):
-            return self._ring.acquire(shipment, 0.0)
+        if (slot := self._ring.take(shipment)) is not None:
+            return slot
         waiting = {holder.decode_engine for holder in self._ring.holders if holder.waits_for_grant}
         if not waiting & self._tried_patience:
             with suppress(TimeoutError):

@@ -26,7 +26,8 @@ class StagingRing(Generic[H]):
         assert buffer.numel() >= slot_bytes * slots
         self.buffer = buffer
         self.slot_bytes = slot_bytes
-        self._free = list(range(slots))
+        first = buffer.data_ptr()
+        self._free = [Slot(n, n * slot_bytes, first + n * slot_bytes) for n in range(slots)]
         self._holders: dict[int, H] = {}
         self._changed = threading.Condition()
 
@@ -36,19 +37,27 @@ class StagingRing(Generic[H]):
         with self._changed:
             return list(self._holders.values())
 
+    def take(self, holder: H) -> Slot | None:
+        """None: none is free."""
+        with self._changed:
+            if not self._free:
+                return None
+            slot = self._free.pop()
+            self._holders[slot.index] = holder
+            return slot
+
     def acquire(self, holder: H, timeout_s: float) -> Slot:
         """Waits for a free slot. Raises TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
                 raise TimeoutError(f"no staging slot became free in {timeout_s} s: the link does not keep up")
-            index = self._free.pop()
-            self._holders[index] = holder
-        offset = index * self.slot_bytes
-        return Slot(index, offset, self.buffer.data_ptr() + offset)
+            slot = self.take(holder)
+        assert slot is not None
+        return slot
 
     def release(self, slot: Slot) -> None:
         with self._changed:
-            assert slot.index not in self._free
-            self._free.append(slot.index)
+            assert slot not in self._free
+            self._free.append(slot)
             del self._holders[slot.index]
             self._changed.notify()
