@@ -6,8 +6,8 @@ order whatever became of the requests in them, so collectives stay aligned (R5);
 on that they agree on (`worker/exchange_group.py`).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -88,14 +88,15 @@ class Regrouper:
             ops.gather_slices(tensors, chunk.unit_offsets, ratio, slice_bytes, self._send, 0, section, per_rank)
         finally:  # what the others get is not used when this rank's part fails, but they need the collective
             self._exchange(route.ranks, step, per_rank * ratio)
+        # Tensor after tensor on both sides: to this op they are one run of tokens.
+        all_tokens, out = len(tensors) * chunk.count * tokens, self._ring.buffer
         # Only now: a rank that finds no slot has still taken part in the collective.
-        with self._slot(shipment) as slot:
-            # Tensor after tensor on both sides: to this op they are one run of tokens.
-            all_tokens = len(tensors) * chunk.count * tokens
-            ops.interleave_heads(
-                self._received, 0, per_rank, self._ring.buffer, slot.offset, ratio, all_tokens, route.row_bytes
-            )
-        return slot
+        return self._filled(
+            shipment,
+            lambda slot: ops.interleave_heads(
+                self._received, 0, per_rank, out, slot.offset, ratio, all_tokens, route.row_bytes
+            ),
+        )
 
     def _exchange(self, ranks: tuple[int, ...], step: int, num_bytes: int) -> None:
         if self._exchanged[0].numel() != num_bytes:
@@ -103,32 +104,33 @@ class Regrouper:
         self._groups[ranks].run(step, partial(self._device.all_to_all, *self._exchanged))
 
     def _split(self, shipment: Shipment, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
-        route = shipment.route
-        assert chunk.unit_offsets is not None
-        plane = chunk.count * route.staged_bytes
-        with self._slot(shipment) as slot:
-            ops.split_heads(
+        route, units = shipment.route, chunk.unit_offsets
+        assert units is not None
+        plane, out = chunk.count * route.staged_bytes, self._ring.buffer
+        return self._filled(
+            shipment,
+            lambda slot: ops.split_heads(
                 tensors,
-                chunk.unit_offsets,
+                units,
                 route.planes,
                 route.unit,
                 route.row_bytes,
-                self._ring.buffer,
+                out,
                 slot.offset,
                 plane * route.planes,
                 plane,
-            )
-        return slot
+            ),
+        )
 
-    @contextmanager
-    def _slot(self, shipment: Shipment) -> Iterator[Slot]:
+    def _filled(self, shipment: Shipment, fill: Callable[[Slot], None]) -> Slot:
         """A slot that is kept unless filling it fails."""
         slot = self._acquire(shipment)
         try:
-            yield slot
+            fill(slot)
         except BaseException:
             self._ring.release(slot)
             raise
+        return slot
 
     def _acquire(self, shipment: Shipment) -> Slot:
         """What has no grant yet keeps its slots, and with the last of them the model stands still (on an NPU; on a CPU,
