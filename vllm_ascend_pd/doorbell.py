@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import socket
 
-# More are dropped by the kernel (net.unix.max_dgram_qlen) unless somebody sends on and on.
+# Forgotten at a time: the kernel keeps fewer (net.unix.max_dgram_qlen), unless somebody rings on and on.
 _MOST_UNHEARD = 1024
 
 
@@ -29,7 +29,7 @@ class Doorbell:
     def wait(self, timeout_s: float) -> None:
         """Until it rings, or has rung since it was silenced; at most `timeout_s`."""
         self._socket.settimeout(timeout_s)
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, BlockingIOError):  # the latter for 0
             self._socket.recv(1)
 
     def silence(self) -> None:
