@@ -133,7 +133,9 @@ def test_blocks_are_kept_for_a_process_that_is_stopped(pair: Pair) -> None:
     received, failed = wait_ended(pair)
     assert (received, failed) == (set(), {prompt.request_id})
     d_rank.call("do", fill, prompt.d_blocks)
-    assert "took the ticket back" in pair.wait_sent(1, PATIENCE_S)[prompt.request_id]
+    # Decode's answer says the first, the process's own clock the second: whichever it sees first when it goes on.
+    reason = pair.wait_sent(1, PATIENCE_S)[prompt.request_id]
+    assert "took the ticket back" in reason or "the lease for decode rank (0, 0) ran out" in reason
     time.sleep(OVER_S)  # whatever was to come
     assert d_rank.call("do", holds_others, prompt.d_blocks)
 
