@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -238,6 +240,51 @@ def test_failed_batch_stops_within_settle_time(source: Source, receiver: Receive
     assert arrived <= 16
     time.sleep(2)
     assert sum(receiver.read(offset, 1) != b"\0" for offset in offsets) == arrived
+
+
+class Raising:
+    """Mooncake's engine, whose method of this name raises; probes are counted."""
+
+    def __init__(self, engine: Any, name: str) -> None:
+        self._engine, self._name, self.probes = engine, name, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            raise MemoryError(f"{name}: no memory")
+        self.probes += name == "send_probe"
+        return getattr(self._engine, name)
+
+
+@pytest.mark.parametrize("call", ["batch_transfer_async_write", "get_batch_transfer_status"])
+def test_bytes_may_still_arrive_after_an_error_that_nobody_expects(
+    source: Source, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Of Mooncake's binding, or of memory: nobody knows what has left."""
+    source.write(receiver, 0, 4096)
+    mooncake = source.engine._engine
+    monkeypatch.setattr(source.engine, "_engine", Raising(mooncake, call))
+    with pytest.raises(TransferError, match="no memory") as raised:
+        source.write(receiver, 0, 4096)
+    assert raised.value.may_arrive
+    assert not raised.value.retryable
+    healthy = Raising(mooncake, "")
+    monkeypatch.setattr(source.engine, "_engine", healthy)
+    source.write(receiver, 4096, 4096)
+    assert healthy.probes == 1
+    assert receiver.read(4096, 16) == bytes(range(16))
+
+
+def test_a_session_is_probed_once_threads_start_again(
+    source: Source, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(TransferError, match="can't start new thread") as raised:
+            source.write(receiver, 0, 16)
+        assert raised.value.retryable
+        assert not raised.value.may_arrive
+    source.write(receiver, 0, 16)
+    assert receiver.read(0, 16) == bytes(range(16))
 
 
 def test_short_queue_of_mooncakes_is_never_filled(receiver: Receiver) -> None:

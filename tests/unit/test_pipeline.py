@@ -24,6 +24,7 @@ class Engine:
         self.full = False  # of others' batches
         self.immediate = False
         self.broken: set[Any] = set()
+        self.unexpected: set[Any] = set()
 
     def has_room(self, session: str, batch: Any) -> bool:
         return not self.full
@@ -31,6 +32,8 @@ class Engine:
     def begin(self, session: str, batch: Any, may_begin: Callable[[], bool]) -> "Flight | None":
         if batch in self.refused or not may_begin():
             raise TransferError(session, f"{batch} is refused", retryable=False)
+        if batch in self.unexpected:
+            raise RuntimeError(f"{batch} meets a defect")
         self.log.append(f"begin {batch}")
         self.under_way.add(batch)
         self.most = max(self.most, len(self.under_way))
@@ -160,7 +163,21 @@ def test_an_error_that_nobody_expects_is_no_success(engine, pipeline):
     engine.broken = {"a1"}
     write(pipeline, engine, "a1")
     pipeline.drain()
-    assert engine.log == ["begin a1", "done a: a1 meets a defect"]
+    assert engine.log == ["begin a1", "done a: ValueError('a1 meets a defect')"]
+
+
+def test_an_error_that_nobody_expects_at_a_beginning_waits_for_what_is_under_way(engine, pipeline):
+    engine.unexpected, engine.lost = {"a2"}, {"a1"}
+    write(pipeline, engine, "a1", "a2", "a3")
+    assert engine.log == ["begin a1"]
+    pipeline.drain()
+    assert engine.log == ["begin a1", "done a: RuntimeError('a2 meets a defect')"]
+    engine.log.clear()
+    engine.lost.clear()
+    write(pipeline, engine, "b1")
+    write(pipeline, engine, "a2")
+    pipeline.drain()
+    assert engine.log == ["begin b1", "arrived b1", "done b: well", "done a: RuntimeError('a2 meets a defect')"]
 
 
 def test_nothing_to_write_is_done_in_turn(engine, pipeline):

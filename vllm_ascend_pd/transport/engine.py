@@ -52,42 +52,49 @@ class _Peer:
 
 @dataclass
 class Flight:
-    """A batch on its way. `batch_id`: Mooncake's."""
+    """A batch on its way. `batch_id`: Mooncake's, if it has one."""
 
     engine: Any
     session: str
     peer: _Peer
     lengths: list[int]
     started: float
-    batch_id: int
+    batch_id: int = 0
 
     def wait(self) -> None:
         """Until the receiver has acknowledged every byte as stored. Once. Raises `TransferError`."""
         num_bytes = sum(self.lengths)
+        if pause_s := self.peer.pace.pause_s(num_bytes, self.started):
+            time.sleep(pause_s)
         try:
-            if pause_s := self.peer.pace.pause_s(num_bytes, self.started):
-                time.sleep(pause_s)
             code = int(self.engine.get_batch_transfer_status([self.batch_id]))
-        except BaseException:
-            self.peer.queue.leave(len(self.lengths), failed=True)
-            raise
+        except Exception as error:
+            raise self.lost(repr(error), retryable=False) from error
         if code == 0:
             self.peer.pace.arrived(num_bytes, self.started)
         self.land(code)
 
     def land(self, code: int) -> None:
         """It has ended with Mooncake's `code`. Raises `TransferError`."""
-        self.peer.queue.leave(len(self.lengths), failed=code != 0)
         if code != 0:
-            self.peer.answers.clear()  # the next write probes first
-            raise TransferError(
-                self.session,
-                f"a batch of {len(self.lengths)} descriptors, {sum(self.lengths)} bytes, returned {code} after "
-                f"{time.monotonic() - self.started:.1f} s: the peer is gone, hangs or refuses the addresses "
-                "(Mooncake's log on standard error says which)",
+            raise self.lost(
+                f"{code} (the peer is gone, hangs or refuses the addresses: Mooncake's log on standard error says "
+                "which)",
                 retryable=True,
-                may_arrive=True,
             )
+        self.peer.queue.leave(len(self.lengths), failed=False)
+
+    def lost(self, answer: str, retryable: bool) -> TransferError:
+        """It has failed with what Mooncake answered, and its bytes may still arrive."""
+        self.peer.queue.leave(len(self.lengths), failed=True)
+        self.peer.answers.clear()  # the next write probes first
+        return TransferError(
+            self.session,
+            f"a batch of {len(self.lengths)} descriptors, {sum(self.lengths)} bytes, ended after "
+            f"{time.monotonic() - self.started:.1f} s with {answer}",
+            retryable,
+            may_arrive=True,
+        )
 
 
 class TransferEngine:
@@ -221,31 +228,31 @@ class TransferEngine:
             raise TransferError(
                 session, f"earlier writes did not finish within {self._limits.timeout_s:g} s", retryable=True
             )
-        departed = False
         try:
             if not may_begin():
                 raise TransferError(session, "the leave to write ended before the write did", retryable=False)
-            departed = True
-            batch_id, code = self._depart(session, *batch)
         except BaseException:
-            peer.queue.leave(len(lengths), failed=departed)
+            peer.queue.leave(len(lengths), failed=False)
             raise
-        flight = Flight(self._engine, session, peer, lengths, started, batch_id)
-        if batch_id != 0:
+        flight = Flight(self._engine, session, peer, lengths, started)
+        try:
+            code = self._depart(flight, *batch)
+        except Exception as error:
+            raise flight.lost(repr(error), retryable=False) from error
+        if flight.batch_id != 0:
             return flight
         flight.land(code)
         return None
 
-    def _depart(
-        self, session: str, sources: Sequence[int], destinations: Sequence[int], lengths: list[int]
-    ) -> tuple[int, int]:
-        """Mooncake's id of the batch, or 0 and how it has ended."""
+    def _depart(self, flight: Flight, sources: Sequence[int], destinations: Sequence[int], lengths: list[int]) -> int:
+        """How the batch has ended, unless the flight has Mooncake's id of it now."""
+        session = flight.session
         if self._over_tcp:
-            batch_id = int(self._engine.batch_transfer_async_write(session, sources, destinations, lengths))
-            if batch_id != 0:
-                return batch_id, -1
+            flight.batch_id = int(self._engine.batch_transfer_async_write(session, sources, destinations, lengths))
+            if flight.batch_id != 0:
+                return -1
         # Also when it was refused: only this call makes Mooncake forget what it knows of a peer that has changed.
-        return 0, int(self._engine.batch_transfer_sync_write(session, sources, destinations, lengths))
+        return int(self._engine.batch_transfer_sync_write(session, sources, destinations, lengths))
 
     def forget(self, sessions: Collection[str]) -> None:
         """Drop what is known of sessions that will not be written to again. Harmless if they are after all."""
@@ -277,11 +284,16 @@ class TransferEngine:
                 return peer
             probe = self._probes.get(session)
             if probe is None:
-                probe = self._probes[session] = Future()
+                probe = Future()
                 # Mooncake gives up reading an answer after 60 s: that bounds the thread, not its caller.
-                threading.Thread(
+                thread = threading.Thread(
                     target=self._probe, args=(session, probe), name=f"probe {session}", daemon=True
-                ).start()
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the process may have no more threads
+                    raise TransferError(session, f"not probed: {error}", retryable=True) from error
+                self._probes[session] = probe
         try:
             code = probe.result(self._limits.timeout_s)
         except FutureTimeout as error:

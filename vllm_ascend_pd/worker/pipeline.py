@@ -41,8 +41,8 @@ class Pipeline:
                 if flight is not None:
                     self._flights += 1
                     self._ends.append((True, partial(self._land, flight, errors)))
-        except TransferError as error:
-            errors.append(error)
+        except Exception as error:  # noqa: BLE001 - as in `_land`; what is under way already is waited for all the same
+            errors.append(_failure(session, error))
         self.then(lambda: done(next((e for e in errors if e.may_arrive), errors[0]) if errors else None))
 
     def make_room(self) -> None:
@@ -76,7 +76,12 @@ class Pipeline:
         self._flights -= 1
         try:
             flight.wait()
-        except TransferError as error:
-            errors.append(error)
         except Exception as error:  # noqa: BLE001 - the write's owner is told, who must not take it for success
-            errors.append(TransferError(flight.session, str(error), retryable=False, may_arrive=True))
+            errors.append(_failure(flight.session, error))
+
+
+def _failure(session: str, error: Exception) -> TransferError:
+    """Of an error that nobody expects it is not known what it left under way."""
+    if isinstance(error, TransferError):
+        return error
+    return TransferError(session, repr(error), retryable=False, may_arrive=True)
