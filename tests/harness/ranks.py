@@ -222,7 +222,8 @@ class Pair:
         return set.intersection(*finished) - lost, {request: reasons[request] for request in lost}
 
     def wait_sent(self, count: int, timeout_s: float = 30.0) -> dict[str, str]:
-        """Until every prefill rank has let go of `count` requests; returns failures."""
+        """Until every prefill rank has let go of `count` requests; returns failures. Clients get to read these, and
+        learn no addresses."""
         done: list[set[str]] = [set() for _ in self.p_ranks]
         failed: dict[str, str] = {}
         deadline = time.monotonic() + timeout_s
@@ -233,6 +234,7 @@ class Pair:
                 mine |= sent
                 failed.update(reasons)
             time.sleep(0.01)
+        assert not any(f"{HOST}:" in reason for reason in failed.values()), failed
         return failed
 
     def differences(self, prompts: list[Prompt]) -> list[str]:

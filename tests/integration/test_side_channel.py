@@ -79,7 +79,7 @@ def test_a_server_that_never_answers(client, raw):
     before = time.monotonic()
     answer = ask(client, endpoint_of(silent), timeout_s=0.2)
     assert isinstance(answer, SideChannelError)
-    assert str(answer) == f"{endpoint_of(silent)} did not answer in time"
+    assert str(answer) == "no answer in time"
     assert time.monotonic() - before >= 0.2
 
 
@@ -119,7 +119,7 @@ def test_an_answer_counts_only_from_where_it_was_asked(client, raw):
 def test_an_endpoint_that_cannot_be(client, server, endpoint):
     answer = ask(client, endpoint)
     assert isinstance(answer, SideChannelError)
-    assert f"cannot send to {endpoint}" in str(answer)
+    assert "nothing can be sent: " in str(answer)
     assert_works(client, server)
 
 
@@ -155,7 +155,7 @@ def test_forgetting_a_server(client, server, raw):
     client.forget("tcp://127.0.0.1:1")  # never heard of
     ended = [answers.get(timeout=PATIENCE_S) for _ in range(3)]
     errors = [str(answer) for answer in ended if isinstance(answer, SideChannelError)]
-    assert errors == [f"connection to {endpoint_of(silent)} was closed"] * 2
+    assert errors == ["the connection was closed"] * 2
     client.forget(server.endpoint)
     assert_works(client, server)
 

@@ -247,7 +247,7 @@ class Client(Loop):
         try:
             self._dealer(endpoint).send(encode(seq, message), zmq.DONTWAIT)
         except zmq.ZMQError as error:
-            done(SideChannelError(f"cannot send to {endpoint}: {error}"))
+            done(SideChannelError(f"nothing can be sent: {error}"))
             return
         self._pending[seq] = _Pending(endpoint, deadline, done)
 
@@ -289,7 +289,7 @@ class Client(Loop):
             del self._endpoints[dealer]
             dealer.close(linger=0)
         for seq in [seq for seq, pending in self._pending.items() if pending.endpoint == endpoint]:
-            self._pending.pop(seq).done(SideChannelError(f"connection to {endpoint} was closed"))
+            self._pending.pop(seq).done(SideChannelError("the connection was closed"))
 
     def _on_ready(self, ready: dict["zmq.Socket[bytes]", int]) -> None:
         for dealer in ready:
@@ -330,7 +330,7 @@ class Client(Loop):
         for seq in [seq for seq, pending in self._pending.items() if now >= pending.deadline]:
             pending = self._pending.pop(seq)
             hint = "" if self._keys is None else "; does it have the same side_channel_key_file?"
-            pending.done(SideChannelError(f"{pending.endpoint} did not answer in time{hint}"))
+            pending.done(SideChannelError(f"no answer in time{hint}"))
         if now >= self._rest_look_at:
             self._rest_look_at = now + _REST_LOOK_S
             for endpoint, dealer in list(self._dealers.items()):

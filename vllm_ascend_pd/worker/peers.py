@@ -207,7 +207,7 @@ class Peers:
         peer.describing = False
         self._describing[peer.endpoint] -= 1
         if isinstance(answer, SideChannelError):
-            self._describe_again(peer, str(answer))
+            self._describe_again(peer, f"decode engine {peer.engine_id} does not describe itself: {answer}")
             return
         if isinstance(answer, EngineDescription) and (reason := unsound(answer, self._hosts)) is not None:
             answer = Problem(reason)  # its ranks are not even told
@@ -241,7 +241,7 @@ class Peers:
             others = [p for p in self._peers.values() if p.endpoint == peer.endpoint and p is not peer and not p.gone]
             transfers = list(self._transfers.values())
         for other in others:
-            other.gone = f"engine {other.engine_id} has ended: {peer.engine_id} is at {peer.endpoint} now"
+            other.gone = f"engine {other.engine_id} has ended: {peer.engine_id} is at its address now"
             logger.info("decode %s", other.gone)
             for transfer in transfers:
                 if transfer.ticket.issuer == (other.endpoint, other.engine_id) and transfer not in other.waiting:

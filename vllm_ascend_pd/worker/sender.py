@@ -280,7 +280,7 @@ class Sender:
                 self._write_retrying(task, course, i)
             except TransferError as final:
                 self._unsettle(task, live, final)
-                transfers[i].fail(str(final), PushFailure.WRITE)
+                transfers[i].fail(f"writing to decode rank {course.key} failed: {final.reason}", PushFailure.WRITE)
             if transfers[i].failure is None:
                 delivered.append(i)
         return delivered
