@@ -311,6 +311,32 @@ def test_preempted_and_aborted_before_the_next_step(scheduler):
     assert (step.preempted, step.finished) == ({"r"}, {"r": None})
 
 
+def test_preempted_and_aborted_before_the_next_step_where_vllm_names_nobody(scheduler, monkeypatch):
+    """vLLM 0.23: a reset of its prefix cache frees the blocks, and no step's output says so."""
+    monkeypatch.setattr(compat, "NAMES_ALL_PREEMPTED", False)
+    request, other = ticketed(), make_request("other", PROMPT, None)
+    starts(scheduler, request, PROMPT)
+    request.num_preemptions += 1
+    scheduler.finished(request)
+    step = scheduler.build_step(make_output(new=[Scheduled(other, BLOCKS, 0, PROMPT)]))
+    assert (step.preempted, step.finished) == ({"r"}, {"r": None})
+
+
+def test_preempted_in_a_step_without_tokens_and_aborted_before_the_next(scheduler, monkeypatch):
+    """vllm-ascend's SchedulerDynamicBatch, which does not count it either."""
+    monkeypatch.setattr(compat, "NAMES_ALL_PREEMPTED", False)
+    request, other = ticketed(), make_request("other", PROMPT, None)
+    starts(scheduler, request, PROMPT)
+    request.status = RequestStatus.PREEMPTED
+    assert scheduler.build_step(make_output()).preempted == set()
+    request.status = RequestStatus.FINISHED_ABORTED
+    scheduler.finished(request)
+    step = scheduler.build_step(make_output(new=[Scheduled(other, BLOCKS, 0, PROMPT)]))
+    assert (step.preempted, step.finished) == ({"r"}, {"r": None})
+    scheduler.update(None, {"r"})
+    assert scheduler.build_step(make_output(new=[])).preempted == set()
+
+
 # --- the end -------------------------------------------------------------------------------------------------
 
 

@@ -76,6 +76,7 @@ class ProducerScheduler:
         self._tickets: set[str] = set()
         self._errors: dict[str, str] = {}
         self._awaiting: dict[str, _Sending] = {}  # ended, and not reported by all ranks
+        self._unnamed: set[str] = set()  # preempted, without vLLM's saying so
         self._pool: BlockPool | None = None
         self._step = ProducerStep()
         self._stats = stats.Stats()
@@ -133,10 +134,12 @@ class ProducerScheduler:
         step.wait_s = self._idle.next(output.total_num_scheduled_tokens > 0, news=step != ProducerStep())
         # Preempted between two steps (a prefix cache reset) and then aborted, a request is not in `_sending` any more.
         step.preempted = {r for r in output.preempted_req_ids or () if r in self._sending or r in self._awaiting}
-        if output.total_num_scheduled_tokens and not compat.NAMES_ALL_PREEMPTED:  # else no blocks change hands yet
-            step.preempted |= {
-                r for r, sending in self._sending.items() if sending.was_preempted() and sending.announced
-            }
+        if not compat.NAMES_ALL_PREEMPTED:
+            held = {**self._sending, **self._awaiting}
+            self._unnamed |= {r for r, sending in held.items() if sending.was_preempted() and sending.announced}
+            if output.total_num_scheduled_tokens:  # else no blocks change hands yet
+                step.preempted |= self._unnamed & held.keys()
+                self._unnamed = set()
         for request_id in step.preempted:  # the ranks will not read on, be it for a failure
             self._let_go(self._sending.get(request_id) or self._awaiting[request_id])
         for new in output.scheduled_new_reqs:
