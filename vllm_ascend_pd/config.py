@@ -17,16 +17,24 @@ class ConfigError(ValueError):
     """A `kv_transfer_config` this connector cannot work with."""
 
 
-class PeerParallel(msgspec.Struct, frozen=True):
+class PeerParallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parallel sizes of an engine as vllm-ascend's connector wants them declared. Here they are found out at
-    first contact; declared ones are only checked."""
+    first contact; declared ones are only checked: an engine's own as it starts, decode's by prefill."""
 
     tp_size: int | None = None
     """Tensor-parallel size."""
     dp_size: int | None = None
-    """Data-parallel size."""
+    """Data-parallel size. Not checked: every data-parallel rank is an engine of its own here."""
     pp_size: int | None = None
     """Pipeline-parallel size."""
+    pp_layer_partition: str | None = None
+    """Layers of each pipeline stage. Not checked: stages say which layers they have."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "dp_size", "pp_size"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"`{name}` must be positive, not {size}")
 
 
 class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -117,6 +117,16 @@ def test_a_value_of_the_wrong_type(key, value):
         parse_config({key: value})
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("declared", "reason"),
+    [({"tp_sise": 3}, "unknown field `tp_sise`"), ({"dp_size": -2}, "`dp_size` must be positive, not -2")],
+)
+def test_a_declaration_that_cannot_be(side, declared, reason):
+    with pytest.raises(ConfigError, match=reason):
+        parse_config({side: declared})
+
+
 @pytest.mark.parametrize(("side", "key"), [("prefill", "tp_size"), ("decode", "pp_size")])
 def test_a_declared_size_of_the_wrong_type(side, key):
     with pytest.raises(ConfigError, match=rf"\$\.{side}\.{key}"):
