@@ -80,7 +80,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grant_timeout_s: float = 20.0
     """How long a prefill rank asks for a grant before it gives the ticket up."""
     control_timeout_s: float = 5.0
-    """Longest wait for an answer on the side channel."""
+    """Longest wait for an answer on the side channel; how long KV without a grant may keep other requests' waiting."""
     collective_timeout_s: float = 60.0
     """Longest time of one all-to-all."""
     idle_wait_s: float = 0.05

@@ -183,6 +183,23 @@ def test_another_engine_delivers_what_one_that_died_did_not(pair: Pair) -> None:
     assert any("attempt 0 failed: attempt 1 began before it had ended" in text for text in warnings), warnings
 
 
+@pytest.mark.parametrize("pair", [(SMALL, Side(1), Side(1))], indirect=True, ids=["direct"])
+def test_what_waits_for_a_fence_does_not_keep_others_waiting(pair: Pair) -> None:
+    """There is one sender for each decode engine; the request behind has its grants at once."""
+    [fenced, other] = prompts(pair, [96, 96])
+    [ticket] = announced(pair, fenced).values()
+    pair.restart_prefill("second")
+    attempt = msgspec.structs.replace(ticket, attempt=1)
+    tickets = {fenced.request_id: attempt} | pair.announce([other])
+    prefill(pair, [fenced, other], tickets)
+    failed = pair.wait_sent(2, PATIENCE_S)
+    assert {request: "others' KV waited behind this" in reason for request, reason in failed.items()} == {
+        fenced.request_id: True
+    }
+    assert pair.d_ranks[0].call("arrivals")[:2] == ({other.request_id}, set())
+    assert pair.differences([other]) == []
+
+
 @pytest.mark.parametrize("pair", [(Model(), Side(2), Side(2))], indirect=True, ids=["TP 2 to 2"])
 def test_another_attempt_writes_only_what_is_missing(pair: Pair) -> None:
     """One of decode's ranks has everything: it may decode as soon as the other has, so nothing may write there."""

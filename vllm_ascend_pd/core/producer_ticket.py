@@ -95,6 +95,11 @@ class ProducerTicket:
         destinations = self.destinations
         return destinations is None or not all(d.granted or d.complete for d in destinations.values())
 
+    @property
+    def may_be_written(self) -> bool:
+        """Whether all decode ranks have said yes, and not everything is written. Any thread may ask."""
+        return self.failure is None and self.phase is Phase.WRITING and not self.waits_for_grant
+
     def contacted(self, destinations: dict[RankKey, Destination]) -> None:
         """The decode engine is known, or will not be."""
         self.destinations = destinations

@@ -98,6 +98,8 @@ class ProducerWorker:
                 tuple(np.asarray(blocks, dtype=np.int64) for blocks in ticket.remote_block_ids),
                 ProducerTicket(now + self._config.grant_timeout_s, now + self._config.transfer_timeout_s),
                 self._withdrawals,
+                now + self._config.control_timeout_s,
+                self._others_wait,
             )
             self._transfers[request_id] = transfer
             sender = self._peers.acquire(ticket)
@@ -268,6 +270,14 @@ class ProducerWorker:
             push.slot = regrouper.run(push.shipment, push.chunk, tensors, step)
 
         return work
+
+    def _others_wait(self, transfer: Transfer) -> bool:
+        """Are there any that have their grants, and the same sender? On its thread."""
+        sender = self._senders.get(transfer.ticket.ticket_id)
+        return any(
+            other.state.may_be_written and self._senders.get(other.ticket.ticket_id) is sender
+            for other in list(self._transfers.values())
+        )
 
     # The end of a transfer.
 

@@ -15,6 +15,9 @@ from vllm_ascend_pd.core.producer_ticket import ProducerTicket, RankKey
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.device.base import Event
 
+# How often one that is in others' way looks whether there are any.
+_LOOK_S = 0.2
+
 
 @dataclass
 class Withdrawals:
@@ -32,7 +35,8 @@ class Transfer:
     The peer's sender alone writes for the transfer, and counts `written`: bytes for each decode rank, in all and before
     the last layer was computed. `finishing`: a Finish task is queued;
     `told`: decode knows how it ended, or cannot be told; `ended`: nothing reads the request's blocks any more;
-    `released`: vLLM is done with the request.
+    `released`: vLLM is done with the request. From `yields_at` on it does not wait for grants any more while
+    `others_wait(this)`: those that have theirs, for the same sender.
     """
 
     request_id: str
@@ -41,6 +45,8 @@ class Transfer:
     d_blocks: tuple[Offsets, ...]
     state: ProducerTicket
     withdrawals: Withdrawals = field(default_factory=Withdrawals)
+    yields_at: float = math.inf
+    others_wait: Callable[["Transfer"], bool] = lambda transfer: False
     number: int = field(default_factory=lambda: secrets.randbits(63))
     written: dict[RankKey, tuple[int, int]] = field(default_factory=dict)
     computed: Event | None = None  # the end of the prompt's last layer
@@ -110,8 +116,14 @@ class Transfer:
     def _await(self, question: Callable[[float], bool | None]) -> bool:
         with self._changed:
             before = self.state.withdrawals
-            while (answer := question(time.monotonic())) is None:
-                self._changed.wait(max(0.0, self.state.grant_deadline - time.monotonic()))
+            while (answer := question(now := time.monotonic())) is None:
+                look_at = self.yields_at
+                if now >= self.yields_at:
+                    look_at = now + _LOOK_S
+                    if self.others_wait(self):
+                        self.state.fail("no grant came, and others' KV waited behind this", PushFailure.NO_GRANT)
+                        continue
+                self._changed.wait(max(0.0, min(look_at, self.state.grant_deadline) - now))
             self._count(before)
             return answer
 
