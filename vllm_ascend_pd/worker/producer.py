@@ -267,7 +267,9 @@ class ProducerWorker:
         assert regrouper is not None
 
         def work() -> None:
-            push.slot = regrouper.run(push.shipment, push.chunk, tensors, step)
+            slot = regrouper.run(push.shipment, push.chunk, tensors, step)
+            if not push.filled(slot):  # the sender has waited for as long as it may
+                regrouper.release(slot)
 
         return work
 

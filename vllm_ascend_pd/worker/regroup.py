@@ -76,6 +76,10 @@ class Regrouper:
             return self._gather(shipment, chunk, tensors, step)
         return self._split(shipment, chunk, tensors)
 
+    def release(self, slot: Slot) -> None:
+        """A slot that `run` has filled for nobody."""
+        self._ring.release(slot)
+
     def _gather(self, shipment: Shipment, chunk: Chunk, tensors: Sequence[torch.Tensor], step: int) -> Slot:
         route = shipment.route
         assert chunk.unit_offsets is not None

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_ascend_pd.core import stats
@@ -38,8 +38,8 @@ _SETTLE_CHECK_S = 0.5
 @dataclass
 class LayerPush:
     """A chunk of a shipment, for the tensors of one layer that lie alike. `ready`: when the bytes can be read;
-    `computed`: when they can be regrouped, if they must be; `slot`: where they are then (set by `ready`), each tensor's
-    `staged_bytes` after the last one's."""
+    `computed`: when they can be regrouped, if they must be; `slot`: where they are then (`filled` by `ready`), each
+    tensor's `staged_bytes` after the last one's."""
 
     layer: str
     shipment: Shipment
@@ -52,6 +52,21 @@ class LayerPush:
     begun: float = 0.0  # its first write
     settled_at: float = 0.0  # after a failed write: until then the slot may still be read
     has_room: bool = False  # counts against the queue's bound
+    _over: bool = False
+    _handing: threading.Lock = field(default_factory=threading.Lock)
+
+    def filled(self, slot: Slot) -> bool:
+        """Its bytes are there now. False: it was given up, and the slot stays the caller's."""
+        with self._handing:
+            if not self._over:
+                self.slot = slot
+            return not self._over
+
+    def end(self) -> Slot | None:
+        """Nothing of it will be read any more. The slot is the caller's, if it has one."""
+        with self._handing:
+            self._over = True
+            return self.slot
 
     def bases(self, course: Course) -> list[int]:
         """The addresses that offsets of each part count from."""
@@ -324,6 +339,6 @@ class Sender:
             self._release(push)
 
     def _release(self, push: LayerPush) -> None:
-        if push.slot is not None:
+        if (slot := push.end()) is not None:
             assert self._ring is not None
-            self._ring.release(push.slot)
+            self._ring.release(slot)
