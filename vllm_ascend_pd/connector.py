@@ -232,6 +232,10 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(self._scheduler, ProducerScheduler):
             self._scheduler.bind(gpu_block_pool)
 
+    def on_new_request(self, request: "Request") -> None:
+        if isinstance(self._scheduler, ProducerScheduler):
+            self._scheduler.arrived(request)
+
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         if isinstance(self._scheduler, ProducerScheduler):
             self._scheduler.prepare(request)

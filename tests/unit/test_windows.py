@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of windows stay as they are while they are sent, in vLLM's own block pools: of both sides."""
 
+import dataclasses
 import hashlib
 import math
 from typing import Any
@@ -8,7 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -39,12 +43,12 @@ kinds = pytest.mark.parametrize("spec", [SLIDING, LOCAL], ids=["sliding window",
 class Engine:
     """vLLM's blocks of a model with cache groups of these kinds."""
 
-    def __init__(self, *specs: Any) -> None:
+    def __init__(self, *specs: Any, block: int = BLOCK, caching: bool = False) -> None:
         groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
         self.config = KVCacheConfig(num_blocks=40, kv_cache_tensors=[], kv_cache_groups=groups)
         self.groups = compat.cache_groups(self.config)
         self.manager = KVCacheManager(
-            self.config, max_model_len=64, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_caching=False
+            self.config, max_model_len=64, scheduler_block_size=block, hash_block_size=block, enable_caching=caching
         )
         self.all_free = self.pool.get_num_free_blocks()
 
@@ -64,7 +68,7 @@ class Engine:
         return ids
 
 
-def ticket_of(decode: Engine, prompt: int) -> Ticket:
+def ticket_of(decode: Engine, prompt: int, block: int = BLOCK) -> Ticket:
     """What decode asks for: all but the prompt's last token."""
     request = make_request("d", prompt, None)
     request.num_computed_tokens = 0
@@ -72,7 +76,7 @@ def ticket_of(decode: Engine, prompt: int) -> Ticket:
     return Ticket(
         request_id="d",
         remote_block_ids=[list(ids) for ids in blocks],
-        remote_block_size=[BLOCK, BLOCK],
+        remote_block_size=[block, block],
         remote_engine_id="decode",
         remote_host="127.0.0.1",
         remote_port=5555,
@@ -146,6 +150,46 @@ def test_nothing_is_held_that_decode_does_not_want(spec: Any) -> None:
     prefill.finish()
     outside = math.ceil(27 / BLOCK) - len(prefill.wanted_numbers)
     assert prefill.pool.get_num_free_blocks() == before + outside > before
+
+
+@kinds
+@pytest.mark.parametrize(("p_block", "d_block"), [(4, 4), (4, 8), (4, 16), (8, 4), (8, 16)])
+@pytest.mark.parametrize("prompt", range(2, 40))
+def test_what_decode_wants_is_there_though_prefill_knows_the_prompt(
+    spec: Any, p_block: int, d_block: int, prompt: int
+) -> None:
+    """By its prefix cache, which keeps less of a window than decode's first block of it holds, if that is longer."""
+
+    def of(block: int) -> list[Any]:
+        sizes = {"block_size": block}
+        return [dataclasses.replace(each, **sizes) for each in (FullAttentionSpec(**OF_A_BLOCK), spec)]
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(p_block, sha256)
+    sampling = SamplingParams(max_tokens=1)
+    decode = Engine(*of(d_block), block=d_block)
+    ticket = ticket_of(decode, prompt, d_block)
+    prefill = Engine(*of(p_block), block=p_block, caching=True)
+    before, request = (
+        Request(name, list(range(prompt)), sampling, None, block_hasher=hasher) for name in ("before", "p")
+    )
+    prefill.allocate(before, prompt)
+    before.num_computed_tokens = prompt
+    prefill.manager.free(before)
+    request.kv_transfer_params = msgspec.to_builtins(ticket)
+    scheduler = ProducerScheduler(prefill.groups, IdleWait(0.05, in_flight=2))
+    scheduler.bind(prefill.pool)
+    scheduler.arrived(request)
+    hit, known = prefill.manager.get_computed_blocks(request)[:2]
+    assert not (known and d_block > p_block)
+    blocks = prefill.allocate(request, prompt - known, num_new_computed_tokens=known, new_computed_blocks=hit)
+    scheduler.allocated(request, blocks)
+    new = Scheduled(request, blocks, known, prompt - known)
+    [send] = scheduler.build_step(make_output(new=[new])).sends
+    first = send.start // p_block
+    for token in range(send.start, send.stop):
+        if ticket.remote_block_ids[WINDOWED][token // d_block]:
+            assert send.blocks[WINDOWED][token // p_block - first]
 
 
 @kinds

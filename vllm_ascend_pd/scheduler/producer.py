@@ -4,6 +4,7 @@
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,16 @@ class ProducerScheduler:
     def bind(self, pool: "BlockPool") -> None:
         """`pool`: which all groups' blocks are from."""
         self._pool = pool
+
+    def arrived(self, request: "Request") -> None:
+        """Of a window vLLM's prefix cache keeps what the next token sees, in our blocks. Where decode's are longer, the
+        first one begins before that: then the whole prompt is computed."""
+        windowed = [(i, g.span) for i, g in enumerate(self._groups) if isinstance(g, TokenGroup) and g.windowed]
+        if windowed and carries_ticket(params := request.kv_transfer_params):
+            with suppress(TicketError):  # which `allocated` tells
+                ticket = parse_ticket(params, request.num_prompt_tokens, len(self._groups), self._state_groups)
+                if any(ticket.span(i) > span for i, span in windowed):
+                    request.skip_reading_prefix_cache = True
 
     def prepare(self, request: "Request") -> None:
         """The request is about to be allocated: cuts it short where decode must compute the last token itself."""
