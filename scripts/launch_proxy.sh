@@ -119,6 +119,9 @@ for url in "${prefill[@]}"; do
 done
 
 find_python
+check_python
+refused=$("$python" -m vllm_ascend_pd.launch.arguments "${rest[@]}") || exit
+[[ ! $refused ]] || die "$refused"
 host=$address
 [[ $host == *:* ]] && host="[$host]"
 scheme=http # of the port that takes tickets: --tls-cert is for both ports, --metaserver-tls-cert for that one

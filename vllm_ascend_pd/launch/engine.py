@@ -16,7 +16,8 @@ from typing import Annotated
 import typer
 
 from vllm_ascend_pd.doctor.ports import ascend_ports
-from vllm_ascend_pd.launch.shape import Executor, Shape, ShapeError, refused_argument
+from vllm_ascend_pd.launch.arguments import refused_argument
+from vllm_ascend_pd.launch.shape import Executor, Shape, ShapeError
 from vllm_ascend_pd.launch.transfer import Role, Transfer, TransferError, parse_extra
 
 DEFAULT_KV_PORT = 19000

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
+from vllm_ascend_pd.launch.arguments import refused_proxy_argument
 from vllm_ascend_pd.launch.shape import Executor
 
 _MAX_BYTES = 1 << 20
@@ -229,8 +230,11 @@ def _check(cluster: Cluster) -> None:
     if proxy.host not in cluster.hosts:
         raise Invalid(("proxy", "host"), f"there is no host {proxy.host!r} in `hosts`")
     _check_port(("proxy", "port"), proxy.port)
-    for i, argument in enumerate((*proxy.args, proxy.listen or "")):
+    _check_line(("proxy", "listen"), proxy.listen)
+    for i, argument in enumerate(proxy.args):
         _check_line(("proxy", "args", i), argument)
+        if (reason := refused_proxy_argument(argument, hosts_file=True)) is not None:
+            raise Invalid(("proxy", "args", i), reason)
 
 
 def _check_host(path: KeyPath, name: str, host: Host) -> None:

@@ -8,9 +8,10 @@ import shlex
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from vllm_ascend_pd.launch.arguments import refused_argument
 from vllm_ascend_pd.launch.engine import DEFAULT_KV_PORT, DEVICES_PER_NODE, MOONCAKE_PORTS
 from vllm_ascend_pd.launch.hosts import Cluster, Engine, Host, Invalid, KeyPath
-from vllm_ascend_pd.launch.shape import Executor, Shape, ShapeError, refused_argument
+from vllm_ascend_pd.launch.shape import Executor, Shape, ShapeError
 
 DEFAULT_PORTS = {"prefill": 8100, "decode": 8200}
 HEAD_PORT = 13345
