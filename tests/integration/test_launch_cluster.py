@@ -297,13 +297,18 @@ def test_detach_and_stop(site: Site) -> None:
     assert all(psutil.pid_exists(pid) for pid in groups.values())
     (site.folder / "kept").rename(record)
 
+    site.hosts.write_text(site.hosts.read_text().replace("name: test", "name: other"))
+    other = site.launch("--stop")
+    assert ended(other) == f"nothing of other is recorded in {site.state}, here or on the hosts\n"
+    assert httpx.get(f"{site.endpoint}/health", trust_env=False).status_code == 200
+
     site.write(spread=False)  # what was started stays known, whatever has become of the file
     stopper = site.launch(*stop[2:])
     output = ended(stopper)
     assert (stopper.returncode, output.splitlines()[-1]) == (0, "all stopped")
     assert site.alive() == []
     again = site.launch("--stop")
-    assert ended(again).splitlines()[-1] == "all stopped"
+    assert ended(again) == f"nothing of test is recorded in {site.state}, here or on the hosts\n"
     assert again.returncode == 0
 
 

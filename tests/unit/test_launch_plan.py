@@ -6,13 +6,17 @@ import json
 import shlex
 import subprocess
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from vllm_ascend_pd.launch import cluster
 from vllm_ascend_pd.launch.hosts import HostsError, HostsFile, Invalid
 from vllm_ascend_pd.launch.plan import Plan, Process, make_plan, reach
+from vllm_ascend_pd.launch.session import Outcome
 from vllm_ascend_pd.launch.shape import Shape, ShapeError
 
 PYTHON, REPOSITORY = "/opt/python", "/opt/pd"
@@ -113,6 +117,7 @@ def test_ray_runs_on_all_nodes_before_vllm_on_the_first() -> None:
         ("ssh: user@b", "ssh: b, local: true", "hosts.yaml:5: hosts.b.ssh: `local: true` is this machine"),
         ("device: a3", "device: a4", "hosts.yaml:2: device: invalid enum value 'a4'"),
         ("device: a3", "start_seconds: 0\ndevice: a3", "hosts.yaml:1: the file: `start_seconds` must be"),
+        ("device: a3", "state: state\ndevice: a3", "hosts.yaml:2: state: 'state' is another folder from everywhere"),
         ("proxy:\n  host: a\n", "", "hosts.yaml:1: proxy: is missing"),
         ("prefill:", "prefill: [", "not YAML"),
         ("tp: 8", "env: {HF_TOKEN: abc}", "hosts.yaml:8: prefill[0].env.HF_TOKEN: looks like a secret"),
@@ -180,6 +185,16 @@ def test_every_word_of_the_file_reaches_the_other_side_as_one_word(model: str, a
     assert options(prefill)["--model"] == model
     assert f"VALUE={value}" in prefill.command
     assert list(prefill.command[prefill.command.index("--") + 1 :]) == args
+
+
+@pytest.mark.parametrize(("found", "said"), [("proxy", "all stopped"), ("", "nothing of test is recorded in /state, ")])
+def test_what_stop_says_without_a_record(
+    found: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cluster, "stop_anew", lambda _, process: Outcome(None, found=process.name == found))
+    made = plan(f"name: test\nstate: {tmp_path}/state\n{TWO_NODES}")
+    assert cluster.stop(made, Console(width=200)) is cluster.End.OK
+    assert said in capsys.readouterr().out.replace(str(tmp_path), "")
 
 
 def test_a_shell_on_the_other_side_sees_the_same_words() -> None:

@@ -114,7 +114,7 @@ class Launcher:
 
 
 class Record:
-    """The plan that runs, kept here so that `--stop` finds it whatever has become of hosts.yaml since."""
+    """The plan that runs, kept here: `--stop` finds it whatever hosts.yaml says since, with the same name and state."""
 
     def __init__(self, plan: Plan) -> None:
         self.path = Path(plan.folder).expanduser() / "cluster.json"
@@ -178,12 +178,16 @@ def stop(plan: Plan, console: Console) -> End:
         known = {(process.name, process.ssh) for process in plan.processes}
         work += [(recorded, p) for p in recorded.processes if (p.name, p.ssh) not in known]
     with ThreadPoolExecutor(len(work)) as pool:
-        reasons = list(pool.map(lambda item: stop_anew(*item), work))
-    left = _named(zip((process for _, process in work), reasons, strict=True))
+        outcomes = list(pool.map(lambda item: stop_anew(*item), work))
+    left = _named((process, outcome.reason) for (_, process), outcome in zip(work, outcomes, strict=True))
     if left:
         return _left(console, left, record)
     record.remove()
-    _say(console, "all stopped")
+    if recorded is None and not any(outcome.found for outcome in outcomes):
+        folder, _, name = plan.folder.rpartition("/")
+        _say(console, f"nothing of {name} is recorded in {folder}, here or on the hosts")
+    else:
+        _say(console, "all stopped")
     return End.OK
 
 

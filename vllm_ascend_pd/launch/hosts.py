@@ -217,6 +217,8 @@ def _check(cluster: Cluster) -> None:
     _match(("name",), cluster.name, _NAME, "letters, digits, `_`, `.` and `-`")
     for name in ("model", "python", "repository", "state", "served_model_name"):
         _check_line((name,), getattr(cluster, name))
+    if not cluster.state.startswith(("/", "~")):
+        raise Invalid(("state",), f"{cluster.state!r} is another folder from everywhere: begin it with `/` or `~`")
     for name in ("side_channel_keys", "ticket_secret", "metaserver_token"):
         _check_line((name,), getattr(cluster, name))
     if not cluster.prefill or not cluster.decode:

@@ -225,7 +225,7 @@ def _terminate(number: int, frame: object) -> None:
 def stop(place: Place, grace: float) -> int:
     running = place.running()
     if running is None:
-        say("stopped")
+        say("unknown")
     elif end(running, grace):
         place.record.unlink(missing_ok=True)
         say("stopped", pid=running.pid)

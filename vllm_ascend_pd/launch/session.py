@@ -53,12 +53,11 @@ class Session:
     def _read(self) -> None:
         assert self._ssh.stdout is not None
         for line in self._ssh.stdout:
-            try:
-                said = json.loads(line)
-                kind = str(said["event"])
-            except (ValueError, KeyError, TypeError):
-                self._chatter.append(line.rstrip())  # ssh's own words, or the login shell's
+            said = _said(line)
+            if said is None:
+                self._chatter.append(line.rstrip())
                 continue
+            kind = str(said["event"])
             if kind == "started":
                 self.log = str(said.get("log"))
             self._detached = self._detached or kind == "detached"
@@ -85,7 +84,7 @@ class Session:
         self._close()
         if self._stopped:
             return None
-        return stop_anew(self._plan, self.process)
+        return stop_anew(self._plan, self.process).reason
 
     def _order(self, order: str) -> None:
         assert self._ssh.stdin is not None
@@ -106,8 +105,16 @@ class Session:
         self._reader.join(SSH_SECONDS)
 
 
-def stop_anew(plan: Plan, process: Process) -> str | None:
-    """Stop a process over a connection of its own. Return why that failed, None if it did not."""
+@dataclass(frozen=True)
+class Outcome:
+    """Of an order to stop. `reason`: why it is not known to have ended; `found`: whether there was anything to stop."""
+
+    reason: str | None
+    found: bool = True
+
+
+def stop_anew(plan: Plan, process: Process) -> Outcome:
+    """Stop a process over a connection of its own."""
     try:
         done = subprocess.run(
             reach(process, plan.stop(process)),
@@ -119,8 +126,18 @@ def stop_anew(plan: Plan, process: Process) -> str | None:
             timeout=2 * plan.stop_seconds + SSH_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
+        return Outcome(str(error))
     if done.returncode == 0:
+        said = [_said(line) for line in done.stdout.splitlines()]
+        return Outcome(None, found=any(one is not None and one["event"] == "stopped" for one in said))
+    chatter = (done.stdout + done.stderr).strip().splitlines()[-_CHATTER_LINES:]
+    return Outcome(f"ssh ended with code {done.returncode}: " + " ".join(chatter))
+
+
+def _said(line: str) -> dict[str, object] | None:
+    """What an agent says in a line; None for ssh's own words, or the login shell's."""
+    try:
+        said = json.loads(line)
+    except ValueError:
         return None
-    said = (done.stdout + done.stderr).strip().splitlines()[-_CHATTER_LINES:]
-    return f"ssh ended with code {done.returncode}: " + " ".join(said)
+    return said if isinstance(said, dict) and "event" in said else None
