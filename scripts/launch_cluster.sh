@@ -13,4 +13,4 @@ source "$root/scripts/launch_common.sh"
 
 find_python
 check_python
-exec "$python" -m vllm_ascend_pd.launch.cluster "$@"
+exec "$python" -m vllm_ascend_pd.launch.cluster --repository "$root" "$@"

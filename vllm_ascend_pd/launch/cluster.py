@@ -22,7 +22,6 @@ from vllm_ascend_pd.launch.hosts import HostsError, HostsFile, Invalid
 from vllm_ascend_pd.launch.plan import Plan, Process, make_plan
 from vllm_ascend_pd.launch.session import Event, Session, stop_anew
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 WATCH_SECONDS = 1.0
 _FAILURES = ("ended", "failed", "lost", "stopped", "not stopped")
 
@@ -228,6 +227,8 @@ def main(
     dry_run_only: Annotated[bool, typer.Option("--dry-run", help="Print what would run where.")] = False,
     stop_only: Annotated[bool, typer.Option("--stop", help="Stop what runs of it, and exit.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Exit once it serves, and leave it running.")] = False,
+    *,
+    repository: Annotated[Path, typer.Option(hidden=True, help="That of the script that runs this.")],
 ) -> None:
     """Start a prefill/decode cluster on its hosts, over ssh, and stop it at Ctrl-C or when one of its processes ends.
 
@@ -240,7 +241,7 @@ def main(
     try:
         file = HostsFile.read(hosts)
         try:
-            plan = make_plan(file.cluster, sys.executable, str(REPOSITORY))
+            plan = make_plan(file.cluster, sys.executable, str(repository))
         except Invalid as error:
             raise file.located(error) from None
     except HostsError as error:

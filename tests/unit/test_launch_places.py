@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where launch scripts look for each other: in the repository that they are in themselves."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_launch_scripts import REPOSITORY, SCRIPTS, base_environment
+
+HOSTS = str(REPOSITORY / "examples/single-node-1p1d/hosts.yaml")
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """Another one than that whose package is imported."""
+    return Path(shutil.copytree(SCRIPTS, tmp_path / "clone/scripts")).parent
+
+
+def dry_run(command: Path, *options: str) -> str:
+    words = [str(command), *options, "--dry-run"]
+    env = base_environment(command.parent)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_cluster_is_started_by_the_scripts_beside_its_own(clone: Path) -> None:
+    printed = dry_run(clone / "scripts/launch_cluster.sh", HOSTS)
+    for role in ("prefill", "decode", "proxy"):
+        assert f" {clone}/scripts/launch_{role}.sh " in printed
