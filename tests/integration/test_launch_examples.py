@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from vllm_ascend_pd.config import ConnectorConfig, parse_config
+from vllm_ascend_pd.launch.arguments import NAMES, refused_argument
 from vllm_ascend_pd.launch.hosts import HostsFile
 from vllm_ascend_pd.launch.plan import make_plan
 
@@ -57,6 +58,18 @@ def vllm_parser() -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     return make_arg_parser(FlexibleArgumentParser())
+
+
+def test_what_is_set_is_refused_under_each_of_its_names_and_nothing_else_is() -> None:
+    """By vLLM's own parser: its short forms, and its names cut short as far as they are one option's."""
+    by_name = vllm_parser()._option_string_actions
+    ours = {id(action) for name, action in by_name.items() if name in NAMES}
+    for name, action in by_name.items():
+        assert (refused_argument(name) is not None) == (id(action) in ours), name
+        for cut in (name[:end] for end in range(2 + name.startswith("--"), len(name))):
+            meant = {id(each) for other, each in by_name.items() if other.startswith(cut)}
+            if cut not in by_name and len(meant) == 1 and meant <= ours:
+                assert refused_argument(cut) is not None, cut
 
 
 def connector_config(transfer: Any) -> ConnectorConfig:

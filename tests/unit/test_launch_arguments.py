@@ -9,7 +9,44 @@ from test_launch_scripts import PROXY, SCRIPTS, base_environment, launch
 from typer.main import get_command
 
 from vllm_ascend_pd import cli
-from vllm_ascend_pd.launch.arguments import refused_proxy_argument
+from vllm_ascend_pd.launch.arguments import refused_argument, refused_proxy_argument
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("--tensor-parallel", "--tensor-parallel-size is set here: use --tp"),
+        ("--tensor_par=8", "--tensor-parallel-size is set here: use --tp"),
+        ("-dpl", "-dpl is set here: use --nodes"),
+        ("-t", "-tp is set here: use --tp"),
+        ("-tp=8", "-tp is set here: use --tp"),
+        ("-n", "-n is set here: use --nodes"),
+        ("-n2", "-n is set here: use --nodes"),
+        ("-r=1", "-r is set here: use --node-rank"),
+        ("--api-k", "--api-key: every user of the machine can read command lines"),
+        ("--hf_tok=sesame", "--hf-token: every user of the machine"),
+        ("--kv-transfer", "--kv-transfer-config is set here"),
+        ("--kv-transfer-config.kv_role=kv_both", "--kv-transfer-config is set here"),
+        ("--kv_transfer_config.kv_connector_extra_config.lease_s", "--kv-transfer-config is set here"),
+        ("--config", "--config: its file could set what is set here"),
+        ("--config=/f", "--config: its file could set what is set here"),
+        ("--model", "--model is set here: use --model"),
+    ],
+)  # fmt: skip
+def test_other_names_of_what_is_set_are_refused(word: str, reason: str) -> None:
+    refused = refused_argument(word)
+    assert refused is not None
+    assert refused.startswith(reason)
+    assert "sesame" not in refused
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--ssl-keyfile", "--api-server-count", "--model-impl=auto", "--", "-", "", "-q", "-ep", "-cc.mode=3", "-1", "n",
+     "--max-model-len", "x.y=--port", '{"a": "--port"}', "--hf-overrides"],
+)  # fmt: skip
+def test_other_arguments_are_handed_on(word: str) -> None:
+    assert refused_argument(word) is None
 
 
 def proxy_options() -> set[str]:

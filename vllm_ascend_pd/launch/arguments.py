@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 _OWN = {
@@ -15,30 +16,48 @@ _OWN = {
     "--data-parallel-size": "--dp",
     "-dp": "--dp",
     "--data-parallel-size-local": "--nodes",
+    "-dpl": "--nodes",
     "--data-parallel-address": "--head-address",
+    "-dpa": "--head-address",
     "--data-parallel-rpc-port": "--head-port",
+    "-dpp": "--head-port",
     "--data-parallel-start-rank": "--node-rank",
+    "-dpr": "--node-rank",
+    "--data-parallel-rank": "--node-rank",
+    "-dpn": "--node-rank",
     "--headless": "--node-rank",
     "--nnodes": "--nodes",
+    "-n": "--nodes",
     "--node-rank": "--node-rank",
+    "-r": "--node-rank",
     "--master-addr": "--head-address",
     "--master-port": "--head-port",
     "--distributed-executor-backend": "--executor",
     "--kv-transfer-config": "this script's options",
     "--served-model-name": "--served-model-name",
+    "--model": "--model",
 }
+"""Of `vllm serve`, and what to use instead."""
 _SECRET = {
     "--api-key": "VLLM_API_KEY",
     "--hf-token": "HF_TOKEN",
     "--ssl-keyfile-password": "a key file without a password",
 }
+_OTHERS = {"--config": "its file could set what is set here; give its options themselves"}
+"""With the reason why not."""
+NAMES = (*_SECRET, *_OWN, *_OTHERS)
+_WHOLE = frozenset({"--ssl-keyfile", "--", "-"})
+"""Each is the beginning of one of these, and a word of its own."""
 
 
 def refused_argument(argument: str) -> str | None:
-    """Why an argument may not be handed on to `vllm serve`; None if it may. vLLM takes `_` for `-` in names."""
+    """Why an argument may not be handed on to `vllm serve`; None if it may.
+
+    vLLM takes `_` for `-` in names, names that are cut short, `--NAME.KEY` for a key of a JSON object, and `-n2`.
+    """
     if "\n" in argument or "\0" in argument:
         return f"{argument[:40]!r} has more than one line"
-    name = argument.partition("=")[0].replace("_", "-")
+    name = _whole(re.split(r"[=.]", argument)[0].replace("_", "-"))
     if name in _SECRET:
         return (
             f"{name}: every user of the machine can read command lines; put {_SECRET[name]} into a file of mode 0600 "
@@ -46,7 +65,18 @@ def refused_argument(argument: str) -> str | None:
         )
     if name in _OWN:
         return f"{name} is set here: use {_OWN[name]}"
+    if name in _OTHERS:
+        return f"{name}: {_OTHERS[name]}"
     return None
+
+
+def _whole(name: str) -> str:
+    """The name in the tables that a word stands for, if any."""
+    if name in NAMES or name in _WHOLE or not name.startswith("-"):
+        return name
+    if name[:2] in ("-n", "-r"):
+        return name[:2]
+    return next((each for each in NAMES if each.startswith(name)), name)
 
 
 _PROXYS_OWN = {
