@@ -30,6 +30,8 @@ from vllm_ascend_pd.launch.arguments import refused_argument, refused_proxy_argu
         ("--kv_transfer_config.kv_connector_extra_config.lease_s", "--kv-transfer-config is set here"),
         ("--config", "--config: its file could set what is set here"),
         ("--config=/f", "--config: its file could set what is set here"),
+        ("--prefill_context_parallel_size=2", "--prefill-context-parallel-size: an engine's NPUs are counted without"),
+        ("-pcp", "-pcp: an engine's NPUs are counted without it"),
         ("--model", "--model is set here: use --model"),
     ],
 )  # fmt: skip

@@ -43,7 +43,12 @@ _SECRET = {
     "--hf-token": "HF_TOKEN",
     "--ssl-keyfile-password": "a key file without a password",
 }
-_OTHERS = {"--config": "its file could set what is set here; give its options themselves"}
+_UNCOUNTED = "an engine's NPUs are counted without it; start one that has it with `vllm serve` itself"
+_OTHERS = {
+    "--config": "its file could set what is set here; give its options themselves",
+    "--prefill-context-parallel-size": _UNCOUNTED,
+    "-pcp": _UNCOUNTED,
+}
 """With the reason why not."""
 NAMES = (*_SECRET, *_OWN, *_OTHERS)
 _WHOLE = frozenset({"--ssl-keyfile", "--", "-"})
