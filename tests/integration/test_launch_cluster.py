@@ -24,7 +24,7 @@ from harness.ports import release_port, reserve_ports
 from harness.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-HOST = "127.0.0.1"
+HOST, HOST_B = "127.0.0.1", "127.0.0.2"
 WAIT_SECONDS = 120.0
 
 SSH = """\
@@ -68,7 +68,7 @@ class Site:
     def __init__(self, folder: Path, ports: range) -> None:
         self.folder = folder
         self.state = folder / "state"
-        self.endpoint = f"http://{HOST}:{ports[2]}"
+        self.endpoint = f"http://{HOST_B}:{ports[2]}"
         self._ports = ports
         self._launchers: list[subprocess.Popen[str]] = []
         (folder / "bin").mkdir()
@@ -91,7 +91,7 @@ start_seconds: {start_seconds}
 stop_seconds: 1
 hosts:
   a: {{address: {HOST}, ssh: a}}
-  b: {{address: {HOST}, ssh: {second}}}
+  b: {{address: {HOST_B}, ssh: {second}}}
 prefill:
   - {{hosts: [a], port: {http[0]}, env: {{VLLM: {vllm}}}}}
 decode:

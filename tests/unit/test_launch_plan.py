@@ -113,6 +113,9 @@ def test_ray_runs_on_all_nodes_before_vllm_on_the_first() -> None:
         ("[a, b]", "[a, a]", "hosts.yaml:10: decode[0].hosts: the same host is there twice"),
         ("host: a", "host: z", "hosts.yaml:14: proxy.host: there is no host 'z' in `hosts`"),
         ("10.0.0.1", "node-a", "hosts.yaml:4: hosts.a.address: 'node-a' is not an IP address"),
+        ("10.0.0.2", "10.0.0.1", "hosts.yaml:5: hosts.b.address: 10.0.0.1 is a's already: a machine is one host"),
+        ("10.0.0.1", "127.0.0.1", ":4: hosts.a.address: by 127.0.0.1 other hosts reach themselves, and not a"),
+        ("10.0.0.2", "'::1'", "hosts.yaml:5: hosts.b.address: by ::1 other hosts reach themselves, and not b"),
         ("user@b", "-oProxyCommand=x", "hosts.yaml:5: hosts.b.ssh: '-oProxyCommand=x'"),
         ("ssh: user@b", "ssh: b, local: true", "hosts.yaml:5: hosts.b.ssh: `local: true` is this machine"),
         ("device: a3", "device: a4", "hosts.yaml:2: device: invalid enum value 'a4'"),
@@ -139,6 +142,13 @@ def test_what_cannot_work_is_refused_at_its_line(old: str, new: str, message: st
         plan(TWO_NODES.replace(old, new, 1))
     assert message in str(caught.value)
     assert "abc" not in str(caught.value)
+
+
+def test_one_machine_plays_several_hosts_without_npus() -> None:
+    text = TWO_NODES.replace("a3", "cpu").replace("10.0.0.", "127.0.0.")
+    assert {process.ssh for process in plan(text).processes} == {"127.0.0.1", "user@b"}
+    with pytest.raises(HostsError, match=r"hosts\.yaml:5: hosts\.b\.address: by 127\.0\.0\.2"):
+        plan(text.replace("127.0.0.1", "10.0.0.1"))
 
 
 def test_replicas_that_span_nodes_are_engines_of_their_own() -> None:

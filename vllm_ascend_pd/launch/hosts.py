@@ -231,6 +231,7 @@ def _check(cluster: Cluster) -> None:
     proxy = cluster.proxy
     if proxy.host not in cluster.hosts:
         raise Invalid(("proxy", "host"), f"there is no host {proxy.host!r} in `hosts`")
+    _check_addresses(cluster)
     _check_port(("proxy", "port"), proxy.port)
     _check_line(("proxy", "listen"), proxy.listen)
     for i, argument in enumerate(proxy.args):
@@ -253,6 +254,21 @@ def _check_host(path: KeyPath, name: str, host: Host) -> None:
         _match((*path, "ssh"), host.ssh, _SSH, "as `user@host` or a name of ssh's configuration")
     if host.interface is not None:
         _match((*path, "interface"), host.interface, re.compile(r"[A-Za-z0-9_.:@-]{1,15}"), "the name of an interface")
+
+
+def _check_addresses(cluster: Cluster) -> None:
+    """NPUs and ports are counted by host, so two of them must not be one machine."""
+    addresses = {name: ipaddress.ip_address(host.address) for name, host in cluster.hosts.items()}
+    names: dict[object, str] = {}
+    for name, address in addresses.items():
+        if (other := names.setdefault(address, name)) != name:
+            raise Invalid(("hosts", name, "address"), f"{address} is {other}'s already: a machine is one host")
+    used = {cluster.proxy.host, *(name for engine in (*cluster.prefill, *cluster.decode) for name in engine.hosts)}
+    loopback = sorted(name for name in used if addresses[name].is_loopback)
+    # Without NPUs a machine may play several hosts, which reach each other there.
+    if loopback and len(used) > (len(loopback) if cluster.device == "cpu" else 1):
+        name = loopback[0]
+        raise Invalid(("hosts", name, "address"), f"by {addresses[name]} other hosts reach themselves, and not {name}")
 
 
 def _check_engine(path: KeyPath, engine: Engine, hosts: dict[str, Host]) -> None:
