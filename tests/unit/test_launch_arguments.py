@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_launch_scripts import PROXY, SCRIPTS, base_environment, launch
+from test_launch_scripts import CPU, PROXY, SCRIPTS, base_environment, launch
 from typer.main import get_command
 
 from vllm_ascend_pd import cli
@@ -28,10 +28,10 @@ from vllm_ascend_pd.launch.arguments import refused_argument, refused_proxy_argu
         ("--kv-transfer", "--kv-transfer-config is set here"),
         ("--kv-transfer-config.kv_role=kv_both", "--kv-transfer-config is set here"),
         ("--kv_transfer_config.kv_connector_extra_config.lease_s", "--kv-transfer-config is set here"),
-        ("--config", "--config: its file could set what is set here"),
-        ("--config=/f", "--config: its file could set what is set here"),
-        ("--prefill_context_parallel_size=2", "--prefill-context-parallel-size: an engine's NPUs are counted without"),
-        ("-pcp", "-pcp: an engine's NPUs are counted without it"),
+        ("--config", "--config names a file that could set what is set here: give"),
+        ("--config=/f", "--config names a file that could set what is set here: give"),
+        ("--prefill_context_parallel_size=2", "--prefill-context-parallel-size is not counted in"),
+        ("-pcp", "-pcp is not counted in an engine's NPUs here"),
         ("--model", "--model is set here: use --model"),
     ],
 )  # fmt: skip
@@ -82,3 +82,13 @@ def test_launch_proxy_refuses_it(words: tuple[str, ...], reason: str, tmp_path: 
     done = launch("proxy", *PROXY, "--dry-run", "--", *words, env=base_environment(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert reason in done.stderr
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "proxy"])
+@pytest.mark.parametrize("option", ["--dry-run", "--help"])
+def test_options_of_the_script_itself_are_not_handed_on(role: str, option: str, tmp_path: Path) -> None:
+    """Who adds one to the end of a command means the script: nothing must start."""
+    options = PROXY if role == "proxy" else CPU
+    done = launch(role, *options, "--", option, env=base_environment(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"launch_{role}: {option} is the launch script's, before the --" in done.stderr

@@ -43,9 +43,11 @@ _SECRET = {
     "--hf-token": "HF_TOKEN",
     "--ssl-keyfile-password": "a key file without a password",
 }
-_UNCOUNTED = "an engine's NPUs are counted without it; start one that has it with `vllm serve` itself"
+_UNCOUNTED = "is not counted in an engine's NPUs here: start one that has it with `vllm serve` itself"
+_SCRIPTS = dict.fromkeys(("--dry-run", "--help", "-h"), "is the launch script's, before the --")
 _OTHERS = {
-    "--config": "its file could set what is set here; give its options themselves",
+    **_SCRIPTS,
+    "--config": "names a file that could set what is set here: give its options themselves",
     "--prefill-context-parallel-size": _UNCOUNTED,
     "-pcp": _UNCOUNTED,
 }
@@ -71,7 +73,7 @@ def refused_argument(argument: str) -> str | None:
     if name in _OWN:
         return f"{name} is set here: use {_OWN[name]}"
     if name in _OTHERS:
-        return f"{name}: {_OTHERS[name]}"
+        return f"{name} {_OTHERS[name]}"
     return None
 
 
@@ -107,6 +109,8 @@ _PROXYS_OWN = {
 def refused_proxy_argument(argument: str, *, hosts_file: bool = False) -> str | None:
     """Why an argument may not be handed on to `vllm-ascend-pd proxy`, which knows no short forms; None if it may."""
     name = argument.partition("=")[0]
+    if name in _SCRIPTS:
+        return f"{name} {_SCRIPTS[name]}"
     if name not in _PROXYS_OWN:
         return None
     option, key = _PROXYS_OWN[name]
