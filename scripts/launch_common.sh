@@ -308,7 +308,7 @@ launch_engine() { # launch_engine ROLE DEFAULT_PORT HCCL_BUFFER_MB ARGUMENT...
 
 choose_devices() { # choose_devices COUNT
   local -A seen=()
-  local one listed
+  local one listed number='(0|[1-9][0-9]{0,5})' most=16
   [[ $device == cpu ]] && return
   if [[ ! $devices && ! -v ASCEND_RT_VISIBLE_DEVICES ]]; then
     devices=$(seq -s , 0 $(($1 - 1)))
@@ -318,9 +318,11 @@ choose_devices() { # choose_devices COUNT
     die "--devices $devices, but ASCEND_RT_VISIBLE_DEVICES is $ASCEND_RT_VISIBLE_DEVICES: which?"
   fi
   devices=${devices:-$ASCEND_RT_VISIBLE_DEVICES}
+  [[ $devices =~ ^$number(,$number)*$ ]] || die "--devices $devices: numbers, as 0,1,2"
+  [[ $device != a2 ]] || most=8
   IFS=, read -ra listed <<<"$devices"
   for one in "${listed[@]}"; do
-    [[ $one =~ ^[0-9]+$ ]] || die "--devices $devices: numbers, as 0,1,2"
+    ((one < most)) || die "--devices $devices: ${device^^} servers have NPUs 0 to $((most - 1)), no $one"
     [[ ! -v seen[$one] ]] || die "--devices $devices: $one is there twice"
     seen[$one]=1
   done
