@@ -51,6 +51,13 @@ def test_other_arguments_are_handed_on(word: str) -> None:
     assert refused_argument(word) is None
 
 
+@pytest.mark.parametrize("model", ["", "--help"])
+def test_a_model_is_no_option(model: str, tmp_path: Path) -> None:
+    done = launch("prefill", *CPU, "--model", model, env=base_environment(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"launch_prefill: --model {model!r} is empty or begins as options do" in done.stderr
+
+
 def proxy_options() -> set[str]:
     return {name for option in get_command(cli.app).commands["proxy"].params for name in option.opts}
 

@@ -84,6 +84,8 @@ def main(
             return
         if role is Role.DECODE:
             kv_port = check_kv_port(device, kv_port or DEFAULT_KV_PORT, shape, port)
+        if not model or model.startswith("-"):
+            raise ShapeError(f"--model {model!r} is empty or begins as options do")
         if load_failure_policy not in (None, "fail", "recompute"):
             raise TransferError(f"--load-failure-policy {load_failure_policy}: fail or recompute")
         transfer = Transfer(

@@ -216,11 +216,11 @@ def _check(cluster: Cluster) -> None:
     """Raises Invalid for single values that a type does not rule out."""
     _match(("name",), cluster.name, _NAME, "letters, digits, `_`, `.` and `-`")
     for name in ("model", "python", "repository", "state", "served_model_name"):
-        _check_line((name,), getattr(cluster, name))
+        _check_value((name,), getattr(cluster, name))
     if not cluster.state.startswith(("/", "~")):
         raise Invalid(("state",), f"{cluster.state!r} is another folder from everywhere: begin it with `/` or `~`")
     for name in ("side_channel_keys", "ticket_secret", "metaserver_token"):
-        _check_line((name,), getattr(cluster, name))
+        _check_value((name,), getattr(cluster, name))
     if not cluster.prefill or not cluster.decode:
         raise Invalid(("prefill" if not cluster.prefill else "decode",), "at least one engine is needed")
     for name, host in cluster.hosts.items():
@@ -233,7 +233,7 @@ def _check(cluster: Cluster) -> None:
         raise Invalid(("proxy", "host"), f"there is no host {proxy.host!r} in `hosts`")
     _check_addresses(cluster)
     _check_port(("proxy", "port"), proxy.port)
-    _check_line(("proxy", "listen"), proxy.listen)
+    _check_value(("proxy", "listen"), proxy.listen)
     for i, argument in enumerate(proxy.args):
         _check_line(("proxy", "args", i), argument)
         if (reason := refused_proxy_argument(argument, hosts_file=True)) is not None:
@@ -292,7 +292,7 @@ def _check_engine(path: KeyPath, engine: Engine, hosts: dict[str, Host]) -> None
     for i, argument in enumerate(engine.args):
         _check_line((*path, "args", i), argument)
     for name in ("engine_id", "beside", "env_file"):
-        _check_line((*path, name), getattr(engine, name))
+        _check_value((*path, name), getattr(engine, name))
     for name, value in engine.env.items():
         _match((*path, "env", name), name, _VARIABLE, "a variable's name")
         if _SECRET_VARIABLE.search(name):
@@ -312,6 +312,13 @@ def _check_port(path: KeyPath, port: int) -> None:
 def _match(path: KeyPath, value: str, pattern: re.Pattern[str], what: str) -> None:
     if not pattern.fullmatch(value):
         raise Invalid(path, f"{value[:80]!r}: {what}")
+
+
+def _check_value(path: KeyPath, value: str | None) -> None:
+    """Of an option."""
+    _check_line(path, value)
+    if value is not None and (not value or value.startswith("-")):
+        raise Invalid(path, f"{value!r} is empty or begins as options do")
 
 
 def _check_line(path: KeyPath, value: str | None) -> None:
