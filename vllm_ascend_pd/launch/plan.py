@@ -12,6 +12,7 @@ from vllm_ascend_pd.launch.arguments import refused_argument
 from vllm_ascend_pd.launch.engine import DEFAULT_KV_PORT, DEVICES_PER_NODE, MOONCAKE_PORTS
 from vllm_ascend_pd.launch.hosts import Cluster, Engine, Host, Invalid, KeyPath
 from vllm_ascend_pd.launch.shape import Executor, Shape, ShapeError
+from vllm_ascend_pd.launch.transfer import Role, Transfer, TransferError
 
 DEFAULT_PORTS = {"prefill": 8100, "decode": 8200}
 HEAD_PORT = 13345
@@ -97,6 +98,8 @@ class _Planner:
         cluster = self.cluster
         proxy_host = cluster.hosts[cluster.proxy.host]
         self.proxy_url = _url(proxy_host.address, cluster.proxy.port)
+        hosts = {cluster.hosts[name].address: None for decode in cluster.decode for name in decode.hosts}
+        self.decode_hosts = tuple(hosts)
         self._take(cluster.proxy.host, cluster.proxy.port, "the proxy", ("proxy", "port"))
         ray: list[Process] = []
         engines: list[Process] = []
@@ -132,6 +135,7 @@ class _Planner:
         except ShapeError as error:
             raise Invalid((*path, "hosts"), str(error)) from None
         self._check_arguments(path, engine, role)
+        self._check_extra(path, engine, Role(role))
         port, head_port = self._port(role, engine), engine.head_port or HEAD_PORT
         head = self.cluster.hosts[engine.hosts[0]]
         self._take(engine.hosts[0], port, name, (*path, "port"))
@@ -191,8 +195,7 @@ class _Planner:
                 ("--metaserver-token", cluster.metaserver_token),
             ]
         else:
-            hosts = {cluster.hosts[name].address: None for decode in cluster.decode for name in decode.hosts}
-            given += [("--decode-host", address) for address in hosts]
+            given += [("--decode-host", address) for address in self.decode_hosts]
         return [word for option, value in given if value is not None for word in (option, str(value))]
 
     def _command(self, role: str, engine: Engine, words: list[str]) -> tuple[str, ...]:
@@ -227,6 +230,22 @@ class _Planner:
         for name in ("kv_port", "load_failure_policy"):
             if role == "prefill" and getattr(engine, name) is not None:
                 raise Invalid((*path, name), "is decode's")
+
+    def _check_extra(self, path: KeyPath, engine: Engine, role: Role) -> None:
+        cluster, of_decode = self.cluster, role is Role.DECODE
+        transfer = Transfer(
+            role,
+            metaservers=(self.proxy_url,) if of_decode else (),
+            decode_hosts=() if of_decode else self.decode_hosts,
+            metaserver_token_file=cluster.metaserver_token if of_decode else None,
+            side_channel_key_file=cluster.side_channel_keys,
+            ticket_secret_file=cluster.ticket_secret,
+            extra=engine.extra,
+        )
+        try:
+            transfer.config()
+        except TransferError as error:
+            raise Invalid((*path, "extra"), str(error)) from None
 
     def _take(self, host: str, port: int, owner: str, path: KeyPath) -> None:
         if (other := self.ports[host].get(port)) is not None:
