@@ -28,7 +28,13 @@ pytest_args=()
 filtered=
 while (($#)); do
   case $1 in
-    --quick | --npu | --e2e | --benchmarks | --faults | --hostile) mode=${1#--} ;;
+    --quick | --npu | --e2e | --benchmarks | --faults | --hostile)
+      [[ $mode == all || $mode == "${1#--}" ]] || {
+        echo "test: --$mode and $1: which?" >&2
+        exit 2
+      }
+      mode=${1#--}
+      ;;
     -k)
       (($# > 1)) || {
         echo "test: -k needs an expression; see --help" >&2
