@@ -336,6 +336,8 @@ def test_a_process_ends_in_time_whatever_the_collector_does(collects: bool) -> N
     [
         ("127.0.0.1:4318", "http/protobuf", "not a URL"),
         ("", "grpc", "not a URL"),
+        ("nonsense", "grpc", "not a URL"),
+        ("ftp://127.0.0.1:4317", "grpc", "not a URL"),
         ("http://127.0.0.1:4317", "json", "it must be grpc or http/protobuf"),
         ("http://me:s3cret@127.0.0.1:4317", "grpc", "OTEL_EXPORTER_OTLP_HEADERS"),
         ("me:s3cret@127.0.0.1:4318", "http/protobuf", "OTEL_EXPORTER_OTLP_HEADERS"),

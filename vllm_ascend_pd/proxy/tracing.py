@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -89,7 +90,8 @@ def check_tracing(endpoint: str) -> None:
         raise ValueError(f"{PROTOCOL_VARIABLE} is {protocol!r}: it must be {GRPC} or {HTTP}")
     if "@" in endpoint:  # it will be in the log
         raise ValueError("the OTLP traces endpoint has credentials in it: put them into OTEL_EXPORTER_OTLP_HEADERS")
-    if not endpoint or (protocol == HTTP and not is_http(endpoint)):
+    has_port = protocol == GRPC and re.fullmatch(r"[^/]+:[0-9]+", endpoint) and is_http(f"http://{endpoint}")
+    if not (is_http(endpoint) or has_port):  # gRPC takes HOST:PORT, too
         raise ValueError(f"the OTLP traces endpoint {endpoint!r} is not a URL that {protocol} can be spoken to")
     try:
         from . import otel  # noqa: F401
