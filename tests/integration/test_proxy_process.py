@@ -149,6 +149,7 @@ def test_proxy_that_cannot_start_ends() -> None:
         ),
         (("--prefill", "dns+http://p", "--decode", "http://d:1"), "give the port"),
         (("--engines-file", "/none"), "No such file"),
+        (("--prefill", "http://p:1", "--decode", "http://p:1/"), "http://p:1 is given as a prefill and as a decode"),
     ],
 )
 def test_wrong_option_is_one_clear_line(options: tuple[str, ...], reason: str) -> None:

@@ -150,7 +150,10 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     def engines(self) -> dict[Role, tuple[str, ...]]:
         """Those that the command line lists."""
         lists = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
-        return {role: check_engine_urls(role.value, urls) for role, urls in lists.items()}
+        engines = {role: check_engine_urls(role.value, urls) for role, urls in lists.items()}
+        if both := sorted({*engines[Role.PREFILL]} & {*engines[Role.DECODE]}):
+            raise ValueError(f"{both[0]} is given as a prefill and as a decode engine")
+        return engines
 
     def ticket_secret(self) -> Secret | None:
         return None if self.ticket_secret_file is None else read_ticket_secret(self.ticket_secret_file)
