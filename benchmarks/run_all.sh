@@ -13,7 +13,7 @@
 # 130 after Ctrl-C, 143 after SIGTERM.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 VENV=${VENV:-$root/.venv}
 
 quick=

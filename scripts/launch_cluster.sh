@@ -8,7 +8,7 @@
 # the one on the hosts. ssh must get in without asking: keys, or an agent. examples/ has several hosts.yaml.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 source "$root/scripts/launch_common.sh"
 
 find_python

@@ -20,7 +20,7 @@
 #
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 source "$root/scripts/launch_common.sh"
 
 launch_engine decode 8200 600 "$@"

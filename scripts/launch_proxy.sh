@@ -29,7 +29,7 @@
 # for options that make no sense together.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 source "$root/scripts/launch_common.sh"
 
 device=cpu # no CANN here

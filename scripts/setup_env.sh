@@ -19,7 +19,7 @@
 # $VENV/setup.log and is shown if a stage fails.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 VENV=${VENV:-$root/.venv}
 log=$VENV/setup.log
 pins=requirements/cpu.txt

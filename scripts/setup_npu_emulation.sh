@@ -14,7 +14,7 @@
 # goes to $VENV-npu/setup.log and is shown if a stage fails.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 VENV=${VENV:-$root/.venv}-npu
 log=$VENV/setup.log
 pins=requirements/npu-emulation.txt

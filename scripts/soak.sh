@@ -18,7 +18,7 @@
 # hung, no block leaked, and nothing failed but at the restart.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 source "$root/scripts/stages.sh"
 check_options "$@"
 

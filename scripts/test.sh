@@ -20,7 +20,7 @@
 # if none did, 130 after Ctrl-C.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 export VENV=${VENV:-$root/.venv}
 
 mode=all
