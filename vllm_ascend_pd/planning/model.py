@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's `config.json` says about its KV cache, read as vLLM reads it."""
+"""What a model's `config.json` says about its KV cache, read as vLLM reads it; what it leaves to code is refused."""
 
 import enum
 import json
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vllm_ascend_pd.planning.defaults import in_code
 
 
 class PlanError(ValueError):
@@ -110,19 +112,22 @@ def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> Model:
 
 def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) -> Model:
     """Raises PlanError naming the field that is missing or not described."""
-    text = config
+    text, model_type = config, str(config.get("model_type"))
     for part in _TEXT_PARTS:
         inner = text.get(part)
         text = inner if isinstance(inner, dict) else text
+        model_type = str(text.get("model_type") or model_type)
     for field, meaning in _NOT_DESCRIBED.items():
         if text.get(field):
             raise PlanError(f"config.json has {field}, {meaning}: this command does not describe such models")
     notes: list[str] = []
     layers = _number(text, "num_hidden_layers")
     heads = _number(text, "num_attention_heads")
-    cached = _cached(text, layers, notes)
+    cached = _cached(text, model_type, layers, notes)
     if extra := text.get("num_nextn_predict_layers"):
         notes.append(f"speculating with the model's own prediction layers ({extra}) adds their caches on both sides")
+    if "num_kv_shared_layers" not in text and in_code("num_kv_shared_layers", model_type):
+        raise _unsaid("num_kv_shared_layers")
     if shared := text.get("num_kv_shared_layers"):
         # The last ones, which read what earlier layers wrote.
         cached = (*cached[:-shared], *[Cached.NOTHING] * shared)
@@ -131,8 +136,8 @@ def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) 
     if mla:
         kv_heads, widths = 1, _latent_widths(text, chosen)
     else:
-        kv_heads = _number(text, "num_key_value_heads", text.get("num_kv_heads") or heads)
-        widths = _head_widths(text, heads)
+        kv_heads = _kv_heads(text, model_type, heads)
+        widths = _head_widths(text, model_type, heads)
     name = (config.get("architectures") or [text.get("model_type") or "a model without a name"])[0]
     return Model(str(name), cached, heads, kv_heads, mla, widths, chosen, tuple(notes))
 
@@ -141,23 +146,26 @@ def _number(text: Mapping[str, Any], field: str, default: int | None = None) -> 
     value = text.get(field)
     value = default if value is None else value
     if value is None:
-        raise PlanError(
-            f"config.json does not say {field} (a default may be in the model's code): add it to a copy of the file"
-        )
+        raise _unsaid(field)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"config.json: {field} is {value!r}, not a positive number")
     return value
 
 
-def _cached(text: Mapping[str, Any], layers: int, notes: list[str]) -> tuple[Cached, ...]:
+def _unsaid(field: str) -> PlanError:
+    return PlanError(
+        f"config.json does not say {field} (a default may be in the model's code): add it to a copy of the file"
+    )
+
+
+def _cached(text: Mapping[str, Any], model_type: str, layers: int, notes: list[str]) -> tuple[Cached, ...]:
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds is None and (interval := text.get("full_attention_interval")):
         kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
     if kinds is None:
         if hybrid := [field for field in text if field.startswith(_HYBRID_PREFIXES)]:
             raise PlanError(f"config.json has {hybrid[0]} but no layer_types: add which layers have attention")
-        window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-        kinds = ["sliding_attention" if window else "full_attention"] * layers
+        kinds = _alike_or_in_turn(text, model_type, layers)
     if unknown := sorted({str(kind) for kind in kinds} - _LAYER_KINDS.keys()):
         raise PlanError(f"config.json: this command does not know layers of kind {unknown[0]}")
     if len(kinds) != layers:
@@ -174,6 +182,21 @@ def _cached(text: Mapping[str, Any], layers: int, notes: list[str]) -> tuple[Cac
     return cached
 
 
+def _alike_or_in_turn(text: Mapping[str, Any], model_type: str, layers: int) -> list[str]:
+    """Without a list of layers: all of one kind, or every so many of them with full attention."""
+    if text.get("sliding_window") and (pattern := text.get("sliding_window_pattern")):
+        return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
+    if in_code("layer_types", model_type):
+        raise _unsaid("layer_types")
+    if "sliding_window" not in text and in_code("sliding_window", model_type):
+        raise _unsaid("sliding_window")
+    switched = in_code("use_sliding_window", model_type)
+    window = text.get("sliding_window") if text.get("use_sliding_window", not switched) else None
+    if window and (switched or "max_window_layers" in text):
+        raise _unsaid("layer_types")
+    return ["sliding_attention" if window else "full_attention"] * layers
+
+
 def _latent_widths(text: Mapping[str, Any], dtype: CacheDtype) -> tuple[int, ...]:
     if dtype.itemsize == 1:
         raise PlanError(f"a KV cache of {dtype.value} lies in memory in another way with MLA: not described")
@@ -181,8 +204,17 @@ def _latent_widths(text: Mapping[str, Any], dtype: CacheDtype) -> tuple[int, ...
     return (*widths, _number(text, "index_head_dim")) if text.get("index_head_dim") else widths
 
 
-def _head_widths(text: Mapping[str, Any], heads: int) -> tuple[int, ...]:
+def _kv_heads(text: Mapping[str, Any], model_type: str, heads: int) -> int:
+    given = text.get("num_kv_heads")
+    if not given and "num_key_value_heads" not in text and in_code("num_key_value_heads", model_type):
+        raise _unsaid("num_key_value_heads")
+    return _number(text, "num_key_value_heads", given or heads)
+
+
+def _head_widths(text: Mapping[str, Any], model_type: str, heads: int) -> tuple[int, ...]:
     # 0 and null stand for the default, too.
+    if not text.get("head_dim") and in_code("head_dim", model_type):
+        raise _unsaid("head_dim")
     key = _number(text, "head_dim") if text.get("head_dim") else _number(text, "hidden_size") // heads
     value = text.get("v_head_dim") or key
     if value != key:

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of a `config.json` whose value, where it is missing, is known to the code of these models alone."""
+
+# By `model_type` without `_text`, from transformers 5.19 and vLLM 0.32 (`tests/unit/test_plan_defaults.py` compares).
+# All other models take what `model.py` takes: a head is hidden_size / num_attention_heads, every attention head has a
+# KV head of its own, and all layers see a window or none does.
+_IN_CODE = {
+    "head_dim": """
+        afmoe cohere2_moe cosmos3_edge cwm deepseek_v4 diffusion_gemma ernie4_5 gemma gemma2 gemma3 gemma3n gemma4
+        gemma4_unified glm glm4 gpt_oss helium hrm hy_v3 inkling jetmoe laguna llama4 mellum mimo_v2_flash minimax_m2
+        minimax_m3_vl ministral3 muse_glimmer nemotron_h paddleocr_vl qwen3 qwen3_5 qwen3_5_moe qwen3_next qwen3_vl
+        qwen4_exp seed_oss solar_open step3 step3p5 vaultgemma zamba zaya
+    """,
+    "num_key_value_heads": """
+        bamba bitnet chameleon cosmos3_edge cwm dbrx deepseek_v4 diffusion_gemma dots1 emu3_text_model ernie4_5
+        ernie4_5_moe ernie4_5_vl_moe evolla exaone4 exaone_moe falcon_h1 gemma gemma2 gemma3 gemma3n gemma4
+        gemma4_unified glm glm4 glm4_moe glm4v glm4v_moe glm_ocr gpt_bigcode gpt_oss granite_swa hy_v3 inkling jamba
+        jetmoe laguna lfm2 lfm2_moe llama4 mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl ministral ministral3
+        mistral mixtral mllama_text_model muse_glimmer nemotron_h paddleocr_vl phi4_multimodal phimoe qwen2 qwen2_5_omni
+        qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl
+        qwen3_vl_moe qwen4_exp seed_oss smollm3 solar_open stablelm starcoder2 step3p5 vaultgemma zamba zaya
+    """,
+    "layer_types": """
+        afmoe bamba cohere2 cohere2_moe cohere_compass cwm deepseek_v4 diffusion_gemma exaone4 exaone_moe falcon_h1
+        falcon_mamba gemma2 gemma3 gemma3n gemma4 gemma4_unified gpt_oss granite_swa granitemoe_swa granitemoehybrid
+        inkling jamba kimi_linear laguna lfm2 lfm2_moe llama4 mamba mellum mimo_v2_flash minimax minimax_m3_vl
+        modernbert-decoder muse_glimmer nemotron_h olmo3 olmo_hybrid qwen3_5 qwen3_5_moe qwen3_next qwen4_exp
+        recurrent_gemma step3p5 vaultgemma zamba zaya
+    """,
+    "sliding_window": "ministral mistral moshi",
+    "num_kv_shared_layers": "gemma3n",
+    # Missing, it is false for these, whose code also says which layers see the window where it is true.
+    "use_sliding_window": """
+        dots1 qwen2 qwen2_5_omni qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe smollm3
+    """,
+}
+_MODEL_TYPES = {field: frozenset(types.split()) for field, types in _IN_CODE.items()}
+
+
+def in_code(field: str, model_type: str) -> bool:
+    """Whether only the code of such models knows what a missing `field` means."""
+    return model_type.removesuffix("_text") in _MODEL_TYPES[field]
