@@ -80,6 +80,16 @@ def test_which_layers_have_a_cache(fields, kinds):
     assert ("see a window only" in said) == ("W" in kinds)
 
 
+def test_layers_that_read_what_others_wrote_are_not_noted():
+    kinds = [*["sliding_attention"] * 4, "full_attention"] * 6
+    shared = {"num_hidden_layers": 30, "layer_types": kinds, "sliding_window": 512, "num_kv_shared_layers": 10}
+    model = parse_model({**TINY, **shared})
+    assert sum(kind is Cached.WINDOW for kind in model.cached) == 16
+    assert model.notes[0].startswith("16 layers see a window only")
+    with pytest.raises(PlanError, match="no layer of this model has attention of its own"):
+        parse_model({**TINY, "num_kv_shared_layers": 4})
+
+
 def test_only_attention_layers_of_a_hybrid_model_are_sent():
     kinds = ["linear_attention", "linear_attention", "full_attention", "sliding_attention", "full_attention"]
     model = parse_model({**TINY, "num_hidden_layers": 5, "layer_types": kinds, "sliding_window": 8})

@@ -120,17 +120,11 @@ def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) 
     for field, meaning in _NOT_DESCRIBED.items():
         if text.get(field):
             raise PlanError(f"config.json has {field}, {meaning}: this command does not describe such models")
-    notes: list[str] = []
-    layers = _number(text, "num_hidden_layers")
     heads = _number(text, "num_attention_heads")
-    cached = _cached(text, model_type, layers, notes)
+    cached = _cached(text, model_type)
+    notes = _notes_of_kinds(text, cached)
     if extra := text.get("num_nextn_predict_layers"):
         notes.append(f"speculating with the model's own prediction layers ({extra}) adds their caches on both sides")
-    if "num_kv_shared_layers" not in text and in_code("num_kv_shared_layers", model_type):
-        raise _unsaid("num_kv_shared_layers")
-    if shared := text.get("num_kv_shared_layers"):
-        # The last ones, which read what earlier layers wrote.
-        cached = (*cached[:-shared], *[Cached.NOTHING] * shared)
     chosen = _dtype(config, text, notes) if dtype is CacheDtype.AUTO else dtype
     mla = text.get("kv_lora_rank") is not None
     if mla:
@@ -158,7 +152,20 @@ def _unsaid(field: str) -> PlanError:
     )
 
 
-def _cached(text: Mapping[str, Any], model_type: str, layers: int, notes: list[str]) -> tuple[Cached, ...]:
+def _cached(text: Mapping[str, Any], model_type: str) -> tuple[Cached, ...]:
+    kinds = _kinds(text, model_type, _number(text, "num_hidden_layers"))
+    if "num_kv_shared_layers" not in text and in_code("num_kv_shared_layers", model_type):
+        raise _unsaid("num_kv_shared_layers")
+    if text.get("num_kv_shared_layers"):
+        # The last ones, which read what earlier layers wrote.
+        shared = min(_number(text, "num_kv_shared_layers"), len(kinds))
+        kinds = (*kinds[: len(kinds) - shared], *[Cached.NOTHING] * shared)
+    if not {Cached.FULL, Cached.WINDOW} & set(kinds):
+        raise PlanError("no layer of this model has attention of its own, so there is no KV cache to send")
+    return kinds
+
+
+def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Cached, ...]:
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds is None and (interval := text.get("full_attention_interval")):
         kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
@@ -170,16 +177,18 @@ def _cached(text: Mapping[str, Any], model_type: str, layers: int, notes: list[s
         raise PlanError(f"config.json: this command does not know layers of kind {unknown[0]}")
     if len(kinds) != layers:
         raise PlanError(f"config.json lists {len(kinds)} kinds of layers for {layers} layers")
-    cached = tuple(_LAYER_KINDS[kind] for kind in kinds)
-    if not {Cached.FULL, Cached.WINDOW} & set(cached):
-        raise PlanError("no layer of this model has attention, so there is no KV cache to send")
+    return tuple(_LAYER_KINDS[kind] for kind in kinds)
+
+
+def _notes_of_kinds(text: Mapping[str, Any], cached: tuple[Cached, ...]) -> list[str]:
+    notes = []
     if states := cached.count(Cached.STATE):
         notes.append(f"{states} layers keep a state instead of keys and values, sent once a prompt: not in the figures")
         notes.append("vLLM chooses the block size of such models itself, see its log: give it with --block-size")
     if windows := cached.count(Cached.WINDOW):
         size = text.get("sliding_window") or text.get("attention_chunk_size") or "unknown"
         notes.append(f"{windows} layers see a window only (of {size} tokens): of longer prompts less is sent for them")
-    return cached
+    return notes
 
 
 def _alike_or_in_turn(text: Mapping[str, Any], model_type: str, layers: int) -> list[str]:
