@@ -132,8 +132,8 @@ def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) 
     else:
         kv_heads = _kv_heads(text, model_type, heads)
         widths = _head_widths(text, model_type, heads)
-    name = (config.get("architectures") or [text.get("model_type") or "a model without a name"])[0]
-    return Model(str(name), cached, heads, kv_heads, mla, widths, chosen, tuple(notes))
+    name = (*_names(config, "architectures"), str(text.get("model_type") or "a model without a name"))[0]
+    return Model(name, cached, heads, kv_heads, mla, widths, chosen, tuple(notes))
 
 
 def _number(text: Mapping[str, Any], field: str, default: int | None = None) -> int:
@@ -144,6 +144,15 @@ def _number(text: Mapping[str, Any], field: str, default: int | None = None) -> 
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"config.json: {field} is {value!r}, not a positive number")
     return value
+
+
+def _names(part: Mapping[str, Any], field: str) -> list[str]:
+    names = part.get(field)
+    if names is None:
+        return []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise PlanError(f"config.json: {field} is {names!r}, not a list of names")
+    return names
 
 
 def _unsaid(field: str) -> PlanError:
@@ -166,14 +175,15 @@ def _cached(text: Mapping[str, Any], model_type: str) -> tuple[Cached, ...]:
 
 
 def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Cached, ...]:
-    kinds = text.get("layer_types") or text.get("layers_block_type")
-    if kinds is None and (interval := text.get("full_attention_interval")):
+    kinds = _names(text, "layer_types") or _names(text, "layers_block_type")
+    if not kinds and text.get("full_attention_interval"):
+        interval = _number(text, "full_attention_interval")
         kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
-    if kinds is None:
+    if not kinds:
         if hybrid := [field for field in text if field.startswith(_HYBRID_PREFIXES)]:
             raise PlanError(f"config.json has {hybrid[0]} but no layer_types: add which layers have attention")
         kinds = _alike_or_in_turn(text, model_type, layers)
-    if unknown := sorted({str(kind) for kind in kinds} - _LAYER_KINDS.keys()):
+    if unknown := sorted(set(kinds) - _LAYER_KINDS.keys()):
         raise PlanError(f"config.json: this command does not know layers of kind {unknown[0]}")
     if len(kinds) != layers:
         raise PlanError(f"config.json lists {len(kinds)} kinds of layers for {layers} layers")
@@ -193,7 +203,8 @@ def _notes_of_kinds(text: Mapping[str, Any], cached: tuple[Cached, ...]) -> list
 
 def _alike_or_in_turn(text: Mapping[str, Any], model_type: str, layers: int) -> list[str]:
     """Without a list of layers: all of one kind, or every so many of them with full attention."""
-    if text.get("sliding_window") and (pattern := text.get("sliding_window_pattern")):
+    if text.get("sliding_window") and text.get("sliding_window_pattern"):
+        pattern = _number(text, "sliding_window_pattern")
         return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
     if in_code("layer_types", model_type):
         raise _unsaid("layer_types")
