@@ -202,6 +202,7 @@ def judged(config: dict[str, Any]) -> dict[str, Level]:
     ("change", "says"),
     [
         ({"prefill": ["p:1"]}, "is not a URL"),
+        ({"proxy": ""}, "'' is not a URL"),
         ({"prefill": ["http://p:1"], "port": 80}, "give one kind"),
         ({"proxy": "http://p:1", "peers": ["192.0.2.1"]}, "give one kind"),
         ({"ca_file": "/etc/pd/ca.pem"}, "--ca-file is for https:// URLs"),

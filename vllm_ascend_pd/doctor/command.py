@@ -77,7 +77,7 @@ def options(
         )
     try:
         pair.api_key(os.environ)
-        given = {"proxy": [proxy] if proxy else [], "prefill": prefill, "decode": decode}
+        given = {"proxy": () if proxy is None else (proxy,), "prefill": prefill, "decode": decode}
         urls = {role: tuple(map(root_url, each)) for role, each in given.items()}
     except ValueError as problem:
         raise UsageError(str(problem)) from None
