@@ -259,6 +259,12 @@ def test_configuration_below_a_multi_connector() -> None:
     assert judged({**outer, "kv_connector_extra_config": {}}) == {"config.connector": Level.ERROR}
 
 
+def test_a_port_may_be_a_string_of_digits() -> None:
+    ours = {**OURS, "kv_port": "19000"}
+    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours]}}
+    assert [engine_config.read(json.dumps(config)).kv_port for config in (ours, outer)] == [19000, 19000]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"kv_port": "x"}', '{"kv_port": 70000}', "\ud800"])
 def test_configuration_that_cannot_be_understood(text: str) -> None:
     with pytest.raises(UsageError, match="--kv-transfer-config"):

@@ -37,9 +37,11 @@ class KvTransferConfig(msgspec.Struct, frozen=True):
 def read(text: str) -> KvTransferConfig:
     """The value of `--kv-transfer-config`; below a `MultiConnector`, our own entry. Raises UsageError."""
     try:
-        config = msgspec.json.decode(text, type=KvTransferConfig)
+        # Not strict: numbers may be strings of digits, as for vLLM.
+        config = msgspec.json.decode(text, type=KvTransferConfig, strict=False)
         if config.kv_connector == "MultiConnector":
-            entries = msgspec.convert(config.kv_connector_extra_config.get("connectors", []), list[KvTransferConfig])
+            entries = config.kv_connector_extra_config.get("connectors", [])
+            entries = msgspec.convert(entries, list[KvTransferConfig], strict=False)
             config = next((entry for entry in entries if entry.kv_connector == CONNECTOR), config)
     except (*UNREADABLE, UnicodeEncodeError) as problem:
         raise UsageError(f"--kv-transfer-config: {problem}") from None
