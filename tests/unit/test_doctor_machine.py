@@ -209,6 +209,10 @@ def judged(config: dict[str, Any]) -> dict[str, Level]:
         ({"proxy": "https://p:1", "ca_file": "/none"}, "--ca-file '/none' cannot be used: .*No such file"),
         ({"proxy": "https://p:1", "ca_file": __file__}, "--ca-file .* cannot be used"),
         ({"kv_transfer_config": "{"}, "--kv-transfer-config"),
+        (
+            {"kv_transfer_config": json.dumps({"kv_role": "kv_consumer", "kv_port": 65530}), "data_parallel": 7},
+            "--data-parallel-size 7: kv_port 65530 leaves ports for 6 engines",
+        ),
         ({"peers": ["node-2"]}, "'node-2' is not an address"),
         ({"peers": ["192.0.2.1"] * 65}, "at most 64"),
     ],

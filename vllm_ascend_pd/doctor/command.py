@@ -69,6 +69,10 @@ def options(
         config = None if kv_transfer_config is None else engine_config.read(kv_transfer_config)
         if len(peers) > MAX_PEERS:
             raise UsageError(f"{len(peers)} addresses for --peer: at most {MAX_PEERS}")
+        if (first := _kv_port(config)) is not None and first + data_parallel > 65536:
+            raise UsageError(
+                f"--data-parallel-size {data_parallel}: kv_port {first} leaves ports for {65536 - first} engines"
+            )
         return Machine(config, port, data_parallel, tuple(_address(peer) for peer in peers))
     if kv_transfer_config is not None or port is not None or data_parallel != 1 or peers:
         raise UsageError(
@@ -140,10 +144,13 @@ async def _examine_network(devices: Sequence[int], peers: Sequence[str]) -> list
     return findings + await hccn.check_devices(devices, peers, addresses)
 
 
+def _kv_port(config: KvTransferConfig | None) -> int | None:
+    """The first one that decode's engines listen on."""
+    return config.kv_port if config is not None and config.kv_role == "kv_consumer" else None
+
+
 def _ports(chosen: Machine, host: str | None) -> list[ports.Port]:
-    config = chosen.config
-    kv_port = config.kv_port if config is not None and config.kv_role == "kv_consumer" else None
-    return ports.needed(kv_port, chosen.data_parallel, host or "", chosen.api_port)
+    return ports.needed(_kv_port(chosen.config), chosen.data_parallel, host or "", chosen.api_port)
 
 
 def _address(text: str) -> str:
