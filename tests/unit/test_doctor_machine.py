@@ -147,6 +147,15 @@ def test_choice_of_a_port(number: int, problem: int | None, level: Level, says: 
     assert says in f"{finding.found} {finding.action}"
 
 
+def test_a_port_that_is_wanted_twice() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        number = server.getsockname()[1]
+    findings = ports.check(ports.needed(number - 1, 2, "127.0.0.1", number), [], {})
+    assert [finding.check for finding in findings] == [f"ports.{number}", f"ports.{number - 1}"]
+    assert findings[0].level is Level.ERROR
+    assert "twice, for the API server and for the listener of data-parallel engine 1" in findings[0].found
+
+
 def test_where_mooncake_looks_for_ports() -> None:
     assert ports.ascend_ports([1], {"ASCEND_BASE_PORT": "30000"}) == {1: range(30100, 30201)}
     assert ports.ascend_ports([1], {"ASCEND_BASE_PORT": "x"}) == {1: range(20100, 20201)}

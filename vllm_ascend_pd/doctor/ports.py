@@ -36,11 +36,20 @@ def needed(kv_port: int | None, engines: int, host: str, api_port: int | None) -
     return ports
 
 
-def check(ports: Iterable[Port], devices: Sequence[int], environment: Mapping[str, str]) -> list[Finding]:
+def check(ports: Sequence[Port], devices: Sequence[int], environment: Mapping[str, str]) -> list[Finding]:
     """`devices`: NPUs of this machine, for each of which Mooncake listens on ports of its own."""
     ephemeral = _ephemeral()
     taken = ascend_ports(devices, environment)
-    return [judge(port, taken, ephemeral, try_port(port)) for port in ports]
+    findings = []
+    for number in dict.fromkeys(port.number for port in ports):
+        port, *others = [port for port in ports if port.number == number]
+        findings.append(_twice(port, others[0]) if others else judge(port, taken, ephemeral, try_port(port)))
+    return findings
+
+
+def _twice(port: Port, other: Port) -> Finding:
+    found = f"port {port.number} is wanted twice, for {port.what} and for {other.what}"
+    return error(f"ports.{port.number}", found, "choose another --port or kv_port")
 
 
 def ascend_ports(devices: Iterable[int], environment: Mapping[str, str]) -> dict[int, range]:
