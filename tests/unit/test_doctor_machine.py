@@ -17,7 +17,7 @@ import pytest
 
 from harness.waiting import wait_until
 from vllm_ascend_pd.doctor import engine_config, limits, loading, loopback, mooncake, ports
-from vllm_ascend_pd.doctor.command import options
+from vllm_ascend_pd.doctor.command import Machine, judge_data_parallel, options
 from vllm_ascend_pd.doctor.engine_config import UsageError
 from vllm_ascend_pd.doctor.finding import Finding, Level, Target, error, make_report, note, ok, warning
 from vllm_ascend_pd.doctor.loopback_process import Checked, Sent, compare
@@ -145,6 +145,15 @@ def test_choice_of_a_port(number: int, problem: int | None, level: Level, says: 
     finding = ports.judge(ports.Port(number, "the API server"), taken, range(32768, 61000), problem)
     assert finding.level is level
     assert says in f"{finding.found} {finding.action}"
+
+
+@pytest.mark.parametrize(
+    ("role", "engines", "said"),
+    [(None, 1, []), ("kv_consumer", 2, []), (None, 2, [Level.NOTE]), ("kv_producer", 2, [Level.NOTE])],
+)
+def test_engines_without_listeners_are_counted_in_vain(role: str | None, engines: int, said: list[Level]) -> None:
+    config = None if role is None else engine_config.KvTransferConfig(kv_role=role)
+    assert [finding.level for finding in judge_data_parallel(Machine(config, None, engines, ()))] == said
 
 
 def test_a_port_that_is_wanted_twice() -> None:

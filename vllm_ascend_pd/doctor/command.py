@@ -26,7 +26,7 @@ from vllm_ascend_pd.doctor import (
     versions,
 )
 from vllm_ascend_pd.doctor.engine_config import KvTransferConfig, UsageError
-from vllm_ascend_pd.doctor.finding import Finding, Report, Target, make_report
+from vllm_ascend_pd.doctor.finding import Finding, Report, Target, make_report, note
 from vllm_ascend_pd.doctor.http_get import root_url
 from vllm_ascend_pd.doctor.progress import Progress
 from vllm_ascend_pd.doctor.render import show
@@ -133,6 +133,7 @@ async def _examine_machine(chosen: Machine, progress: Progress) -> list[Finding]
             findings += await _examine_network(devices, chosen.peers)
     findings += limits.check(mooncake.protocol_of(extra.transfer_protocol, on_npu))
     findings += ports.check(_ports(chosen, loading.detail_of(loaded, "host")), devices, os.environ)
+    findings += judge_data_parallel(chosen)
     async with progress.step("transferring from one Mooncake engine to another"):
         findings += await loopback.check()
     return findings
@@ -151,6 +152,13 @@ def _kv_port(config: KvTransferConfig | None) -> int | None:
 
 def _ports(chosen: Machine, host: str | None) -> list[ports.Port]:
     return ports.needed(_kv_port(chosen.config), chosen.data_parallel, host or "", chosen.api_port)
+
+
+def judge_data_parallel(chosen: Machine) -> list[Finding]:
+    if chosen.data_parallel == 1 or _kv_port(chosen.config) is not None:
+        return []
+    found = f"--data-parallel-size {chosen.data_parallel} has no effect: it counts listeners of a decode engine"
+    return [note("ports.data_parallel", found, "give its --kv-transfer-config too, of kv_role kv_consumer")]
 
 
 def _address(text: str) -> str:
