@@ -181,6 +181,14 @@ def test_the_command(tmp_path: Path) -> None:
     assert command(tmp_path).returncode == 0
 
 
+@pytest.mark.parametrize("name", ["picture", "picture.txt"])
+def test_a_picture_is_a_png_whatever_its_name(tmp_path: Path, name: str) -> None:
+    a_trace(tmp_path)
+    ran = command(tmp_path, "--png", tmp_path / name)
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("prepare", "args", "said"),
     [

@@ -51,7 +51,7 @@ def _draw(picture: Picture, note: str, path: Path) -> None:
         axes.spines[side].set_visible(False)
     figure.suptitle(_plain(headline(request)), fontsize=12, fontweight="bold")
     axes.set_title(_plain(explanation(picture)), fontsize=9, color="0.3")
-    figure.savefig(path, dpi=100, metadata={"Software": None})
+    figure.savefig(path, format="png", dpi=100, metadata={"Software": None})
 
 
 def _draw_row(axes: Any, y: int, row: Row, palette: list[Any], picture: Picture, zero: float) -> None:
