@@ -84,8 +84,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     collective_timeout_s: float = 60.0
     """Longest time of one all-to-all."""
     idle_wait_s: float = 0.05
-    """With nothing to compute, a step waits for transfers before it returns: at first for 0.02, at most for this long.
-    What else comes to the engine waits for the step; not done in data-parallel engines that step together."""
+    """How long, in seconds, a step with nothing to compute may wait for transfers before it returns. It starts at 0.02
+    and grows up to this value. New requests wait for the step to return, so keep it small. Has no effect in
+    data-parallel MoE engines, which step together."""
     max_batch_descriptors: int = 2048
     """Copies in one batch of the transfer engine, at most."""
     max_batch_bytes: int | None = None
