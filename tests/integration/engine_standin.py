@@ -178,8 +178,10 @@ class _Engine:
 
 
 class PrefillEngine(_Engine):
-    def __init__(self) -> None:
+    def __init__(self, takes: float = 0.0) -> None:
+        """`takes`: seconds for a prompt."""
         super().__init__()
+        self.takes = takes
         self.transfer_error: str | None = None
         """Answer with a token, and with this as the reason why its KV did not reach the decode engine."""
 
@@ -188,6 +190,7 @@ class PrefillEngine(_Engine):
             await anyio.sleep_forever()
         while self.holds:
             await anyio.sleep(0.02)
+        await anyio.sleep(self.takes)
         ticket = received.body["kv_transfer_params"]
         assert ticket["do_remote_decode"] is True
         assert limit_of(received) == 1

@@ -58,6 +58,26 @@ def test_no_place_for_a_prefill_in_time_is_429(stream: dict[str, object]) -> Non
         assert first.result().status_code == 200
 
 
+@pytest.mark.parametrize("several", [{"prompt": ["a"] * 30}, {"n": 30}], ids=["prompts", "samples"])
+def test_prompts_of_one_request_wait_for_each_other_however_many_they_are(several: dict[str, object]) -> None:
+    """They have one place in the line, and once one of them has been computed the others are not given up."""
+    slow = PrefillEngine(takes=0.1)
+    with running_cluster(prefill_engine=slow, max_per_prefill=2, queue_per_engine=1, queue_timeout=0.5) as cluster:
+        assert cluster.complete(**several).status_code == 200
+        assert (len(slow.received), slow.most_at_once) == (30, 2)
+
+
+def test_request_of_one_prompt_does_not_wait_for_all_of_anothers() -> None:
+    slow = PrefillEngine(takes=0.1)
+    with running_cluster(prefill_engine=slow, max_per_prefill=1) as cluster, ThreadPoolExecutor(1) as client:
+        batch = client.submit(cluster.complete, prompt=["a"] * 30)
+        eventually(lambda: len(cluster.decode.tickets) == 30)
+        assert cluster.complete(prompt="b").status_code == 200
+        computed = [sent.body["prompt"] for sent in slow.received]
+        assert len(computed) < 30
+        assert batch.result().status_code == 200
+
+
 def test_client_that_leaves_the_line_takes_no_place() -> None:
     with running_cluster(max_per_decode=1) as cluster, ThreadPoolExecutor(2) as client:
         cluster.decode.waits = 1.0

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from vllm_ascend_pd.proxy.registry import Engine, Engines, Gate, Record, Role
-from vllm_ascend_pd.proxy.seats import Seats
+from vllm_ascend_pd.proxy.seats import Party, Seats
 
 FOREVER = 60.0
 
@@ -95,6 +95,72 @@ def test_who_had_a_place_before_is_called_before_the_line_be_it_full_or_not() ->
     anyio.run(run)
 
 
+def test_parties_have_one_place_in_the_line_and_take_turns() -> None:
+    async def run() -> None:
+        a, seats = engine("a"), Seats(1, 2, FOREVER)
+        first, second, third = Party(), Party(), Party()
+        assert await seats.take([a]) is a
+        got: list[str] = []
+
+        async def wait(name: str, party: Party) -> None:
+            assert await seats.take([a], party=party) is a
+            got.append(name)
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(3):
+                tasks.start_soon(wait, f"first {number}", first)
+            await settle()
+            tasks.start_soon(wait, "second 0", second)
+            await settle()
+            assert await seats.take([a], party=third) is None  # two parties wait
+            tasks.start_soon(wait, "second 1", second)
+            await settle()
+            assert seats.waiting == 5
+            with seats.held(a):
+                pass
+            await settle()
+            tasks.start_soon(wait, "third", third)  # those of one that had a place do not count
+            await settle()
+            assert seats.waiting == 5
+            for _ in range(5):
+                with seats.held(a):
+                    pass
+                await settle()
+        assert got == ["first 0", "second 0", "first 1", "third", "second 1", "first 2"]
+        assert seats.waiting == 0
+
+    anyio.run(run)
+
+
+def test_who_came_with_one_that_had_a_place_waits_as_long_as_it_takes() -> None:
+    async def run() -> None:
+        a, seats, party = engine("a"), Seats(1, 1, 0.05), Party()
+        assert await seats.take([a]) is a
+        results: list[Engine | None] = []
+
+        async def wait(party: Party) -> None:
+            results.append(await seats.take([a], party=party))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(wait, party)
+            await settle()
+            with seats.held(a):
+                pass
+            await settle()
+            assert results == [a]
+            tasks.start_soon(wait, Party())
+            await anyio.sleep(0.2)
+            assert results == [a, None]
+            for _ in range(2):
+                with seats.held(a):
+                    pass
+                await settle()
+        assert results == [a, None, a, a]
+
+    anyio.run(run)
+
+
 def test_who_waits_may_go_to_an_engine_that_joins() -> None:
     """Whether it is new, or was not to be asked for a while; but not to one that failed it."""
 
@@ -165,12 +231,14 @@ def test_no_place_is_lost_or_given_twice(seed: int) -> None:
     engines = [engine(url) for url in "abc"]
     seats = Seats(2, 5, 0.02)
     now = dict.fromkeys(engines, 0)
+    parties = [Party() for _ in range(100)]
     outcomes = {"served": 0, "refused": 0, "left": 0}
 
     async def request() -> None:
         await anyio.sleep(chance.uniform(0, 0.2))
         with anyio.move_on_after(chance.uniform(0, 0.04)) as scope:
-            given = await seats.take(chance.sample(engines, chance.randint(1, 3)))
+            asked = chance.sample(engines, chance.randint(1, 3))
+            given = await seats.take(asked, party=chance.choice([None, *parties]))
             if given is None:
                 outcomes["refused"] += 1
                 return

@@ -17,7 +17,7 @@ from .load import Sent, Snapshot, decode_load, prefill_load
 from .prompts import Prompt
 from .registry import MAX_ENGINES, Engine, Engines, Role
 from .retry import DECODE_BLAMED, PREFILL_BLAMED, Kind
-from .seats import Seats
+from .seats import Party, Seats
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,8 @@ class Choice(NamedTuple):
     """Who is not asked, should it come while the request waits."""
     admitted: bool = False
     """The request had a place before: it waits for another in front of those that had none."""
+    party: Party | None = None
+    """With whom it waits for a place."""
 
     @property
     def first(self) -> str:
@@ -101,13 +103,15 @@ class EnginePool:
         """Of the engines that may be asked now."""
         return self.engines.urls
 
-    def order(self, prompt: Prompt, avoid: Collection[str] = ()) -> Choice:
-        """Of all engines but those in `avoid`; those that do not look healthy are a tier of their own, the last."""
+    def order(self, prompt: Prompt, avoid: Collection[str] = (), party: Party | None = None) -> Choice:
+        """Of all engines but those in `avoid`; those that do not look healthy are a tier of their own, the last.
+        `party`: with whom the prompt waits for a place."""
         now = time.monotonic()
         engines = {engine.url: engine for engine in self.engines if engine.open and engine.url not in avoid}
         ranked = self._strategy.order(prompt, [self.load(engine, now) for engine in engines.values()])
         doubtful = tuple(url for url in ranked if engines[url].doubtful(now))
-        return Choice(prompt, (tuple(url for url in ranked if url not in doubtful), doubtful), avoid)
+        tiers = (tuple(url for url in ranked if url not in doubtful), doubtful)
+        return Choice(prompt, tiers, avoid, party=party)
 
     def load(self, engine: Engine, now: float) -> EngineLoad:
         return self._load(engine.url, engine.sent, engine.seen(now, self._fresh_for), self._mean_tokens)
@@ -205,7 +209,7 @@ class EnginePool:
             known = (self.engines.get(url) for url in tier if url not in tried)
             left = [engine for engine in known if engine is not None and engine.open]
             if left:
-                engine = await self.seats.take(left, choice.admitted, {*choice.avoid, *tried})
+                engine = await self.seats.take(left, choice.admitted, {*choice.avoid, *tried}, choice.party)
                 if engine is None:
                     raise self._full()
                 return engine

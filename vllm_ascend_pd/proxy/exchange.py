@@ -19,6 +19,7 @@ from .endpoints import prompt_number, uuid_in
 from .errors import RequestRefused, error_response
 from .headers import Headers
 from .retry import Failure, Kind
+from .seats import Party
 from .tracing import REQUEST_ID, Span
 
 
@@ -182,6 +183,8 @@ class Exchange:
         """What the client gets instead of the decode engine's answer."""
         self.failed_prefill: set[str] = set()
         """Prefill engines that failed for it."""
+        self.prefills = Party()
+        """All of its prompts and samples, under whichever attempt."""
         self._prefill_failures: dict[int, list[Failure]] = {}
         self._attempts = attempts
         self._ended = False

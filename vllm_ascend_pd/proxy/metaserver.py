@@ -236,7 +236,7 @@ class Metaserver:
         pool = self._prefill
         prompt = prompt_of(request, index)
         failures = state.failures
-        choice = pool.order(prompt, without(pool.urls, frozenset(), exchange.failed_prefill))
+        choice = pool.order(prompt, without(pool.urls, frozenset(), exchange.failed_prefill), exchange.prefills)
         if state.attempt != ticket.attempt:  # posted again
             try:
                 body = of_attempt(body, ticket, state.attempt, self._sign)
@@ -264,7 +264,7 @@ class Metaserver:
             except NotRepeatableError as error:
                 return [*failures[:-1], failure._replace(reason=f"{failure.reason} (no other attempt: {error})")]
             state.attempt += 1
-            choice = pool.order(prompt, without(pool.urls, avoid, exchange.failed_prefill))
+            choice = pool.order(prompt, without(pool.urls, avoid, exchange.failed_prefill), exchange.prefills)
             self._counts.retried(Role.PREFILL)
             attempt.span.retried(failure, choice.first)
             log.warning(

@@ -6,11 +6,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 
 import anyio
 
 from .registry import Engine
+
+
+class Party:
+    """Requests of one client's request: they have one place in a line, and take turns with those of others."""
+
+    def __init__(self) -> None:
+        self.seated = False
+        """One of them has had a place at an engine."""
 
 
 class Seats:
@@ -19,16 +26,17 @@ class Seats:
 
     def __init__(self, limit: int | None, line: int, patience: float) -> None:
         self.limit = limit
-        self._line = line
+        self._length = line
         self._patience = patience
         self._taken: Counter[Engine] = Counter()
         self._returning: dict[_Waiting, None] = {}
         """Those who had a place before. They come first."""
-        self._waiting: dict[_Waiting, None] = {}
+        self._line: dict[Party, dict[_Waiting, None]] = {}
+        """Whose turn is next comes first."""
 
     @property
     def waiting(self) -> int:
-        return len(self._returning) + len(self._waiting)
+        return sum(1 for _ in self._everyone())
 
     def taken(self, engine: Engine) -> int:
         return self._taken[engine]
@@ -42,22 +50,31 @@ class Seats:
             self._leave(engine)
 
     async def take(
-        self, engines: Sequence[Engine], admitted: bool = False, avoid: Collection[str] = ()
+        self,
+        engines: Sequence[Engine],
+        admitted: bool = False,
+        avoid: Collection[str] = (),
+        party: Party | None = None,
     ) -> Engine | None:
         """A place at the first of some engines that has one, or gets one, or at one that joins meanwhile, but those in
         `avoid`. None: the line is full, it took too long, or none of these engines may get requests any more.
-        `admitted`: the request had one before, so it is called before the line, be that full or not."""
+        `admitted`: the request had one before, so it is called before the line, be that full or not.
+        `party`: whom it came with. It is refused with the first of them or not at all: once one has had a place, the
+        others need none in the line, and wait until they leave it themselves."""
+        party = party or Party()
         for engine in engines:
             if engine.open and self._is_free(engine):
-                self._taken[engine] += 1
+                self._seat(party, engine)
                 return engine
-        if not engines or (not admitted and len(self._waiting) >= self._line * len(engines)):
+        if not engines or not (admitted or self._may_wait(party, len(engines))):
             return None
-        waiting = _Waiting(engines, avoid)
-        line = self._returning if admitted else self._waiting
+        waiting = _Waiting(engines, avoid, party)
+        line = self._returning if admitted else self._line.setdefault(party, {})
         line[waiting] = None
         try:
             with anyio.move_on_after(self._patience):
+                await waiting.called.wait()
+            if waiting.engine is None and party.seated:
                 await waiting.called.wait()
         except BaseException:
             if waiting.engine is not None:
@@ -65,10 +82,21 @@ class Seats:
             raise
         finally:
             line.pop(waiting)
+            if not (line or admitted):
+                del self._line[party]
         return waiting.engine
+
+    def _may_wait(self, party: Party, engines: int) -> bool:
+        if party.seated or party in self._line:
+            return True
+        return sum(not other.seated for other in self._line) < self._length * engines
 
     def _is_free(self, engine: Engine) -> bool:
         return self.limit is None or self._taken[engine] < self.limit
+
+    def _seat(self, party: Party, engine: Engine) -> None:
+        self._taken[engine] += 1
+        party.seated = True
 
     def _leave(self, engine: Engine) -> None:
         self._taken[engine] -= 1
@@ -78,27 +106,39 @@ class Seats:
 
     def join(self, engine: Engine) -> None:
         """An engine gets requests now that did not: those that wait already may go there, too."""
-        for waiting in chain(self._returning, self._waiting):
+        for waiting in self._everyone():
             if engine.url not in waiting.avoid:
                 waiting.engines.add(engine)
         self.call(engine)
 
     def call(self, engine: Engine) -> None:
         """Gives the free places of an engine to those who wait for one."""
-        for waiting in chain(self._returning, self._waiting):
-            if not (engine.open and self._is_free(engine)):
-                return
+        while engine.open and self._is_free(engine) and (waiting := self._next(engine)) is not None:
+            self._seat(waiting.party, engine)
+            waiting.engine = engine
+            waiting.called.set()
+
+    def _next(self, engine: Engine) -> _Waiting | None:
+        """Whose turn it is, of those who may go to an engine. The next turn is another party's."""
+        for waiting in self._everyone():
             if waiting.engine is None and engine in waiting.engines:
-                self._taken[engine] += 1
-                waiting.engine = engine
-                waiting.called.set()
+                if waiting.party in self._line:
+                    self._line[waiting.party] = self._line.pop(waiting.party)
+                return waiting
+        return None
+
+    def _everyone(self) -> Iterator[_Waiting]:
+        yield from self._returning
+        for party in self._line.values():
+            yield from party
 
 
 class _Waiting:
     """One in line, and the engine it was given."""
 
-    def __init__(self, engines: Sequence[Engine], avoid: Collection[str]) -> None:
+    def __init__(self, engines: Sequence[Engine], avoid: Collection[str], party: Party) -> None:
         self.engines = set(engines)
         self.avoid = avoid
+        self.party = party
         self.engine: Engine | None = None
         self.called = anyio.Event()

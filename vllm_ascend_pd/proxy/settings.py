@@ -61,9 +61,10 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     max_per_decode: int | None = None
     """Requests at a decode engine at a time; None: any number."""
     queue_per_engine: int = 64
-    """Requests that wait for a place, for each engine that could have one; further ones are answered 429."""
+    """Requests that wait for a place, for each engine that could have one; further ones are answered 429. One with
+    several prompts or samples is one until its first prefill, and then none."""
     queue_timeout: float = 30.0
-    """Seconds they wait; then they are answered 429."""
+    """Seconds they wait; then they are answered 429. Not for the prefills of a request after its first."""
     max_body_bytes: int = 64 * MIB
     """Largest client request: images travel inside it."""
     max_ticket_bytes: int = 8 * MIB
