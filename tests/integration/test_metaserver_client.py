@@ -28,6 +28,7 @@ from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, RECOMPUTES_HEADER, TransferFailure
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.scheduler import metaserver_http
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverError, Outcome
 from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
 
@@ -80,6 +81,9 @@ class Metaserver:
                 if self.waiting == HELD_BACK:
                     self.all_wait.set()
                 await self.all_wait.wait()
+                return Response()
+            case "wait":
+                await asyncio.sleep(body["seconds"])
                 return Response()
             case "hang":
                 await asyncio.sleep(30)
@@ -432,6 +436,31 @@ def test_cancelled_posts_leave_no_connection(client: MetaserverClient) -> None:
             client.cancel(str(i))
         ours = psutil.Process().net_connections
         eventually(lambda: not [one for one in ours("tcp") if one.raddr and one.raddr.port == port])
+
+
+def test_connections_that_posts_begin_on_meanwhile_are_left_alone(
+    metaserver: Metaserver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some connections have expired, three have not, and posts get those while the others are being closed."""
+    monkeypatch.setattr(metaserver_http, "IDLE_CONNECTION_S", 0.6)
+
+    def body(name: str, seconds: float) -> bytes:
+        return msgspec.json.encode({"id": f"swept {name}", "do": "wait", "seconds": seconds})
+
+    async def run() -> None:
+        http = metaserver_http.MetaserverHttp(QUICK)
+        waits = (*[0.0] * 8, *[0.4] * 3)
+        await asyncio.gather(*(http.post(metaserver.url, body(str(i), each)) for i, each in enumerate(waits)))
+        await asyncio.sleep(0.4)
+        begun = [asyncio.create_task(http.post(metaserver.url, body(f"again {i}", 0.2))) for i in range(3)]
+        await http.close_unused()
+        await asyncio.gather(*begun)
+        await http.close()
+
+    asyncio.run(run())
+    assert {name: number for name, number in metaserver.attempts.items() if name.startswith("swept again")} == {
+        f"swept again {i}": 1 for i in range(3)
+    }
 
 
 def test_an_answer_that_trickles_in_ends_at_the_deadline(metaserver: Metaserver) -> None:

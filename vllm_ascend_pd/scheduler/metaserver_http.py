@@ -91,10 +91,10 @@ class MetaserverHttp:
         in the pool: in nobody's use and not idle either, for good (httpcore 1.0.9).
         """
         pool = self._transport._pool
-        in_use = {id(request.connection) for request in pool._requests}
         for connection in pool.connections:
-            unused = connection.has_expired() if connection.is_idle() else id(connection) not in in_use
-            if unused:
+            # Looked at anew for each: while the last one was being closed, posts began.
+            in_use = any(request.connection is connection for request in pool._requests)
+            if connection.has_expired() if connection.is_idle() else not in_use:
                 await connection.aclose()  # closed before anything is awaited: no request can have got it meanwhile
 
     async def close(self) -> None:
