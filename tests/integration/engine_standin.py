@@ -247,10 +247,11 @@ class DecodeEngine(_Engine):
             if self.hangs:
                 await anyio.sleep_forever()
             prefilled = await self._prefill(received)
-            if self.breaks_off:
-                raise RuntimeError("this engine dies now")
             for each in self.first_events:
                 yield event(each)
+            if self.breaks_off:
+                self._explain(received)
+                raise RuntimeError("this engine dies now")
             if not prefilled or (self.fails and not self.fails_after_first_token):
                 self._explain(received)
                 yield event(INTERNAL_ERROR)

@@ -65,6 +65,22 @@ def test_a_reason_of_its_own_is_left_alone() -> None:
         assert response.json()["error"]["message"] == "out of luck"
 
 
+@pytest.mark.parametrize("decode_attempts", [1, 2])
+def test_stream_of_a_response_that_is_broken_off(decode_attempts: int) -> None:
+    """vLLM sends no event when generation fails there: decode has told the reason, and is not at fault."""
+    with running_cluster(decode_attempts=decode_attempts, prefill_attempts=3, eject_after=1) as cluster:
+        cluster.decode.first_events = [{"type": "response.created"}, {"type": "response.in_progress"}]
+        cluster.decode.breaks_off = True
+        cluster.decode.explains = "prefill rank 0 went silent"
+        body = {"model": "tiny", "input": "hi", "max_output_tokens": 8, "stream": True}
+        response = cluster.client.post("/v1/responses", json=body)
+        assert response.status_code == 502
+        assert response.json()["error"]["message"] == "KV transfer failed: prefill rank 0 went silent"
+        assert counted(cluster)[1]["decode"] == {"transfer failed": decode_attempts}
+        (decode,) = (role for role in cluster.client.get("/status.json").json()["roles"] if role["role"] == "decode")
+        assert [engine["state"] for engine in decode["engines"]] == ["healthy"]
+
+
 def test_a_failure_after_tokens_is_passed_on_as_it_is_and_counts(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"), running_cluster() as cluster:
         cluster.decode.needs_prefill = False

@@ -75,6 +75,8 @@ class Shape:
     """Fields that do not work here, unless null or false, and why not."""
     id_field: str | None = None
     """The body's field that an engine takes its id from; None: it takes the X-Request-Id."""
+    breaks_off: bool = False
+    """A stream of which the generation fails inside is broken off: vLLM sends no event about it."""
 
     def named(self, request_id: str) -> bytes:
         """`id_field`'s value for `request_id`, as JSON."""
@@ -127,6 +129,7 @@ SHAPES: Mapping[Endpoint, Shape] = {
             "request_id": "it is set by the proxy, not by clients",
         },
         id_field="request_id",
+        breaks_off=True,
     ),
     Endpoint.MESSAGES: Shape(
         engine_id=f"chatcmpl-{UUID}(?P<prompt>)",

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from .bodies import check_other_request, decode_body, parse_client_request
 from .counts import Counts
-from .endpoints import Endpoint, error_event
+from .endpoints import SHAPES, Endpoint, error_event
 from .engine_client import Answer
 from .engines import Choice, EngineError, EnginePool
 from .errors import RequestRefused, error_response, excerpt
@@ -190,6 +190,7 @@ class Forward:
         headers = attempt.span.onto(decode_request_headers(request.headers.raw, attempt.request_id))
         attempt.prefill_headers = prefill_request_headers(headers)
         failure: Failure | None = None
+        answered = False
         if exchange.request is not None:
             content = decode_body(exchange.request, self._settings.metaserver_url, attempt.request_id)
         with attempt.scope:
@@ -203,11 +204,14 @@ class Forward:
                     request_id=attempt.request_id,
                     asked=attempt.engines,
                 ) as answer:
+                    answered = True
                     failure = await self._relay(attempt, answer, reply)
                     if failure is None:
                         self._decode.judge(attempt.engine, None)
             except EngineError as error:
                 failure = Failure(error.kind, str(error), error.url, error_response(error.status, str(error)))
+                if answered and error.kind is Kind.LOST and self._may_be_broken_off(attempt):
+                    failure = await self._transfer_failure(attempt) or failure
             except TimeoutError:
                 log.warning("request %s: the client stopped reading: giving it up", attempt.request_id)
                 exchange.end(None)
@@ -292,6 +296,10 @@ class Forward:
             reason = f"it failed, and has not said why: see its log, request {attempt.request_id}"
         told = error_response(HTTPStatus(answer.status_code), f"decode engine: {reason}")
         return Failure(Kind.ERROR, reason, attempt.engine, told)
+
+    def _may_be_broken_off(self, attempt: Attempt) -> bool:
+        """Whether a lost connection may be an engine's way to say that a request failed."""
+        return self._endpoint is not None and SHAPES[self._endpoint].breaks_off and not attempt.answering
 
     async def _transfer_failure(self, attempt: Attempt) -> Failure | None:
         """Why KV did not come, if it did not, for an answer that is an error: waits a moment for decode to say so."""
