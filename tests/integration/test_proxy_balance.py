@@ -38,7 +38,7 @@ def test_engines_that_others_keep_busy_are_spared() -> None:
 def test_engine_that_has_not_answered_is_spared() -> None:
     slow = PrefillEngine()
     slow.hangs = True
-    with beside(slow, prefill_attempts=1) as cluster, ThreadPoolExecutor(1) as client:
+    with beside(slow) as cluster, ThreadPoolExecutor(1) as client:
         first = client.submit(cluster.complete)
         assert slow.working.wait(10)
         for _ in range(3):

@@ -164,3 +164,29 @@ def test_big_first_events_pass() -> None:
         response = cluster.client.post("/v1/chat/completions", json={**CHAT, **STREAM})
         expected = b"".join(map(event, cluster.decode.first_events))
         assert response.content == expected + cluster.decode.expected_stream(cluster.decode.received[0])
+
+
+@pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+@pytest.mark.parametrize("prefill_attempts", [1, 2])
+def test_prefills_are_bounded_though_it_is_decode_that_fails_by_them(
+    prefill_attempts: int, stream: dict[str, Any]
+) -> None:
+    """Prefill has answered, and decode says that the KV did not come."""
+    with running_cluster(prefill_attempts=prefill_attempts, decode_attempts=4) as cluster:
+        explain(cluster.decode)
+        response = cluster.complete(**stream)
+        assert response.status_code == 502
+        assert response.json()["error"]["message"] == "KV transfer failed: prefill rank 1 went silent"
+        assert len(cluster.prefill.received) == len(cluster.decode.received) == prefill_attempts
+        last = {"prefill failed": 1}
+        before = {"transfer failed": prefill_attempts - 1} if prefill_attempts > 1 else {}
+        assert counted(cluster)[1]["decode"] == {**before, **last}
+
+
+def test_prefill_that_worked_does_not_count() -> None:
+    """Another decode engine needs one of its own."""
+    failing = DecodeEngine()
+    break_off(failing)
+    with beside(decode=failing, prefill_attempts=1) as cluster:
+        assert cluster.complete(**STREAM).status_code == 200
+        assert len(cluster.prefill.received) == 2

@@ -175,7 +175,7 @@ class Metaserver:
             if run.engines and not state.given_up:
                 exchange.prefill_failed(state, _failed(Kind.TRANSFER, reason, run.engine))
             state.given_up = True
-            attempt.note_transfer_failure(_not_transferred(reason, attempt))
+            attempt.note_transfer_failure(_not_transferred(reason, attempt, self._used_up(state)))
             if anew or not (attempt.answering or state.recomputes):
                 exchange.begin_anew(attempt, index, state)
                 logged_elsewhere = True
@@ -236,6 +236,8 @@ class Metaserver:
         pool = self._prefill
         prompt = prompt_of(request, index)
         failures = state.failures
+        if self._used_up(state):
+            return failures
         choice = pool.order(prompt, without(pool.urls, frozenset(), exchange.failed_prefill), exchange.prefills)
         if state.attempt != ticket.attempt:  # posted again
             try:
@@ -276,6 +278,10 @@ class Metaserver:
                 state.attempt,
                 choice.first,
             )
+
+    def _used_up(self, state: PrefillTicket) -> bool:
+        """Whether all prefills of a ticket's prompt have failed that there may be."""
+        return len(state.failures) >= self._settings.prefill_attempts
 
     async def _run(self, waiting: Waiting, state: PrefillTicket, choice: Choice, ticket: bytes) -> Failure | None:
         """One attempt. Decode may cut it short."""
@@ -353,8 +359,10 @@ def _failed(kind: Kind, reason: str, url: str) -> Failure:
     return Failure(kind, reason, url, bad_gateway(f"prefill failed: {reason}"))
 
 
-def _not_transferred(reason: str, attempt: Attempt) -> Failure:
-    return Failure(Kind.TRANSFER, reason, attempt.engine, bad_gateway(f"KV transfer failed: {reason}"))
+def _not_transferred(reason: str, attempt: Attempt, last: bool) -> Failure:
+    """`last`: no other attempt may follow, at decode either."""
+    kind = Kind.PREFILL if last else Kind.TRANSFER
+    return Failure(kind, reason, attempt.engine, bad_gateway(f"KV transfer failed: {reason}"))
 
 
 def _not_prefilled(failure: Failure, attempt: Attempt) -> Failure:

@@ -50,7 +50,8 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Who gets a request: one of `balance.STRATEGIES`."""
     prefill_attempts: int = 2
     """Prefills of one sample of a prompt, over all its tickets, those of the same request at an earlier decode engine
-    included; 1: no retry. Each goes to another engine where there is one."""
+    included; 1: no retry. Each goes to another engine where there is one. One whose KV did not come has failed, too;
+    one that worked does not count, should decode fail by itself: the next one needs its own."""
     decode_attempts: int = 2
     """Times that one request goes to a decode engine, as long as nothing was sent to the client; 1: no retry. Each
     goes to another engine where there is one."""
