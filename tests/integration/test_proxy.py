@@ -311,6 +311,22 @@ def test_client_leaving_during_prefill_cancels_both_engines(cluster: Cluster, st
     assert cluster.decode.cancelled.wait(5)
 
 
+def test_id_of_a_client_that_leaves_is_not_logged(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """It is of any length, and may have what starts a line or moves the cursor."""
+    cluster.decode.hangs = True
+    body = json.dumps(COMPLETION).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(body)
+    with caplog.at_level("INFO"):
+        address = (cluster.client.base_url.host, cluster.client.base_url.port)
+        with socket.create_connection(address) as client:
+            client.sendall(head + b"X-Request-Id: mine\x85a forged line\x9b31m" + b"x" * 20_000 + b"\r\n\r\n" + body)
+            assert cluster.decode.working.wait(10)
+        assert cluster.decode.cancelled.wait(10)
+        said = [record.getMessage() for record in caplog.records if "the client left" in record.getMessage()]
+    request_id = cluster.decode.received[0].headers["x-request-id"]
+    assert said == [f"request {request_id}: the client left: stopping its engines"]
+
+
 def test_client_leaving_in_the_stream_cancels_decode(cluster: Cluster) -> None:
     cluster.decode.hangs_after_first_token = True
     with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as response:

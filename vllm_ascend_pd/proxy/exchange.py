@@ -178,6 +178,8 @@ class Exchange:
         self.span = span
         self.request: ClientRequest | None = None
         """None until the body has arrived: no ticket can be meant for it before."""
+        self.request_id = ""
+        """Of the last attempt."""
         self.scope = anyio.CancelScope()
         self.verdict: Response | None = None
         """What the client gets instead of the decode engine's answer."""
@@ -216,7 +218,7 @@ class Exchange:
         """Under an id of its own: tickets of those before match nothing any more, and their prefills are cancelled.
         `may_follow` as in Attempt."""
         # Never the client's own id: tickets are matched by it, so it must be unique and not guessable.
-        request_id = str(uuid.uuid4())
+        request_id = self.request_id = str(uuid.uuid4())
         with self.span.child("decode", {REQUEST_ID: request_id}) as span:
             attempt = Attempt(request_id, may_follow, span)
             self._attempts[request_id] = (self, attempt)

@@ -103,7 +103,7 @@ class Forward:
         def client_left() -> None:
             if reply.finished:
                 return
-            log.info("request %s: the client left: stopping its engines", reply.request_id)
+            log.info("request %s: the client left: stopping its engines", exchange.request_id)
             exchange.end(None)
 
         async with anyio.create_task_group() as tasks:
