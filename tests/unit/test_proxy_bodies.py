@@ -115,6 +115,23 @@ def test_one_prompt_may_have_any_number_of_tokens() -> None:
     assert len(parse_client_request(Endpoint.COMPLETIONS, body).prompts) == 1
 
 
+@pytest.mark.parametrize("written", ["-1", "-1.0", "-10e-1", '"-1"', '"-1.0"', '" -1"', '"-01"'])
+def test_truncation_to_what_max_tokens_leaves_is_refused_however_it_is_written(written: str) -> None:
+    with pytest.raises(RequestRefused, match="truncate_prompt_tokens=-1 does not work") as refused:
+        parse_client_request(Endpoint.CHAT, b'{"messages":[],"truncate_prompt_tokens":%s}' % written.encode())
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "written", ["5", '"5"', "null", "-2", "-1.5", "true", '"all"', '"\\u0000"', "[-1]", "1e999", "{}"]
+)
+def test_other_truncations_are_vllms_business(written: str) -> None:
+    body = b'{"messages":[],"truncate_prompt_tokens":%s}' % written.encode()
+    request = parse_client_request(Endpoint.CHAT, body)
+    for sent in (decode_body(request, METASERVER, ID), prefill_body(request, 0, TICKET, ID)):
+        assert raw(sent)["truncate_prompt_tokens"] == written.encode()
+
+
 @pytest.mark.parametrize(
     ("endpoint", "body", "samples"),
     [

@@ -54,7 +54,7 @@ def parse_client_request(endpoint: Endpoint, body: bytes) -> ClientRequest:
             raise _bad_request(f"{name} does not work here: {reason}", name)
     # vLLM truncates to what max_tokens leaves free, and P has another max_tokens than D: their prompts,
     # hence the KV that P writes into D's blocks, would differ.
-    if bytes(fields.get("truncate_prompt_tokens", b"")) == b"-1":
+    if _is_minus_one(fields.get("truncate_prompt_tokens", b"null")):
         raise _bad_request(
             "truncate_prompt_tokens=-1 does not work with a separate prefill: give a number of tokens",
             "truncate_prompt_tokens",
@@ -168,6 +168,14 @@ def _check_number(number: int, of_what: str, field: str) -> None:
 
 def _given(value: msgspec.Raw | None) -> bool:
     return value is not None and bytes(value) != b"null"
+
+
+def _is_minus_one(value: msgspec.Raw | bytes) -> bool:
+    """However it is written: vLLM takes strings and fractions for whole numbers. What is no number vLLM refuses."""
+    try:
+        return float(msgspec.json.decode(value, type=float | str)) == -1
+    except (*UNREADABLE, ValueError):
+        return False
 
 
 def _bad_request(message: str, param: str | None = None) -> RequestRefused:
