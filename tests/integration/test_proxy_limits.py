@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_standin import PrefillEngine, Servers
@@ -113,6 +114,34 @@ def test_who_waits_is_served_by_an_engine_that_comes_meanwhile(tmp_path: Path) -
         assert cluster.client.post("/admin/engines", headers=headers, json=engine).status_code == 201
         assert second.result().status_code == 200
         assert len(new.received) == 1
+        cluster.prefill.holds = False
+        assert first.result().status_code == 200
+
+
+@pytest.mark.parametrize("how", ["removed", "drained"])
+def test_who_waits_for_engines_that_are_all_gone_is_told_at_once(tmp_path: Path, how: str) -> None:
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("a-secret")
+    with running_cluster(max_per_decode=1, admin_token_file=str(token)) as cluster, ThreadPoolExecutor(2) as clients:
+        cluster.prefill.holds = True
+        first = clients.submit(cluster.complete)
+        assert cluster.prefill.working.wait(10)
+        second = clients.submit(cluster.complete)
+        headers = {"Authorization": "Bearer a-secret"}
+
+        def listed() -> dict[str, Any]:
+            answer: dict[str, Any] = cluster.client.get("/admin/engines", headers=headers).json()
+            return answer
+
+        eventually(lambda: listed()["waiting"]["decode"] == 1)
+        (decode,) = (engine["id"] for engine in listed()["engines"] if engine["role"] == "decode")
+        path = f"/admin/engines/{decode}"
+        method, path = ("DELETE", path) if how == "removed" else ("POST", f"{path}:drain")
+        assert cluster.client.request(method, path, headers=headers).status_code == 200
+        refused = second.result(timeout=10)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"] == "there is no decode engine to ask"
         cluster.prefill.holds = False
         assert first.result().status_code == 200
 

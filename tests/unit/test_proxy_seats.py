@@ -191,6 +191,36 @@ def test_who_waits_may_go_to_an_engine_that_joins() -> None:
     anyio.run(run)
 
 
+def test_who_has_no_engine_left_to_wait_for_does_not_wait() -> None:
+    """Removed, or drained: both at once are gone for those in line."""
+
+    async def run() -> None:
+        engines, seats = Engines(Role.DECODE), Seats(1, 3, FOREVER)
+        engines.on_closed = seats.closed
+        a, b = engines.add("http://a", "a test"), engines.add("http://b", "a test")
+        party = Party()
+        assert [await seats.take([each], party=party) for each in (a, b)] == [a, b]
+        got: list[tuple[str, Engine | None]] = []
+
+        async def wait(name: str, engines: list[Engine], party: Party | None = None) -> None:
+            got.append((name, await seats.take(engines, party=party)))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait, "a alone", [a])
+            tasks.start_soon(wait, "a alone, with others", [a], party)
+            tasks.start_soon(wait, "either", [a, b])
+            await settle()
+            engines.remove(a)
+            await settle()
+            assert got == [("a alone", None), ("a alone, with others", None)]
+            engines.drain(b)
+            await settle()
+            assert got[2:] == [("either", None)]
+        assert await seats.take([b]) is None
+
+    anyio.run(run)
+
+
 def test_engine_whose_checks_fail_joins_when_they_are_good_not_when_it_is_let_in_again() -> None:
     engines, joined = Engines(Role.DECODE, eject_after=1, return_after=1), []
     engines.on_open = joined.append

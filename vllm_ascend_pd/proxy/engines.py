@@ -90,6 +90,7 @@ class EnginePool:
         self.seats = seats
         engines.on_gone = self._strategy.forget
         engines.on_open = seats.join
+        engines.on_closed = seats.closed
         self._fresh_for = fresh_for
         self._mean_tokens = _FIRST_MEAN
         self._client = EngineClient(
@@ -203,16 +204,22 @@ class EnginePool:
         raise failure
 
     async def _place(self, choice: Choice, tried: Collection[str]) -> Engine | None:
-        """A place at the next engine to ask, for `Seats.held`; None: all were tried. Raises EngineError when all are
-        full."""
+        """A place at the next engine to ask, for `Seats.held`; None: all were tried, or are gone. Raises EngineError
+        when all are full."""
+        avoid = {*choice.avoid, *tried}
+        waited = False
         for tier in choice.tiers:
             known = (self.engines.get(url) for url in tier if url not in tried)
             left = [engine for engine in known if engine is not None and engine.open]
             if left:
-                engine = await self.seats.take(left, choice.admitted, {*choice.avoid, *tried}, choice.party)
-                if engine is None:
+                engine = await self.seats.take(left, choice.admitted, avoid, choice.party)
+                if engine is not None:
+                    return engine
+                if any(engine.open for engine in left):
                     raise self._full()
-                return engine
+                waited = True
+        if waited and any(engine.open and engine.url not in avoid for engine in self.engines):
+            raise self._full()  # those that came meanwhile
         return None
 
     def _count(self, prompt: Prompt, url: str) -> Sent:

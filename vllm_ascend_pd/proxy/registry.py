@@ -153,6 +153,8 @@ class Engines:
         """Called with the URL of an engine that is removed, or was ejected: what it had cached may be gone."""
         self.on_open: Callable[[Engine], None] = lambda engine: None
         """Called with an engine that gets requests now, and did not."""
+        self.on_closed: Callable[[Engine], None] = lambda engine: None
+        """Called with an engine that gets none any more: it is removed, or drains."""
         self.on_trial = False
         """Whether engines that come now are asked last until a check is good: those that are there when the proxy
         starts may be asked at once."""
@@ -196,10 +198,12 @@ class Engines:
             del self._engines[engine.url]
             engine.removed = True
             self.on_gone(engine.url)
+            self.on_closed(engine)
 
     def drain(self, engine: Engine) -> None:
         """It gets nothing new, and keeps what it has."""
         engine.draining = True
+        self.on_closed(engine)
 
     def undrain(self, engine: Engine) -> None:
         engine.draining = False

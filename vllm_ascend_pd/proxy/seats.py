@@ -73,9 +73,9 @@ class Seats:
         line[waiting] = None
         try:
             with anyio.move_on_after(self._patience):
-                await waiting.called.wait()
+                await waiting.over()
             if waiting.engine is None and party.seated:
-                await waiting.called.wait()
+                await waiting.over()
         except BaseException:
             if waiting.engine is not None:
                 self._leave(waiting.engine)
@@ -111,6 +111,12 @@ class Seats:
                 waiting.engines.add(engine)
         self.call(engine)
 
+    def closed(self, engine: Engine) -> None:
+        """An engine gets no requests any more: who waits for no other one need not go on."""
+        for waiting in self._everyone():
+            if engine in waiting.engines:
+                waiting.called.set()
+
     def call(self, engine: Engine) -> None:
         """Gives the free places of an engine to those who wait for one."""
         while engine.open and self._is_free(engine) and (waiting := self._next(engine)) is not None:
@@ -142,3 +148,10 @@ class _Waiting:
         self.party = party
         self.engine: Engine | None = None
         self.called = anyio.Event()
+        """Set when it is to look again."""
+
+    async def over(self) -> None:
+        """It was given an engine, or there is none to wait for."""
+        while self.engine is None and any(engine.open for engine in self.engines):
+            self.called = anyio.Event()
+            await self.called.wait()
