@@ -221,6 +221,36 @@ def test_who_has_no_engine_left_to_wait_for_does_not_wait() -> None:
     anyio.run(run)
 
 
+@pytest.mark.parametrize("patience", [FOREVER, 0.05])
+def test_who_was_called_to_an_engine_that_is_removed_before_it_goes_there_waits_on(patience: float) -> None:
+    async def run() -> None:
+        engines, seats = Engines(Role.DECODE), Seats(1, 3, patience)
+        engines.on_closed = seats.closed
+        a, b = engines.add("http://a", "a test"), engines.add("http://b", "a test")
+        assert [await seats.take([a]), await seats.take([b])] == [a, b]
+        got: list[Engine | None] = []
+
+        async def wait(engines: list[Engine]) -> None:
+            got.append(await seats.take(engines))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait, [a, b])
+            tasks.start_soon(wait, [a])
+            await settle()
+            with seats.held(a):
+                pass
+            assert seats.taken(a) == 1
+            engines.remove(a)
+            await settle()
+            assert (got, seats.waiting, seats.taken(a)) == ([None], 1, 0)
+            if patience is FOREVER:
+                with seats.held(b):
+                    pass
+        assert got == [None, b if patience is FOREVER else None]
+
+    anyio.run(run)
+
+
 def test_engine_whose_checks_fail_joins_when_they_are_good_not_when_it_is_let_in_again() -> None:
     engines, joined = Engines(Role.DECODE, eject_after=1, return_after=1), []
     engines.on_open = joined.append

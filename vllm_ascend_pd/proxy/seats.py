@@ -16,8 +16,12 @@ class Party:
     """Requests of one client's request: they have one place in a line, and take turns with those of others."""
 
     def __init__(self) -> None:
-        self.seated = False
-        """One of them has had a place at an engine."""
+        self.places = 0
+        """Those that they have had at engines."""
+
+    @property
+    def seated(self) -> bool:
+        return self.places > 0
 
 
 class Seats:
@@ -96,7 +100,7 @@ class Seats:
 
     def _seat(self, party: Party, engine: Engine) -> None:
         self._taken[engine] += 1
-        party.seated = True
+        party.places += 1
 
     def _leave(self, engine: Engine) -> None:
         self._taken[engine] -= 1
@@ -112,8 +116,13 @@ class Seats:
         self.call(engine)
 
     def closed(self, engine: Engine) -> None:
-        """An engine gets no requests any more: who waits for no other one need not go on."""
+        """An engine gets no requests any more: who waits for no other one need not go on, and who was given a place
+        there just now, and is not on the way yet, waits on."""
         for waiting in self._everyone():
+            if waiting.engine is engine:
+                waiting.engine = None
+                waiting.party.places -= 1
+                self._leave(engine)
             if engine in waiting.engines:
                 waiting.called.set()
 
