@@ -58,6 +58,25 @@ def test_decode_has_not_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
         assert response.json()["error"]["message"] == message
 
 
+def test_error_that_vllm_itself_cannot_read_names_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/v1/messages has a chat's stream behind it, and takes its error for a token."""
+    monkeypatch.setattr(forward, "_REASON_SECONDS", 0.1)
+    said = (
+        "2 validation errors for ChatCompletionStreamResponse\nmodel\n  Field required [type=missing, ...]\nchoices ..."
+    )
+    with running_cluster() as cluster:
+        cluster.decode.first_events = [
+            {"type": "message_start", "message": {"id": "m"}},
+            {"type": "error", "error": {"type": "internal_error", "message": said}},
+        ]
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "stream": True}
+        response = cluster.client.post("/v1/messages", json=body)
+        assert response.status_code == 500
+        request_id = cluster.decode.received[0].headers["x-request-id"]
+        message = f"decode engine: it failed, and has not said why: see its log, request {request_id}"
+        assert response.json()["error"]["message"] == message
+
+
 def test_a_reason_of_its_own_is_left_alone() -> None:
     with running_cluster() as cluster:
         cluster.decode.refusal = (500, {"error": {"message": "out of luck", "code": 500}})

@@ -4,9 +4,11 @@ as they are meant. docs/routes.md says what the code does."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from argparse import Namespace
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from fastapi import FastAPI
 
 from vllm_ascend_pd.proxy.bodies import decode_body, parse_client_request, prefill_body
 from vllm_ascend_pd.proxy.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
+from vllm_ascend_pd.proxy.events import Opening, error_of, names_no_reason, opening
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "routes.md").read_text()
 REQUEST_ID = "5b1e0c2e-4d3f-4f0f-8f5a-7c9d1e2f3a4b"
@@ -99,6 +102,26 @@ def test_messages() -> None:
     check(decode.to_sampling_params(40, {}), prefill.to_sampling_params(1, {}))
     assert prefill.max_completion_tokens == 1
     assert not prefill.stream
+
+
+def test_messages_whose_generation_fails() -> None:
+    """What vLLM makes of the error in the chat behind it has no reason in it, and the proxy knows that."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    error = {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}
+
+    async def chat() -> AsyncIterator[str]:
+        yield f"data: {json.dumps({'error': error})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def answer() -> bytes:
+        serving = AnthropicServingMessages.__new__(AnthropicServingMessages)
+        return "".join([event async for event in serving.message_stream_converter(chat())]).encode()
+
+    events = asyncio.run(answer())
+    assert opening(events) is Opening.FAILED
+    status, body = error_of(events)
+    assert (status, names_no_reason(body)) == (500, True)
 
 
 def test_a_batch() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from typing import Any
 
 import msgspec
@@ -13,6 +14,9 @@ from vllm_ascend_pd.core.text import UNREADABLE
 _END = b"\n\n"
 # Text between quotes has its own quotes escaped, so tokens do not contain this.
 _ERROR_KEY = b'"error"'
+_NO_REASON = "Internal server error"
+# What /v1/messages says of a chat's error, which it takes for a piece of the answer.
+_MISREAD_ERROR = re.compile(r"[0-9]+ validation errors? for ChatCompletionStreamResponse\b")
 # Of other streams than completions: events that come before any token.
 _OPENING_TYPES = ("response.created", "response.in_progress", "message_start", "ping")
 
@@ -87,7 +91,8 @@ def names_no_reason(body: bytes) -> bool:
     except UNREADABLE:
         return False
     error = answer.get("error") if isinstance(answer, dict) else None
-    return isinstance(error, dict) and error.get("message") == "Internal server error"
+    message = error.get("message") if isinstance(error, dict) else None
+    return isinstance(message, str) and (message == _NO_REASON or _MISREAD_ERROR.match(message) is not None)
 
 
 def _data(event: bytes) -> Any | None:
