@@ -88,7 +88,7 @@ def proxy(
     queue_per_engine: Annotated[
         int, typer.Option(help="Requests that wait for a place, for each engine; more are answered 429.")
     ] = 64,
-    queue_timeout: Annotated[float, typer.Option(help="Seconds they wait before they are answered 429.")] = 30.0,
+    queue_timeout: Annotated[float, typer.Option(help="Seconds they wait; then 429, unless prefill has begun.")] = 30.0,
     max_body_mib: Annotated[int, typer.Option(help="Largest request body, in MiB.")] = 64,
     ticket_secret_file: Annotated[
         str | None, typer.Option(help="The cluster's ticket secret, to sign a ticket again for another attempt.")

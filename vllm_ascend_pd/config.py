@@ -78,9 +78,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     write_timeout_s: float = 10.0
     """Longest time one batch of the transfer engine may take; at most 600."""
     grant_timeout_s: float = 20.0
-    """How long a prefill rank asks for a grant before it gives the ticket up."""
+    """How long a prefill rank asks for a grant before it gives the ticket up. Decode may ask for more, until an earlier
+    attempt can write no more: prefill goes on as long as no other request's KV waits behind this."""
     control_timeout_s: float = 5.0
-    """Longest wait for an answer on the side channel; how long KV without a grant may keep other requests' waiting."""
+    """Longest wait for an answer on the side channel."""
     collective_timeout_s: float = 60.0
     """Longest time of one all-to-all."""
     idle_wait_s: float = 0.05

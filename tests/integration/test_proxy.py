@@ -208,7 +208,8 @@ def test_failed_prefill_is_told_to_decode(cluster: Cluster) -> None:
 
 
 def test_unreachable_engines_are_passed_over(refusing_url: str) -> None:
-    with running_cluster(other_prefill=(refusing_url,), other_decode=(refusing_url,)) as cluster:
+    elsewhere = refusing_url.replace("127.0.0.1", "localhost")
+    with running_cluster(other_prefill=(refusing_url,), other_decode=(elsewhere,)) as cluster:
         for _ in range(2):
             assert cluster.complete().status_code == 200
 

@@ -260,6 +260,10 @@ def hold_up_the_side_stream(rank: PrefillRank, seconds: float) -> None:
     rank.device.submit(lambda: time.sleep(seconds), rank.device.record_event())
 
 
+def await_the_side_stream(rank: PrefillRank) -> None:
+    rank.device.submit(lambda: None, rank.device.record_event()).wait(60.0)
+
+
 def free_slots(rank: PrefillRank) -> int:
     ring = rank.worker._ring
     assert ring is not None
@@ -271,18 +275,19 @@ def test_what_is_regrouped_for_nobody_keeps_no_slot() -> None:
     config = {**QUICK, "collective_timeout_s": 1.0, "write_timeout_s": 1.0, "staging_slots": 2}
     pair = Pair(Model(layers=3), Side(1), Side(2), config)
     requests = prompts(pair, [40])
-    pair.each(pair.p_ranks, "do", hold_up_the_side_stream, 8.0)
+    pair.each(pair.p_ranks, "do", hold_up_the_side_stream, 7.0)
     run(pair, requests)
     assert "could not be read" in pair.wait_sent(1)["request-0"]
     _, failed = pair.wait_arrivals(1)
     assert failed.keys() == {"request-0"}
+    pair.each(pair.p_ranks, "do", await_the_side_stream)
+    assert pair.each(pair.p_ranks, "do", free_slots) == [2]
     pair.each(pair.d_ranks, "clear")
     run(pair, requests)
     received, failed = pair.wait_arrivals(1)
     assert (received, failed) == ({"request-0"}, {})
     assert pair.differences(requests) == []
     assert pair.wait_sent(1) == {}
-    assert pair.each(pair.p_ranks, "do", free_slots) == [2]
     assert pair.close() == []
 
 

@@ -8,6 +8,8 @@ import random
 import anyio
 import pytest
 
+from vllm_ascend_pd.proxy.engines import EnginePool
+from vllm_ascend_pd.proxy.prompts import NO_PROMPT
 from vllm_ascend_pd.proxy.registry import Engine, Engines, Gate, Record, Role
 from vllm_ascend_pd.proxy.seats import Party, Seats
 
@@ -325,3 +327,60 @@ def test_no_place_is_lost_or_given_twice(seed: int) -> None:
     assert sum(outcomes.values()) >= 300
     assert outcomes["served"]
     assert outcomes["left"]
+
+
+def test_a_free_place_is_offered_to_who_has_lost_one() -> None:
+    """In one turn of the event loop: called to A, nobody to B, and A is removed."""
+
+    async def run() -> None:
+        engines, seats = Engines(Role.PREFILL), Seats(1, 3, FOREVER)
+        engines.on_closed, engines.on_open = seats.closed, seats.join
+        a, b = engines.add("http://a", "test"), engines.add("http://b", "test")
+        assert [await seats.take([a]), await seats.take([b])] == [a, b]
+        got: list[Engine | None] = []
+
+        async def wait() -> None:
+            got.append(await seats.take([a, b]))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await settle()
+            with seats.held(a):
+                pass
+            with seats.held(b):
+                pass
+            engines.remove(a)
+            await settle()
+            assert got == [b]
+        assert (seats.taken(a), seats.taken(b), seats.waiting) == (0, 1, 0)
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize("seated", [False, True], ids=["first", "after another prompt"])
+def test_who_waits_goes_to_an_engine_that_replaces_all_others(seated: bool) -> None:
+    """A list of engines that is read again names one instead of another: there is none in between."""
+
+    async def run() -> None:
+        engines, seats = Engines(Role.PREFILL), Seats(1, 3, FOREVER)
+        pool = EnginePool(
+            engines, "least-load", seats, max_connections=1, connect_timeout=1, read_timeout=1, fresh_for=1
+        )
+        engines.replace("file", ["http://old"])
+        engines.on_trial = True
+        party = Party()
+        first = await pool._place(pool.order(NO_PROMPT, party=party if seated else Party()), set())
+        assert first is engines.get("http://old")
+        got: list[Engine | None] = []
+
+        async def wait() -> None:
+            got.append(await pool._place(pool.order(NO_PROMPT, party=party), set()))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await settle()
+            engines.replace("file", ["http://new"])
+            await settle()
+            assert got == [engines.get("http://new")]
+
+    anyio.run(run)

@@ -218,8 +218,13 @@ class EnginePool:
                 if any(engine.open for engine in left):
                     raise self._full()
                 waited = True
-        if waited and any(engine.open and engine.url not in avoid for engine in self.engines):
-            raise self._full()  # those that came meanwhile
+        # Those that have come meanwhile: others may have been replaced.
+        while waited and (left := [engine for engine in self.engines if engine.open and engine.url not in avoid]):
+            engine = await self.seats.take(left, choice.admitted, avoid, choice.party)
+            if engine is not None:
+                return engine
+            if any(engine.open for engine in left):
+                raise self._full()
         return None
 
     def _count(self, prompt: Prompt, url: str) -> Sent:

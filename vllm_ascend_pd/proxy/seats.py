@@ -118,13 +118,17 @@ class Seats:
     def closed(self, engine: Engine) -> None:
         """An engine gets no requests any more: who waits for no other one need not go on, and who was given a place
         there just now, and is not on the way yet, waits on."""
+        others: set[Engine] = set()
         for waiting in self._everyone():
             if waiting.engine is engine:
                 waiting.engine = None
                 waiting.party.places -= 1
                 self._leave(engine)
+                others |= waiting.engines
             if engine in waiting.engines:
                 waiting.called.set()
+        for other in others:  # which nobody was called to meanwhile
+            self.call(other)
 
     def call(self, engine: Engine) -> None:
         """Gives the free places of an engine to those who wait for one."""

@@ -98,7 +98,8 @@ class ProducerWorker:
                 tuple(np.asarray(blocks, dtype=np.int64) for blocks in ticket.remote_block_ids),
                 ProducerTicket(now + self._config.grant_timeout_s, now + self._config.transfer_timeout_s),
                 self._withdrawals,
-                now + self._config.control_timeout_s,
+                now + self._config.grant_timeout_s,
+                self._config.control_timeout_s,
                 self._others_wait,
             )
             self._transfers[request_id] = transfer
@@ -111,6 +112,8 @@ class ProducerWorker:
             self._ungranted = [*self._still_ungranted(), *opened]
         for request_id, aborted in step.finished.items():
             self._release(request_id, aborted)
+        for send in step.sends:
+            self._transfers[send.request_id].planned = True
         self._plan = self._planner.plan(step.sends, self._transfers, self._senders)
         self._forward_ended = False
         self._written = None
@@ -274,10 +277,10 @@ class ProducerWorker:
         return work
 
     def _others_wait(self, transfer: Transfer) -> bool:
-        """Are there any that have their grants, and the same sender? On its thread."""
+        """Are there any that have their grants, KV to be written, and the same sender? On its thread."""
         sender = self._senders.get(transfer.ticket.ticket_id)
         return any(
-            other.state.may_be_written and self._senders.get(other.ticket.ticket_id) is sender
+            other.planned and other.state.may_be_written and self._senders.get(other.ticket.ticket_id) is sender
             for other in list(self._transfers.values())
         )
 

@@ -35,8 +35,8 @@ class Transfer:
     The peer's sender alone writes for the transfer, and counts `written`: bytes for each decode rank, in all and before
     the last layer was computed. `finishing`: a Finish task is queued;
     `told`: decode knows how it ended, or cannot be told; `ended`: nothing reads the request's blocks any more;
-    `released`: vLLM is done with the request. From `yields_at` on it does not wait for grants any more while
-    `others_wait(this)`: those that have theirs, for the same sender.
+    `released`: vLLM is done with the request. From `yields_at` on it does not keep others waiting for its grants for
+    longer than `patience_s`: those that `others_wait` finds, which have theirs.
     """
 
     request_id: str
@@ -46,7 +46,10 @@ class Transfer:
     state: ProducerTicket
     withdrawals: Withdrawals = field(default_factory=Withdrawals)
     yields_at: float = math.inf
+    patience_s: float = 0.0
     others_wait: Callable[["Transfer"], bool] = lambda transfer: False
+    planned: bool = False  # a part of it at least
+    _waited_for_since: float = math.inf
     number: int = field(default_factory=lambda: secrets.randbits(63))
     written: dict[RankKey, tuple[int, int]] = field(default_factory=dict)
     computed: Event | None = None  # the end of the prompt's last layer
@@ -117,15 +120,19 @@ class Transfer:
         with self._changed:
             before = self.state.withdrawals
             while (answer := question(now := time.monotonic())) is None:
-                look_at = self.yields_at
-                if now >= self.yields_at:
+                look_at = self.yields_at - self.patience_s
+                if now >= look_at:
                     look_at = now + _LOOK_S
-                    if self.others_wait(self):
+                    if self._yields(now):
                         self.state.fail("no grant came, and others' KV waited behind this", PushFailure.NO_GRANT)
                         continue
                 self._changed.wait(max(0.0, min(look_at, self.state.grant_deadline) - now))
             self._count(before)
             return answer
+
+    def _yields(self, now: float) -> bool:
+        self._waited_for_since = min(self._waited_for_since, now) if self.others_wait(self) else math.inf
+        return now >= max(self.yields_at, self._waited_for_since + self.patience_s)
 
 
 class Leave:
