@@ -29,7 +29,7 @@ MAX_GROWTH_BYTES = 200 << 20
 class Proxy:
     def __init__(self) -> None:
         command = [sys.executable, "-m", "vllm_ascend_pd.cli", "proxy", "--port", "0"]
-        engines = ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9"]  # nobody listens there
+        engines = ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:11"]  # nobody listens there
         self._process = subprocess.Popen([*command, *engines], stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
         found = re.search(r"port (\d+)", self._process.stderr.readline())
