@@ -116,24 +116,6 @@ def _summary(model: "ModelConfig") -> str:
     )
 
 
-def unsupported(vllm_config: "VllmConfig") -> str | None:
-    """A setting of the platform's under which KV, or an answer, would not be what it seems; None if there is none."""
-    additional = getattr(vllm_config, "additional_config", None) or {}
-    if additional.get("enable_kv_nz"):
-        return "additional_config has enable_kv_nz: KV in NZ order cannot be sent, prefill writes it in plain order"
-    if vllm_config.kv_transfer_config.is_kv_consumer and vllm_config.parallel_config.prefill_context_parallel_size > 1:
-        return (
-            f"prefill_context_parallel_size is {vllm_config.parallel_config.prefill_context_parallel_size} on a decode "
-            "engine, which is not supported: use decode_context_parallel_size"
-        )
-    if vllm_config.kv_transfer_config.is_kv_consumer and additional.get("recompute_scheduler_enable"):
-        return (
-            "additional_config has recompute_scheduler_enable: where blocks run out, it ends requests in the middle "
-            "for vllm-ascend's own proxy to send them again; without it, vLLM preempts them and goes on"
-        )
-    return None
-
-
 def sharding(vllm_config: "VllmConfig") -> topology.Sharding:
     """How the ranks of a pipeline stage share its KV."""
     parallel = vllm_config.parallel_config
@@ -164,6 +146,11 @@ def cache_groups(kv_cache_config: "KVCacheConfig", shares: int = 1) -> list[Cach
     """What each cache group's blocks hold, where tokens are dealt out in `shares`. Raises LayoutError."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True):
+        if _is_compressed(spec):
+            raise LayoutError(
+                f"{group.layer_names[0]}: caches that keep one entry for several tokens (compress_ratio, as "
+                "DeepSeek V4 has) are not supported"
+            )
         if shares > 1 and not _is_shared(spec):
             raise LayoutError(
                 f"{group.layer_names[0]}: with context parallelism caches of kind {type(spec).__name__} are not "
@@ -175,24 +162,32 @@ def cache_groups(kv_cache_config: "KVCacheConfig", shares: int = 1) -> list[Cach
     ]
 
 
+def _members(spec: Any) -> list[Any]:
+    """A group's layers may have specs of their own."""
+    return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+
+
 def _sees_a_window(spec: Any) -> bool:
-    members = getattr(spec, "kv_cache_specs", {}).values() or [spec]
     return any(
         getattr(member, window, None) is not None
-        for member in members
+        for member in _members(spec)
         for window in ("sliding_window", "attention_chunk_size")
     )
+
+
+def _is_compressed(spec: Any) -> bool:
+    """Blocks hold `compress_ratio` times `block_size` tokens then."""
+    return any(getattr(member, "compress_ratio", 1) not in (None, 1) for member in _members(spec))
 
 
 def _is_shared(spec: Any) -> bool:
     """Whether context parallelism deals out the tokens of such a cache, all of it. vllm-ascend may copy the index of
     sparse attention to every rank."""
-    members = getattr(spec, "kv_cache_specs", {}).values() or [spec]
     return all(
         not _holds_state(member)
         and getattr(member, "dcp_sharded", True)
         and getattr(member, "sfa_dcp_replicated_indexer_size", 1) == 1
-        for member in members
+        for member in _members(spec)
     )
 
 

@@ -125,6 +125,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What vllm-ascend's connector wants to be told of prefill engines; here it is found out, and only checked."""
     decode: PeerParallel | None = None
     """The same of decode engines."""
+    ascend_local_comm_res_path: str | None = None
+    """Folder with the network endpoints of A5 NPUs, which vllm-ascend's workers read."""
     tls_config: TlsConfig | None = None
     """The connection to a metaserver behind `https://`, with vllm-ascend's names."""
     trace_dir: str | None = None

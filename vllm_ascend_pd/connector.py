@@ -34,6 +34,7 @@ from vllm_ascend_pd.step import ConsumerStep, ProducerStep, RankHandshake, Worke
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.limits import TransferLimits, most_bytes
+from vllm_ascend_pd.unsupported import unsupported, unsupported_weights
 from vllm_ascend_pd.worker.caches import KVCache, describe
 from vllm_ascend_pd.worker.consumer import Arrivals, ConsumerWorker, decode_description, encode_description
 from vllm_ascend_pd.worker.identity import Identity
@@ -63,7 +64,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
                 f"kv_role is {transfer.kv_role}: LayerwisePushConnector prefills (kv_producer) or decodes (kv_consumer)"
             )
         self._config = parse_config(transfer.kv_connector_extra_config)
-        if (reason := compat.unsupported(vllm_config)) is not None:
+        if (reason := unsupported(vllm_config)) is not None:
             raise ConfigError(reason)
         self._engine_id: str = transfer.engine_id
         # A configured engine id outlives a restart; what prefill has learnt of the engine's ranks must not.
@@ -87,6 +88,8 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, KVCache]) -> None:
         assert self._kv_cache_config is not None
+        if not self._is_producer and (reason := unsupported_weights(self._vllm_config)) is not None:
+            raise ConfigError(reason)
         self._device = current_device()
         identity = self._make_identity()
         caches = describe(

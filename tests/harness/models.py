@@ -134,6 +134,23 @@ def sliding_bytes(tokens: int, block_size: int) -> int:
     return (blocks * full + in_window * sliding) * block_bytes
 
 
+SHARED = ModelSpec(
+    "shared",
+    "gemma3n_text",
+    layers=5,
+    config=(
+        ("sliding_window", WINDOW),
+        ("layer_types", ("full_attention", *2 * ("sliding_attention", "full_attention"))),
+        ("num_kv_shared_layers", 2),
+        ("activation_sparsity_pattern", 5 * (0.0,)),
+        ("hidden_size_per_layer_input", 32),
+        ("vocab_size_per_layer_input", 512),
+        ("laurel_rank", 8),
+        ("tie_word_embeddings", True),
+    ),
+)
+"""Gemma 3n: the last two layers read the caches of the two before them."""
+
 MAMBA = ModelSpec(
     "mamba",
     "granitemoehybrid",
@@ -221,9 +238,9 @@ def _random_model(spec: ModelSpec) -> Any:
         pad_token_id=PAD,
         bos_token_id=BOS,
         eos_token_id=EOS,
-        tie_word_embeddings=False,
         dtype=spec.dtype,
-        **{name: list(value) if isinstance(value, tuple) else value for name, value in spec.config},
+        **{"tie_word_embeddings": False}
+        | {name: list(value) if isinstance(value, tuple) else value for name, value in spec.config},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -15,11 +15,11 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
-import vllm_ascend_pd
 from harness.ports import reserve_port
 from harness.rank_hosts import Rank
 from vllm_ascend_pd import compat
@@ -138,6 +138,14 @@ def test_caches_that_ranks_hold_copies_of() -> None:
             compat.cache_groups(groups(spec(dcp_sharded=False)), 2)
 
 
+def test_caches_that_keep_one_entry_for_several_tokens() -> None:
+    compressed = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
+    assert len(compat.cache_groups(groups(compressed))) == 1
+    object.__setattr__(compressed, "compress_ratio", 4)  # a field of some versions' specs
+    with pytest.raises(LayoutError, match=r"layer\.1: caches that keep one entry for several tokens"):
+        compat.cache_groups(groups(spec(), UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": compressed})))
+
+
 def test_windows() -> None:
     of = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
     sliding = SlidingWindowSpec(**of, sliding_window=100)
@@ -145,25 +153,3 @@ def test_windows() -> None:
     local = ChunkedLocalAttentionSpec(**of, attention_chunk_size=100)
     several = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer.1": sliding})
     assert [group.windowed for group in compat.cache_groups(groups(local, several))] == [True, True]
-
-
-@pytest.mark.parametrize(("role", "refused"), [("kv_consumer", True), ("kv_producer", False)])
-def test_a_scheduler_that_leaves_requests_to_another_proxy(role: str, refused: bool) -> None:
-    vllm_ascend_pd.register()
-    transfer = KVTransferConfig(kv_connector="LayerwisePushConnector", kv_role=role)
-    config = VllmConfig(kv_transfer_config=transfer)
-    config.additional_config = {"recompute_scheduler_enable": True}
-    reason = compat.unsupported(config)
-    assert (reason is not None) == refused
-    assert reason is None or "recompute_scheduler_enable" in reason
-
-
-@pytest.mark.parametrize(("role", "refused"), [("kv_consumer", True), ("kv_producer", False)])
-def test_prefill_context_parallelism_on_decode(role: str, refused: bool) -> None:
-    vllm_ascend_pd.register()
-    config = VllmConfig(kv_transfer_config=KVTransferConfig(kv_connector="LayerwisePushConnector", kv_role=role))
-    assert compat.unsupported(config) is None
-    config.parallel_config = parallel(1, pcp=2)
-    reason = compat.unsupported(config)
-    assert (reason is not None) == refused
-    assert reason is None or "prefill_context_parallel_size is 2 on a decode engine" in reason

@@ -153,6 +153,30 @@ def test_a_layer_that_shares_anothers_cache_is_sent_once() -> None:
     assert [tensor.layer for tensor in registered.description.tensors] == ["own", "elsewhere"]
 
 
+def test_a_layer_that_only_the_ranks_know_to_share_anothers_cache() -> None:
+    k, v, other = (torch.zeros(NUM_BLOCKS, 16, 2, 8) for _ in range(3))
+    specs = {"own": LayerSpec(0, 16, 2, 2)}
+    registered = describe({"own": (k, v), "sharing": (k, v)}, specs, heads_first=False)
+    assert registered.layers == {"own": (0, 1), "sharing": ()}
+    with pytest.raises(LayoutError, match="stranger: registered without belonging to a cache group"):
+        describe({"own": (k, v), "stranger": (k, other)}, specs, heads_first=False)
+
+
+def test_blocks_that_are_several_of_the_kernels() -> None:
+    """vllm-ascend's, where blocks of attention are as long as those of the states beside it."""
+    kernel, per_block, heads, size = 16, 4, 2, 8
+    k, v = (torch.zeros(NUM_BLOCKS * per_block, kernel, heads, size) for _ in range(2))
+    registered = describe({"layer": (k, v)}, {"layer": LayerSpec(0, kernel * per_block, heads, 4)}, heads_first=False)
+    [geometry] = registered.description.geometries
+    assert (geometry.block_size, geometry.block_stride) == (kernel * per_block, kernel * per_block * heads * size * 4)
+    assert [(t.base, t.num_blocks) for t in registered.description.tensors] == [
+        (k.data_ptr(), NUM_BLOCKS),
+        (v.data_ptr(), NUM_BLOCKS),
+    ]
+    with pytest.raises(LayoutError, match="layer: "):
+        describe({"layer": k[:, ::2]}, {"layer": LayerSpec(0, kernel * per_block, heads, 4)}, heads_first=False)
+
+
 @pytest.mark.parametrize(("start", "stop", "held"), [(0, 5, [10, 11]), (4, 8, [11]), (4, 9, [11, 12]), (8, 8, [])])
 def test_blocks_of_a_group_of_tokens(start: int, stop: int, held: list[int]) -> None:
     assert TokenGroup(4).holding([10, 11, 12], start, stop, last=False) == held

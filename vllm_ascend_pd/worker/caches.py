@@ -92,10 +92,13 @@ def describe(
     layers: dict[str, tuple[int, ...]] = {}
     known: set[tuple[int, int]] = set()
     for layer, cache in kv_caches.items():
+        whole = (cache,) if isinstance(cache, torch.Tensor) else tuple(cache)
         if layer not in specs:
+            if {tensor.data_ptr() for tensor in whole} <= {tensor.base for tensor in described}:
+                layers[layer] = ()  # vLLM tells its ranks alone of layers that read another's cache
+                continue
             raise LayoutError(f"{layer}: registered without belonging to a cache group")
         spec = specs[layer]
-        whole = (cache,) if isinstance(cache, torch.Tensor) else tuple(cache)
         first = len(tensors)
         try:
             runs = _states(whole, spec) if isinstance(spec, StateSpec) else _tokens(whole, spec, heads_first)
@@ -117,6 +120,7 @@ _Run: TypeAlias = tuple[torch.Tensor, int, Geometry]  # the tensor, bytes from i
 
 
 def _tokens(cache: Sequence[torch.Tensor], spec: LayerSpec, heads_first: bool) -> list[_Run]:
+    tensors = [_by_blocks(tensor, spec.block_size, heads_first) for tensor in cache]
     return [
         (
             tensor,
@@ -135,8 +139,17 @@ def _tokens(cache: Sequence[torch.Tensor], spec: LayerSpec, heads_first: bool) -
                 draft=spec.draft,
             ),
         )
-        for tensor in cache
+        for tensor in tensors
     ]
+
+
+def _by_blocks(tensor: torch.Tensor, block_size: int, heads_first: bool) -> torch.Tensor:
+    """`[num_blocks, block_size, ...]`. Beside states vllm-ascend makes blocks long, and gives its kernels several of
+    theirs for each, one after the other."""
+    tokens = tensor.shape[1]
+    if heads_first or block_size in tensor.shape[1:3] or block_size % tokens or not tensor.is_contiguous():
+        return tensor
+    return tensor.view(-1, block_size, *tensor.shape[2:])
 
 
 def _states(cache: Sequence[torch.Tensor], spec: StateSpec) -> list[_Run]:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The caches that vllm-ascend registers, and their specs."""
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,6 +101,70 @@ def test_quantized_caches_of_sparse_attention(
     assert [(g.dtype, g.head_bytes, g.total_heads) for g in geometries] == [
         (str(dtype).removeprefix("torch."), width * dtype.itemsize, 1) for width, dtype in parts
     ]
+
+
+def test_blocks_beside_states_are_several_of_the_kernels(plugins: None) -> None:
+    """Where attention shares its memory with states, as in Qwen3-Next: vllm-ascend's own allocation and views."""
+    import vllm_ascend.worker.model_runner_v1 as runner
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MambaSpec
+    from vllm_ascend.attention.attention_v1 import AscendAttentionBackend
+
+    heads, head_size, blocks = 2, 256, 4
+    conv, ssm = (3, 8192), (32, 128, 128)
+    block_size = math.prod(ssm) // (heads * head_size)
+    page = 2 * (math.prod(conv) + 2 * math.prod(ssm))
+    attention = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=heads, head_size=head_size, dtype=BF16, page_size_padded=page
+    )
+    states = MambaSpec(
+        block_size=4096,
+        shapes=(conv, ssm),
+        dtypes=(BF16, BF16),
+        page_size_padded=page,
+        mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+    )
+    groups = [KVCacheGroupSpec(["linear.0"], states), KVCacheGroupSpec(["attention.0"], attention)]
+    shared = KVCacheTensor(size=blocks * page, shared_by=["linear.0", "attention.0"])
+    caches = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[shared], kv_cache_groups=groups)
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: heads, hf_text_config=SimpleNamespace(num_hidden_layers=2, model_type="qwen")
+    )
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(is_kv_consumer=True),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=None,
+        quant_config=None,
+        model_config=model,
+    )
+    itself = runner.NPUModelRunner.__new__(runner.NPUModelRunner)
+    vars(itself).update(
+        vllm_config=config,
+        device="cpu",
+        use_compress=False,
+        use_sparse=False,
+        runner_only_attn_layers=set(),
+        use_hybrid_blocks=True,
+        hybrid_with_attn_and_mamba=False,
+        attn_backend=AscendAttentionBackend,
+        model_config=model,
+        kv_cache_config=caches,
+        _kv_cache_spec_attn_group_iterator=lambda: (
+            SimpleNamespace(backend=AscendAttentionBackend, kv_cache_spec=g.kv_cache_spec, layer_names=g.layer_names)
+            for g in groups
+        ),
+    )
+    tensors = itself._reshape_kv_cache_tensors(caches, itself._allocate_kv_cache_tensors(caches))
+    k, v = tensors["attention.0"]
+    assert k.shape == v.shape == (blocks * block_size // BLOCK, BLOCK, heads, head_size), "kernels' blocks are others"
+    registered = describe(tensors, compat.layer_specs(caches, config), heads_first=False)
+    geometry = registered.description.geometries[
+        registered.description.tensors[registered.layers["attention.0"][0]].geometry
+    ]
+    assert (geometry.block_size, geometry.block_stride) == (block_size, block_size * heads * head_size * 2)
+    assert [t.shape[0] for t in registered.tensors[-2:]] == [blocks, blocks]
+    assert [t.data_ptr() for t in registered.tensors[-2:]] == [k.data_ptr(), v.data_ptr()]
 
 
 @pytest.mark.parametrize(("role", "stored"), [("kv_producer", None), ("kv_consumer", torch.int8)])

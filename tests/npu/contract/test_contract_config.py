@@ -4,9 +4,9 @@
 from pathlib import Path
 
 import pytest
-from vllm_ascend_contract import LAYERWISE, cache_config, connector_class, constants, engine_config
+from vllm_ascend_contract import LAYERWISE, constants, engine_config
 
-from vllm_ascend_pd.config import ConfigError, ConnectorConfig, PeerParallel, TlsConfig, parse_config
+from vllm_ascend_pd.config import ConnectorConfig, PeerParallel, TlsConfig, parse_config
 
 pytestmark = pytest.mark.npu
 
@@ -55,7 +55,10 @@ def test_every_key_vllm_ascend_reads_is_one_of_ours() -> None:
         for module in ("vllm_ascend.ascend_config", "vllm_ascend.utils", LAYERWISE)
         for key in constants(module, "get_from_extra_config")
     }
-    assert read == {"prefill", "decode", "tls_config"}, "vllm-ascend reads other keys of kv_connector_extra_config"
+    read |= constants("vllm_ascend.utils", "get", "extra_config")
+    assert read == {"prefill", "decode", "tls_config", "ascend_local_comm_res_path"}, (
+        "vllm-ascend reads other keys of kv_connector_extra_config"
+    )
     assert read <= set(ConnectorConfig.__struct_fields__)
 
 
@@ -68,17 +71,6 @@ def test_keys_of_vllm_ascends_tls_config() -> None:
 
 def test_our_tls_config_has_vllm_ascends_keys() -> None:
     assert set(TlsConfig.__struct_fields__) >= TLS_KEYS
-
-
-def test_a_cache_in_nz_order_is_refused(plugins: None, mla_model: Path) -> None:
-    """It looks like any other from outside: what prefill writes into it would be read as something else."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm_ascend.ascend_config import get_ascend_config
-
-    config = engine_config(mla_model, kv_role="kv_consumer", additional_config={"enable_kv_nz": True})
-    assert get_ascend_config().enable_kv_nz
-    with pytest.raises(ConfigError, match="enable_kv_nz"):
-        connector_class()(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
 
 
 @pytest.mark.parametrize("graphs", ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"])

@@ -98,8 +98,11 @@ def computes(step: list[Event]) -> bool:
     return any(event["hook"] == "save_kv_layer" for event in step)
 
 
-def engine_config(model: Path, tp: int = 1, graphs: str | None = None, **transfer: Any) -> Any:
-    """The configuration as the platform completes and checks it. `graphs`: the mode asked for; None for none."""
+def engine_config(
+    model: Path, tp: int = 1, graphs: str | None = None, engine: dict[str, Any] | None = None, **transfer: Any
+) -> Any:
+    """The configuration as the platform completes and checks it. `graphs`: the mode asked for; None for none; `engine`:
+    other arguments of it."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -114,6 +117,7 @@ def engine_config(model: Path, tp: int = 1, graphs: str | None = None, **transfe
         tensor_parallel_size=tp,
         additional_config=additional,
         kv_transfer_config=KVTransferConfig(**transfer),
+        **(engine or {}),
     ).create_engine_config()
 
 

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that are refused when an engine starts, with vLLM's own configuration."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+
+import vllm_ascend_pd
+from vllm_ascend_pd.unsupported import unsupported, unsupported_weights
+
+CONSUMER, PRODUCER = "kv_consumer", "kv_producer"
+
+
+def configured(role: str, **changes: Any) -> VllmConfig:
+    vllm_ascend_pd.register()
+    config = VllmConfig(kv_transfer_config=KVTransferConfig(kv_connector="LayerwisePushConnector", kv_role=role))
+    config.compilation_config.cudagraph_mode = changes.pop("graphs", CUDAGraphMode.NONE)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize("role", [CONSUMER, PRODUCER])
+def test_nothing_is_refused_of_defaults(role: str) -> None:
+    assert unsupported(configured(role)) is None
+    assert unsupported(configured(role, graphs=CUDAGraphMode.FULL_AND_PIECEWISE)) is None
+
+
+NZ = {"enable_kv_nz": True}
+RECOMPUTE = {"recompute_scheduler_enable": True}
+HAMMING = {"hamming_sparse": {"enabled": True, "sparse_json_location": "/x.json"}}
+
+
+@pytest.mark.parametrize(
+    ("role", "additional", "named"),
+    [
+        (CONSUMER, NZ, "enable_kv_nz"),
+        (PRODUCER, NZ, "enable_kv_nz"),
+        (CONSUMER, RECOMPUTE, "recompute_scheduler_enable"),
+        (PRODUCER, RECOMPUTE, None),
+        (CONSUMER, HAMMING, "hamming_sparse"),
+        (PRODUCER, HAMMING, None),
+        (CONSUMER, {"hamming_sparse": {"enabled": False}}, None),
+    ],
+)
+def test_settings_of_vllm_ascend(role: str, additional: dict[str, Any], named: str | None) -> None:
+    reason = unsupported(configured(role, additional_config=additional))
+    assert (reason is None) == (named is None)
+    assert reason is None or named is None or f"additional_config has {named}" in reason
+
+
+@pytest.mark.parametrize("role", [CONSUMER, PRODUCER])
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_engines_that_may_sleep(role: str, sleeps: bool) -> None:
+    reason = unsupported(configured(role, model_config=SimpleNamespace(enable_sleep_mode=sleeps)))
+    assert (reason is not None) == sleeps
+    assert reason is None or "--enable-sleep-mode" in reason
+
+
+@pytest.mark.parametrize(("role", "refused"), [(CONSUMER, True), (PRODUCER, False)])
+def test_prefill_context_parallelism_on_decode(role: str, refused: bool) -> None:
+    parallel = ParallelConfig(prefill_context_parallel_size=2)
+    reason = unsupported(configured(role, parallel_config=parallel))
+    assert (reason is not None) == refused
+    assert reason is None or "prefill_context_parallel_size is 2 on a decode engine" in reason
+
+
+@pytest.mark.parametrize(
+    ("role", "dcp", "graphs", "drafts", "refused"),
+    [
+        (CONSUMER, 2, "FULL_DECODE_ONLY", False, True),
+        (CONSUMER, 2, "FULL_AND_PIECEWISE", False, True),
+        (CONSUMER, 2, "FULL", False, True),
+        (CONSUMER, 2, "FULL_DECODE_ONLY", True, False),
+        (CONSUMER, 2, "PIECEWISE", False, False),
+        (CONSUMER, 2, "NONE", False, False),
+        (CONSUMER, 1, "FULL_DECODE_ONLY", False, False),
+        (PRODUCER, 2, "FULL_DECODE_ONLY", False, False),
+    ],
+)
+def test_graphs_with_decode_context_parallelism(role: str, dcp: int, graphs: str, drafts: bool, refused: bool) -> None:
+    parallel = ParallelConfig(tensor_parallel_size=dcp, decode_context_parallel_size=dcp)
+    speculative = SimpleNamespace() if drafts else None
+    mode = CUDAGraphMode[graphs]
+    reason = unsupported(configured(role, parallel_config=parallel, graphs=mode, speculative_config=speculative))
+    assert (reason is not None) == refused
+    assert reason is None or f"cudagraph_mode is {graphs}" in reason
+
+
+@pytest.mark.parametrize(
+    ("attention", "refused"),
+    [
+        ({"fused_qkv_a_proj": SimpleNamespace(weight=None)}, True),
+        ({"fused_qkv_a_proj": SimpleNamespace(weight=object())}, False),
+        ({"fused_qkv_a_proj": SimpleNamespace(weight=None), "indexer": object()}, False),
+        ({"fused_qkv_a_proj": None}, False),
+        ({}, False),
+    ],
+)
+def test_weights_that_were_dropped(attention: dict[str, Any], refused: bool) -> None:
+    config = configured(CONSUMER)
+    layers = {
+        "model.layers.0.attn": object(),
+        "model.layers.1.attn": SimpleNamespace(impl=SimpleNamespace(**attention)),
+    }
+    config.compilation_config.static_forward_context = layers
+    reason = unsupported_weights(config)
+    assert (reason is not None) == refused
+    assert reason is None or reason.startswith("model.layers.1.attn has no weights to compute prompts with")

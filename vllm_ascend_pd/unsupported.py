@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of an engine under which KV, or an answer, would not be what it seems. They are refused when it starts."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def unsupported(vllm_config: "VllmConfig") -> str | None:
+    """What is refused of an engine's configuration, and why; None if nothing is."""
+    return next(_reasons(vllm_config), None)
+
+
+def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
+    additional = getattr(vllm_config, "additional_config", None) or {}
+    if additional.get("enable_kv_nz"):
+        yield "additional_config has enable_kv_nz: KV in NZ order cannot be sent, prefill writes it in plain order"
+    model = vllm_config.model_config
+    if model is not None and model.enable_sleep_mode:
+        yield (
+            "--enable-sleep-mode is set: an engine that sleeps gives the memory of its KV cache away, which stays "
+            "registered for transfers"
+        )
+    if vllm_config.kv_transfer_config.is_kv_consumer:
+        yield from _reasons_on_decode(vllm_config, additional)
+
+
+def _reasons_on_decode(vllm_config: "VllmConfig", additional: dict[str, Any]) -> Iterator[str]:
+    parallel, graphs = vllm_config.parallel_config, vllm_config.compilation_config.cudagraph_mode
+    if parallel.prefill_context_parallel_size > 1:
+        yield (
+            f"prefill_context_parallel_size is {parallel.prefill_context_parallel_size} on a decode engine, which is "
+            "not supported: use decode_context_parallel_size"
+        )
+    if additional.get("recompute_scheduler_enable"):
+        yield (
+            "additional_config has recompute_scheduler_enable: where blocks run out, it ends requests in the middle "
+            "for vllm-ascend's own proxy to send them again; without it, vLLM preempts them and goes on"
+        )
+    if (additional.get("hamming_sparse") or {}).get("enabled"):
+        yield (
+            "additional_config has hamming_sparse on a decode engine: it chooses blocks by hashes of the tokens that "
+            "this engine has computed itself, and prefill sends none"
+        )
+    # vllm-ascend's attention then takes the step for the prompt's last token, the first after its KV has come, for a
+    # prefill; the graph is chosen by the number of tokens alone, and is that of a decode step. With speculative
+    # decoding, decode steps have more tokens.
+    drafts = vllm_config.speculative_config is not None
+    if parallel.decode_context_parallel_size > 1 and not drafts and graphs is not None and graphs.has_full_cudagraphs():
+        yield (
+            f"cudagraph_mode is {graphs.name} on a decode engine with decode context parallelism: a request's first "
+            "step would be replayed from a graph that does not see its KV. Set it to PIECEWISE or NONE "
+            "(--compilation-config)"
+        )
+
+
+def unsupported_weights(vllm_config: "VllmConfig") -> str | None:
+    """What is refused of a loaded model; None if nothing is. A decode engine computes prompts, too: those that were
+    preempted, and those that ask for it.
+
+    vllm-ascend's MLAPO drops the weights that MLA prefills with, where it takes the engine for one that never does.
+    Sparse attention, which has an indexer, never needs them there.
+    """
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        attention = getattr(layer, "impl", None)
+        projection = getattr(attention, "fused_qkv_a_proj", None)
+        if projection is not None and projection.weight is None and not hasattr(attention, "indexer"):
+            return (
+                f"{name} has no weights to compute prompts with, as after a preemption: set --max-num-batched-tokens "
+                "above 1024 (vllm-ascend keeps them then), or enable_mlapo to false in additional_config"
+            )
+    return None
