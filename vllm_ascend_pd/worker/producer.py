@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,12 +18,14 @@ from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.plan import Regroup
 from vllm_ascend_pd.core.producer_ticket import ProducerTicket
 from vllm_ascend_pd.core.protocol import EngineDescription
+from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.step import ProducerStep, WorkerReport
 from vllm_ascend_pd.timeline.prefill import prefill_trace
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.worker.caches import RegisteredCaches
 from vllm_ascend_pd.worker.identity import Identity
+from vllm_ascend_pd.worker.patience import Patience
 from vllm_ascend_pd.worker.peers import Peers
 from vllm_ascend_pd.worker.planner import Planner, StepPlan
 from vllm_ascend_pd.worker.regroup import make_regrouper
@@ -91,16 +94,15 @@ class ProducerWorker:
         self._wait_s = step.wait_s
         opened, now = [], time.monotonic()
         for request_id, ticket in step.tickets.items():
+            grant_deadline = now + self._config.grant_timeout_s
             transfer = Transfer(
                 request_id,
                 ticket,
                 ticket.digest(),
                 tuple(np.asarray(blocks, dtype=np.int64) for blocks in ticket.remote_block_ids),
-                ProducerTicket(now + self._config.grant_timeout_s, now + self._config.transfer_timeout_s),
+                ProducerTicket(grant_deadline, patience_ends=now + self._config.transfer_timeout_s),
                 self._withdrawals,
-                now + self._config.grant_timeout_s,
-                self._config.control_timeout_s,
-                self._others_wait,
+                Patience(grant_deadline, self._config.control_timeout_s, partial(self._others_wait, ticket)),
             )
             self._transfers[request_id] = transfer
             sender = self._peers.acquire(ticket)
@@ -276,9 +278,9 @@ class ProducerWorker:
 
         return work
 
-    def _others_wait(self, transfer: Transfer) -> bool:
-        """Are there any that have their grants, KV to be written, and the same sender? On its thread."""
-        sender = self._senders.get(transfer.ticket.ticket_id)
+    def _others_wait(self, ticket: Ticket) -> bool:
+        """Are there transfers that have their grants, KV to be written, and the sender of `ticket`'s? On its thread."""
+        sender = self._senders.get(ticket.ticket_id)
         return any(
             other.planned and other.state.may_be_written and self._senders.get(other.ticket.ticket_id) is sender
             for other in list(self._transfers.values())

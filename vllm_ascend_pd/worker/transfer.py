@@ -14,9 +14,7 @@ from vllm_ascend_pd.core.plan import Offsets
 from vllm_ascend_pd.core.producer_ticket import ProducerTicket, RankKey
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.device.base import Event
-
-# How often one that is in others' way looks whether there are any.
-_LOOK_S = 0.2
+from vllm_ascend_pd.worker.patience import Patience
 
 
 @dataclass
@@ -33,10 +31,9 @@ class Transfer:
     threads. `number` is known to nobody but this rank and the decode ranks it asks.
 
     The peer's sender alone writes for the transfer, and counts `written`: bytes for each decode rank, in all and before
-    the last layer was computed. `finishing`: a Finish task is queued;
-    `told`: decode knows how it ended, or cannot be told; `ended`: nothing reads the request's blocks any more;
-    `released`: vLLM is done with the request. From `yields_at` on it does not keep others waiting for its grants for
-    longer than `patience_s`: those that `others_wait` finds, which have theirs.
+    the last layer was computed. `patience`: how long others wait for its grants; `planned`: some of it is to be
+    written, or was; `finishing`: a Finish task is queued; `told`: decode knows how it ended, or cannot be told;
+    `ended`: nothing reads the request's blocks any more; `released`: vLLM is done with the request.
     """
 
     request_id: str
@@ -45,11 +42,8 @@ class Transfer:
     d_blocks: tuple[Offsets, ...]
     state: ProducerTicket
     withdrawals: Withdrawals = field(default_factory=Withdrawals)
-    yields_at: float = math.inf
-    patience_s: float = 0.0
-    others_wait: Callable[["Transfer"], bool] = lambda transfer: False
-    planned: bool = False  # a part of it at least
-    _waited_for_since: float = math.inf
+    patience: Patience = field(default_factory=Patience)
+    planned: bool = False
     number: int = field(default_factory=lambda: secrets.randbits(63))
     written: dict[RankKey, tuple[int, int]] = field(default_factory=dict)
     computed: Event | None = None  # the end of the prompt's last layer
@@ -120,19 +114,13 @@ class Transfer:
         with self._changed:
             before = self.state.withdrawals
             while (answer := question(now := time.monotonic())) is None:
-                look_at = self.yields_at - self.patience_s
-                if now >= look_at:
-                    look_at = now + _LOOK_S
-                    if self._yields(now):
-                        self.state.fail("no grant came, and others' KV waited behind this", PushFailure.NO_GRANT)
-                        continue
-                self._changed.wait(max(0.0, min(look_at, self.state.grant_deadline) - now))
+                if self.patience.is_over(now):
+                    self.state.fail("no grant came, and others' KV waited behind this", PushFailure.NO_GRANT)
+                else:
+                    ask_at = min(self.patience.next_look(now), self.state.grant_deadline)
+                    self._changed.wait(max(0.0, ask_at - now))
             self._count(before)
             return answer
-
-    def _yields(self, now: float) -> bool:
-        self._waited_for_since = min(self._waited_for_since, now) if self.others_wait(self) else math.inf
-        return now >= max(self.yields_at, self._waited_for_since + self.patience_s)
 
 
 class Leave:
