@@ -212,20 +212,24 @@ class EnginePool:
             known = (self.engines.get(url) for url in tier if url not in tried)
             left = [engine for engine in known if engine is not None and engine.open]
             if left:
-                engine = await self.seats.take(left, choice.admitted, avoid, choice.party)
+                engine = await self._take(left, choice, avoid)
                 if engine is not None:
                     return engine
-                if any(engine.open for engine in left):
-                    raise self._full()
                 waited = True
         # Those that have come meanwhile: others may have been replaced.
         while waited and (left := [engine for engine in self.engines if engine.open and engine.url not in avoid]):
-            engine = await self.seats.take(left, choice.admitted, avoid, choice.party)
+            engine = await self._take(left, choice, avoid)
             if engine is not None:
                 return engine
-            if any(engine.open for engine in left):
-                raise self._full()
         return None
+
+    async def _take(self, engines: Sequence[Engine], choice: Choice, avoid: Collection[str]) -> Engine | None:
+        """A place at one of some engines; None: they have all gone while the request waited. Raises EngineError when
+        they are full."""
+        engine = await self.seats.take(engines, choice.admitted, avoid, choice.party)
+        if engine is None and any(each.open for each in engines):
+            raise self._full()
+        return engine
 
     def _count(self, prompt: Prompt, url: str) -> Sent:
         """What is sent with a prompt."""
