@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from vllm_ascend_pd.config import ConnectorConfig
+from vllm_ascend_pd.core.consumer_ticket import ConsumerTicket, State
 from vllm_ascend_pd.core.producer_ticket import Destination, Phase, ProducerTicket
 from vllm_ascend_pd.core.protocol import Granted, GrantRequest, RankDescription, Report, Writer
-from vllm_ascend_pd.core.ticket import ConsumerTicket, State
 
 from .clock import Clock
 from .exchange import Exchange

@@ -22,8 +22,8 @@ from tickets import (
     wrote,
 )
 
+from vllm_ascend_pd.core.consumer_ticket import MAX_ATTEMPTS, ConsumerTicket, State
 from vllm_ascend_pd.core.protocol import Complete, Granted, Refused, Report, Writer
-from vllm_ascend_pd.core.ticket import MAX_ATTEMPTS, ConsumerTicket, State
 from vllm_ascend_pd.core.topology import sharding
 
 

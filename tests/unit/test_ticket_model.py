@@ -10,9 +10,9 @@ from explore import Wrong, explore
 from ticket_model import TicketModel
 from ticket_ranks import Bounds
 
+from vllm_ascend_pd.core.consumer_ticket import ConsumerTicket, State
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.producer_ticket import Phase, ProducerTicket
-from vllm_ascend_pd.core.ticket import ConsumerTicket, State
 
 PAIR = Bounds(writers=1, readers=1, tickets=2, faults=2, fine=True)
 TWO_WRITERS = Bounds(writers=2, readers=1, tickets=1, faults=1)

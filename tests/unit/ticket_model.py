@@ -46,10 +46,10 @@ from ticket_world import (
     put,
 )
 
+from vllm_ascend_pd.core.consumer_ticket import ConsumerTicket, State
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.producer_ticket import Phase, ProducerTicket
 from vllm_ascend_pd.core.protocol import Complete, Granted, Refused
-from vllm_ascend_pd.core.ticket import ConsumerTicket, State
 
 
 class TicketModel(Ranks):

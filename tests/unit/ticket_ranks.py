@@ -34,11 +34,11 @@ from ticket_world import (
 )
 from tickets import DIGEST, P_TP, TICKET_ID
 
+from vllm_ascend_pd.core.consumer_ticket import ConsumerTicket, State
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.producer_ticket import Destination, Phase, ProducerTicket, RankKey
 from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRequest, RankDescription, Refused, Report, Writer
-from vllm_ascend_pd.core.ticket import ConsumerTicket, State
 
 Moves = Iterator[tuple[str, World]]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from vllm_ascend_pd.core.consumer_ticket import ConsumerTicket, State
 from vllm_ascend_pd.core.producer_ticket import Phase, ProducerTicket
-from vllm_ascend_pd.core.ticket import ConsumerTicket, State
 
 LEASE_S, SETTLE_S, GRANT_S, CONTROL_S = 2, 1, 2, 1
 

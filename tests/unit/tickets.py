@@ -3,8 +3,8 @@
 
 import msgspec
 
+from vllm_ascend_pd.core.consumer_ticket import ConsumerTicket
 from vllm_ascend_pd.core.protocol import GrantRequest, Report, Writer
-from vllm_ascend_pd.core.ticket import ConsumerTicket
 from vllm_ascend_pd.core.topology import sharding
 
 TICKET_ID = "0123456789abcdef" * 2

@@ -17,6 +17,7 @@ import msgspec
 
 from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.consumer_ticket import MAX_TOMBSTONES, ConsumerTicket, State
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
     ClockReading,
@@ -31,7 +32,7 @@ from vllm_ascend_pd.core.protocol import (
     Revoke,
     Writer,
 )
-from vllm_ascend_pd.core.ticket import MAX_TOMBSTONES, MAX_TP, ConsumerTicket, State, salt_of
+from vllm_ascend_pd.core.ticket import MAX_TP, salt_of
 from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.doorbell import Ringer
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
