@@ -167,19 +167,22 @@ class Metaserver:
             return JSONResponse({"status": "over"})
         reason = one_line(failed.reason, MAX_REASON_CHARS)
         run = state.run
-        logged_elsewhere = under_way = run in self._running
+        under_way = run in self._running
         # This failure is not among the ticket's yet.
         anew = under_way and attempt.may_begin_anew and len(state.failures) + 1 < self._settings.prefill_attempts
+        ends_attempt = False
         # Once decode has its answer there is no other attempt under this ticket.
         if failed.final or state.answered or anew:
             if run.engines and not state.given_up:
                 exchange.prefill_failed(state, _failed(Kind.TRANSFER, reason, run.engine))
             state.given_up = True
             attempt.note_transfer_failure(_not_transferred(reason, attempt, self._used_up(state)))
-            if anew or not (attempt.answering or state.recomputes):
+            ends_attempt = anew or not (attempt.answering or state.recomputes)
+            if ends_attempt:
                 exchange.begin_anew(attempt, index, state)
-                logged_elsewhere = True
-        if not logged_elsewhere:
+        if under_way:
+            run.cut_short(Kind.TRANSFER, f"decode noticed: {reason}")
+        elif not ends_attempt:  # else whoever goes on from there logs it
             log.warning(
                 "request %s, prompt %d: a transfer failed, says decode engine %s, which goes on without: %s",
                 attempt.request_id,
@@ -187,8 +190,6 @@ class Metaserver:
                 attempt.engine,
                 reason,
             )
-        if under_way:
-            run.cut_short(Kind.TRANSFER, f"decode noticed: {reason}")
         return JSONResponse({"status": "ok"})
 
     async def watch(self) -> None:
