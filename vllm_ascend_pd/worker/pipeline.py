@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import NamedTuple
 
 from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import Flight, TransferEngine, TransferError
@@ -15,14 +16,21 @@ from vllm_ascend_pd.transport.peer_queue import BATCHES
 Done = Callable[[TransferError | None], None]
 
 
+class _Entry(NamedTuple):
+    """What is to be done when all before it is done: to wait for a flight, or to tell who wants to know."""
+
+    is_flight: bool
+    do: Callable[[], None]
+
+
 class Pipeline:
     """At most `BATCHES` batches are under way at a time. One thread's; every call may block for as long as a batch may
     take, see `TransferEngine`."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
-        self._ends: deque[tuple[bool, Callable[[], None]]] = deque()
-        """Whether it is a flight; to wait for it, or to tell who wants to know."""
+        self._entries: deque[_Entry] = deque()
+        """The first one, if there is any, is a flight: who is to be told after it is told at once (`_tell`)."""
         self._flights = 0
 
     def write(self, session: str, batches: Iterable[Batch], may_begin: Callable[[], bool], done: Done) -> None:
@@ -40,7 +48,7 @@ class Pipeline:
                 flight = self._engine.begin(session, batch, may_begin)
                 if flight is not None:
                     self._flights += 1
-                    self._ends.append((True, partial(self._land, flight, errors)))
+                    self._entries.append(_Entry(True, partial(self._land, flight, errors)))
         except Exception as error:  # noqa: BLE001 - as in `_land`; what is under way already is waited for all the same
             errors.append(_failure(session, error))
         self.then(lambda: done(next((e for e in errors if e.may_arrive), errors[0]) if errors else None))
@@ -52,25 +60,26 @@ class Pipeline:
 
     def then(self, call: Callable[[], None]) -> None:
         """`call` is called once all writes before it are over."""
-        self._ends.append((False, call))
+        self._entries.append(_Entry(False, call))
         self._tell()
 
     @property
     def is_empty(self) -> bool:
-        return not self._ends
+        return not self._entries
 
     def drain(self) -> None:
         """Waits for all writes."""
-        while self._ends:
+        while self._entries:
             self._end_first()
 
     def _end_first(self) -> None:
-        self._ends.popleft()[1]()
+        self._entries.popleft().do()
         self._tell()
 
     def _tell(self) -> None:
-        while self._ends and not self._ends[0][0]:
-            self._ends.popleft()[1]()
+        """Whoever waits for no flight any more."""
+        while self._entries and not self._entries[0].is_flight:
+            self._entries.popleft().do()
 
     def _land(self, flight: Flight, errors: list[TransferError]) -> None:
         self._flights -= 1
