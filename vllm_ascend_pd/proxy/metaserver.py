@@ -239,7 +239,11 @@ class Metaserver:
         failures = state.failures
         if self._used_up(state):
             return failures
-        choice = pool.order(prompt, without(pool.urls, frozenset(), exchange.failed_prefill), exchange.prefills)
+
+        def all_but(avoid: frozenset[str]) -> Choice:
+            return pool.order(prompt, without(pool.urls, avoid, exchange.failed_prefill), exchange.prefills)
+
+        choice = all_but(frozenset())
         if state.attempt != ticket.attempt:  # posted again
             try:
                 body = of_attempt(body, ticket, state.attempt, self._sign)
@@ -267,7 +271,7 @@ class Metaserver:
             except NotRepeatableError as error:
                 return [*failures[:-1], failure._replace(reason=f"{failure.reason} (no other attempt: {error})")]
             state.attempt += 1
-            choice = pool.order(prompt, without(pool.urls, avoid, exchange.failed_prefill), exchange.prefills)
+            choice = all_but(avoid)
             self._counts.retried(Role.PREFILL)
             attempt.span.retried(failure, choice.first)
             log.warning(
