@@ -33,9 +33,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Sending:
-    """A request with a ticket. `sent`: tokens up to here were handed to the ranks; `align`: what a part that is not
-    the last must be a multiple of; `held`: blocks of windows that the ranks read; `preempted`: how often, and whether
-    it is, as the ranks know; `failure`: why not all of it is sent."""
+    """A request with a ticket. `align`: what a part that is not the last must be a multiple of, in tokens; `sent`:
+    tokens up to here were handed to the ranks; `held`: blocks of windows that the ranks read; `announced`: the ranks
+    have the ticket; `sealed`: and all of the prompt; `preempted`: how often it was, and whether it is, as
+    `was_preempted` saw last; `failure`: why not all of it is sent."""
 
     request: "Request"
     ticket: Ticket
@@ -91,8 +92,9 @@ class ProducerScheduler:
         self._pool = pool
 
     def arrived(self, request: "Request") -> None:
-        """Of a window vLLM's prefix cache keeps what the next token sees, in our blocks. Where decode's are longer, the
-        first one begins before that: then the whole prompt is computed."""
+        """A request is new. Where decode's blocks of a window are longer than ours, its whole prompt is computed,
+        whatever the prefix cache has of it: of a window, vLLM keeps our blocks that the next token sees, and decode's
+        first block begins before those."""
         windowed = [(i, g.span) for i, g in enumerate(self._groups) if isinstance(g, TokenGroup) and g.windowed]
         if windowed and carries_ticket(params := request.kv_transfer_params):
             with suppress(TicketError):  # which `allocated` tells
@@ -143,14 +145,7 @@ class ProducerScheduler:
     def build_step(self, output: "SchedulerOutput") -> ProducerStep:
         step, self._step = self._step, ProducerStep()
         step.wait_s = self._idle.next(output.total_num_scheduled_tokens > 0, news=step != ProducerStep())
-        # Preempted between two steps (a prefix cache reset) and then aborted, a request is not in `_sending` any more.
-        step.preempted = {r for r in output.preempted_req_ids or () if r in self._sending or r in self._awaiting}
-        if not compat.NAMES_ALL_PREEMPTED:
-            held = {**self._sending, **self._awaiting}
-            self._unnamed |= {r for r, sending in held.items() if sending.was_preempted() and sending.announced}
-            if output.total_num_scheduled_tokens:  # else no blocks change hands yet
-                step.preempted |= self._unnamed & held.keys()
-                self._unnamed = set()
+        step.preempted = self._preempted(output)
         for request_id in step.preempted:  # the ranks will not read on, be it for a failure
             self._let_go(self._sending.get(request_id) or self._awaiting[request_id])
         for new in output.scheduled_new_reqs:
@@ -171,6 +166,18 @@ class ProducerScheduler:
                     known.extend(ids)
             self._advance(step, request_id, sending, computed, output)
         return step
+
+    def _preempted(self, output: "SchedulerOutput") -> set[str]:
+        """Requests whose blocks change hands in this step, and are not to be read any more. One that was preempted
+        between two steps (a prefix cache reset) and then aborted is in `_awaiting`."""
+        held = {**self._sending, **self._awaiting}
+        preempted = (output.preempted_req_ids or set()) & held.keys()
+        if not compat.NAMES_ALL_PREEMPTED:
+            self._unnamed |= {r for r, sending in held.items() if sending.was_preempted() and sending.announced}
+            if output.total_num_scheduled_tokens:  # else no blocks change hands yet
+                preempted |= self._unnamed & held.keys()
+                self._unnamed = set()
+        return preempted
 
     def update(self, report: WorkerReport | None, finished_sending: set[str]) -> None:
         """Takes note of what the ranks reported."""
