@@ -17,6 +17,7 @@ arrive, and its process has ended: one that is stopped for longer goes on where 
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRequest, Refused, Report, Writer
 from vllm_ascend_pd.core.topology import Sharding
@@ -27,7 +28,7 @@ MAX_TOMBSTONES = 16384
 MAX_WRITERS = 4096
 MAX_ATTEMPTS = 16
 
-# While a writer of the next attempt has asked within this time, it is waiting for its grant.
+# A writer of a higher attempt asks again and again: one that has within this time still waits for its grant.
 _WAITS_S = 5.0
 
 
@@ -54,6 +55,13 @@ class _Lease:
         return self.settled or (self.gone and now >= self.until)
 
 
+class _PrefillEnd(NamedTuple):
+    """When prefill ended, and for how long from then on writers may still come."""
+
+    at: float
+    settle_s: float
+
+
 @dataclass
 class ConsumerTicket:
     """What a decode rank knows of a ticket. Times are seconds of one monotonic clock, passed in.
@@ -73,7 +81,7 @@ class ConsumerTicket:
     bytes_before_end: int = 0
     _next: int = 0  # while FENCING: no lower attempt is granted any more
     _asked_at: float = -math.inf  # when a higher attempt last did
-    _ended: tuple[float, float] | None = None  # prefill: when, and how long to wait for its writers from then on
+    _prefill_end: _PrefillEnd | None = None
     _engine: tuple[str, Sharding] | None = None
     _leases: dict[Writer, _Lease] = field(default_factory=dict)
     _missing: frozenset[tuple[int, int]] = frozenset()  # which tickets of equal shapes share until a writer reports
@@ -190,22 +198,23 @@ class ConsumerTicket:
 
     def prefill_has_ended(self, now: float, settle_s: float) -> None:
         """Whoever wants to write has asked for it by now, or will within `settle_s`; else nobody will."""
-        self._ended = (now, settle_s)
+        self._prefill_end = _PrefillEnd(now, settle_s)
 
     def tick(self, now: float) -> None:
         """Lets time pass: a writer whose lease ran out is lost, and so is a ticket past its deadline."""
+        end = self._prefill_end
         if self.state is State.OPEN:
             lost = [w for w, lease in self._leases.items() if not lease.reported and now >= lease.until]
             if lost:
                 self._fence(f"prefill rank {lost[0].rank} of engine {lost[0].engine_id} went silent")
             elif now >= self.deadline:
                 self.fail("nothing was received" if not self._leases else "the transfer took too long")
-            elif self._ended is not None and now >= sum(self._ended) and not self.live_writers():
+            elif end is not None and now >= end.at + end.settle_s and not self.live_writers():
                 self.fail("prefill ended without writing everything")
         if self.state is State.FENCING:
-            # Ranks of another attempt ask when it begins: none has, so prefill ended with this one.
-            given_up = self._ended is not None and now >= self._ended[0] + min(self._ended[1], _WAITS_S)
-            if now >= self.deadline or (given_up and now >= self._asked_at + _WAITS_S):
+            # Ranks of another attempt ask when it begins, and go on asking: none does, so prefill ended with this one.
+            over = end is not None and now >= end.at + min(end.settle_s, _WAITS_S)
+            if now >= self.deadline or (over and now >= self._asked_at + _WAITS_S):
                 self.fail(self.reason)
 
     def quiet(self, now: float) -> bool:
@@ -242,5 +251,5 @@ class ConsumerTicket:
         self._engine = None
         self._leases.clear()
         self._missing = frozenset()
-        if self._ended is not None:
-            self._ended = (now, self._ended[1])
+        if self._prefill_end is not None:
+            self._prefill_end = self._prefill_end._replace(at=now)
