@@ -5,12 +5,14 @@ import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.plan import Regroup, Route, make_route, why_slow
 from vllm_ascend_pd.core.producer_ticket import Destination, RankKey
+from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.device.base import Device, DeviceError
 from vllm_ascend_pd.step import Send
@@ -40,6 +42,20 @@ class StepPlan:
     last: list[Transfer] = field(default_factory=list)
 
 
+class _Addressee(NamedTuple):
+    """A decode engine as its tickets describe it, not as it answered: every rank must arrive at the same plan, whatever
+    it has learnt so far (R5)."""
+
+    issuer: tuple[str, str]
+    sharding: Sharding
+    block_sizes: tuple[int, ...]
+    draft: str
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> "_Addressee":
+        return cls(ticket.issuer, ticket.sharding, tuple(ticket.remote_block_size), ticket.remote_draft)
+
+
 class Planner:
     """`regrouper`: None where the layout never needs it."""
 
@@ -67,7 +83,7 @@ class Planner:
         if not sends:
             return plan
         plan.unsaved = dict.fromkeys(self._caches.layers)
-        items: dict[tuple[tuple[str, str], Sharding, tuple[int, ...], str], list[Item]] = {}
+        items: dict[_Addressee, list[Item]] = {}
         for send in sends:
             transfer = transfers[send.request_id]
             if send.last:
@@ -76,16 +92,13 @@ class Planner:
                 continue
             ticket = transfer.ticket
             blocks = tuple(np.asarray(ids, dtype=np.int64) for ids in send.blocks)
-            # Engines are told apart by what their tickets say, not by what they answered: every rank must arrive
-            # at the same plan, whatever it has learnt so far (R5).
-            key = (ticket.issuer, ticket.sharding, tuple(ticket.remote_block_size), ticket.remote_draft)
-            items.setdefault(key, []).append(Item(transfer, send.start, send.stop, blocks))
-        for (_, decode, d_block_sizes, draft), group in items.items():
+            items.setdefault(_Addressee.of(ticket), []).append(Item(transfer, send.start, send.stop, blocks))
+        for decode, group in items.items():
             sender = senders[group[0].transfer.ticket.ticket_id]
             for index, geometry in enumerate(self._geometries):
-                if not geometry.is_known_to(draft):
+                if not geometry.is_known_to(decode.draft):
                     continue
-                shipment = self._make_shipment(index, decode, d_block_sizes, group)
+                shipment = self._make_shipment(index, decode.sharding, decode.block_sizes, group)
                 if shipment is not None:
                     plan.shipments.setdefault(index, []).append((sender, shipment))
         return plan
