@@ -144,8 +144,8 @@ class EnginePool:
 
         An engine of `choice` that cannot be connected to is replaced by the next; after all of them, each where that
         took too long is tried once more. Once anything may have been sent there is no second try here: the engine may
-        be working on it. `asked` gets the URL of each engine as its
-        turn comes. Raises EngineError, also for what goes wrong while the body is read inside the `async with`.
+        be working on it. `asked` gets the URL of each engine as its turn comes. Raises EngineError, also for what goes
+        wrong while the body is read inside the `async with`.
         """
         with ExitStack() as held:
             answer = await self._send(choice, method, path, headers, content, request_id, asked, held)

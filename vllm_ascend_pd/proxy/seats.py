@@ -13,7 +13,8 @@ from .registry import Engine
 
 
 class Party:
-    """Requests of one client's request: they have one place in a line, and take turns with those of others."""
+    """The prefills of one client's request. In a line they have one place together, and take turns with those of
+    others."""
 
     def __init__(self) -> None:
         self.places = 0
@@ -60,11 +61,12 @@ class Seats:
         avoid: Collection[str] = (),
         party: Party | None = None,
     ) -> Engine | None:
-        """A place at the first of some engines that has one, or gets one, or at one that joins meanwhile, but those in
-        `avoid`. None: the line is full, it took too long, or none of these engines may get requests any more.
-        `admitted`: the request had one before, so it is called before the line, be that full or not.
-        `party`: whom it came with. It is refused with the first of them or not at all: once one has had a place, the
-        others need none in the line, and wait until they leave it themselves."""
+        """A place at the first of some engines that has one, or gets one; also at one that joins meanwhile, unless it
+        is in `avoid`. None: the line is full, it took too long, or none of these engines may get requests any more.
+
+        `admitted`: the request had a place before, so it comes before the line, be that full or not. `party`: whom it
+        came with; None: nobody. A party as a whole is refused, or served: once one of it has had a place, the others
+        do not count in the line, and wait for any time."""
         party = party or Party()
         for engine in engines:
             if engine.open and self._is_free(engine):

@@ -137,9 +137,9 @@ class Regrouper:
         return slot
 
     def _acquire(self, shipment: Shipment) -> Slot:
-        """What has no grant yet keeps its slots, and with the last of them the model stands still (on an NPU; on a CPU,
-        all regrouping). So others wait for a decode engine's grants once; until it has given one, no more after that.
-        """
+        """Waits for a slot. What has no grant yet keeps its slots, and when no other is left, the model stands still
+        (on a CPU, all regrouping does). So for a decode engine's grants others wait `grant_patience_s` once; if that
+        was in vain, then what waits for its grants loses its slots at once, until it has granted something."""
         if self._tried_patience and not shipment.waits_for_grant:
             self._tried_patience.discard(shipment.decode_engine)
         if (slot := self._ring.take(shipment)) is not None:

@@ -37,9 +37,11 @@ _SETTLE_CHECK_S = 0.5
 
 @dataclass
 class LayerPush:
-    """A chunk of a shipment, for the tensors of one layer that lie alike. `ready`: when the bytes can be read;
-    `computed`: when they can be regrouped, if they must be; `slot`: where they are then (`filled` by `ready`), each
-    tensor's `staged_bytes` after the last one's."""
+    """A chunk of a shipment, for the tensors of one layer that lie alike. `ready`: when the bytes can be read.
+
+    Of one that is regrouped, `computed`: when that can begin; `slot`: where its bytes are once it is `ready`, each
+    tensor's `staged_bytes` after the last one's. Regrouping hands the slot over by `filled`, the sender takes it back
+    by `end`, and either may come first."""
 
     layer: str
     shipment: Shipment
@@ -127,8 +129,8 @@ class Sender:
         self._trace = trace
         self._ready_timeout_s = ready_timeout_s
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._unsettled: list[LayerPush] = []  # ended, their slots may still be read
         # Bounds the layers that wait; the other tasks are bounded by the number of transfers.
-        self._unsettled: list[LayerPush] = []
         self._room = threading.Semaphore(queue_size)
         self._thread = threading.Thread(target=self._run_owned, name=name, daemon=True)
         self._thread.start()

@@ -19,8 +19,8 @@ from vllm_ascend_pd.worker.patience import Patience
 
 @dataclass
 class Withdrawals:
-    """Counts those of all transfers that share this (`ProducerTicket.withdrawals`). Whoever sees the same number twice
-    knows that there were none in between; two at once may count as one."""
+    """How often any of the transfers that share this may have lost its leave to write (`ProducerTicket.withdrawals`).
+    Whoever sees the same `count` twice knows that none has in between. Two at once may count as one."""
 
     count: int = 0
 
@@ -124,8 +124,10 @@ class Transfer:
 
 
 class Leave:
-    """To write to `key` for several transfers at once (R2), which share `withdrawals`. Leases only get longer: as long
-    as the one that was to end first still runs, so do all."""
+    """Leave to write to decode rank `key`, for several transfers at once (R2), which share `withdrawals`.
+
+    It remembers until when all of them hold a lease, so that most questions take one comparison and no lock: leases
+    only get longer."""
 
     def __init__(self, transfers: Sequence[Transfer], key: RankKey) -> None:
         self._transfers = transfers
