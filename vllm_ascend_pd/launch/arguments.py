@@ -53,8 +53,8 @@ _OTHERS = {
 }
 """With the reason why not."""
 NAMES = (*_SECRET, *_OWN, *_OTHERS)
-_WHOLE = frozenset({"--ssl-keyfile", "--", "-"})
-"""Each is the beginning of one of these, and a word of its own."""
+_NOT_CUT = frozenset({"--ssl-keyfile", "--", "-"})
+"""Words that would be taken for one of `NAMES` cut short, and are not."""
 
 
 def refused_argument(argument: str) -> str | None:
@@ -64,7 +64,7 @@ def refused_argument(argument: str) -> str | None:
     """
     if "\n" in argument or "\0" in argument:
         return f"{argument[:40]!r} has more than one line"
-    name = _whole(re.split(r"[=.]", argument)[0].replace("_", "-"))
+    name = _in_full(re.split(r"[=.]", argument)[0].replace("_", "-"))
     if name in _SECRET:
         return (
             f"{name}: every user of the machine can read command lines; put {_SECRET[name]} into a file of mode 0600 "
@@ -77,9 +77,9 @@ def refused_argument(argument: str) -> str | None:
     return None
 
 
-def _whole(name: str) -> str:
-    """The name in the tables that a word stands for, if any."""
-    if name in NAMES or name in _WHOLE or not name.startswith("-"):
+def _in_full(name: str) -> str:
+    """The one of `NAMES` that a word may stand for, which may be cut short; another word as it is."""
+    if name in NAMES or name in _NOT_CUT or not name.startswith("-"):
         return name
     if name[:2] in ("-n", "-r"):
         return name[:2]

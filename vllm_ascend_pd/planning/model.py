@@ -210,9 +210,10 @@ def _alike_or_in_turn(text: Mapping[str, Any], model_type: str, layers: int) -> 
         raise _unsaid("layer_types")
     if "sliding_window" not in text and in_code("sliding_window", model_type):
         raise _unsaid("sliding_window")
-    switched = in_code("use_sliding_window", model_type)
-    window = text.get("sliding_window") if text.get("use_sliding_window", not switched) else None
-    if window and (switched or "max_window_layers" in text):
+    # Some models see the window only where use_sliding_window is true, and then in layers that their code chooses.
+    off_by_default = in_code("use_sliding_window", model_type)
+    window = text.get("sliding_window") if text.get("use_sliding_window", not off_by_default) else None
+    if window and (off_by_default or "max_window_layers" in text):
         raise _unsaid("layer_types")
     return ["sliding_attention" if window else "full_attention"] * layers
 
