@@ -18,7 +18,6 @@ from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.plan import Regroup
 from vllm_ascend_pd.core.producer_ticket import ProducerTicket
 from vllm_ascend_pd.core.protocol import EngineDescription
-from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.step import ProducerStep, WorkerReport
 from vllm_ascend_pd.timeline.prefill import prefill_trace
@@ -95,6 +94,7 @@ class ProducerWorker:
         opened, now = [], time.monotonic()
         for request_id, ticket in step.tickets.items():
             grant_deadline = now + self._config.grant_timeout_s
+            sender = self._peers.acquire(ticket)
             transfer = Transfer(
                 request_id,
                 ticket,
@@ -102,10 +102,10 @@ class ProducerWorker:
                 tuple(np.asarray(blocks, dtype=np.int64) for blocks in ticket.remote_block_ids),
                 ProducerTicket(grant_deadline, patience_ends=now + self._config.transfer_timeout_s),
                 self._withdrawals,
-                Patience(grant_deadline, self._config.control_timeout_s, partial(self._others_wait, ticket)),
+                sender.patience,
+                grant_deadline,
             )
             self._transfers[request_id] = transfer
-            sender = self._peers.acquire(ticket)
             self._senders[ticket.ticket_id] = sender
             self._in_use[sender] += 1
             self._peers.open(transfer)
@@ -278,9 +278,8 @@ class ProducerWorker:
 
         return work
 
-    def _others_wait(self, ticket: Ticket) -> bool:
-        """Are there transfers that have their grants, KV to be written, and the sender of `ticket`'s? On its thread."""
-        sender = self._senders.get(ticket.ticket_id)
+    def _others_wait(self, sender: Sender) -> bool:
+        """Has the sender transfers that have their grants, and KV to be written? On its thread."""
         return any(
             other.planned and other.state.may_be_written and self._senders.get(other.ticket.ticket_id) is sender
             for other in list(self._transfers.values())
@@ -349,7 +348,7 @@ class ProducerWorker:
     # What Peers asks for.
 
     def _make_sender(self, name: str) -> Sender:
-        return Sender(
+        sender = Sender(
             name,
             self._engine,
             self._ring,
@@ -360,6 +359,8 @@ class ProducerWorker:
             queue_size=self._config.push_queue_size,
             ready_timeout_s=self._config.collective_timeout_s + self._config.write_timeout_s,
         )
+        sender.patience = Patience(self._config.control_timeout_s, partial(self._others_wait, sender))
+        return sender
 
     def _check(self, description: EngineDescription) -> str | None:
         identity = self._identity

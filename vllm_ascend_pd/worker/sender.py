@@ -20,6 +20,7 @@ from vllm_ascend_pd.core.producer_ticket import RankKey
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.timeline.prefill import PrefillTrace
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
+from vllm_ascend_pd.worker.patience import Patience
 from vllm_ascend_pd.worker.peer import Course, DecodeLayout
 from vllm_ascend_pd.worker.pipeline import Pipeline
 from vllm_ascend_pd.worker.running_time import RunningTime
@@ -128,6 +129,7 @@ class Sender:
         self._stats = measured
         self._trace = trace
         self._ready_timeout_s = ready_timeout_s
+        self.patience = Patience()
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._unsettled: list[LayerPush] = []  # ended, their slots may still be read
         # Bounds the layers that wait; the other tasks are bounded by the number of transfers.

@@ -31,9 +31,10 @@ class Transfer:
     threads. `number` is known to nobody but this rank and the decode ranks it asks.
 
     The peer's sender alone writes for the transfer, and counts `written`: bytes for each decode rank, in all and before
-    the last layer was computed. `patience`: how long others wait for its grants; `planned`: some of it is to be
-    written, or was; `finishing`: a Finish task is queued; `told`: decode knows how it ended, or cannot be told;
-    `ended`: nothing reads the request's blocks any more; `released`: vLLM is done with the request.
+    the last layer was computed. `patience`: how long others wait for its grants, `patience_ends` at the earliest;
+    `planned`: some of it is to be written, or was; `finishing`: a Finish task is queued; `told`: decode knows how it
+    ended, or cannot be told; `ended`: nothing reads the request's blocks any more; `released`: vLLM is done with the
+    request.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class Transfer:
     state: ProducerTicket
     withdrawals: Withdrawals = field(default_factory=Withdrawals)
     patience: Patience = field(default_factory=Patience)
+    patience_ends: float = math.inf
     planned: bool = False
     number: int = field(default_factory=lambda: secrets.randbits(63))
     written: dict[RankKey, tuple[int, int]] = field(default_factory=dict)
@@ -113,12 +115,16 @@ class Transfer:
     def _await(self, question: Callable[[float], bool | None]) -> bool:
         with self._changed:
             before = self.state.withdrawals
+            waited = False
             while (answer := question(now := time.monotonic())) is None:
-                if self.patience.is_over(now):
+                waited = True
+                if self.patience.is_over(self.patience_ends, now):
                     self.state.fail("no grant came, and others' KV waited behind this", PushFailure.NO_GRANT)
                 else:
-                    ask_at = min(self.patience.next_look(now), self.state.grant_deadline)
+                    ask_at = min(self.patience.next_look(self.patience_ends, now), self.state.grant_deadline)
                     self._changed.wait(max(0.0, ask_at - now))
+            if waited and answer:
+                self.patience.rewarded()
             self._count(before)
             return answer
 
