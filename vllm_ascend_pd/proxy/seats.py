@@ -84,6 +84,7 @@ class Seats:
                 await waiting.over()
         except BaseException:
             if waiting.engine is not None:
+                party.places -= 1
                 self._leave(waiting.engine)
             raise
         finally:
