@@ -4,6 +4,7 @@ something waits for it."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -12,6 +13,8 @@ from typing import NamedTuple
 from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import Flight, TransferEngine, TransferError
 from vllm_ascend_pd.transport.peer_queue import BATCHES
+
+logger = logging.getLogger(__name__)
 
 Done = Callable[[TransferError | None], None]
 
@@ -37,20 +40,21 @@ class Pipeline:
         """Begins all `batches` (`TransferEngine.begin`), unless one fails. `done` is called once none of them is under
         way any more, with the first error; with the first of those after which bytes may still arrive, if any did."""
         errors: list[TransferError] = []
-        try:
-            for batch in batches:
-                self.make_room()
-                # Nobody waits for room who takes it from others: two senders to one peer would wait for each other.
-                while self._flights and not self._engine.has_room(session, batch):
-                    self._end_first()
-                if errors:
-                    break
+        for batch in batches:
+            self.make_room()
+            # Nobody waits for room who takes it from others: two senders to one peer would wait for each other.
+            while self._flights and not self._engine.has_room(session, batch):
+                self._end_first()
+            if errors:
+                break
+            try:
                 flight = self._engine.begin(session, batch, may_begin)
-                if flight is not None:
-                    self._flights += 1
-                    self._entries.append(_Entry(True, partial(self._land, flight, errors)))
-        except Exception as error:  # noqa: BLE001 - as in `_land`; what is under way already is waited for all the same
-            errors.append(_failure(session, error))
+            except Exception as error:  # noqa: BLE001 - as in `_land`; what is under way is waited for all the same
+                errors.append(_failure(session, error))
+                break
+            if flight is not None:
+                self._flights += 1
+                self._entries.append(_Entry(True, partial(self._land, flight, errors)))
         self.then(lambda: done(next((e for e in errors if e.may_arrive), errors[0]) if errors else None))
 
     def make_room(self) -> None:
@@ -93,4 +97,5 @@ def _failure(session: str, error: Exception) -> TransferError:
     """Of an error that nobody expects it is not known what it left under way."""
     if isinstance(error, TransferError):
         return error
+    logger.error("a write to %s failed", session, exc_info=error)
     return TransferError(session, repr(error), retryable=False, may_arrive=True)
