@@ -82,6 +82,7 @@ def our_side(
     from vllm_ascend_pd.worker.caches import LayerSpec, describe
     from vllm_ascend_pd.worker.exchange_group import ExchangeGroup
     from vllm_ascend_pd.worker.regroup import Regrouper
+    from vllm_ascend_pd.worker.running_time import RunningTime
     from vllm_ascend_pd.worker.shipment import Chunk, Shipment
     from vllm_ascend_pd.worker.staging import StagingRing
 
@@ -90,7 +91,7 @@ def our_side(
     [geometry] = registered.description.geometries
     route = make_route(geometry, rank, sharding(layer.ranks), sharding(1), BLOCK)
     slot_bytes = 2 * layer.num_blocks * BLOCK * geometry.token_bytes
-    ring: StagingRing[Shipment] = StagingRing(device.allocate(slot_bytes), slot_bytes, 1)
+    ring: StagingRing[Shipment] = StagingRing(device.allocate(slot_bytes), slot_bytes, 1, RunningTime())
     group = device.new_groups([route.ranks], timeout_s)[route.ranks]
     exchange = ExchangeGroup(device, route.ranks, str(route.ranks), group, rank, timeout_s)
     regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s, timeout_s)

@@ -7,6 +7,7 @@ each does depends on whether the engine prefills (producer) or decodes (consumer
 
 import secrets
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -314,17 +315,18 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         return LayerwisePushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.close(_CLOSE_TIMEOUT_S)
-        if self._device is not None:
-            self._device.close()
-        if self._engine is not None:
-            self._engine.close()
-        if self._listener is not None:
-            self._listener.close(_CLOSE_TIMEOUT_S)
-        if isinstance(self._scheduler, ConsumerScheduler):
-            self._scheduler.close()
-        self._worker = self._engine = self._device = self._listener = None
+        with ExitStack() as closing:  # all of them, in the opposite order, whatever one of them raises
+            if isinstance(self._scheduler, ConsumerScheduler):
+                closing.callback(self._scheduler.close)
+            if self._listener is not None:
+                closing.callback(self._listener.close, _CLOSE_TIMEOUT_S)
+            if self._engine is not None:
+                closing.callback(self._engine.close)
+            if self._device is not None:
+                closing.callback(self._device.close)
+            if self._worker is not None:
+                closing.callback(self._worker.close, _CLOSE_TIMEOUT_S)
+            self._worker = self._engine = self._device = self._listener = None
 
     @property
     def _port(self) -> int:

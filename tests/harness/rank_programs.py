@@ -2,6 +2,7 @@
 """What a rank's process runs: our real worker classes, over caches without a model."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -226,8 +227,8 @@ class PrefillRank(_RankBase):
 
         self.engine.begin = late
 
-    def lose_writes(self) -> None:
-        """From now on every batch fails once it is under way."""
+    def lose_writes(self, many: float = math.inf, may_arrive: bool = False) -> None:
+        """From now on so many batches fail once they are under way."""
         begin = TransferEngine.begin
         self.begun = 0
 
@@ -238,11 +239,12 @@ class PrefillRank(_RankBase):
             def wait(self) -> None:
                 if self.flight is not None:
                     self.flight.wait()
-                raise TransferError(self.session, "lost by the test", retryable=True)
+                raise TransferError(self.session, "lost by the test", retryable=True, may_arrive=may_arrive)
 
-        def begin_lost(session: str, batch: Batch, *others: Any) -> Lost:
+        def begin_lost(session: str, batch: Batch, *others: Any) -> Any:
             self.begun += 1
-            return Lost(session, begin(self.engine, session, batch, *others))
+            flight = begin(self.engine, session, batch, *others)
+            return Lost(session, flight) if self.begun <= many else flight
 
         self.engine.begin = begin_lost
 

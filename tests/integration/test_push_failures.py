@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes wrong between ranks fails the request it belongs to, with a reason, and no other (R1, R2, R6)."""
 
+import threading
 import time
 from collections.abc import Iterator
 from functools import reduce
@@ -142,6 +143,30 @@ def test_staging_is_not_left_to_requests_without_a_grant() -> None:
     expect_delivery(pair, requests[2:])
     assert set(counted(pair)[PUSH_FAILURES.name]) == {"no_grant"}
     assert pair.close() == []
+
+
+def test_a_slot_that_rests_is_given_back_to_who_waits_for_it() -> None:
+    """After a failed write, until its bytes can arrive no more; the sender itself has to wait for it."""
+    config = {"staging_slots": 1, "write_timeout_s": 1.0, "collective_timeout_s": 30.0}
+    pair = Pair(Model(layers=3), Side(2), Side(1), config)
+    pair.p_ranks[0].call("lose_writes", 1, True)
+    began = time.monotonic()
+    requests = prompts(pair, [40])
+    run(pair, requests)
+    expect_delivery(pair, requests)
+    assert time.monotonic() - began >= 5.0, "it has rested"
+    assert pair.close() == []
+
+
+def close_worker(rank: PrefillRank) -> list[str]:
+    rank.worker.close(5.0)
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("pd-sender")]
+
+
+def test_closing_waits_for_nobodys_grants(pair: Pair) -> None:
+    requests = prompts(pair, [64])
+    prefill(pair, requests, {p.request_id: pair.ticket(p) for p in requests})  # decode is never told
+    assert pair.each(pair.p_ranks, "do", close_worker) == [[] for _ in pair.p_ranks]
 
 
 def test_a_made_up_ticket_gets_no_grant(pair: Pair) -> None:

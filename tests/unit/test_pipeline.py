@@ -180,6 +180,19 @@ def test_an_error_that_nobody_expects_at_a_beginning_waits_for_what_is_under_way
     assert engine.log == ["begin b1", "arrived b1", "done b: well", "done a: RuntimeError('a2 meets a defect')"]
 
 
+def test_an_error_of_whoever_is_told_is_no_writes(engine, pipeline):
+    """It is nobody's whose write is begun meanwhile: the sender ends with it."""
+
+    def told() -> None:
+        raise AssertionError("a defect of the transfer before")
+
+    write(pipeline, engine, "a1", "a2")
+    pipeline.then(told)
+    with pytest.raises(AssertionError, match="of the transfer before"):
+        write(pipeline, engine, "b1", "b2")
+    assert not any(line.startswith("done b") for line in engine.log)
+
+
 def test_nothing_to_write_is_done_in_turn(engine, pipeline):
     write(pipeline, engine, "a1")
     pipeline.write("peer", [], lambda: True, lambda error: engine.log.append(f"nothing: {error}"))

@@ -53,7 +53,10 @@ class ProducerWorker:
         self._device = device
         self._engine = engine
         self._caches = caches
-        self._ring, self._regrouper = make_regrouper(identity, config, device, engine, caches, step_tokens)
+        self._running_time = RunningTime()
+        self._ring, self._regrouper = make_regrouper(
+            identity, config, device, engine, caches, step_tokens, self._running_time
+        )
         self._planner = Planner(identity, caches, device, self._regrouper)
         self._senders: dict[str, Sender] = {}  # by ticket id
         self._in_use: Counter[Sender] = Counter()  # how many of these tickets each sender has
@@ -65,7 +68,6 @@ class ProducerWorker:
         self._written: tuple[str, Event] | None = None  # what was written since the last layer was announced
         self._wait_s = 0.0
         self._changed = threading.Condition()
-        self._running_time = RunningTime()
         self._stats = stats.Stats(f"{identity.pp_rank}/{identity.rank}")
         self._trace = prefill_trace(config, identity)
         self._done: set[str] = set()
@@ -229,6 +231,8 @@ class ProducerWorker:
         return [transfer for transfer in self._ungranted if transfer.state.waits_for_grant]
 
     def close(self, timeout_s: float) -> None:
+        for transfer in list(self._transfers.values()):  # nobody waits for its grants any more
+            transfer.fail("prefill shuts down", PushFailure.ABORTED)
         self._peers.close(timeout_s)
         if self._regrouper is not None:
             self._regrouper.close(timeout_s)

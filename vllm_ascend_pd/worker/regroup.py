@@ -21,6 +21,7 @@ from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.worker.caches import RegisteredCaches
 from vllm_ascend_pd.worker.exchange_group import ExchangeGroup
 from vllm_ascend_pd.worker.identity import Identity
+from vllm_ascend_pd.worker.running_time import RunningTime
 from vllm_ascend_pd.worker.shipment import Chunk, Shipment
 from vllm_ascend_pd.worker.staging import Slot, StagingRing
 
@@ -162,6 +163,7 @@ def make_regrouper(
     engine: TransferEngine,
     caches: RegisteredCaches,
     step_tokens: int,
+    running_time: RunningTime,
 ) -> tuple[StagingRing[Shipment] | None, Regrouper | None]:
     """A ring and all-to-all groups, where this engine's layout may ever need regrouping.
 
@@ -182,8 +184,8 @@ def make_regrouper(
             world = tuple(identity.stage_ranks[rank] for rank in ranks)
             place = ranks.index(identity.rank)
             mine[ranks] = ExchangeGroup(device, world, str(ranks), groups[world], place, config.collective_timeout_s)
-    ring: StagingRing[Shipment] = StagingRing(buffer, size, slots)
-    # After a failed write a slot rests until nothing can read it any more.
+    ring: StagingRing[Shipment] = StagingRing(buffer, size, slots, running_time)
+    # A slot may have to rest.
     slot_timeout_s = config.write_timeout_s + engine.limits.settle_s
     return ring, Regrouper(device, ring, mine, slot_timeout_s, grant_patience_s=config.control_timeout_s)
 

@@ -25,15 +25,13 @@ from vllm_ascend_pd.worker.peer import Course, DecodeLayout
 from vllm_ascend_pd.worker.pipeline import Pipeline
 from vllm_ascend_pd.worker.running_time import RunningTime
 from vllm_ascend_pd.worker.shipment import Chunk, Parcel, Shipment
-from vllm_ascend_pd.worker.staging import Slot, StagingRing
+from vllm_ascend_pd.worker.staging import LOOK_S, Slot, StagingRing
 from vllm_ascend_pd.worker.transfer import Leave, Transfer
 
 logger = logging.getLogger(__name__)
 
 # Pause before a request's own write is tried for the last time.
 _RETRY_PAUSE_S = 0.05
-# How often slots of failed writes are looked at while nothing else is to do.
-_SETTLE_CHECK_S = 0.5
 
 
 @dataclass
@@ -131,7 +129,6 @@ class Sender:
         self._ready_timeout_s = ready_timeout_s
         self.patience = Patience()
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._unsettled: list[LayerPush] = []  # ended, their slots may still be read
         # Bounds the layers that wait; the other tasks are bounded by the number of transfers.
         self._room = threading.Semaphore(queue_size)
         self._thread = threading.Thread(target=self._run_owned, name=name, daemon=True)
@@ -178,9 +175,7 @@ class Sender:
 
     def _run(self) -> None:
         retired = False
-        while not self._closing and not (retired and not self._unsettled):
-            if self._unsettled:
-                self._release_settled()
+        while not self._closing and not (retired and not self._slots_rest()):
             try:
                 task = self._next()
             except queue.Empty:
@@ -196,12 +191,15 @@ class Sender:
         self._pipeline.drain()
 
     def _next(self) -> Task | None:
-        """Raises queue.Empty while nothing is to do but to look at failed writes' slots."""
+        """Raises queue.Empty while nothing is to do but to look at slots that rest."""
         if not self._pipeline.is_empty:
             with contextlib.suppress(queue.Empty):
                 return self._tasks.get_nowait()
             self._pipeline.drain()
-        return self._tasks.get(timeout=_SETTLE_CHECK_S if self._unsettled else None)
+        return self._tasks.get(timeout=LOOK_S if self._slots_rest() else None)
+
+    def _slots_rest(self) -> bool:
+        return self._ring is not None and self._ring.rests()
 
     def _push(self, task: LayerPush) -> None:
         with self._owning(task):
@@ -224,10 +222,9 @@ class Sender:
         task.shipment.push_ended()
         if task.begun:
             self._stats.observe(stats.LAYER_PUSH_SECONDS, time.monotonic() - task.begun)
-        if task.settled_at > 0:
-            self._unsettled.append(task)
-        else:
-            self._release(task)
+        if (slot := task.end()) is not None:
+            assert self._ring is not None
+            self._ring.release(slot, task.settled_at)
         if task.has_room:
             self._room.release()
 
@@ -335,14 +332,3 @@ class Sender:
             task.settled_at = self._running_time() + self._engine.limits.settle_s
             for i in items:
                 task.shipment.transfers[i].unsettle(task.settled_at)
-
-    def _release_settled(self) -> None:
-        now = self._running_time()
-        for push in [push for push in self._unsettled if push.settled_at <= now]:
-            self._unsettled.remove(push)
-            self._release(push)
-
-    def _release(self, push: LayerPush) -> None:
-        if (slot := push.end()) is not None:
-            assert self._ring is not None
-            self._ring.release(slot)

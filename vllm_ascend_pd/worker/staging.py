@@ -2,12 +2,18 @@
 """The staging ring: registered memory where regrouped KV waits to be sent, a slot per layer in flight."""
 
 import threading
+import time
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
+from vllm_ascend_pd.worker.running_time import RunningTime
+
 H = TypeVar("H")
+
+LOOK_S = 0.5
+"""How often, in seconds, it is looked whether a slot has rested for long enough."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +26,18 @@ class Slot:
 
 
 class StagingRing(Generic[H]):
-    """`slots` slots of `slot_bytes` each in `buffer`, handed out to holders and taken back in any order."""
+    """`slots` slots of `slot_bytes` each in `buffer`, handed out to holders and taken back in any order. After a failed
+    write a slot rests until nothing can read it any more."""
 
-    def __init__(self, buffer: torch.Tensor, slot_bytes: int, slots: int) -> None:
+    def __init__(self, buffer: torch.Tensor, slot_bytes: int, slots: int, running_time: RunningTime) -> None:
         assert buffer.numel() >= slot_bytes * slots
         self.buffer = buffer
         self.slot_bytes = slot_bytes
         first = buffer.data_ptr()
         self._free = [Slot(n, n * slot_bytes, first + n * slot_bytes) for n in range(slots)]
         self._holders: dict[int, H] = {}
+        self._resting: list[tuple[float, Slot]] = []  # until when
+        self._running_time = running_time
         self._changed = threading.Condition()
 
     @property
@@ -40,6 +49,7 @@ class StagingRing(Generic[H]):
     def take(self, holder: H) -> Slot | None:
         """None: none is free."""
         with self._changed:
+            self.rests()
             if not self._free:
                 return None
             slot = self._free.pop()
@@ -48,16 +58,30 @@ class StagingRing(Generic[H]):
 
     def acquire(self, holder: H, timeout_s: float) -> Slot:
         """Waits for a free slot. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
         with self._changed:
-            if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
-                raise TimeoutError(f"no staging slot became free in {timeout_s} s: the link does not keep up")
-            slot = self.take(holder)
-        assert slot is not None
+            while (slot := self.take(holder)) is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no staging slot became free in {timeout_s:g} s: the link does not keep up")
+                self._changed.wait(min(left, LOOK_S) if self._resting else left)
         return slot
 
-    def release(self, slot: Slot) -> None:
+    def release(self, slot: Slot, settled_at: float = 0.0) -> None:
+        """`settled_at`: when nothing can read it any more, in running time."""
         with self._changed:
             assert slot not in self._free
-            self._free.append(slot)
             del self._holders[slot.index]
+            self._resting.append((settled_at, slot))
+            self.rests()
             self._changed.notify()
+
+    def rests(self) -> bool:
+        """Does any slot? To be asked every `LOOK_S` while one does, by whoever has nothing else to do: running time
+        stands still where nobody asks."""
+        with self._changed:
+            if self._resting:
+                now = self._running_time()
+                self._free += [slot for until, slot in self._resting if until <= now]
+                self._resting = [(until, slot) for until, slot in self._resting if until > now]
+            return bool(self._resting)
