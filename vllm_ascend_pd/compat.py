@@ -2,7 +2,7 @@
 """What we read from vLLM's insides, and what differs between the versions supported (0.23.0 and 0.32.0)."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm.envs as envs
@@ -19,6 +19,7 @@ from vllm_ascend_pd.worker.caches import LayerSpec, StateSpec
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -79,6 +80,42 @@ def accept_lost_blocks_of_any_groups() -> None:
         return set()
 
     Scheduler._handle_invalid_blocks = handle_invalid_blocks
+
+
+def keep_cached_blocks_until_all_groups_have_theirs() -> None:
+    """Lets vLLM 0.23 allocate for tokens that come from elsewhere as 0.32 does: of a request of which some blocks are
+    cached, none of the cached ones.
+
+    0.23 goes through the cache groups one by one, each taking its cached blocks first and new ones then: new ones of
+    one group may be cached blocks of the next, and prefill would write both groups' KV into them.
+    """
+    if HAS_TRANSFER_RESULTS:
+        return
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+
+    by_groups = KVCacheCoordinator.allocate_new_computed_blocks
+    if by_groups.__module__ == __name__:
+        return
+
+    def allocate_new_computed_blocks(
+        self: Any,
+        request_id: str,
+        new_computed_blocks: "tuple[Sequence[KVCacheBlock], ...]",
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        tokens = num_local_computed_tokens + num_external_computed_tokens
+        kept: list[KVCacheBlock] = []
+        if num_external_computed_tokens:
+            for manager, cached in zip(self.single_type_managers, new_computed_blocks, strict=True):
+                # What has left a window is not taken.
+                skipped = manager.get_num_skipped_tokens(tokens) // manager.block_size
+                kept += [block for block in cached[skipped:] if not block.is_null]
+        self.block_pool.touch(kept)
+        by_groups(self, request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens)
+        self.block_pool.free_blocks(reversed(kept))
+
+    KVCacheCoordinator.allocate_new_computed_blocks = allocate_new_computed_blocks
 
 
 # vLLM names child `i` of a request with n > 1 `i_<id>`, and appends 8 random characters to every id.

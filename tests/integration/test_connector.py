@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 import vllm_ascend_pd
 from harness.ports import reserve_port
@@ -122,6 +122,28 @@ def test_what_a_cache_holds_is_told_apart(model: Path, cache_dtype: Any, stored:
 
 EMPTY = SchedulerOutput.make_empty()
 COMPUTING = dataclasses.replace(EMPTY, total_num_scheduled_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "window", "refused"), [("recompute", 64, True), ("recompute", 0, False), ("fail", 64, False)]
+)
+def test_to_compute_again_what_needs_more_blocks_than_its_transfer(
+    connector_class: type[KVConnectorBase_V1], model: Path, policy: str, window: int, refused: bool
+) -> None:
+    """vLLM would wait for them before requests that have them, and that it could run."""
+    config = EngineArgs(model=str(model), max_model_len=512).create_engine_config()
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="LayerwisePushConnector",
+        kv_role="kv_consumer",
+        kv_port=reserve_port(),
+        kv_load_failure_policy=policy,
+    )
+    caches = one_layer(torch.float32)
+    if window:
+        of_a_block = {"block_size": 16, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
+        caches.kv_cache_groups[0].kv_cache_spec = SlidingWindowSpec(**of_a_block, sliding_window=window)
+    with pytest.raises(ConfigError, match="Set it to fail") if refused else contextlib.nullcontext():
+        connector_class(config, KVConnectorRole.SCHEDULER, caches).shutdown()
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ def test_an_engine_whose_ranks_are_outside_the_allow_list(pair: Pair) -> None:
     tickets = pair.announce(requests)
     prefill(pair, requests, tickets)
     reason = pair.wait_sent(1)["request-0"]
-    assert "decode's rank (0, 0): host '127.0.0.1' is not in decode_allowlist" in reason
+    assert "decode's rank (0, 0): host is not in decode_allowlist" in reason
     assert pair.differences([]) == [], "not one byte"
     received, failed = pair.wait_arrivals(1, timeout_s=60)
     assert received == set()

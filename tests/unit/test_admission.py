@@ -171,7 +171,7 @@ def test_a_made_up_host_is_refused(secret):
         return unsigned if secret is None else signed(unsigned, secret, int(NOW) + LIFE_S)
 
     assert prefill.error(made(1, "10.0.0.9")) is None
-    assert prefill.error(made(2, "127.0.0.1")) == "the ticket's host '127.0.0.1' is not in decode_allowlist"
+    assert prefill.error(made(2, "127.0.0.1")) == "the ticket's host is not in decode_allowlist"
     assert "neither an address nor a host's name" in prefill.error(made(3, "eth0;10.0.0.9"))
 
 

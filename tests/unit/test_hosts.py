@@ -35,7 +35,7 @@ def test_what_a_list_admits(host):
     ],
 )
 def test_what_a_list_refuses(host):
-    assert LISTED.refusal(host) == f"host {host!r} is not listed"
+    assert LISTED.refusal(host) == "host is not listed"
 
 
 @pytest.mark.parametrize("entry", ["10.1.0.1/16", "10.1.0.0/33", "", "a b", "http://10.0.0.1", "10.1", "a/b", "*"])

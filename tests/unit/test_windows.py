@@ -142,6 +142,78 @@ def test_blocks_of_windows_are_held_until_they_are_sent(spec: Any, prompt: int, 
     assert remembered(prefill.scheduler) == {}
 
 
+def test_blocks_are_held_while_decodes_longer_ones_fill_up() -> None:
+    """Parts are cut to the longer blocks: of a window, tokens that are computed are sent only steps later."""
+    p_block, d_block, prompt = BLOCK, 4 * BLOCK, 30
+    narrow = SlidingWindowSpec(**OF_A_BLOCK, sliding_window=3)
+    decode = Engine(dataclasses.replace(narrow, block_size=d_block), block=d_block)
+    ticket = msgspec.structs.replace(ticket_of(decode, prompt, d_block), remote_block_size=[d_block])
+    prefill = Engine(narrow)
+    prefill.pool.get_new_blocks(prefill.all_free - 7)  # others': of what is given away, blocks soon come again
+    free = prefill.pool.get_num_free_blocks()
+    scheduler = ProducerScheduler(prefill.groups, IdleWait(0.05, in_flight=2))
+    scheduler.bind(prefill.pool)
+    request = make_request("p", prompt, msgspec.to_builtins(ticket))
+    computed: dict[int, int] = {}  # block id -> its number, of what was computed last
+    request.num_computed_tokens = done = 0
+    for tokens in (22, 4, 4):
+        known = len(prefill.manager.get_block_ids("p")[0]) if done else 0
+        blocks = prefill.allocate(request, tokens)
+        computed |= {blocks[0][n]: n for n in range(done // p_block, math.ceil((done + tokens) / p_block))}
+        part = Scheduled(request, (blocks[0][known:],), done, tokens)
+        if not done:
+            scheduler.allocated(request, blocks)
+        step = scheduler.build_step(make_output(**{"running" if done else "new": [part]}))
+        request.num_computed_tokens = done = done + tokens
+        for send in step.sends:
+            for number, block in enumerate(send.blocks[0], send.start // p_block):
+                if ticket.remote_block_ids[0][number * p_block // d_block]:
+                    assert computed[block] == number, "it holds other tokens"
+    prefill.manager.remove_skipped_blocks("p", done)
+    assert scheduler.finished(request)[0]
+    prefill.manager.free(request)
+    scheduler.update(None, {"p"})
+    assert prefill.pool.get_num_free_blocks() == free
+    assert len({block.block_id for block in prefill.pool.get_new_blocks(free)}) == free, "a block was given away twice"
+
+
+def test_no_block_is_of_two_groups_where_some_are_cached() -> None:
+    """Of decode: new blocks of one group, for tokens from prefill, and cached ones of the next."""
+    compat.keep_cached_blocks_until_all_groups_have_theirs()
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    window = SlidingWindowSpec(**OF_A_BLOCK, sliding_window=12)
+    decode = Engine(FullAttentionSpec(**OF_A_BLOCK), window, caching=True)
+
+    def request(name: str, prompt: list[int]) -> Request:
+        return Request(name, prompt, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+
+    beginning = list(range(100, 112))
+    before, others = request("before", beginning), request("others", list(range(200, 248)))
+    for each in (before, others):  # the second leaves the first one's blocks to be given away next
+        decode.allocate(each, len(each.prompt_token_ids))
+        each.num_computed_tokens = len(each.prompt_token_ids)
+        decode.manager.free(each)
+    rest = decode.pool.get_num_free_blocks() - 2 * (len(beginning) + 48) // BLOCK
+    decode.pool.get_new_blocks(rest)
+    asked = request("asked", [*beginning, *range(300, 309)])
+    cached, known = decode.manager.get_computed_blocks(asked)[:2]
+    assert known == len(beginning)
+    blocks = decode.allocate(
+        asked,
+        0,
+        num_new_computed_tokens=known,
+        new_computed_blocks=cached,
+        num_external_computed_tokens=asked.num_tokens - 1 - known,
+        delay_cache_blocks=True,
+    )
+    full, windowed = (set(ids) - {0} for ids in blocks)
+    assert not full & windowed
+    assert all(decode.pool.blocks[block].ref_cnt == 1 for block in full | windowed)
+    decode.manager.free(asked)
+    assert decode.pool.get_num_free_blocks() == decode.all_free - rest
+
+
 @kinds
 def test_nothing_is_held_that_decode_does_not_want(spec: Any) -> None:
     prefill = Prefill(spec, prompt=27)

@@ -45,9 +45,9 @@ def _misplaced(rank: RankDescription, hosts: HostList) -> str | None:
     except ValueError as error:
         return str(error)
     if not rank.control.startswith("tcp://"):
-        return f"{rank.control[:80]!r} is not tcp://host:port"
+        return "its control is not at tcp://host:port"
     if normal_host(control) != normal_host(session):
-        return f"its control is on host {control}, its session on {session}"
+        return "its control is on another host than its session"
     return hosts.refusal(control)
 
 

@@ -61,13 +61,13 @@ class HostList:
                 self._names.add(normal_host(entry))
 
     def refusal(self, host: str) -> str | None:
-        """Why `host` must not be connected to; None if it may."""
+        """Why `host` must not be connected to, without its name, which clients shall not learn; None if it may."""
         address = _address(host)
         if address is None:
             admitted = host.lower() in self._names
         else:
             admitted = any(address in network for network in self._networks if network.version == address.version)
-        return None if admitted else f"host {host[:80]!r} {self._hint}"
+        return None if admitted else f"host {self._hint}"
 
 
 class AnyHost(HostList):

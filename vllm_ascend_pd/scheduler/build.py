@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from vllm_ascend_pd import compat
 from vllm_ascend_pd.config import ConfigError, ConnectorConfig, TlsConfig
+from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.doorbell import Doorbell
 from vllm_ascend_pd.scheduler.admission import Admission
@@ -46,10 +47,18 @@ def make_scheduler(
     if transfer.is_kv_producer:
         hosts = decode_hosts(config.decode_allowlist, host, secret is not None)
         return ProducerScheduler(groups, IdleWait(longest_s, in_flight), Admission(hosts, secret))
+    recomputes = transfer.kv_load_failure_policy == "recompute"
+    if recomputes and any(isinstance(group, TokenGroup) and group.windowed for group in groups):
+        raise ConfigError(
+            "kv_load_failure_policy is recompute, for a model with sliding windows or chunked attention: where blocks "
+            "run out, vLLM would wait for ever for what a request computed again needs beyond its transfer. Set it to "
+            "fail: the proxy tries again"
+        )
     compat.accept_lost_blocks_of_any_groups()
+    compat.keep_cached_blocks_until_all_groups_have_theirs()
     draft = compat.draft_summary(vllm_config)
     listener = Listener(started_as, host, port, sharding.tp, sharding.parts, sharding.interleave, draft)
-    settings = _metaserver_settings(config, recomputes=transfer.kv_load_failure_policy == "recompute")
+    settings = _metaserver_settings(config, recomputes)
     client = MetaserverClient(settings, own_host=host)
     signer = None if secret is None else Signer(secret, config.transfer_timeout_s)
     # Of the CPU backend a single rank has a process of its own, too.

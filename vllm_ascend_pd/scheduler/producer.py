@@ -34,9 +34,10 @@ logger = logging.getLogger(__name__)
 @dataclass
 class _Sending:
     """A request with a ticket. `align`: what a part that is not the last must be a multiple of, in tokens; `sent`:
-    tokens up to here were handed to the ranks; `held`: blocks of windows that the ranks read; `announced`: the ranks
-    have the ticket; `sealed`: and all of the prompt; `preempted`: how often it was, and whether it is, as
-    `was_preempted` saw last; `failure`: why not all of it is sent."""
+    tokens up to here were handed to the ranks; `held`: blocks of windows that the ranks read or will, of each cache
+    group those before its block number `held_to`; `announced`: the ranks have the ticket; `sealed`: and all of the
+    prompt; `preempted`: how often it was, and whether it is, as `was_preempted` saw last; `failure`: why not all of it
+    is sent."""
 
     request: "Request"
     ticket: Ticket
@@ -45,6 +46,7 @@ class _Sending:
     align: int
     sent: int
     held: "list[KVCacheBlock]" = field(default_factory=list)
+    held_to: dict[int, int] = field(default_factory=dict)
     announced: bool = False
     sealed: bool = False
     preempted: tuple[int, bool] = (0, False)
@@ -126,7 +128,8 @@ class ProducerScheduler:
                 raise TicketError(f"max_tokens is {request.max_tokens}: states change with every token generated")
             self._admission.admit(ticket)
         except TicketError as error:
-            logger.warning("request %s: no KV will be sent: %s", request.request_id, error)
+            host = params.get("remote_host")  # which no reason names that a client may read
+            logger.warning("request %s: no KV will be sent to %r: %s", request.request_id, host, error)
             self._errors[request.request_id] = str(error)
             self._stats.add(stats.PUSH_FAILURES, reason=PushFailure.TICKET.value)
             span.end({}, PushFailure.TICKET.value, str(error))
@@ -227,6 +230,9 @@ class ProducerScheduler:
         total = sending.ticket.num_tokens
         done = computed + output.num_scheduled_tokens[request_id]
         last = done >= total
+        for index, group in enumerate(self._groups):
+            if isinstance(group, TokenGroup) and group.windowed:
+                self._hold(sending, index, group.span, min(done, total))
         start, stop = sending.sent, total if last else done - done % sending.align
         if stop <= start and not last:
             return
@@ -237,21 +243,21 @@ class ProducerScheduler:
         step.sends.append(Send(request_id, start, stop, blocks, last))
         sending.sent = stop
         sending.sealed = last
-        for index, group in enumerate(self._groups):
-            if isinstance(group, TokenGroup) and group.windowed:
-                self._hold(sending, index, group.span, start, blocks[index])
 
-    def _hold(self, sending: _Sending, index: int, span: int, start: int, blocks: Sequence[int]) -> None:
+    def _hold(self, sending: _Sending, index: int, span: int, done: int) -> None:
         """Of a window vLLM gives blocks away while the request runs on, and again when it ends. Those that decode has
-        blocks for must stay as they are until they are sent (R3). `blocks`: of group `index`, of `span` tokens each,
-        from the one that holds token `start` on."""
+        blocks for must stay as they are from when they are computed, though decode's longer ones may have to fill up
+        first, until they are sent (R3). `done`: tokens that are computed after this step."""
         assert self._pool is not None
         d_blocks, d_span = sending.ticket.remote_block_ids[index], sending.ticket.span(index)
-        for number, block in enumerate(blocks, start // span):
+        first, stop = max(sending.held_to.get(index, 0), sending.sent // span), math.ceil(done / span)
+        for number in range(first, stop):
+            block = sending.blocks[index][number]
             wanted = d_blocks[number * span // d_span : math.ceil((number + 1) * span / d_span)]
             if block != NULL_BLOCK and any(d_block != NULL_BLOCK for d_block in wanted):
                 sending.held.append(self._pool.blocks[block])
                 self._pool.touch(sending.held[-1:])
+        sending.held_to[index] = max(first, stop)
 
     def _end(self, sending: _Sending) -> None:
         self._tickets.discard(sending.ticket.ticket_id)
@@ -263,6 +269,7 @@ class ProducerScheduler:
             assert self._pool is not None
             self._pool.free_blocks(sending.held)
             sending.held = []
+        sending.held_to = {}
 
 
 def _spans(groups: Iterable[CacheGroup]) -> list[int]:
