@@ -42,7 +42,7 @@ console = Console()
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-class Device(str, enum.Enum):
+class Device(enum.StrEnum):
     CPU = "cpu"
     NPU = "npu"
 

@@ -22,7 +22,7 @@ VAGUE = re.compile(r"|Internal server error|decode engine: it failed, and has no
 """Errors that name no reason."""
 
 
-class Outcome(str, enum.Enum):
+class Outcome(enum.StrEnum):
     RIGHT = "right"
     FAILED = "failed cleanly"
     UNCLEAR = "failed without a reason"

@@ -56,7 +56,7 @@ def plugins_on_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))}
 
 
-class Role(str, enum.Enum):
+class Role(enum.StrEnum):
     """`kv_role` of an engine; a `SINGLE` one has no connector."""
 
     SINGLE = "single"

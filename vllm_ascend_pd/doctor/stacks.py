@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-MIN_PYTHON = (3, 10)
+MIN_PYTHON = (3, 11)
 """As `requires-python` in pyproject.toml."""
 
 VLLM = ("0.23.0", "0.32.0")

@@ -36,7 +36,7 @@ def _mooncake_ports(devices: int | None) -> range:
 MOONCAKE_PORTS = {device: _mooncake_ports(devices) for device, devices in DEVICES_PER_NODE.items()}
 
 
-class Device(str, enum.Enum):
+class Device(enum.StrEnum):
     A2 = "a2"
     A3 = "a3"
     CPU = "cpu"

@@ -14,7 +14,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Executor(str, enum.Enum):
+class Executor(enum.StrEnum):
     """Who starts an engine's ranks: vLLM by itself (`mp`), or a Ray cluster that runs already."""
 
     MP = "mp"

@@ -13,7 +13,7 @@ from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.scheduler.allowlist import Allowlist
 
 
-class Role(str, enum.Enum):
+class Role(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
 

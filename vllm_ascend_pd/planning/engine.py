@@ -10,7 +10,7 @@ from vllm_ascend_pd.core.layout import CacheTensor, Geometry, RankCaches, block_
 from vllm_ascend_pd.planning.model import Cached, Model, PlanError
 
 
-class Layout(str, enum.Enum):
+class Layout(enum.StrEnum):
     """Who lays caches out. VLLM_ASCEND: token-major, a tensor each for K and V; VLLM_CPU: head-major, both in one."""
 
     VLLM_ASCEND = "vllm-ascend"

@@ -15,7 +15,7 @@ class PlanError(ValueError):
     """Engines or a model that cannot work together, or that this command cannot describe."""
 
 
-class CacheDtype(str, enum.Enum):
+class CacheDtype(enum.StrEnum):
     """Type of a cache's elements; AUTO is the model's own."""
 
     AUTO = "auto"

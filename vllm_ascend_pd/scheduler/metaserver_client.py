@@ -182,7 +182,7 @@ class MetaserverClient:
             await asyncio.wait_for(self._in_turn(post), post.deadline - self._loop.time())
         except FinalError as error:
             reason = str(error)
-        except asyncio.TimeoutError:  # not TimeoutError before Python 3.11
+        except TimeoutError:  # not TimeoutError before Python 3.11
             reason = no_answer(post.url, self._settings.deadline_s)
         except Exception as error:  # noqa: BLE001 - becomes the outcome
             reason = f"post to metaserver {post.url} failed: {type(error).__name__}: {clean(str(error))}"

@@ -44,7 +44,7 @@ CLUSTER = ClusterConfig("soak", (dataclasses.replace(_PREFILL, tp=2), _PREFILL),
 """Prefix caching is on, and prompts longer than 512 tokens are prefilled in chunks."""
 
 
-class Signal(str, enum.Enum):
+class Signal(enum.StrEnum):
     TERM = "TERM"
     KILL = "KILL"
 
