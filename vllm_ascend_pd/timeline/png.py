@@ -15,6 +15,10 @@ _MS = 1000.0
 _MAX_ROWS = 40
 _OTHERS = "0.88"
 _REST = "0.6"
+_LABEL_ROWS = 0.45
+"""Between two heights of labels, in rows."""
+_GAP = 6
+"""Between two labels of one height, in pixels."""
 
 
 def draw_png(picture: Picture, note: str, path: Path) -> None:
@@ -41,7 +45,6 @@ def _draw(picture: Picture, note: str, path: Path) -> None:
             _draw_arrivals(axes, y, picture, zero)
         else:
             _draw_row(axes, y, row, palette, picture, zero)
-    _draw_moments(axes, picture, zero, len(rows))
     axes.set_yticks(range(len(rows)), [_plain(row.title) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -1.0)
     axes.set_xlim((picture.begin - zero) / _MS, (picture.end - zero) / _MS)
@@ -51,6 +54,7 @@ def _draw(picture: Picture, note: str, path: Path) -> None:
         axes.spines[side].set_visible(False)
     figure.suptitle(_plain(headline(request)), fontsize=12, fontweight="bold")
     axes.set_title(_plain(explanation(picture)), fontsize=9, color="0.3")
+    _draw_moments(figure, axes, picture, zero, len(rows))  # last: where there is room depends on the rest
     figure.savefig(path, format="png", dpi=100, metadata={"Software": None})
 
 
@@ -92,23 +96,70 @@ def _draw_arrivals(axes: Any, y: int, picture: Picture, zero: float) -> None:
     axes.step(x, [bottom - height * s for s in shares], where="post", color="tab:orange", linewidth=1.5)
 
 
-def _draw_moments(axes: Any, picture: Picture, zero: float, rows: int) -> None:
+def _draw_moments(figure: Any, axes: Any, picture: Picture, zero: float, rows: int) -> None:
     request = picture.request
     moments = [
-        (request.issued, "ticket", "0.4", "left"),
-        (request.compute_end, "forward pass ends", "tab:red", "right"),
-        (request.ready, "decode is ready", "tab:green", "left"),
+        (at, label, color)
+        for at, label, color in (
+            (request.issued, "ticket", "0.4"),
+            (request.compute_end, "forward pass ends", "tab:red"),
+            (request.ready, "decode is ready", "tab:green"),
+        )
+        if at is not None and picture.begin <= at <= picture.end
     ]
-    for at, label, color, side in moments:
-        if at is None or not picture.begin <= at <= picture.end:
-            continue
+    moments.sort(key=lambda moment: moment[0])
+    texts = []
+    for at, label, color in moments:
         x = (at - zero) / _MS
         axes.vlines(x, -0.55, rows - 0.5, color=color, linewidth=1.4, linestyle="--", zorder=3)
-        axes.text(x, -0.68, label, ha=side, va="center", color=color, fontsize=9)
+        texts.append(axes.text(x, -0.68, label, va="center", color=color, fontsize=9, in_layout=False))
     if request.compute_end is not None and request.ready is not None:
+        late = request.ready > request.compute_end
         axes.axvspan(
-            (request.compute_end - zero) / _MS, (request.ready - zero) / _MS, color="tab:red", alpha=0.07, linewidth=0
+            (request.compute_end - zero) / _MS,
+            (request.ready - zero) / _MS,
+            color="tab:red" if late else "tab:green",
+            alpha=0.07,
+            linewidth=0,
         )
+    figure.draw_without_rendering()  # from here on it is known how wide a text is, and where
+    left, right = (axes.transData.transform((x, 0))[0] for x in axes.get_xlim())
+    places = place_labels(
+        [
+            (axes.transData.transform((text.get_position()[0], 0))[0], text.get_window_extent().width, text.get_text())
+            for text in texts
+        ],
+        left,
+        right,
+    )
+    for text, (side, level) in zip(texts, places, strict=True):
+        text.set_horizontalalignment(side)
+        text.set_y(-0.68 - _LABEL_ROWS * level)
+    highest = max((level for _, level in places), default=0)
+    axes.set_ylim(rows - 0.4, -1.0 - _LABEL_ROWS * highest)
+
+
+def place_labels(labels: list[tuple[float, float, str]], left: float, right: float) -> list[tuple[str, int]]:
+    """How each label is aligned, and how many heights up it is, so that none lies on another or outside. `labels`:
+    (place of its line, width, text), in the order of their lines; `left`, `right`: of the picture.
+
+    Of two lines next to each other the first one's label ends there and the second one's begins there, which leaves
+    room for both however close they are; what has no room goes one up."""
+    taken: list[tuple[int, float, float]] = []
+    places = []
+    for number, (at, width, text) in enumerate(labels):
+        sides = ["left", "right"] if text == "ticket" or number == len(labels) - 1 else ["right", "left"]
+        spans = [(side, at, at + width) if side == "left" else (side, at - width, at) for side in sides]
+        fitting = [span for span in spans if left <= span[1] and span[2] <= right] or spans[:1]
+        level, side, begin, end = next(
+            (level, side, begin, end)
+            for level in range(len(labels))
+            for side, begin, end in fitting
+            if all(level != one or end + _GAP <= first or last + _GAP <= begin for one, first, last in taken)
+        )
+        taken.append((level, begin, end))
+        places.append((side, level))
+    return places
 
 
 def _color(bar: Bar, palette: list[Any]) -> Any:
