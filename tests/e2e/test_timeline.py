@@ -69,7 +69,7 @@ def test_the_command_draws_a_request(cluster: Cluster, client: Client, tmp_path)
     name, _ = served(cluster, client, 700, "drawn")
     folder = cluster.prefill[0].traces
     traced_requests(folder, lambda all: any(name in r.names and r.to_ready for r in all))
-    values = {"/var/tmp/pd-traces": str(folder), "cmpl-8f4c...-0": name}
+    values = {"/var/tmp/pd-traces": str(folder), "cmpl-8f4c…-0": name}
     words = documented("docs/timeline.md", "vllm-ascend-pd timeline", values)
     ran = subprocess.run(
         [script(words[0]), *words[1:], "--png", tmp_path / "x.png"],

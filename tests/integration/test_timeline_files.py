@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trace files as real processes write them, killed and not, and the command that reads whatever a folder holds."""
 
+import io
 import os
 import re
 import signal
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from vllm_ascend_pd.timeline import events
+from vllm_ascend_pd.timeline.command import show_timeline
 from vllm_ascend_pd.timeline.events import Mark, MarkEvent, Process
 from vllm_ascend_pd.timeline.file import TraceError, TraceFile
 from vllm_ascend_pd.timeline.read import read_file, read_folder
@@ -179,6 +182,18 @@ def test_the_command(tmp_path: Path) -> None:
     assert "https://" not in page
     # What it wrote is not taken for a trace.
     assert command(tmp_path).returncode == 0
+
+
+def test_what_warmed_engines_up_is_left_out(tmp_path: Path) -> None:
+    file = TraceFile(str(tmp_path), SCHEDULER, 1 << 24)
+    for n in range(3):
+        file.put(MarkEvent(name=events.ISSUED, ph="i", ts=1000.0 * n, args=Mark(f"cmpl-{n}-0", f"{n:016x}")))
+    file.close(10.0)
+    console = Console(file=io.StringIO(), width=80)
+    show_timeline(tmp_path, None, None, None, console, warm_ups=1)
+    assert re.findall(r"cmpl-\d-0", console.file.getvalue().split("processes")[0]) == ["cmpl-1-0", "cmpl-2-0"]
+    assert "left out" in console.file.getvalue()
+    assert "cmpl-0-0" in command(tmp_path).stdout
 
 
 @pytest.mark.parametrize("name", ["picture", "picture.txt"])

@@ -140,6 +140,7 @@ def a_request(transfer: str = "t" * 16, name: str = "cmpl-1-0") -> list[Recordin
 def test_where_the_time_went() -> None:
     [one] = summarize(merge(a_request()))
     assert one.names == ["cmpl-1-0"]
+    assert one.prompt_tokens == 128
     assert (one.queue, one.to_grant, one.compute) == (100.0, 70.0, 250.0)
     assert (one.push, one.push_after, one.early_share, one.to_ready) == (135.0, 30.0, 0.75, 400.0)
     assert one.failures == []
@@ -148,6 +149,7 @@ def test_where_the_time_went() -> None:
 def test_what_was_not_seen_is_unknown_not_zero() -> None:
     [one] = summarize(merge(a_request()[1:]))
     assert (one.compute, one.push, one.push_after, one.early_share, one.queue) == (None,) * 5
+    assert one.prompt_tokens is None
     assert one.to_ready == 400.0
 
 

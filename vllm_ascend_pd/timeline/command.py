@@ -23,23 +23,28 @@ from vllm_ascend_pd.timeline.table import MAX_ROWS, table
 _NO_MATPLOTLIB = "the picture needs matplotlib: pip install 'vllm-ascend-pd[timeline]'"
 
 
-def show_timeline(folder: Path, wanted: str | None, png: Path | None, html: Path | None, console: Console) -> None:
-    """Writes `trace.json` and what is asked for, timeline.png and timeline.html in the folder by default, and prints
-    where the time went. Raises TraceError."""
+def show_timeline(
+    folder: Path, wanted: str | None, png: Path | None, html: Path | None, console: Console, warm_ups: int = 0
+) -> None:
+    """Writes `trace.json` and what is asked for, timeline.png and timeline.html in the folder by default (of a wanted
+    request, with its id in their names), and prints where the time went. `warm_ups`: so many of the first requests are
+    left out. Raises TraceError."""
     recordings, problems = read_folder(folder)
     for problem in problems:
         console.print(f"[yellow]note:[/] {escape(problem)}", soft_wrap=True)
     timeline = merge(recordings)
     everyone = summarize(timeline)
-    requests = chosen(everyone, wanted)
+    requests = chosen(everyone[warm_ups:], wanted)
     if not everyone:
         raise TraceError(f"the traces in {folder} are of no request: send one through the proxy")
     if not requests:
         known = ", ".join(one.name for one in everyone[:5])
         raise TraceError(f"no request {wanted} in {folder}; there are {len(everyone)}, as {known}")
-    console.print(table(requests))
+    console.print(table(requests, console.width))
     if len(requests) > MAX_ROWS:
         console.print(f"and {len(requests) - MAX_ROWS} more requests; --request ID shows one")
+    if warm_ups:
+        console.print(f"left out: what came first, to warm the engines up ({warm_ups})")
     console.print(f"{len(recordings)} processes; {timeline.clock_note}", highlight=False)
     looked_at = max(requests, key=lambda one: one.bytes)
     picture = paint(timeline, everyone, looked_at)

@@ -2,6 +2,7 @@
 """Where a request's time went, from the events of all processes."""
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from vllm_ascend_pd.timeline import events
@@ -16,6 +17,9 @@ from vllm_ascend_pd.timeline.events import (
 )
 from vllm_ascend_pd.timeline.merge import Timeline
 
+ELLIPSIS = "\u2026"
+"""Stands for what is left out of an id."""
+
 _MAX_NAMES = 16
 
 Span = tuple[float, float]
@@ -28,6 +32,8 @@ class Request:
 
     transfer: str
     names: list[str] = dataclasses.field(default_factory=list)
+    prompt_tokens: int | None = None
+    """Of the prompt, up to the last one whose KV prefill has begun to compute for decode."""
     issued: float | None = None
     granted: float | None = None
     """When the last rank had its first grant."""
@@ -120,6 +126,7 @@ def summarize(timeline: Timeline) -> list[Request]:
                     for part in step.parts:
                         one = request(part.transfer, part.request, first=True)
                         one.computed.append((event.ts, event.end))
+                        one.prompt_tokens = max(part.stop, one.prompt_tokens or 0)
                 case RegroupEvent(args=regrouping):
                     for transfer in regrouping.transfers:
                         request(transfer).regrouped.append((event.ts, event.end))
@@ -149,10 +156,15 @@ def summarize(timeline: Timeline) -> list[Request]:
 
 
 def chosen(requests: Sequence[Request], wanted: str | None) -> list[Request]:
-    """Those that `wanted` names, by a request's id or a transfer's fingerprint; all if None."""
+    """Those that `wanted` names, by a request's id, as a whole or as the table shortens it, or by a transfer's
+    fingerprint; all if None."""
     if wanted is None:
         return list(requests)
-    return [one for one in requests if wanted in (one.transfer, *one.names)]
+    exact = [one for one in requests if wanted in (one.transfer, *one.names)]
+    if exact or ELLIPSIS not in wanted:
+        return exact
+    shortened = re.compile(".*".join(map(re.escape, wanted.split(ELLIPSIS))), re.DOTALL)
+    return [one for one in requests if any(map(shortened.fullmatch, one.names))]
 
 
 def covered(spans: Iterable[Span]) -> float:
