@@ -281,10 +281,11 @@ def timeline(
         str | None, typer.Option(help="Id of a request: only that one.", show_default="all; the largest is drawn")
     ] = None,
     png: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="The picture.", show_default="FOLDER/timeline.png")
+        Path | None, typer.Option(dir_okay=False, help="The picture.", show_default="FOLDER/timeline[-REQUEST].png")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="The page to zoom in.", show_default="FOLDER/timeline.html")
+        Path | None,
+        typer.Option(dir_okay=False, help="The page to zoom in.", show_default="FOLDER/timeline[-REQUEST].html"),
     ] = None,
 ) -> None:
     """Print and draw where the time of requests went, from traces of prefill and decode engines.

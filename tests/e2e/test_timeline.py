@@ -81,7 +81,7 @@ def test_the_command_draws_a_request(cluster: Cluster, client: Client, tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert f"where the time of {name} went" in ran.stdout
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / "timeline.html").stat().st_size > 1000
+    assert (folder / f"timeline-{name}.html").stat().st_size > 1000
 
 
 def test_the_engines_are_those_of_the_readme(cluster: Cluster) -> None:

@@ -184,6 +184,26 @@ def test_the_command(tmp_path: Path) -> None:
     assert command(tmp_path).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [("cmpl-1-0", "timeline-cmpl-1-0"), ("../../x", f"timeline-{'0' * 16}"), ("x" * 300, f"timeline-{'0' * 16}")],
+    ids=["an id", "a path", "long"],
+)
+def test_a_chosen_requests_picture_leaves_the_others_alone(tmp_path: Path, name: str, stem: str) -> None:
+    a_trace(tmp_path, name)
+    before = {path.name for path in tmp_path.iterdir()}
+    for already in ("timeline.png", "timeline.html"):
+        (tmp_path / already).write_text("of all")
+    ran = command(tmp_path, "--request", name)
+    assert ran.returncode == 0, ran.stderr
+    assert [(tmp_path / already).read_text() for already in ("timeline.png", "timeline.html")] == ["of all"] * 2
+    after = {path.name for path in tmp_path.iterdir()}
+    assert after - before == {"timeline.png", "timeline.html", "trace.json", f"{stem}.png", f"{stem}.html"}
+    assert f"wrote {tmp_path / stem}.png" in ran.stdout
+    ran = command(tmp_path, "--request", name, "--png", tmp_path / "mine.png", "--html", tmp_path / "mine.html")
+    assert {path.name for path in tmp_path.iterdir()} - after == {"mine.png", "mine.html"}
+
+
 def test_what_warmed_engines_up_is_left_out(tmp_path: Path) -> None:
     file = TraceFile(str(tmp_path), SCHEDULER, 1 << 24)
     for n in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from vllm_ascend_pd.timeline.page import page
 from vllm_ascend_pd.timeline.picture import Picture, paint
 from vllm_ascend_pd.timeline.png import draw_png
 from vllm_ascend_pd.timeline.read import read_folder
-from vllm_ascend_pd.timeline.summary import chosen, summarize
+from vllm_ascend_pd.timeline.summary import Request, chosen, summarize
 from vllm_ascend_pd.timeline.table import MAX_ROWS, table
 
 _NO_MATPLOTLIB = "the picture needs matplotlib: pip install 'vllm-ascend-pd[timeline]'"
@@ -51,8 +52,9 @@ def show_timeline(
     note = timeline.clock_note
     text = page(picture, requests[:MAX_ROWS], note)
     merged = msgspec.json.encode(chrome_trace(timeline))
-    written = [_write(folder / "trace.json", merged), _write(html or folder / "timeline.html", text.encode())]
-    if (drawn := _draw(picture, note, png, folder, console)) is not None:
+    stem = "timeline" if wanted is None else f"timeline-{_in_file_names(looked_at)}"
+    written = [_write(folder / "trace.json", merged), _write(html or folder / f"{stem}.html", text.encode())]
+    if (drawn := _draw(picture, note, png, folder / f"{stem}.png", console)) is not None:
         written.append(drawn)
     if len(requests) > 1:
         console.print(f"drawn: request {escape(looked_at.name)}, the one with the most bytes", soft_wrap=True)
@@ -60,9 +62,16 @@ def show_timeline(
         console.print(f"wrote {escape(str(path))}", soft_wrap=True, highlight=False)
 
 
-def _draw(picture: Picture, note: str, png: Path | None, folder: Path, console: Console) -> Path | None:
+def _in_file_names(request: Request) -> str:
+    """Its id, if that can be part of any file's name; else its transfer's fingerprint, which may be, or what is left
+    of that: a trace may hold anything."""
+    usable = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,99}", request.name)
+    return request.name if usable else re.sub(r"[^A-Za-z0-9]", "_", request.transfer)
+
+
+def _draw(picture: Picture, note: str, png: Path | None, default: Path, console: Console) -> Path | None:
     """The PNG's path, if matplotlib is there; only who asks for a PNG must have it."""
-    path = png or folder / "timeline.png"
+    path = png or default
     try:
         draw_png(picture, note, path)
     except ImportError:
