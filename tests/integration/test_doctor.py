@@ -145,14 +145,24 @@ def test_a_pair() -> None:
         elsewhere = {url.replace("127.0.0.1", "192.0.2.1"): value for url, value in values.items()}
         _, _, *same = documented("docs/quick-start.md", "vllm-ascend-pd doctor --proxy", elsewhere)
         assert same == urls
+        cluster.prefill.metrics = "vllm:kv_pd_pushed_bytes_total 0.0\n"
+        cluster.decode.metrics = "vllm:kv_pd_ticket_to_ready_seconds_count 0.0\n"
         done = run(*urls, VLLM_API_KEY="geheim")
         assert done.returncode == 0, done.stdout
+        assert f"{prefill} is a prefill engine" in done.stdout
+        assert f"{decode} is a decode engine" in done.stdout
+        assert f"{proxy} is `vllm-ascend-pd proxy`" in done.stdout
         asked = [each for each in cluster.prefill.received if each.path == "/v1/models"]
         assert [each.headers.get("authorization") for each in asked] == ["Bearer geheim"]
         assert "geheim" not in done.stdout + done.stderr
         assert f"proxy {proxy} finds all its 2 engines healthy" in done.stdout
         assert "known to 1." in done.stdout  # a Date is known to a second either way
         assert "0 errors, 0 warnings, 2 notes" in done.stdout  # stand-ins have no /version
+        report = msgspec.json.decode(
+            run("--decode", proxy, "--proxy", prefill, "--prefill", decode, "--json").stdout, type=Report
+        )
+        wrong = {check for check, level in levels(report).items() if level is Level.ERROR}
+        assert wrong == {"proxy.0.role", "prefill.0.role", "decode.0.role"}
         cluster.decode.healthy = False
         time.sleep(1.1)  # the proxy does not ask engines more often than once a second
         report = msgspec.json.decode(run(*urls, "--json").stdout, type=Report)

@@ -11,11 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ascend_pd.core.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX
 from vllm_ascend_pd.doctor import clock
 from vllm_ascend_pd.doctor.clock import Offset
 from vllm_ascend_pd.doctor.finding import Level
 from vllm_ascend_pd.doctor.http_get import Answer, root_url
 from vllm_ascend_pd.doctor.pair import Server, judge
+from vllm_ascend_pd.doctor.roles import PROXY_PREFIX
+from vllm_ascend_pd.proxy import metrics as proxy_metrics
 
 NOW = 1_800_000_000.0
 SKEWS = st.floats(-1e6, 1e6)
@@ -78,6 +81,19 @@ def answer(body: Any = None, status: int = 200, skew: float = 0.0) -> Answer:
     return Answer(status, content, formatdate(int(NOW + skew), usegmt=True), NOW, NOW + 0.01)
 
 
+def metrics(*names: str) -> Answer:
+    text = "".join(f'# HELP {name} x\n# TYPE {name} counter\n{name}{{engine="0"}} 0.0\n' for name in names)
+    return Answer(200, text.encode(), answer().date, NOW, NOW + 0.01)
+
+
+METRICS = {
+    "prefill": metrics("vllm:num_requests_running", *(PREFIX + metric.name for metric in PREFILL_METRICS)),
+    "decode": metrics("vllm:num_requests_running", *(PREFIX + metric.name for metric in DECODE_METRICS)),
+    "proxy": metrics("vllm:kv_pd_proxy_requests_in_flight", "vllm:kv_pd_proxy_prefill_seconds_count"),
+    "other": metrics("vllm:num_requests_running", "vllm:request_prefill_time_seconds_count"),
+}
+
+
 GONE = Answer(0, b"", None, NOW, NOW, "cannot be connected to: refused")
 
 
@@ -89,13 +105,18 @@ def engine(
         "/health": answer(skew=skew),
         "/version": answer({"version": version}),
         "/v1/models": answer(models),
+        "/metrics": METRICS[role],
     }
     return Server(role, 0, f"http://{role}:1", answers)
 
 
 def proxy(state: str = "ok", prefill: str = "http://prefill:1") -> Server:
     body = {"status": "ok", "prefill": {prefill: "ok"}, "decode": {"http://decode:1": state}, "retries": {}}
-    answers = {"/health": answer(body, 200 if state == "ok" else 503), "/v1/models": engine().answers["/v1/models"]}
+    answers = {
+        "/health": answer(body, 200 if state == "ok" else 503),
+        "/v1/models": engine().answers["/v1/models"],
+        "/metrics": METRICS["proxy"],
+    }
     return Server("proxy", 0, "http://proxy:1", answers)
 
 
@@ -111,9 +132,15 @@ def changed(server: Server, path: str, other: Answer) -> Server:
 def test_a_pair_that_fits() -> None:
     findings = judge([proxy(), engine(), engine("decode")])
     assert {finding.level for finding in findings} == {Level.OK}
-    assert {"proxy.0.engines", "pair.models", "pair.versions", "pair.clock.0.0", "prefill.0.clock"} <= {
-        finding.check for finding in findings
-    }
+    assert {
+        "proxy.0.role",
+        "prefill.0.role",
+        "proxy.0.engines",
+        "pair.models",
+        "pair.versions",
+        "pair.clock.0.0",
+        "prefill.0.clock",
+    } <= {finding.check for finding in findings}
 
 
 @pytest.mark.parametrize(
@@ -141,16 +168,97 @@ def test_what_does_not(servers: list[Server], not_ok: dict[str, Level]) -> None:
     assert levels(*servers) == not_ok
 
 
+def given_as(role: str, server: Server) -> Server:
+    return Server(role, 0, server.url, {"/version": answer(status=404), **server.answers})
+
+
+def without_metrics(server: Server) -> Server:
+    return changed(server, "/metrics", answer(status=404))
+
+
+def roles(*servers: Server) -> dict[str, tuple[Level, str, str]]:
+    return {f.check: (f.level, f.found, f.action) for f in judge(servers) if f.check.endswith(".role")}
+
+
+@pytest.mark.parametrize("given", ["proxy", "prefill", "decode"])
+@pytest.mark.parametrize("kind", ["proxy", "prefill", "decode"])
+def test_what_is_given_in_a_wrong_role_is_said_to_be_what_it_is(given: str, kind: str) -> None:
+    server = {"proxy": proxy(), "prefill": engine(), "decode": engine("decode")}[kind]
+    [(level, found, action)] = roles(given_as(given, server)).values()
+    assert level is (Level.OK if given == kind else Level.ERROR)
+    named = {"proxy": "is `vllm-ascend-pd proxy`", "prefill": "is a prefill engine", "decode": "is a decode engine"}
+    assert f"http://{kind}:1" in found
+    assert named[kind] in found
+    assert given == kind or f"give it as --{kind}" in action
+    assert ("kv_role" in action) == (given != kind and "proxy" not in (given, kind))
+
+
+def test_all_three_in_turn() -> None:
+    found = roles(given_as("decode", proxy()), given_as("proxy", engine()), given_as("prefill", engine("decode")))
+    assert {level for level, _, _ in found.values()} == {Level.ERROR}
+    assert len(found) == 3
+
+
+def test_a_proxy_whose_engines_are_exchanged_is_told_to_correct_that() -> None:
+    turned = {"status": "ok", "prefill": {"http://decode:1": "ok"}, "decode": {"http://prefill:1": "ok"}}
+    wrong = changed(proxy(), "/health", answer(turned))
+    found = roles(wrong, given_as("decode", engine()), given_as("prefill", engine("decode")))
+    assert found["proxy.0.role"][0] is Level.OK
+    for check in ("prefill.0.role", "decode.0.role"):
+        assert found[check][0] is Level.ERROR
+        assert "correct its --prefill and --decode" in found[check][2]
+    assert levels(wrong, engine(), engine("decode")) == {"proxy.0.engines": Level.ERROR}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "proxy"])
+def test_an_engine_without_the_connector(role: str) -> None:
+    [(level, found, action)] = roles(given_as(role, changed(engine(), "/metrics", METRICS["other"]))).values()
+    assert level is Level.ERROR
+    assert "without this package's connector" in found
+    expected = {"prefill": "kv_producer", "decode": "kv_consumer", "proxy": "`vllm-ascend-pd proxy`"}
+    assert expected[role] in action
+
+
+def test_without_metrics_the_proxy_is_believed_and_else_nothing_is_said() -> None:
+    """As of engines with --disable-log-stats."""
+    prefill, decode = without_metrics(engine()), without_metrics(engine("decode"))
+    assert levels(prefill, decode) == {"prefill.0.role": Level.NOTE, "decode.0.role": Level.NOTE}
+    assert levels(proxy(), prefill, decode) == {"prefill.0.role": Level.NOTE, "decode.0.role": Level.NOTE}
+    found = roles(proxy(), given_as("decode", prefill), given_as("prefill", decode))
+    assert found["decode.0.role"][:2] == (
+        Level.ERROR,
+        "http://prefill:1 is given as --decode, and the proxy uses it as a prefill engine",
+    )
+    assert found["prefill.0.role"][0] is Level.ERROR
+    assert roles(without_metrics(proxy()))["proxy.0.role"][0] is Level.OK  # its /health says it
+
+
+def test_what_is_neither() -> None:
+    stranger = Server("proxy", 0, "http://web:1", {**without_metrics(engine()).answers, "/health": answer("fine")})
+    assert roles(stranger)["proxy.0.role"][0] is Level.ERROR
+    assert levels(stranger) == {"proxy.0.role": Level.ERROR}
+    closed = changed(stranger, "/health", answer(status=403))
+    assert levels(closed)["proxy.0.role"] is Level.NOTE  # somebody keeps it from us: `health` is the error
+
+
+def test_the_names_of_metrics_are_those_that_are_served() -> None:
+    assert PROXY_PREFIX == proxy_metrics.PREFIX
+
+
 JSON = st.recursive(st.none() | st.integers() | st.text(), lambda e: st.lists(e) | st.dictionaries(st.text(), e))
-BODIES = st.binary() | st.one_of(
-    JSON,
-    st.fixed_dictionaries({"version": st.text("\n\x1b x").map("0.23.0".__add__) | JSON}),
-    st.fixed_dictionaries({"data": st.lists(st.fixed_dictionaries({"id": st.text(min_size=1)})) | JSON}),
-    st.fixed_dictionaries({"status": st.text(), "prefill": st.dictionaries(st.text(), st.text()), "decode": JSON}),
-).map(lambda body: json.dumps(body).encode())
+BODIES = (
+    st.binary()
+    | st.sampled_from([each.body for each in METRICS.values()])
+    | st.one_of(
+        JSON,
+        st.fixed_dictionaries({"version": st.text("\n\x1b x").map("0.23.0".__add__) | JSON}),
+        st.fixed_dictionaries({"data": st.lists(st.fixed_dictionaries({"id": st.text(min_size=1)})) | JSON}),
+        st.fixed_dictionaries({"status": st.text(), "prefill": st.dictionaries(st.text(), st.text()), "decode": JSON}),
+    ).map(lambda body: json.dumps(body).encode())
+)
 
 
-@given(st.lists(st.tuples(st.sampled_from([200, 401, 500, 503]), BODIES), min_size=8, max_size=8))
+@given(st.lists(st.tuples(st.sampled_from([200, 401, 500, 503]), BODIES), min_size=11, max_size=11))
 def test_whatever_servers_say_is_judged(said: list[tuple[int, bytes]]) -> None:
     servers = []
     for server in (proxy(), engine(), engine("decode")):

@@ -44,7 +44,7 @@ def root_url(text: str) -> str:
     return text.rstrip("/")
 
 
-async def get(client: httpx.AsyncClient, url: str) -> Answer:
+async def get(client: httpx.AsyncClient, url: str, max_bytes: int = MAX_BODY_BYTES) -> Answer:
     """Never raises for what a server does."""
     sent = time.time()
     body = bytearray()
@@ -54,8 +54,8 @@ async def get(client: httpx.AsyncClient, url: str) -> Answer:
                 received = time.time()
                 async for piece in response.aiter_bytes():
                     body += piece
-                    if len(body) > MAX_BODY_BYTES:
-                        return Answer(0, b"", None, sent, received, f"sent more than {MAX_BODY_BYTES >> 10} KiB")
+                    if len(body) > max_bytes:
+                        return Answer(0, b"", None, sent, received, f"sent more than {max_bytes >> 10} KiB")
         return Answer(response.status_code, bytes(body), response.headers.get("date"), sent, received)
     except (TimeoutError, httpx.TimeoutException):
         problem = f"did not answer within {TIMEOUT_S:g} s"

@@ -14,16 +14,20 @@ import httpx
 import msgspec
 
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
-from vllm_ascend_pd.doctor import clock
+from vllm_ascend_pd.doctor import clock, roles
 from vllm_ascend_pd.doctor.finding import Finding, error, note, ok, warning
-from vllm_ascend_pd.doctor.http_get import Answer, get
+from vllm_ascend_pd.doctor.http_get import MAX_BODY_BYTES, Answer, get
+from vllm_ascend_pd.doctor.roles import Kind
 from vllm_ascend_pd.doctor.stacks import VLLM
 from vllm_ascend_pd.doctor.versions import release
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 """vLLM's own: the key that its API server asks for."""
 
-_PATHS = ("/health", "/version", "/v1/models")
+_PATHS = ("/health", "/version", "/v1/models", "/metrics")
+_MAX_BYTES = {"/metrics": 16 << 20}
+"""An engine says some 100 KiB for each data-parallel rank."""
+
 _AT_ONCE = 16
 _CHARS = 200
 
@@ -95,7 +99,9 @@ async def ask(
 
     async def fetch(server: Server, path: str) -> None:
         async with limit:
-            answers[server.role, server.number][path] = await get(client, server.url + path)
+            answers[server.role, server.number][path] = await get(
+                client, server.url + path, _MAX_BYTES.get(path, MAX_BODY_BYTES)
+            )
 
     async with client, anyio.create_task_group() as tasks:
         for server, path in product(servers, _PATHS):
@@ -107,16 +113,18 @@ async def ask(
 def judge(servers: Sequence[Server]) -> list[Finding]:
     engines = [server for server in servers if server.role != "proxy"]
     offsets = {server.check: _offset(server) for server in servers}
+    used = _used(servers)
     findings = []
     for server in servers:
         findings.append(_health(server))
         if server.answers["/health"].status == 0:
             continue
+        findings.append(_role(server, used.get(server.url, set())))
         findings += [] if server.role == "proxy" else [_version(server)]
         findings.append(_models_of(server))
         what = f"clock of {server.named} against this host's"
         findings.append(clock.judge(f"{server.check}.clock", what, offsets[server.check]))
-        if server.role == "proxy":
+        if server.role == "proxy" and Kind.PROXY in _kinds(server):
             findings += _proxied(server, engines)
     return [*findings, *_versions(engines), *_models(servers), *_clocks(engines, offsets)]
 
@@ -135,6 +143,31 @@ def _health(server: Server) -> Finding:
     else:
         action = "its log says why; an engine whose core has died must be started again"
     return error(check, f"{server.named} answers /health with {answer.status}", action)
+
+
+def _kinds(server: Server) -> frozenset[Kind]:
+    """What it is, as far as it says."""
+    answer = server.answers["/metrics"]
+    found = roles.kinds(answer.body) if answer.status == 200 else frozenset()
+    return found | {Kind.PROXY} if _decoded(server, "/health", _ProxyHealth) is not None else found
+
+
+def _used(servers: Sequence[Server]) -> dict[str, set[Kind]]:
+    """As what the proxies use an engine, by its URL."""
+    used: dict[str, set[Kind]] = {}
+    for server in servers:
+        health = _decoded(server, "/health", _ProxyHealth)
+        for kind, urls in () if health is None else ((Kind.PREFILL, health.prefill), (Kind.DECODE, health.decode)):
+            for url in urls:
+                used.setdefault(url, set()).add(kind)
+    return used
+
+
+def _role(server: Server, used: set[Kind]) -> Finding:
+    check, given, found = f"{server.check}.role", Kind(server.role), _kinds(server)
+    if given is Kind.PROXY and not found and server.answers["/health"].status == 200:
+        return roles.judge_no_proxy(check, server.url)
+    return roles.judge(check, server.url, given, found, _why(server, "/metrics", "has none of vLLM's"), used)
 
 
 def _version(server: Server) -> Finding:
@@ -165,19 +198,25 @@ def _proxied(proxy: Server, engines: Sequence[Server]) -> list[Finding]:
     check = f"{proxy.check}.engines"
     health = _decoded(proxy, "/health", _ProxyHealth)
     if health is None:
-        return [note(check, f"{proxy.named} does not list its engines: it is not `vllm-ascend-pd proxy`")]
+        return [note(check, f"{proxy.named} does not list its engines ({_why(proxy, '/health', 'is not as its')})")]
     findings = []
+    everything = {**health.prefill, **health.decode}
     for role, states in (("prefill", health.prefill), ("decode", health.decode)):
         for url, state in states.items():
             if state != "ok":
                 found = f"{proxy.named} finds {role} {one_line(url, _CHARS)}: {one_line(state, _CHARS)}"
                 findings.append(error(check, found, "check that engine, and the network from the proxy's host to it"))
         for engine in engines:
-            if engine.role == role and engine.url not in states:
+            if engine.role != role or engine.url in states:
+                continue
+            if engine.url not in everything:
                 listed = one_line(", ".join(states) or "none", _CHARS)
                 found = f"{proxy.named} does not use {engine.named}, but {listed}"
                 action = "start the proxy with its URL, or ignore this if it has another address there"
                 findings.append(warning(check, found, action))
+            elif Kind(role) in _kinds(engine):  # else its own role is the finding
+                found = f"{proxy.named} does not use {engine.named} for {role}, but for the other role"
+                findings.append(error(check, found, "correct the proxy's --prefill and --decode"))
     count = len(health.prefill) + len(health.decode)
     return findings or [ok(check, f"{proxy.named} finds all its {count} engines healthy", engines=count)]
 
@@ -236,9 +275,9 @@ def _decoded(server: Server, path: str, kind: type[_T]) -> _T | None:
         return None
 
 
-def _why(server: Server, path: str) -> str:
+def _why(server: Server, path: str, otherwise: str = "is not as vLLM's") -> str:
     answer = server.answers[path]
-    return answer.problem or (f"{path} answers {answer.status}" if answer.status != 200 else f"{path} is not as vLLM's")
+    return answer.problem or (f"{path} answers {answer.status}" if answer.status != 200 else f"{path} {otherwise}")
 
 
 def _names(models: _Models) -> str:
