@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, generate_latest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -46,6 +46,8 @@ from vllm_ascend_pd.core.stats import (
     Stats,
     merged,
 )
+from vllm_ascend_pd.doctor import roles
+from vllm_ascend_pd.doctor.roles import Kind
 from vllm_ascend_pd.metrics import LayerwisePushStats
 
 NAME = "LayerwisePushConnector"
@@ -135,6 +137,8 @@ def test_both_ways_through_vllm(config: Any, prometheus: PrometheusStatLogger, c
     names = {family.name for family in REGISTRY.collect() if family.name.startswith(PREFIX)}
     assert names == {PREFIX + metric.name for metric in expected}
     assert set(registered().values()) == {0.0}, "all are there from the start"
+    kind = Kind.PREFILL if is_prefill else Kind.DECODE
+    assert roles.kinds(generate_latest(REGISTRY)) == {kind}, "the doctor knows it before the first request"
     log = LoggingStatLogger(config, 0)
 
     def record(stats: SchedulerStats) -> None:
