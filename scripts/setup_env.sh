@@ -118,8 +118,9 @@ browser() {
     return
   fi
   printf 'setup: Chromium for the tests of the status page ... '
-  local start=$SECONDS
-  if ! apt_install chromium chromium-driver >"$log" 2>&1; then
+  local start=$SECONDS status
+  attend "$log" apt_install chromium chromium-driver
+  if ((status)); then
     printf 'failed\n'
     tail -n 40 "$log" >&2
     die "Chromium cannot be installed; everything it printed: $log"

@@ -54,33 +54,74 @@ check_options() { # check_options ARGUMENT...
   done
 }
 
+# What stages depend on is the interpreter, however it was named: by an activated environment, a shim, a path.
+interpreter=
+identify_python() {
+  local said
+  mapfile -t said < <("$python" -c 'import os, sys
+in_environment = sys.prefix != sys.base_prefix
+print(sys._base_executable if in_environment else "", os.path.realpath(sys._base_executable), sys.version, sep="\n")')
+  ((${#said[@]} > 2)) || die "$python does not say what it is"
+  python=${said[0]:-$python} # an activated $VENV cannot be what makes $VENV
+  interpreter=$(printf '%s\n' "${said[@]:1}")
+}
+
+child=
+interrupted() { # interrupted EXIT_CODE
+  local tries=100
+  trap '' INT TERM
+  if [[ $child ]]; then
+    kill -TERM -- "-$child" || true
+    while ((tries--)) && kill -0 -- "-$child"; do sleep 0.1; done
+    kill -KILL -- "-$child" || true
+    wait "$child" || true
+  fi 2>/dev/null
+  printf '\nsetup: interrupted; run it again to go on\n' >&2
+  exit "$1"
+}
+
+# Runs it, and sets `status`. It has a process group of its own: bash has a signal wait for what runs in its own.
+attend() { # attend LOG COMMAND...
+  local output=$1
+  shift
+  set +e # not `attend ... || ...`: errexit would be off inside
+  set -m
+  (
+    set -e
+    "$@"
+  ) </dev/null >"$output" 2>&1 &
+  child=$!
+  set +m
+  wait "$child"
+  status=$?
+  set -e
+  child=
+}
+
 # Waits until no other set-up of this environment runs.
 begin() {
+  trap 'interrupted 130' INT
+  trap 'interrupted 143' TERM
+  identify_python
   mkdir -p "$VENV/.setup"
   exec 9>"$VENV/.setup/lock"
   flock --nonblock 9 && return
+  local status
   printf 'setup: waiting for another set-up of %s to end\n' "$VENV" >&2
-  flock 9
+  attend /dev/null flock 9
 }
 
 # stage NAME TITLE FILE... : runs the function NAME unless these files are as they were when it last succeeded.
 stage() {
-  local name=$1 title=$2 stamp=$VENV/.setup/$1 key start=$SECONDS
+  local name=$1 title=$2 stamp=$VENV/.setup/$1 key start=$SECONDS status
   shift 2
-  key=$(printf '%s\n' "$python" "$root" && cd "$root" && find "$@" -type f -exec sha256sum {} + | LC_ALL=C sort)
+  key=$(printf '%s\n' "$interpreter" "$root" && cd "$root" && find "$@" -type f -exec sha256sum {} + | LC_ALL=C sort)
   if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then
     return
   fi
   printf 'setup: %s ... ' "$title"
   rm -f "$stamp"
-  # Not `if ! ( ... )`: that would switch errexit off inside.
-  set +e
-  (
-    set -e
-    "$name"
-  ) >"$log" 2>&1
-  local status=$?
-  set -e
+  attend "$log" "$name"
   if ((status)); then
     printf 'failed\n'
     tail -n 40 "$log" >&2

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages of the set-up scripts: which are run again, and what an interruption leaves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.waiting import wait_until
+
+STAGES = Path(__file__).resolve().parents[2] / "scripts" / "stages.sh"
+
+SETUP = f"""\
+set -euo pipefail
+root=$1 VENV=$1/venv python=$2 pins=pins log=$1/log
+source {STAGES}
+work() {{ eval "$WORK"; }}
+begin
+stage work "the work" pins
+echo "made by $python"
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Starts a set-up of one stage, in a process group of its own as a terminal's jobs are."""
+    (tmp_path / "pins").write_text("a==1\n")
+    started: list[subprocess.Popen[str]] = []
+
+    def start(work: str, python: str = sys.executable) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            ["bash", "-c", SETUP, "setup", str(tmp_path), python],
+            env=os.environ | {"WORK": work},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def said(process: "subprocess.Popen[str]") -> str:
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, output + errors
+    return output
+
+
+def test_the_same_interpreter_by_another_name_does_nothing_again(start: Start, tmp_path: Path) -> None:
+    base = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
+    shim = tmp_path / "shim"
+    shim.write_text(f'#!/bin/sh\nexec {base} "$@"\n')
+    shim.chmod(0o755)
+    subprocess.run([base, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    assert "the work ..." in said(start("true", base))
+    assert said(start("true", str(shim))) == f"made by {shim}\n"
+    # That of an activated environment cannot make this same environment: its base does.
+    made_by = said(start("true", str(tmp_path / "venv/bin/python"))).removeprefix("made by ").strip()
+    assert Path(made_by).resolve() == Path(base)
+
+
+def test_a_stage_whose_inputs_change_is_run_again(start: Start, tmp_path: Path) -> None:
+    for content, again in (("a==1\n", True), ("a==1\n", False), ("a==2\n", True)):
+        (tmp_path / "pins").write_text(content)
+        assert ("the work ..." in said(start("true"))) is again
+
+
+def test_the_first_error_ends_a_stage(start: Start, tmp_path: Path) -> None:
+    process = start("echo tried; false; echo went on")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.splitlines() == ["tried", f"setup: the work failed; everything it printed: {tmp_path}/log"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_is_no_failure_and_ends_what_runs(
+    number: signal.Signals, code: int, start: Start, tmp_path: Path
+) -> None:
+    process = start(f"sleep 60 & echo $! >{tmp_path}/pid; echo noise; wait")
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), timeout_s=30)
+    begun = time.monotonic()
+    process.send_signal(number)  # to bash alone, as `kill` or a service manager
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - begun < 30
+    assert (process.returncode, errors) == (code, "\nsetup: interrupted; run it again to go on\n")
+    assert not Path(f"/proc/{int((tmp_path / 'pid').read_text())}").exists()
+    assert "the work ..." in said(start("true"))
+
+
+def test_one_that_waits_for_another_can_be_interrupted(start: Start, tmp_path: Path) -> None:
+    first = start(f"touch {tmp_path}/begun; sleep 60")
+    wait_until((tmp_path / "begun").exists, timeout_s=30)
+    second = start("true")
+    assert second.stderr is not None
+    assert "waiting for another set-up" in second.stderr.readline()
+    second.send_signal(signal.SIGTERM)
+    _, errors = second.communicate(timeout=60)
+    assert (second.returncode, errors) == (143, "\nsetup: interrupted; run it again to go on\n")
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=60)
+    assert first.returncode == 130
