@@ -30,21 +30,29 @@ set -euo pipefail
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 source "$root/scripts/stages.sh"
 check_options "$@"
+check_choice --device cpu npu
+check_folder --model
+for option in --prefill-tp --prefill-pp --decode-tp --decode-pp; do check_whole "$option" 1; done
+check_whole --port 1024 51000
+check_folder --timeline new
+check_seconds --start-seconds 1
 
 export VENV=${VENV:-$root/.venv}
-options=" $* "
-on_npu=
-[[ $options =~ \ --device[=\ ]npu\  ]] && on_npu=1
-if [[ $options == *" --emulate "* ]]; then
-  if [[ ! $on_npu ]]; then
-    echo "run_1p1d: --emulate goes with --device npu" >&2
-    exit 2
-  fi
+device=${given[--device]:-cpu}
+if [[ -v given[--emulate] ]]; then
+  [[ $device == npu ]] || refuse "--emulate goes with --device npu"
   "$root/scripts/setup_npu_emulation.sh"
   export CANN_ON_HOST=1 # the emulated libraries, in this process and all it starts
   python=$VENV-npu/bin/python
-elif [[ $on_npu ]]; then
+elif [[ $device == npu ]]; then
   python=python3
+  # What it needs is looked for too: the package itself is found in the current folder.
+  "$python" -c 'import sys, importlib.util as i
+sys.exit(not all(map(i.find_spec, ("vllm_ascend_pd", "httpx", "msgspec", "psutil", "rich", "typer"))))' || {
+    echo "run_1p1d: vllm-ascend-pd is not installed for $(command -v "$python" || echo "$python"): activate the" \
+      "environment that has it, with vllm-ascend (\`source .../bin/activate\`)" >&2
+    exit 1
+  }
 else
   "$root/scripts/setup_env.sh"
   python=$VENV/bin/python

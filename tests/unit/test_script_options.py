@@ -11,15 +11,17 @@ from typer.main import get_command
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 NAMES = ("run_1p1d", "soak")
+VALUES = {"--device": "cpu", "--port": "8000", "--signal": "TERM", "--model": "."}
+"""Where 1 is none."""
 
 
-def run(name: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run(name: str, folder: Path, *options: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """In a copy whose set-up does nothing, without an environment behind it."""
     shutil.copytree(SCRIPTS, folder / "scripts", dirs_exist_ok=True)
     setup = folder / "scripts" / "setup_env.sh"
     setup.write_text("#!/usr/bin/env bash\necho set up\nexit 9\n")
     command = [str(folder / "scripts" / f"{name}.sh"), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -36,7 +38,7 @@ def test_the_comment_has_the_options_of_the_program(name: str, tmp_path: Path) -
         [line] = [each for each in done.stdout.splitlines() if each.strip().split(" ")[0] == option.opts[0]]
         has_value = line.strip().split("  ")[0] != option.opts[0]
         assert has_value is not getattr(option, "is_flag", False), line
-        accepted = run(name, tmp_path, option.opts[0], *(["1"] if has_value else []))
+        accepted = run(name, tmp_path, option.opts[0], *([VALUES.get(option.opts[0], "1")] if has_value else []))
         assert accepted.returncode == (2 if option.opts[0] == "--emulate" else 9), accepted.stderr
 
 
@@ -69,3 +71,46 @@ def test_values(tmp_path: Path) -> None:
     assert "--port needs a value" in run("run_1p1d", tmp_path, "--port").stderr
     assert "--keep takes no value" in run("run_1p1d", tmp_path, "--keep=1").stderr
     assert run("run_1p1d", tmp_path, "--prefill-args", "--max-model-len 5", "--port=8000").returncode == 9
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("run_1p1d --device cuda", "--device cuda: one of cpu npu"),
+        ("run_1p1d --emulate", "--emulate goes with --device npu"),
+        ("run_1p1d --device=cpu --emulate", "--emulate goes with --device npu"),
+        ("run_1p1d --model /nope", "--model /nope: no such folder"),
+        ("run_1p1d --timeline /etc/passwd", "--timeline /etc/passwd: no such folder"),
+        ("run_1p1d --port 80", "--port 80: a whole number from 1024 to 51000"),
+        ("run_1p1d --port 8000 --port=09", "--port 09: a whole number from 1024 to 51000"),
+        ("run_1p1d --decode-tp 0", "--decode-tp 0: a whole number from 1"),
+        ("run_1p1d --prefill-pp 99999999999999999999", "--prefill-pp 99999999999999999999: a whole number from 1"),
+        ("run_1p1d --start-seconds soon", "--start-seconds soon: a number of seconds, at least 1"),
+        ("soak --requests abc", "--requests abc: a whole number from 1"),
+        ("soak --seed 1.5", "--seed 1.5: a whole number"),
+        ("soak --concurrency 257", "--concurrency 257: a whole number from 1 to 256"),
+        ("soak --signal INT", "--signal INT: one of KILL TERM"),
+        ("soak --sample-seconds 0.05", "--sample-seconds 0.05: a number of seconds, at least 0.1"),
+        ("soak --dir /etc/passwd", "--dir /etc/passwd: no such folder"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_first(line: str, reason: str, tmp_path: Path) -> None:
+    name, *options = line.split()
+    done = run(name, tmp_path, *options)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{name}: {reason}; see --help\n")
+
+
+def test_values_that_work(tmp_path: Path) -> None:
+    options = ("--port=01024", "--start-seconds", "0900.5", "--timeline", str(tmp_path / "new"), "--device=cpu")
+    assert run("run_1p1d", tmp_path, *options).returncode == 9
+    assert run("soak", tmp_path, "--sample-seconds", ".1", "--concurrency=256").returncode == 9
+
+
+def test_on_npus_it_says_which_environment_is_missing(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python3"  # without this package
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    done = run("run_1p1d", tmp_path, "--device", "npu", env={"PATH": f"{python.parent}:/usr/bin:/bin"})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"run_1p1d: vllm-ascend-pd is not installed for {python}: activate")
