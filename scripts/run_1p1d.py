@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 PROMPT_TOKENS = (16, 128, 500, 1000, 2000)
 OUTPUT_TOKENS = 32
+END_SECONDS = 5.0
+"""In which a server ends whose engine has died, as it has told its clients."""
 
 console = Console()
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -210,7 +212,7 @@ class Demo:
         single = dataclasses.replace(self.decode, role=Role.SINGLE, port=None, kv_port=None)
         with running_engines(self.model, [single], self.folder, print_ready, self.start_seconds) as [engine]:
             pairs = self.prompts(engine.url)
-            with Client(engine.url, str(self.model)) as client:
+            with naming_who_ended([engine.process]), Client(engine.url, str(self.model)) as client:
                 expected = [
                     tuple(client.complete(prompt, OUTPUT_TOKENS).token_ids for prompt in pair)
                     for pair in track(pairs, "single instance")
@@ -223,7 +225,7 @@ class Demo:
         )
         config = ClusterConfig("1p1d", prefill=(prefill,), decode=(decode,))
         with running_cluster(self.model, config, self.folder, self.port, print_ready, self.start_seconds) as cluster:
-            with Client(cluster.url, str(self.model)) as client:
+            with naming_who_ended(processes(cluster)), Client(cluster.url, str(self.model)) as client:
                 client.complete(random_prompt(200, "warm-up"), OUTPUT_TOKENS)
                 rows = [
                     measure(client, cluster.decode[0], pair, outputs)
@@ -233,10 +235,11 @@ class Demo:
             time.sleep(0.5)  # the engines write their traces a little later
             show_timeline(self.traces, None, None, None, console, warm_ups=1)
             if keep:
-                console.print(f"serving at {cluster.url}, logs in {self.folder}; Ctrl-C ends it. Try:")
+                console.print(f"serving at {cluster.url}, logs in {self.folder}; Ctrl-C ends it.")
+                console.print(f"In a browser, {cluster.url}/ shows what it does. Try:")
                 console.print(curl(cluster.url, self.model), soft_wrap=True, highlight=False)
                 with suppress(KeyboardInterrupt):
-                    wait_for_failure(cluster)
+                    wait_for_failure(processes(cluster))
         equal = all(row.equal for row in rows)
         if not equal:
             console.print("[red]outputs differ from the single instance's[/]")
@@ -306,14 +309,38 @@ def curl(url: str, model: Path) -> str:
     return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
-def wait_for_failure(cluster: Cluster) -> None:
+def processes(cluster: Cluster) -> list[ManagedProcess]:
+    return [server.process for server in (*cluster.prefill, *cluster.decode, cluster.proxy)]
+
+
+def ended(running: Sequence[ManagedProcess]) -> str:
+    """Which of them ended by themselves, with what, and what they said; empty where none did."""
+    return "\n\n".join(
+        f"{process.name} ended with code {process.exit_code}; {process.account()}"
+        for process in running
+        if process.exit_code is not None
+    )
+
+
+@contextmanager
+def naming_who_ended(running: Sequence[ManagedProcess]) -> Iterator[None]:
+    """A request that fails since a server has ended does not say so: raises DemoError, which does."""
+    try:
+        yield
+    except (StreamError, httpx.HTTPError) as error:
+        deadline = time.monotonic() + END_SECONDS
+        while not (why := ended(running)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if not why:
+            raise
+        raise DemoError(f"{error}\n{why}") from error
+
+
+def wait_for_failure(running: Sequence[ManagedProcess]) -> None:
     """Return only by an exception: Ctrl-C, or a process that ended by itself."""
-    processes = [server.process for server in (*cluster.prefill, *cluster.decode, cluster.proxy)]
-    while True:
-        for process in processes:
-            if process.exit_code is not None:
-                raise DemoError(f"{process.name} ended with code {process.exit_code}:\n{process.tail()}")
+    while not (why := ended(running)):
         time.sleep(1)
+    raise DemoError(why)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -25,6 +26,13 @@ from harness.prefork import Prefork
 
 POLL_SECONDS = 0.1
 TAIL_LINES = 40
+
+_NOISE = re.compile(
+    r"Route: /"  # vLLM lists its dozens of routes
+    r'|"GET /(health|metrics) HTTP/[\d.]+" 200'  # the proxy asks every second
+    r"|^nanobind: |^ ?- (leaked|\.\.\. skipped) |^See https://nanobind\."  # a library's, at any end in disorder
+)
+"""Lines that hide what an engine said last."""
 
 _running: "set[ManagedProcess]" = set()
 
@@ -53,13 +61,16 @@ class ManagedProcess:
         return self._process.poll()
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        shown = [line for line in self._said() if "Route: /" not in line]  # vLLM lists its dozens of routes
-        return "\n".join(shown[-lines:])
+        return "\n".join([line for line in self._said() if not _NOISE.search(line)][-lines:])
 
     def first_error(self, lines: int = TAIL_LINES) -> str:
         """What the log says from its first error on; empty if it has none."""
         after = itertools.dropwhile(lambda line: " ERROR " not in line and "Traceback" not in line, self._said())
         return "\n".join(itertools.islice(after, lines))
+
+    def account(self) -> str:
+        """Its log's first error and last lines: what vLLM says last is that an engine ended, not why."""
+        return f"the first error in {self.log}:\n{self.first_error() or 'none'}\n\nits end:\n{self.tail()}"
 
     def _said(self) -> list[str]:
         return self.log.read_text(errors="replace").splitlines()
@@ -124,14 +135,10 @@ def _started(command: Sequence[str], env: Mapping[str, str], log: Path) -> subpr
 
 
 class StartupError(RuntimeError):
-    """A process ended, or took too long, before it was healthy. The message has its log's first error and last lines:
-    what vLLM says last is that an engine did not start, not why."""
+    """A process ended, or took too long, before it was healthy. The message has its account."""
 
     def __init__(self, process: ManagedProcess, what: str) -> None:
-        first = process.first_error() or "none"
-        super().__init__(
-            f"{process.name} {what}; the first error in {process.log}:\n{first}\n\nits end:\n{process.tail()}"
-        )
+        super().__init__(f"{process.name} {what}; {process.account()}")
         self.summary = f"{process.name} {what}"
         self.log = process.log
 
