@@ -222,10 +222,11 @@ engine_help() {
 #   --side-channel-keys FILE, --ticket-secret FILE
 #                           made with `vllm-ascend-pd keygen`, the same on all engines
 #   --beside FILE           JSON object of another connector, a KV pool's, to run beside ours below a MultiConnector
-#   --extra KEY=VALUE       any other key of kv_connector_extra_config (vllm_ascend_pd/config.py); may be repeated
+#   --extra KEY=VALUE       any other key of kv_connector_extra_config (docs/configuration.md); may be repeated
 #   --env-file FILE         NAME=VALUE lines with secrets (VLLM_API_KEY, HF_TOKEN, ...), mode 0600
 #   --dry-run               print the environment and the command as a shell script, and start nothing
-#   -- ARGUMENT...          everything after it goes to `vllm serve`
+#   -- ARGUMENT...          everything after it goes to `vllm serve`, whose log of requests is without /health and
+#                           /metrics unless --disable-access-log-for-endpoints is among them
 #
 # PYTHON (default: $VENV/bin/python, else python3) is the Python with vLLM in it, VLLM and RAY the commands (default:
 # those beside PYTHON). Exits with 2 and a reason for options that make no sense together. Where
@@ -235,7 +236,7 @@ engine_help() {
 
 # Parses the options, and starts the engine or shows how.
 launch_engine() { # launch_engine ROLE DEFAULT_PORT HCCL_BUFFER_MB ARGUMENT...
-  local role=$1 port=$2 hccl_buffer_mb=$3 help='' ray_node='' options=() rest=() words=() output program
+  local role=$1 port=$2 hccl_buffer_mb=$3 help='' ray_node='' value options=() rest=() words=() output program
   local device='' address='' interface='' devices='' env_file='' beside='' executor=mp
   shift 3
   while (($#)); do
@@ -256,18 +257,22 @@ launch_engine() { # launch_engine ROLE DEFAULT_PORT HCCL_BUFFER_MB ARGUMENT...
         continue
         ;;
       --*)
-        (($# > 1)) || die "$1 needs a value; see --help"
+        value=${2-}
         case $1 in
-          --device) device=$2 ;;
-          --address) address=$2 ;;
-          --interface) interface=$2 ;;
-          --devices) devices=$2 ;;
-          --env-file) env_file=$2 ;;
-          --port) port=$2 ;;
-          --beside) beside=$2 options+=("$1" "$2") ;;
-          --executor) executor=$2 options+=("$1" "$2") ;;
-          *) options+=("$1" "$2") ;;
+          --device) device=$value ;;
+          --address) address=$value ;;
+          --interface) interface=$value ;;
+          --devices) devices=$value ;;
+          --env-file) env_file=$value ;;
+          --port) port=$value ;;
+          --beside) beside=$value options+=("$1" "$value") ;;
+          --executor) executor=$value options+=("$1" "$value") ;;
+          --model | --listen | --served-model-name | --tp | --pp | --dp | --nodes | --node-rank | --head-address | \
+            --head-port | --engine-id | --side-channel-keys | --ticket-secret | --extra | --decode-host | --kv-port | \
+            --load-failure-policy | --metaserver | --metaserver-token) options+=("$1" "$value") ;;
+          *) die "unknown option $1; see --help" ;;
         esac
+        (($# > 1)) || die "$1 needs a value; see --help"
         shift
         ;;
       *) die "what is $1? arguments for vLLM go behind --; see --help" ;;

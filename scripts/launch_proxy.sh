@@ -55,25 +55,26 @@ while (($#)); do
       continue
       ;;
     --*)
-      (($# > 1)) || die "$1 needs a value; see --help"
+      value=${2-}
       case $1 in
-        --prefill) prefill+=("$2") ;;
-        --decode) decode+=("$2") ;;
-        --address) address=$2 ;;
-        --listen) listen=$2 ;;
-        --port) port=$2 ;;
-        --ticket-secret) ticket_secret=$2 ;;
-        --metaserver-token) token=$2 ;;
-        --tls-cert) tls_cert=$2 ;;
-        --tls-key) tls_key=$2 ;;
-        --tls-key-password) tls_password=$2 ;;
-        --metaserver-port) metaserver_port=$2 ;;
-        --metaserver-tls-cert) metaserver_cert=$2 ;;
-        --metaserver-tls-key) metaserver_key=$2 ;;
-        --metaserver-tls-key-password) metaserver_password=$2 ;;
-        --metaserver-client-ca) metaserver_client_ca=$2 ;;
+        --prefill) prefill+=("$value") ;;
+        --decode) decode+=("$value") ;;
+        --address) address=$value ;;
+        --listen) listen=$value ;;
+        --port) port=$value ;;
+        --ticket-secret) ticket_secret=$value ;;
+        --metaserver-token) token=$value ;;
+        --tls-cert) tls_cert=$value ;;
+        --tls-key) tls_key=$value ;;
+        --tls-key-password) tls_password=$value ;;
+        --metaserver-port) metaserver_port=$value ;;
+        --metaserver-tls-cert) metaserver_cert=$value ;;
+        --metaserver-tls-key) metaserver_key=$value ;;
+        --metaserver-tls-key-password) metaserver_password=$value ;;
+        --metaserver-client-ca) metaserver_client_ca=$value ;;
         *) die "unknown option $1; see --help" ;;
       esac
+      (($# > 1)) || die "$1 needs a value; see --help"
       shift
       ;;
     *) die "what is $1? arguments for the proxy go behind --; see --help" ;;

@@ -7,15 +7,13 @@ import contextlib
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, NoReturn
 
 import typer
 
+from vllm_ascend_pd.command_line import USAGE_ERROR, run_app
 from vllm_ascend_pd.planning.engine import Layout
 from vllm_ascend_pd.planning.model import CacheDtype, PlanError
-
-# typer exports one usage error; the base of all of them is click's or, in newer versions, typer's own copy.
-_USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
 app = typer.Typer(
     help="Prefill/decode disaggregation for vLLM on Ascend NPUs.",
@@ -159,7 +157,7 @@ def proxy(
                 otlp_traces_endpoint=otlp_traces_endpoint,
             )
         except ValueError as error:
-            raise _USAGE_ERROR(str(error)) from None
+            raise USAGE_ERROR(str(error)) from None
         _log_to_stderr()
         logging.getLogger(__name__).info(
             "proxy listens on %s port %d; decode engines post tickets to %s", host, port, settings.metaserver_url
@@ -205,7 +203,7 @@ def plan(
 ) -> None:
     """Print what prefill and decode engines of given shapes send each other, and how fast, without starting any."""
     if compute_ms_per_1000_tokens is not None and link_gbit is None:
-        raise _USAGE_ERROR("--compute-ms-per-1000-tokens needs --link-gbit")
+        raise USAGE_ERROR("--compute-ms-per-1000-tokens needs --link-gbit")
     # Imported here: other commands should not pay for it.
     from .planning.command import Shape, plan_text
 
@@ -222,7 +220,7 @@ def plan(
             as_json=json,
         )
     except OSError as error:
-        raise _USAGE_ERROR(f"cannot read the model's config.json: {error}") from None
+        raise USAGE_ERROR(f"cannot read the model's config.json: {error}") from None
     except PlanError as error:
         print(f"vllm-ascend-pd: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -269,7 +267,7 @@ def doctor(
             proxy, prefill or (), decode or (), ca_file, kv_transfer_config, port, data_parallel_size, peer or ()
         )
     except UsageError as error:
-        raise _USAGE_ERROR(str(error)) from None
+        raise USAGE_ERROR(str(error)) from None
     if not print_report(chosen, as_json=json):
         raise typer.Exit(1)
 
@@ -328,16 +326,8 @@ def keygen(
         print(f"The proxy takes it too: --ticket-secret-file {file.absolute()}")
 
 
-def main() -> None:
-    """Exits with 2 and one line for a wrong option."""
-    try:
-        code = app(standalone_mode=False)
-    except typer.Abort:
-        code = 130
-    except _USAGE_ERROR as error:
-        print(f"vllm-ascend-pd: {error.format_message()}", file=sys.stderr)
-        code = 2
-    sys.exit(code)
+def main() -> NoReturn:
+    run_app(app, "vllm-ascend-pd")
 
 
 def _log_to_stderr() -> None:

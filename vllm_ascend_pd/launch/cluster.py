@@ -18,6 +18,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from vllm_ascend_pd.command_line import run_app
 from vllm_ascend_pd.launch.hosts import HostsError, HostsFile, Invalid
 from vllm_ascend_pd.launch.plan import Plan, Process, make_plan
 from vllm_ascend_pd.launch.session import Event, Session, stop_anew
@@ -263,4 +264,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app(prog_name="launch_cluster.sh")
+    run_app(app, "launch_cluster.sh")

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_ascend_pd.command_line import run_app
 from vllm_ascend_pd.doctor.ports import ascend_ports
 from vllm_ascend_pd.launch.arguments import refused_argument
 from vllm_ascend_pd.launch.shape import Executor, Shape, ShapeError
@@ -102,7 +103,8 @@ def main(
             beside=None if beside is None else read_entry(beside),
         )
         words = ["serve", model]
-        if node_rank == 0 or shape.nodes == 1:
+        serves_http = node_rank == 0 or shape.nodes == 1
+        if serves_http:
             words += ["--host", listen or address, "--port", str(port)]
         elif listen is not None:
             raise ShapeError("--listen: only an engine's first node serves HTTP")
@@ -111,6 +113,8 @@ def main(
         # Its own address: the first node binds to it, and names do not do for that.
         words += shape.arguments(node_rank, address if node_rank == 0 else head_address, head_port)
         words += ["--kv-transfer-config", json.dumps(transfer.config(), separators=(",", ":"))]
+        if serves_http:
+            words += quiet(arguments or [])
         for argument in arguments or []:
             if (reason := refused_argument(argument)) is not None:
                 raise ShapeError(reason)
@@ -121,6 +125,16 @@ def main(
         print(f"launch_{role.value}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     print(shape.per_node, *words, sep="\n")
+
+
+def quiet(arguments: list[str]) -> list[str]:
+    """vLLM logs each request, and the proxy asks for health and metrics each second: that would be all its log's end.
+    vLLM 0.23 to 0.32 has the option; the operator's own replaces it."""
+    option = "--disable-access-log-for-endpoints"
+    given = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    if any(option.startswith(name) and name.startswith("--disable-a") for name in given):  # vLLM takes names cut short
+        return []
+    return [option, "/health,/metrics"]
 
 
 def check_devices(device: Device, shape: Shape) -> None:
@@ -175,4 +189,4 @@ def read_entry(path: Path) -> dict[str, object]:
 
 if __name__ == "__main__":
     # Errors name the script that the operator ran; it gives the role first.
-    app(prog_name="launch_prefill.sh" if sys.argv[1:3] == ["--role", "prefill"] else "launch_decode.sh")
+    run_app(app, "launch_prefill.sh" if sys.argv[1:3] == ["--role", "prefill"] else "launch_decode.sh")
