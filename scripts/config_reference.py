@@ -10,18 +10,27 @@ from pathlib import Path
 import msgspec
 
 from vllm_ascend_pd.config import ConnectorConfig, PeerParallel, TlsConfig
+from vllm_ascend_pd.launch.hosts import Cluster, Engine, Host, Proxy
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
 HEAD = """\
 # Configuration
 
-Made by `scripts/config_reference.py` from `vllm_ascend_pd/config.py`; a test compares the two.
+Made by `scripts/config_reference.py` from `vllm_ascend_pd/config.py` and `vllm_ascend_pd/launch/hosts.py`; a test
+compares them. What the connector is told comes first, then [hosts.yaml](#hostsyaml), which describes a whole cluster.
 
 ## `kv_connector_extra_config`
 
 A part of vLLM's `--kv-transfer-config`, next to `kv_connector`, `kv_role` and `kv_port`. Each key has a default that
 works; an unknown key, or a value that cannot work, ends the start of the engine with an error that names it.
+"""
+
+HOSTS = """
+## hosts.yaml
+
+What `scripts/launch_cluster.sh` starts; `examples/` has several. An unknown key, or a value that cannot work, is
+refused with its line before anything starts.
 """
 
 _TYPES = {
@@ -33,6 +42,16 @@ _TYPES = {
     "int | None": "whole number",
     "PeerParallel | None": "object",
     "TlsConfig | None": "object",
+    "str": "string",
+    "tuple[int, ...] | None": "list of whole numbers",
+    "dict[str, Any]": "object",
+    "dict[str, str]": "object of strings",
+    "dict[str, Host]": "object of hosts",
+    "tuple[Engine, ...]": "list of engines",
+    "Proxy": "object",
+    "Executor": "`mp` or `ray`",
+    "Literal['fail', 'recompute'] | None": "`fail` or `recompute`",
+    "Literal['a2', 'a3', 'cpu']": "`a2`, `a3` or `cpu`",
 }
 
 
@@ -56,20 +75,32 @@ def documented(struct: type[msgspec.Struct]) -> dict[str, tuple[str, str]]:
 
 def table(struct: type[msgspec.Struct]) -> str:
     """A Markdown table: key, type, default, meaning."""
-    defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
+    defaults = {field.name: shown_default(field) for field in msgspec.structs.fields(struct)}
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, (kind, text) in documented(struct).items():
         shown = _TYPES[kind]
-        default = msgspec.json.encode(defaults[name]).decode()
-        rows.append(f"| `{name}` | {shown} | `{default}` | {text} |")
+        rows.append(f"| `{name}` | {shown} | {defaults[name]} | {text} |")
     return "\n".join(rows)
+
+
+def shown_default(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return "needed"
+    value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    return f"`{msgspec.json.encode(value).decode()}`"
+
+
+def said_of(struct: type[msgspec.Struct]) -> str:
+    return " ".join(inspect.cleandoc(struct.__doc__ or "").split()) + "\n"
 
 
 def page() -> str:
     parts = [HEAD, table(ConnectorConfig)]
     for title, struct in (("`prefill` and `decode`", PeerParallel), ("`tls_config`", TlsConfig)):
-        said = " ".join(inspect.cleandoc(struct.__doc__ or "").split())
-        parts += [f"\n### {title}\n", said + "\n", table(struct)]
+        parts += [f"\n### {title}\n", said_of(struct), table(struct)]
+    parts += [HOSTS, said_of(Cluster), table(Cluster)]
+    for title, struct in (("`hosts`", Host), ("`prefill` and `decode`, each engine", Engine), ("`proxy`", Proxy)):
+        parts += [f"\n### {title}\n", said_of(struct), table(struct)]
     return "\n".join(parts) + "\n"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the launch scripts of one node: known, unknown, wrong; and what an engine logs."""
+"""Options of the launch scripts: known, unknown, wrong; and what an engine logs."""
 
 import os
 import re
@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
+from vllm_ascend_pd.launch.cluster import app as cluster_app
 from vllm_ascend_pd.launch.engine import app
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -72,3 +74,18 @@ def test_a_node_without_http_has_no_access_log() -> None:
     words = CliRunner().invoke(app, options).stdout.splitlines()
     assert "--headless" in words
     assert "--disable-access-log-for-endpoints" not in words
+
+
+@pytest.mark.parametrize("script", ["launch_prefill", "launch_decode", "launch_proxy", "launch_cluster"])
+def test_help_needs_nothing_but_a_shell(script: str) -> None:
+    command = [str(REPOSITORY / "scripts" / f"{script}.sh"), "--help"]
+    env = {"PATH": "/usr/bin:/bin", "PYTHON": "/nowhere/python"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Starts ")
+    assert "PYTHON (default: $VENV/bin/python, else python3)" in done.stdout
+    if script == "launch_cluster":
+        assert "docs/configuration.md" in done.stdout
+        for option in get_command(cluster_app).params:
+            if option.param_type_name == "option" and option.opts != ["--repository"]:
+                assert f"\n  {option.opts[0]} " in done.stdout

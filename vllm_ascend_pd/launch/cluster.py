@@ -222,19 +222,16 @@ def _say(console: Console, text: str) -> None:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command()
+@app.command(context_settings={"help_option_names": []})
 def main(
-    hosts: Annotated[Path, typer.Argument(help="The cluster: see examples/.")],
-    dry_run_only: Annotated[bool, typer.Option("--dry-run", help="Print what would run where.")] = False,
-    stop_only: Annotated[bool, typer.Option("--stop", help="Stop what runs of it, and exit.")] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Exit once it serves, and leave it running.")] = False,
+    hosts: Annotated[Path, typer.Argument()],
+    dry_run_only: Annotated[bool, typer.Option("--dry-run")] = False,
+    stop_only: Annotated[bool, typer.Option("--stop")] = False,
+    detach: Annotated[bool, typer.Option("--detach")] = False,
     *,
-    repository: Annotated[Path, typer.Option(hidden=True, help="That of the script that runs this.")],
+    repository: Annotated[Path, typer.Option(help="That of the script that runs this.")],
 ) -> None:
-    """Start a prefill/decode cluster on its hosts, over ssh, and stop it at Ctrl-C or when one of its processes ends.
-
-    Exits with 2 for a hosts.yaml that cannot work, 1 where something failed, 130 after Ctrl-C.
-    """
+    """The script's own comment documents the options."""
     console = Console(stderr=True)
     if sum((dry_run_only, stop_only, detach)) > 1:
         _say(console, "launch_cluster: only one of --dry-run, --stop and --detach")

@@ -40,63 +40,95 @@ class Invalid(ValueError):
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One machine. `address`: by which other hosts reach it, an IP address."""
+    """One machine."""
 
     address: str
+    """By which other hosts reach it: an IP address."""
     ssh: str | None = None
-    """What `ssh` is given: a name of its configuration, `user@host`. None: the address."""
+    """What `ssh` is given: a name of its configuration, `user@host`. Without it: the address."""
     local: bool = False
     """This machine: no ssh."""
     interface: str | None = None
-    """The network interface with `address`. None: found out there."""
+    """The network interface with `address`. Without it: found out there."""
 
 
 class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One engine, on one host or several. For the other keys see scripts/launch_prefill.sh --help."""
+    """One engine, on one host or several. `scripts/launch_prefill.sh --help` and launch_decode.sh's say more of what is
+    an option there, too."""
 
     hosts: tuple[str, ...]
+    """Keys of `hosts`. Of several the first one serves HTTP, and each runs an equal part."""
     tp: int = 1
+    """Tensor-parallel size."""
     pp: int = 1
+    """Pipeline-parallel size."""
     dp: int = 1
+    """Data-parallel size."""
     port: int | None = None
+    """Where it serves HTTP. Without it: 8100 for prefill, 8200 for decode."""
     kv_port: int | None = None
+    """Decode's: where prefill engines ask what it looks like, a port for each data-parallel replica from there on.
+    Without it: 19000."""
     head_port: int | None = None
-    """Of an engine on several hosts: a free port of the first one, and for data-parallel ones those behind it."""
+    """Of an engine on several hosts: a free port of the first one, and for data-parallel ones those behind it. Without
+    it: 13345."""
     devices: tuple[int, ...] | None = None
-    """NPUs of each of its hosts. None: the first ones that no engine before it has."""
+    """NPUs of each of its hosts. Without it: the first ones that no engine before it has."""
     executor: Executor = Executor.MP
+    """Who starts its ranks: vLLM by itself, or a Ray cluster, which is started first."""
     engine_id: str | None = None
+    """Its name in tickets, kept over restarts. Without it: a new one each time."""
     load_failure_policy: Literal["fail", "recompute"] | None = None
+    """Decode's: what becomes of a request whose KV does not come: an error, or decode prefills. Without it: vLLM's
+    own, an error."""
     beside: str | None = None
+    """A file on its hosts with the JSON object of another connector, a KV pool's, below a MultiConnector."""
     extra: dict[str, Any] = {}
+    """More keys of `kv_connector_extra_config`."""
     args: tuple[str, ...] = ()
+    """More arguments of `vllm serve`, a word each."""
     env: dict[str, str] = {}
+    """Variables of its environment; none with secrets."""
     env_file: str | None = None
+    """A file on its hosts with secrets as NAME=VALUE lines, of mode 0600."""
 
 
 class Proxy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The proxy; its engines are those of the file."""
+
     host: str
+    """A key of `hosts`."""
     port: int = 8000
+    """Where it serves clients and takes tickets."""
     listen: str | None = None
+    """On which address. Without it: the host's."""
     args: tuple[str, ...] = ()
+    """More arguments of `vllm-ascend-pd proxy`, a word each."""
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file. Paths are those on the hosts; files with secrets must be there, of mode 0600, on each."""
 
     model: str
+    """What vLLM serves: a folder on the hosts, or a name that vLLM finds."""
     device: Literal["a2", "a3", "cpu"]
+    """Atlas servers with 8 and with 16 NPUs as vLLM counts them, or the CPU for trying out."""
     hosts: dict[str, Host]
+    """The machines, each by a name of yours."""
     prefill: tuple[Engine, ...]
+    """Prefill engines, at least one."""
     decode: tuple[Engine, ...]
+    """Decode engines, at least one."""
     proxy: Proxy
+    """The front door."""
     name: str = "pd"
     """Names the state's folder: two clusters that share a host need two names."""
     served_model_name: str | None = None
+    """What clients call the model. Without it: as `model`."""
     python: str | None = None
-    """The Python with vLLM and this package in it. None: the one that runs here, at the same path."""
+    """The Python with vLLM and this package in it. Without it: the one that runs here, at the same path."""
     repository: str | None = None
-    """Where this repository is. None: at the same path as here."""
+    """Where this repository is. Without it: at the same path as here."""
     state: str = "~/.local/state/vllm-ascend-pd"
     """Folder for logs and process ids, on each host, with a folder per cluster in it."""
     start_seconds: float = 1800.0
@@ -104,8 +136,11 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop_seconds: float = 30.0
     """That a process has after SIGTERM until SIGKILL."""
     side_channel_keys: str | None = None
+    """File made by `vllm-ascend-pd keygen`: side channels are encrypted, and nobody else gets in."""
     ticket_secret: str | None = None
+    """File made by `vllm-ascend-pd keygen --ticket-secret`: tickets are signed."""
     metaserver_token: str | None = None
+    """File with the bearer token without which the proxy takes no ticket."""
 
     def __post_init__(self) -> None:
         # msgspec names the value; these need more than a type.
