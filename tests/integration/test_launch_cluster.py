@@ -216,7 +216,7 @@ def test_a_node_that_cannot_start_ends_all(site: Site) -> None:
     site.write(decode="dies")
     launcher = site.launch()
     output = ended(launcher)
-    site.note_groups()
+    assert site.note_groups() == {}  # nothing that runs is recorded
     assert launcher.returncode == 1
     assert re.search(r"error: decode-0-node-. on . ended with code 1; the end of .*decode-0-node-.\.log:", output)
     assert "out of NPU memory" in output
@@ -233,6 +233,7 @@ def test_a_process_that_ends_later_ends_all(site: Site) -> None:
     assert launcher.returncode == 1
     assert "error: decode-0-node-1 on b ended with code -9" in output
     assert site.alive() == []
+    assert site.groups() == {}
 
 
 def test_a_host_that_cannot_be_reached(site: Site) -> None:
@@ -244,7 +245,13 @@ def test_a_host_that_cannot_be_reached(site: Site) -> None:
     assert "decode-0-node-1 on b could not be started or watched: ssh ended with code 255" in output
     assert "No route to host" in output
     assert "error: not known to have ended:\ndecode-0-node-1 on b:" in output
+    record = site.state / "test/cluster.json"
+    assert output.splitlines()[-1] == f"try again with --stop; where a host is gone for good, remove {record}"
     assert site.alive() == []
+    record.unlink()
+    stopper = site.launch("--stop")
+    assert ended(stopper).splitlines()[-1] == "try again with --stop"  # there is nothing to remove
+    assert stopper.returncode == 1
 
 
 def test_waiting_has_a_bound(site: Site) -> None:

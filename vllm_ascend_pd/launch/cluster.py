@@ -211,7 +211,8 @@ def _named(reasons: Iterable[tuple[Process, str | None]]) -> list[str]:
 
 def _left(console: Console, left: Sequence[str], record: Record) -> End:
     _say(console, "error: not known to have ended:\n" + "\n".join(left))
-    _say(console, f"try again with --stop; where a host is gone for good, remove {record.path}")
+    gone = f"; where a host is gone for good, remove {record.path}" if record.path.exists() else ""
+    _say(console, f"try again with --stop{gone}")
     return End.FAILED
 
 

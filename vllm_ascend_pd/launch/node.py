@@ -192,17 +192,24 @@ def _watch(place: Place, process: subprocess.Popen[bytes], running: Running, rea
             say("detached")
             return 0
         if order == "stop":
-            stopped = end(running, grace)
-            place.record.unlink(missing_ok=stopped)
+            stopped = _end(place, running, grace)
             say("stopped" if stopped else "not stopped", pid=running.pid)
             return 0 if stopped else 1
         if (code := process.poll()) is not None:
-            end(running, grace)  # of its group, what has outlived it
-            say("ended", code=code, tail=place.tail())
+            gone = _end(place, running, grace)  # of its group, what has outlived it
+            say("ended", code=code, tail=place.tail(), gone=gone)
             return 1
         if waiting_for is not None and is_ready(waiting_for):
             waiting_for = None
             say("ready")
+
+
+def _end(place: Place, running: Running, grace: float) -> bool:
+    """As `end`. The record goes when all have ended: else `stop` must find them."""
+    ended = end(running, grace)
+    if ended:
+        place.record.unlink(missing_ok=True)
+    return ended
 
 
 def _order(seconds: float) -> str | None:
@@ -226,8 +233,7 @@ def stop(place: Place, grace: float) -> int:
     running = place.running()
     if running is None:
         say("unknown")
-    elif end(running, grace):
-        place.record.unlink(missing_ok=True)
+    elif _end(place, running, grace):
         say("stopped", pid=running.pid)
     else:
         raise NodeError(f"{place.name}, process {running.pid}, has not ended")

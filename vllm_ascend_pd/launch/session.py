@@ -62,7 +62,7 @@ class Session:
                 self.log = str(said.get("log"))
             self._detached = self._detached or kind == "detached"
             # `failed`: it never ran; one that runs under its name is not ours to stop.
-            self._stopped = self._stopped or kind in ("stopped", "ended", "failed")
+            self._stopped = self._stopped or (kind in ("stopped", "ended", "failed") and said.get("gone") is not False)
             detail = self._ended(said) if kind == "ended" else str(said.get("reason", ""))
             self._events.put(Event(self.process, kind, detail))
         code = self._ssh.wait()
