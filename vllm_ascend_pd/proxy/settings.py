@@ -21,6 +21,11 @@ from .tracing import check_tracing
 MIB = 1024 * 1024
 
 
+def _option(name: str) -> str:
+    """The option of `vllm-ascend-pd proxy` that a setting comes from."""
+    return "--" + name.replace("max_body_bytes", "max_body_mib").replace("_", "-")
+
+
 class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Raises ValueError, in words meant for the operator, when a value cannot work."""
 
@@ -125,9 +130,9 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"{name.replace('_', ' ')} must be greater than 0")
+                raise ValueError(f"{_option(name)} must be greater than 0")
         if self.queue_per_engine < 0:
-            raise ValueError("queue per engine must not be less than 0")
+            raise ValueError("--queue-per-engine must not be less than 0")
         if self.strategy not in STRATEGIES:
             raise ValueError(f"the strategy {self.strategy!r} is none of {', '.join(STRATEGIES)}")
         self._check_tls()
