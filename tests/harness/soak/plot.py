@@ -41,7 +41,8 @@ def _draw(samples: Sequence[Sample], restarts: Sequence[tuple[float, float]], ti
             panel.axvspan((killed - begin) / 60, (min(back, end) - begin) / 60, color="0.85")
         panel.set_ylabel(label)
         panel.set_ylim(bottom=0)
-    axes[0].legend(loc="upper right", ncols=4, fontsize="small")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")  # inside it covers curves
     axes[-1].set_xlabel("minutes")
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=80)
