@@ -143,7 +143,7 @@ def main(
         shutil.rmtree(folder, ignore_errors=True)
         raise typer.Exit(130) from None
     except (DemoError, StartupError, StreamError, TraceError, ValueError, OSError, httpx.HTTPError) as error:
-        console.print(f"[red]error:[/] {escape(str(error))}")
+        console.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
     if not succeeded and any(folder.glob("*.log")):
         console.print(f"the engines' logs: {folder}")
     else:
@@ -217,14 +217,14 @@ class Demo:
                     tuple(client.complete(prompt, OUTPUT_TOKENS).token_ids for prompt in pair)
                     for pair in track(pairs, "single instance")
                 ]
-        self.traces.mkdir(parents=True)
         recording = (("trace_dir", str(self.traces)),)
         prefill, decode = (
             dataclasses.replace(engine, connector_extra=(*engine.connector_extra, *recording))
             for engine in (self.prefill, self.decode)
         )
         config = ClusterConfig("1p1d", prefill=(prefill,), decode=(decode,))
-        with running_cluster(self.model, config, self.folder, self.port, print_ready, self.start_seconds) as cluster:
+        start = (self.port, print_ready, self.start_seconds)
+        with folder_for(self.traces), running_cluster(self.model, config, self.folder, *start) as cluster:
             with naming_who_ended(processes(cluster)), Client(cluster.url, str(self.model)) as client:
                 client.complete(random_prompt(200, "warm-up"), OUTPUT_TOKENS)
                 rows = [
@@ -334,6 +334,19 @@ def naming_who_ended(running: Sequence[ManagedProcess]) -> Iterator[None]:
         if not why:
             raise
         raise DemoError(f"{error}\n{why}") from error
+
+
+@contextmanager
+def folder_for(traces: Path) -> Iterator[None]:
+    """Made, and gone again if it stays empty: a run that is interrupted leaves nothing behind."""
+    made = [folder for folder in (traces, *traces.parents) if not folder.exists()]
+    traces.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it is not empty
+            for folder in made:
+                folder.rmdir()
 
 
 def wait_for_failure(running: Sequence[ManagedProcess]) -> None:

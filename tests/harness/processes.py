@@ -61,7 +61,7 @@ class ManagedProcess:
         return self._process.poll()
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        return "\n".join([line for line in self._said() if not _NOISE.search(line)][-lines:])
+        return "\n".join(self._said()[-lines:])
 
     def first_error(self, lines: int = TAIL_LINES) -> str:
         """What the log says from its first error on; empty if it has none."""
@@ -73,7 +73,7 @@ class ManagedProcess:
         return f"the first error in {self.log}:\n{self.first_error() or 'none'}\n\nits end:\n{self.tail()}"
 
     def _said(self) -> list[str]:
-        return self.log.read_text(errors="replace").splitlines()
+        return [line for line in self.log.read_text(errors="replace").splitlines() if not _NOISE.search(line)]
 
     def members(self) -> list[int]:
         """The living processes of the group, oldest first."""
