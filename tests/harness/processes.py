@@ -70,7 +70,9 @@ class ManagedProcess:
 
     def account(self) -> str:
         """Its log's first error and last lines: what vLLM says last is that an engine ended, not why."""
-        return f"the first error in {self.log}:\n{self.first_error() or 'none'}\n\nits end:\n{self.tail()}"
+        first = self.first_error()
+        where = f"the first error in {self.log}:\n{first}\n\nits end" if first else f"the end of {self.log}"
+        return f"{where}:\n{self.tail()}"
 
     def _said(self) -> list[str]:
         return [line for line in self.log.read_text(errors="replace").splitlines() if not _NOISE.search(line)]
