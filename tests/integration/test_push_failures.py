@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from harness.kv import Model, Side
+from harness.rank_hosts import start_afresh
 from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, expect_delivery, prefill, prompts, run
 from harness.waiting import wait_until
@@ -147,6 +148,7 @@ def test_staging_is_not_left_to_requests_without_a_grant() -> None:
 
 def test_a_slot_that_rests_is_given_back_to_who_waits_for_it() -> None:
     """After a failed write, until its bytes can arrive no more; the sender itself has to wait for it."""
+    start_afresh()
     config = {"staging_slots": 1, "write_timeout_s": 1.0, "collective_timeout_s": 30.0}
     pair = Pair(Model(layers=3), Side(2), Side(1), config)
     pair.p_ranks[0].call("lose_writes", 1, True)
