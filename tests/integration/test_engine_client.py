@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import anyio
 import pytest
@@ -159,6 +161,76 @@ def test_an_error_is_not_sent_again_and_names_no_address(
             assert len(peer.requests) == 1
 
     run(test)
+
+
+STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n"
+
+
+@pytest.mark.parametrize(
+    ("garbage", "read_first"),
+    [(b"zz\r\n", False), (b"zz\r\n", True), (b"2\r\nokxx", True), (b"zz\r\n2\r\nok\r\n", True)],
+    ids=["before it is read", "no size", "no end of a chunk", "no size, and more"],
+)
+def test_an_answer_that_stops_being_http(garbage: bytes, read_first: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Behind its headers, and whether anybody reads it yet or not: well before the read timeout."""
+    goes_on = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM)
+        await goes_on.wait()
+        writer.write(garbage)
+        assert not await reader.read()
+        raise ConnectionAbortedError
+
+    async def test() -> None:
+        async with peer_of(serve, read_timeout=20) as (peer, client):
+            answer = await client.send("POST", peer.url, HEADERS)
+            chunks = answer.chunks()
+            if read_first:
+                assert await anext(chunks) == b"ok"
+            goes_on.set()
+            if not read_first:
+                await peer.closed.wait()
+                await anyio.sleep(0.1)
+            with anyio.fail_after(5), pytest.raises(ConnectionLost):
+                async for _ in chunks:
+                    pass
+            answer.close()
+
+    run(test)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_a_reset_is_no_error_that_nobody_saw(breaks_off: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a connection that had answers before, and nobody uses, or somebody reads from."""
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        last = len(peers[0].requests) == 2
+        writer.write(STREAM)
+        await anyio.sleep(0.05)  # what comes at once is not watched
+        if not (last and breaks_off):
+            writer.write(b"0\r\n\r\n")
+            await anyio.sleep(0.05)
+        if last:
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.transport.abort()
+
+    peers: list[Peer] = []
+
+    async def test() -> None:
+        async with peer_of(serve) as (peer, client):
+            peers.append(peer)
+            assert await read(client, peer.url) == b"ok"
+            with pytest.raises(ConnectionLost) if breaks_off else nullcontext():
+                assert await read(client, peer.url) == b"ok"
+            await peer.closed.wait()
+            await anyio.sleep(0.1)
+
+    run(test)
+    gc.collect()
+    assert not caplog.records
 
 
 def test_a_post_on_a_connection_that_was_just_closed_is_not_sent_again() -> None:

@@ -62,6 +62,8 @@ class Answer:
     def __init__(self, response: aiohttp.ClientResponse, on_close: Callable[[], object]) -> None:
         self._response = response
         self._on_close = on_close
+        self._lost: asyncio.Future[None] | None = None
+        self._watch()
         self.status = response.status
         self.headers: Headers = list(response.raw_headers)
         """As they came, repeated ones included."""
@@ -86,10 +88,37 @@ class Answer:
         except _FAILURES as error:
             raise _error(error) from error
 
+    def _watch(self) -> None:
+        """Breaks the body off when its connection is lost: of one that stops being HTTP aiohttp tells nobody who reads
+        it, and stops its own timer."""
+        connection = self._response.connection
+        if connection is None or connection.protocol is None:
+            return  # the whole answer is here
+        self._lost = connection.protocol.closed
+        if self._lost is None:
+            self._break_off()
+            return
+        self._lost.remove_done_callback(_heard)  # an earlier answer's on this connection
+        self._lost.add_done_callback(_heard)
+        self._lost.add_done_callback(self._break_off)
+
+    def _break_off(self, _: object = None) -> None:
+        body = self._response.content
+        if not body.is_eof() and body.exception() is None:
+            body.set_exception(aiohttp.ClientPayloadError())
+
     def close(self) -> None:
         """Once. Closes the connection too, unless the whole answer was read."""
+        if self._lost is not None:
+            self._lost.remove_done_callback(self._break_off)
         self._response.close()
         self._on_close()
+
+
+def _heard(lost: asyncio.Future[None]) -> None:
+    """Who reads is told why a connection was lost: asyncio is not to log it as an error that nobody saw."""
+    if not lost.cancelled():
+        lost.exception()
 
 
 class EngineClient:
