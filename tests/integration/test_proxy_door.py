@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
@@ -30,11 +31,15 @@ class App:
         self.left = threading.Event()
         self.begun: list[str] = []
         self.ended: list[str] = []
+        self.body = b""
         self._size = size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.begun.append(scope["path"])
-        await receive()
+        while (message := await receive())["type"] == "http.request":
+            self.body += message["body"]
+            if not message["more_body"]:
+                break
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch, receive)
             while scope["path"] == "/held" and not self.go.is_set() and not self.left.is_set():
@@ -57,7 +62,13 @@ def serving(app: App, parser: str, patience: float = 60.0, limit: int = 100) -> 
             patch.setattr(door_module, "HttpToolsProtocol", None)
         door = Door(limit, patience)
         config = uvicorn.Config(
-            app, http=door.protocol, lifespan="off", log_config=None, timeout_graceful_shutdown=1, timeout_keep_alive=60
+            app,
+            http=door.protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=60,
         )
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -142,6 +153,51 @@ def test_client_that_leaves_is_noticed(parser: str, ahead: int) -> None:
             connection.sendall(get("/held") + get("/second") * ahead)
             eventually(lambda: app.begun)
         eventually(app.left.is_set)
+
+
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA\r\n"
+NO_REQUEST = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@PARSERS
+@pytest.mark.parametrize("apart", [False, True], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
+def test_who_offers_another_protocol_is_answered_by_this_one(parser: str, chunked: bool, apart: bool) -> None:
+    """As JDK's HttpClient does by default: the body is its own, and the next request too."""
+    app = App()
+    length = b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % len(NO_REQUEST)
+    body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(NO_REQUEST), NO_REQUEST) if chunked else NO_REQUEST
+    request = b"POST /first HTTP/1.1\r\nHost: x\r\n" + OFFER + length + b"\r\n" + body
+    pieces = [request + get("/second", OFFER)]
+    if apart:
+        pieces = [request[at : at + 30] for at in range(0, len(request), 30)] + [get("/second", OFFER)]
+    with serving(app, parser) as (_, port), closing(connect(port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for piece in pieces:
+            connection.sendall(piece)
+            time.sleep(0.02)
+        eventually(lambda: len(app.ended) == 2, timeout_s=5)
+        assert (app.begun, app.body) == (["/first", "/second"], NO_REQUEST)
+
+
+@PARSERS
+def test_client_that_offers_another_protocol_and_leaves_is_noticed(parser: str) -> None:
+    app = App()
+    with serving(app, parser) as (_, port):
+        with closing(connect(port)) as connection:
+            connection.sendall(get("/held", OFFER))
+            eventually(lambda: app.begun)
+            connection.sendall(get("/second"))
+            time.sleep(0.2)  # until it is read
+        eventually(app.left.is_set, timeout_s=5)
+
+
+def test_nobody_gets_a_tunnel() -> None:
+    app = App()
+    with serving(app, "httptools") as (_, port), closing(connect(port)) as connection:
+        connection.sendall(b"CONNECT /first HTTP/1.1\r\nHost: x\r\nContent-Length: 38\r\n\r\n" + NO_REQUEST)
+        assert rest_of(connection).startswith(b"HTTP/1.1 400 ")
+        assert app.begun == []
 
 
 @PARSERS

@@ -5,6 +5,7 @@ keeps all that is sent ahead."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 from collections import Counter
 from functools import partial
@@ -15,6 +16,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 try:
+    import httptools
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 except ImportError:  # httptools is optional
     HttpToolsProtocol = None  # type: ignore[assignment, misc]
@@ -207,6 +209,10 @@ class _Guest:
             self.refuse(HTTPStatus.REQUEST_TIMEOUT)
 
 
+# Of h11, which does not list the second one as its own: behind a request that offers another protocol.
+_HAS_REQUEST = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]
+
+
 class _H11Guest(_Guest, H11Protocol):
     """Behind a request, uvicorn reads no more: not even that the client has left."""
 
@@ -215,7 +221,7 @@ class _H11Guest(_Guest, H11Protocol):
         ahead = len(self.conn.trailing_data[0])
         if ahead > _MAX_AHEAD_BYTES:
             self.refuse(HTTPStatus.BAD_REQUEST)
-        elif ahead and self.conn.their_state is h11.DONE:
+        elif ahead and self.conn.their_state in _HAS_REQUEST:
             self.flow.resume_reading()
 
 
@@ -227,6 +233,10 @@ if HttpToolsProtocol is not None:
 
         _head_bytes = 0  # since there was body last
         _running: Any = None  # the request before those in `pipeline`
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.parser = _Parser(self)
 
         def connection_lost(self, error: Exception | None) -> None:
             if self.pipeline:
@@ -246,6 +256,10 @@ if HttpToolsProtocol is not None:
             super().on_message_begin()
 
         def on_headers_complete(self) -> None:
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("no tunnels")
+            if self.parser.should_upgrade():
+                return  # it comes again
             before = self.cycle
             super().on_headers_complete()
             if self.pipeline:
@@ -257,5 +271,32 @@ if HttpToolsProtocol is not None:
             super().on_body(body)
 
         def on_message_complete(self) -> None:
+            if self.parser.should_upgrade():
+                return
             self._head_bytes = 0
             super().on_message_complete()
+
+        def decline_offer(self, rest: bytes) -> None:
+            """Parses the request whose headers came last once more, as if it had not offered another protocol; `rest`
+            came behind them."""
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+            head = b"\r\n".join([b"%s %s HTTP/%s" % (method, self.url, version), *lines, b"", b""])
+            self.parser = _Parser(self)
+            self.parser.feed_data(head + rest)
+
+    class _Parser(httptools.HttpRequestParser):
+        """httptools reads no body of a request that offers another protocol, and uvicorn, which declines all offers
+        (RFC 9110, section 7.8), would take it for the next request."""
+
+        def __init__(self, guest: _HttpToolsGuest) -> None:
+            super().__init__(guest)
+            self._guest = guest
+            with contextlib.suppress(AttributeError):  # as uvicorn sets it, and where
+                self.set_dangerous_leniencies(lenient_data_after_close=True)
+
+        def feed_data(self, data: Any) -> None:
+            try:
+                super().feed_data(data)
+            except httptools.HttpParserUpgrade as stopped:
+                self._guest.decline_offer(bytes(data[stopped.args[0] :]))
