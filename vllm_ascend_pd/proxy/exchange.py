@@ -99,6 +99,8 @@ class Attempt:
         """Decode engines that were asked; the last one has the request."""
         self.answering = False
         """Something of the answer has gone to the client: from here on it, good or bad, is the decode engine's."""
+        self.over = False
+        """It has ended, or was given up: its prefills end, too."""
         self.tickets: dict[tuple[int, str], PrefillTicket] = {}
         """By the number of the prompt and the ticket's id."""
         self.prefilled_at: float | None = None
@@ -154,6 +156,7 @@ class Attempt:
     def end(self) -> None:
         """Gives the attempt up for its transfer's failure: another one may follow."""
         assert self.transfer_failure is not None
+        self.over = True
         self.scope.cancel()
 
     @contextmanager
@@ -167,6 +170,7 @@ class Attempt:
                 self._prefills.discard(scope)
 
     def close(self) -> None:
+        self.over = True
         for scope in self._prefills:
             scope.cancel()
 
@@ -203,8 +207,12 @@ class Exchange:
     def begin_anew(self, attempt: Attempt, prompt: int, state: PrefillTicket) -> None:
         """Gives an attempt up because KV did not come: tickets of the one that may follow inherit that one's
         failures."""
-        self._prefill_failures[prompt] = max(self._prefill_failures.get(prompt, []), state.failures, key=len)
+        self.inherit(prompt, state)
         attempt.end()
+
+    def inherit(self, prompt: int, state: PrefillTicket) -> None:
+        """Tickets of the attempts that may follow get the failures of one of an earlier attempt's."""
+        self._prefill_failures[prompt] = max(self._prefill_failures.get(prompt, []), state.failures, key=len)
 
     def end(self, verdict: Response | None) -> None:
         """Stops everything done for this request; the first verdict counts. None: nobody is there to read it."""

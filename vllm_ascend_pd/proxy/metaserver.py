@@ -10,6 +10,7 @@ from http import HTTPStatus
 from typing import TypeVar
 
 import anyio
+import anyio.lowlevel
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -124,7 +125,7 @@ class Metaserver:
                 tasks.start_soon(when_disconnected, request.receive, decode_left)
                 failures = await self._serve(waiting, ticket, state, body)
                 tasks.cancel_scope.cancel()
-        if scope.cancelled_caught or attempt.scope.cancel_called:
+        if scope.cancelled_caught or attempt.over:
             return _error(HTTPStatus.GONE, "the client's request has ended, or was made anew")
         if not failures:
             state.answered = True
@@ -258,6 +259,11 @@ class Metaserver:
             if state.given_up:  # and its failure noted, where an engine had been asked
                 return failures or [failure]
             exchange.prefill_failed(state, failure)
+            # A task that is cancelled when it is about to go on anyway goes on.
+            if attempt.over:
+                exchange.inherit(index, state)
+                return failures
+            await anyio.lowlevel.checkpoint_if_cancelled()  # the ticket was posted again
             again = PREFILL_AGAIN_ANEW if attempt.may_begin_anew else PREFILL_AGAIN
             avoid = engines_to_avoid(pool.urls, failures, self._settings.prefill_attempts, again)
             if avoid is None:

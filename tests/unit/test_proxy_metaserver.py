@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tickets whose prefill fails in the moment in which nobody waits for it any more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import anyio
+import pytest
+from starlette.requests import Request
+
+from vllm_ascend_pd.proxy.bodies import parse_client_request
+from vllm_ascend_pd.proxy.counts import Counts
+from vllm_ascend_pd.proxy.endpoints import Endpoint
+from vllm_ascend_pd.proxy.engine_client import Answer
+from vllm_ascend_pd.proxy.engines import Choice, EngineError, EnginePool
+from vllm_ascend_pd.proxy.exchange import Attempt, Exchange, Exchanges
+from vllm_ascend_pd.proxy.metaserver import Metaserver
+from vllm_ascend_pd.proxy.metrics import Metrics
+from vllm_ascend_pd.proxy.prompts import NO_PROMPT
+from vllm_ascend_pd.proxy.retry import Kind
+from vllm_ascend_pd.proxy.settings import ProxySettings
+from vllm_ascend_pd.proxy.tracing import NOT_TRACED
+
+
+class Pool:
+    """Engines that all break off when they are told to."""
+
+    urls = ("http://a", "http://b", "http://c")
+
+    def __init__(self) -> None:
+        self.breaks_off = anyio.Event()
+        self.asked: list[str] = []
+
+    def order(self, *_: object) -> Choice:
+        return Choice(NO_PROMPT, (self.urls,))
+
+    def judge(self, *_: object) -> None:
+        pass
+
+    @asynccontextmanager
+    async def open(self, *_: object, asked: list[str], **__: object) -> AsyncIterator[Answer]:
+        url = self.urls[len(self.asked)]
+        self.asked.append(url)
+        asked.append(url)
+        await self.breaks_off.wait()
+        raise EngineError(Kind.LOST, url, "it broke off")
+        yield
+
+
+def ticket_for(attempt: Attempt) -> Request:
+    ticket = {"request_id": f"cmpl-{attempt.request_id}-0", "remote_engine_id": "d", "ticket_id": "t"}
+    body = [{"type": "http.request", "body": json.dumps(ticket).encode()}]
+
+    async def receive() -> dict[str, Any]:
+        if not body:
+            await anyio.sleep_forever()
+        return body.pop()
+
+    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+
+def attempt_ends(_: Exchange, attempt: Attempt) -> None:
+    attempt.close()
+
+
+def posted_again(_: Exchange, attempt: Attempt) -> None:
+    assert attempt.ticket(0, "t", 0, (), 1) is not None
+
+
+@pytest.mark.parametrize("happens", [attempt_ends, posted_again])
+def test_no_other_prefill_for_who_does_not_wait(happens: Callable[[Exchange, Attempt], None]) -> None:
+    """But what failed counts."""
+    exchanges, pool, counts = Exchanges(1), Pool(), Counts()
+    settings = ProxySettings(prefill=pool.urls, decode=("http://d",), metaserver_url="http://m", prefill_attempts=3)
+    metrics = cast(Metrics, SimpleNamespace(ticket_waits=lambda: NOT_TRACED.child("", {})))
+    metaserver = Metaserver(settings, exchanges, cast(EnginePool, pool), counts, metrics)
+
+    async def run() -> None:
+        statuses: list[int] = []
+
+        async def post(attempt: Attempt) -> None:
+            statuses.append((await metaserver.post_ticket(ticket_for(attempt))).status_code)
+
+        with exchanges.open(NOT_TRACED) as exchange, exchange.attempt(lambda: False) as attempt:
+            exchange.request = parse_client_request(Endpoint.COMPLETIONS, b'{"prompt": "x"}')
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(post, attempt)
+                while not pool.asked:
+                    await anyio.sleep(0)
+                await anyio.sleep(0)
+                pool.breaks_off.set()
+                happens(exchange, attempt)
+            assert len(pool.asked) == 1
+            assert statuses == [410]
+            assert len(attempt.tickets[0, "t"].failures) == 1
+            assert len(exchange.prefill_failures(0)) == (happens is attempt_ends)
+
+    anyio.run(run)
