@@ -65,7 +65,8 @@ def proxy(
         float, typer.Option(help="Seconds without an answer to a health probe until another engine prefills.")
     ] = 15.0,
     prefill_attempts: Annotated[
-        int, typer.Option(help="Most failed prefills of a prompt, those of its request's retries included; 1: no retry.")
+        int,
+        typer.Option(help="Most failed prefills of a prompt, those of its request's retries included; 1: no retry."),
     ] = 2,
     decode_attempts: Annotated[
         int, typer.Option(help="Most times a request goes to decode until it has a token; 1: no retry.")

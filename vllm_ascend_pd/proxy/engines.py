@@ -17,7 +17,7 @@ from .load import Sent, Snapshot, decode_load, prefill_load
 from .prompts import Prompt
 from .registry import MAX_ENGINES, Engine, Engines, Role
 from .retry import DECODE_BLAMED, PREFILL_BLAMED, Kind
-from .seats import Party, Seats
+from .seats import Full, Party, Seats
 
 log = logging.getLogger(__name__)
 
@@ -207,29 +207,26 @@ class EnginePool:
         """A place at the next engine to ask, for `Seats.held`; None: all were tried, or are gone. Raises EngineError
         when all are full."""
         avoid = {*choice.avoid, *tried}
-        waited = False
-        for tier in choice.tiers:
-            known = (self.engines.get(url) for url in tier if url not in tried)
-            left = [engine for engine in known if engine is not None and engine.open]
-            if left:
-                engine = await self._take(left, choice, avoid)
-                if engine is not None:
-                    return engine
-                waited = True
-        # Those that have come meanwhile: others may have been replaced.
-        while waited and (left := [engine for engine in self.engines if engine.open and engine.url not in avoid]):
-            engine = await self._take(left, choice, avoid)
+        begun = time.monotonic()
+        tiers = choice.tiers
+        while left := self._first_left(tiers, tried):
+            try:
+                engine = await self.seats.take(left, choice.admitted, avoid, choice.party, time.monotonic() - begun)
+            except Full:
+                raise self._full() from None
             if engine is not None:
                 return engine
+            # They have all gone. Others may have come, and are asked as strategy and health say.
+            tiers = (*self.order(choice.prompt, avoid).tiers, *choice.tiers)
         return None
 
-    async def _take(self, engines: Sequence[Engine], choice: Choice, avoid: Collection[str]) -> Engine | None:
-        """A place at one of some engines; None: they have all gone while the request waited. Raises EngineError when
-        they are full."""
-        engine = await self.seats.take(engines, choice.admitted, avoid, choice.party)
-        if engine is None and any(each.open for each in engines):
-            raise self._full()
-        return engine
+    def _first_left(self, tiers: Sequence[Sequence[str]], tried: Collection[str]) -> list[Engine]:
+        """Of the first tier of which any engine may be asked, those that may."""
+        for tier in tiers:
+            known = (self.engines.get(url) for url in tier if url not in tried)
+            if left := [engine for engine in known if engine is not None and engine.open]:
+                return left
+        return []
 
     def _count(self, prompt: Prompt, url: str) -> Sent:
         """What is sent with a prompt."""

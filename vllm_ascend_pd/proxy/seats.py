@@ -12,6 +12,10 @@ import anyio
 from .registry import Engine
 
 
+class Full(Exception):
+    """There was no place in the line, or none at an engine in time."""
+
+
 class Party:
     """The prefills of one client's request. In a line they have one place together, and take turns with those of
     others."""
@@ -60,25 +64,29 @@ class Seats:
         admitted: bool = False,
         avoid: Collection[str] = (),
         party: Party | None = None,
+        waited: float = 0.0,
     ) -> Engine | None:
         """A place at the first of some engines that has one, or gets one; also at one that joins meanwhile, unless it
-        is in `avoid`. None: the line is full, it took too long, or none of these engines may get requests any more.
+        is in `avoid`. None: none of all these may get requests any more. Raises Full.
 
         `admitted`: the request had a place before, so it comes before the line, be that full or not. `party`: whom it
         came with; None: nobody. A party as a whole is refused, or served: once one of it has had a place, the others
-        do not count in the line, and wait for any time."""
+        do not count in the line, and wait for any time. `waited`: for how many seconds it has, at engines that are
+        gone."""
         party = party or Party()
         for engine in engines:
             if engine.open and self._is_free(engine):
                 self._seat(party, engine)
                 return engine
-        if not engines or not (admitted or self._may_wait(party, len(engines))):
-            return None
         waiting = _Waiting(engines, avoid, party)
+        if not waiting.has_hope:
+            return None
+        if not (admitted or self._may_wait(party, len(engines))):
+            raise Full
         line = self._returning if admitted else self._line.setdefault(party, {})
         line[waiting] = None
         try:
-            with anyio.move_on_after(self._patience):
+            with anyio.move_on_after(self._patience - waited):
                 await waiting.over()
             if waiting.engine is None and party.seated:
                 await waiting.over()
@@ -91,6 +99,8 @@ class Seats:
             line.pop(waiting)
             if not (line or admitted):
                 del self._line[party]
+        if waiting.engine is None and waiting.has_hope:
+            raise Full
         return waiting.engine
 
     def _may_wait(self, party: Party, engines: int) -> bool:
@@ -166,8 +176,13 @@ class _Waiting:
         self.called = anyio.Event()
         """Set when it is to look again."""
 
+    @property
+    def has_hope(self) -> bool:
+        """Whether there is an engine to wait for."""
+        return any(engine.open for engine in self.engines)
+
     async def over(self) -> None:
         """It was given an engine, or there is none to wait for."""
-        while self.engine is None and any(engine.open for engine in self.engines):
+        while self.engine is None and self.has_hope:
             self.called = anyio.Event()
             await self.called.wait()

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places at engines that come and go while requests wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import anyio
+import pytest
+
+from vllm_ascend_pd.proxy.engines import EngineError, EnginePool
+from vllm_ascend_pd.proxy.prompts import NO_PROMPT
+from vllm_ascend_pd.proxy.registry import Engine, Engines, Role
+from vllm_ascend_pd.proxy.retry import Kind
+from vllm_ascend_pd.proxy.seats import Full, Party, Seats
+
+FOREVER = 60.0
+
+
+def pool_of(engines: Engines, patience: float = FOREVER) -> EnginePool:
+    """Each engine has one place."""
+    seats = Seats(1, 3, patience)
+    return EnginePool(engines, "least-load", seats, max_connections=1, connect_timeout=1, read_timeout=1, fresh_for=1)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await anyio.sleep(0)
+
+
+@pytest.mark.parametrize("seated", [False, True], ids=["first", "after another prompt"])
+def test_who_waits_goes_to_an_engine_that_replaces_all_others(seated: bool) -> None:
+    """A list of engines that is read again names one instead of another: there is none in between."""
+
+    async def run() -> None:
+        engines = Engines(Role.PREFILL)
+        pool = pool_of(engines)
+        engines.replace("file", ["http://old"])
+        engines.on_trial = True
+        party = Party()
+        first = await pool._place(pool.order(NO_PROMPT, party=party if seated else Party()), set())
+        assert first is engines.get("http://old")
+        got: list[Engine | None] = []
+
+        async def wait() -> None:
+            got.append(await pool._place(pool.order(NO_PROMPT, party=party), set()))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await settle()
+            engines.replace("file", ["http://new"])
+            await settle()
+            assert got == [engines.get("http://new")]
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_queue_timeout_does_not_begin_anew_with_each_engine_that_replaces_another(at_once: bool) -> None:
+    """`at_once`: between the two there is none."""
+
+    async def run() -> None:
+        engines = Engines(Role.DECODE)
+        pool = pool_of(engines, patience=0.3)
+        assert await pool.seats.take([engines.add("http://0", "file")]) is not None
+        begun = time.monotonic()
+
+        async def replace() -> None:
+            for number in range(1, 20):
+                await anyio.sleep(0.1)
+                url = f"http://{number}"
+                if not at_once:
+                    pool.seats.join(await taken(engines.add(url, "file")))
+                engines.replace("file", [url])
+                if at_once:
+                    await taken(engines.add(url, "file"))
+
+        async def taken(engine: Engine) -> Engine:
+            assert await pool.seats.take([engine]) is engine  # before anybody is called
+            return engine
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(replace)
+            await settle()
+            with pytest.raises(EngineError) as raised:
+                await pool._place(pool.order(NO_PROMPT), set())
+            assert raised.value.kind is Kind.FULL
+            assert time.monotonic() - begun < 1
+            tasks.cancel_scope.cancel()
+
+    anyio.run(run)
+
+
+def test_of_the_engines_that_replace_others_a_healthy_one_is_chosen() -> None:
+    async def run() -> None:
+        engines = Engines(Role.DECODE, eject_after=1)
+        pool = pool_of(engines)
+        old = engines.add("http://old", "test")
+        assert await pool.seats.take([old]) is old
+        got: list[Engine | None] = []
+
+        async def wait() -> None:
+            got.append(await pool._place(pool.order(NO_PROMPT), set()))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await settle()
+            engines.checked(engines.add("http://ejected", "test"), "HTTP 500")
+            healthy = engines.add("http://healthy", "test")
+            engines.remove(old)
+            await settle()
+            assert got == [healthy]
+
+    anyio.run(run)
+
+
+def test_one_that_failed_before_is_a_last_resort_also_when_others_have_gone() -> None:
+    async def run() -> None:
+        engines = Engines(Role.DECODE)
+        pool = pool_of(engines)
+        failed, old = engines.add("http://failed", "test"), engines.add("http://old", "test")
+        assert await pool.seats.take([old]) is old
+        got: list[Engine | None] = []
+
+        async def wait() -> None:
+            choice = pool.order(NO_PROMPT, {failed.url}).then([failed.url])
+            got.append(await pool._place(choice, set()))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await settle()
+            engines.remove(old)
+            await settle()
+            assert got == [failed]
+
+    anyio.run(run)
+
+
+def test_a_prompt_that_leaves_as_it_is_called_has_had_no_place() -> None:
+    """So the others of its request are not waited for any longer than those of others."""
+
+    async def run() -> None:
+        engines, seats, party = Engines(Role.PREFILL), Seats(1, 1, 0.05), Party()
+        a = engines.add("http://a", "test")
+        assert await seats.take([a]) is a
+        prompt = asyncio.create_task(seats.take([a], party=party))
+        await settle()
+        with seats.held(a):
+            pass
+        assert seats.taken(a) == 1  # called ...
+        prompt.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await prompt
+        assert (party.seated, seats.taken(a)) == (False, 0)
+        assert await seats.take([a]) is a
+        with anyio.fail_after(5), pytest.raises(Full):
+            await seats.take([a], party=party)
+
+    anyio.run(run)
