@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from http import HTTPStatus
 
 import anyio
 import psutil
@@ -198,6 +199,34 @@ def test_nobody_gets_a_tunnel() -> None:
         connection.sendall(b"CONNECT /first HTTP/1.1\r\nHost: x\r\nContent-Length: 38\r\n\r\n" + NO_REQUEST)
         assert rest_of(connection).startswith(b"HTTP/1.1 400 ")
         assert app.begun == []
+
+
+@PARSERS
+@pytest.mark.parametrize("size", [100_000, 400_000])
+def test_client_that_leaves_is_noticed_behind_the_body_of_a_request_ahead(parser: str, size: int) -> None:
+    """Whole, or not: uvicorn reads no further than 64 KiB of it."""
+    app = App()
+    with serving(app, parser) as (door, port):
+        with closing(connect(port)) as connection:
+            connection.sendall(get("/held"))
+            eventually(lambda: app.begun)
+            head = b"POST /second HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (size * 2)
+            connection.sendall(head + bytes(size))
+            time.sleep(0.2)  # until it is read
+        eventually(app.left.is_set, timeout_s=5)
+        assert not door.refused
+
+
+@PARSERS
+def test_a_request_ahead_that_is_larger_is_refused(parser: str) -> None:
+    app = App()
+    with serving(app, parser) as (door, port), closing(connect(port)) as connection:
+        connection.sendall(get("/held"))
+        eventually(lambda: app.begun)
+        with suppress(ConnectionError):
+            connection.sendall(b"POST /second HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + bytes(10**6))
+        eventually(app.left.is_set, timeout_s=5)
+        assert door.refused == {HTTPStatus.BAD_REQUEST: 1}
 
 
 @PARSERS

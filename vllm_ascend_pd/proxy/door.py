@@ -34,7 +34,7 @@ _MAX_HEAD_BYTES = 64 * 1024
 # Sent behind a request that has no answer yet. A client that reads the last byte of its answer may ask again before the
 # server knows that this was the last one, but only once.
 _MAX_AHEAD = 1
-_MAX_AHEAD_BYTES = 512 * 1024  # where uvicorn parses with h11, which keeps bytes; more than two reads bring
+_MAX_AHEAD_BYTES = 512 * 1024  # more than two reads bring
 
 
 class _Phase(enum.Enum):
@@ -269,6 +269,10 @@ if HttpToolsProtocol is not None:
         def on_body(self, body: bytes) -> None:
             self._head_bytes = 0
             super().on_body(body)
+            if self.pipeline:
+                if len(self.cycle.body) > _MAX_AHEAD_BYTES:
+                    raise ValueError("too much sent ahead")
+                self.flow.resume_reading()
 
         def on_message_complete(self) -> None:
             if self.parser.should_upgrade():
