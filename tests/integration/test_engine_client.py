@@ -148,6 +148,10 @@ def test_an_answer_comes_as_it_was_sent() -> None:
         (is_silent, ReadTimeout),
         (says(b"SMTP 127.0.0.1\r\n\r\n"), ConnectionLost),
         (says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n127.0.0.1\r\n"), ConnectionLost),
+        (says(b"HTTP/1.1 101 X\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n"), ConnectionLost),
+        (says(b"HTTP/1.1 099 X\r\nContent-Length: 0\r\n\r\n"), ConnectionLost),
+        (says(b"HTTP/1.1 600 X\r\nContent-Length: 0\r\n\r\n"), ConnectionLost),
+        (says(b"HTTP/1.1 200 OK\r\nX-A: b\x01c\r\nContent-Length: 0\r\n\r\n"), ConnectionLost),
     ],
 )
 def test_an_error_is_not_sent_again_and_names_no_address(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -26,6 +27,8 @@ _MAX_HEADER_BYTES = 64 * 1024
 _NOT_ADDED = ("Content-Type", "User-Agent")
 # A client that did not ask for compression must not get it.
 _NO_COMPRESSION = (b"accept-encoding", b"identity")
+_NOT_HTTP = "the answer is not valid HTTP"
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class HttpError(Exception):
@@ -70,6 +73,12 @@ class Answer:
 
     def header(self, name: str) -> str | None:
         return self._response.headers.get(name)
+
+    @property
+    def may_be_passed_on(self) -> bool:
+        """Whether it is one that HTTP knows, and ends by: none that changes the protocol, and no control characters,
+        which aiohttp's parser lets through."""
+        return 200 <= self.status < 600 and not any(_CONTROL.search(value) for _, value in self.headers)
 
     @property
     def is_success(self) -> bool:
@@ -157,7 +166,11 @@ class EngineClient:
         except BaseException:
             self._places.release()
             raise
-        return Answer(response, self._places.release)
+        answer = Answer(response, self._places.release)
+        if not answer.may_be_passed_on:
+            answer.close()
+            raise ConnectionLost(_NOT_HTTP)
+        return answer
 
     @asynccontextmanager
     async def get(self, url: str, timeout: float | None = None) -> AsyncIterator[Answer]:
@@ -249,7 +262,7 @@ def _error(cause: BaseException) -> HttpError:
     if isinstance(cause, (TimeoutError, asyncio.TimeoutError)):
         return ReadTimeout()
     if isinstance(cause, (HttpProcessingError, aiohttp.ClientResponseError)):
-        return ConnectionLost("the answer is not valid HTTP")
+        return ConnectionLost(_NOT_HTTP)
     if isinstance(cause, aiohttp.ClientPayloadError):
         return ConnectionLost("the answer broke off")
     if isinstance(cause, aiohttp.ServerDisconnectedError):

@@ -270,13 +270,15 @@ class Forward:
         return failure
 
     async def _server_error(self, attempt: Attempt, answer: Answer) -> Failure:
+        what = f"HTTP {answer.status}"
         try:
             body = await read_all(answer.chunks(), _MAX_ERROR_BYTES)
         except TooLarge:
-            body = b""
+            reason = f"{what}, in more than {_MAX_ERROR_BYTES} bytes"
+            told = error_response(_known(answer.status), f"decode engine: {reason}")
+            return await self._explained(attempt, Failure(Kind.ERROR, reason, attempt.engine, told))
         response = Response(body, status_code=answer.status)
         response.raw_headers = client_response_headers(answer.headers)
-        what = f"HTTP {answer.status}"
         own = Failure(Kind.ERROR, f"{what}: {excerpt(body)}", attempt.engine, response, what)
         return await self._explained(attempt, own)
 
@@ -294,7 +296,7 @@ class Forward:
             reason = "it gave up waiting for prefill"
         else:
             reason = f"it failed, and has not said why: see its log, request {attempt.request_id}"
-        told = error_response(HTTPStatus(answer.status_code), f"decode engine: {reason}")
+        told = error_response(_known(answer.status_code), f"decode engine: {reason}")
         return Failure(Kind.ERROR, reason, attempt.engine, told)
 
     def _may_be_broken_off(self, attempt: Attempt) -> bool:
@@ -307,6 +309,14 @@ class Forward:
             with anyio.move_on_after(_REASON_SECONDS):
                 await attempt.transfer_failed.wait()
         return attempt.transfer_failure
+
+
+def _known(status: int) -> HTTPStatus:
+    """Of an error: an engine, or what is before it, may have a code of its own, 529 for one."""
+    try:
+        return HTTPStatus(status)
+    except ValueError:
+        return HTTPStatus.BAD_GATEWAY
 
 
 def _error_event(attempt: Attempt, events: bytes, where: str) -> Failure:

@@ -52,13 +52,16 @@ class Reply:
             await _rest(steps, waits_for)
 
     async def start(self, answer: Answer) -> None:
-        """Status and headers as the engine gave them."""
+        """Status and headers as the engine gave them, but for the length of an event stream."""
         self._is_event_stream = answer.is_event_stream
+        headers = client_response_headers(answer.headers)
+        if self._is_event_stream:  # what fails in it is put in, so it may become longer, or end early
+            headers = [header for header in headers if header[0] != b"content-length"]
         await self.send(
             {
                 "type": "http.response.start",
                 "status": answer.status,
-                "headers": client_response_headers(answer.headers),
+                "headers": headers,
             }
         )
 

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of decode engines, or of what is before them, that are HTTP and yet not what vLLM would say."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from engine_standin import INTERNAL_ERROR, event
+from proxy_cluster import running_cluster
+
+from harness.tcp_server import serving
+
+
+@contextmanager
+def engine_that_says(answer: bytes) -> Iterator[str]:
+    """To whatever it is asked; its URL."""
+
+    def serve(peer: socket.socket) -> None:
+        peer.settimeout(10)
+        peer.recv(1 << 20)
+        peer.sendall(answer)
+        peer.shutdown(socket.SHUT_WR)
+
+    with serving(serve) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+def test_status_that_nobody_knows() -> None:
+    with running_cluster(decode_attempts=2) as cluster:
+        cluster.decode.refusal = (520, INTERNAL_ERROR)
+        response = cluster.complete()
+        assert response.status_code == 502
+        assert "it failed before any ticket for its KV came here" in response.json()["error"]["message"]
+        cluster.decode.refusal = (529, {"error": {"message": "overloaded"}})
+        response = cluster.complete()
+        assert (response.status_code, response.json()) == (529, cluster.decode.refusal[1])
+
+
+def test_status_that_nobody_knows_in_a_stream() -> None:
+    with running_cluster(decode_attempts=1) as cluster:
+        cluster.decode.needs_prefill = False
+        cluster.decode.first_events = [{"error": {"message": "Internal server error", "code": 529}}]
+        assert cluster.complete(stream=True).status_code == 502
+
+
+def test_error_without_end() -> None:
+    with running_cluster(decode_attempts=1) as cluster:
+        cluster.decode.refusal = (500, {"error": {"message": "x" * 1_500_000}})
+        response = cluster.complete()
+        assert response.status_code == 500
+        assert response.json()["error"]["message"] == "decode engine: HTTP 500, in more than 1048576 bytes"
+
+
+@pytest.mark.parametrize("head", [b"600 X", b"999 X", b"099 X", b"101 X", b"200 OK\r\nX-A: b\x01c"])
+def test_what_no_client_may_get(head: bytes) -> None:
+    answer = b"HTTP/1.1 " + head + b"\r\nContent-Length: 2\r\n\r\n{}"
+    with engine_that_says(answer) as url, running_cluster(other_decode=(url,), decode_attempts=1) as cluster:
+        response = cluster.complete()
+        assert response.status_code == 502
+        message = response.json()["error"]["message"]
+        assert message == "decode engine: ConnectionLost: the answer is not valid HTTP"
+
+
+def test_stream_whose_length_is_announced() -> None:
+    """It gets an error event when it breaks off."""
+    token = event({"choices": [{"index": 0, "text": "a"}]})
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
+    answer = head % (len(token) + 10) + token
+    with engine_that_says(answer) as url, running_cluster(other_decode=(url,), decode_attempts=1) as cluster:
+        response = cluster.complete(stream=True)
+        assert "content-length" not in response.headers
+        assert response.content.startswith(token)
+        assert "the answer broke off" in response.text.removeprefix(token.decode())
