@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
 import time
+from contextlib import ExitStack
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -96,6 +99,39 @@ def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
         assert "Traceback" not in log
         assert "secret" not in log
         assert decode.cancelled.wait(5)
+
+
+def test_signal_ends_uploads(tmp_path: Path) -> None:
+    """Of whatever, at once and in the words of each."""
+    token = tmp_path / "token"
+    token.write_text("secret")
+    token.chmod(0o600)
+    paths = ("/v1/completions", METASERVER_PATH, METASERVER_PATH + "/failure", "/admin/engines")
+    with Servers() as servers, ExitStack() as connections:
+        urls = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: DecodeEngine().app)
+        with running_proxy(*urls, "--admin-token-file", str(token)) as (process, port):
+            uploads = []
+            for path in paths:
+                upload = HTTPConnection("127.0.0.1", port, timeout=10)
+                connections.callback(upload.close)
+                upload.putrequest("POST", path)
+                upload.putheader("Authorization", "Bearer secret")
+                upload.putheader("Content-Length", "10")
+                upload.endheaders(b"{")
+                uploads.append(upload)
+            httpx.get(f"http://127.0.0.1:{port}/version", timeout=30, **PLAIN_HTTP)  # so the proxy has read them
+            process.send_signal(signal.SIGTERM)
+            stopped_at = time.monotonic()
+            for path, upload in zip(paths, uploads, strict=True):
+                answer = upload.getresponse()
+                error = json.loads(answer.read())["error"]
+                assert answer.status == 503
+                reason = error if path.startswith(METASERVER_PATH) else error["message"]
+                assert reason == "the proxy is shutting down"
+            _, log = process.communicate(timeout=5)
+        assert time.monotonic() - stopped_at < 2
+        assert "Traceback" not in log
+        assert process.returncode == 0
 
 
 def test_failed_background_task_ends_the_process(tmp_path: Path) -> None:

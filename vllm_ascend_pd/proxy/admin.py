@@ -20,6 +20,7 @@ from .addresses import check_engine_url
 from .bearer import BearerToken, guarded
 from .engines import EnginePool
 from .errors import RequestRefused
+from .exchange import Exchanges
 from .registry import Engine, Engines, Full, Role
 from .streams import TooLarge, read_all
 
@@ -38,8 +39,9 @@ class _NewEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Admin:
-    def __init__(self, pools: tuple[EnginePool, ...], token: str) -> None:
+    def __init__(self, pools: tuple[EnginePool, ...], exchanges: Exchanges, token: str) -> None:
         self._pools: Mapping[Role, EnginePool] = {pool.role: pool for pool in pools}
+        self._exchanges = exchanges
         self._token = BearerToken(token)
 
     def routes(self) -> list[BaseRoute]:
@@ -63,7 +65,7 @@ class Admin:
     async def add(self, request: Request) -> Response:
         """`{"role": "prefill", "url": "http://..."}`: 201 and the engine; 400; 409 if it is there, or too many are."""
         try:
-            with anyio.fail_after(_BODY_SECONDS):
+            with self._exchanges.until_shut_down(), anyio.fail_after(_BODY_SECONDS):
                 body = await read_all(request.stream(), _MAX_BODY_BYTES)
             new = msgspec.json.decode(body, type=_NewEngine)
             url = check_engine_url(new.role.value, new.url, ("http", "https"))

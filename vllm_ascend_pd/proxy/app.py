@@ -101,7 +101,7 @@ def create_app(settings: ProxySettings) -> Starlette:
     sign = None if secret is None else lambda ticket, attempt: resigned(ticket, secret, attempt)
     metaserver = Metaserver(settings, exchanges, prefill, counts, metrics, sign)
     token = settings.admin_token()
-    admin = [] if token is None else Admin((prefill, decode), token).routes()
+    admin = [] if token is None else Admin((prefill, decode), exchanges, token).routes()
 
     def status() -> Status:
         return snapshot(

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from .bodies import ClientRequest
 from .endpoints import prompt_number, uuid_in
-from .errors import RequestRefused, error_response
+from .errors import RequestRefused
 from .headers import Headers
 from .retry import Failure, Kind
 from .seats import Party
@@ -259,6 +259,7 @@ class Exchanges:
         self.limit = limit
         self._open: set[Exchange] = set()
         self._attempts: dict[str, tuple[Exchange, Attempt]] = {}
+        self._scopes: set[anyio.CancelScope] = set()
         self._closed = False
 
     @property
@@ -275,7 +276,7 @@ class Exchanges:
     def open(self, span: Span) -> Iterator[Exchange]:
         """Raises RequestRefused when the proxy is full (429) or shutting down (503)."""
         if self._closed:
-            raise RequestRefused(HTTPStatus.SERVICE_UNAVAILABLE, "the proxy is shutting down")
+            raise _shutting_down()
         if len(self._open) >= self.limit:
             raise RequestRefused(
                 HTTPStatus.TOO_MANY_REQUESTS, f"the proxy already serves {self.limit} requests: retry later"
@@ -287,6 +288,20 @@ class Exchanges:
         finally:
             self._open.discard(exchange)
             exchange.close()
+
+    @contextmanager
+    def until_shut_down(self) -> Iterator[None]:
+        """For what is no exchange: raises RequestRefused (503) when the proxy shuts down."""
+        if self._closed:
+            raise _shutting_down()
+        with anyio.CancelScope() as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._scopes.discard(scope)
+        if scope.cancelled_caught:
+            raise _shutting_down()
 
     def find(self, engine_request_id: str) -> Waiting:
         """Who waits for a ticket. Raises LookupError when no request does under that id."""
@@ -301,7 +316,13 @@ class Exchanges:
         return Waiting(exchange, attempt, request, index, is_sample)
 
     def shut_down(self) -> None:
-        """Ends every exchange and refuses new ones."""
+        """Ends every exchange, and whatever runs until then, and refuses new ones."""
         self._closed = True
         for exchange in self._open:
-            exchange.end(error_response(HTTPStatus.SERVICE_UNAVAILABLE, "the proxy is shutting down"))
+            exchange.end(_shutting_down().response())
+        for scope in self._scopes:
+            scope.cancel()
+
+
+def _shutting_down() -> RequestRefused:
+    return RequestRefused(HTTPStatus.SERVICE_UNAVAILABLE, "the proxy is shutting down")

@@ -22,7 +22,7 @@ from .bearer import BearerToken
 from .bodies import prefill_body, samples_of
 from .counts import Counts
 from .engines import Choice, EngineError, EnginePool
-from .errors import error_response, excerpt
+from .errors import RequestRefused, error_response, excerpt
 from .exchange import Attempt, Exchanges, PrefillRun, PrefillTicket, Waiting
 from .metrics import Metrics
 from .prompts import prompt_of
@@ -91,8 +91,8 @@ class Metaserver:
 
     async def post_ticket(self, request: Request) -> Response:
         """200 once P has run the prompt; 400 for what is no ticket; 401 without the token; 404 when no request waits
-        for it; 409 when that has its tickets already; 410 when it ended meanwhile; 502 when the prefill failed. Errors
-        are `{"error": reason}`."""
+        for it; 409 when that has its tickets already; 410 when it ended meanwhile; 502 when the prefill failed; 503
+        when the proxy shuts down. Errors are `{"error": reason}`."""
         try:
             body, ticket = await self._read(request, self._settings.max_ticket_bytes, Ticket, "ticket")
             waiting = self._find(ticket.request_id)
@@ -215,9 +215,11 @@ class Metaserver:
             reason = "the bearer token is missing or another (metaserver_token_file)"
             raise _Refused(HTTPStatus.UNAUTHORIZED, reason)
         try:
-            with anyio.fail_after(self._settings.read_timeout):
+            with self._exchanges.until_shut_down(), anyio.fail_after(self._settings.read_timeout):
                 body = await read_all(request.stream(), limit)
             return body, msgspec.json.decode(body, type=kind)
+        except RequestRefused as refused:
+            raise _Refused(refused.status, refused.message) from None
         except TooLarge:
             raise _Refused(HTTPStatus.BAD_REQUEST, f"the {name} exceeds {limit} bytes") from None
         except (TimeoutError, ClientDisconnect):
