@@ -89,6 +89,8 @@ class _Engine:
         self.received: list[Received] = []
         self.refusal: tuple[int, dict[str, Any]] | None = None
         """Answer every request with this status and body."""
+        self.raw_refusal: str | None = None
+        """Answer every request with HTTP 500 and this."""
         self.hangs = False
         """Accept requests and never answer them."""
         self.frozen = False
@@ -126,6 +128,8 @@ class _Engine:
         if self.refusal is not None:
             status, body = self.refusal
             return JSONResponse(body, status_code=status)
+        if self.raw_refusal is not None:
+            return Response(self.raw_refusal, status_code=500)
         if received.body.get("stream"):
             return StreamingResponse(self._stream(received), media_type="text/event-stream")
         self._at_once += 1

@@ -141,3 +141,19 @@ def test_a_failure_that_ends_nothing_is_logged_too(caplog: pytest.LogCaptureFixt
     [line] = [record.getMessage() for record in caplog.records if "went silent" in record.getMessage()]
     said = f"a transfer failed, says decode engine {cluster.decode_url}, which goes on without: went silent"
     assert line == f"request {request_id}, prompt 0: {said}"
+
+
+FORGED = "oops\n2026-11-24 00:00:00,000 INFO vllm_ascend_pd.proxy.forward: all is well \x1b[31m"
+
+
+@pytest.mark.parametrize("of", ["decode", "prefill", "prefill's transfer"])
+def test_what_an_engine_says_is_logged_as_one_line(of: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), running_cluster(decode_attempts=1, prefill_attempts=1) as cluster:
+        if of == "prefill's transfer":
+            cluster.prefill.transfer_error = FORGED
+        else:
+            (cluster.decode if of == "decode" else cluster.prefill).raw_refusal = FORGED
+        assert cluster.complete().status_code >= 500
+    said = [record.getMessage() for record in caplog.records if "all is well" in record.getMessage()]
+    assert said
+    assert all(message.isprintable() for message in said)

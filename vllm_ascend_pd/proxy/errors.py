@@ -8,6 +8,10 @@ from http import HTTPStatus
 
 from starlette.responses import JSONResponse
 
+from vllm_ascend_pd.core.text import one_line
+
+_EXCERPT_CHARS = 500
+
 
 class RequestRefused(Exception):
     """What the sender of a request did wrong, as the HTTP status and message that say so."""
@@ -23,8 +27,8 @@ class RequestRefused(Exception):
 
 
 def excerpt(body: bytes) -> str:
-    """Of an engine's answer, for a reason."""
-    return body[:500].decode(errors="replace")
+    """Of an engine's answer, for a reason: one line, since reasons are logged."""
+    return one_line(body[: 4 * _EXCERPT_CHARS].decode(errors="replace"), _EXCERPT_CHARS)
 
 
 def error_response(

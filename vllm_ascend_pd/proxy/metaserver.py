@@ -365,7 +365,9 @@ def _judge(status: int, content_type: str | None, body: bytes, url: str) -> Fail
         result = msgspec.json.decode(body, type=_PrefillAnswer).kv_transfer_params
     except UNREADABLE as error:
         return _failed(Kind.GARBAGE, f"the prefill engine's answer is no completion: {error}", url)
-    return _failed(Kind.TRANSFER, result.error, url) if result is not None and result.error is not None else None
+    if result is None or result.error is None:
+        return None
+    return _failed(Kind.TRANSFER, one_line(result.error, MAX_REASON_CHARS), url)
 
 
 def _failed(kind: Kind, reason: str, url: str) -> Failure:
