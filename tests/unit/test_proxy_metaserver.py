@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets whose prefill fails in the moment in which nobody waits for it any more."""
+"""Tickets whose prefill fails in the moment in which nobody waits for it any more, or cannot be tried again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
+import msgspec
 import pytest
 from starlette.requests import Request
 
@@ -24,6 +25,7 @@ from vllm_ascend_pd.proxy.metrics import Metrics
 from vllm_ascend_pd.proxy.prompts import NO_PROMPT
 from vllm_ascend_pd.proxy.retry import Kind
 from vllm_ascend_pd.proxy.settings import ProxySettings
+from vllm_ascend_pd.proxy.tickets import NotRepeatableError, Ticket, of_attempt
 from vllm_ascend_pd.proxy.tracing import NOT_TRACED
 
 
@@ -101,3 +103,12 @@ def test_no_other_prefill_for_who_does_not_wait(happens: Callable[[Exchange, Att
             assert len(exchange.prefill_failures(0)) == (happens is attempt_ends)
 
     anyio.run(run)
+
+
+@pytest.mark.parametrize("signature", ["", "s"])
+def test_a_ticket_that_cannot_be_read_whole_has_one_attempt(signature: str) -> None:
+    fields = {"request_id": "r", "remote_engine_id": "d", "ticket_id": "t", "signature": signature}
+    encoded = json.dumps(fields).encode().replace(b"{", b'{"\xff": 1, ')
+    ticket = msgspec.json.decode(encoded, type=Ticket)
+    with pytest.raises(NotRepeatableError):
+        of_attempt(encoded, ticket, 1, lambda fields, _: fields)

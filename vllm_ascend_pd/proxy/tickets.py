@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.core.text import is_name
+from vllm_ascend_pd.core.text import UNREADABLE, is_name
 
 Sign = Callable[[dict[str, Any], int], dict[str, Any]]
 """Of a signed ticket and an attempt's number: the ticket as that attempt, signed anew. Raises ValueError for one that
@@ -36,12 +36,12 @@ def of_attempt(encoded: bytes, ticket: Ticket, number: int, sign: Sign | None) -
     """The same ticket for attempt `number`. Raises NotRepeatableError."""
     if not ticket.ticket_id:
         raise NotRepeatableError("the ticket has no ticket_id")
-    if ticket.signature:
-        if sign is None:
-            raise NotRepeatableError("the ticket is signed, and the proxy has no ticket secret to sign it again")
-        try:
+    if ticket.signature and sign is None:
+        raise NotRepeatableError("the ticket is signed, and the proxy has no ticket secret to sign it again")
+    try:
+        if ticket.signature and sign is not None:
             return msgspec.json.encode(sign(msgspec.json.decode(encoded), number))
-        except ValueError as error:
-            raise NotRepeatableError(str(error)) from None
-    fields = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
+        fields = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
+    except (*UNREADABLE, ValueError) as error:  # also in what `Ticket` does not read
+        raise NotRepeatableError(str(error)) from None
     return msgspec.json.encode({**fields, "attempt": msgspec.Raw(str(number).encode())})
