@@ -148,6 +148,14 @@ def test_models_come_from_a_decode_engine(cluster: Cluster) -> None:
     assert cluster.decode.received[0].headers["authorization"] == "Bearer secret"
 
 
+def test_models_are_asked_for_without_the_answer(cluster: Cluster) -> None:
+    for _ in range(2):  # also on a connection that had one before
+        response = cluster.client.head("/v1/models")
+        whole = cluster.client.get("/v1/models")
+        assert (response.status_code, response.content) == (200, b"")
+        assert response.headers["content-length"] == whole.headers["content-length"]
+
+
 def test_engines_take_turns() -> None:
     prefill, decode = PrefillEngine(), DecodeEngine()
     with Servers() as others:

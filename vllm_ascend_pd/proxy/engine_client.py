@@ -131,8 +131,8 @@ def _heard(lost: asyncio.Future[None]) -> None:
 
 
 class EngineClient:
-    """At most `max_connections` requests at a time. None is sent twice, but for a GET: aiohttp repeats that when a
-    connection that was idle turns out to be closed."""
+    """At most `max_connections` requests at a time. None is sent twice, but for a GET or HEAD: aiohttp repeats those
+    when a connection that was idle turns out to be closed."""
 
     def __init__(
         self, *, max_connections: int, connect_timeout: float, read_timeout: float, reuse_connections: bool = True

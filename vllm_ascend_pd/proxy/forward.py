@@ -114,7 +114,7 @@ class Forward:
     async def _prepare(self, exchange: Exchange, request: Request) -> bytes:
         """Reads the body. One that has prompts to be prefilled becomes the exchange's request; any other is returned,
         to be sent as it is."""
-        if request.method == "GET":
+        if request.method in ("GET", "HEAD"):
             return b""
         limit = self._settings.max_body_bytes
         try:
