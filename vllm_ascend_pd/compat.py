@@ -10,6 +10,7 @@ from vllm.config import ParallelConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.groups import CacheGroup, StateGroup, TokenGroup
@@ -209,6 +210,16 @@ def _sees_a_window(spec: Any) -> bool:
         getattr(member, window, None) is not None
         for member in _members(spec)
         for window in ("sliding_window", "attention_chunk_size")
+    )
+
+
+def gives_blocks_away(kv_cache_config: "KVCacheConfig") -> bool:
+    """Whether requests that run lose blocks that have left a window. Not where vLLM keeps all groups alike: it has
+    windows in blocks of full attention then."""
+    return any(
+        _sees_a_window(member) and not isinstance(member, FullAttentionSpec)
+        for group in kv_cache_config.kv_cache_groups
+        for member in _members(group.kv_cache_spec)
     )
 
 

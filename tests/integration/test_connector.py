@@ -15,11 +15,17 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 import vllm_ascend_pd
 from harness.ports import reserve_port
-from vllm_ascend_pd.compat import external_request_id, layer_specs
+from vllm_ascend_pd.compat import external_request_id, gives_blocks_away, layer_specs
 from vllm_ascend_pd.config import ConfigError
 from vllm_ascend_pd.connector import _own_host
 from vllm_ascend_pd.scheduler.idle import PAUSE_S
@@ -144,6 +150,17 @@ def test_to_compute_again_what_needs_more_blocks_than_its_transfer(
         caches.kv_cache_groups[0].kv_cache_spec = SlidingWindowSpec(**of_a_block, sliding_window=window)
     with pytest.raises(ConfigError, match="Set it to fail") if refused else contextlib.nullcontext():
         connector_class(config, KVConnectorRole.SCHEDULER, caches).shutdown()
+
+
+def test_windows_in_blocks_of_full_attention_give_none_away() -> None:
+    """Where vLLM keeps all groups alike, as below a MultiConnector whose other members know but one."""
+    full = one_layer(torch.float32).kv_cache_groups[0].kv_cache_spec
+    caches = one_layer(torch.float32)
+    caches.kv_cache_groups[0].kv_cache_spec = dataclasses.replace(full, sliding_window=64)
+    assert not gives_blocks_away(caches)
+    of_layers = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer": full})
+    caches.kv_cache_groups[0].kv_cache_spec = of_layers
+    assert not gives_blocks_away(caches)
 
 
 @contextlib.contextmanager

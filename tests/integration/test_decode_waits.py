@@ -45,6 +45,7 @@ def rings(rank: DecodeRank) -> tuple[bool, bool, set[str]]:
     for _ in range(2):  # behind one that brought something none waits
         rank.worker.start_step(ConsumerStep(doorbell=doorbell.address))
         brought |= rank.worker.take_arrivals().finished
+    doorbell.silence()  # a ticket that fails rings for that, and again when its blocks are quiet
     rank.worker.start_step(ConsumerStep(expects=expects[1:], wait_s=LONG_S, doorbell=doorbell.address))
     brought |= rank.worker.take_arrivals().finished
     second = has_rung(doorbell, 0.5)

@@ -52,6 +52,16 @@ def test_after_a_grant_that_was_waited_for_it_begins_anew() -> None:
     assert patience.is_over(20.0, 26.0)
 
 
+def test_what_was_waited_for_long_ago_does_not_count() -> None:
+    """Grants came in time since."""
+    patience = Patience(OTHERS_S, Others())
+    assert not patience.is_over(20.0, 15.0)
+    assert patience.is_over(20.0, 20.0)
+    assert not patience.is_over(7220.0, 7230.0)
+    assert not patience.is_over(7220.0, 7234.9)
+    assert patience.is_over(7220.0, 7235.0)
+
+
 def test_after_a_time_when_nobody_waited_it_begins_anew() -> None:
     others = Others()
     patience = Patience(OTHERS_S, others)

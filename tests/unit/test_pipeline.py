@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes in order, the next one begun before the last one has ended."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -191,6 +191,24 @@ def test_an_error_of_whoever_is_told_is_no_writes(engine, pipeline):
     with pytest.raises(AssertionError, match="of the transfer before"):
         write(pipeline, engine, "b1", "b2")
     assert not any(line.startswith("done b") for line in engine.log)
+
+
+def test_an_error_between_two_batches_does_not_hide_how_the_first_ends(engine, pipeline):
+    """Its bytes may still arrive: whoever owns the write has to know."""
+    engine.lost = {"a1"}
+
+    def cut() -> Iterator[str]:
+        yield "a1"
+        raise MemoryError
+
+    told: list[TransferError | None] = []
+    with pytest.raises(MemoryError):
+        pipeline.write("peer", cut(), lambda: True, told.append)
+    assert told == []
+    pipeline.drain()
+    [error] = told
+    assert error is not None
+    assert error.may_arrive
 
 
 def test_nothing_to_write_is_done_in_turn(engine, pipeline):

@@ -35,6 +35,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     def start(work: str, python: str = sys.executable) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
             ["bash", "-c", SETUP, "setup", str(tmp_path), python],
+            # As from a terminal: whoever runs the tests in the background has it ignored, by all that they start.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             env=os.environ | {"WORK": work},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -175,6 +175,8 @@ def test_blocks_that_are_several_of_the_kernels() -> None:
     ]
     with pytest.raises(LayoutError, match="layer: "):
         describe({"layer": k[:, ::2]}, {"layer": LayerSpec(0, kernel * per_block, heads, 4)}, heads_first=False)
+    with pytest.raises(LayoutError, match="layer: "):
+        describe({"layer": k[1:]}, {"layer": LayerSpec(0, kernel * per_block, heads, 4)}, heads_first=False)
 
 
 @pytest.mark.parametrize(("start", "stop", "held"), [(0, 5, [10, 11]), (4, 8, [11]), (4, 9, [11, 12]), (8, 8, [])])

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from vllm_ascend_pd import compat
 from vllm_ascend_pd.config import ConfigError, ConnectorConfig, TlsConfig
-from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.doorbell import Doorbell
 from vllm_ascend_pd.scheduler.admission import Admission
@@ -48,7 +47,7 @@ def make_scheduler(
         hosts = decode_hosts(config.decode_allowlist, host, secret is not None)
         return ProducerScheduler(groups, IdleWait(longest_s, in_flight), Admission(hosts, secret))
     recomputes = transfer.kv_load_failure_policy == "recompute"
-    if recomputes and any(isinstance(group, TokenGroup) and group.windowed for group in groups):
+    if recomputes and compat.gives_blocks_away(kv_cache_config):
         raise ConfigError(
             "kv_load_failure_policy is recompute, for a model with sliding windows or chunked attention: where blocks "
             "run out, vLLM would wait for ever for what a request computed again needs beyond its transfer. Set it to "

@@ -154,7 +154,7 @@ class MetaserverClient:
     async def _serve(self) -> None:
         try:
             while not self._stop.is_set():
-                with contextlib.suppress(asyncio.TimeoutError):  # not TimeoutError before Python 3.11
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), IDLE_CONNECTION_S)
                 await self._http.close_unused()
         finally:
@@ -182,7 +182,7 @@ class MetaserverClient:
             await asyncio.wait_for(self._in_turn(post), post.deadline - self._loop.time())
         except FinalError as error:
             reason = str(error)
-        except TimeoutError:  # not TimeoutError before Python 3.11
+        except TimeoutError:
             reason = no_answer(post.url, self._settings.deadline_s)
         except Exception as error:  # noqa: BLE001 - becomes the outcome
             reason = f"post to metaserver {post.url} failed: {type(error).__name__}: {clean(str(error))}"

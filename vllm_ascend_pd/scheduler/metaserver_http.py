@@ -68,7 +68,7 @@ class MetaserverHttp:
         told = self._tell(url + FAILURE_SUFFIX, msgspec.json.encode(failure))
         try:
             status = await asyncio.wait_for(told, _FAILURE_TIMEOUT_S)
-        except (TimeoutError, httpx.HTTPError) as error:  # not TimeoutError before Python 3.11
+        except (TimeoutError, httpx.HTTPError) as error:
             return _describe(error)
         return f"it answered {status}" if status >= 500 else None
 

@@ -128,7 +128,7 @@ class ProducerScheduler:
                 raise TicketError(f"max_tokens is {request.max_tokens}: states change with every token generated")
             self._admission.admit(ticket)
         except TicketError as error:
-            host = params.get("remote_host")  # which no reason names that a client may read
+            host = str(params.get("remote_host"))[:80]  # which no reason names that a client may read
             logger.warning("request %s: no KV will be sent to %r: %s", request.request_id, host, error)
             self._errors[request.request_id] = str(error)
             self._stats.add(stats.PUSH_FAILURES, reason=PushFailure.TICKET.value)

@@ -146,8 +146,10 @@ def _tokens(cache: Sequence[torch.Tensor], spec: LayerSpec, heads_first: bool) -
 def _by_blocks(tensor: torch.Tensor, block_size: int, heads_first: bool) -> torch.Tensor:
     """`[num_blocks, block_size, ...]`. Beside states vllm-ascend makes blocks long, and gives its kernels several of
     theirs for each, one after the other."""
-    tokens = tensor.shape[1]
+    number, tokens = tensor.shape[:2]
     if heads_first or block_size in tensor.shape[1:3] or block_size % tokens or not tensor.is_contiguous():
+        return tensor
+    if number * tokens % block_size:
         return tensor
     return tensor.view(-1, block_size, *tensor.shape[2:])
 

@@ -26,11 +26,15 @@ class Patience:
     others_s: float = 0.0
     others_wait: Callable[[], bool] = _nobody_waits
     _waited_since: float = math.inf
+    _looked_at: float = -math.inf
 
     def is_over(self, own_end: float, now: float) -> bool:
         """Asked while a transfer waits, at `next_look` at the latest."""
         if now < own_end - self.others_s:
             return False
+        if now - self._looked_at > self.others_s:  # nobody was waited for meanwhile
+            self._waited_since = math.inf
+        self._looked_at = now
         self._waited_since = min(self._waited_since, now) if self.others_wait() else math.inf
         return now >= max(own_end, self._waited_since + self.others_s)
 

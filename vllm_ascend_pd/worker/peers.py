@@ -210,9 +210,8 @@ class Peers:
             self._describe_again(peer, f"decode engine {peer.engine_id} does not describe itself: {answer}")
             return
         if isinstance(answer, EngineDescription) and (reason := unsound(answer, self._hosts)) is not None:
-            logger.error(
-                "decode engine %s describes ranks at %s", peer.engine_id, [r.control for r in answer.ranks][:8]
-            )
+            where = [rank.control[:80] for rank in answer.ranks[:8]]
+            logger.error("decode engine %s describes ranks at %s", peer.engine_id, where)
             answer = Problem(reason)  # its ranks are not even told
         if isinstance(answer, EngineDescription):
             peer.endpoints.update(rank.control for rank in answer.ranks)

@@ -40,22 +40,35 @@ class Pipeline:
         """Begins all `batches` (`TransferEngine.begin`), unless one fails. `done` is called once none of them is under
         way any more, with the first error; with the first of those after which bytes may still arrive, if any did."""
         errors: list[TransferError] = []
-        for batch in batches:
-            self.make_room()
-            # Nobody waits for room who takes it from others: two senders to one peer would wait for each other.
-            while self._flights and not self._engine.has_room(session, batch):
-                self._end_first()
-            if errors:
-                break
-            try:
-                flight = self._engine.begin(session, batch, may_begin)
-            except Exception as error:  # noqa: BLE001 - as in `_land`; what is under way is waited for all the same
-                errors.append(_failure(session, error))
-                break
-            if flight is not None:
-                self._flights += 1
-                self._entries.append(_Entry(True, partial(self._land, flight, errors)))
-        self.then(lambda: done(next((e for e in errors if e.may_arrive), errors[0]) if errors else None))
+
+        def tell() -> None:
+            done(next((e for e in errors if e.may_arrive), errors[0]) if errors else None)
+
+        try:
+            for batch in batches:
+                self.make_room()
+                # Nobody waits for room who takes it from others: two senders to one peer would wait for each other.
+                while self._flights and not self._engine.has_room(session, batch):
+                    self._end_first()
+                if errors or not self._begin(session, batch, may_begin, errors):
+                    break
+        except Exception as error:
+            # Another's, whom `_end_first` told; but what is under way of this write has to be waited for, too.
+            errors.append(_failure(session, error))
+            self._entries.append(_Entry(False, tell))
+            raise
+        self.then(tell)
+
+    def _begin(self, session: str, batch: Batch, may_begin: Callable[[], bool], errors: list[TransferError]) -> bool:
+        try:
+            flight = self._engine.begin(session, batch, may_begin)
+        except Exception as error:  # noqa: BLE001 - as in `_land`
+            errors.append(_failure(session, error))
+            return False
+        if flight is not None:
+            self._flights += 1
+            self._entries.append(_Entry(True, partial(self._land, flight, errors)))
+        return True
 
     def make_room(self) -> None:
         """Waits until a further batch may begin."""
