@@ -107,7 +107,7 @@ print(sys._base_executable if in_environment else "", os.path.realpath(sys._base
 child=
 interrupted() { # interrupted EXIT_CODE
   local tries=100
-  trap '' INT TERM
+  trap '' HUP INT TERM
   if [[ $child ]]; then
     kill -TERM -- "-$child" || true
     while ((tries--)) && kill -0 -- "-$child"; do sleep 0.1; done
@@ -138,6 +138,7 @@ attend() { # attend LOG COMMAND...
 
 # Waits until no other set-up of this environment runs.
 begin() {
+  trap 'interrupted 129' HUP
   trap 'interrupted 130' INT
   trap 'interrupted 143' TERM
   identify_python

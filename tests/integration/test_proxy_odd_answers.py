@@ -74,3 +74,11 @@ def test_stream_whose_length_is_announced() -> None:
         assert "content-length" not in response.headers
         assert response.content.startswith(token)
         assert "the answer broke off" in response.text.removeprefix(token.decode())
+
+
+def test_an_answer_whose_length_is_another_ones() -> None:
+    answer = b"HTTP/1.1 304 Not Modified\r\nContent-Length: 10\r\n\r\n"
+    with engine_that_says(answer) as url, running_cluster(other_decode=(url,), decode_attempts=1) as cluster:
+        response = cluster.complete()
+        assert (response.status_code, response.content) == (304, b"")
+        assert "content-length" not in response.headers

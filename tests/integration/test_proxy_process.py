@@ -173,7 +173,10 @@ def test_proxy_that_cannot_start_ends() -> None:
         (("--prefill", "http://p:1/v1", "--decode", "http://d:1"), "without a path"),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--max-concurrent", "0"), "--max-concurrent must be"),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--host", "0.0.0.0"), "--metaserver-url"),
-        (("--prefill", "http://p:1", "--decode", "http://d:1", "--prefill-attempts", "0"), "--prefill-attempts must be"),
+        (
+            ("--prefill", "http://p:1", "--decode", "http://d:1", "--prefill-attempts", "0"),
+            "--prefill-attempts must be",
+        ),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--decode-attempts", "-1"), "--decode-attempts must be"),
         (("--prefil", "http://p:1"), "--prefil"),
         (("--prefill", "http://p:1", "--decode", "http://d:1", "--ticket-secret-file", "/none"), "cannot be read"),

@@ -219,6 +219,13 @@ def test_an_engine_without_the_connector(role: str) -> None:
     assert expected[role] in action
 
 
+def test_engines_with_another_connector_behind_the_proxy_may_be_meant() -> None:
+    other = {role: changed(engine(role), "/metrics", METRICS["other"]) for role in ("prefill", "decode")}
+    found = roles(proxy(), *(given_as(role, server) for role, server in other.items()))
+    assert [found[f"{role}.0.role"][0] for role in other] == [Level.WARNING, Level.WARNING]
+    assert all("layerwise connector" in found[f"{role}.0.role"][2] for role in other)
+
+
 def test_without_metrics_the_proxy_is_believed_and_else_nothing_is_said() -> None:
     """As of engines with --disable-log-stats."""
     prefill, decode = without_metrics(engine()), without_metrics(engine("decode"))

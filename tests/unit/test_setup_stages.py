@@ -87,7 +87,7 @@ def test_the_first_error_ends_a_stage(start: Start, tmp_path: Path) -> None:
     assert errors.splitlines() == ["tried", f"setup: the work failed; everything it printed: {tmp_path}/log"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interruption_is_no_failure_and_ends_what_runs(
     number: signal.Signals, code: int, start: Start, tmp_path: Path
 ) -> None:

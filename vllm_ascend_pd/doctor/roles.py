@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection
 
 from vllm_ascend_pd.core.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX
-from vllm_ascend_pd.doctor.finding import Finding, error, note, ok
+from vllm_ascend_pd.doctor.finding import Finding, error, note, ok, warning
 
 PROXY_PREFIX = PREFIX + "proxy_"
 
@@ -77,6 +77,8 @@ def judge(check: str, url: str, given: Kind, found: Collection[Kind], why: str, 
         action = (
             f"start it with this connector and kv_role {_KV_ROLES[given]} (--kv-transfer-config), or give another URL"
         )
+        if given in used:  # which works as long as prefill and decode have the same
+            return warning(check, said, f"{action}; none of it if both sides have vllm-ascend's layerwise connector")
     else:
         action = "give the URL of `vllm-ascend-pd proxy`"
     return error(check, said, action)

@@ -160,13 +160,13 @@ class EngineClient:
                 timeout=self._timeout if timeout is None else _timeout(timeout, timeout),
                 allow_redirects=False,
             )
+            answer = Answer(response, self._places.release)
         except _FAILURES as error:
             self._places.release()
             raise _error(error) from error
         except BaseException:
             self._places.release()
             raise
-        answer = Answer(response, self._places.release)
         if not answer.may_be_passed_on:
             answer.close()
             raise ConnectionLost(_NOT_HTTP)

@@ -7,6 +7,7 @@ import time
 import types
 from collections.abc import Generator
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import anyio
@@ -55,7 +56,8 @@ class Reply:
         """Status and headers as the engine gave them, but for the length of an event stream."""
         self._is_event_stream = answer.is_event_stream
         headers = client_response_headers(answer.headers)
-        if self._is_event_stream:  # what fails in it is put in, so it may become longer, or end early
+        # What fails in an event stream is put in, so it may become longer, or end early. Nor has a 304 what it names.
+        if self._is_event_stream or answer.status == HTTPStatus.NOT_MODIFIED:
             headers = [header for header in headers if header[0] != b"content-length"]
         await self.send(
             {
