@@ -23,7 +23,7 @@ source "$root/scripts/stages.sh"
 check_options "$@"
 check_whole --requests 1
 check_folder --dir new
-check_whole --seed 0
+check_whole --seed
 check_whole --concurrency 1 256
 check_choice --signal KILL TERM
 check_seconds --sample-seconds 0.1
