@@ -137,7 +137,9 @@ def test_buffers_are_page_aligned(device: CpuDevice) -> None:
 
 RANK = """
 import os, sys, time
+from datetime import timedelta
 import torch, torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 from vllm_ascend_pd.device import DeviceError, current_device
 from vllm_ascend_pd.device.cpu import CpuDevice
 
@@ -172,7 +174,11 @@ if scenario == "exchange":
     assert len(results) == 30 * len(groups) and all(torch.equal(out, want) for out, want in results)
     print("OK")
 else:
+    if rank == 0:
+        _get_default_store().set("connected", "")
     if rank == 1:
+        # Not by a collective: rank 0 would still be in it, or in connecting, when this one is gone.
+        _get_default_store().wait(["connected"], timedelta(seconds=30))
         if scenario == "dies":
             os._exit(0)
         time.sleep(8)  # hangs
