@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import socket
 import struct
@@ -52,7 +53,12 @@ class Metaserver:
             Route(METASERVER_PATH, self.answer, methods=["POST"]),
             Route(METASERVER_PATH + FAILURE_SUFFIX, self.take_failure, methods=["POST"]),
         ]
-        config = uvicorn.Config(Starlette(routes=routes), log_level="critical", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            Starlette(routes=routes),
+            log_level="critical",
+            timeout_keep_alive=60,  # which connections go is the client's doing
+            timeout_graceful_shutdown=1,
+        )
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
         self.thread.start()
@@ -436,6 +442,38 @@ def test_cancelled_posts_leave_no_connection(client: MetaserverClient) -> None:
             client.cancel(str(i))
         ours = psutil.Process().net_connections
         eventually(lambda: not [one for one in ours("tcp") if one.raddr and one.raddr.port == port])
+
+
+def test_a_post_cancelled_while_it_closes_old_connections_leaves_none(
+    metaserver: Metaserver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """httpx drops idle connections when it sends a request, and closes them one after the other: what it has dropped
+    and not closed stays open until the garbage collector runs."""
+    monkeypatch.setattr(metaserver_http, "IDLE_CONNECTION_S", 0.01)
+    gc.disable()
+    client = MetaserverClient(QUICK, own_host="127.0.0.1")
+    loop = client._loop
+
+    def cancel_after(turns: int) -> None:
+        if turns:
+            loop.call_soon(cancel_after, turns - 1)
+        else:
+            client.cancel("late")
+
+    try:
+        for turns in range(12):
+            for i in range(4):
+                client.post(str(i), metaserver.url, {"id": "early", "do": "wait", "seconds": 0.1})
+            outcomes(client, 4)
+            time.sleep(0.05)
+            client.post("late", metaserver.url, {"id": "late", "do": "hang"})
+            loop.call_soon_threadsafe(cancel_after, turns)
+        port = metaserver.socket.getsockname()[1]
+        ours = psutil.Process().net_connections
+        eventually(lambda: not [one for one in ours("tcp") if one.raddr and one.raddr.port == port])
+    finally:
+        gc.enable()
+        client.close()
 
 
 def test_connections_that_posts_begin_on_meanwhile_are_left_alone(

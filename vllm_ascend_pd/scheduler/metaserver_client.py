@@ -10,8 +10,10 @@ import random
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Coroutine
+from dataclasses import dataclass
 
+import anyio
 import msgspec
 
 from vllm_ascend_pd.core.metaserver import TransferFailure
@@ -44,7 +46,9 @@ class _Post:
     content: bytes
     deadline: float
     """On the event loop's clock, which is `time.monotonic`."""
-    task: asyncio.Task[None] | None = field(default=None)
+    scope: anyio.CancelScope | None = None
+    """Once it has begun. It ends by its scope, not by `Task.cancel`: from that httpx's shields do not protect it, and
+    connections that it was just closing would stay open until the garbage collector runs."""
 
 
 class MetaserverClient:
@@ -73,7 +77,7 @@ class MetaserverClient:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._free = asyncio.Semaphore(settings.max_connections)
-        self._tellers: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="metaserver-client", daemon=True)
         self._thread.start()
 
@@ -112,7 +116,7 @@ class MetaserverClient:
         with self._lock:
             post = self._posts.pop(key, None)
             if post is not None and not self._closed:
-                self._loop.call_soon_threadsafe(self._abandon, post)
+                self._loop.call_soon_threadsafe(_abandon, post)
 
     def tell_failure(self, url: str, failure: TransferFailure) -> None:
         """Tell the metaserver at `url`, where the ticket was posted, without an outcome: one that does not
@@ -166,20 +170,22 @@ class MetaserverClient:
             await self._loop.shutdown_default_executor()  # name resolution runs there
 
     def _begin(self, post: _Post) -> None:
-        with self._lock:
-            wanted = self._posts.get(post.key) is post
-        if wanted:
-            post.task = self._loop.create_task(self._end(post))
+        self._start(self._end(post))
 
-    def _abandon(self, post: _Post) -> None:
-        if post.task is not None:
-            post.task.cancel()
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)  # the loop itself does not keep it
+        task.add_done_callback(self._tasks.discard)
 
     async def _end(self, post: _Post) -> None:
         """Run `post` to its outcome."""
+        with self._lock:
+            if self._posts.get(post.key) is not post:
+                return  # cancelled before it has begun
         reason = ""
         try:
-            await asyncio.wait_for(self._in_turn(post), post.deadline - self._loop.time())
+            with anyio.CancelScope() as post.scope, anyio.fail_after(post.deadline - self._loop.time()):
+                await self._in_turn(post)
         except FinalError as error:
             reason = str(error)
         except TimeoutError:
@@ -192,9 +198,7 @@ class MetaserverClient:
                 self._outcomes.append(Outcome(post.key, ok=not reason, reason=reason))
 
     def _begin_to_tell(self, url: str, failure: TransferFailure) -> None:
-        task = self._loop.create_task(self._tell(url, failure))
-        self._tellers.add(task)  # the loop itself does not keep it
-        task.add_done_callback(self._tellers.discard)
+        self._start(self._tell(url, failure))
 
     async def _tell(self, url: str, failure: TransferFailure) -> None:
         try:
@@ -227,3 +231,9 @@ class MetaserverClient:
                 ceiling = min(settings.backoff_max_s, settings.backoff_base_s * 2**attempt)
                 await asyncio.sleep(random.uniform(ceiling / 2, ceiling))
         raise FinalError(f"metaserver {post.url} {failure} ({settings.retries + 1} attempts)")
+
+
+def _abandon(post: _Post) -> None:
+    """On the loop. A post without a scope has not begun, and will not."""
+    if post.scope is not None:
+        post.scope.cancel()

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 
+import anyio
 import httpx
 import msgspec
 
@@ -65,9 +65,9 @@ class MetaserverHttp:
 
     async def tell(self, url: str, failure: TransferFailure) -> str | None:
         """Of a failed transfer; returns why that could not be done. To be told twice does no harm."""
-        told = self._tell(url + FAILURE_SUFFIX, msgspec.json.encode(failure))
         try:
-            status = await asyncio.wait_for(told, _FAILURE_TIMEOUT_S)
+            with anyio.fail_after(_FAILURE_TIMEOUT_S):
+                status = await self._tell(url + FAILURE_SUFFIX, msgspec.json.encode(failure))
         except (TimeoutError, httpx.HTTPError) as error:
             return _describe(error)
         return f"it answered {status}" if status >= 500 else None
