@@ -118,7 +118,7 @@ class Handed(vllm_ascend_producer.NoTransfer):
 
     def batch_transfer_sync_write(self, session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
         if self.writes is not None:
-            self.writes.append((src, dst, lengths))
+            self.writes.append((list(src), list(dst), lengths))  # the addresses change for the next layer
         self.count += len(lengths)
         return 0
 

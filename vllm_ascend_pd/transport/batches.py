@@ -6,8 +6,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TypeAlias
+from itertools import accumulate
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -34,18 +34,29 @@ Batch: TypeAlias = tuple[Sequence[int], Sequence[int], list[int]]
 the time that a Python list of them takes to be made."""
 
 
+class _Stretch(NamedTuple):
+    """What of a batch is of one part: offsets from its bases, and where the addresses go."""
+
+    part: int
+    src: Offsets
+    dst: Offsets
+    src_addresses: Offsets
+    dst_addresses: Offsets
+
+
+class _Form(NamedTuple):
+    """A batch without its bases. `stretches` write into `batch`."""
+
+    stretches: list[_Stretch]
+    batch: Batch
+
+
 @dataclass(frozen=True)
 class Batches:
-    """Copies in batches that respect limits, for any base addresses: cut once a step, written for every layer.
+    """Copies in batches that respect limits, for any base addresses: cut once a step, written for every layer. Nothing
+    is allocated then: memory that was not just in use takes longer to fetch than addresses take to add."""
 
-    `offsets` `[2, copies]`: of sources and destinations, `copies[n]` of them from base `n` on, part after part. Batch
-    `n` has those from `bounds[n]` to `bounds[n + 1]`; `lengths` are the same for all bases, so they are lists already.
-    """
-
-    offsets: Offsets
-    copies: Offsets
-    bounds: list[int]
-    lengths: list[list[int]]
+    _forms: list[_Form]
 
     @classmethod
     def cut(cls, parts: Sequence[Descriptors], limits: TransferLimits) -> Batches:
@@ -53,25 +64,37 @@ class Batches:
         longest = limits.piece_bytes(sum(int(part.nbytes.sum()) for part in parts))
         pieces = [_cut(part, longest) for part in parts]
         nbytes = concatenate([part.nbytes for part in pieces])
-        bounds = [0]
+        begins = [0, *accumulate(len(part.nbytes) for part in pieces)]
         ends = np.cumsum(nbytes)
-        while (first := bounds[-1]) < len(nbytes):
+        forms, first = [], 0
+        while first < len(nbytes):
             before = int(ends[first - 1]) if first else 0
             most = int(np.searchsorted(ends, before + limits.max_bytes, side="right"))
-            bounds.append(min(first + limits.max_descriptors, most))
-        return cls(
-            np.stack([concatenate([part.src for part in pieces]), concatenate([part.dst for part in pieces])]),
-            np.array([len(part.nbytes) for part in pieces], dtype=np.int64),
-            bounds,
-            [nbytes[first:stop].tolist() for first, stop in pairwise(bounds)],
-        )
+            stop = min(first + limits.max_descriptors, most)
+            forms.append(_form(pieces, begins, first, stop, nbytes[first:stop].tolist()))
+            first = stop
+        return cls(forms)
 
     def at(self, sources: Sequence[int], destinations: Sequence[int]) -> Iterator[Batch]:
-        """With the addresses that offsets of each part count from."""
-        bases = np.array((sources, destinations), dtype=np.int64)
-        src, dst = self.offsets + np.repeat(bases, self.copies, axis=1)
-        for (first, stop), lengths in zip(pairwise(self.bounds), self.lengths, strict=True):
-            yield array("q", src[first:stop].tobytes()), array("q", dst[first:stop].tobytes()), lengths
+        """With the addresses that offsets of each part count from. A batch holds until the next call: one thread's."""
+        for stretches, batch in self._forms:
+            for part, src, dst, src_addresses, dst_addresses in stretches:
+                np.add(src, sources[part], src_addresses)
+                np.add(dst, destinations[part], dst_addresses)
+            yield batch
+
+
+def _form(pieces: Sequence[Descriptors], begins: Sequence[int], first: int, stop: int, lengths: list[int]) -> _Form:
+    """Of copies `[first, stop)`, where those of each part begin at `begins`."""
+    sources, destinations = (array("q", bytes(8 * (stop - first))) for _ in range(2))
+    src, dst = (np.frombuffer(addresses, dtype=np.int64) for addresses in (sources, destinations))
+    stretches = []
+    for n, (part, begin) in enumerate(zip(pieces, begins, strict=False)):
+        these = slice(max(first - begin, 0), max(stop - begin, 0))
+        at = slice(max(begin - first, 0), max(begin - first, 0) + len(part.nbytes[these]))
+        if len(part.nbytes[these]):
+            stretches.append(_Stretch(n, part.src[these], part.dst[these], src[at], dst[at]))
+    return _Form(stretches, (sources, destinations, lengths))
 
 
 def _cut(copies: Descriptors, longest: int) -> Descriptors:

@@ -62,8 +62,10 @@ class PeerQueue:
             self._changed.notify_all()
 
     def _has_room(self, descriptors: int) -> bool:
-        now = time.monotonic()
-        while self._left and self._left[0][0] <= now:
-            self._left.popleft()
-        used = self._descriptors + sum(left for _, left in self._left)
+        used = self._descriptors
+        if self._left:  # which it rarely has
+            now = time.monotonic()
+            while self._left and self._left[0][0] <= now:
+                self._left.popleft()
+            used += sum(left for _, left in self._left)
         return self._batches < BATCHES and used + descriptors <= self._capacity

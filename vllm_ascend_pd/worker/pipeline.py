@@ -77,8 +77,10 @@ class Pipeline:
 
     def then(self, call: Callable[[], None]) -> None:
         """`call` is called once all writes before it are over."""
-        self._entries.append(_Entry(False, call))
-        self._tell()
+        if self._entries:
+            self._entries.append(_Entry(False, call))  # the first one is a flight
+        else:
+            call()
 
     @property
     def is_empty(self) -> bool:

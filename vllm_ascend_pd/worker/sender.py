@@ -129,8 +129,11 @@ class Sender:
         self._ready_timeout_s = ready_timeout_s
         self.patience = Patience()
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        # Bounds the layers that wait; the other tasks are bounded by the number of transfers.
-        self._room = threading.Semaphore(queue_size)
+        # Bounds the layers that wait, a token each; the other tasks are bounded by the number of transfers. As a
+        # semaphore, whose methods are Python and run for every layer on the model's thread, too.
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(queue_size):
+            self._room.put(None)
         self._thread = threading.Thread(target=self._run_owned, name=name, daemon=True)
         self._thread.start()
 
@@ -138,10 +141,13 @@ class Sender:
         """Waits for room at most `timeout_s`; then the push's transfers fail. It is queued all the same: what it
         holds must be released when it is ready, and other ranks count on its regrouping."""
         failed = all(item.transfer.failure is not None for item in push.shipment.items)
-        push.has_room = self._room.acquire(timeout=0.0 if failed else timeout_s)
-        if not push.has_room:
+        try:
+            self._room.get(timeout=0.0 if failed else timeout_s)
+        except queue.Empty:
             reason = f"the push queue stayed full for {timeout_s} s: the link does not keep up"
             push.fail(reason, PushFailure.QUEUE_FULL)
+        else:
+            push.has_room = True
         self._tasks.put(push)
 
     def put(self, task: Finish | Barrier) -> None:
@@ -202,20 +208,11 @@ class Sender:
         return self._ring is not None and self._ring.rests()
 
     def _push(self, task: LayerPush) -> None:
-        with self._owning(task):
-            self._begin(task)
-        self._pipeline.then(partial(self._end, task))
-
-    @contextlib.contextmanager
-    def _owning(self, task: LayerPush) -> Iterator[None]:
-        """Whatever goes wrong ends in the requests it belongs to, and the thread lives on for the others."""
         try:
-            yield
-        except (DeviceError, TimeoutError) as error:
-            task.fail(f"layer {task.layer} could not be read: {error}", PushFailure.DEVICE)
-        except Exception as error:
-            logger.exception("pushing layer %s failed", task.layer)
-            task.fail(f"pushing layer {task.layer} failed: {error}", PushFailure.INTERNAL)
+            self._begin(task)
+        except Exception as error:  # noqa: BLE001 - told to those it belongs to
+            _fail(task, error)
+        self._pipeline.then(partial(self._end, task))
 
     def _end(self, task: LayerPush) -> None:
         """No write of it is under way."""
@@ -226,7 +223,7 @@ class Sender:
             assert self._ring is not None
             self._ring.release(slot, task.settled_at)
         if task.has_room:
-            self._room.release()
+            self._room.put(None)
 
     def _begin(self, task: LayerPush) -> None:
         self._await_bytes(task)
@@ -274,9 +271,11 @@ class Sender:
             batches = task.shipment.batches(task.chunk, course.parts, frozenset(live), self._engine.limits)
 
         def done(error: TransferError | None) -> None:
-            with self._owning(task):
+            try:
                 delivered = live if error is None else self._write_apart(task, course, live, error)
                 self._count(task, course.key, parcel, delivered, begun)
+            except Exception as unexpected:  # noqa: BLE001 - told to those it belongs to
+                _fail(task, unexpected)
 
         # A lease that ran when the write was planned may have run out by the time a batch of it can begin (R2).
         self._pipeline.write(course.session, batches.at(task.bases(course), course.bases), leave.holds, done)
@@ -332,3 +331,12 @@ class Sender:
             task.settled_at = self._running_time() + self._engine.limits.settle_s
             for i in items:
                 task.shipment.transfers[i].unsettle(task.settled_at)
+
+
+def _fail(task: LayerPush, error: Exception) -> None:
+    """Whatever goes wrong ends in the requests it belongs to, and the thread lives on for the others."""
+    if isinstance(error, DeviceError | TimeoutError):
+        task.fail(f"layer {task.layer} could not be read: {error}", PushFailure.DEVICE)
+    else:
+        logger.error("pushing layer %s failed", task.layer, exc_info=error)
+        task.fail(f"pushing layer {task.layer} failed: {error}", PushFailure.INTERNAL)
