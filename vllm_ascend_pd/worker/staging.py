@@ -49,7 +49,8 @@ class StagingRing(Generic[H]):
     def take(self, holder: H) -> Slot | None:
         """None: none is free."""
         with self._changed:
-            self.rests()
+            if self._resting:
+                self.rests()
             if not self._free:
                 return None
             slot = self._free.pop()
@@ -72,8 +73,11 @@ class StagingRing(Generic[H]):
         with self._changed:
             assert slot not in self._free
             del self._holders[slot.index]
-            self._resting.append((settled_at, slot))
-            self.rests()
+            if settled_at:
+                self._resting.append((settled_at, slot))
+                self.rests()
+            else:
+                self._free.append(slot)
             self._changed.notify()
 
     def rests(self) -> bool:
