@@ -45,7 +45,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "tests")]
 
-from plan_sides import Ours, Reference  # noqa: E402
+from plan_sides import Ours, Reference, reference_without_kernels  # noqa: E402
 from plan_step import BLOCK, HEAD_SIZE, PARTS, Case, Cost, Decode, Handed, layer_names  # noqa: E402
 from report import quartiles  # noqa: E402
 
@@ -146,6 +146,7 @@ def measure(case: Case, layers: int, rounds: int) -> Result:
     with (
         closing(Decode(layers, case)) as decode,
         mock.patch.multiple(ops, **nothing),
+        reference_without_kernels(),
         mock.patch("torch.distributed.get_world_size", return_value=case.ratio),
         closing(Ours(tensors, decode, case)) as ours,
     ):

@@ -4,6 +4,8 @@
 import secrets
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +124,38 @@ def device_without_kernels() -> Any:
     return Device()
 
 
+class _Buffer:
+    """The reference's registered memory for regrouped KV, of which nothing is written."""
+
+    def __init__(self, address: int) -> None:
+        import torch
+
+        self.device = torch.device("npu")
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def __getitem__(self, rows: slice) -> "_Buffer":
+        return self
+
+    def copy_(self, kv: Any) -> None:
+        pass
+
+
+@contextmanager
+def reference_without_kernels() -> Iterator[None]:
+    """As `device_without_kernels` and ops that do nothing are for ours."""
+    import torch_npu
+    from vllm_ascend.distributed.kv_transfer.kv_p2p import mooncake_layerwise_connector as layerwise
+
+    with (
+        mock.patch.object(torch_npu.atb, "npu_paged_cache_load", lambda *args, **kwargs: None),
+        mock.patch.object(layerwise, "kv_alltoall_and_rearrange", lambda ratio, keys, values: (keys, values)),
+    ):
+        yield
+
+
 class Reference:
     def __init__(self, tensors: dict[str, Any], decode: Decode, case: Case) -> None:
         import torch
@@ -139,7 +173,7 @@ class Reference:
             ours[layer] = layerwise.LayerMetadata([0] * PARTS, bases, block_bytes, scale)
             wide = [case.ratio * size for size in block_bytes]
             theirs[layer] = layerwise.LayerMetadata([0] * PARTS, decode.bases(layer), wide, scale)
-        buffers = {"k_buffer": torch.empty(1, device="npu"), "v_buffer": torch.empty(1, device="npu")}
+        buffers = {"k_buffer": _Buffer(1 << 40), "v_buffer": _Buffer(1 << 41)}
         self._worker = worker = vllm_ascend_producer.worker(
             tp=case.ratio,
             rank=0,
@@ -202,8 +236,9 @@ class Reference:
         watch = Stopwatch("KVCacheSendingLayerThread", None)
         with watch.model("plan"):
             worker.start_load_kv(metadata)
-        if self._case.ratio > 1:  # without blocks to regroup it leaves out the device's part, and nothing else
-            metadata.send_task.group_num_blocks = [0]
+        if self._case.ratio > 1:  # of one block it launches nothing but the operators that do nothing here
+            metadata.send_task.group_num_blocks = [1]
+            metadata.send_task.group_num_tokens = [BLOCK]
         for i, (layer, parts) in enumerate(self._tensors.items()):
             self.handed.count = 0
             with watch.model("save"):
