@@ -17,8 +17,8 @@ reference  `start_load_kv`, `save_kv_layer` and the running KVCacheSendingLayerT
 Mooncake's engine is one that does nothing, at Mooncake's interface, on both sides. Ours gives it as much in one call as
 over protocol "ascend": 2048 descriptors and 1 GiB at most (the reference: all of a layer). Nothing is computed, so what
 a sender spends on waiting for the device is left out, on both sides. With `-tp2` the work on the device is left out,
-too: ours submits it to the side stream, with its two events, and calls operators and a collective that do nothing; the
-reference skips its whole branch, launches included.
+too: either side changes to its side stream, waits for the event there, and calls operators and a collective that do
+nothing.
 
 CPU milliseconds per layer: `plan` at the start of the step and at its end, `save` when a layer is computed (both on
 the model's thread), `send` on the sending thread; `cpu` is their sum, which is compared. `control`: of ours, the thread
