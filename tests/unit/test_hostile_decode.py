@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decode engine that lies can say of itself: nothing of it is used, and looking at it costs little."""
 
+import re
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -70,6 +72,7 @@ LIES = {
     "control-elsewhere": (with_rank(control="tcp://192.0.2.1:1", session="192.0.2.1:2"), "not in decode_allowlist"),
     "session-elsewhere": (with_rank(session="127.0.0.2:2"), "its control is on another host than its session"),
     "session-of-nonsense": (with_rank(session="x" * 10_000), "not host:port"),
+    "session-at-a-url": (with_rank(session="http://127.0.0.1:1/v1/metaserver"), "not host:port"),
     "model-unprintable": (replace(ONE, model="\x1b[2J"), "unprintable"),
     "model-long": (replace(ONE, model="x" * 1000), "great length"),
     "engine-unprintable": (replace(ONE, engine_id="a\nb"), "unprintable"),
@@ -88,6 +91,7 @@ def test_lies(lie, complaint):
     assert complaint in reason
     assert reason.isprintable()
     assert len(reason) < 400
+    assert not re.search(r"\d+\.\d+\.\d+\.\d+", reason), "clients are told the reason"
 
 
 def test_no_address_overflows():
