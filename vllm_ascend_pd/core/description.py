@@ -42,8 +42,8 @@ def _misplaced(rank: RankDescription, hosts: HostList) -> str | None:
     """Both of a rank's addresses are of the host it runs on."""
     try:
         control, session = host_of(rank.control), host_of(rank.session)
-    except ValueError:  # which quotes the address, and clients are told the reason
-        return "its control or its session is not host:port"
+    except ValueError as error:
+        return str(error)
     if not rank.control.startswith("tcp://"):
         return "its control is not at tcp://host:port"
     if normal_host(control) != normal_host(session):

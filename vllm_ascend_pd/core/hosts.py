@@ -35,12 +35,13 @@ def normal_host(host: str) -> str:
 
 
 def host_of(endpoint: str) -> str:
-    """The host of `host:port` or `tcp://host:port`. Raises ValueError where it is anything else."""
+    """The host of `host:port` or `tcp://host:port`. Raises ValueError where it is anything else, without quoting it:
+    clients shall not learn addresses."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     if not is_host(host) or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
-        raise ValueError(f"{endpoint[:80]!r} is not host:port")
+        raise ValueError("an address of its is not host:port")
     return host
 
 

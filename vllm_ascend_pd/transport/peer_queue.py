@@ -62,10 +62,7 @@ class PeerQueue:
             self._changed.notify_all()
 
     def _has_room(self, descriptors: int) -> bool:
-        used = self._descriptors
-        if self._left:  # which it rarely has
-            now = time.monotonic()
-            while self._left and self._left[0][0] <= now:
-                self._left.popleft()
-            used += sum(left for _, left in self._left)
+        while self._left and self._left[0][0] <= time.monotonic():
+            self._left.popleft()
+        used = self._descriptors + sum(left for _, left in self._left)
         return self._batches < BATCHES and used + descriptors <= self._capacity

@@ -49,8 +49,7 @@ class StagingRing(Generic[H]):
     def take(self, holder: H) -> Slot | None:
         """None: none is free."""
         with self._changed:
-            if self._resting:
-                self.rests()
+            self.rests()
             if not self._free:
                 return None
             slot = self._free.pop()
@@ -73,11 +72,8 @@ class StagingRing(Generic[H]):
         with self._changed:
             assert slot not in self._free
             del self._holders[slot.index]
-            if settled_at:
-                self._resting.append((settled_at, slot))
-                self.rests()
-            else:
-                self._free.append(slot)
+            self._resting.append((settled_at, slot))
+            self.rests()
             self._changed.notify()
 
     def rests(self) -> bool:
