@@ -85,9 +85,9 @@ in_short() { # in_short OPTION...
 
 in_short --tokens 1024
 run "$VENV" ops "${short[@]}"
-in_short --seconds 0.3
+in_short --seconds 0.3 --tokens 1024 4096
 run "$VENV" regroup "${short[@]}" "${check[@]}"
-in_short --mib 16 64 --rounds 5
+in_short --mib 64 --rounds 5
 run "$VENV" push "${short[@]}" "${check[@]}"
 in_short --rounds 3
 run "$VENV" overlap "${short[@]}" "${check[@]}"
@@ -99,7 +99,7 @@ in_short --requests 100 --seconds 4 --streams 500
 run "$VENV" proxy_overhead "${short[@]}" "${check[@]}"
 in_short --quick --pairs 1/1 --sides ours --rounds 3 --requests 16
 run "$VENV" ttft "${short[@]}" "${check[@]}"
-in_short --rounds 3
+in_short --rounds 3 --cases 32x32-contiguous {32x32,8x256}-scattered{,-tp2}
 run "$VENV-npu" plan "${short[@]}" "${check[@]}"
 run "$VENV-npu" launches
 in_short --mib 16
