@@ -13,6 +13,8 @@ other round, and must name the same bytes, or there are no figures.
 ours       `ProducerWorker` with all of its threads, a decode rank's `ConsumerWorker` in another process
 reference  `start_load_kv`, `save_kv_layer` and the running KVCacheSendingLayerThread of the installed vllm-ascend; it
            is given decode's addresses, and does not tell decode that a request is done, which ours does
+floor      what no connector can do without that pushes layer by layer from a thread of its own: events, streams, one
+           hand-over, as many addresses and calls as ours (plan_floor.py). `less` is how far below the reference that is
 
 Mooncake's engine is one that does nothing, at Mooncake's interface, on both sides. Ours gives it as much in one call as
 over protocol "ascend": 2048 descriptors and 1 GiB at most (the reference: all of a layer). Nothing is computed, so what
@@ -45,6 +47,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "tests")]
 
+from plan_floor import Floor  # noqa: E402
 from plan_sides import Ours, Reference, reference_without_kernels  # noqa: E402
 from plan_step import BLOCK, HEAD_SIZE, PARTS, Case, Cost, Decode, Handed, layer_names  # noqa: E402
 from report import quartiles  # noqa: E402
@@ -61,7 +64,7 @@ MEMORY_GB = "1024"
 @dataclass(frozen=True)
 class Result:
     """`descriptors`, `calls`: of one layer, ours. `quartiles`: the first and the third of rounds' ratios, of which
-    `times_less` is the median."""
+    `times_less` is the median; `floor_times_less`: that of the floor's."""
 
     case: str
     layers: int
@@ -69,8 +72,10 @@ class Result:
     calls: int
     ours: Cost
     reference: Cost
+    floor: Cost
     times_less: float
     quartiles: tuple[float, float]
+    floor_times_less: float
     bar: float | None
 
     @property
@@ -85,14 +90,15 @@ class Result:
         return missed
 
     def as_json(self) -> str:
-        costs = {
-            side: {**asdict(cost), "cpu": cost.cpu}
-            for side, cost in (("ours", self.ours), ("reference", self.reference))
-        }
+        costs = {side: {**asdict(cost), "cpu": cost.cpu} for side, cost in self._sides}
         return json.dumps({**asdict(self), **costs, "misses": self.misses})
 
+    @property
+    def _sides(self) -> tuple[tuple[str, Cost], ...]:
+        return ("ours", self.ours), ("reference", self.reference), ("floor", self.floor)
+
     def rows(self) -> Iterator[str]:
-        for side, cost in (("ours", self.ours), ("reference", self.reference)):
+        for side, cost in self._sides:
             figures = (cost.plan, cost.save, cost.send, cost.cpu, cost.control, cost.wall)
             row = f"{self.case:<24}{side:<10}" + "".join(f"{figure:>9.3f}" for figure in figures)
             if side == "ours":
@@ -100,6 +106,8 @@ class Result:
                 row += f"{self.times_less:>9.1f}x{f'{low:.1f} to {high:.1f}':>14}{self.calls:>7}"
                 if self.bar is not None:
                     row += f"{self.bar:>5g}x  {'missed' if self.misses else 'holds'}"
+            elif side == "floor":
+                row += f"{self.floor_times_less:>9.1f}x"
             yield row
 
 
@@ -156,15 +164,18 @@ def measure(case: Case, layers: int, rounds: int) -> Result:
             side.step()
         check_same_bytes(case, *(side.handed for side in sides))
         calls = len(ours.handed.writes or []) // layers
-        for side in sides:
-            side.handed.writes = None
-        costs: tuple[list[Cost], list[Cost]] = ([], [])
-        for number in range(rounds + 1):
-            taking_turns = list(zip(sides, costs, strict=True))
-            for side, found in taking_turns[::-1] if number % 2 else taking_turns:
-                found.append(side.step())
-    ratios = [theirs.cpu / mine.cpu for mine, theirs in zip(*(found[1:] for found in costs), strict=True)]
-    mine, theirs = (Cost.median(found[1:]) for found in costs)  # the first warms up
+        with closing(Floor(case, layers, ours.handed)) as floor:
+            for side in sides:
+                side.handed.writes = None
+            taking_turns: list[tuple[Ours | Reference | Floor, list[Cost]]] = [(side, []) for side in (*sides, floor)]
+            for number in range(rounds + 1):
+                for side, found in taking_turns[::-1] if number % 2 else taking_turns:
+                    found.append(side.step())
+    costs = [found[1:] for _, found in taking_turns]  # the first warms up
+    ratios, floor_ratios = (
+        [theirs.cpu / other.cpu for other, theirs in zip(costs[side], costs[1], strict=True)] for side in (0, 2)
+    )
+    mine, theirs, least = (Cost.median(found) for found in costs)
     return Result(
         case=str(case),
         layers=layers,
@@ -172,8 +183,10 @@ def measure(case: Case, layers: int, rounds: int) -> Result:
         calls=calls,
         ours=mine,
         reference=theirs,
+        floor=least,
         times_less=statistics.median(ratios),
         quartiles=quartiles(ratios),
+        floor_times_less=statistics.median(floor_ratios),
         bar=case.bar,
     )
 
