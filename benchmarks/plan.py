@@ -171,19 +171,18 @@ def measure(case: Case, layers: int, rounds: int) -> Result:
             for number in range(rounds + 1):
                 for side, found in taking_turns[::-1] if number % 2 else taking_turns:
                     found.append(side.step())
-    costs = [found[1:] for _, found in taking_turns]  # the first warms up
+    mine, theirs, least = (found[1:] for _, found in taking_turns)  # the first warms up
     ratios, floor_ratios = (
-        [theirs.cpu / other.cpu for other, theirs in zip(costs[side], costs[1], strict=True)] for side in (0, 2)
+        [reference.cpu / cost.cpu for cost, reference in zip(costs, theirs, strict=True)] for costs in (mine, least)
     )
-    mine, theirs, least = (Cost.median(found) for found in costs)
     return Result(
         case=str(case),
         layers=layers,
         descriptors=ours.handed.per_layer[0],
         calls=calls,
-        ours=mine,
-        reference=theirs,
-        floor=least,
+        ours=Cost.median(mine),
+        reference=Cost.median(theirs),
+        floor=Cost.median(least),
         times_less=statistics.median(ratios),
         quartiles=quartiles(ratios),
         floor_times_less=statistics.median(floor_ratios),

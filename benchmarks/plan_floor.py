@@ -1,32 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """For benchmarks/plan.py: the least that pushing layer by layer takes from Python, with nothing decided in it."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time
-from array import array
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from plan_step import TIMEOUT_S, Case, Cost, Handed, Stopwatch
 
 _LOOK_S = 50e-6
 _LAYER_BYTES = 1 << 30  # from a layer's addresses to the next one's: any will do
-
-
-class _Call(NamedTuple):
-    """Into Mooncake, of every layer. `src`, `dst`: the first layer's addresses; `sources`, `destinations`: any layer's,
-    which are written through `to`."""
-
-    src: Any
-    dst: Any
-    to: tuple[Any, Any]
-    sources: array[int]
-    destinations: array[int]
-    lengths: list[int]
 
 
 class Floor:
@@ -39,14 +23,19 @@ class Floor:
         """`ours`: after its first step."""
         import torch
 
+        from vllm_ascend_pd.core.plan import Descriptors
+        from vllm_ascend_pd.transport.batches import Batches
+        from vllm_ascend_pd.transport.limits import TransferLimits, most_bytes
+
         self._case, self._layers = case, layers
         self.handed = Handed()
         self.handed.writes, self.handed.per_layer = None, ours.per_layer
         assert ours.writes is not None
-        self._calls = [_call(*write) for write in ours.writes[: len(ours.writes) // layers]]
+        first_layer = [Descriptors(*map(np.array, write)) for write in ours.writes[: len(ours.writes) // layers]]
+        self._parts = len(first_layer)
+        self._batches = Batches.cut(first_layer, TransferLimits(max_bytes=most_bytes("ascend"), connections=1))
         self._model, self._side = torch.npu.current_stream(), torch.npu.Stream()
         self._tasks: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="pd-floor", daemon=True)
         self._thread.start()
 
@@ -58,8 +47,6 @@ class Floor:
                 self._computed(layer)
             self.handed.wait(layer)
         watch.all_written()
-        if self._error is not None:
-            raise RuntimeError("the floor's thread failed") from self._error
         return watch.cost(self._layers)
 
     def _computed(self, layer: int) -> None:
@@ -76,27 +63,15 @@ class Floor:
     def _run(self) -> None:
         import torch
 
-        try:
-            torch.npu.set_device(0)
-            while (task := self._tasks.get()) is not None:
-                layer, event = task
-                while not event.query():
-                    time.sleep(_LOOK_S)
-                base = layer * _LAYER_BYTES
-                for src, dst, to, sources, destinations, lengths in self._calls:
-                    np.add(src, base, to[0])
-                    np.add(dst, base, to[1])
-                    self.handed.batch_transfer_sync_write("", sources, destinations, lengths)
-        except Exception as error:  # noqa: BLE001 - `step` raises it
-            self._error = error
+        torch.npu.set_device(0)
+        while (task := self._tasks.get()) is not None:
+            layer, event = task
+            while not event.query():
+                time.sleep(_LOOK_S)
+            bases = [layer * _LAYER_BYTES] * self._parts
+            for batch in self._batches.at(bases, bases):
+                self.handed.batch_transfer_sync_write("", *batch)
 
     def close(self) -> None:
         self._tasks.put(None)
         self._thread.join(TIMEOUT_S)
-
-
-def _call(src: Sequence[int], dst: Sequence[int], lengths: list[int]) -> _Call:
-    sources, destinations = array("q", src), array("q", dst)
-    first, second = (np.array(addresses, dtype=np.int64) for addresses in (src, dst))
-    to = np.frombuffer(sources, dtype=np.int64), np.frombuffer(destinations, dtype=np.int64)
-    return _Call(first, second, to, sources, destinations, list(lengths))
