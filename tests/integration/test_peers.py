@@ -92,7 +92,7 @@ def test_an_engine_that_cannot_be_asked_does_not_keep_the_channel_from_others(
     peers.acquire(TICKET)
     opened = time.monotonic()
     transfer = Transfer("r", TICKET, TICKET.digest(), (), ProducerTicket(opened + GRANT_TIMEOUT_S))
-    peers.open(transfer)
+    peers.open([transfer])
     wait_until(lambda: transfer.failure is not None, 20)
     assert transfer.failure == "decode engine decode does not describe itself: nothing can be sent: Too many open files"
     assert 2 <= len(requests) <= 1 + (time.monotonic() - opened) / 0.05
@@ -105,6 +105,6 @@ def test_closing_while_an_engine_cannot_be_asked(
     peers = make_peers()
     peers.acquire(TICKET)
     transfer = Transfer("r", TICKET, TICKET.digest(), (), ProducerTicket(time.monotonic() + 60))
-    peers.open(transfer)
+    peers.open([transfer])
     peers.close(5.0)
     assert caplog.records == []

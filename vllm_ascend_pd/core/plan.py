@@ -244,8 +244,10 @@ def merge(src: Offsets, dst: Offsets, nbytes: int) -> Descriptors:
     starts_run = np.empty(len(src), dtype=np.bool_)
     starts_run[0] = True
     np.logical_or(src[1:] != src[:-1] + nbytes, dst[1:] != dst[:-1] + nbytes, out=starts_run[1:])
+    if starts_run.all():
+        return Descriptors(src, dst, np.full(len(src), nbytes, dtype=np.int64))
     first = np.flatnonzero(starts_run)
-    count = np.diff(np.append(first, len(src)))
+    count = np.diff(first, append=len(src))
     return Descriptors(src[first], dst[first], count * nbytes)
 
 

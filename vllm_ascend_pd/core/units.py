@@ -24,15 +24,12 @@ class Units:
     def of(cls, unit: int, ranges: Sequence[tuple[int, int]]) -> Units:
         """Those of `unit` tokens that hold tokens `[start, stop)` of each request. `start` must be a multiple of
         `unit`; a last, partly filled unit counts."""
-        start, stop = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
-        if np.any(wrong := (start % unit != 0) | (start < 0) | (start > stop)):
-            first, last = ranges[int(np.argmax(wrong))]
-            raise ValueError(f"tokens [{first}, {last}) do not begin a unit of {unit} tokens")
-        counts = -(-(stop - start) // unit)
-        ends = np.cumsum(counts)
-        owner = np.repeat(np.arange(len(ranges), dtype=np.int64), counts)
-        number = np.arange(len(owner), dtype=np.int64) - np.repeat(ends - counts, counts)
-        return cls(start[owner] + number * unit, owner)
+        for start, stop in ranges:
+            if start % unit or not 0 <= start <= stop:
+                raise ValueError(f"tokens [{start}, {stop}) do not begin a unit of {unit} tokens")
+        tokens = [np.arange(start, stop, unit, dtype=np.int64) for start, stop in ranges]
+        owner = np.repeat(np.arange(len(ranges), dtype=np.int64), [len(each) for each in tokens])
+        return cls(concatenate(tokens), owner)
 
     def __len__(self) -> int:
         return len(self.tokens)

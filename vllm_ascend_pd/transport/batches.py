@@ -62,7 +62,8 @@ class Batches:
     def cut(cls, parts: Sequence[Descriptors], limits: TransferLimits) -> Batches:
         """In order; what is longer than the limits allow becomes several copies."""
         longest = limits.piece_bytes(sum(int(part.nbytes.sum()) for part in parts))
-        pieces = [_cut(part, longest) for part in parts]
+        cut = {id(part): _cut(part, longest) for part in parts}  # K and V often are one object
+        pieces = [cut[id(part)] for part in parts]
         nbytes = concatenate([part.nbytes for part in pieces])
         begins = [0, *accumulate(len(part.nbytes) for part in pieces)]
         ends = np.cumsum(nbytes)
@@ -99,9 +100,9 @@ def _form(pieces: Sequence[Descriptors], begins: Sequence[int], first: int, stop
 
 def _cut(copies: Descriptors, longest: int) -> Descriptors:
     """The same bytes in as few copies of `longest` bytes at most, which share each one's whole pages equally."""
-    counts = -(-copies.nbytes // longest)
-    if np.all(counts <= 1):
+    if copies.nbytes.max(initial=0) <= longest:
         return copies
+    counts = -(-copies.nbytes // longest)
     share = -(-copies.nbytes // np.maximum(counts, 1))
     pieces = np.minimum(-(-share // PAGE) * PAGE, longest)
     which = np.repeat(np.arange(len(counts)), counts)

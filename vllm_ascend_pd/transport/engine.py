@@ -42,15 +42,21 @@ class TransferError(Exception):
         address that the peer refuses counts as retryable too: bound the number of retries."""
 
 
-@dataclass(frozen=True)
-class _Peer:
-    queue: PeerQueue
-    pace: Pace = field(default_factory=Pace)
-    answers: threading.Event = field(default_factory=threading.Event)
-    """Set: a probe was answered, and no write has failed since."""
-
-
 @dataclass
+class _Peer:
+    """`queue`: None where Mooncake has none to it. `answers`: a probe was answered, and no write has failed since."""
+
+    queue: PeerQueue | None
+    pace: Pace = field(default_factory=Pace)
+    answers: bool = False
+
+    def leave(self, descriptors: int, *, failed: bool) -> None:
+        """A batch has ended, or was not begun after all."""
+        if self.queue is not None:
+            self.queue.leave(descriptors, failed=failed)
+
+
+@dataclass(slots=True)
 class Flight:
     """A batch on its way. `batch_id`: Mooncake's, if it has one."""
 
@@ -82,12 +88,12 @@ class Flight:
                 "which)",
                 retryable=True,
             )
-        self.peer.queue.leave(len(self.lengths), failed=False)
+        self.peer.leave(len(self.lengths), failed=False)
 
     def lost(self, answer: str, retryable: bool) -> TransferError:
         """It has failed with what Mooncake answered, and its bytes may still arrive."""
-        self.peer.queue.leave(len(self.lengths), failed=True)
-        self.peer.answers.clear()  # the next write probes first
+        self.peer.leave(len(self.lengths), failed=True)
+        self.peer.answers = False  # the next write probes first
         return TransferError(
             self.session,
             f"a batch of {len(self.lengths)} descriptors, {sum(self.lengths)} bytes, ended after "
@@ -215,16 +221,16 @@ class TransferEngine:
         """Whether `begin` would not have to wait for other batches to the peer."""
         with self._lock:
             peer = self._peers.get(session)
-        return peer is None or peer.queue.has_room(len(batch[2]))
+        return peer is None or peer.queue is None or peer.queue.has_room(len(batch[2]))
 
     def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> Flight | None:
         """Send one batch on its way, and return before it has arrived where Mooncake can do that for us (over TCP);
-        None once it has arrived. As `write_batches` in all else; blocks while `peer_queue.BATCHES` batches to this peer
-        are under way."""
+        None once it has arrived. As `write_batches` in all else; over TCP it blocks while `peer_queue.BATCHES` batches
+        to this peer are under way."""
         self._check_open()
         peer, started = self._reach(session), time.monotonic()
         lengths = batch[2]
-        if not peer.queue.enter(len(lengths), self._limits.timeout_s):
+        if peer.queue is not None and not peer.queue.enter(len(lengths), self._limits.timeout_s):
             raise TransferError(
                 session, f"earlier writes did not finish within {self._limits.timeout_s:g} s", retryable=True
             )
@@ -232,27 +238,20 @@ class TransferEngine:
             if not may_begin():
                 raise TransferError(session, "the leave to write ended before the write did", retryable=False)
         except BaseException:
-            peer.queue.leave(len(lengths), failed=False)
+            peer.leave(len(lengths), failed=False)
             raise
         flight = Flight(self._engine, session, peer, lengths, started)
         try:
-            code = self._depart(flight, *batch)
+            if self._over_tcp:
+                flight.batch_id = int(self._engine.batch_transfer_async_write(session, *batch))
+                if flight.batch_id != 0:
+                    return flight
+            # Also when it was refused: only this call makes Mooncake forget what it knows of a peer that has changed.
+            code = int(self._engine.batch_transfer_sync_write(session, *batch))
         except Exception as error:
             raise flight.lost(repr(error), retryable=False) from error
-        if flight.batch_id != 0:
-            return flight
         flight.land(code)
         return None
-
-    def _depart(self, flight: Flight, sources: Sequence[int], destinations: Sequence[int], lengths: list[int]) -> int:
-        """How the batch has ended, unless the flight has Mooncake's id of it now."""
-        session = flight.session
-        if self._over_tcp:
-            flight.batch_id = int(self._engine.batch_transfer_async_write(session, sources, destinations, lengths))
-            if flight.batch_id != 0:
-                return -1
-        # Also when it was refused: only this call makes Mooncake forget what it knows of a peer that has changed.
-        return int(self._engine.batch_transfer_sync_write(session, sources, destinations, lengths))
 
     def forget(self, sessions: Collection[str]) -> None:
         """Drop what is known of sessions that will not be written to again. Harmless if they are after all."""
@@ -275,13 +274,14 @@ class TransferEngine:
 
     def _reach(self, session: str) -> _Peer:
         """The peer behind `session`, probed if it is new or failed before."""
+        known = self._peers.get(session)
+        if known is not None and known.answers:
+            return known
         with self._lock:
             peer = self._peers.get(session)
             if peer is None:
-                queue = PeerQueue(self._capacity, self._limits.settle_s)
+                queue = PeerQueue(self._capacity, self._limits.settle_s) if self._over_tcp else None
                 peer = self._peers[session] = _Peer(queue)
-            if peer.answers.is_set():
-                return peer
             probe = self._probes.get(session)
             if probe is None:
                 probe = Future()
@@ -304,7 +304,7 @@ class TransferEngine:
             ) from error
         if code != 0:
             raise TransferError(session, f"unreachable (probe returned {code}): the peer is gone", retryable=True)
-        peer.answers.set()
+        peer.answers = True
         return peer
 
     def _probe(self, session: str, answer: Future[int]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of ours is in Mooncake's queue to one peer: always less than it takes.
+"""How much of ours is in Mooncake's queue to one peer, which it has over TCP: always less than it takes.
 
 A descriptor that finds this queue full is refused, and with Mooncake 0.3.13 that may stop the queue for good:
 `enqueuePooledTransfer` (`tcp_transport_lane_impl.h`) marks the queue's pump as scheduled, and then schedules it only if

@@ -4,7 +4,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -51,6 +51,13 @@ class StateSpec:
     states: tuple[State, ...]
 
 
+class Alike(NamedTuple):
+    """Tensors of one layer that lie alike."""
+
+    described: tuple[CacheTensor, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+
 @dataclass(frozen=True)
 class RegisteredCaches:
     """A rank's caches: their description, the tensors by index, and each layer's tensor indices.
@@ -68,14 +75,15 @@ class RegisteredCaches:
         return [(tensor.data_ptr(), _extent(tensor)) for tensor in self.tensors]
 
     @functools.cached_property
-    def layers_by_geometry(self) -> dict[str, dict[int, tuple[int, ...]]]:
-        """layer -> index of a geometry -> indices of the layer's tensors that lie so."""
-        grouped: dict[str, dict[int, tuple[int, ...]]] = {}
+    def layers_by_geometry(self) -> dict[str, dict[int, Alike]]:
+        """layer -> index of a geometry -> the layer's tensors that lie so."""
+        grouped: dict[str, dict[int, Alike]] = {}
         for layer, indices in self.layers.items():
             alike = grouped[layer] = {}
             for index in indices:
-                geometry = self.description.tensors[index].geometry
-                alike[geometry] = (*alike.get(geometry, ()), index)
+                described, tensor = self.description.tensors[index], self.tensors[index]
+                known = alike.get(described.geometry, Alike((), ()))
+                alike[described.geometry] = Alike((*known.described, described), (*known.tensors, tensor))
         return grouped
 
 

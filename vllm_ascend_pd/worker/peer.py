@@ -55,6 +55,7 @@ class DecodeLayout:
         self.description = description
         self._remotes: dict[tuple[str, int, int], Remote] = {}
         self._courses: dict[tuple[str, int], tuple[Route, list[Course]]] = {}
+        self._parts: dict[tuple[Part, ...], tuple[Part, ...]] = {}
         self._covers: dict[Routes, dict[RankKey, Cover]] = {}
         # What tickets must fit: of each group, by block size, the tensor with the fewest blocks.
         self._tightest: dict[tuple[int, int], Remote] = {}
@@ -91,13 +92,17 @@ class DecodeLayout:
                     key,
                     goes[0][2].rank.session,
                     tuple(n for n, _, _ in goes),
-                    tuple((target, remote.geometry) for _, target, remote in goes),
+                    self._shared(tuple((target, remote.geometry) for _, target, remote in goes)),
                     tuple(remote.tensor.base for _, _, remote in goes),
                 )
                 for key, goes in self._by_rank(tensors, {tensors[0].geometry: route}).items()
             ]
             known = self._courses[at] = route, courses
         return known[1]
+
+    def _shared(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """One object for all layers that have the same `parts`: they are compared for every layer."""
+        return self._parts.setdefault(parts, parts)
 
     def _by_rank(
         self, tensors: Sequence[CacheTensor], routes: Mapping[int, Route]

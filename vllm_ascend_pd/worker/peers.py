@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.config import ConnectorConfig
@@ -143,13 +143,17 @@ class Peers:
             peer.users -= 1
             peer.used_at = time.monotonic()
 
-    def open(self, transfer: Transfer) -> None:
-        """Starts asking for grants. The ticket must have been acquired."""
+    def open(self, transfers: Sequence[Transfer]) -> None:
+        """Starts asking for grants. The tickets must have been acquired."""
+        asked: dict[tuple[str, str], Peer] = {}
         with self._lock:
-            self._transfers[transfer.number] = transfer
-            peer = self._peers[transfer.ticket.issuer]
-            peer.waiting.append(transfer)
-        self._client.call(lambda: self._advance(peer))
+            for transfer in transfers:
+                self._transfers[transfer.number] = transfer
+                issuer = transfer.ticket.issuer
+                asked[issuer] = peer = self._peers[issuer]
+                peer.waiting.append(transfer)
+        for peer in asked.values():
+            self._client.call(functools.partial(self._advance, peer))
 
     def report(self, transfer: Transfer) -> None:
         """Tells every decode rank that was asked for a grant how it ended; `told` and `ended` follow in any case."""

@@ -69,7 +69,9 @@ class Planner:
         self._regrouper = regrouper
         alike = caches.layers_by_geometry.values()
         # How many tensors of a layer lie alike at most, by geometry.
-        self._parts = [max((len(of.get(g, ())) for of in alike), default=0) for g in range(len(self._geometries))]
+        self._parts = [
+            max((len(of[g].tensors) for of in alike if g in of), default=0) for g in range(len(self._geometries))
+        ]
         self._layers = [sum(g in of for of in alike) for g in range(len(self._geometries))]
         self._steps = 0  # all ranks get the same ones from the scheduler
         self._connected: set[tuple[int, ...]] = set()

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -22,7 +22,7 @@ from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.step import ProducerStep, WorkerReport
 from vllm_ascend_pd.timeline.prefill import prefill_trace
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.worker.caches import RegisteredCaches
+from vllm_ascend_pd.worker.caches import Alike, RegisteredCaches
 from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.patience import Patience
 from vllm_ascend_pd.worker.peers import Peers
@@ -110,9 +110,9 @@ class ProducerWorker:
             self._transfers[request_id] = transfer
             self._senders[ticket.ticket_id] = sender
             self._in_use[sender] += 1
-            self._peers.open(transfer)
             opened.append(transfer)
         if opened:
+            self._peers.open(opened)
             self._ungranted = [*self._still_ungranted(), *opened]
         for request_id, aborted in step.finished.items():
             self._release(request_id, aborted)
@@ -243,27 +243,23 @@ class ProducerWorker:
     def _push_layer(self, layer: str, computed: Event) -> None:
         self._plan.unsaved.pop(layer, None)
         self._trace.layer_computed(layer, computed)
-        for geometry, indices in self._caches.layers_by_geometry.get(layer, {}).items():
+        for geometry, alike in self._caches.layers_by_geometry.get(layer, {}).items():
             for sender, shipment in self._plan.shipments.get(geometry, ()):
-                for push in self._prepare(layer, shipment, indices, computed):
+                for push in self._prepare(layer, shipment, alike, computed):
                     sender.put_layer(push, self._config.write_timeout_s)
 
-    def _prepare(
-        self, layer: str, shipment: Shipment, indices: tuple[int, ...], computed: Event
-    ) -> Iterator[LayerPush]:
+    def _prepare(self, layer: str, shipment: Shipment, alike: Alike, computed: Event) -> Iterator[LayerPush]:
         """One after the other: the next may need the staging slot of one that has to be sent first."""
-        described = [self._caches.description.tensors[i] for i in indices]
         route = shipment.route
         if route.regroup is Regroup.NONE:
             for chunk in shipment.chunks:
-                yield LayerPush(layer, shipment, chunk, described, computed)
+                yield LayerPush(layer, shipment, chunk, alike.described, computed)
             return
-        tensors = [self._caches.tensors[i] for i in indices]
         for chunk in shipment.chunks:
             staged_bytes = route.planes * chunk.count * route.staged_bytes
-            push = LayerPush(layer, shipment, chunk, described, computed, computed, staged_bytes=staged_bytes)
+            push = LayerPush(layer, shipment, chunk, alike.described, computed, computed, staged_bytes=staged_bytes)
             try:
-                push.ready = self._device.submit(self._regrouping(push, tensors, self._plan.number), computed)
+                push.ready = self._device.submit(self._regrouping(push, alike.tensors, self._plan.number), computed)
             except DeviceError as error:
                 self._planner.missed(route, self._plan.number, error)
                 push.fail(f"layer {layer} could not be regrouped: {error}", PushFailure.DEVICE)
@@ -271,7 +267,7 @@ class ProducerWorker:
             self._trace.regroups(push)
             yield push
 
-    def _regrouping(self, push: LayerPush, tensors: list[torch.Tensor], step: int) -> Callable[[], None]:
+    def _regrouping(self, push: LayerPush, tensors: Sequence[torch.Tensor], step: int) -> Callable[[], None]:
         regrouper = self._regrouper
         assert regrouper is not None
 

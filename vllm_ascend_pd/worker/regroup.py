@@ -52,7 +52,8 @@ class Regrouper:
         # Used on the side stream only, where one chunk follows another: one pair serves all.
         self._send = device.allocate(ring.slot_bytes)
         self._received = device.allocate(ring.slot_bytes)
-        self._exchanged = (self._received, self._send)  # as much of them as was exchanged last: alike for all layers
+        # As much of them as was exchanged last, which is the same for all layers.
+        self._exchanged, self._all_to_all = 0, partial(device.all_to_all, self._received, self._send)
 
     def connect(self, ranks: tuple[int, ...], step: int) -> None:
         """A first, tiny exchange: communicators connect when they are first used."""
@@ -104,9 +105,10 @@ class Regrouper:
         )
 
     def _exchange(self, ranks: tuple[int, ...], step: int, num_bytes: int) -> None:
-        if self._exchanged[0].numel() != num_bytes:
-            self._exchanged = (self._received[:num_bytes], self._send[:num_bytes])
-        self._groups[ranks].run(step, partial(self._device.all_to_all, *self._exchanged))
+        if self._exchanged != num_bytes:
+            self._exchanged = num_bytes
+            self._all_to_all = partial(self._device.all_to_all, self._received[:num_bytes], self._send[:num_bytes])
+        self._groups[ranks].run(step, self._all_to_all)
 
     def _split(self, shipment: Shipment, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
         route, units = shipment.route, chunk.unit_offsets

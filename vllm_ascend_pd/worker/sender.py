@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _RETRY_PAUSE_S = 0.05
 
 
-@dataclass
+@dataclass(slots=True)
 class LayerPush:
     """A chunk of a shipment, for the tensors of one layer that lie alike. `ready`: when the bytes can be read.
 
@@ -140,15 +140,21 @@ class Sender:
     def put_layer(self, push: LayerPush, timeout_s: float) -> None:
         """Waits for room at most `timeout_s`; then the push's transfers fail. It is queued all the same: what it
         holds must be released when it is ready, and other ranks count on its regrouping."""
-        failed = all(item.transfer.failure is not None for item in push.shipment.items)
+        try:
+            self._room.get_nowait()
+            push.has_room = True
+        except queue.Empty:
+            self._await_room(push, timeout_s)
+        self._tasks.put(push)
+
+    def _await_room(self, push: LayerPush, timeout_s: float) -> None:
+        failed = all(transfer.failure is not None for transfer in push.shipment.transfers)
         try:
             self._room.get(timeout=0.0 if failed else timeout_s)
+            push.has_room = True
         except queue.Empty:
             reason = f"the push queue stayed full for {timeout_s} s: the link does not keep up"
             push.fail(reason, PushFailure.QUEUE_FULL)
-        else:
-            push.has_room = True
-        self._tasks.put(push)
 
     def put(self, task: Finish | Barrier) -> None:
         self._tasks.put(task)
@@ -252,14 +258,17 @@ class Sender:
     def _await_bytes(self, task: LayerPush) -> None:
         if not self._pipeline.is_empty and not task.ready.is_done():
             self._pipeline.drain()
+        if task.computed is None:
+            task.ready.wait(self._ready_timeout_s)
+            return
         deadline = time.monotonic() + self._ready_timeout_s
-        if task.computed is not None:
-            with contextlib.suppress(DeviceError, TimeoutError):  # which end `ready` too, and count there
-                task.computed.wait(self._ready_timeout_s)
+        try:  # noqa: SIM105 - for every layer
+            task.computed.wait(self._ready_timeout_s)
+        except (DeviceError, TimeoutError):  # which end `ready` too, and count there
+            pass
         computed_at = time.monotonic()
         task.ready.wait(max(0.0, deadline - computed_at))
-        if task.computed is not None:
-            self._stats.observe(stats.REGROUP_WAIT_SECONDS, time.monotonic() - computed_at)
+        self._stats.observe(stats.REGROUP_WAIT_SECONDS, time.monotonic() - computed_at)
 
     def _write_fused(self, task: LayerPush, leave: Leave, course: Course, live: Sequence[int]) -> None:
         """Begins one write for all live items."""

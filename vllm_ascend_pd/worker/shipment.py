@@ -5,6 +5,8 @@ Built once per step; every layer adds its base addresses and is done.
 """
 
 import functools
+import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +33,8 @@ from vllm_ascend_pd.transport.batches import Batches
 from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.worker.peer import Part
 from vllm_ascend_pd.worker.transfer import Leave, Transfer
+
+_COMPUTED = operator.attrgetter("computed")
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,10 @@ class Parcel:
 
 @dataclass
 class _Arrived:
-    """Bytes of each item that have arrived in one decode rank, in all and before the last layer was computed."""
+    """Bytes of each item that are in one decode rank: written before its last layer was computed, and after."""
 
-    total: Offsets
     early: Offsets
+    late: Offsets
 
 
 @dataclass
@@ -135,11 +139,13 @@ class Shipment:
         live = d_blocks != NULL_BLOCK
         if geometry.share.ranks > 1:
             live &= units.held(geometry.share)
-        units, d_blocks = units.where(live), d_blocks[live]
+        if not live.all():
+            units, d_blocks = units.where(live), d_blocks[live]
         begins = [start // geometry.span for start, _ in ranges]
         p_blocks = units.blocks([item.blocks[group] for item in items], begins, geometry.span)
-        for i in np.unique(units.owner[p_blocks == NULL_BLOCK]):
-            items[i].transfer.fail("decode wants tokens that have left prefill's sliding window", PushFailure.UNFIT)
+        if (gone := p_blocks == NULL_BLOCK).any():
+            for i in np.unique(units.owner[gone]):
+                items[i].transfer.fail("decode wants tokens that have left prefill's sliding window", PushFailure.UNFIT)
         shipment = cls(route, geometry, items, units, units.offsets(p_blocks, geometry), d_blocks)
         total = len(shipment.src_units)
         if route.regroup is Regroup.NONE:
@@ -157,7 +163,10 @@ class Shipment:
         for these, parcel in known:  # not by hash: that of the same geometry would be made for every layer
             if these == parts:
                 return parcel
-        sizes = [self._units(chunk, theirs.share) * (target.rows * target.nbytes) for target, theirs in parts]
+        per_unit: Counter[TokenShare] = Counter()
+        for target, theirs in parts:
+            per_unit[theirs.share] += target.rows * target.nbytes
+        sizes = [self._units(chunk, share) * size for share, size in per_unit.items()]
         parcel = Parcel(self.batches(chunk, parts, None, limits), np.sum(sizes, axis=0))
         known.append((parts, parcel))
         return parcel
@@ -173,25 +182,24 @@ class Shipment:
         """The `delivered` items of a parcel have, in a decode rank."""
         arrived = self._arrived.get(key)
         if arrived is None:
-            none = np.zeros(len(self.items), dtype=np.int64)
-            arrived = self._arrived[key] = _Arrived(none, none.copy())
+            arrived = self._arrived[key] = _Arrived(*np.zeros((2, len(self.items)), dtype=np.int64))
         num_bytes = parcel.num_bytes
         if len(delivered) < len(self.items):
             num_bytes = np.where(np.isin(np.arange(len(self.items)), delivered), num_bytes, 0)
-        arrived.total += num_bytes
-        # Prompts that end in a step have its end in common.
-        ends = [transfer.computed for transfer in self.transfers]
-        end = next(filter(None, ends), None)
-        if end is not None and end.is_done():
-            num_bytes = np.where([each is None for each in ends], num_bytes, 0)
+        if any(map(_COMPUTED, self.transfers)):  # for few layers: before, this is all that they take
+            ends = [transfer.computed for transfer in self.transfers]
+            over = {end for end in {*ends} if end is not None and end.is_done()}
+            late = np.where([end in over for end in ends], num_bytes, 0)
+            arrived.late += late
+            num_bytes = num_bytes - late
         arrived.early += num_bytes
 
     def push_ended(self) -> None:
         self.pushes -= 1
         if not self.pushes:
             for key, arrived in self._arrived.items():
-                for transfer, total, early in zip(self.transfers, arrived.total, arrived.early, strict=True):
-                    transfer.wrote(key, int(total), int(early))
+                for transfer, early, late in zip(self.transfers, arrived.early, arrived.late, strict=True):
+                    transfer.wrote(key, int(early + late), int(early))
 
     def batches(
         self, chunk: Chunk, parts: tuple[Part, ...], only: frozenset[int] | None, limits: TransferLimits

@@ -16,7 +16,7 @@ LOOK_S = 0.5
 """How often, in seconds, it is looked whether a slot has rested for long enough."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slot:
     """`offset` bytes into the ring's buffer, at `address`."""
 
@@ -38,17 +38,19 @@ class StagingRing(Generic[H]):
         self._holders: dict[int, H] = {}
         self._resting: list[tuple[float, Slot]] = []  # until when
         self._running_time = running_time
-        self._changed = threading.Condition()
+        # Taken and given back for every layer, on two threads: a condition's own methods are Python.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     @property
     def holders(self) -> list[H]:
         """Of slots that are not free."""
-        with self._changed:
+        with self._lock:
             return list(self._holders.values())
 
     def take(self, holder: H) -> Slot | None:
         """None: none is free."""
-        with self._changed:
+        with self._lock:
             self.rests()
             if not self._free:
                 return None
@@ -69,19 +71,22 @@ class StagingRing(Generic[H]):
 
     def release(self, slot: Slot, settled_at: float = 0.0) -> None:
         """`settled_at`: when nothing can read it any more, in running time."""
-        with self._changed:
-            assert slot not in self._free
-            del self._holders[slot.index]
-            self._resting.append((settled_at, slot))
-            self.rests()
+        with self._lock:
+            del self._holders[slot.index]  # KeyError: it was free
+            if settled_at:
+                self._resting.append((settled_at, slot))
+                self.rests()
+            else:
+                self._free.append(slot)
             self._changed.notify()
 
     def rests(self) -> bool:
         """Does any slot? To be asked every `LOOK_S` while one does, by whoever has nothing else to do: running time
         stands still where nobody asks."""
-        with self._changed:
-            if self._resting:
-                now = self._running_time()
-                self._free += [slot for until, slot in self._resting if until <= now]
-                self._resting = [(until, slot) for until, slot in self._resting if until > now]
+        if not self._resting:
+            return False
+        with self._lock:
+            now = self._running_time()
+            self._free += [slot for until, slot in self._resting if until <= now]
+            self._resting = [(until, slot) for until, slot in self._resting if until > now]
             return bool(self._resting)
