@@ -110,18 +110,9 @@ class Device(ABC):
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, group: Group) -> None:
         """Send the j-th of `inp`'s equal parts to rank j of `group`; part i of `out` comes from rank i.
 
-        Call it in submitted work: it runs on the current stream. `out` and `inp` are contiguous uint8 tensors
-        of the same size, a multiple of the group's size.
+        Call it in submitted work: it runs on the current stream. `out` and `inp` must be contiguous uint8 tensors
+        of the same size, a multiple of the group's size; nobody looks whether they are, for every layer.
         """
-        parts = group.size()
-        for tensor in (out, inp):
-            if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
-                raise ValueError("all_to_all takes contiguous uint8 tensors")
-        if out.numel() != inp.numel() or inp.numel() % parts != 0:
-            raise ValueError(f"{inp.numel()} bytes to {out.numel()}: must be equal and divisible by {parts} ranks")
-        self._all_to_all(out, inp, group)
-
-    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, group: Group) -> None:
         assert isinstance(group, dist.ProcessGroup)
         dist.all_to_all_single(out, inp, group=group)
 

@@ -103,7 +103,7 @@ class CpuDevice(Device):
         except RuntimeError as error:
             raise DeviceError(f"ranks {ranks} did not connect: {error}") from error
 
-    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, group: Group) -> None:
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, group: Group) -> None:
         group.alltoall_base(out, inp, [], []).wait()
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import ConnectorConfig
@@ -41,6 +41,7 @@ from vllm_ascend_pd.timeline.file import TraceFile
 from vllm_ascend_pd.timeline.stopwatch import Stopwatch, moment
 
 if TYPE_CHECKING:
+    from vllm_ascend_pd.core.plan import Offsets
     from vllm_ascend_pd.step import Send
     from vllm_ascend_pd.worker.identity import Identity
     from vllm_ascend_pd.worker.sender import LayerPush
@@ -71,8 +72,8 @@ class PrefillTrace:
 
     # On the sender's thread.
 
-    def pushed(self, layer: str, key: RankKey, begun: float, written: Iterable[tuple[Transfer, int]]) -> None:
-        """A batch has left since `begun`: the bytes of each transfer that has not failed."""
+    def pushed(self, push: LayerPush, key: RankKey, begun: float, num_bytes: Offsets, delivered: Sequence[int]) -> None:
+        """A write has ended that has `begun`: `num_bytes` of each item, for those that were `delivered`."""
 
     def finished(self, transfer: Transfer) -> None:
         """No write follows."""
@@ -164,9 +165,10 @@ class TracedPrefill(PrefillTrace):
 
         self._regrouping.put(record, moment(push.computed), moment(push.ready))
 
-    def pushed(self, layer: str, key: RankKey, begun: float, written: Iterable[tuple[Transfer, int]]) -> None:
-        to = f"{key[0]}/{key[1]}"
-        args = Push(short_name(layer), to, {_transfer(transfer): num_bytes for transfer, num_bytes in written})
+    def pushed(self, push: LayerPush, key: RankKey, begun: float, num_bytes: Offsets, delivered: Sequence[int]) -> None:
+        to, transfers = f"{key[0]}/{key[1]}", push.shipment.transfers
+        written = {_transfer(transfers[i]): int(num_bytes[i]) for i in delivered}
+        args = Push(short_name(push.layer), to, written)
         lane = self._file.lane(f"push to decode rank {to}")
         self._span(PushEvent(name=f"push {args.layer}", tid=lane, args=args), begun, time.monotonic())
 

@@ -8,7 +8,6 @@ on that they agree on (`worker/exchange_group.py`).
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 
 import torch
 
@@ -16,7 +15,7 @@ from vllm_ascend_pd import ops
 from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.plan import Regroup, regroupable, slot_bytes
-from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.base import Device, Group
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.worker.caches import RegisteredCaches
 from vllm_ascend_pd.worker.exchange_group import ExchangeGroup
@@ -52,8 +51,8 @@ class Regrouper:
         # Used on the side stream only, where one chunk follows another: one pair serves all.
         self._send = device.allocate(ring.slot_bytes)
         self._received = device.allocate(ring.slot_bytes)
-        # As much of them as was exchanged last, which is the same for all layers.
-        self._exchanged, self._all_to_all = 0, partial(device.all_to_all, self._received, self._send)
+        self._exchanged = (self._received, self._send)  # as much of them as was exchanged last: alike for all layers
+        self._exchanged_bytes = 0
 
     def connect(self, ranks: tuple[int, ...], step: int) -> None:
         """A first, tiny exchange: communicators connect when they are first used."""
@@ -105,10 +104,12 @@ class Regrouper:
         )
 
     def _exchange(self, ranks: tuple[int, ...], step: int, num_bytes: int) -> None:
-        if self._exchanged != num_bytes:
-            self._exchanged = num_bytes
-            self._all_to_all = partial(self._device.all_to_all, self._received[:num_bytes], self._send[:num_bytes])
+        if self._exchanged_bytes != num_bytes:
+            self._exchanged, self._exchanged_bytes = (self._received[:num_bytes], self._send[:num_bytes]), num_bytes
         self._groups[ranks].run(step, self._all_to_all)
+
+    def _all_to_all(self, group: Group) -> None:
+        self._device.all_to_all(*self._exchanged, group)
 
     def _split(self, shipment: Shipment, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
         route, units = shipment.route, chunk.unit_offsets

@@ -310,11 +310,10 @@ class Sender:
         return delivered
 
     def _count(self, task: LayerPush, key: RankKey, parcel: Parcel, delivered: Sequence[int], begun: float) -> None:
-        transfers, num_bytes = task.shipment.transfers, parcel.num_bytes
         task.shipment.arrived(key, parcel, delivered)
-        all_of_it = len(delivered) == len(transfers)
-        self._stats.add(stats.PUSHED_BYTES, parcel.total if all_of_it else int(num_bytes[delivered].sum()))
-        self._trace.pushed(task.layer, key, begun, ((transfers[i], int(num_bytes[i])) for i in delivered))
+        all_of_it = len(delivered) == len(task.shipment.items)
+        self._stats.add(stats.PUSHED_BYTES, parcel.total if all_of_it else int(parcel.num_bytes[delivered].sum()))
+        self._trace.pushed(task, key, begun, parcel.num_bytes, delivered)
 
     def _write_retrying(self, task: LayerPush, course: Course, item: int) -> None:
         transfer = task.shipment.transfers[item]

@@ -67,7 +67,7 @@ class Chunk:
         return self.stop - self.first
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Parcel:
     """What goes to one decode rank in one write, wherever tensors begin. `num_bytes`: of each item."""
 
@@ -80,19 +80,12 @@ class Parcel:
 
 
 @dataclass
-class _Arrived:
-    """Bytes of each item that are in one decode rank: written before its last layer was computed, and after."""
-
-    early: Offsets
-    late: Offsets
-
-
-@dataclass
 class Shipment:
     """Items that travel by the same route. `units`: those that this rank holds and decode wants, by item; `src_units`
     `[units]`: where they are from our block 0 on, in bytes; `d_blocks` `[units]`: the block that decode has for each.
     `located`: of every item it is known where to write, or that it has failed. `pushes`: how many of it, a layer's
-    chunk each, have not ended; after the last one the transfers are told what has arrived."""
+    chunk each, have not ended. `_early`: how often a parcel has arrived whole before any of the prompts was computed to
+    its end; the transfers are told after the last push."""
 
     route: Route
     geometry: Geometry
@@ -107,7 +100,7 @@ class Shipment:
     _d_held: dict[TokenShare, Mask] = field(default_factory=dict)
     _parcels: dict[Chunk, list[tuple[tuple[Part, ...], Parcel]]] = field(default_factory=dict)
     _leaves: dict[RankKey, Leave] = field(default_factory=dict)
-    _arrived: dict[RankKey, _Arrived] = field(default_factory=dict)
+    _early: Counter[tuple[RankKey, Parcel]] = field(default_factory=Counter)
 
     @functools.cached_property
     def transfers(self) -> list[Transfer]:
@@ -180,26 +173,21 @@ class Shipment:
 
     def arrived(self, key: RankKey, parcel: Parcel, delivered: Sequence[int]) -> None:
         """The `delivered` items of a parcel have, in a decode rank."""
-        arrived = self._arrived.get(key)
-        if arrived is None:
-            arrived = self._arrived[key] = _Arrived(*np.zeros((2, len(self.items)), dtype=np.int64))
-        num_bytes = parcel.num_bytes
-        if len(delivered) < len(self.items):
-            num_bytes = np.where(np.isin(np.arange(len(self.items)), delivered), num_bytes, 0)
-        if any(map(_COMPUTED, self.transfers)):  # for few layers: before, this is all that they take
-            ends = [transfer.computed for transfer in self.transfers]
-            over = {end for end in {*ends} if end is not None and end.is_done()}
-            late = np.where([end in over for end in ends], num_bytes, 0)
-            arrived.late += late
-            num_bytes = num_bytes - late
-        arrived.early += num_bytes
+        if len(delivered) == len(self.items) and not any(map(_COMPUTED, self.transfers)):
+            self._early[key, parcel] += 1
+            return
+        ends = {transfer.computed for transfer in self.transfers}
+        over = {end for end in ends if end is not None and end.is_done()}
+        for i in delivered:
+            transfer, num_bytes = self.transfers[i], int(parcel.num_bytes[i])
+            transfer.wrote(key, num_bytes, 0 if transfer.computed in over else num_bytes)
 
     def push_ended(self) -> None:
         self.pushes -= 1
         if not self.pushes:
-            for key, arrived in self._arrived.items():
-                for transfer, early, late in zip(self.transfers, arrived.early, arrived.late, strict=True):
-                    transfer.wrote(key, int(early + late), int(early))
+            for (key, parcel), times in self._early.items():
+                for transfer, num_bytes in zip(self.transfers, parcel.num_bytes.tolist(), strict=True):
+                    transfer.wrote(key, times * num_bytes, times * num_bytes)
 
     def batches(
         self, chunk: Chunk, parts: tuple[Part, ...], only: frozenset[int] | None, limits: TransferLimits
