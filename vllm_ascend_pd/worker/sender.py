@@ -256,19 +256,24 @@ class Sender:
                 self._write_fused(task, leave, course, live)
 
     def _await_bytes(self, task: LayerPush) -> None:
-        if not self._pipeline.is_empty and not task.ready.is_done():
-            self._pipeline.drain()
-        if task.computed is None:
-            task.ready.wait(self._ready_timeout_s)
-            return
+        waited_s = 0.0
+        try:
+            task.ready.wait(0.0)
+        except TimeoutError:
+            waited_s = self._wait_for_bytes(task)
+        if task.computed is not None:
+            self._stats.observe(stats.REGROUP_WAIT_SECONDS, waited_s)
+
+    def _wait_for_bytes(self, task: LayerPush) -> float:
+        """Returns for how many seconds they were not there though their layer was computed."""
+        self._pipeline.drain()
         deadline = time.monotonic() + self._ready_timeout_s
-        try:  # noqa: SIM105 - for every layer
-            task.computed.wait(self._ready_timeout_s)
-        except (DeviceError, TimeoutError):  # which end `ready` too, and count there
-            pass
+        if task.computed is not None:
+            with contextlib.suppress(DeviceError, TimeoutError):  # which end `ready` too, and count there
+                task.computed.wait(self._ready_timeout_s)
         computed_at = time.monotonic()
         task.ready.wait(max(0.0, deadline - computed_at))
-        self._stats.observe(stats.REGROUP_WAIT_SECONDS, time.monotonic() - computed_at)
+        return time.monotonic() - computed_at
 
     def _write_fused(self, task: LayerPush, leave: Leave, course: Course, live: Sequence[int]) -> None:
         """Begins one write for all live items."""

@@ -166,6 +166,7 @@ class Leave:
 
     def holds(self) -> bool:
         """May bytes of all of them leave now? Asked before each batch."""
-        if time.monotonic() >= self._until:
-            self._until = min(transfer.state.lease(self.key) for transfer in self._transfers)
+        if time.monotonic() < self._until:
+            return True
+        self._until = min(transfer.state.lease(self.key) for transfer in self._transfers)
         return time.monotonic() < self._until
