@@ -282,6 +282,8 @@ class TransferEngine:
             if peer is None:
                 queue = PeerQueue(self._capacity, self._limits.settle_s) if self._over_tcp else None
                 peer = self._peers[session] = _Peer(queue)
+            if peer.answers:  # another thread's probe was answered meanwhile
+                return peer
             probe = self._probes.get(session)
             if probe is None:
                 probe = Future()

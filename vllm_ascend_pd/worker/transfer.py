@@ -3,7 +3,6 @@
 
 import math
 import secrets
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +15,6 @@ from vllm_ascend_pd.core.producer_ticket import ProducerTicket, RankKey
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.device.base import Event
 from vllm_ascend_pd.worker.patience import Patience
-
-
-def _numbers() -> Iterator[int]:
-    """Of 63 bits, which nobody can guess. Asking the kernel for each takes longer than a transfer takes otherwise."""
-    while True:
-        yield from (number >> 1 for number in struct.unpack("64Q", secrets.token_bytes(512)))
-
-
-_NUMBERS = _numbers()
 
 
 @dataclass
@@ -56,7 +46,7 @@ class Transfer:
     patience: Patience = field(default_factory=Patience)
     patience_ends: float = math.inf
     planned: bool = False
-    number: int = field(default_factory=_NUMBERS.__next__)
+    number: int = field(default_factory=lambda: secrets.randbits(63))
     written: dict[RankKey, tuple[int, int]] = field(default_factory=dict)
     computed: Event | None = None  # the end of the prompt's last layer
     finishing: bool = False
