@@ -26,6 +26,12 @@ echo "made by $python"
 """
 
 
+def _as_from_a_terminal() -> None:
+    """Whoever runs the tests in the background, or with nohup, has these ignored by all that they start."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     """Starts a set-up of one stage, in a process group of its own as a terminal's jobs are."""
@@ -35,8 +41,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     def start(work: str, python: str = sys.executable) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
             ["bash", "-c", SETUP, "setup", str(tmp_path), python],
-            # As from a terminal: whoever runs the tests in the background has it ignored, by all that they start.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=_as_from_a_terminal,
             env=os.environ | {"WORK": work},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
