@@ -22,8 +22,6 @@ class DeviceError(Exception):
 class Event(ABC):
     """A point in the order of a stream. Any thread may wait for it, any number of times."""
 
-    __slots__ = ()
-
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
         """Block the calling thread until everything before this point is done.

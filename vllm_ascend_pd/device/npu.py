@@ -28,8 +28,6 @@ def _device_failed(error: RuntimeError) -> DeviceError:
 class NpuEvent(Event):
     """A recorded `torch.npu.Event`, with the error that kept work from being queued before it, if any."""
 
-    __slots__ = ("_device", "_error", "event")
-
     def __init__(self, device: NpuDevice, event: Any, error: Exception | None = None) -> None:
         self._device = device
         self.event = event
