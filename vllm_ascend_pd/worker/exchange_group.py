@@ -34,8 +34,7 @@ class ExchangeGroup:
         self._look_s = min(_LOOK_S, timeout_s / 4)
         self._group: Group | None = group  # of the generation `_connected`
         self._connected = 0
-        self._lock = threading.Lock()  # for what every layer asks: a condition's own methods are Python
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
         self._state = Membership(place)
         self._asked = 0  # the step that the side stream has come to and waits with; 0: it does not
         self._trouble: Exception | None = None  # the thread's, last time
@@ -90,10 +89,8 @@ class ExchangeGroup:
             self._changed.notify_all()
 
     def _enter(self, step: int) -> tuple[int, Group]:
-        with self._lock:
+        with self._changed:
             answer = self._state.begin(step)
-            if answer and self._is_connected():
-                return self._joined()
             if answer is None and self._thread is not None:
                 self._await_agreement(step)
                 answer = self._state.begin(step)
@@ -102,7 +99,8 @@ class ExchangeGroup:
             if answer and not self._is_connected():
                 self._await_connection()
             if answer and self._is_connected():
-                return self._joined()
+                assert self._group is not None
+                return self._state.generation, self._group
             reason = self._state.failure
             if answer:
                 reason = reason or "its ranks did not connect again in time"
@@ -113,10 +111,6 @@ class ExchangeGroup:
             f"tensor-parallel ranks {self._named} have missed an all-to-all, and exchange nothing for this request; "
             f"{again}. Why: {reason or 'one of them has only just connected again'}"
         )
-
-    def _joined(self) -> tuple[int, Group]:
-        assert self._group is not None
-        return self._state.generation, self._group
 
     def _is_connected(self) -> bool:
         return self._group is not None and self._connected == self._state.generation

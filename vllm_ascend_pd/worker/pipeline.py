@@ -46,11 +46,10 @@ class Pipeline:
 
         try:
             for batch in batches:
-                if self._flights:
-                    self.make_room()
-                    # Nobody waits for room who takes it from others: two senders to one peer would wait for each other.
-                    while self._flights and not self._engine.has_room(session, batch):
-                        self._end_first()
+                self.make_room()
+                # Nobody waits for room who takes it from others: two senders to one peer would wait for each other.
+                while self._flights and not self._engine.has_room(session, batch):
+                    self._end_first()
                 if errors or not self._begin(session, batch, may_begin, errors):
                     break
         except Exception as error:

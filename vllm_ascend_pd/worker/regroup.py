@@ -8,6 +8,7 @@ on that they agree on (`worker/exchange_group.py`).
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -15,7 +16,7 @@ from vllm_ascend_pd import ops
 from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.plan import Regroup, regroupable, slot_bytes
-from vllm_ascend_pd.device.base import Device, Group
+from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.worker.caches import RegisteredCaches
 from vllm_ascend_pd.worker.exchange_group import ExchangeGroup
@@ -52,7 +53,6 @@ class Regrouper:
         self._send = device.allocate(ring.slot_bytes)
         self._received = device.allocate(ring.slot_bytes)
         self._exchanged = (self._received, self._send)  # as much of them as was exchanged last: alike for all layers
-        self._exchanged_bytes = 0
 
     def connect(self, ranks: tuple[int, ...], step: int) -> None:
         """A first, tiny exchange: communicators connect when they are first used."""
@@ -104,12 +104,9 @@ class Regrouper:
         )
 
     def _exchange(self, ranks: tuple[int, ...], step: int, num_bytes: int) -> None:
-        if self._exchanged_bytes != num_bytes:
-            self._exchanged, self._exchanged_bytes = (self._received[:num_bytes], self._send[:num_bytes]), num_bytes
-        self._groups[ranks].run(step, self._all_to_all)
-
-    def _all_to_all(self, group: Group) -> None:
-        self._device.all_to_all(*self._exchanged, group)
+        if self._exchanged[0].numel() != num_bytes:
+            self._exchanged = (self._received[:num_bytes], self._send[:num_bytes])
+        self._groups[ranks].run(step, partial(self._device.all_to_all, *self._exchanged))
 
     def _split(self, shipment: Shipment, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
         route, units = shipment.route, chunk.unit_offsets
