@@ -12,6 +12,7 @@ was, and `merged` adds up the data of ranks and steps:
 import math
 import threading
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -121,13 +122,17 @@ DECODE_METRICS: tuple[Metric, ...] = (
 )
 
 
+# What is noted is added up so many at a time: layer by layer, each would find the code for it in no cache.
+_NOTED_AT_ONCE = 64
+
+
 class Stats:
-    """Records from any thread, holding a lock for some dictionary operations. `rank` tells its gauges from other
-    ranks'."""
+    """Records from any thread. `rank` tells its gauges from other ranks'."""
 
     def __init__(self, rank: str = "") -> None:
         self._rank = rank
-        self._lock = threading.Lock()
+        self._noted: deque[tuple[Counter | Histogram, float, str]] = deque()  # and not added up yet
+        self._lock = threading.Lock()  # for what follows
         self._counters: dict[str, dict[str, int]] = {}
         self._histograms: dict[str, tuple[list[int], list[float]]] = {}
         self._gauges: dict[str, int] = {}  # as they were taken last
@@ -136,24 +141,37 @@ class Stats:
         """`reason`: one of the counter's."""
         if reason not in counter.reasons:
             raise ValueError(f"{counter.name} has no reason {reason!r}")
-        with self._lock:
-            sums = self._counters.setdefault(counter.name, {})
-            sums[reason] = sums.get(reason, 0) + amount
+        self._note(counter, amount, reason)
 
     def observe(self, histogram: Histogram, value: float) -> None:
-        bucket = bisect_left(histogram.bounds, value)
+        self._note(histogram, value, "")
+
+    def _note(self, metric: Counter | Histogram, value: float, reason: str) -> None:
+        self._noted.append((metric, value, reason))
+        if len(self._noted) >= _NOTED_AT_ONCE:
+            self._add_up()
+
+    def _add_up(self) -> None:
         with self._lock:
-            of = self._histograms.get(histogram.name)
-            if of is None:
-                size = len(histogram.bounds) + 1
-                of = self._histograms[histogram.name] = ([0] * size, [0.0] * size)
-            of[0][bucket] += 1
-            of[1][bucket] += value
+            for _ in range(len(self._noted)):
+                metric, value, reason = self._noted.popleft()
+                if isinstance(metric, Counter):
+                    sums = self._counters.setdefault(metric.name, {})
+                    sums[reason] = sums.get(reason, 0) + int(value)
+                    continue
+                of = self._histograms.get(metric.name)
+                if of is None:
+                    size = len(metric.bounds) + 1
+                    of = self._histograms[metric.name] = ([0] * size, [0.0] * size)
+                bucket = bisect_left(metric.bounds, value)
+                of[0][bucket] += 1
+                of[1][bucket] += value
 
     def take(self, gauges: Callable[[], Mapping[Gauge, int]] = dict) -> Data:
         """What was recorded since the last time, and of `gauges` those that have changed; {} if nothing. They are read
         last: whoever sees what ended something sees gauges without it. One thread takes."""
         data: Data = {}
+        self._add_up()
         with self._lock:
             counters, self._counters = self._counters, {}
             histograms, self._histograms = self._histograms, {}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ticket: decode's promise that a prefill engine may fill these blocks of this request."""
 
+import functools
 import hashlib
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeGuard
@@ -22,7 +23,7 @@ class TicketError(ValueError):
     """A ticket that is malformed or does not fit the request it came with."""
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The ticket as it travels in `kv_transfer_params`, from decode over the metaserver to prefill.
 
     The names that vllm-ascend's layerwise connector uses keep their meaning; the last block are our own.
@@ -75,7 +76,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         host = f"[{self.remote_host}]" if ":" in self.remote_host else self.remote_host
         return f"tcp://{host}:{self.remote_port}"
 
-    @property
+    @functools.cached_property
     def issuer(self) -> tuple[str, str]:
         """The decode engine: where it is asked, and its id."""
         return (self.endpoint, self.remote_engine_id)

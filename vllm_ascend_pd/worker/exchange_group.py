@@ -34,7 +34,8 @@ class ExchangeGroup:
         self._look_s = min(_LOOK_S, timeout_s / 4)
         self._group: Group | None = group  # of the generation `_connected`
         self._connected = 0
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._state = Membership(place)
         self._asked = 0  # the step that the side stream has come to and waits with; 0: it does not
         self._trouble: Exception | None = None  # the thread's, last time
@@ -89,7 +90,7 @@ class ExchangeGroup:
             self._changed.notify_all()
 
     def _enter(self, step: int) -> tuple[int, Group]:
-        with self._changed:
+        with self._lock:  # of every layer: a condition's own methods are Python
             answer = self._state.begin(step)
             if answer is None and self._thread is not None:
                 self._await_agreement(step)

@@ -155,9 +155,15 @@ class Peers:
         for peer in asked.values():
             self._client.call(functools.partial(self._advance, peer))
 
-    def report(self, transfer: Transfer) -> None:
-        """Tells every decode rank that was asked for a grant how it ended; `told` and `ended` follow in any case."""
-        self._client.call(lambda: self._follow(transfer))
+    def report(self, transfers: Sequence[Transfer]) -> None:
+        """Tells every decode rank that was asked for a grant how they ended; `told` and `ended` follow in any case."""
+
+        def follow() -> None:
+            for transfer in transfers:
+                self._follow(transfer)
+
+        if transfers:
+            self._client.call(follow)
 
     def close(self, timeout_s: float) -> None:
         self._client.close(timeout_s)

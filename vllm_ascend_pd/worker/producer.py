@@ -100,7 +100,6 @@ class ProducerWorker:
             transfer = Transfer(
                 request_id,
                 ticket,
-                ticket.digest(),
                 tuple(np.asarray(blocks, dtype=np.int64) for blocks in ticket.remote_block_ids),
                 ProducerTicket(grant_deadline, patience_ends=now + self._config.transfer_timeout_s),
                 self._withdrawals,
@@ -141,8 +140,7 @@ class ProducerWorker:
                 written = layer, self._device.record_event()
             self._push_layer(layer, written[1])
             if not self._plan.unsaved:  # decode need not wait for the rest of the step
-                for transfer in self._plan.last:
-                    self._finish(transfer)
+                self._finish(*self._plan.last)
 
     def end_step(self) -> None:
         """The forward pass is over, the draft's too: layers nobody announced are pushed, and nothing follows of prompts
@@ -159,7 +157,7 @@ class ProducerWorker:
         if computed is not None:
             for transfer in plan.last:
                 transfer.computed = computed
-                self._finish(transfer)
+            self._finish(*plan.last)
 
     def forward_ended(self, error: BaseException | None = None) -> None:
         """The forward pass has, well or in `error`; the draft may still run. What it did not compute must not count as
@@ -304,23 +302,29 @@ class ProducerWorker:
         transfer.fail(reason, cause)
         self._finish(transfer)
 
-    def _finish(self, transfer: Transfer) -> None:
+    def _finish(self, *transfers: Transfer) -> None:
         """Nothing more will be pushed. Called on any thread, any number of times."""
+        of: dict[Sender, list[Transfer]] = {}
         with self._changed:
-            if transfer.finishing:
-                return
-            transfer.finishing = True
-        self._senders[transfer.ticket.ticket_id].put(Finish(transfer))
+            for transfer in transfers:
+                if not transfer.finishing:
+                    transfer.finishing = True
+                    of.setdefault(self._senders[transfer.ticket.ticket_id], []).append(transfer)
+        for sender, finishing in of.items():
+            sender.put(Finish(finishing))
 
-    def _on_finished(self, transfer: Transfer) -> None:
+    def _on_finished(self, transfers: Sequence[Transfer]) -> None:
         """On the sender's thread: no write can follow."""
-        transfer.finish()
-        self._trace.finished(transfer)
-        if (cause := transfer.state.cause) is not None:
-            self._stats.add(stats.PUSH_FAILURES, reason=cause.value)
-        elif transfer.num_bytes > 0:
-            self._stats.observe(stats.OVERLAP_RATIO, transfer.bytes_at_end / transfer.num_bytes)
-        self._peers.report(transfer)
+        late = [transfer for transfer in transfers if transfer.state.waits_for_grant]  # for none of them others do
+        for together in ([transfer for transfer in transfers if transfer not in late], *([each] for each in late)):
+            for transfer in together:
+                transfer.finish()
+                self._trace.finished(transfer)
+                if (cause := transfer.state.cause) is not None:
+                    self._stats.add(stats.PUSH_FAILURES, reason=cause.value)
+                elif (num_bytes := transfer.num_bytes) > 0:
+                    self._stats.observe(stats.OVERLAP_RATIO, transfer.bytes_at_end / num_bytes)
+            self._peers.report(together)
 
     def _on_told(self, transfer: Transfer) -> None:
         """On the control thread: decode knows how it ended, or cannot be reached."""

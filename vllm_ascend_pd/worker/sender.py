@@ -16,7 +16,6 @@ from functools import partial
 from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import CacheTensor
-from vllm_ascend_pd.core.producer_ticket import RankKey
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.timeline.prefill import PrefillTrace
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
@@ -82,9 +81,9 @@ class LayerPush:
 
 @dataclass(frozen=True)
 class Finish:
-    """Nothing more will be put for this transfer."""
+    """Nothing more will be put for these transfers."""
 
-    transfer: Transfer
+    transfers: Sequence[Transfer]
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ Task = LayerPush | Finish | Barrier
 
 class Sender:
     """`layout` is set by the owner when the decode engine has described itself; transfers know to wait for it.
-    `finished(transfer)` is called on this thread once a transfer's writes are over."""
+    `finished(transfers)` is called on this thread once their writes are over."""
 
     layout: DecodeLayout | None = None
     broken: Exception | None = None
@@ -111,7 +110,7 @@ class Sender:
         name: str,
         engine: TransferEngine,
         ring: StagingRing[Shipment] | None,
-        finished: Callable[[Transfer], None],
+        finished: Callable[[Sequence[Transfer]], None],
         running_time: RunningTime,
         measured: stats.Stats,
         trace: PrefillTrace,
@@ -197,7 +196,7 @@ class Sender:
             elif isinstance(task, LayerPush):
                 self._push(task)
             elif isinstance(task, Finish):
-                self._pipeline.then(partial(self._finished, task.transfer))
+                self._pipeline.then(partial(self._finished, task.transfers))
             elif isinstance(task, Barrier):
                 self._pipeline.then(task.passed.set)
         self._pipeline.drain()
@@ -244,16 +243,15 @@ class Sender:
             return
         for course in self.layout.courses(task.tensors, shipment.route):
             self._pipeline.make_room()  # who has failed by then is not written
+            parcel = shipment.parcel(task.chunk, course, self._engine.limits)  # perhaps while the grant is under way
             # Once all are granted and none has failed, no lock is taken.
-            leave = shipment.leave(course.key)
-            live: Sequence[int] = range(len(shipment.items))
+            leave, live = parcel.leave, shipment.everyone
             if not leave.is_plain():
-                shipment.parcel(task.chunk, course.parts, self._engine.limits)  # while the grant is under way
                 self._pipeline.drain()
                 live = [i for i in live if shipment.transfers[i].await_grant(course.key)]
                 leave = Leave([shipment.transfers[i] for i in live], course.key)
             if live:
-                self._write_fused(task, leave, course, live)
+                self._write_fused(task, course, parcel, leave, live)
 
     def _await_bytes(self, task: LayerPush) -> None:
         waited_s = 0.0
@@ -275,11 +273,10 @@ class Sender:
         task.ready.wait(max(0.0, deadline - computed_at))
         return time.monotonic() - computed_at
 
-    def _write_fused(self, task: LayerPush, leave: Leave, course: Course, live: Sequence[int]) -> None:
+    def _write_fused(self, task: LayerPush, course: Course, parcel: Parcel, leave: Leave, live: Sequence[int]) -> None:
         """Begins one write for all live items."""
         begun = time.monotonic()
         task.begun = task.begun or begun
-        parcel = task.shipment.parcel(task.chunk, course.parts, self._engine.limits)
         batches = parcel.batches
         if len(live) < len(task.shipment.items):
             batches = task.shipment.batches(task.chunk, course.parts, frozenset(live), self._engine.limits)
@@ -287,7 +284,7 @@ class Sender:
         def done(error: TransferError | None) -> None:
             try:
                 delivered = live if error is None else self._write_apart(task, course, live, error)
-                self._count(task, course.key, parcel, delivered, begun)
+                self._count(task, parcel, delivered, begun)
             except Exception as unexpected:  # noqa: BLE001 - told to those it belongs to
                 _fail(task, unexpected)
 
@@ -314,11 +311,11 @@ class Sender:
                 delivered.append(i)
         return delivered
 
-    def _count(self, task: LayerPush, key: RankKey, parcel: Parcel, delivered: Sequence[int], begun: float) -> None:
-        task.shipment.arrived(key, parcel, delivered)
+    def _count(self, task: LayerPush, parcel: Parcel, delivered: Sequence[int], begun: float) -> None:
+        task.shipment.arrived(parcel, delivered)
         all_of_it = len(delivered) == len(task.shipment.items)
         self._stats.add(stats.PUSHED_BYTES, parcel.total if all_of_it else int(parcel.num_bytes[delivered].sum()))
-        self._trace.pushed(task, key, begun, parcel.num_bytes, delivered)
+        self._trace.pushed(task, parcel.key, begun, parcel.num_bytes, delivered)
 
     def _write_retrying(self, task: LayerPush, course: Course, item: int) -> None:
         transfer = task.shipment.transfers[item]

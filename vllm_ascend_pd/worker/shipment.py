@@ -31,7 +31,7 @@ from vllm_ascend_pd.core.units import Units
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.transport.batches import Batches
 from vllm_ascend_pd.transport.limits import TransferLimits
-from vllm_ascend_pd.worker.peer import Part
+from vllm_ascend_pd.worker.peer import Course, Part
 from vllm_ascend_pd.worker.transfer import Leave, Transfer
 
 _COMPUTED = operator.attrgetter("computed")
@@ -67,12 +67,18 @@ class Chunk:
         return self.stop - self.first
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Parcel:
-    """What goes to one decode rank in one write, wherever tensors begin. `num_bytes`: of each item."""
+    """What of a chunk goes to decode rank `key` in one write, in `parts`, wherever tensors begin. `num_bytes`: of each
+    item; `leave`: to write all of them; `early`: how often it has arrived whole before any of the prompts was computed
+    to its end."""
 
+    key: RankKey
+    parts: tuple[Part, ...]
     batches: Batches
     num_bytes: Offsets
+    leave: Leave
+    early: int = 0
 
     @functools.cached_property
     def total(self) -> int:
@@ -84,8 +90,7 @@ class Shipment:
     """Items that travel by the same route. `units`: those that this rank holds and decode wants, by item; `src_units`
     `[units]`: where they are from our block 0 on, in bytes; `d_blocks` `[units]`: the block that decode has for each.
     `located`: of every item it is known where to write, or that it has failed. `pushes`: how many of it, a layer's
-    chunk each, have not ended. `_early`: how often a parcel has arrived whole before any of the prompts was computed to
-    its end; the transfers are told after the last push."""
+    chunk each, have not ended."""
 
     route: Route
     geometry: Geometry
@@ -98,13 +103,16 @@ class Shipment:
     pushes: int = 0
     _d_units: dict[Geometry, Offsets] = field(default_factory=dict)
     _d_held: dict[TokenShare, Mask] = field(default_factory=dict)
-    _parcels: dict[Chunk, list[tuple[tuple[Part, ...], Parcel]]] = field(default_factory=dict)
-    _leaves: dict[RankKey, Leave] = field(default_factory=dict)
-    _early: Counter[tuple[RankKey, Parcel]] = field(default_factory=Counter)
+    _parcels: dict[Chunk, list[Parcel]] = field(default_factory=dict)
 
     @functools.cached_property
     def transfers(self) -> list[Transfer]:
         return [item.transfer for item in self.items]
+
+    @functools.cached_property
+    def everyone(self) -> Sequence[int]:
+        """All items, by index."""
+        return range(len(self.items))
 
     @property
     def waits_for_grant(self) -> bool:
@@ -150,44 +158,46 @@ class Shipment:
                 shipment.chunks.append(Chunk(first, stop, offsets[first:stop]))
         return shipment
 
-    def parcel(self, chunk: Chunk, parts: tuple[Part, ...], limits: TransferLimits) -> Parcel:
-        """What of a chunk goes to one decode rank, in `parts`."""
+    def parcel(self, chunk: Chunk, course: Course, limits: TransferLimits) -> Parcel:
+        """What of a chunk goes to one decode rank, for all layers that have such a course."""
         known = self._parcels.setdefault(chunk, [])
-        for these, parcel in known:  # not by hash: that of the same geometry would be made for every layer
-            if these == parts:
+        for parcel in known:  # not by hash: that of the same geometry would be made for every layer
+            if parcel.parts == course.parts and parcel.key == course.key:
                 return parcel
+        alike = next((parcel for parcel in known if parcel.parts == course.parts), None)  # another pipeline stage's
+        if alike is not None:
+            batches, num_bytes = alike.batches, alike.num_bytes
+        else:
+            batches = self.batches(chunk, course.parts, None, limits)
+            num_bytes = self._num_bytes(chunk, course.parts)
+        parcel = Parcel(course.key, course.parts, batches, num_bytes, Leave(self.transfers, course.key))
+        known.append(parcel)
+        return parcel
+
+    def _num_bytes(self, chunk: Chunk, parts: tuple[Part, ...]) -> Offsets:
         per_unit: Counter[TokenShare] = Counter()
         for target, theirs in parts:
             per_unit[theirs.share] += target.rows * target.nbytes
-        sizes = [self._units(chunk, share) * size for share, size in per_unit.items()]
-        parcel = Parcel(self.batches(chunk, parts, None, limits), np.sum(sizes, axis=0))
-        known.append((parts, parcel))
-        return parcel
+        return functools.reduce(operator.add, (self._units(chunk, share) * size for share, size in per_unit.items()))
 
-    def leave(self, key: RankKey) -> Leave:
-        """To write all items to a decode rank."""
-        leave = self._leaves.get(key)
-        if leave is None:
-            leave = self._leaves[key] = Leave(self.transfers, key)
-        return leave
-
-    def arrived(self, key: RankKey, parcel: Parcel, delivered: Sequence[int]) -> None:
-        """The `delivered` items of a parcel have, in a decode rank."""
+    def arrived(self, parcel: Parcel, delivered: Sequence[int]) -> None:
+        """The `delivered` items of a parcel have."""
         if len(delivered) == len(self.items) and not any(map(_COMPUTED, self.transfers)):
-            self._early[key, parcel] += 1
+            parcel.early += 1  # the transfers are told after the last push
             return
         ends = {transfer.computed for transfer in self.transfers}
         over = {end for end in ends if end is not None and end.is_done()}
         for i in delivered:
             transfer, num_bytes = self.transfers[i], int(parcel.num_bytes[i])
-            transfer.wrote(key, num_bytes, 0 if transfer.computed in over else num_bytes)
+            transfer.wrote(parcel.key, num_bytes, 0 if transfer.computed in over else num_bytes)
 
     def push_ended(self) -> None:
         self.pushes -= 1
-        if not self.pushes:
-            for (key, parcel), times in self._early.items():
-                for transfer, num_bytes in zip(self.transfers, parcel.num_bytes.tolist(), strict=True):
-                    transfer.wrote(key, times * num_bytes, times * num_bytes)
+        if self.pushes:
+            return
+        for parcel in [parcel for known in self._parcels.values() for parcel in known if parcel.early]:
+            for transfer, num_bytes in zip(self.transfers, parcel.num_bytes.tolist(), strict=True):
+                transfer.wrote(parcel.key, parcel.early * num_bytes, parcel.early * num_bytes)
 
     def batches(
         self, chunk: Chunk, parts: tuple[Part, ...], only: frozenset[int] | None, limits: TransferLimits

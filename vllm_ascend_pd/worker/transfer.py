@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request's transfer as a prefill rank sees it: a ticket's state, and what the rank's threads share of it."""
 
+import functools
 import math
 import secrets
 import threading
@@ -39,7 +40,6 @@ class Transfer:
 
     request_id: str
     ticket: Ticket
-    digest: str
     d_blocks: tuple[Offsets, ...]
     state: ProducerTicket
     withdrawals: Withdrawals = field(default_factory=Withdrawals)
@@ -54,6 +54,11 @@ class Transfer:
     ended: bool = False
     released: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The ticket's. Made when decode is asked: the model's thread has no use for it."""
+        return self.ticket.digest()
 
     @property
     def failure(self) -> str | None:
