@@ -91,7 +91,7 @@ def test_an_engine_that_cannot_be_asked_does_not_keep_the_channel_from_others(
     peers = make_peers()
     peers.acquire(TICKET)
     opened = time.monotonic()
-    transfer = Transfer("r", TICKET, (), ProducerTicket(opened + GRANT_TIMEOUT_S))
+    transfer = Transfer("r", TICKET, ProducerTicket(opened + GRANT_TIMEOUT_S))
     peers.open([transfer])
     wait_until(lambda: transfer.failure is not None, 20)
     assert transfer.failure == "decode engine decode does not describe itself: nothing can be sent: Too many open files"
@@ -104,7 +104,7 @@ def test_closing_while_an_engine_cannot_be_asked(
     monkeypatch.setattr(loop, "_MAX_SOCKETS", 2)
     peers = make_peers()
     peers.acquire(TICKET)
-    transfer = Transfer("r", TICKET, (), ProducerTicket(time.monotonic() + 60))
+    transfer = Transfer("r", TICKET, ProducerTicket(time.monotonic() + 60))
     peers.open([transfer])
     peers.close(5.0)
     assert caplog.records == []

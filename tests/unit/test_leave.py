@@ -55,7 +55,7 @@ def happen(state: ProducerTicket, event: Message | str, now: float) -> None:
 def test_many_are_asked_like_one_after_the_other(events: list[tuple[int, Message | str | None, int]]) -> None:
     """`events`: what happens to which transfer, and how many seconds pass then."""
     withdrawals = Withdrawals()
-    transfers = [Transfer(str(i), TICKET, (), ProducerTicket(NEVER), withdrawals) for i in range(3)]
+    transfers = [Transfer(str(i), TICKET, ProducerTicket(NEVER), withdrawals) for i in range(3)]
     states = [transfer.state for transfer in transfers]
     now, leave, asked_again = 0.0, None, Leave(transfers, KEY)
     leases = [float("-inf")] * len(states)

@@ -233,12 +233,12 @@ def descriptors(target: Target, src_units: Offsets, dst_units: Offsets) -> Descr
 def merge(src: Offsets, dst: Offsets, nbytes: int) -> Descriptors:
     """Merges copies of `nbytes` each that continue each other on both sides. Destinations must not overlap.
 
-    The result is minimal: a copy has at most one successor, and after sorting by destination it is its
-    neighbour. (Sources may repeat: requests that share a prefix in prefill's cache.)
+    The result is minimal: a copy has at most one successor, which is its neighbour once they are sorted by either side.
+    By sources only where none repeats, as they do of requests that share a prefix in prefill's cache.
     """
     if len(src) == 0:
         return Descriptors(src, dst, src)
-    if np.any(dst[1:] < dst[:-1]):
+    if np.any(src[1:] <= src[:-1]) and np.any(dst[1:] < dst[:-1]):
         order = np.argsort(dst, kind="stable")
         src, dst = src[order], dst[order]
     starts_run = np.empty(len(src), dtype=np.bool_)

@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 
 from vllm_ascend_pd.core.layout import Geometry, TokenShare
-from vllm_ascend_pd.core.plan import Mask, Offsets, concatenate
+from vllm_ascend_pd.core.plan import Mask, Offsets
+
+
+def _integers(values: Sequence[int]) -> Offsets:
+    """In less than half of the time that NumPy takes to look at each of a list's elements."""
+    return np.frombuffer(struct.pack(f"{len(values)}q", *values), dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +34,12 @@ class Units:
         for start, stop in ranges:
             if start % unit or not 0 <= start <= stop:
                 raise ValueError(f"tokens [{start}, {stop}) do not begin a unit of {unit} tokens")
-        tokens = [np.arange(start, stop, unit, dtype=np.int64) for start, stop in ranges]
-        owner = np.repeat(np.arange(len(ranges), dtype=np.int64), [len(each) for each in tokens])
-        return cls(concatenate(tokens), owner)
+        counts = [-(-(stop - start) // unit) for start, stop in ranges]
+        begins = accumulate(counts, initial=0)
+        # Of each request's units: what its first token is more than its place among all units says.
+        ahead = [start - begin * unit for (start, _), begin in zip(ranges, begins, strict=False)]
+        owner = np.repeat(np.arange(len(ranges), dtype=np.int64), counts)
+        return cls(np.arange(len(owner), dtype=np.int64) * unit + _integers(ahead)[owner], owner)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -42,16 +52,21 @@ class Units:
         held: Mask = self.tokens // share.interleave % share.ranks == share.rank
         return held
 
-    def blocks(self, ids: Sequence[Offsets], first: Sequence[int], span: int) -> Offsets:
+    def blocks(self, ids: Sequence[Sequence[int]], first: Sequence[int], span: int) -> Offsets:
         """The block of each unit. `ids[i]`: request `i`'s block ids, of `span` tokens each, from its block number
         `first[i]` on. Raises ValueError for a unit that none of them holds."""
-        counts = np.array([len(each) for each in ids], dtype=np.int64)
-        number = self.tokens // span - np.array(first, dtype=np.int64)[self.owner]
-        if np.any(outside := (number < 0) | (number >= counts[self.owner])):
+        # Where each request's ids are among those of all, and which of its blocks would be the first of all.
+        ends = list(accumulate(map(len, ids)))
+        begins = [0, *ends][: len(ids)]
+        zeroth = [begin - number for begin, number in zip(begins, first, strict=True)]
+        place = self.tokens // span + _integers(zeroth)[self.owner]
+        outside = (place < _integers(begins)[self.owner]) | (place >= _integers(ends)[self.owner])
+        if outside.any():
             n = int(np.argmax(outside))
             i = int(self.owner[n])
-            raise ValueError(f"token {self.tokens[n]} is not in {counts[i]} blocks from block {first[i]} on")
-        return concatenate(ids)[(np.cumsum(counts) - counts)[self.owner] + number]
+            raise ValueError(f"token {self.tokens[n]} is not in {len(ids[i])} blocks from block {first[i]} on")
+        blocks: Offsets = _integers(list(chain.from_iterable(ids)))[place]
+        return blocks
 
     def offsets(self, blocks: Offsets, geometry: Geometry) -> Offsets:
         """Byte offsets from a tensor's block 0, of units in `blocks` of `geometry.span` tokens. Only those held by this

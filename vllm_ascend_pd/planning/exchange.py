@@ -4,13 +4,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.layout import Geometry, RankCaches
 from vllm_ascend_pd.core.plan import (
-    Offsets,
     Regroup,
     Route,
     Target,
@@ -175,8 +172,8 @@ def _copies(route: Route, target: Target, source: Geometry, theirs: Geometry, to
     return found.total_bytes, len(found.src)
 
 
-def _blocks(tokens: int, geometry: Geometry, gap: int) -> Offsets:
-    return 1 + np.arange(-(-tokens // geometry.block_size), dtype=np.int64) * (1 + gap)
+def _blocks(tokens: int, geometry: Geometry, gap: int) -> range:
+    return range(1, 1 + -(-tokens // geometry.block_size) * (1 + gap), 1 + gap)
 
 
 def _prompt(tokens: int, unit: int, flows: Sequence[Flow]) -> Prompt:

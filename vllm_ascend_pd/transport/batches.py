@@ -72,7 +72,7 @@ class Batches:
             before = int(ends[first - 1]) if first else 0
             most = int(np.searchsorted(ends, before + limits.max_bytes, side="right"))
             stop = min(first + limits.max_descriptors, most)
-            forms.append(_form(pieces, begins, first, stop, nbytes[first:stop].tolist()))
+            forms.append(_form(pieces, begins, first, stop, _list(nbytes[first:stop])))
             first = stop
         return cls(forms)
 
@@ -83,6 +83,13 @@ class Batches:
                 np.add(src, sources[part], src_addresses)
                 np.add(dst, destinations[part], dst_addresses)
             yield batch
+
+
+def _list(values: Offsets) -> list[int]:
+    """Most often all are the same, and then one object: thousands take longer to be made, here, and to be read, for
+    every layer."""
+    first = int(values[0])
+    return [first] * len(values) if np.all(values == first) else values.tolist()
 
 
 def _form(pieces: Sequence[Descriptors], begins: Sequence[int], first: int, stop: int, lengths: list[int]) -> _Form:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.plan import Regroup, Route, make_route, why_slow
 from vllm_ascend_pd.core.producer_ticket import Destination, RankKey
@@ -93,8 +91,7 @@ class Planner:
             if send.start >= send.stop:
                 continue
             ticket = transfer.ticket
-            blocks = tuple(np.asarray(ids, dtype=np.int64) for ids in send.blocks)
-            items.setdefault(_Addressee.of(ticket), []).append(Item(transfer, send.start, send.stop, blocks))
+            items.setdefault(_Addressee.of(ticket), []).append(Item(transfer, send.start, send.stop, send.blocks))
         for decode, group in items.items():
             sender = senders[group[0].transfer.ticket.ticket_id]
             for index, geometry in enumerate(self._geometries):

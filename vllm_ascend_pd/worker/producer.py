@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 
 from vllm_ascend_pd.config import ConnectorConfig
@@ -100,7 +99,6 @@ class ProducerWorker:
             transfer = Transfer(
                 request_id,
                 ticket,
-                tuple(np.asarray(blocks, dtype=np.int64) for blocks in ticket.remote_block_ids),
                 ProducerTicket(grant_deadline, patience_ends=now + self._config.transfer_timeout_s),
                 self._withdrawals,
                 sender.patience,

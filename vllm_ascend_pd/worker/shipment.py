@@ -45,7 +45,7 @@ class Item:
     transfer: Transfer
     start: int
     stop: int
-    blocks: tuple[Offsets, ...]
+    blocks: tuple[list[int], ...]
 
     def tokens(self, geometry: Geometry) -> tuple[int, int]:
         """(start, stop) as blocks of `geometry` count: the state, if it is sent, is one token."""
@@ -135,7 +135,12 @@ class Shipment:
         units = Units.of(route.unit, ranges)
         # All are for the same decode engine, whose blocks are of one size.
         span = items[0].transfer.ticket.span(group)
-        d_blocks = units.blocks([item.transfer.d_blocks[group] for item in items], [0] * len(items), span)
+        firsts = [start // span for start, _ in ranges]
+        d_ids = [
+            item.transfer.ticket.remote_block_ids[group][first : -(-stop // span)]
+            for item, first, (_, stop) in zip(items, firsts, ranges, strict=True)
+        ]
+        d_blocks = units.blocks(d_ids, firsts, span)
         # Of what has left a sliding window decode's block table has the null block.
         live = d_blocks != NULL_BLOCK
         if geometry.share.ranks > 1:
@@ -155,7 +160,8 @@ class Shipment:
             offsets = device.upload(torch.from_numpy(shipment.src_units))
             for first in range(0, total, chunk_units):
                 stop = min(total, first + chunk_units)
-                shipment.chunks.append(Chunk(first, stop, offsets[first:stop]))
+                these = offsets[first:stop] if stop - first < total else offsets
+                shipment.chunks.append(Chunk(first, stop, these))
         return shipment
 
     def parcel(self, chunk: Chunk, course: Course, limits: TransferLimits) -> Parcel:
@@ -203,8 +209,12 @@ class Shipment:
         self, chunk: Chunk, parts: tuple[Part, ...], only: frozenset[int] | None, limits: TransferLimits
     ) -> Batches:
         """Of `only` the items named, or of all."""
-        copies = {part: self._copies(chunk, *part, only) for part in {*parts}}
-        return Batches.cut([copies[part] for part in parts], limits)
+        distinct: list[Part] = []  # K and V often go alike
+        for part in parts:
+            if part not in distinct:
+                distinct.append(part)
+        copies = [self._copies(chunk, *part, only) for part in distinct]
+        return Batches.cut([copies[distinct.index(part)] for part in parts], limits)
 
     def _copies(self, chunk: Chunk, target: Target, theirs: Geometry, only: frozenset[int] | None) -> Descriptors:
         """The copies of a chunk to `target`, whose cache lies as `theirs` says; `only` the items named, or all.
