@@ -4,6 +4,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -18,7 +19,7 @@ from harness.ranks import Pair, expect_delivery, prefill, prompts, run
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.stats import PUSH_FAILURES, WRITE_RETRIES, merged
-from vllm_ascend_pd.step import ConsumerStep, ProducerStep
+from vllm_ascend_pd.step import ConsumerStep, ProducerStep, Send
 
 GQA = Model()
 HEAD_MAJOR = Model(order=Order.HEAD_MAJOR, widths=(64,))
@@ -97,6 +98,30 @@ def test_a_decode_rank_that_stands_still_is_waited_for_once() -> None:
     said = counted(pair)
     assert said[PUSH_FAILURES.name] == {"lease": 3}
     assert WRITE_RETRIES.name not in said
+    assert pair.close() == []
+
+
+def is_granted(rank: PrefillRank, request_id: str) -> bool:
+    return not rank.worker._transfers[request_id].state.waits_for_grant
+
+
+def test_who_has_a_grant_is_done_though_another_of_the_step_has_none() -> None:
+    """Decode has all of both prompts' KV, so nothing is written for either."""
+    pair = Pair(GQA, Side(1), Side(1), {"grant_timeout_s": 8.0})
+    [p_rank] = pair.p_ranks
+    ungranted, granted = requests = [replace(prompt, cached=prompt.num_tokens) for prompt in prompts(pair, [64, 64])]
+    by_id = {prompt.request_id: prompt for prompt in requests}
+    tickets = {ungranted.request_id: pair.ticket(ungranted)} | pair.announce([granted])  # decode is told of one
+    p_rank.call("step", ProducerStep(tickets=tickets), by_id)
+    wait_until(lambda: p_rank.call("do", is_granted, granted.request_id), 30)
+    sends = [Send(p.request_id, p.num_tokens, p.num_tokens, ([],), last=True) for p in requests]
+    p_rank.call("step", ProducerStep(sends=sends), by_id)
+    assert pair.wait_arrivals(1) == ({granted.request_id}, {})
+    assert p_rank.call("open_failures") == [], "the other's time is not over"
+    p_rank.call("step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
+    sent = pair.wait_sent(2)
+    assert sent.keys() == {ungranted.request_id}
+    assert "no grant" in sent[ungranted.request_id]
     assert pair.close() == []
 
 

@@ -231,7 +231,8 @@ def descriptors(target: Target, src_units: Offsets, dst_units: Offsets) -> Descr
 
 
 def merge(src: Offsets, dst: Offsets, nbytes: int) -> Descriptors:
-    """Merges copies of `nbytes` each that continue each other on both sides. Destinations must not overlap.
+    """Merges copies of `nbytes` each that continue each other on both sides. No two destinations may overlap, and no
+    two sources unless they are the same.
 
     The result is minimal: a copy has at most one successor, which is its neighbour once they are sorted by either side.
     By sources only where none repeats, as they do of requests that share a prefix in prefill's cache.
