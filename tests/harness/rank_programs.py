@@ -213,6 +213,11 @@ class PrefillRank(_RankBase):
         contacted = [transfer.state.destinations for transfer in self.worker._transfers.values()]
         return all(d is not None and all(rank.granted for rank in d.values()) for d in contacted)
 
+    def has_grants(self, request_id: str) -> bool:
+        """Whether decode has said yes to writing this request, or needs nothing of it."""
+        destinations = self.worker._transfers[request_id].state.destinations
+        return destinations is not None and all(d.granted or d.complete for d in destinations.values())
+
     def open_failures(self) -> list[str]:
         """Why those of its transfers have failed that have."""
         return [t.failure for t in self.worker._transfers.values() if t.failure is not None]

@@ -43,11 +43,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 BIG_PAIR = pytest.mark.parametrize("pair", [(BIG, Side(1), Side(1))], indirect=True, ids=["big blocks"])
 
 
-def is_granted(rank: PrefillRank, request_id: str) -> bool:
-    destinations = rank.worker._transfers[request_id].state.destinations
-    return destinations is not None and all(d.granted or d.complete for d in destinations.values())
-
-
 def hold_writes(rank: PrefillRank) -> None:
     """The next batch, whose lease has been looked at, waits for `let_go`."""
     mooncake = rank.engine._engine
@@ -87,7 +82,7 @@ def announced(pair: Pair, prompt: Prompt) -> dict[str, Ticket]:
     """Prefill has the request's ticket and its grants, and has computed nothing yet."""
     tickets = pair.announce([prompt])
     pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {prompt.request_id: prompt})
-    wait_until(lambda: all(pair.each(pair.p_ranks, "do", is_granted, prompt.request_id)), PATIENCE_S)
+    wait_until(lambda: all(pair.each(pair.p_ranks, "has_grants", prompt.request_id)), PATIENCE_S)
     return tickets
 
 

@@ -101,10 +101,6 @@ def test_a_decode_rank_that_stands_still_is_waited_for_once() -> None:
     assert pair.close() == []
 
 
-def is_granted(rank: PrefillRank, request_id: str) -> bool:
-    return not rank.worker._transfers[request_id].state.waits_for_grant
-
-
 def test_who_has_a_grant_is_done_though_another_of_the_step_has_none() -> None:
     """Decode has all of both prompts' KV, so nothing is written for either."""
     pair = Pair(GQA, Side(1), Side(1), {"grant_timeout_s": 8.0})
@@ -113,7 +109,7 @@ def test_who_has_a_grant_is_done_though_another_of_the_step_has_none() -> None:
     by_id = {prompt.request_id: prompt for prompt in requests}
     tickets = {ungranted.request_id: pair.ticket(ungranted)} | pair.announce([granted])  # decode is told of one
     p_rank.call("step", ProducerStep(tickets=tickets), by_id)
-    wait_until(lambda: p_rank.call("do", is_granted, granted.request_id), 30)
+    wait_until(lambda: p_rank.call("has_grants", granted.request_id), 30)
     sends = [Send(p.request_id, p.num_tokens, p.num_tokens, ([],), last=True) for p in requests]
     p_rank.call("step", ProducerStep(sends=sends), by_id)
     assert pair.wait_arrivals(1) == ({granted.request_id}, {})

@@ -23,7 +23,7 @@ class TicketError(ValueError):
     """A ticket that is malformed or does not fit the request it came with."""
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for what is worked out once
     """The ticket as it travels in `kv_transfer_params`, from decode over the metaserver to prefill.
 
     The names that vllm-ascend's layerwise connector uses keep their meaning; the last block are our own.

@@ -313,7 +313,7 @@ class ProducerWorker:
 
     def _on_finished(self, transfers: Sequence[Transfer]) -> None:
         """On the sender's thread: no write can follow."""
-        late = [transfer for transfer in transfers if transfer.state.waits_for_grant]  # for none of them others do
+        late = [transfer for transfer in transfers if transfer.state.waits_for_grant]  # the others do not wait for them
         for together in ([transfer for transfer in transfers if transfer not in late], *([each] for each in late)):
             for transfer in together:
                 transfer.finish()

@@ -245,7 +245,8 @@ class Sender:
             self._pipeline.make_room()  # who has failed by then is not written
             parcel = shipment.parcel(task.chunk, course, self._engine.limits)  # perhaps while the grant is under way
             # Once all are granted and none has failed, no lock is taken.
-            leave, live = parcel.leave, shipment.everyone
+            leave = parcel.leave
+            live: Sequence[int] = range(len(shipment.items))
             if not leave.is_plain():
                 self._pipeline.drain()
                 live = [i for i in live if shipment.transfers[i].await_grant(course.key)]

@@ -109,11 +109,6 @@ class Shipment:
     def transfers(self) -> list[Transfer]:
         return [item.transfer for item in self.items]
 
-    @functools.cached_property
-    def everyone(self) -> Sequence[int]:
-        """All items, by index."""
-        return range(len(self.items))
-
     @property
     def waits_for_grant(self) -> bool:
         return any(transfer.state.waits_for_grant for transfer in self.transfers)

@@ -3,7 +3,7 @@
 
 import functools
 import math
-import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +25,6 @@ class Withdrawals:
     count: int = 0
 
 
-def _unguessable() -> int:
-    """63 bits, as `secrets.randbits` draws them, without its three calls for every request."""
-    return int.from_bytes(os.urandom(8), "little") >> 1
-
-
 @dataclass(eq=False)
 class Transfer:
     """One attempt at a ticket on one prefill rank. `state` decides; it is touched in `changing` alone, by three
@@ -49,7 +44,7 @@ class Transfer:
     patience: Patience = field(default_factory=Patience)
     patience_ends: float = math.inf
     planned: bool = False
-    number: int = field(default_factory=_unguessable)
+    number: int = field(default_factory=lambda: secrets.randbits(63))
     written: dict[RankKey, tuple[int, int]] = field(default_factory=dict)
     computed: Event | None = None  # the end of the prompt's last layer
     finishing: bool = False
