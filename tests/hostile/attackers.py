@@ -19,7 +19,7 @@ READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 ROUTERS_GREETING_BYTES = 107
 DESCRIBE = b"\x93\x01\x01\x82\xa4type\xa8Describe\xa9engine_id\xa8decode-0"
 PATIENCE_S = 10.0
-UNREAD_BYTES = 16384
+UNREAD_BYTES = 4096
 """Answers that wait in the kernel for who never reads. With the least it takes, 1, Linux 6.18 drops the other side's
 acknowledgements too: one run in thirty stood still after 284 questions, with a window that it never saw open again."""
 
