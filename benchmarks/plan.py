@@ -17,7 +17,7 @@ floor      what no connector can do without that pushes layer by layer from a th
            hand-over, as many addresses and calls as ours (plan_floor.py). `less` is how far below the reference that is
 
 Mooncake's engine is one that does nothing, at Mooncake's interface, on both sides. Ours gives it as much in one call as
-over protocol "ascend": 2048 descriptors and 1 GiB at most (the reference: all of a layer). Nothing is computed, so what
+over protocol "ascend": 8192 descriptors and 1 GiB at most (the reference: all of a layer). Nothing is computed, so what
 a sender spends on waiting for the device is left out, on both sides. With `-tp2` the work on the device is left out,
 too: either side changes to its side stream, waits for the event there, and calls operators and a collective that do
 nothing.

@@ -4,6 +4,7 @@
 import queue
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ class Floor:
 
         from vllm_ascend_pd.core.plan import Descriptors
         from vllm_ascend_pd.transport.batches import Batches
-        from vllm_ascend_pd.transport.limits import TransferLimits, most_bytes
+        from vllm_ascend_pd.transport.limits import TransferLimits
 
         self._case, self._layers = case, layers
         self.handed = Handed()
@@ -33,7 +34,8 @@ class Floor:
         assert ours.writes is not None
         first_layer = [Descriptors(*map(np.array, write)) for write in ours.writes[: len(ours.writes) // layers]]
         self._parts = len(first_layer)
-        self._batches = Batches.cut(first_layer, TransferLimits(max_bytes=most_bytes("ascend"), connections=1))
+        limits = replace(TransferLimits.over("ascend"), connections=1)
+        self._batches = Batches.cut(first_layer, limits)
         self._model, self._side = torch.npu.current_stream(), torch.npu.Stream()
         self._tasks: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="pd-floor", daemon=True)

@@ -34,7 +34,7 @@ class Ours:
         from vllm_ascend_pd.config import parse_config
         from vllm_ascend_pd.core.topology import sharding
         from vllm_ascend_pd.transport.engine import TransferEngine
-        from vllm_ascend_pd.transport.limits import TransferLimits, most_bytes
+        from vllm_ascend_pd.transport.limits import TransferLimits
         from vllm_ascend_pd.worker.caches import LayerSpec, describe
         from vllm_ascend_pd.worker.identity import Identity
         from vllm_ascend_pd.worker.producer import ProducerWorker
@@ -43,7 +43,7 @@ class Ours:
         self.handed = Handed()
         with mock.patch("mooncake.engine.TransferEngine", return_value=self.handed):
             # As over "ascend": in as large batches, and not slept on.
-            engine = TransferEngine(HOST, "rdma", TransferLimits(max_bytes=most_bytes("ascend")))
+            engine = TransferEngine(HOST, "rdma", TransferLimits.over("ascend"))
         spec = LayerSpec(0, BLOCK, case.heads, KV_HEADS)
         caches = describe(tensors, dict.fromkeys(tensors, spec), heads_first=False)
         identity = Identity("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))

@@ -88,8 +88,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long, in seconds, a step with nothing to compute may wait for transfers before it returns. It starts at 0.02
     and grows up to this value. New requests wait for the step to return, so keep it small. Has no effect in
     data-parallel MoE engines, which step together."""
-    max_batch_descriptors: int = 2048
-    """Copies in one batch of the transfer engine, at most."""
+    max_batch_descriptors: int | None = None
+    """Copies in one batch of the transfer engine, at most. None: 2048 over TCP, else 8192."""
     max_batch_bytes: int | None = None
     """Bytes of one batch of the transfer engine, at most. None: 64 MiB over TCP, else 1 GiB."""
     staging_slots: int | None = None

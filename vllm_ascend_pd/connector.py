@@ -34,7 +34,7 @@ from vllm_ascend_pd.scheduler.producer import ProducerScheduler
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep, RankHandshake, WorkerReport
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import TransferLimits, most_bytes
+from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.unsupported import unsupported, unsupported_weights
 from vllm_ascend_pd.worker.caches import KVCache, describe
 from vllm_ascend_pd.worker.consumer import Arrivals, ConsumerWorker, decode_description, encode_description
@@ -101,10 +101,8 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         self._check_declared("prefill" if self._is_producer else "decode", identity)
         self._brings_stats = not compat.ASKS_SCHEDULER_FOR_STATS and (identity.pp_rank, identity.rank) == (0, 0)
         protocol = self._config.transfer_protocol or self._device.transfer_protocol
-        limits = TransferLimits(
-            max_descriptors=self._config.max_batch_descriptors,
-            max_bytes=self._config.max_batch_bytes or most_bytes(protocol),
-            timeout_s=self._config.write_timeout_s,
+        limits = TransferLimits.over(
+            protocol, self._config.max_batch_descriptors, self._config.max_batch_bytes, self._config.write_timeout_s
         )
         self._engine = TransferEngine(self._host, protocol, limits)
         self._engine.register(caches.regions())

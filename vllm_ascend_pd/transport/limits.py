@@ -18,11 +18,6 @@ KIB = 1024
 MIB = 1024 * KIB
 
 
-def most_bytes(protocol: str) -> int:
-    """Of one batch: about half a second's of a slow link. Each takes a call, during which another layer may come."""
-    return 64 * MIB if protocol == "tcp" else 1024 * MIB
-
-
 _TCP_TIMEOUTS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": 1.0,
     "MC_TCP_STATUS_TIMEOUT_SEC": 1.0,
@@ -52,7 +47,7 @@ class TransferLimits:
     """What one call into Mooncake may carry, and for how long it may block."""
 
     max_descriptors: int = 2048
-    """Descriptors in one batch. Over TCP a descriptor costs about 30 us, so 2048 are 60 ms."""
+    """Descriptors in one batch."""
     max_bytes: int = 64 * MIB
     """Bytes in one batch: what a failed batch makes the caller send again."""
     max_descriptor_bytes: int = 4 * MIB
@@ -69,6 +64,19 @@ class TransferLimits:
         least = min(self.max_descriptors, self.max_bytes, self.max_descriptor_bytes, self.connections)
         if least < 1 or self.timeout_s <= 0:
             raise ValueError(f"transfer limits must be positive: {self}")
+
+    @classmethod
+    def over(
+        cls, protocol: str, max_descriptors: int | None = None, max_bytes: int | None = None, timeout_s: float = 10.0
+    ) -> TransferLimits:
+        """What is not given as it suits `protocol`: as much as takes a slow link about half a second, or, over TCP,
+        where a descriptor costs about 30 us, 60 ms. Each batch takes a call, and is waited for before the next one.
+
+        Over "ascend" a batch is queued on one stream, 256 descriptors at a time, and waited for once, however long it
+        is (HIXL, src/llm_datadist/adxl/comm_channel.cc).
+        """
+        descriptors, num_bytes = (2048, 64 * MIB) if protocol == "tcp" else (8192, 1024 * MIB)
+        return cls(max_descriptors or descriptors, max_bytes or num_bytes, timeout_s=timeout_s)
 
     def piece_bytes(self, num_bytes: int) -> int:
         """How long a descriptor of a write of `num_bytes` may be."""
