@@ -69,11 +69,11 @@ class TransferLimits:
     def over(
         cls, protocol: str, max_descriptors: int | None = None, max_bytes: int | None = None, timeout_s: float = 10.0
     ) -> TransferLimits:
-        """What is not given as it suits `protocol`: as much as takes a slow link about half a second, or, over TCP,
-        where a descriptor costs about 30 us, 60 ms. Each batch takes a call, and is waited for before the next one.
+        """What is not given as it suits `protocol`.
 
-        Over "ascend" a batch is queued on one stream, 256 descriptors at a time, and waited for once, however long it
-        is (HIXL, src/llm_datadist/adxl/comm_channel.cc).
+        Over TCP a descriptor costs about 30 us, so 2048 are 60 ms; 64 MiB are about half a second of a slow link. Over
+        "ascend" a batch is queued on one stream, 256 descriptors at a time, and waited for once, however long it is
+        (HIXL, src/llm_datadist/adxl/comm_channel.cc).
         """
         descriptors, num_bytes = (2048, 64 * MIB) if protocol == "tcp" else (8192, 1024 * MIB)
         return cls(max_descriptors or descriptors, max_bytes or num_bytes, timeout_s=timeout_s)
