@@ -150,7 +150,7 @@ class Configs:
         from vllm_ascend_pd.transport.limits import TransferLimits
 
         with mock.patch("mooncake.engine.TransferEngine", return_value=NoTransfer()):
-            return TransferEngine(HOST, "rdma", TransferLimits())  # as over "ascend", not slept on
+            return TransferEngine(HOST, "rdma", TransferLimits.over("ascend"))  # not slept on
 
 
 class Blocks:

@@ -67,7 +67,11 @@ class TransferLimits:
 
     @classmethod
     def over(
-        cls, protocol: str, max_descriptors: int | None = None, max_bytes: int | None = None, timeout_s: float = 10.0
+        cls,
+        protocol: str,
+        max_descriptors: int | None = None,
+        max_bytes: int | None = None,
+        timeout_s: float | None = None,
     ) -> TransferLimits:
         """What is not given as it suits `protocol`.
 
@@ -75,8 +79,12 @@ class TransferLimits:
         "ascend" a batch is queued on one stream, 256 descriptors at a time, and waited for once, however long it is
         (HIXL, src/llm_datadist/adxl/comm_channel.cc).
         """
-        descriptors, num_bytes = (2048, 64 * MIB) if protocol == "tcp" else (8192, 1024 * MIB)
-        return cls(max_descriptors or descriptors, max_bytes or num_bytes, timeout_s=timeout_s)
+        suits = cls() if protocol == "tcp" else cls(max_descriptors=8192, max_bytes=1024 * MIB)
+        return cls(
+            max_descriptors or suits.max_descriptors,
+            max_bytes or suits.max_bytes,
+            timeout_s=timeout_s or suits.timeout_s,
+        )
 
     def piece_bytes(self, num_bytes: int) -> int:
         """How long a descriptor of a write of `num_bytes` may be."""
