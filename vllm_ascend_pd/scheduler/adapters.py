@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of LoRA adapters by content: an adapter's name and path may mean other weights on another engine."""
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+_MAX_CACHED = 1024
+"""Adapters whose digests are remembered; the least recently used one is dropped first."""
+
+_CONFIG_FILE = "adapter_config.json"
+_WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+"""In the order in which vLLM looks for them."""
+
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 100 << 20
+"""What the safetensors library accepts."""
+
+_SAMPLES = 4
+"""Pieces read of each tensor."""
+_SAMPLE_BYTES = 128
+_FILE_SAMPLES = 64
+"""Pieces read of a file that is not safetensors."""
+_FILE_SAMPLE_BYTES = 4096
+
+# PEFT's keys that say what the tensors mean. The others name the base model, describe training, or are versions.
+_CONFIG_KEYS = (
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "target_parameters",
+    "modules_to_save",
+    "bias",
+    "lora_bias",
+    "use_rslora",
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "layers_pattern",
+    "layer_replication",
+    "alora_invocation_tokens",
+)
+_LISTS_WITHOUT_ORDER = ("target_modules", "target_parameters", "modules_to_save")
+
+
+class Adapter(Protocol):
+    """What is read of vLLM's `LoRARequest`."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+_FileState = tuple[int, int, int, int]
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class _Recent(OrderedDict[_K, _V]):
+    """At most `_MAX_CACHED` entries, those used last."""
+
+    def remember(self, key: _K, make: Callable[[], _V]) -> _V:
+        if key not in self:
+            self[key] = make()
+            while len(self) > _MAX_CACHED:
+                self.popitem(last=False)
+        self.move_to_end(key)
+        return self[key]
+
+
+# Used by the scheduler's thread alone.
+_read: _Recent[tuple[str, _FileState, _FileState], str] = _Recent()
+_loaded: _Recent[tuple[str, int], str] = _Recent()
+_warned: _Recent[tuple[str, str], None] = _Recent()
+
+
+def adapter_digest(lora_request: Adapter | None) -> str:
+    """A digest of an adapter's content, the same wherever its files are; "" for no adapter.
+
+    It covers the settings in `adapter_config.json` that say what the weights mean, and samples of each tensor, so it
+    takes milliseconds. Unchanged files are read once. Nothing is downloaded.
+
+    Two cases have no content to digest, and never raise:
+    - The files cannot be read here: `unread:NAME`. It equals the digest of an engine that cannot read them either.
+    - The files changed after the engine loaded the adapter, and it was not loaded again: `changed:RANDOM`, which
+      equals no other digest, since nobody knows which of the two contents each worker has.
+    """
+    if lora_request is None:
+        return ""
+    try:
+        digest = _content(_folder(lora_request.lora_path))
+    except Exception as error:  # noqa: BLE001 - the files are the user's, and the scheduler must go on
+        _warn(
+            lora_request,
+            "unread",
+            "LoRA adapter %s at %s cannot be read (%s): it is compared with the other engines' by its name alone",
+            repr(error),
+        )
+        return f"unread:{lora_request.lora_name}"
+    if getattr(lora_request, "load_inplace", False):  # workers read the files again for every step with the adapter
+        return digest
+    loaded = _loaded.remember((lora_request.lora_name, lora_request.lora_int_id), lambda: digest)
+    if loaded != digest:
+        _warn(
+            lora_request,
+            "changed",
+            "LoRA adapter %s: the files at %s changed after it was loaded (%s): its requests fail until it is unloaded "
+            "and loaded again",
+            f"{loaded} is now {digest}",
+        )
+        return f"changed:{secrets.token_hex(8)}"
+    return digest
+
+
+def _warn(adapter: Adapter, what: str, message: str, detail: str) -> None:
+    """Once for each adapter."""
+    key = (what, f"{adapter.lora_name} {adapter.lora_int_id}")
+    if key not in _warned:
+        _warned.remember(key, lambda: None)
+        logger.warning(message, adapter.lora_name, adapter.lora_path, detail)
+
+
+def _folder(path: str) -> str:
+    """Where vLLM has the adapter's files: `path` itself, or the local copy of the model hub's repository `path`."""
+    path = os.path.expanduser(path)
+    if os.path.isabs(path) or os.path.exists(path):
+        return os.path.abspath(path)
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(repo_id=path, local_files_only=True))
+
+
+def _content(folder: str) -> str:
+    config = os.path.join(folder, _CONFIG_FILE)
+    weights = next(filter(os.path.isfile, (os.path.join(folder, name) for name in _WEIGHTS_FILES)), None)
+    if weights is None:
+        raise FileNotFoundError(f"none of {', '.join(_WEIGHTS_FILES)} in {folder}")
+    key = (folder, _state(config), _state(weights))
+
+    def read() -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(_settings(config))
+        with open(weights, "rb", buffering=0) as file:
+            sample = _sample_tensors if weights.endswith(".safetensors") else _sample_file
+            sample(file.fileno(), os.fstat(file.fileno()).st_size, digest)
+        return digest.hexdigest()
+
+    return _read.remember(key, read)
+
+
+def _state(path: str) -> _FileState:
+    """Changes whenever the file's content does."""
+    status = os.stat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _settings(path: str) -> bytes:
+    """The settings that matter, as canonical JSON: without those that are off, as if they were not there."""
+    with open(path, "rb") as file:
+        text = file.read(_MAX_CONFIG_BYTES + 1)
+    if len(text) > _MAX_CONFIG_BYTES:
+        raise ValueError(f"{path} is longer than {_MAX_CONFIG_BYTES} bytes")
+    config = msgspec.json.decode(text, type=dict[str, Any])
+    said = {key: config[key] for key in _CONFIG_KEYS if config.get(key) not in (None, False, [], {}, "none")}
+    for key in _LISTS_WITHOUT_ORDER:
+        if isinstance(said.get(key), list):
+            said[key] = sorted(map(str, said[key]))
+    return json.dumps(said, sort_keys=True).encode()
+
+
+class _Tensor(msgspec.Struct):
+    """A tensor's entry in a safetensors header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def _sample_tensors(file: int, size: int, digest: "hashlib.blake2b") -> None:
+    (length,) = struct.unpack("<Q", _piece(file, 0, 8))
+    if length > min(_MAX_HEADER_BYTES, size - 8):
+        raise ValueError(f"its header says {length} bytes")
+    header = msgspec.json.decode(_piece(file, 8, length), type=dict[str, msgspec.Raw])
+    header.pop("__metadata__", None)
+    for name in sorted(header):
+        tensor = msgspec.json.decode(header[name], type=_Tensor)
+        first, last = tensor.data_offsets
+        if not 0 <= first <= last <= size - 8 - length:
+            raise ValueError(f"its tensor {name} lies outside of it")
+        digest.update(json.dumps([name, tensor.dtype, tensor.shape]).encode())
+        _sample(file, 8 + length + first, last - first, _SAMPLES, _SAMPLE_BYTES, digest)
+
+
+def _sample_file(file: int, size: int, digest: "hashlib.blake2b") -> None:
+    digest.update(str(size).encode())
+    _sample(file, 0, size, _FILE_SAMPLES, _FILE_SAMPLE_BYTES, digest)
+
+
+def _sample(file: int, start: int, size: int, pieces: int, length: int, digest: "hashlib.blake2b") -> None:
+    """`pieces` pieces, evenly spread from the first byte to the last; everything, if that is no more."""
+    if size <= pieces * length:
+        digest.update(_piece(file, start, size))
+        return
+    for i in range(pieces):
+        digest.update(_piece(file, start + i * (size - length) // (pieces - 1), length))
+
+
+def _piece(file: int, offset: int, length: int) -> bytes:
+    data = os.pread(file, length, offset)
+    if len(data) < length:
+        raise ValueError("it is cut short")
+    return data
