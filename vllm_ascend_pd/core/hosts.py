@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts that peers name: which of them may be connected to.
+"""Hosts that peers and clients name: how they are spelled and compared, and which may be connected to.
 
-Names are compared as they are and never looked up, so an answer of the DNS cannot widen a list.
+Every allow-list uses this module, so a host gets the same answer from each. Names are compared as they are and never
+looked up, so an answer of the DNS cannot widen a list.
 """
 
 import ipaddress
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 
 _LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*")
+
+_IPV4_MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 
 _PRIVATE = (
     "localhost",
@@ -29,9 +32,15 @@ def is_host(text: str) -> bool:
 
 
 def normal_host(host: str) -> str:
-    """One spelling per host."""
+    """One spelling per host. An IPv4 address that is written as an IPv6 one (`::ffff:10.0.0.1`) becomes IPv4."""
     address = _address(host)
     return host.lower() if address is None else str(address)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine, for whoever connects to it."""
+    address = _address(host)
+    return host.lower() == "localhost" if address is None else address.is_loopback
 
 
 def host_of(endpoint: str) -> str:
@@ -55,9 +64,9 @@ class HostList:
         self._hint = hint
         for entry in entries:
             try:
-                self._networks.append(ipaddress.ip_network(entry))
+                self._networks.append(_network(entry))
             except ValueError as error:
-                if "/" in entry or not is_host(entry) or _looks_numeric(entry):
+                if "/" in entry or not is_host(entry) or looks_numeric(entry):
                     raise ValueError(f"{entry!r} is not a host, an address or a network: {error}") from None
                 self._names.add(normal_host(entry))
 
@@ -105,6 +114,17 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     return address if mapped is None else mapped
 
 
-def _looks_numeric(name: str) -> bool:
-    """As `127.1` or `0x7f000001`, which resolvers take for addresses."""
-    return re.fullmatch(r"(0[xX][0-9a-fA-F]*|[0-9]+)", name.rpartition(".")[2]) is not None
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    """Raises ValueError."""
+    if "%" in text:
+        raise ValueError("a zone means something on its own host alone")
+    network = ipaddress.ip_network(text)
+    if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(_IPV4_MAPPED):
+        return ipaddress.IPv4Network((int(network.network_address) & 0xFFFFFFFF, network.prefixlen - 96))
+    return network
+
+
+def looks_numeric(name: str) -> bool:
+    """Whether resolvers may take `name` for an address that `is_host` takes for a name: `127.1`, `0x7f000001`."""
+    last = name.rpartition(".")[2]
+    return _address(name) is None and re.fullmatch(r"(0[xX][0-9a-fA-F]*|[0-9]+)", last) is not None

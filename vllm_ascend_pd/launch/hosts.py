@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
+from vllm_ascend_pd.core.hosts import normal_host
 from vllm_ascend_pd.launch.arguments import refused_proxy_argument
 from vllm_ascend_pd.launch.shape import Executor
 
@@ -293,7 +294,7 @@ def _check_host(path: KeyPath, name: str, host: Host) -> None:
 
 def _check_addresses(cluster: Cluster) -> None:
     """NPUs and ports are counted by host, so two of them must not be one machine."""
-    addresses = {name: ipaddress.ip_address(host.address) for name, host in cluster.hosts.items()}
+    addresses = {name: ipaddress.ip_address(normal_host(host.address)) for name, host in cluster.hosts.items()}
     names: dict[object, str] = {}
     for name, address in addresses.items():
         if (other := names.setdefault(address, name)) != name:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import httpx
 
+from vllm_ascend_pd.core.hosts import is_host, is_loopback, looks_numeric, normal_host
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -22,7 +22,7 @@ class Allowlist:
     def __init__(self, entries: Sequence[str], own_host: str) -> None:
         """Raises ValueError for an entry that is not a URL."""
         self._entries = [_parse_entry(entry) for entry in entries]
-        self._own_host = _normal_host(own_host)
+        self._own_host = normal_host(own_host)
 
     def refusal(self, url: str) -> str | None:
         """Why `url` must not be posted to, or None when it may."""
@@ -36,7 +36,7 @@ class Allowlist:
             return "matches no entry of the metaserver allow-list"
         if target.path != METASERVER_PATH:
             return f"its path is not {METASERVER_PATH}"
-        if target.host != self._own_host and not _is_loopback(target.host):
+        if target.host != self._own_host and not is_loopback(target.host):
             return "neither loopback nor this host; name it in the metaserver allow-list if it is yours"
         return None
 
@@ -66,13 +66,14 @@ class _Target:
             raise ValueError(f"not a URL: {error}") from error
         if parsed.scheme not in _DEFAULT_PORTS:
             raise ValueError("not http or https")
-        if not parsed.host or parsed.host.endswith("."):
-            raise ValueError("has no host, or one that ends in a dot")
+        host = parsed.raw_host.decode("ascii")
+        if not is_host(host) or looks_numeric(host):
+            raise ValueError("its host is neither an address nor a name")
         port = _DEFAULT_PORTS[parsed.scheme] if parsed.port is None else parsed.port
         if not 0 < port < 65536:
             raise ValueError(f"port {port} does not exist")
         path = parsed.path if "/" in url.partition("://")[2] else ""
-        return cls(parsed.scheme, _normal_host(parsed.host), port, path)
+        return cls(parsed.scheme, normal_host(host), port, path)
 
     def admits(self, other: _Target) -> bool:
         """Whether this allow-list entry admits the URL `other`."""
@@ -88,17 +89,3 @@ def _parse_entry(entry: str) -> _Target:
         return _Target.parse(entry)
     except ValueError as error:
         raise ValueError(f"metaserver allow-list entry {entry!r}: {error}") from error
-
-
-def _normal_host(host: str) -> str:
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        return host.lower()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
