@@ -56,13 +56,18 @@ def proxy(
         typer.Option(help="PEM file: only decode engines with a certificate of this authority may post tickets."),
     ] = None,
     connect_timeout: Annotated[float, typer.Option(help="Seconds to connect to an engine.")] = 5.0,
-    read_timeout: Annotated[float, typer.Option(help="Seconds an engine or client may stay silent.")] = 600.0,
+    read_timeout: Annotated[
+        float, typer.Option(help="Seconds a client may stay silent, or an engine that computes nothing for anybody.")
+    ] = 600.0,
+    silence_timeout: Annotated[
+        float, typer.Option(help="Seconds an engine may send nothing for a request, even while it computes.")
+    ] = 24 * 3600.0,
     prefill_timeout: Annotated[
         float | None,
-        typer.Option(help="The same of a prefill alone: then another is asked.", show_default="--read-timeout"),
+        typer.Option(help="The same of a prefill alone: then another is asked.", show_default="--silence-timeout"),
     ] = None,
     probe_timeout: Annotated[
-        float, typer.Option(help="Seconds without an answer to a health probe until another engine prefills.")
+        float, typer.Option(help="Seconds without an answer to a health probe until a request is taken away.")
     ] = 15.0,
     prefill_attempts: Annotated[
         int,
@@ -138,6 +143,7 @@ def proxy(
                 metaserver_tls=metaserver_tls,
                 connect_timeout=connect_timeout,
                 read_timeout=read_timeout,
+                silence_timeout=silence_timeout,
                 prefill_timeout=prefill_timeout,
                 probe_timeout=probe_timeout,
                 prefill_attempts=prefill_attempts,

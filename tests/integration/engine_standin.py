@@ -220,6 +220,8 @@ class DecodeEngine(_Engine):
         """End with an error once all is prefilled."""
         self.waits = 0.0
         """Seconds before that."""
+        self.pauses = 0.0
+        """Seconds after each token of a stream."""
         self.fails_after_first_token = False
         self.breaks_off = False
         """Close the connection of a stream when all is prefilled, before its first token."""
@@ -251,6 +253,7 @@ class DecodeEngine(_Engine):
             if self.hangs:
                 await anyio.sleep_forever()
             prefilled = await self._prefill(received)
+            await anyio.sleep(self.waits)
             for each in self.first_events:
                 yield event(each)
             if self.breaks_off:
@@ -272,6 +275,7 @@ class DecodeEngine(_Engine):
                     raise RuntimeError("this engine dies now")
                 if self.hangs_after_first_token:
                     await anyio.sleep_forever()
+                await anyio.sleep(self.pauses)
             yield b"data: [DONE]\n\n"
         except anyio.get_cancelled_exc_class():
             self.cancelled.set()

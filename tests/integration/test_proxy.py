@@ -257,7 +257,7 @@ def test_decodes_refusal_is_passed_through(cluster: Cluster, status: int) -> Non
 
 
 def test_silent_decode_engine_times_out() -> None:
-    with running_cluster(read_timeout=0.3) as cluster:
+    with running_cluster(silence_timeout=0.3) as cluster:
         cluster.decode.hangs = True
         response = cluster.complete()
         assert response.status_code == 504

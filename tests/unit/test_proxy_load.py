@@ -50,6 +50,11 @@ vllm:cache_config_info{block_size="128",engine="0",num_gpu_blocks="1000",sliding
         ("", Snapshot()),
         ("python_info 1.0\n", Snapshot()),
         ("vllm:num_requests_waiting 5\n", Snapshot(waiting=5)),
+        (
+            'vllm:prompt_tokens_total{engine="0"} 5\nvllm:generation_tokens_total{engine="0"} 7\n'
+            'vllm:generation_tokens_total{engine="1"} 9\nvllm:prompt_tokens_created{engine="0"} 1.7e9\n',
+            Snapshot(tokens=21),
+        ),
         ("vllm:num_requests_running 1e308\nvllm:num_requests_waiting +Inf\n", Snapshot()),
         ("vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\n", Snapshot()),
         ("vllm:kv_cache_usage_perc 0.5\n", Snapshot()),
@@ -87,7 +92,14 @@ def test_installed_vllm_has_these_metrics() -> None:
     assert found.origin is not None
     root = Path(found.origin).parent
     metrics, cache = (root / "v1/metrics/loggers.py").read_text(), (root / "config/cache.py").read_text()
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"):
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "cache_config_info",
+        "prompt_tokens",
+        "generation_tokens",
+    ):
         assert f'"vllm:{name}"' in metrics
     assert "num_gpu_blocks: int" in cache
     assert "block_size: int" in cache
@@ -121,6 +133,24 @@ def test_old_snapshots_are_ignored() -> None:
     engine.note(Snapshot(1), Sent(), 10.0)
     assert engine.seen(13.0, 3.0) is not None
     assert engine.seen(13.1, 3.0) is None
+
+
+def test_an_engine_computes_nothing_while_it_names_the_same_tokens() -> None:
+    engine = Engine(Role.DECODE, "u", Gate(1, 1), Record(1))
+    assert engine.computed_nothing(0.0) == 0.0
+    for now, tokens in ((10.0, 5), (20.0, 6), (25.0, 6), (30.0, 6)):
+        engine.note(Snapshot(tokens=tokens), Sent(), now)
+    assert engine.computed_nothing(0.0) == 10.0
+    assert engine.computed_nothing(27.0) == 3.0
+    engine.note(Snapshot(tokens=1), Sent(), 40.0)  # it was restarted
+    assert engine.computed_nothing(0.0) == 0.0
+
+
+def test_an_engine_that_names_no_tokens_may_compute() -> None:
+    engine = Engine(Role.DECODE, "u", Gate(1, 1), Record(1))
+    for now in (10.0, 20.0):
+        engine.note(Snapshot(1, 0), Sent(), now)
+    assert engine.computed_nothing(0.0) == 0.0
 
 
 # --- who is passed over -----------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from .settings import ProxySettings
 from .status import Status, snapshot
 from .status_page import StatusPage
 from .tracing import start_tracing
+from .watch import Watch
 
 # A request with several prompts or several samples (n) has several prefills. Beyond this many per request, on
 # average, tickets wait `connect_timeout` for their turn and then fail.
@@ -67,9 +68,15 @@ def create_app(settings: ProxySettings) -> Starlette:
         )
 
     prefills = settings.max_concurrent * _PREFILLS_PER_REQUEST
-    patience = settings.prefill_timeout or settings.read_timeout
+    patience = settings.prefill_timeout or settings.silence_timeout
     prefill = pool(Role.PREFILL, prefills, settings.max_per_prefill, patience)
-    decode = pool(Role.DECODE, settings.max_concurrent, settings.max_per_decode, settings.read_timeout)
+    decode = pool(Role.DECODE, settings.max_concurrent, settings.max_per_decode, settings.silence_timeout)
+    watch = Watch(
+        decode,
+        probe_timeout=settings.probe_timeout,
+        stall_timeout=settings.read_timeout,
+        quiet=settings.probe_timeout,
+    )
     checks = Checks(
         (prefill.engines, decode.engines), interval=settings.check_interval, timeout=settings.health_timeout
     )
@@ -93,6 +100,7 @@ def create_app(settings: ProxySettings) -> Starlette:
         settings=settings,
         exchanges=exchanges,
         decode=decode,
+        watch=watch,
         counts=counts,
         metrics=metrics,
         tracing=tracing,
@@ -129,7 +137,8 @@ def create_app(settings: ProxySettings) -> Starlette:
                 tasks.start_soon(discovery.run)
                 if file is not None:
                     tasks.start_soon(file.run)
-                tasks.start_soon(metaserver.watch)
+                tasks.start_soon(metaserver.watch.run)
+                tasks.start_soon(watch.run)
                 tasks.start_soon(checks.run)
                 yield
                 tasks.cancel_scope.cancel()

@@ -262,5 +262,11 @@ class EnginePool:
         except HttpError as error:
             return isinstance(error, (ConnectTimeout, ReadTimeout))
 
+    def computed_nothing(self, url: str, since: float) -> float:
+        """For how many seconds after `since` an engine's own metrics say that it computed no token; 0: they do not
+        say."""
+        engine = self.engines.get(url)
+        return 0.0 if engine is None else engine.computed_nothing(since)
+
     async def aclose(self) -> None:
         await self._client.aclose()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from starlette.responses import Response
 
 from .bodies import ClientRequest
 from .endpoints import prompt_number, uuid_in
+from .engine_run import EngineRun
 from .errors import RequestRefused
 from .headers import Headers
 from .retry import Failure, Kind
@@ -40,27 +42,6 @@ class Phase(enum.Enum):
     """The client has something of the answer: without a stream, that is all of it at once."""
 
 
-class PrefillRun:
-    """One attempt of a ticket's prefill."""
-
-    def __init__(self) -> None:
-        self.engines: list[str] = []
-        """Prefill engines that were asked; the last one has, or had, the prompt."""
-        self.scope = anyio.CancelScope()
-        """Of the request to them."""
-        self.cut: tuple[Kind, str] | None = None
-        """Why that was ended from here: its engine does not say what is wrong."""
-
-    @property
-    def engine(self) -> str:
-        return self.engines[-1] if self.engines else ""
-
-    def cut_short(self, kind: Kind, reason: str) -> None:
-        if self.cut is None:
-            self.cut = (kind, reason)
-            self.scope.cancel()
-
-
 class PrefillTicket:
     """A ticket of an attempt: who prefills it, and what became of that."""
 
@@ -73,7 +54,7 @@ class PrefillTicket:
         their own."""
         self.post: anyio.CancelScope | None = None
         """Decode's waiting for an answer."""
-        self.run = PrefillRun()
+        self.run = EngineRun()
         """The last one."""
         self.answered = False
         """Decode was told that prefill has run: it waits for the KV alone."""
@@ -85,18 +66,16 @@ class PrefillTicket:
         """Decode computes the prompt itself if its KV does not come."""
 
 
-class Attempt:
-    """A client's request at one decode engine. All its work there runs under `scope`."""
+class Attempt(EngineRun):
+    """A client's request at one decode engine."""
 
     def __init__(self, request_id: str, may_follow: Callable[[], bool], span: Span) -> None:
         """`may_follow`: whether another would, should this one get no KV."""
+        super().__init__()
         self._may_follow = may_follow
         self.request_id = request_id
         self.span = span
-        self.scope = anyio.CancelScope()
         self.prefill_headers: Headers = []
-        self.engines: list[str] = []
-        """Decode engines that were asked; the last one has the request."""
         self.answering = False
         """Something of the answer has gone to the client: from here on it, good or bad, is the decode engine's."""
         self.over = False
@@ -111,8 +90,9 @@ class Attempt:
         self._prefills: set[anyio.CancelScope] = set()
 
     @property
-    def engine(self) -> str:
-        return self.engines[-1] if self.engines else ""
+    def may_stall(self) -> bool:
+        """While a prefill engine computes, decode waits for it, and that engine is watched itself."""
+        return not self._prefills
 
     @property
     def phase(self) -> Phase:
@@ -168,6 +148,8 @@ class Attempt:
                 yield scope
             finally:
                 self._prefills.discard(scope)
+                if not math.isinf(self.silent_since):
+                    self.heard()  # decode had nothing to compute meanwhile
 
     def close(self) -> None:
         self.over = True

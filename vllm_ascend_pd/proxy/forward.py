@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import AsyncIterator
 from http import HTTPStatus
 
 import anyio
@@ -30,6 +31,7 @@ from .retry import DECODE_AGAIN, Failure, Kind, engines_to_avoid, last_resorts, 
 from .settings import ProxySettings
 from .streams import TooLarge, read_all, when_disconnected
 from .tracing import Span, Tracing
+from .watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class Forward:
         settings: ProxySettings,
         exchanges: Exchanges,
         decode: EnginePool,
+        watch: Watch,
         counts: Counts,
         metrics: Metrics,
         tracing: Tracing,
@@ -65,6 +68,7 @@ class Forward:
         self._settings = settings
         self._exchanges = exchanges
         self._decode = decode
+        self._watch = watch
         self._counts = counts
         self._metrics = metrics
         self._tracing = tracing
@@ -193,7 +197,7 @@ class Forward:
         answered = False
         if exchange.request is not None:
             content = decode_body(exchange.request, self._settings.metaserver_url, attempt.request_id)
-        with attempt.scope:
+        with self._watch.over(attempt), attempt.scope:
             try:
                 async with self._decode.open(
                     choice,
@@ -215,14 +219,15 @@ class Forward:
             except TimeoutError:
                 log.warning("request %s: the client stopped reading: giving it up", attempt.request_id)
                 exchange.end(None)
-        # Cancelled for its transfer's failure, or whatever else came of that first.
-        return attempt.transfer_failure if attempt.scope.cancelled_caught else failure
+        # Cancelled for its transfer's failure, or its engine's silence, or whatever else came of that first.
+        return attempt.transfer_failure or _silence(attempt) if attempt.scope.cancelled_caught else failure
 
     async def _relay(self, attempt: Attempt, answer: Answer, reply: Reply) -> Failure | None:
         """Passes the answer on, unless it is a failure before anything was sent."""
+        attempt.heard()
         if answer.status >= 500:
             return await self._server_error(attempt, answer)
-        chunks = answer.chunks()
+        chunks = _chunks(attempt, answer)
         if not answer.is_event_stream or answer.header("Content-Encoding") is not None:
             # An answer's headers may come long before its body: hold them back, so that a failed prefill can still
             # be answered with its status.
@@ -309,6 +314,22 @@ class Forward:
             with anyio.move_on_after(_REASON_SECONDS):
                 await attempt.transfer_failed.wait()
         return attempt.transfer_failure
+
+
+async def _chunks(attempt: Attempt, answer: Answer) -> AsyncIterator[bytes]:
+    """The answer's body. Nothing is expected from the engine while the client takes what has come."""
+    async for chunk in answer.chunks():
+        attempt.pause()
+        yield chunk
+        attempt.heard()
+
+
+def _silence(attempt: Attempt) -> Failure | None:
+    """The failure of an attempt that was cut short because its engine has stopped."""
+    if attempt.cut is None:
+        return None
+    kind, reason = attempt.cut
+    return Failure(kind, reason, attempt.engine, error_response(HTTPStatus.GATEWAY_TIMEOUT, reason))
 
 
 def _known(status: int) -> HTTPStatus:

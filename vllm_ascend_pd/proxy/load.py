@@ -16,7 +16,8 @@ _WAITING = "vllm:num_requests_waiting"
 _KV_USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 """vLLM's name since 0.10, and the one before."""
 _CACHE_INFO = "vllm:cache_config_info"
-_WANTED = (_RUNNING, _WAITING, *_KV_USE, _CACHE_INFO)
+_TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+_WANTED = (_RUNNING, _WAITING, *_KV_USE, _CACHE_INFO, *_TOKENS)
 _MAX_LINES = 1024
 """Of what is wanted: one per name and data-parallel engine is usual. Parsing takes 20 us each."""
 
@@ -30,6 +31,8 @@ class Snapshot(NamedTuple):
     waiting: int | None = None
     kv_tokens: int | None = None
     capacity: int | None = None
+    tokens: int | None = None
+    """Computed since the engine started: prompts that are done, and what was generated."""
 
 
 def parse_metrics(text: str) -> Snapshot:
@@ -52,7 +55,10 @@ def parse_metrics(text: str) -> Snapshot:
     if capacity is not None and use:
         # Ranks have rooms of the same size.
         kv_tokens = round(min(1.0, sum(use) / len(use)) * capacity)
-    return Snapshot(_total(values.get(_RUNNING)), _total(values.get(_WAITING)), kv_tokens, capacity)
+    tokens = [value for name in _TOKENS for value in values.get(name, ())]
+    return Snapshot(
+        _total(values.get(_RUNNING)), _total(values.get(_WAITING)), kv_tokens, capacity, _total(tokens or None)
+    )
 
 
 def _families(text: str) -> Iterable[Metric]:

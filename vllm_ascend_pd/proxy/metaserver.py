@@ -21,9 +21,10 @@ from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from .bearer import BearerToken
 from .bodies import prefill_body, samples_of
 from .counts import Counts
+from .engine_run import EngineRun
 from .engines import Choice, EngineError, EnginePool
 from .errors import RequestRefused, error_response, excerpt
-from .exchange import Attempt, Exchanges, PrefillRun, PrefillTicket, Waiting
+from .exchange import Attempt, Exchanges, PrefillTicket, Waiting
 from .metrics import Metrics
 from .prompts import prompt_of
 from .registry import Role
@@ -42,13 +43,13 @@ from .settings import MIB, ProxySettings
 from .streams import TooLarge, read_all, when_disconnected
 from .tickets import NotRepeatableError, Sign, Ticket, of_attempt
 from .tracing import ATTEMPT, PROMPT, REQUEST_ID, Attributes, Span
+from .watch import Watch
 
 log = logging.getLogger(__name__)
 
 # P answers with one token; more than this is no completion.
 _MAX_PREFILL_ANSWER_BYTES = 8 * MIB
 _MAX_FAILURE_BYTES = 64 * 1024
-_PROBE_EVERY_SECONDS = 1.0
 
 _T = TypeVar("_T")
 
@@ -87,7 +88,7 @@ class Metaserver:
         self._sign = sign
         token = settings.metaserver_token()
         self._token = None if token is None else BearerToken(token)
-        self._running: set[PrefillRun] = set()
+        self.watch = Watch(prefill, probe_timeout=settings.probe_timeout, stall_timeout=settings.read_timeout)
 
     async def post_ticket(self, request: Request) -> Response:
         """200 once P has run the prompt; 400 for what is no ticket; 401 without the token; 404 when no request waits
@@ -168,7 +169,7 @@ class Metaserver:
             return JSONResponse({"status": "over"})
         reason = one_line(failed.reason, MAX_REASON_CHARS)
         run = state.run
-        under_way = run in self._running
+        under_way = run in self.watch
         # This failure is not among the ticket's yet.
         anew = under_way and attempt.may_begin_anew and len(state.failures) + 1 < self._settings.prefill_attempts
         ends_attempt = False
@@ -192,23 +193,6 @@ class Metaserver:
                 reason,
             )
         return JSONResponse({"status": "ok"})
-
-    async def watch(self) -> None:
-        """Until cancelled, looks after engines that have something to prefill: one that was stopped keeps its
-        connections open."""
-        while True:
-            await anyio.sleep(_PROBE_EVERY_SECONDS)
-            async with anyio.create_task_group() as tasks:
-                for url in {run.engine for run in self._running if run.engines}:
-                    tasks.start_soon(self._probe, url)
-
-    async def _probe(self, url: str) -> None:
-        asked = [run for run in self._running if run.engine == url]
-        patience = self._settings.probe_timeout
-        if await self._prefill.is_silent(url, patience):
-            for run in asked:
-                if run in self._running and run.engine == url:
-                    run.cut_short(Kind.TIMEOUT, f"prefill engine: no answer to a health probe for {patience:g} s")
 
     async def _read(self, request: Request, limit: int, kind: type[_T], name: str) -> tuple[bytes, _T]:
         if self._token is not None and not self._token.is_in(request):
@@ -299,16 +283,14 @@ class Metaserver:
     async def _run(self, waiting: Waiting, state: PrefillTicket, choice: Choice, ticket: bytes) -> Failure | None:
         """One attempt. Decode may cut it short."""
         failure: Failure | None = None
-        run = state.run = PrefillRun()
-        self._running.add(run)
+        run = state.run = EngineRun()
         begun = time.monotonic()
         about: Attributes = {REQUEST_ID: waiting.attempt.request_id, PROMPT: waiting.prompt, ATTEMPT: state.attempt}
         with waiting.attempt.span.child("prefill", about) as span:
             try:
-                with run.scope:
+                with self.watch.over(run), run.scope:
                     failure = await self._ask(waiting, choice, ticket, run.engines, span)
             finally:
-                self._running.discard(run)
                 span.asked(run.engines)
             if run.cut is not None:
                 failure = _failed(*run.cut, run.engine)

@@ -102,6 +102,8 @@ class Engine:
         self.sent = Sent()
         """In flight."""
         self._seen: Seen | None = None
+        self._same_tokens_since = float("-inf")
+        """When the engine first said that it had computed as many tokens as it said last."""
 
     @property
     def open(self) -> bool:
@@ -133,7 +135,13 @@ class Engine:
 
     def note(self, snapshot: Snapshot, sent: Sent, now: float) -> None:
         """`sent`: what was in flight when the engine was asked for the snapshot; `now`: seconds of any steady clock."""
+        if self._seen is None or snapshot.tokens is None or snapshot.tokens != self._seen.snapshot.tokens:
+            self._same_tokens_since = now
         self._seen = Seen(snapshot, sent, now)
+
+    def computed_nothing(self, since: float) -> float:
+        """For how many seconds after `since` the engine is known to have computed no token, as of its last snapshot."""
+        return 0.0 if self._seen is None else self._seen.at - max(since, self._same_tokens_since)
 
     def seen(self, now: float, fresh_for: float) -> Seen | None:
         """The last snapshot, unless it is older than `fresh_for` seconds."""

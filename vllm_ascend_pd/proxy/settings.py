@@ -38,11 +38,15 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     connect_timeout: float = 5.0
     """Seconds to open a connection to an engine, or to wait for a free one."""
     read_timeout: float = 600.0
-    """Seconds an engine, or a client that sends or reads, may stay silent."""
+    """Seconds a client that sends or reads may stay silent. As long after the last byte of an engine, a request there
+    has failed if the engine computed nothing for anybody, by its own metrics."""
+    silence_timeout: float = 24 * 3600.0
+    """Seconds after the last byte of an engine when a request there has failed, even if the engine computes."""
     prefill_timeout: float | None = None
     """The same for a prefill alone. None: as long. Shorter, it leaves time for another attempt."""
     probe_timeout: float = 15.0
-    """Seconds without an answer to a health probe after which an engine's prefills are taken away from it."""
+    """Seconds without an answer to a health probe after which an engine's requests are taken away from it. A decode
+    engine is probed after as many seconds without a byte, a prefill engine all the time."""
     health_timeout: float = 2.0
     """Seconds an engine has to answer a health check, one at `/health` included, or a question about its load."""
     check_interval: float = 1.0
@@ -112,6 +116,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in (
             "connect_timeout",
             "read_timeout",
+            "silence_timeout",
             "prefill_timeout",
             "probe_timeout",
             "health_timeout",

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that take longer than any timeout: an engine that is well is waited for, one that has stopped is not."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from engine_standin import DecodeEngine, PrefillEngine, _Engine
+from proxy_cluster import STREAM, Cluster, beside, counted, eventually, running_cluster
+
+SHORT = {"read_timeout": 1.0, "probe_timeout": 0.3, "check_interval": 0.1}
+LONG_S = 3.5
+EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+STUB = Path(__file__).resolve().parents[2] / "benchmarks" / "stub_engine.py"
+
+
+def computed(tokens: int, running: int = 1) -> str:
+    """What vLLM's `/metrics` says of an engine that has generated so many tokens."""
+    labels = '{engine="0",model_name="tiny"}'
+    return "".join(
+        f"vllm:{name}{labels} {value}.0\n"
+        for name, value in (
+            ("num_requests_running", running),
+            ("num_requests_waiting", 0),
+            ("prompt_tokens_total", 7),
+            ("generation_tokens_total", tokens),
+        )
+    )
+
+
+@contextmanager
+def computing(engine: _Engine) -> Iterator[None]:
+    """The engine says that it generates tokens."""
+    ended = threading.Event()
+
+    def compute() -> None:
+        tokens = 0
+        while not ended.wait(0.05):
+            tokens += 1
+            engine.metrics = computed(tokens)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(10)
+
+
+@EITHER
+def test_long_answer_of_a_decode_engine_that_computes_is_waited_for(stream: dict[str, object]) -> None:
+    slow = DecodeEngine()
+    slow.waits = LONG_S
+    with computing(slow), beside(decode=slow, **SHORT) as cluster:
+        assert cluster.complete(**stream).status_code == 200
+        assert (len(slow.received), len(cluster.decode.received)) == (1, 0)
+        assert counted(cluster) == ({"prefill": 0, "decode": 0}, {"prefill": {}, "decode": {}})
+
+
+def test_long_answer_of_a_healthy_engine_without_metrics_is_waited_for() -> None:
+    with running_cluster(**SHORT) as cluster:
+        cluster.decode.waits = LONG_S
+        assert cluster.complete().status_code == 200
+        assert counted(cluster)[1]["decode"] == {}
+
+
+def test_long_pause_between_tokens_ends_no_stream() -> None:
+    with running_cluster(**SHORT) as cluster, computing(cluster.decode):
+        cluster.decode.pauses = LONG_S / 2
+        answer = cluster.complete(n=2, **STREAM)
+        assert answer.content == cluster.decode.expected_stream(cluster.decode.received[0])
+
+
+def test_long_prefill_is_waited_for_by_both_sides() -> None:
+    """Prefill computes, so decode has nothing to compute."""
+    slow = PrefillEngine(takes=LONG_S)
+    with running_cluster(prefill_engine=slow, **SHORT) as cluster, computing(slow):
+        cluster.decode.metrics = computed(0, running=0)
+        assert cluster.complete().status_code == 200
+        assert counted(cluster) == ({"prefill": 0, "decode": 0}, {"prefill": {}, "decode": {}})
+
+
+@EITHER
+def test_request_that_a_healthy_decode_engine_has_lost_goes_to_another(stream: dict[str, object]) -> None:
+    """It answers health probes, and computes nothing for anybody."""
+    lost = DecodeEngine()
+    lost.hangs = True
+    lost.metrics = computed(5, running=0)
+    with beside(decode=lost, **SHORT) as cluster:
+        assert cluster.complete(**stream).status_code == 200
+        assert len(cluster.decode.received) == 1
+        assert lost.cancelled.wait(5)
+        assert counted(cluster)[1]["decode"] == {"timeout": 1}
+
+
+def test_a_lost_request_names_its_reason() -> None:
+    with running_cluster(decode_attempts=1, **SHORT) as cluster:
+        cluster.decode.hangs = True
+        cluster.decode.metrics = computed(5, running=0)
+        answer = cluster.complete()
+        assert answer.status_code == 504
+        reason = "decode engine: it computed nothing for 1 s, by its own metrics"
+        assert answer.json()["error"]["message"] == reason
+
+
+def test_nothing_is_waited_for_without_end() -> None:
+    """Not even an engine that computes for others."""
+    with running_cluster(silence_timeout=2.0, **SHORT) as cluster, computing(cluster.decode):
+        cluster.decode.hangs = True
+        assert cluster.complete().status_code == 504
+        assert cluster.decode.cancelled.wait(5)
+
+
+@contextmanager
+def before_another() -> Iterator[tuple[subprocess.Popen[str], Cluster]]:
+    """A cluster with another decode engine, which has a process of its own and is first in line."""
+    process = subprocess.Popen([sys.executable, str(STUB), "decode"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        with running_cluster(other_decode=(url,), **{**SHORT, "read_timeout": 60.0}) as cluster:
+            yield process, cluster
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def test_stopped_decode_engine_is_noticed_before_its_answer_and_another_asked() -> None:
+    with before_another() as (process, cluster), ThreadPoolExecutor(1) as client:
+        cluster.prefill.holds = True
+        answer = client.submit(cluster.complete)
+        assert cluster.prefill.working.wait(10)
+        process.send_signal(signal.SIGSTOP)
+        eventually(lambda: cluster.decode.received, timeout_s=15)
+        cluster.prefill.holds = False
+        assert answer.result().status_code == 200
+        assert counted(cluster)[1]["decode"] == {"timeout": 1}
+
+
+def test_stopped_decode_engine_is_noticed_in_a_stream() -> None:
+    with before_another() as (process, cluster):
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 8, "token_ms": 60_000, **STREAM}
+        with cluster.client.stream("POST", "/v1/completions", json=body, timeout=20) as answer:
+            events = answer.iter_raw()
+            assert b"token0" in next(events)
+            process.send_signal(signal.SIGSTOP)
+            rest = b"".join(events)
+        assert b"decode engine: no answer to a health probe for 0.3 s" in rest
+        assert not cluster.decode.received
