@@ -34,6 +34,14 @@ NAMES_ALL_PREEMPTED = HAS_TRANSFER_RESULTS
 # From 0.32 on in every step; before, only where a rank has some too, be they empty.
 ASKS_SCHEDULER_FOR_STATS = hasattr(KVConnectorStats, "to_dict")
 
+# From 0.32 on vLLM counts cached tokens by where they came from; these came from another engine. None before.
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+    FROM_ANOTHER_ENGINE = None
+else:
+    FROM_ANOTHER_ENGINE = CacheHitSource.P2P
+
 # From 0.32 on ranks of prefill context parallelism all hold the same KV; before, and in vllm-ascend, they share tokens.
 PREFILL_RANKS_HOLD_COPIES = hasattr(ParallelConfig, "pcp_shard_decode_requests")
 

@@ -55,6 +55,8 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
+    _cache_hit_source = compat.FROM_ANOTHER_ENGINE  # vLLM's metric of cached tokens by source
+
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig | None" = None
     ) -> None:
@@ -231,7 +233,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
-        if isinstance(self._scheduler, ProducerScheduler):
+        if self._scheduler is not None:
             self._scheduler.bind(gpu_block_pool)
 
     def on_new_request(self, request: "Request") -> None:

@@ -29,10 +29,12 @@ class Send:
 
 @dataclass
 class ProducerStep(KVConnectorMetadata):
-    """A prefill step. `finished`: request id -> None, or why it ended before its prompt was computed. `wait_s`: how
+    """A prefill step. `cached_tokens`: for each request in `tickets`, how many of its prompt's tokens the engine had in
+    its prefix cache. `finished`: request id -> None, or why it ended before its prompt was computed. `wait_s`: how
     long it waits until blocks may be freed, 0 if it computes something."""
 
     tickets: dict[str, Ticket] = field(default_factory=dict)
+    cached_tokens: dict[str, int] = field(default_factory=dict)
     sends: list[Send] = field(default_factory=list)
     finished: dict[str, str | None] = field(default_factory=dict)
     preempted: set[str] = field(default_factory=set)
@@ -67,11 +69,13 @@ class ConsumerStep(KVConnectorMetadata):
 class WorkerReport(KVConnectorWorkerMetadata):
     """What ranks report upwards. `failed`: request id (prefill) or ticket id (decode) -> reason.
     `received`: ticket id -> (bytes, bytes that were here before prefill ended), summed over ranks.
-    `given_up`: ticket id -> (attempt, why it failed); another attempt may follow."""
+    `given_up`: ticket id -> (attempt, why it failed); another attempt may follow.
+    `cached`: ticket id -> tokens that prefill had cached, for each ticket in `received`."""
 
     failed: dict[str, str] = field(default_factory=dict)
     received: dict[str, tuple[int, int]] = field(default_factory=dict)
     given_up: dict[str, tuple[int, str]] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.failed or self.received or self.given_up)
@@ -86,7 +90,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for ticket_id, other_attempt in other.given_up.items():
             if ticket_id not in given_up or given_up[ticket_id][0] < other_attempt[0]:
                 given_up[ticket_id] = other_attempt
-        return WorkerReport({**other.failed, **self.failed}, received, given_up)
+        cached = dict(self.cached)
+        for ticket_id, tokens in other.cached.items():
+            cached[ticket_id] = min(tokens, cached.get(ticket_id, tokens))
+        return WorkerReport({**other.failed, **self.failed}, received, given_up, cached)
 
 
 @dataclass

@@ -284,6 +284,8 @@ class DecodeRank(_RankBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.received_bytes = 0
+        self.cached_tokens: dict[str, int] = {}
+        """By ticket: what prefill had of the prompt, as it says."""
         self.worker = ConsumerWorker(self.identity, self.parsed, self.device, self.engine, self.registered)
 
     def own_ports(self) -> set[int]:
@@ -299,6 +301,7 @@ class DecodeRank(_RankBase):
         """Requests that ended, those of them that failed, and by ticket why tickets and attempts failed."""
         report = self.worker.take_report()
         self.received_bytes += sum(num_bytes for num_bytes, _ in report.received.values()) if report else 0
+        self.cached_tokens |= report.cached if report else {}
         arrivals = self.worker.take_arrivals()
         given_up = {ticket_id: reason for ticket_id, (_, reason) in report.given_up.items()} if report else {}
         return arrivals.finished, arrivals.failed, report.failed if report else {}, given_up

@@ -37,7 +37,10 @@ def prefill(
     tickets: dict[str, Ticket],
     chunk: int | None = None,
     hooks: Hooks = ONCE,
+    cached_tokens: int = 0,
 ) -> None:
+    """As `run`, for tickets that were announced, or are. `cached_tokens`: what prefill's scheduler says that it had of
+    each prompt."""
     by_id = {prompt.request_id: prompt for prompt in requests}
     cursor = {prompt.request_id: prompt.cached for prompt in requests}  # handed to the ranks
     computed = dict(cursor)
@@ -45,7 +48,7 @@ def prefill(
     size = pair.prefill.span
     announced: dict[str, Ticket] = tickets
     while any(cursor[p.request_id] < p.num_tokens for p in requests):
-        step = ProducerStep(tickets=announced)
+        step = ProducerStep(tickets=announced, cached_tokens=dict.fromkeys(announced, cached_tokens))
         announced = {}
         for p in requests:
             start = cursor[p.request_id]

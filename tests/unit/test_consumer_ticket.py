@@ -38,6 +38,46 @@ def test_both_writers_write_and_the_ticket_is_received():
     assert (ticket.num_bytes, ticket.bytes_before_end) == (150, 120)
 
 
+def test_the_least_that_was_cached_counts_of_all_reports():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.grant(asks(RIGHT), 0.0)
+    assert ticket.cached_tokens is None
+    ticket.report(msgspec.structs.replace(wrote(LEFT), cached_tokens=64), 1.0)
+    assert ticket.cached_tokens == 64
+    ticket.report(msgspec.structs.replace(wrote(RIGHT), cached_tokens=32), 1.0)
+    assert (ticket.state, ticket.cached_tokens) == (State.RECEIVED, 32)
+
+
+def test_what_a_failed_attempt_had_to_compute_is_not_cached_for_the_next():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.grant(asks(RIGHT), 0.0)
+    ticket.report(msgspec.structs.replace(failed(LEFT), cached_tokens=16), 1.0)
+    ticket.report(failed(RIGHT), 1.0)  # as a rank that has forgotten the transfer
+    second = asks(LEFT, attempt=1)
+    assert ticket.admit(second, 2.0) is None
+    ticket.expect("prefill-0", P_TP, frozenset({(0, 0), (2, 0)}))
+    ticket.grant(second, 2.0)
+    ticket.report(msgspec.structs.replace(wrote(LEFT), attempt=1, cached_tokens=96), 3.0)
+    assert (ticket.state, ticket.cached_tokens) == (State.RECEIVED, 16)
+
+
+def test_an_engine_that_does_not_say_what_it_had_cached_counts_as_one_that_had_nothing():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.report(wrote(LEFT), 1.0)
+    assert ticket.cached_tokens == 0
+
+
+def test_a_report_that_is_not_believed_says_nothing_of_the_cache():
+    ticket = opened()
+    ticket.grant(asks(LEFT), 0.0)
+    assert not ticket.report(msgspec.structs.replace(wrote(STRANGER), cached_tokens=1), 1.0)
+    assert not ticket.report(msgspec.structs.replace(wrote(LEFT), attempt=3, cached_tokens=1), 1.0)
+    assert ticket.cached_tokens is None
+
+
 def test_a_report_that_comes_twice_counts_once():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)

@@ -38,6 +38,7 @@ CACHES = RankCaches(
     (Geometry(0, Order.TOKEN_MAJOR, "bfloat16", 128, 32768, 2, 8, 128),),
     (CacheTensor("model.layers.0.attn", 0, 2**47, 1000, 0), CacheTensor("model.layers.0.attn", 1, 2**48, 1000, 0)),
 )
+WROTE = Report("0" * 32, 0, WRITER, None, num_bytes=2**40, bytes_before_end=2**39, cached_tokens=2**20)
 EXAMPLES = [
     Describe("decode-0"),
     EngineDescription(
@@ -47,7 +48,7 @@ EXAMPLES = [
     Granted(10.0),
     Refused("the ticket is not known", retry=True),
     Refused("attempt 0 may still write", retry=True, wait_s=5.0),
-    Report("0" * 32, 0, WRITER, None, num_bytes=2**40, bytes_before_end=2**39),
+    WROTE,
     Report("0" * 32, 1, WRITER, "the transfer engine failed", settle_s=2.5),
     Complete(),
     Acknowledged(),
@@ -73,6 +74,12 @@ def test_the_examples_are_all_messages():
 @pytest.mark.parametrize("seq", [0, 1, 2**63 - 1])
 def test_round_trip(message, seq):
     assert decode(encode(seq, message)) == (seq, message)
+
+
+def test_a_report_of_an_engine_that_does_not_know_of_cached_tokens():
+    fields = msgspec.msgpack.decode(body(WROTE))
+    del fields["cached_tokens"]
+    assert decode(frame(body(fields))) == (0, msgspec.structs.replace(WROTE, cached_tokens=None))
 
 
 TEXT = st.text()
@@ -113,7 +120,7 @@ MESSAGES = st.one_of(
     st.builds(Granted, st.floats(0, 86400, exclude_min=True)),
     st.builds(Refused, TEXT, st.booleans(), SETTLE),
     st.builds(Complete),
-    st.builds(Report, IDS, INTS, WRITERS, st.none() | TEXT, BYTES, BYTES, SETTLE, IDS),
+    st.builds(Report, IDS, INTS, WRITERS, st.none() | TEXT, BYTES, BYTES, SETTLE, IDS, st.none() | INDICES),
     st.builds(Acknowledged),
     st.builds(Revoke, IDS, INTS, WRITERS, TEXT, IDS),
     st.builds(Problem, TEXT),
@@ -174,6 +181,9 @@ def described(part: str, **fields: object) -> bytes:
         pytest.param(altered(GRANT_REQUEST, sharding=[1, [], 1]), id="no ranks at all"),
         pytest.param(altered(GRANT_REQUEST, sharding=[1, [-1], 1]), id="negative share"),
         pytest.param(altered(GRANT_REQUEST, sharding=[1, [0], 0]), id="interleaved by nothing"),
+        pytest.param(altered(REPORT, cached_tokens=-1), id="fewer cached tokens than none"),
+        pytest.param(altered(REPORT, cached_tokens=2**31), id="more cached tokens than a prompt has"),
+        pytest.param(altered(REPORT, cached_tokens=1.5), id="half a cached token"),
         pytest.param(altered(DESCRIPTION, tp=0), id="no tensor-parallel ranks"),
         pytest.param(altered(DESCRIPTION, tp=2**40), id="more ranks than can be counted"),
         pytest.param(altered(DESCRIPTION, pp=-1), id="negative pipeline stages"),

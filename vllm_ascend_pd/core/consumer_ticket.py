@@ -67,7 +67,8 @@ class ConsumerTicket:
     """What a decode rank knows of a ticket. Times are seconds of one monotonic clock, passed in.
 
     `attempt`: the one that writes, or wrote last; `lease_s`: how long a grant lasts; each writer says how long a write
-    begun within it may outlast it; `reason`: what the attempt, or the ticket, failed of first.
+    begun within it may outlast it; `reason`: what the attempt, or the ticket, failed of first; `cached_tokens`: the
+    least that any report said, of whichever attempt: what one of them has computed was computed for this request.
     """
 
     ticket_id: str
@@ -79,6 +80,7 @@ class ConsumerTicket:
     reason: str = ""
     num_bytes: int = 0
     bytes_before_end: int = 0
+    cached_tokens: int | None = None
     _next: int = 0  # while FENCING: no lower attempt is granted any more
     _asked_at: float = -math.inf  # when a higher attempt last did
     _prefill_end: _PrefillEnd | None = None
@@ -162,10 +164,12 @@ class ConsumerTicket:
             stranger = self._engine is not None and self._engine[0] != report.writer.engine_id
             if report.reason is None or stranger or self._has_other(report.writer):
                 return False
+            self._note_cached(report)
             self._fence(f"prefill rank {report.writer.rank}: {report.reason}")
             return True
         first = not lease.reported
         lease.reported, lease.gone = True, False
+        self._note_cached(report)
         if report.settle_s == 0:
             lease.settled = True
         elif first:
@@ -236,6 +240,12 @@ class ConsumerTicket:
         """Whether the same rank was granted something in another transfer of this attempt."""
         rank = (writer.engine_id, writer.pp_rank, writer.rank)
         return any((w.engine_id, w.pp_rank, w.rank) == rank for w in self._leases if w != writer)
+
+    def _note_cached(self, report: Report) -> None:
+        if report.cached_tokens is None and report.reason is not None:  # perhaps of a transfer that P has forgotten
+            return
+        tokens = report.cached_tokens or 0
+        self.cached_tokens = tokens if self.cached_tokens is None else min(self.cached_tokens, tokens)
 
     def _fence(self, reason: str) -> None:
         """The attempt has failed: what it was granted is taken back."""

@@ -158,7 +158,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """The writer has stopped writing for this ticket, for good: everything it covers is written (`reason` is
     None), or not. It wrote `num_bytes` to whom it tells, `bytes_before_end` of them before prefill's last layer
     ended. After a failure, bytes already on their way may arrive for `settle_s` seconds more; then it reports once
-    more, with 0. `digest` shows, as in a `GrantRequest`, that the writer has the ticket."""
+    more, with 0. `digest` shows, as in a `GrantRequest`, that the writer has the ticket. `cached_tokens`: how many of
+    the prompt's tokens the prefill engine had in its prefix cache; None where the writer does not know."""
 
     ticket_id: _Id
     attempt: int
@@ -168,6 +169,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     bytes_before_end: _Bytes = 0
     settle_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
     digest: _Id = ""
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
 
     def __post_init__(self) -> None:
         _shorten_reason(self)

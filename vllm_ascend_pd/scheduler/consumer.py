@@ -20,14 +20,17 @@ from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, TransferFailure
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.signing import Secret, signed
 from vllm_ascend_pd.core.ticket import Ticket, wants_ticket
+from vllm_ascend_pd.scheduler.cached_tokens import count_own, count_prefills
 from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
+from vllm_ascend_pd.scheduler.who_computes import decode_computes
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
 from vllm_ascend_pd.timeline import events
 from vllm_ascend_pd.timeline.decode import UNTRACED, DecodeTrace
 from vllm_ascend_pd.transfer_span import EARLY_BYTES, RECEIVED_BYTES, REQUEST_ID, TOKENS, TransferSpan
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -39,7 +42,8 @@ _ABORTED = "the request was aborted"
 @dataclass
 class _Issued:
     """A ticket we gave out. `url`: where it was posted. `open` until every rank has reported that it ended. `given_up`:
-    the last attempt that failed, and why."""
+    the last attempt that failed, and why. `cached_tokens`: of the prompt, what prefill had cached; None: no rank has
+    received its KV."""
 
     ticket: Ticket
     span: TransferSpan
@@ -50,6 +54,7 @@ class _Issued:
     cause: ReceiveFailure | None = None
     given_up: tuple[int, str] | None = None
     received: tuple[int, int] = (0, 0)
+    cached_tokens: int | None = None
     issued_at: float = field(default_factory=time.monotonic)
 
 
@@ -104,6 +109,11 @@ class ConsumerScheduler:
         self._stats = stats.Stats()
         self._retried = 0  # posts, as counted last
         self._posts: list[tuple[Ticket, str]] = []
+        self._pool: BlockPool | None = None
+
+    def bind(self, pool: "BlockPool") -> None:
+        """`pool`: which all groups' blocks are from."""
+        self._pool = pool
 
     def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int:
         """How many of the prompt's tokens prefill will deliver. Has no side effects."""
@@ -113,11 +123,17 @@ class ConsumerScheduler:
             return 0
         if request.skip_reading_prefix_cache:  # logprobs of the prompt, say: decode has to compute all of it
             return 0
+        if decode_computes(request, num_computed_tokens, self._groups, self._pool):
+            return 0
         return max(0, int(request.num_prompt_tokens) - self._left_to_decode - num_computed_tokens)
 
     def allocated(self, request: "Request", blocks: tuple[list[int], ...], num_external_tokens: int) -> None:
-        """Issues the request's ticket. A second call, when decode starts, changes nothing."""
-        if num_external_tokens == 0 or request.request_id in self._by_request:
+        """Issues the request's ticket. Called once more when decode starts, after `update` has heard how its transfer
+        ended: then only what counts as cached is corrected."""
+        if issued := self._by_request.get(request.request_id):
+            _correct_cached_tokens(request, issued)
+            return
+        if num_external_tokens == 0:
             return
         params = request.kv_transfer_params or {}
         num_tokens = request.num_prompt_tokens - self._left_to_decode
@@ -192,6 +208,10 @@ class ConsumerScheduler:
                     attempt = issued.given_up[0] if issued.given_up else issued.ticket.attempt
                     self._tell(issued, attempt, reason, final=True)
                 self._cancel(ticket_id, reason, ReceiveFailure.TRANSFER)
+            for ticket_id, tokens in report.cached.items():
+                if issued := self._issued(ticket_id):
+                    known = issued.cached_tokens
+                    issued.cached_tokens = tokens if known is None else min(known, tokens)
             for ticket_id, (num_bytes, before_end) in report.received.items():
                 if issued := self._issued(ticket_id):
                     got = issued.received
@@ -264,6 +284,15 @@ class ConsumerScheduler:
         if issued.finished and not issued.open:
             del self._by_request[request_id]
             del self._request_of[issued.ticket.ticket_id]
+
+
+def _correct_cached_tokens(request: "Request", issued: _Issued) -> None:
+    if issued.open:
+        return
+    if issued.failure is None:
+        count_prefills(request, issued.cached_tokens or 0)
+    else:
+        count_own(request)
 
 
 def _end_span(issued: _Issued) -> None:

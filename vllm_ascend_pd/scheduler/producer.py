@@ -17,6 +17,7 @@ from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket
+from vllm_ascend_pd.scheduler import cached_tokens
 from vllm_ascend_pd.scheduler.admission import Admission
 from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.step import ProducerStep, Send, WorkerReport
@@ -225,6 +226,8 @@ class ProducerScheduler:
         if not sending.announced:
             sending.announced = True
             step.tickets[request_id] = sending.ticket
+            # Now, as it runs for the first time: what vLLM finds in its cache after a preemption, it has computed.
+            step.cached_tokens[request_id] = cached_tokens.found(sending.request)
         if sending.sealed:
             return
         total = sending.ticket.num_tokens

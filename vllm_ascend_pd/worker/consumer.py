@@ -303,6 +303,7 @@ class ConsumerWorker:
         self._trace.mark(how, request_id, ticket_id)
         if ticket.state is State.RECEIVED:
             self._report.received[ticket_id] = (ticket.num_bytes, ticket.bytes_before_end)
+            self._report.cached[ticket_id] = ticket.cached_tokens or 0
         self._ended.append(entry)
         self._wake()
 

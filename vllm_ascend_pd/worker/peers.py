@@ -389,7 +389,6 @@ class Peers:
                 self._told(transfer)
             self._follow(transfer)
             return
-        ticket = transfer.ticket
         writer = self._writer(transfer.number)
         answers = 0
 
@@ -404,6 +403,5 @@ class Peers:
 
         for key, destination in untold.items():
             answered = functools.partial(on_answer, key)
-            total, early = transfer.written.get(key, (0, 0))
-            report = Report(ticket.ticket_id, ticket.attempt, writer, reason, total, early, settle_s, transfer.digest)
+            report = transfer.report(writer, key, reason, settle_s)
             self._client.request(destination.rank.control, report, self._config.control_timeout_s, answered)

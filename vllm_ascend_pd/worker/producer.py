@@ -103,6 +103,7 @@ class ProducerWorker:
                 self._withdrawals,
                 sender.patience,
                 grant_deadline,
+                step.cached_tokens.get(request_id, 0),
             )
             self._transfers[request_id] = transfer
             self._senders[ticket.ticket_id] = sender

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.producer_ticket import ProducerTicket, RankKey
+from vllm_ascend_pd.core.protocol import Report, Writer
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.device.base import Event
 from vllm_ascend_pd.worker.patience import Patience
@@ -31,7 +32,8 @@ class Transfer:
     threads. `number` is known to nobody but this rank and the decode ranks it asks.
 
     The peer's sender alone writes for the transfer, and counts `written`: bytes for each decode rank, in all and before
-    the last layer was computed. `patience`: how long others wait for its grants, `patience_ends` at the earliest;
+    the last layer was computed. `cached_tokens`: of the prompt, what this engine had in its prefix cache. `patience`:
+    how long others wait for its grants, `patience_ends` at the earliest;
     `planned`: some of it is to be written, or was; `finishing`: a Finish task is queued; `told`: decode knows how it
     ended, or cannot be told; `ended`: nothing reads the request's blocks any more; `released`: vLLM is done with the
     request.
@@ -43,6 +45,7 @@ class Transfer:
     withdrawals: Withdrawals = field(default_factory=Withdrawals)
     patience: Patience = field(default_factory=Patience)
     patience_ends: float = math.inf
+    cached_tokens: int = 0
     planned: bool = False
     number: int = field(default_factory=lambda: secrets.randbits(63))
     written: dict[RankKey, tuple[int, int]] = field(default_factory=dict)
@@ -70,6 +73,21 @@ class Transfer:
         """Counts what has arrived, `early` of it before the last layer was computed."""
         total, before = self.written.get(key, (0, 0))
         self.written[key] = (total + num_bytes, before + early)
+
+    def report(self, writer: Writer, key: RankKey, reason: str | None, settle_s: float) -> Report:
+        """Tells decode rank `key` how the transfer ended: `reason` and `settle_s` as in `Report`."""
+        total, early = self.written.get(key, (0, 0))
+        return Report(
+            self.ticket.ticket_id,
+            self.ticket.attempt,
+            writer,
+            reason,
+            num_bytes=total,
+            bytes_before_end=early,
+            settle_s=settle_s,
+            digest=self.digest,
+            cached_tokens=self.cached_tokens,
+        )
 
     @property
     def num_bytes(self) -> int:

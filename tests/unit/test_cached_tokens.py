@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `usage` says of a prompt's cached tokens: those that no engine computed for the request. With vLLM's own
+schedulers and requests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness.engines import Role
+from harness.real_scheduler import *  # noqa: F403
+from harness.real_scheduler import BLOCK, RealScheduler
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.step import WorkerReport
+
+PROMPT = 100
+"""Six blocks of 16 and a part of one."""
+
+
+@pytest.fixture
+def prefill(scheduled_model: Path) -> Iterator[RealScheduler]:
+    scheduler = RealScheduler(Role.PREFILL, scheduled_model, step_tokens=64)
+    yield scheduler
+    scheduler.close()
+
+
+def ticket_id(scheduler: RealScheduler) -> str:
+    """Of the request that was just added: its ticket is in the next step."""
+    step, _ = scheduler.step()
+    [expect] = step.kv_connector_metadata.expects
+    return expect.ticket_id
+
+
+def cached_tokens(outputs: list[Any]) -> int:
+    [output] = outputs
+    return output.prefill_stats.num_cached_tokens
+
+
+def arrives(scheduler: RealScheduler, request_id: str, *ranks: WorkerReport) -> int:
+    """The KV of a request is received: what it says is cached, with its first token."""
+    report = ranks[0]
+    for other in ranks[1:]:
+        report = report.aggregate(other)
+    scheduler.step(report, finished_recving={request_id})
+    _, outputs = scheduler.step()
+    return cached_tokens(outputs)
+
+
+def received(ticket: str, cached: int) -> WorkerReport:
+    return WorkerReport(received={ticket: (1000, 500)}, cached={ticket: cached})
+
+
+def test_decode_says_what_prefill_had_cached_not_what_was_transferred(decode, all_prefilled):
+    decode.add("r", range(PROMPT), all_prefilled)
+    ticket = ticket_id(decode)
+    assert arrives(decode, "r", received(ticket, 3 * BLOCK)) == 3 * BLOCK
+
+
+def test_an_engine_that_reports_nothing_counts_as_one_that_had_nothing(decode, all_prefilled):
+    decode.add("r", range(PROMPT), all_prefilled)
+    ticket = ticket_id(decode)
+    assert arrives(decode, "r", WorkerReport(received={ticket: (1000, 500)})) == 0
+
+
+def test_the_last_token_never_counts_as_cached(decode, all_prefilled):
+    decode.add("r", range(PROMPT), all_prefilled)
+    ticket = ticket_id(decode)
+    assert arrives(decode, "r", received(ticket, 1 << 30)) == PROMPT - 1
+
+
+def test_of_several_ranks_the_least_counts(decode, all_prefilled):
+    decode.add("r", range(PROMPT), all_prefilled)
+    ticket = ticket_id(decode)
+    decode.step(received(ticket, 64))  # a rank that is done before the others
+    assert arrives(decode, "r", received(ticket, 48), received(ticket, 80)) == 48
+
+
+def test_what_decode_itself_had_cached_does_not_count(decode, all_prefilled):
+    """Prefill computed all of it once more."""
+    decode.add("r", range(PROMPT), all_prefilled)
+    arrives(decode, "r", received(ticket_id(decode), 0))
+    decode.add("s", [*range(PROMPT), *range(40)], all_prefilled)
+    ticket = ticket_id(decode)
+    assert decode.scheduler.requests["s"].prefill_stats.num_local_cached_tokens == 6 * BLOCK
+    assert arrives(decode, "s", received(ticket, 0)) == 0
+
+
+def test_a_request_without_a_ticket_says_what_decode_had_cached(decode, all_prefilled):
+    decode.add("r", range(PROMPT), all_prefilled)
+    arrives(decode, "r", received(ticket_id(decode), 0))
+    decode.add("s", [*range(PROMPT), *range(40)])
+    _, outputs = decode.step()
+    assert cached_tokens(outputs) == 6 * BLOCK
+
+
+def test_the_other_figures_are_those_of_a_single_engine(decode, all_prefilled, scheduled_model):
+    """vLLM from 0.32 on also says how many tokens it has put into its cache."""
+    decode.add("r", range(PROMPT), all_prefilled)
+    decode.step(received(ticket_id(decode), 2 * BLOCK), finished_recving={"r"})
+    _, [output] = decode.step()
+    single = RealScheduler(Role.DECODE, scheduled_model)
+    try:
+        single.add("before", range(2 * BLOCK))
+        single.step()
+        single.add("r", range(PROMPT))
+        _, [expected] = single.step()
+    finally:
+        single.close()
+    for figure in ("num_prompt_tokens", "num_cached_tokens", "num_cache_creation_tokens"):
+        got = getattr(output.prefill_stats, figure, None)
+        assert got == getattr(expected.prefill_stats, figure, None), figure
+
+
+def test_a_prompt_that_decode_computes_after_a_failed_transfer(scheduled_model, all_prefilled):
+    decode = RealScheduler(Role.DECODE, scheduled_model, load_failure_policy="recompute")
+    try:
+        decode.add("before", range(PROMPT))
+        decode.step()
+        decode.add("r", [*range(PROMPT), *range(40)], all_prefilled)
+        step, _ = decode.step()
+        [expect] = step.kv_connector_metadata.expects
+        failed = WorkerReport(failed={expect.ticket_id: "the link is down"})
+        decode.step(failed, finished_recving={"r"}, invalid_block_ids=set(expect.blocks))
+        _, outputs = decode.step()
+    finally:
+        decode.close()
+    assert cached_tokens(outputs) == 6 * BLOCK
+
+
+def test_preempted_before_its_first_token(decode, all_prefilled):
+    """The KV is still in decode's cache then: vLLM before 0.32 would count that."""
+    request = decode.add("r", range(PROMPT), all_prefilled, max_tokens=2)
+    decode.step(received(ticket_id(decode), BLOCK), finished_recving={"r"})
+    decode.schedule()
+    decode.preempt(request)
+    _, outputs = decode.step()
+    assert request.num_preemptions == 1
+    assert cached_tokens(outputs) == BLOCK
+
+
+def ticketed(request_id: str, tokens: int, blocks: list[int]) -> dict[str, Any]:
+    ticket = Ticket(
+        request_id=request_id,
+        remote_block_ids=[blocks],
+        remote_block_size=[BLOCK],
+        remote_engine_id="decode",
+        remote_host="127.0.0.1",
+        remote_port=20001,
+        remote_tp_size=1,
+        remote_cached_tokens=0,
+        ticket_id=f"{int(request_id[1:]):032x}",
+        num_tokens=tokens,
+    )
+    return msgspec.to_builtins(ticket)
+
+
+def reported(scheduler: RealScheduler, steps: int = 3) -> dict[str, int]:
+    """What prefill's ranks are told, in all of some steps."""
+    told: dict[str, int] = {}
+    for _ in range(steps):
+        step, _ = scheduler.step()
+        assert not told.keys() & step.kv_connector_metadata.cached_tokens.keys()
+        assert step.kv_connector_metadata.cached_tokens.keys() == step.kv_connector_metadata.tickets.keys()
+        told |= step.kv_connector_metadata.cached_tokens
+    return told
+
+
+def test_prefill_tells_its_ranks_what_it_had_cached(prefill):
+    blocks = list(range(1, 8))
+    prefill.add("r1", range(PROMPT), ticketed("r1", PROMPT, blocks))
+    assert reported(prefill) == {"r1": 0}
+    prefill.add("r2", range(PROMPT), ticketed("r2", PROMPT, blocks))
+    assert reported(prefill) == {"r2": 6 * BLOCK}
+    prefill.add("r3", [*range(50), *range(50)], ticketed("r3", PROMPT, blocks))
+    assert reported(prefill) == {"r3": 3 * BLOCK}
+
+
+def test_a_preemption_on_prefill_does_not_make_computed_tokens_cached(prefill):
+    request = prefill.add("r1", range(PROMPT), ticketed("r1", PROMPT, list(range(1, 8))))
+    first, _ = prefill.step()  # the first 64 tokens
+    prefill.preempt(request)
+    assert first.kv_connector_metadata.cached_tokens == {"r1": 0}
+    assert reported(prefill) == {}
+    assert request.num_preemptions == 1

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode computes a prompt itself where its prefix cache has all of it. With vLLM's own schedulers and requests."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request, RequestStatus
+
+from harness.real_scheduler import *  # noqa: F403
+from harness.real_scheduler import BLOCK, RealScheduler, Role
+from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
+from vllm_ascend_pd.scheduler.who_computes import decode_computes
+from vllm_ascend_pd.step import WorkerReport
+
+WHOLE = 6 * BLOCK
+
+
+def computed_once(decode: RealScheduler, tokens: int) -> Request:
+    """A request that leaves its prompt in decode's cache. It has an end of its own, so that the last block is whole."""
+    request = decode.add("before", range(tokens), max_tokens=2)
+    decode.step()
+    decode.step()
+    return request
+
+
+def tickets(decode: RealScheduler, tokens: int, params: dict[str, Any]) -> int:
+    """How many tickets decode issues for a prompt, which runs at once where there is none."""
+    request = decode.add("r", range(tokens), params, max_tokens=2)
+    step = decode.schedule()
+    expects = step.kv_connector_metadata.expects
+    assert (request.status == RequestStatus.RUNNING) == (not expects)
+    return len(expects)
+
+
+@pytest.mark.parametrize("tokens", [WHOLE + 1, WHOLE, BLOCK + 1, BLOCK])
+def test_a_prompt_that_is_cached_as_a_whole_needs_no_prefill(decode, all_prefilled, tokens):
+    computed_once(decode, tokens)
+    assert tickets(decode, tokens, all_prefilled) == 0
+
+
+def test_a_prompt_whose_kv_came_from_prefill_needs_none_the_second_time(decode, all_prefilled):
+    decode.add("before", range(WHOLE), all_prefilled)
+    step, _ = decode.step()
+    [expect] = step.kv_connector_metadata.expects
+    decode.step(WorkerReport(received={expect.ticket_id: (1, 1)}), finished_recving={"before"})
+    decode.step()
+    decode.add("r", range(WHOLE), all_prefilled)
+    step, [output] = decode.step()
+    assert step.kv_connector_metadata.expects == []
+    assert output.prefill_stats.num_cached_tokens == WHOLE - BLOCK  # as a single engine says
+
+
+def test_a_prompt_of_one_token(decode, all_prefilled):
+    assert tickets(decode, 1, all_prefilled) == 0
+
+
+@pytest.mark.parametrize("tokens", [WHOLE + 2, WHOLE + BLOCK - 1])
+def test_what_follows_the_last_whole_block_is_prefills(decode, all_prefilled, tokens):
+    computed_once(decode, tokens)
+    assert tickets(decode, tokens, all_prefilled) == 1
+
+
+def test_a_prompt_longer_than_what_is_cached(decode, all_prefilled):
+    computed_once(decode, WHOLE)
+    assert tickets(decode, WHOLE + BLOCK, all_prefilled) == 1
+
+
+@pytest.mark.parametrize("block", [5, 4, 0])
+def test_a_block_that_the_cache_has_given_up(decode, all_prefilled, block):
+    decode.evict(computed_once(decode, WHOLE), block)
+    assert tickets(decode, WHOLE, all_prefilled) == 1
+
+
+def test_nothing_is_cached_where_the_prompt_ends_with_its_first_block(decode, all_prefilled):
+    assert tickets(decode, BLOCK, all_prefilled) == 1
+
+
+@pytest.fixture
+def windowed(scheduled_model):
+    decode = RealScheduler(Role.DECODE, scheduled_model, windows=(2 * BLOCK, 3 * BLOCK))
+    yield decode
+    decode.close()
+
+
+@pytest.mark.parametrize(("tokens", "asked"), [(WHOLE + 1, 0), (WHOLE, 0), (WHOLE + 2, 1), (BLOCK, 0)])
+def test_windows(windowed, all_prefilled, tokens, asked):
+    computed_once(windowed, tokens)
+    assert tickets(windowed, tokens, all_prefilled) == asked
+
+
+def test_a_window_that_the_cache_has_given_up(windowed, all_prefilled):
+    """A hit ends before it, so more than the last two blocks is to be computed."""
+    request = computed_once(windowed, WHOLE)
+    windowed.evict(request, 3, group=1)
+    assert tickets(windowed, WHOLE, all_prefilled) == 1
+
+
+# Cases that need more than a scheduler of a plain model, with a pool in which just those blocks are that a test names.
+
+
+def pool_with(*cached: int) -> Any:
+    return SimpleNamespace(
+        hash_block_size=BLOCK, get_cached_block=lambda hashed, groups: "a block" if int(hashed) in cached else None
+    )
+
+
+def prompt_of(tokens: int) -> Any:
+    """The hashes of its blocks are 0, 1, 2, ..."""
+    return SimpleNamespace(num_prompt_tokens=tokens, block_hashes=[b"%d" % number for number in range(tokens // BLOCK)])
+
+
+PLAIN = [TokenGroup(BLOCK)]
+
+
+def test_an_eagle_head_has_vllm_compute_one_block_more():
+    everything = pool_with(*range(6))
+    for tokens in (WHOLE, WHOLE + 1):
+        assert decode_computes(prompt_of(tokens), 4 * BLOCK, PLAIN, everything)
+        assert not decode_computes(prompt_of(tokens), 4 * BLOCK, PLAIN, pool_with(4))
+        assert not decode_computes(prompt_of(tokens), 4 * BLOCK, PLAIN, pool_with(5))
+        assert not decode_computes(prompt_of(tokens), 3 * BLOCK, PLAIN, everything)
+
+
+def test_a_pool_that_is_not_known_decides_nothing():
+    assert decode_computes(prompt_of(WHOLE + 1), WHOLE, PLAIN, None)
+    assert not decode_computes(prompt_of(WHOLE), WHOLE - BLOCK, PLAIN, None)
+
+
+def test_a_prompt_whose_blocks_have_no_hashes():
+    """Prefix caching is off."""
+    request = SimpleNamespace(num_prompt_tokens=BLOCK, block_hashes=[])
+    assert not decode_computes(request, 0, PLAIN, pool_with(0))
+
+
+def test_states_are_cached_by_no_engine():
+    groups = [TokenGroup(BLOCK), StateGroup(4096)]
+    assert not decode_computes(prompt_of(WHOLE), 0, groups, pool_with(*range(6)))
+    assert not decode_computes(prompt_of(WHOLE), 0, [StateGroup(4096)], pool_with(*range(6)))
+
+
+def test_blocks_that_stand_for_tokens_of_several_ranks():
+    """With decode context parallelism."""
+    groups = [TokenGroup(BLOCK // 2, ranks=2)]
+    assert decode_computes(prompt_of(WHOLE), WHOLE - BLOCK, groups, pool_with(5))
+    assert not decode_computes(prompt_of(WHOLE), WHOLE - BLOCK, groups, pool_with(4))
