@@ -3,15 +3,17 @@
 
 import re
 from collections.abc import Collection, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import vllm.envs as envs
-from vllm.config import ParallelConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_ascend_pd.cache_kinds import check_kinds
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.groups import CacheGroup, StateGroup, TokenGroup
 from vllm_ascend_pd.core.layout import ALL_TOKENS, LayoutError, TokenShare
@@ -42,8 +44,14 @@ except ImportError:
 else:
     FROM_ANOTHER_ENGINE = CacheHitSource.P2P
 
-# From 0.32 on ranks of prefill context parallelism all hold the same KV; before, and in vllm-ascend, they share tokens.
-PREFILL_RANKS_HOLD_COPIES = hasattr(ParallelConfig, "pcp_shard_decode_requests")
+
+def prefill_ranks_hold_copies() -> bool:
+    """Whether ranks of prefill context parallelism all hold the same KV, as from 0.30 on. In 0.23 they share a
+    request's tokens: each has memory for its part of the longest request alone, which is what is asked here."""
+    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=2)
+    config: Any = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(max_model_len=2))
+    one_token = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=1, dtype=torch.uint8)
+    return bool(one_token.max_memory_usage_bytes(config) == 2 * one_token.page_size_bytes)
 
 
 def transfer_results(sent: Collection[str] = (), received: Collection[str] = (), failed: Collection[str] = ()) -> Any:
@@ -170,7 +178,7 @@ def sharding(vllm_config: "VllmConfig") -> topology.Sharding:
     interleave = parallel.cp_kv_cache_interleave_size
     if dcp > 1 and parallel.dcp_kv_cache_interleave_size > 1:  # its deprecated name, which vLLM prefers
         interleave = parallel.dcp_kv_cache_interleave_size
-    if pcp > 1 and PREFILL_RANKS_HOLD_COPIES:
+    if pcp > 1 and prefill_ranks_hold_copies():
         # Groups of decode context parallelism run over prefill-context-parallel ranks first.
         shares = tuple((tp_rank * pcp + pcp_rank) % dcp for pcp_rank in range(pcp) for tp_rank in range(tp))
         return topology.Sharding(tp, shares, interleave if dcp > 1 else 1)
@@ -190,13 +198,9 @@ def place_in_stage() -> tuple[int, tuple[int, ...]]:
 
 def cache_groups(kv_cache_config: "KVCacheConfig", shares: int = 1) -> list[CacheGroup]:
     """What each cache group's blocks hold, where tokens are dealt out in `shares`. Raises LayoutError."""
+    check_kinds(kv_cache_config)
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True):
-        if _is_compressed(spec):
-            raise LayoutError(
-                f"{group.layer_names[0]}: caches that keep one entry for several tokens (compress_ratio, as "
-                "DeepSeek V4 has) are not supported"
-            )
         if shares > 1 and not _is_shared(spec):
             raise LayoutError(
                 f"{group.layer_names[0]}: with context parallelism caches of kind {type(spec).__name__} are not "
@@ -231,11 +235,6 @@ def gives_blocks_away(kv_cache_config: "KVCacheConfig") -> bool:
     )
 
 
-def _is_compressed(spec: Any) -> bool:
-    """Blocks hold `compress_ratio` times `block_size` tokens then."""
-    return any(getattr(member, "compress_ratio", 1) not in (None, 1) for member in _members(spec))
-
-
 def _is_shared(spec: Any) -> bool:
     """Whether context parallelism deals out the tokens of such a cache, all of it. vllm-ascend may copy the index of
     sparse attention to every rank."""
@@ -252,6 +251,7 @@ def layer_specs(
 ) -> dict[str, LayerSpec | StateSpec]:
     """What each layer's cache holds on a rank with `share` of the tokens. Raises LayoutError for a kind of cache not
     supported."""
+    check_kinds(kv_cache_config)
     tp = vllm_config.parallel_config.tensor_parallel_size
     draft = draft_summary(vllm_config)
     models = {"": vllm_config.model_config}
@@ -266,9 +266,7 @@ def layer_specs(
             if _holds_state(spec):
                 specs[layer] = StateSpec(index, _states(layer, spec, vllm_config))
                 continue
-            heads = getattr(spec, "num_kv_heads", None)
-            if heads is None:
-                raise LayoutError(f"{layer}: caches of kind {type(spec).__name__} are not supported")
+            heads = spec.num_kv_heads
             whose = draft if _is_of_draft(layer, vllm_config) else ""
             if "MLA" in type(spec).__name__:
                 total = 1

@@ -15,7 +15,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
-    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -100,7 +99,7 @@ def test_ranks_hold_the_tokens_that_vllm_gives_them(sizes: dict[str, int]) -> No
     for number, (place, stage_ranks, dcp_rank, pcp_rank) in enumerate(places):
         assert stage_ranks[place] == number
         assert stage_ranks == tuple(range(number - number % stage, number - number % stage + stage))
-        copies = compat.PREFILL_RANKS_HOLD_COPIES
+        copies = compat.prefill_ranks_hold_copies()
         assert dealt.shares[place] == (dcp_rank if copies else pcp_rank * sizes["dcp"] + dcp_rank)
 
 
@@ -133,17 +132,9 @@ def test_caches_that_ranks_hold_copies_of() -> None:
     with pytest.raises(LayoutError, match=r"layer\.1: with context parallelism caches of kind MambaSpec"):
         compat.cache_groups(groups(spec(), STATE), 2)
     assert len(compat.cache_groups(groups(spec(), STATE))) == 2
-    if compat.PREFILL_RANKS_HOLD_COPIES:  # only such versions have draft models' copies
+    if compat.prefill_ranks_hold_copies():  # only such versions have draft models' copies
         with pytest.raises(LayoutError, match=r"layer\.0: with context parallelism caches of kind FullAttentionSpec"):
             compat.cache_groups(groups(spec(dcp_sharded=False)), 2)
-
-
-def test_caches_that_keep_one_entry_for_several_tokens() -> None:
-    compressed = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
-    assert len(compat.cache_groups(groups(compressed))) == 1
-    object.__setattr__(compressed, "compress_ratio", 4)  # a field of some versions' specs
-    with pytest.raises(LayoutError, match=r"layer\.1: caches that keep one entry for several tokens"):
-        compat.cache_groups(groups(spec(), UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": compressed})))
 
 
 def test_windows() -> None:

@@ -115,6 +115,24 @@ def test_compressed_caches(plugins: None) -> None:
         compat.cache_groups(caches)
 
 
+def test_vllm_ascends_own_kinds_of_caches_are_understood(plugins: None) -> None:
+    import vllm_ascend.core.kv_cache_interface as interface
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+    kinds = [kind for kind in vars(interface).values() if isinstance(kind, type) and issubclass(kind, KVCacheSpec)]
+    own = {kind.__name__: kind for kind in kinds if kind.__module__ == interface.__name__}
+    assert own.keys() == {"AscendMLAAttentionSpec", "AscendSlidingWindowMLASpec"}, "vllm-ascend has other kinds"
+    of = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
+    sparse = {"sparse_head_dim": (512, 64, 128), "cache_sparse_li_c8": True}
+    for spec in (
+        own["AscendMLAAttentionSpec"](**of),
+        own["AscendMLAAttentionSpec"](**of, **sparse),
+        own["AscendSlidingWindowMLASpec"](**of, sliding_window=128),
+    ):
+        caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        assert len(compat.cache_groups(caches)) == 1
+
+
 def test_the_models_here_are_not_refused(plugins: None, dense_model: Path, mla_model: Path) -> None:
     from vllm_ascend_pd.unsupported import unsupported
 

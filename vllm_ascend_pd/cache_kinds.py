@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of KV caches that this connector can send, by the names that vLLM and vllm-ascend give them.
+
+Every other kind is refused when an engine starts, because a cache of another kind may look like plain tokens and mean
+something else. The same holds for a field that a later version adds to a known kind, unless it has its default value.
+
+Read in vLLM 0.23.0, 0.30.0, 0.32.0 and 0.33.0 (`vllm/v1/kv_cache_interface.py`) and in vllm-ascend 0.23.0 and 0.30.0rc2
+(`vllm_ascend/core/kv_cache_interface.py`). Kinds left out on purpose: `CircularBufferSpec`, `KpoolTailSpec` (a ring of
+raw keys), `HiSparseHotSpec`, `HiSparseResidentSpec` (copies of a cache in host memory), `HiddenStateCacheSpec` (hidden
+states), `CrossAttentionSpec`, `EncoderOnlyAttentionSpec` (an encoder's tokens), `RSWASpec` (drops generated tokens),
+`SinkFullAttentionSpec` (has sink tokens of its own), `TQFullAttentionSpec` (quantized by TurboQuant).
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd.core.layout import LayoutError
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_PACKAGES = ("vllm", "vllm_ascend")
+
+# What vLLM wraps layers of one kind in. Its members are checked one by one.
+_WRAPPER = "UniformTypeKVCacheSpecs"
+
+_KINDS = frozenset(
+    {
+        "FullAttentionSpec",
+        "MLAAttentionSpec",
+        "AscendMLAAttentionSpec",
+        "SlidingWindowSpec",
+        "SlidingWindowMLASpec",
+        "AscendSlidingWindowMLASpec",
+        "ChunkedLocalAttentionSpec",
+        "MambaSpec",
+    }
+)
+
+# Fields that the connector reads, or that change nothing about what a block holds and how it lies in memory beyond
+# what the registered tensors' shapes say.
+_FIELDS = frozenset(
+    {
+        # all kinds
+        *("block_size", "dcp_sharded", "block_stride_alignment", "is_draft"),
+        # attention
+        *("num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_padded", "state_content_bytes"),
+        *("max_tp_shards", "sliding_window", "attention_chunk_size", "non_causal", "extra_retained_tokens"),
+        # MLA
+        *("cache_dtype_str", "alignment", "cache_role", "is_index_group_leader", "non_causal_multi_token_decode"),
+        "topk_buffer_width",
+        # vllm-ascend's sparse attention
+        *("scale_dim", "scale_dtype", "sparse_head_dim", "cache_sparse_sfa_c8", "cache_sparse_li_c8"),
+        *("c8_k_cache_dtype", "c8_k_scale_cache_dtype", "sfa_dcp_replicated_indexer_size"),
+        # states
+        *("shapes", "dtypes", "mamba_type", "mamba_cache_mode", "num_heads", "tp_replicated"),
+        *("num_speculative_blocks", "num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment"),
+    }
+)
+
+# Others keep scales beside the tensors that are registered, or pack a block in a way of their own.
+_QUANTIZATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
+
+
+def check_kinds(kv_cache_config: "KVCacheConfig") -> None:
+    """Raises LayoutError naming the first layer with a cache that is not understood."""
+    for group in kv_cache_config.kv_cache_groups:
+        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+            raise _refused(group.layer_names[0], "caches that vLLM keeps in host memory or excludes from transfers")
+        for layer, spec in _members(group.layer_names[0], group.kv_cache_spec):
+            if (reason := _reason(spec)) is not None:
+                raise _refused(layer, reason)
+
+
+def _refused(layer: str, reason: str) -> LayoutError:
+    return LayoutError(
+        f"{layer}: {reason} are not supported: serve this model without LayerwisePushConnector, prefill and decode in "
+        "one engine"
+    )
+
+
+def _members(layer: str, spec: Any) -> Iterator[tuple[str, Any]]:
+    """Layers and their specs. A group's layers may have specs of their own."""
+    if _name(spec) == _WRAPPER:
+        yield from spec.kv_cache_specs.items()
+    else:
+        yield layer, spec
+
+
+def _name(spec: Any) -> str:
+    """A class that another package derives is another kind, whatever its name."""
+    kind = type(spec)
+    package = kind.__module__.partition(".")[0]
+    return kind.__qualname__ if package in _PACKAGES else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _reason(spec: Any) -> str | None:
+    name = _name(spec)
+    if name not in _KINDS:
+        return f"caches of kind {name}"
+    if _is_compressed(spec):
+        return "caches that keep one entry for several tokens, or several for one (as DeepSeek V4 has),"
+    quantization = getattr(spec, "kv_quant_mode", None)
+    if quantization is not None and quantization.name not in _QUANTIZATIONS:
+        return f"caches quantized as {quantization.name} (--kv-cache-dtype)"
+    slots = getattr(spec, "num_head_slots", None)
+    if slots is not None and slots != spec.num_kv_heads:
+        return f"caches that keep {spec.num_kv_heads} KV heads in {slots} slots"
+    for each in dataclasses.fields(spec):
+        if each.name not in _FIELDS | _CHECKED and getattr(spec, each.name) != _default(each):
+            return f"caches of kind {name} with {each.name} {getattr(spec, each.name)!r}"
+    return None
+
+
+_CHECKED = frozenset({"compress_ratio", "tokens_per_state", "kv_quant_mode", "num_head_slots"})
+
+
+def _default(each: "dataclasses.Field[Any]") -> Any:
+    return each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+
+
+def _is_compressed(spec: Any) -> bool:
+    """`compress_ratio` is the field of vLLM before 0.30, and of vllm-ascend's own kinds; `tokens_per_state` is the
+    later one. A Mamba layer has one state for all tokens, and -1 there."""
+    per_state = 1 if hasattr(spec, "mamba_type") else getattr(spec, "tokens_per_state", 1)
+    return getattr(spec, "compress_ratio", 1) not in (None, 1) or per_state != 1
