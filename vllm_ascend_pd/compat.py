@@ -12,6 +12,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.version import __version__ as vllm_version
 
 from vllm_ascend_pd.cache_kinds import check_kinds
 from vllm_ascend_pd.core import topology
@@ -168,6 +169,18 @@ def _summary(model: "ModelConfig") -> str:
         f"{architecture} with {text.num_hidden_layers} layers of hidden size {text.hidden_size}, "
         f"{text.num_attention_heads} heads, {model.get_total_num_kv_heads()} KV heads, vocabulary {text.vocab_size}"
     )
+
+
+def media_hashing(vllm_config: "VllmConfig") -> str:
+    """How vLLM makes the hashes of images, sounds and videos; "" if it names them itself, with neither of the caches
+    on that look for them. The model's path goes into a hash, and versions write what they hash differently."""
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is None:
+        return ""
+    if not multimodal.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
+        return ""
+    algorithm = getattr(multimodal, "mm_hasher_algorithm", None) or envs.VLLM_MM_HASHER_ALGORITHM
+    return f"{vllm_version.partition('+')[0]} {algorithm} {vllm_config.model_config.model}"
 
 
 def sharding(vllm_config: "VllmConfig") -> topology.Sharding:

@@ -23,11 +23,12 @@ from vllm_ascend_pd.config import ConfigError, ConnectorConfig, parse_config
 from vllm_ascend_pd.core.protocol import ProtocolError, decode, encode
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket, wants_ticket
 from vllm_ascend_pd.core.topology import TopologyError, sharding, writers_to
-from vllm_ascend_pd.proxy import metaserver
-from vllm_ascend_pd.proxy.bodies import decode_body, parse_client_request, prefill_body
+from vllm_ascend_pd.proxy import prefill_answer
+from vllm_ascend_pd.proxy.bodies import decode_body, parse_client_request, prefill_body, tokens_body
 from vllm_ascend_pd.proxy.endpoints import Endpoint
 from vllm_ascend_pd.proxy.errors import RequestRefused
 from vllm_ascend_pd.proxy.exchange import Exchanges
+from vllm_ascend_pd.proxy.tickets import NotRepeatableError, read_ticket
 from vllm_ascend_pd.scheduler import metaserver_http
 from vllm_ascend_pd.scheduler.allowlist import Allowlist
 from vllm_ascend_pd.worker.consumer import decode_description
@@ -43,6 +44,10 @@ TICKET = {
     "remote_host": "127.0.0.1", "remote_port": 30101, "remote_tp_size": 2, "remote_pcp_size": 1, "remote_dcp_size": 1,
     "remote_cached_tokens": 0, "ticket_id": "0123456789abcdef" * 2, "attempt": 0, "num_tokens": 60,
     "remote_interleave_size": 1, "remote_draft": "",
+    "prompt": {
+        "tokens": "ab" * 16, "media": "cd" * 16, "media_hashing": "ef" * 16, "num_media": 2, "embeddings": "01" * 16,
+        "adapter": "unread:sql", "salt": "23" * 16,
+    },
 }  # fmt: skip
 ONE_GROUP = {**TICKET, "remote_block_ids": [[1, 2, 3, 4]], "remote_block_size": [16], "remote_dcp_size": 2}
 COMPLETION = {
@@ -103,16 +108,22 @@ def _client_request(endpoint: Endpoint, data: bytes) -> None:
     decode_body(request, "http://127.0.0.1:1/v1/metaserver", "an-id")
     for index in range(min(3, len(request.prompts))):
         prefill_body(request, index, b"{}", "an-id")
+        tokens_body(request, msgspec.Raw(b"[1]"), b"{}")
 
 
 def _posted_ticket(data: bytes) -> None:
-    ticket = msgspec.json.decode(data, type=metaserver.Ticket)
-    Exchanges(1).find(ticket.request_id)
+    posted = read_ticket(data)
+    if posted.token_ids is not None:
+        request = parse_client_request(Endpoint.CHAT, b'{"messages":[]}')
+        assert json.loads(tokens_body(request, posted.token_ids, posted.encoded))["max_tokens"] == 1
+        with contextlib.suppress(NotRepeatableError):
+            posted.of_attempt(1, None)
+    Exchanges(1).find(posted.ticket.request_id)
 
 
 def _prefill_answer(data: bytes) -> None:
     for status in (200, 400, 500):
-        metaserver._judge(status, "application/json", data, "http://127.0.0.1:1")
+        prefill_answer.judge(status, "application/json", data, "http://127.0.0.1:1")
 
 
 def _metaserver_answer(data: bytes) -> None:

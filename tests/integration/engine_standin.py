@@ -214,6 +214,8 @@ class DecodeEngine(_Engine):
         """Keep waiting for KV although the metaserver has reported a failure."""
         self.needs_prefill = True
         """False: every prompt is in the prefix cache."""
+        self.token_ids: list[Any] | None = None
+        """Every prompt's, which go with its ticket where the proxy wants them. None: it gives none."""
         self.recomputes = False
         """Answer although the metaserver has reported a failure."""
         self.fails = False
@@ -306,7 +308,10 @@ class DecodeEngine(_Engine):
 
             async with anyio.create_task_group() as tasks:
                 for number, request_id in enumerate(self._engine_request_ids(received)):
-                    tasks.start_soon(post, make_ticket(request_id, f"ticket-{number}"))
+                    ticket = make_ticket(request_id, f"ticket-{number}")
+                    if self.token_ids is not None and transfer["wants_token_ids"] is True:
+                        ticket["token_ids"] = self.token_ids
+                    tasks.start_soon(post, ticket)
         succeeded = all(status == 200 for status, _ in answers)
         if not succeeded and self.hangs_when_prefill_fails:
             await anyio.sleep_forever()

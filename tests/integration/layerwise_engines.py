@@ -23,7 +23,7 @@ class LayerwiseDecodeEngine(DecodeEngine):
 
     async def _prefill(self, received: Received) -> bool:
         transfer = received.body["kv_transfer_params"]
-        assert set(transfer) == {"do_remote_prefill", "do_remote_decode", "metaserver"}
+        assert set(transfer) == {"do_remote_prefill", "do_remote_decode", "metaserver", "wants_token_ids"}
         assert transfer["do_remote_prefill"] is True
         ids = self._engine_request_ids(received)
         async with anyio.create_task_group() as tasks:

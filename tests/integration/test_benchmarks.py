@@ -70,6 +70,21 @@ def test_regroup() -> None:
     assert (gather["op"], interleave["op"]) == ("gather_slices", "interleave_heads")
 
 
+def test_token_ids() -> None:
+    """Prefill gets the same prompt either way: the benchmark checks that it does."""
+    _, program = documented("docs/performance.md", "python benchmarks/token_ids.py")
+    short, long = results(program, "--tokens", "64", "2048", "--rounds", "2")
+    assert short["tokens"] < long["tokens"]
+    for each in (short, long):
+        parts = ("text_proxy_ms", "text_prefill_ms", "ids_decode_ms", "ids_proxy_ms", "ids_prefill_ms", "digest_ms")
+        assert all(each[part] > 0 for part in parts)
+        assert each["of_text"] == pytest.approx(
+            sum(each[part] for part in parts if part.startswith("ids"))
+            / sum(each[part] for part in parts if part.startswith("text"))
+        )
+        assert 0 < each["text_bytes"] < each["ids_bytes"]
+
+
 def test_proxy_overhead() -> None:
     """All streams get through."""
     _, program = documented("docs/operations.md", "python benchmarks/proxy_overhead.py")

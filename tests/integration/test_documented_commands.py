@@ -338,6 +338,7 @@ TABLE = (
         "10 minutes: there is a stand-in for Python; other tests run each benchmark in a smaller form",
     ),
     Row(r"python benchmarks/proxy_overhead\.py", "tests/integration/test_benchmarks.py::test_proxy_overhead"),
+    Row(r"python benchmarks/token_ids\.py", "tests/integration/test_benchmarks.py::test_token_ids"),
     Row(r"python benchmarks/regroup\.py", "tests/integration/test_benchmarks.py::test_regroup"),
     Row(r"python benchmarks/scale\.py", f"{OF_CLUSTERS}::test_scale"),
     Row(

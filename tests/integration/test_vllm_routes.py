@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi import FastAPI
 
-from vllm_ascend_pd.proxy.bodies import decode_body, parse_client_request, prefill_body
+from vllm_ascend_pd.proxy.bodies import decode_body, parse_client_request, prefill_body, tokens_body
 from vllm_ascend_pd.proxy.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
 from vllm_ascend_pd.proxy.events import Opening, error_of, names_no_reason, opening
 
@@ -144,6 +145,46 @@ def test_token_ids() -> None:
     assert (decode.kv_transfer_params["metaserver"], prefill.kv_transfer_params) == (METASERVER, TICKET)
     assert prefill.token_ids == [1, 2, 3]
     assert (prefill.stream, prefill.sampling_params.logprobs) == (False, None)
+
+
+@pytest.mark.parametrize("endpoint", list(Endpoint), ids=lambda endpoint: endpoint.value)
+def test_prompts_by_token_ids(endpoint: Endpoint) -> None:
+    """vLLM's completions take them, whatever the client's route is: nothing is left to render, tokenize or truncate."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    body = {"messages": [MESSAGES], "input": "a", "prompt": "a", "model": "m", "cache_salt": "s", "priority": 2}
+    body |= {"tools": [{}], "response_format": {"type": "json_object"}, "truncate_prompt_tokens": 1, "max_tokens": 40}
+    request = parse_client_request(endpoint, json.dumps(body).encode())
+    sent = tokens_body(request, msgspec.Raw(b"[3,1,2]"), json.dumps(TICKET).encode())
+    prefill = CompletionRequest.model_validate_json(sent)
+    check(_decode_of(40), params := prefill.to_sampling_params(1, {}))
+    assert (prefill.prompt, prefill.cache_salt, prefill.model) == ([3, 1, 2], "s", "m")
+    assert prefill.priority == (0 if endpoint is Endpoint.MESSAGES else 2)
+    assert (params.min_tokens, params.structured_outputs, prefill.stream) == (1, None, False)
+    assert prefill.truncate_prompt_tokens is None
+    said = prefill.model_dump(exclude_unset=True).keys() - {"kv_transfer_params", "model", "cache_salt", "priority"}
+    assert said == {"prompt", "max_tokens", "min_tokens", "n", "stream"}
+
+
+def _decode_of(max_tokens: int) -> Any:
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    decode, _ = bodies(Endpoint.COMPLETIONS, {"prompt": "a", "max_tokens": max_tokens})
+    return CompletionRequest.model_validate(decode).to_sampling_params(max_tokens, {})
+
+
+def test_any_engine_takes_a_priority() -> None:
+    """`--scheduling-policy priority` on decode alone: neither version refuses a priority that it does not use."""
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+
+    from harness.scheduling import make_request
+
+    queue = create_request_queue(SchedulingPolicy.FCFS)
+    for priority in (3, -3):
+        request = make_request(f"r{priority}", 4, None)
+        request.priority = priority
+        queue.add_request(request)
+    assert queue.pop_request().priority == 3
 
 
 @pytest.mark.parametrize("value", ["text", 7, ["do_remote_prefill"], []])

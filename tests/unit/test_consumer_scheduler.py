@@ -17,6 +17,7 @@ from harness.waiting import wait_until
 from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
+from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_tokens
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.signing import Secret, verify
 from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
@@ -151,7 +152,9 @@ def test_a_request_gets_a_ticket(scheduler, metaserver):
         remote_cached_tokens=0,
         ticket_id=expect.ticket_id,
         num_tokens=PROMPT,
+        prompt=PromptDigest(tokens=digest_of_tokens(expect.ticket_id, list(range(PROMPT)))),
     )
+    assert "token_ids" not in body or body["token_ids"] == []
     assert ticket.digest() == expect.digest
 
 

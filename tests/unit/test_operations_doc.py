@@ -25,7 +25,7 @@ ANSWERS = {
     "_error",
     "bad_gateway",
     "EngineError",
-    "_failed",
+    "failed",
 }
 
 

@@ -7,7 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_ascend_pd.proxy.bodies import MAX_PROMPTS, decode_body, parse_client_request, prefill_body, samples_of
+from vllm_ascend_pd.proxy.bodies import (
+    MAX_PROMPTS,
+    decode_body,
+    parse_client_request,
+    prefill_body,
+    samples_of,
+    tokens_body,
+)
 from vllm_ascend_pd.proxy.endpoints import Endpoint
 from vllm_ascend_pd.proxy.errors import RequestRefused
 
@@ -148,3 +155,69 @@ def test_other_truncations_are_vllms_business(written: str) -> None:
 )
 def test_samples(endpoint: Endpoint, body: str, samples: int) -> None:
     assert samples_of(parse_client_request(endpoint, body.encode())) == samples
+
+
+def test_decode_is_asked_for_the_prompts_token_ids() -> None:
+    sent = json.loads(decode_body(parse_client_request(Endpoint.CHAT, CHAT), METASERVER, ID))
+    assert sent["kv_transfer_params"] == {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "metaserver": METASERVER,
+        "wants_token_ids": True,
+    }
+
+
+BESIDE = {"model": "sql-adapter", "cache_salt": "of the client's", "priority": -3}
+WHAT_PREFILL_DOES_NOT_NEED = {
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "max_tokens": 64,
+    "temperature": 0.5,
+    "truncate_prompt_tokens": 5,
+    "tools": [{"type": "function", "function": {"name": "look"}}],
+    "tool_choice": "auto",
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a+"},
+    "thinking_token_budget": 3,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "chat_template": "{{ messages }}",
+    "add_special_tokens": False,
+    "request_id": None,
+    "user": "me",
+    "vllm_xargs": {"x": 1},
+    "n": 3,
+    "logprobs": 1,
+}
+PROMPT_FIELDS: dict[Endpoint, dict[str, Any]] = {
+    Endpoint.COMPLETIONS: {"prompt": ["a", "b"]},
+    Endpoint.CHAT: {"messages": [{"role": "user", "content": "a"}]},
+    Endpoint.CHAT_BATCH: {"messages": [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]},
+    Endpoint.RESPONSES: {"input": "a", "instructions": "b"},
+    Endpoint.MESSAGES: {"messages": [{"role": "user", "content": "a"}], "system": "b"},
+    Endpoint.GENERATE: {"token_ids": [5, 6], "sampling_params": {"structured_outputs": {"regex": "a"}, "n": 2}},
+}
+
+
+@pytest.mark.parametrize("endpoint", list(Endpoint), ids=lambda endpoint: endpoint.value)
+def test_by_token_ids_prefill_is_asked_for_nothing_that_it_does_not_need(endpoint: Endpoint) -> None:
+    """Whatever route the client used: no template, tool, format or sampling can make prefill refuse or differ."""
+    body = {**WHAT_PREFILL_DOES_NOT_NEED, **BESIDE, **PROMPT_FIELDS[endpoint]}
+    request = parse_client_request(endpoint, json.dumps(body).encode())
+    for _ in request.prompts:
+        sent = raw(tokens_body(request, msgspec.Raw(b"[9,8,7]"), TICKET))
+        assert sent.pop("kv_transfer_params") == TICKET
+        one_token = {"prompt": b"[9,8,7]", "max_tokens": b"1", "min_tokens": b"1", "n": b"1", "stream": b"false"}
+        beside = {name: json.dumps(value).encode() for name, value in BESIDE.items()}
+        if endpoint is Endpoint.MESSAGES:  # vLLM knows no priority there
+            del beside["priority"]
+        assert sent == {**one_token, **beside}
+
+
+@pytest.mark.parametrize("salt", ["null", "5", '""', '["a"]', "{}"])
+def test_a_cache_salt_that_is_none_is_not_passed_on(salt: str) -> None:
+    """Of vLLM 0.23's `/v1/messages`, which ignores the field: prefill would refuse it."""
+    body = b'{"model":"m","messages":[],"cache_salt":%s}' % salt.encode()
+    request = parse_client_request(Endpoint.MESSAGES, body)
+    assert set(raw(tokens_body(request, msgspec.Raw(b"[1]"), TICKET))) == {
+        *("model", "prompt", "max_tokens", "min_tokens", "n", "stream", "kv_transfer_params")
+    }

@@ -8,6 +8,7 @@ import pickle
 import msgspec
 import pytest
 
+from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.signing import MIN_SECRET_BYTES, Secret, resigned, signed, verify
 from vllm_ascend_pd.core.ticket import Ticket, TicketError
 
@@ -26,11 +27,15 @@ TICKET = Ticket(
     ticket_id="0123456789abcdef" * 2,
     num_tokens=10,
 )
-SIGNED = signed(TICKET, SECRET, EXPIRES)
+PROMPT = PromptDigest(
+    tokens="0a" * 16, media="1b" * 16, media_hashing="2c" * 16, num_media=2, embeddings="3d" * 16, adapter="4e" * 16,
+    salt="5f" * 16,
+)  # fmt: skip
+SIGNED = signed(msgspec.structs.replace(TICKET, prompt=PROMPT), SECRET, EXPIRES)
 OTHER_VALUES = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
-    "token_ids": [1],
+    "prompt": None,
     "remote_block_ids": [[7, 3, 8], [5]],
     "remote_draft": "a draft",
     "signature": "0" * 64,
@@ -49,16 +54,34 @@ def test_what_was_signed_verifies_after_its_way_over_json():
     params = json.loads(json.dumps(msgspec.to_builtins(SIGNED)))
     assert verifies(msgspec.convert(params, Ticket))
     assert (SIGNED.expires_at, len(SIGNED.signature)) == (EXPIRES, 64)
-    assert SIGNED.digest() == TICKET.digest(), "the signature does not change where bytes go"
+    unsigned = msgspec.structs.replace(TICKET, prompt=PROMPT)
+    assert SIGNED.digest() == unsigned.digest(), "the signature does not change where bytes go"
 
 
-@pytest.mark.parametrize("name", Ticket.__struct_fields__)
+def test_token_ids_are_not_signed():
+    """Prefill does not use them, and the proxy takes them out."""
+    assert verifies(msgspec.structs.replace(SIGNED, token_ids=[1]))
+
+
+@pytest.mark.parametrize("part", PromptDigest.__struct_fields__)
+def test_no_part_of_the_prompts_digest_can_change_or_be_left_out(part):
+    value = getattr(PROMPT, part)
+    for other in (value + 1, 0) if isinstance(value, int) else (value[:-1] + "x", ""):
+        assert not verifies(msgspec.structs.replace(SIGNED, prompt=msgspec.structs.replace(PROMPT, **{part: other})))
+
+
+def test_a_ticket_without_a_digest_of_its_prompt_has_the_signature_that_older_versions_know():
+    signature = "e6c8b640a6c63cb9ff27ef0de4c1c9f53435213d706bd923aad48d68601dbdf4"
+    assert signed(TICKET, SECRET, EXPIRES).signature.startswith(signature)
+
+
+@pytest.mark.parametrize("name", [name for name in Ticket.__struct_fields__ if name != "token_ids"])
 def test_no_field_can_change(name):
     value = getattr(SIGNED, name)
     other = OTHER_VALUES.get(name)
-    if other is None:
+    if name not in OTHER_VALUES:
         other = value + 1 if isinstance(value, int) else value + "x" if isinstance(value, str) else [*value, 9]
-    assert type(other) is type(value)
+    assert other is None or type(other) is type(value)
     assert not verifies(msgspec.structs.replace(SIGNED, **{name: other}))
 
 
@@ -68,7 +91,9 @@ def test_no_field_can_be_left_out_but_one_at_its_default():
     for name in params:
         without = {key: value for key, value in params.items() if key != name}
         try:
-            assert verifies(msgspec.convert(without, Ticket)) is (name not in ("expires_at", "signature")), name
+            assert verifies(msgspec.convert(without, Ticket)) is (name not in ("expires_at", "signature", "prompt")), (
+                name
+            )
         except msgspec.ValidationError:
             assert name not in defaults
 
@@ -94,7 +119,7 @@ def test_another_attempt_is_signed_anew():
     assert again["left"] == "alone"
     ticket = msgspec.convert(again, Ticket)
     assert verifies(ticket)
-    assert ticket == signed(msgspec.structs.replace(TICKET, attempt=3), SECRET, EXPIRES)
+    assert ticket == signed(msgspec.structs.replace(TICKET, attempt=3, prompt=PROMPT), SECRET, EXPIRES)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.ticket import MAX_TP, Ticket, TicketError, parse_ticket, salt_of
 
 TICKET_ID = "0123456789abcdef" * 2
@@ -219,6 +220,7 @@ def test_whatever_passes_can_be_used(changes, replaces):
         {"remote_block_ids": [[7, 3], [9]]},
         {"remote_block_size": [8]},
         {"remote_draft": "eagle"},
+        {"prompt": PromptDigest(tokens="0" * 32)},
     ],
     ids=str,
 )
@@ -231,6 +233,49 @@ def test_the_digest_changes_with(changes):
 )
 def test_the_digest_does_not_change_with(changes):
     assert Ticket(**{**PARAMS, **changes}).digest() == Ticket(**PARAMS).digest()
+
+
+def test_the_digest_changes_with_each_part_of_the_prompt_s():
+    prompt = PromptDigest(tokens="0" * 32)
+    others = [PromptDigest(tokens="1" * 32), PromptDigest(tokens="0" * 32, salt="0" * 32), PromptDigest()]
+    digests = {Ticket(**PARAMS, prompt=each).digest() for each in (prompt, *others)}
+    assert len(digests) == 4
+
+
+def test_a_ticket_without_a_digest_of_its_prompt_has_the_digest_that_older_versions_know():
+    assert Ticket(**PARAMS).digest() == "e76e01f860ef275531176a50605717f2"
+
+
+def test_token_ids_are_dropped():
+    """They are for the metaserver. Prefill's ranks need not carry them."""
+    assert parse_ticket({**PARAMS, "token_ids": [1, 2, 3]}, 10, 1).token_ids == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "complaint"),
+    [
+        (5, "prompt"),
+        ([], "prompt"),
+        ({"tokens": 5}, "tokens"),
+        ({"tokens": "0" * 33}, "tokens"),
+        ({"num_media": -1}, "num_media"),
+        ({"num_media": 1.5}, "num_media"),
+        ({"adapter": "x" * 1025}, "adapter"),
+        ({"salt": None}, "salt"),
+    ],
+    ids=str,
+)
+def test_a_digest_of_the_prompt_that_is_none(prompt, complaint):
+    with pytest.raises(TicketError, match=complaint):
+        parse_ticket({**PARAMS, "prompt": prompt}, 10, 1)
+
+
+def test_a_digest_of_the_prompt_comes_back_as_it_was_sent_and_new_parts_are_left_alone():
+    sent = Ticket(**PARAMS, prompt=PromptDigest(tokens="0" * 32, adapter="unread:sql"))
+    params = json.loads(json.dumps(msgspec.to_builtins(sent)))
+    assert params["prompt"] == {"tokens": "0" * 32, "adapter": "unread:sql"}
+    params["prompt"]["of a later version"] = 1
+    assert parse_ticket(params, 10, 1) == sent
 
 
 def test_salt_is_drawn_from_the_ticket_id():

@@ -3,7 +3,7 @@
 
 Decode signs what it issues, prefill serves nothing else, and a proxy that tries a ticket again under another attempt
 signs it anew. The signature is an HMAC-SHA256 over the ticket's fields as prefill understands them: what it does not
-know does not count, and a field at its default is as good as absent.
+know or use does not count, and a field at its default is as good as absent.
 """
 
 import hashlib
@@ -20,6 +20,8 @@ CLOCK_SKEW_S = 30
 """How far the clocks of decode and prefill hosts may be apart."""
 
 _PURPOSE = b"vllm-ascend-pd ticket 1\0"
+_NOT_SIGNED = ("signature", "token_ids")
+"""Nobody uses `token_ids` that are not compared with `prompt`, which is signed."""
 _encoder = msgspec.msgpack.Encoder(order="sorted")
 
 
@@ -77,6 +79,6 @@ def _content(ticket: Ticket) -> bytes:
         default = field.default
         if field.default_factory is not msgspec.NODEFAULT:
             default = field.default_factory()
-        if field.name != "signature" and value != default:
+        if field.name not in _NOT_SIGNED and value != default:
             said[field.name] = value
     return _encoder.encode(said)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeGuard
 import msgspec
 
 from vllm_ascend_pd.core.hosts import is_host
+from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.text import is_name
 from vllm_ascend_pd.core.topology import Sharding, sharding
 
@@ -17,6 +18,10 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 # More ranks than any engine has: bounds what a ticket or a grant request can make us compute.
 MAX_TP = 1024
+
+
+WANTS_TOKEN_IDS = "wants_token_ids"
+"""In the `kv_transfer_params` of a request to decode: our proxy's wish for `Ticket.token_ids`."""
 
 
 class TicketError(ValueError):
@@ -30,8 +35,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
     Block ids are per cache group and cover the whole prompt; prefill writes tokens
     `[remote_cached_tokens, num_tokens)` only. With decode context parallelism a block id stands for a block of
     `remote_block_size` tokens on each of `remote_dcp_size` ranks, `remote_interleave_size` tokens in turn. Of draft
-    layers those of `remote_draft` are written (`Geometry.draft`). `expires_at` (unix seconds) and `signature` are
-    there when the cluster has a secret (`core/signing.py`).
+    layers those of `remote_draft` are written (`Geometry.draft`). `prompt` says whose KV it is for. `expires_at` (unix
+    seconds) and `signature` are there when the cluster has a secret (`core/signing.py`). `token_ids` are for the
+    metaserver alone, which may ask prefill by them: no digest and no signature covers them, and `parse_ticket` drops
+    them.
     """
 
     request_id: str
@@ -53,6 +60,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
     num_tokens: _Count
     remote_interleave_size: _Count = 1
     remote_draft: str = ""
+    prompt: PromptDigest | None = None
     expires_at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
     signature: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
@@ -82,8 +90,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
         return (self.endpoint, self.remote_engine_id)
 
     def digest(self) -> str:
-        """Fingerprint of all that decides where bytes go, the same in all attempts."""
-        content = (
+        """Fingerprint of all that decides which bytes go where, the same in all attempts. Without a `prompt` it is that
+        of versions that know none."""
+        content: tuple[object, ...] = (
             self.ticket_id,
             self.remote_engine_id,
             self.remote_cached_tokens,
@@ -92,6 +101,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
             self.remote_block_size,
             self.remote_draft,
         )
+        if self.prompt is not None:
+            content += (self.prompt,)
         return hashlib.blake2b(msgspec.msgpack.encode(content), digest_size=16).hexdigest()
 
 
@@ -108,6 +119,11 @@ def wants_ticket(params: Mapping[str, Any] | None) -> bool:
     if not isinstance(params, Mapping):  # vLLM checks the type of `kv_transfer_params`, but not in `vllm_xargs`
         return False
     return bool(params.get("do_remote_prefill")) and params.get("remote_engine_id") is None
+
+
+def wants_token_ids(params: Mapping[str, Any]) -> bool:
+    """Whether the metaserver that such a request's ticket is posted to asks prefill by token ids."""
+    return params.get(WANTS_TOKEN_IDS) is True
 
 
 def carries_ticket(params: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
@@ -163,4 +179,4 @@ def parse_ticket(
             raise TicketError(f"remote_interleave_size {interleave} does not divide remote_block_size {size}")
         if len(blocks) * span < ticket.num_tokens or any(block < 0 for block in blocks):
             raise TicketError(f"remote_block_ids: {len(blocks)} blocks of {span} for {ticket.num_tokens} tokens")
-    return ticket
+    return msgspec.structs.replace(ticket, token_ids=[]) if ticket.token_ids else ticket

@@ -12,6 +12,7 @@ from http import HTTPStatus
 import msgspec
 
 from vllm_ascend_pd.core.text import UNREADABLE
+from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
 
 from .endpoints import SHAPES, Endpoint, Shape
 from .errors import RequestRefused
@@ -103,7 +104,12 @@ def samples_of(request: ClientRequest) -> int:
 def decode_body(request: ClientRequest, metaserver_url: str, request_id: str) -> bytes:
     """The client's body, asking D to fetch the prompt's KV through the metaserver. `request_id`: what D is to call
     the request, where the body says so."""
-    transfer = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": metaserver_url}
+    transfer = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "metaserver": metaserver_url,
+        WANTS_TOKEN_IDS: True,
+    }
     return msgspec.json.encode(
         {**request.fields, **request.whole_prompt, **_id(request, request_id), "kv_transfer_params": transfer}
     )
@@ -137,6 +143,16 @@ def prefill_body(request: ClientRequest, index: int, ticket: bytes, request_id: 
     )
 
 
+def tokens_body(request: ClientRequest, token_ids: msgspec.Raw, ticket: bytes) -> bytes:
+    """The body for a prompt of which decode has said the token ids: for `Endpoint.COMPLETIONS`, whatever route the
+    client used. Of the client's fields those remain that choose the adapter, or prefill's queue and prefix cache."""
+    kept = {name: request.fields[name] for name in SHAPES[request.endpoint].beside_tokens if name in request.fields}
+    if not _is_text(kept.get("cache_salt", b"null")):
+        kept.pop("cache_salt", None)
+    one_token = {name: msgspec.Raw(value) for name, value in SHAPES[Endpoint.COMPLETIONS].one_token.items()}
+    return msgspec.json.encode({**kept, **one_token, "prompt": token_ids, "kv_transfer_params": msgspec.Raw(ticket)})
+
+
 def _one_token(fields: Fields, shape: Shape) -> Fields:
     kept = {
         name: _ONE if name in shape.also_limits else value
@@ -164,6 +180,11 @@ def _split(prompt: msgspec.Raw) -> list[msgspec.Raw]:
 def _check_number(number: int, of_what: str, field: str) -> None:
     if number > MAX_PROMPTS:
         raise _bad_request(f"{number} {of_what} in one request, at most {MAX_PROMPTS}: each is one to an engine", field)
+
+
+def _is_text(value: msgspec.Raw | bytes) -> bool:
+    """Whether it is a string that is not empty: vLLM takes no other salt, and some routes of 0.23 ignore the field."""
+    return bytes(value).startswith(b'"') and bytes(value) != b'""'
 
 
 def _given(value: msgspec.Raw | None) -> bool:

@@ -69,6 +69,8 @@ class Shape:
     """Further fields that limit tokens: 1 where they are given."""
     not_for_prefill: frozenset[str] = frozenset()
     """Fields that ask for more than a token, or for more about it."""
+    beside_tokens: tuple[str, ...] = ("model", "cache_salt", "priority")
+    """Fields that prefill gets beside the prompt's token ids, where the client has given them."""
     nested: str | None = None
     """The field that holds those of the three above, but for `stream`."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -135,6 +137,7 @@ SHAPES: Mapping[Endpoint, Shape] = {
         engine_id=f"chatcmpl-{UUID}(?P<prompt>)",
         text="messages",
         one_token={"stream": b"false", "max_tokens": b"1"},
+        beside_tokens=("model", "cache_salt"),  # decode knows no priority here
     ),
     Endpoint.GENERATE: Shape(
         engine_id=f"generate-tokens-{UUID}(?P<prompt>)",

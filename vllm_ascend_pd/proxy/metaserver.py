@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -19,13 +20,15 @@ from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, RECOMPUTES_HEADER, 
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 
 from .bearer import BearerToken
-from .bodies import prefill_body, samples_of
+from .bodies import prefill_body, samples_of, tokens_body
 from .counts import Counts
+from .endpoints import Endpoint
 from .engine_run import EngineRun
 from .engines import Choice, EngineError, EnginePool
-from .errors import RequestRefused, error_response, excerpt
+from .errors import RequestRefused, error_response
 from .exchange import Attempt, Exchanges, PrefillTicket, Waiting
 from .metrics import Metrics
+from .prefill_answer import bad_gateway, failed, judge
 from .prompts import prompt_of
 from .registry import Role
 from .retry import (
@@ -41,7 +44,7 @@ from .retry import (
 )
 from .settings import MIB, ProxySettings
 from .streams import TooLarge, read_all, when_disconnected
-from .tickets import NotRepeatableError, Sign, Ticket, of_attempt
+from .tickets import NotRepeatableError, Posted, Sign, read_ticket
 from .tracing import ATTEMPT, PROMPT, REQUEST_ID, Attributes, Span
 from .watch import Watch
 
@@ -52,14 +55,6 @@ _MAX_PREFILL_ANSWER_BYTES = 8 * MIB
 _MAX_FAILURE_BYTES = 64 * 1024
 
 _T = TypeVar("_T")
-
-
-class _TransferResult(msgspec.Struct, frozen=True):
-    error: str | None = None
-
-
-class _PrefillAnswer(msgspec.Struct, frozen=True):
-    kv_transfer_params: _TransferResult | None = None
 
 
 class _Refused(Exception):
@@ -95,7 +90,8 @@ class Metaserver:
         for it; 409 when that has its tickets already; 410 when it ended meanwhile; 502 when the prefill failed; 503
         when the proxy shuts down. Errors are `{"error": reason}`."""
         try:
-            body, ticket = await self._read(request, self._settings.max_ticket_bytes, Ticket, "ticket")
+            posted = await self._read(request, self._settings.max_ticket_bytes, read_ticket, "ticket")
+            ticket = posted.ticket
             waiting = self._find(ticket.request_id)
         except _Refused as refused:
             return refused.answer
@@ -124,7 +120,7 @@ class Metaserver:
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(when_disconnected, request.receive, decode_left)
-                failures = await self._serve(waiting, ticket, state, body)
+                failures = await self._serve(waiting, posted, state)
                 tasks.cancel_scope.cancel()
         if scope.cancelled_caught or attempt.over:
             return _error(HTTPStatus.GONE, "the client's request has ended, or was made anew")
@@ -158,25 +154,25 @@ class Metaserver:
         asked, under a new request if that is still possible. 200, also for an attempt that is over; 400 and 404 as for
         a ticket."""
         try:
-            _, failed = await self._read(request, _MAX_FAILURE_BYTES, TransferFailure, "failure")
-            exchange, attempt, _, index, _ = self._find(failed.request_id)
+            noticed = await self._read(request, _MAX_FAILURE_BYTES, _read_failure, "failure")
+            exchange, attempt, _, index, _ = self._find(noticed.request_id)
         except _Refused as refused:
             return refused.answer
-        state = attempt.tickets.get((index, failed.ticket_id))
+        state = attempt.tickets.get((index, noticed.ticket_id))
         if state is None:
             return _error(HTTPStatus.NOT_FOUND, "no such ticket was posted for this request_id")
-        if not failed.final and failed.attempt != state.attempt:
+        if not noticed.final and noticed.attempt != state.attempt:
             return JSONResponse({"status": "over"})
-        reason = one_line(failed.reason, MAX_REASON_CHARS)
+        reason = one_line(noticed.reason, MAX_REASON_CHARS)
         run = state.run
         under_way = run in self.watch
         # This failure is not among the ticket's yet.
         anew = under_way and attempt.may_begin_anew and len(state.failures) + 1 < self._settings.prefill_attempts
         ends_attempt = False
         # Once decode has its answer there is no other attempt under this ticket.
-        if failed.final or state.answered or anew:
+        if noticed.final or state.answered or anew:
             if run.engines and not state.given_up:
-                exchange.prefill_failed(state, _failed(Kind.TRANSFER, reason, run.engine))
+                exchange.prefill_failed(state, failed(Kind.TRANSFER, reason, run.engine))
             state.given_up = True
             attempt.note_transfer_failure(_not_transferred(reason, attempt, self._used_up(state)))
             ends_attempt = anew or not (attempt.answering or state.recomputes)
@@ -194,14 +190,14 @@ class Metaserver:
             )
         return JSONResponse({"status": "ok"})
 
-    async def _read(self, request: Request, limit: int, kind: type[_T], name: str) -> tuple[bytes, _T]:
+    async def _read(self, request: Request, limit: int, decode: Callable[[bytes], _T], name: str) -> _T:
         if self._token is not None and not self._token.is_in(request):
             reason = "the bearer token is missing or another (metaserver_token_file)"
             raise _Refused(HTTPStatus.UNAUTHORIZED, reason)
         try:
             with self._exchanges.until_shut_down(), anyio.fail_after(self._settings.read_timeout):
                 body = await read_all(request.stream(), limit)
-            return body, msgspec.json.decode(body, type=kind)
+            return decode(body)
         except RequestRefused as refused:
             raise _Refused(refused.status, refused.message) from None
         except TooLarge:
@@ -217,7 +213,7 @@ class Metaserver:
         except LookupError:
             raise _Refused(HTTPStatus.NOT_FOUND, "no request waits under this request_id") from None
 
-    async def _serve(self, waiting: Waiting, ticket: Ticket, state: PrefillTicket, body: bytes) -> list[Failure]:
+    async def _serve(self, waiting: Waiting, posted: Posted, state: PrefillTicket) -> list[Failure]:
         """Has one prefill engine after the other run the prompt. Returns why all failed, those asked under an earlier
         request included, or nothing."""
         exchange, attempt, request, index, _ = waiting
@@ -231,13 +227,13 @@ class Metaserver:
             return pool.order(prompt, without(pool.urls, avoid, exchange.failed_prefill), exchange.prefills)
 
         choice = all_but(frozenset())
-        if state.attempt != ticket.attempt:  # posted again
+        if state.attempt != posted.ticket.attempt:  # posted again
             try:
-                body = of_attempt(body, ticket, state.attempt, self._sign)
+                posted = posted.of_attempt(state.attempt, self._sign)
             except NotRepeatableError as error:
-                return [_failed(Kind.TRANSFER, f"the ticket was posted again: {error}", "")]
+                return [failed(Kind.TRANSFER, f"the ticket was posted again: {error}", "")]
         while True:
-            failure = await self._run(waiting, state, choice, body)
+            failure = await self._run(waiting, state, choice, posted)
             pool.judge(state.run.engine, failure and failure.kind)
             if failure is None:
                 return []
@@ -259,7 +255,7 @@ class Metaserver:
                 exchange.begin_anew(attempt, index, state)
                 return failures
             try:
-                body = of_attempt(body, ticket, state.attempt + 1, self._sign)
+                posted = posted.of_attempt(state.attempt + 1, self._sign)
             except NotRepeatableError as error:
                 return [*failures[:-1], failure._replace(reason=f"{failure.reason} (no other attempt: {error})")]
             state.attempt += 1
@@ -280,7 +276,7 @@ class Metaserver:
         """Whether all prefills of a ticket's prompt have failed that there may be."""
         return len(state.failures) >= self._settings.prefill_attempts
 
-    async def _run(self, waiting: Waiting, state: PrefillTicket, choice: Choice, ticket: bytes) -> Failure | None:
+    async def _run(self, waiting: Waiting, state: PrefillTicket, choice: Choice, posted: Posted) -> Failure | None:
         """One attempt. Decode may cut it short."""
         failure: Failure | None = None
         run = state.run = EngineRun()
@@ -289,11 +285,11 @@ class Metaserver:
         with waiting.attempt.span.child("prefill", about) as span:
             try:
                 with self.watch.over(run), run.scope:
-                    failure = await self._ask(waiting, choice, ticket, run.engines, span)
+                    failure = await self._ask(waiting, choice, posted, run.engines, span)
             finally:
                 span.asked(run.engines)
             if run.cut is not None:
-                failure = _failed(*run.cut, run.engine)
+                failure = failed(*run.cut, run.engine)
             if failure is not None:
                 span.failed(failure)
         if failure is None:
@@ -301,27 +297,35 @@ class Metaserver:
         return failure
 
     async def _ask(
-        self, waiting: Waiting, choice: Choice, ticket: bytes, asked: list[str], span: Span
+        self, waiting: Waiting, choice: Choice, posted: Posted, asked: list[str], span: Span
     ) -> Failure | None:
         _, attempt, request, index, _ = waiting
+        if posted.token_ids is None:
+            path, body = request.endpoint.value, prefill_body(request, index, posted.encoded, attempt.request_id)
+        else:
+            path, body = Endpoint.COMPLETIONS.value, tokens_body(request, posted.token_ids, posted.encoded)
         try:
             async with self._prefill.open(
                 choice,
                 "POST",
-                request.endpoint.value,
+                path,
                 headers=span.onto(attempt.prefill_headers),
-                content=prefill_body(request, index, ticket, attempt.request_id),
+                content=body,
                 request_id=attempt.request_id,
                 asked=asked,
             ) as answer:
-                body = await read_all(answer.chunks(), _MAX_PREFILL_ANSWER_BYTES)
+                said = await read_all(answer.chunks(), _MAX_PREFILL_ANSWER_BYTES)
         except EngineError as error:
             refusal = error_response(error.status, f"prefill failed: {error}")
             return Failure(error.kind, str(error), error.url, refusal)
         except TooLarge:
             reason = f"the prefill engine's answer exceeds {_MAX_PREFILL_ANSWER_BYTES} bytes"
-            return _failed(Kind.GARBAGE, reason, asked[-1])
-        return _judge(answer.status, answer.header("Content-Type"), body, asked[-1])
+            return failed(Kind.GARBAGE, reason, asked[-1])
+        return judge(answer.status, answer.header("Content-Type"), said, asked[-1])
+
+
+def _read_failure(body: bytes) -> TransferFailure:
+    return msgspec.json.decode(body, type=TransferFailure)
 
 
 def _refuse_unmatched(attempt: Attempt) -> Response:
@@ -335,27 +339,6 @@ def _refuse_unmatched(attempt: Attempt) -> Response:
     return _error(HTTPStatus.BAD_REQUEST, reason)
 
 
-def _judge(status: int, content_type: str | None, body: bytes, url: str) -> Failure | None:
-    """P refuses a bad request (4xx) in words meant for the client; a failed transfer comes with HTTP 200."""
-    if 400 <= status < 500:
-        reason = f"HTTP {status} from the prefill engine"
-        return Failure(Kind.REFUSED, reason, url, Response(body, status_code=status, media_type=content_type))
-    if not 200 <= status < 300:
-        reason = f"HTTP {status} from the prefill engine"
-        return _failed(Kind.ERROR, f"{reason}: {excerpt(body)}", url)._replace(unquoted=reason)
-    try:
-        result = msgspec.json.decode(body, type=_PrefillAnswer).kv_transfer_params
-    except UNREADABLE as error:
-        return _failed(Kind.GARBAGE, f"the prefill engine's answer is no completion: {error}", url)
-    if result is None or result.error is None:
-        return None
-    return _failed(Kind.TRANSFER, one_line(result.error, MAX_REASON_CHARS), url)
-
-
-def _failed(kind: Kind, reason: str, url: str) -> Failure:
-    return Failure(kind, reason, url, bad_gateway(f"prefill failed: {reason}"))
-
-
 def _not_transferred(reason: str, attempt: Attempt, last: bool) -> Failure:
     """`last`: no other attempt may follow, at decode either."""
     kind = Kind.PREFILL if last else Kind.TRANSFER
@@ -367,10 +350,6 @@ def _not_prefilled(failure: Failure, attempt: Attempt) -> Failure:
     before = f"prefill at {failure.url} failed: "
     unquoted = before + failure.for_all
     return Failure(Kind.TRANSFER, before + failure.reason, attempt.engine, failure.answer, unquoted)
-
-
-def bad_gateway(message: str) -> Response:
-    return error_response(HTTPStatus.BAD_GATEWAY, message)
 
 
 def _error(status: HTTPStatus, reason: str) -> JSONResponse:

@@ -77,8 +77,9 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds they wait; then they are answered 429. Not for the prefills of a request after its first."""
     max_body_bytes: int = 64 * MIB
     """Largest client request: images travel inside it."""
-    max_ticket_bytes: int = 8 * MIB
-    """Largest ticket: its block ids take about 8 bytes per 128 tokens and cache group."""
+    max_ticket_bytes: int = 16 * MIB
+    """Largest ticket: its token ids take about 7 bytes each, its block ids 8 bytes per 128 tokens and cache group. One
+    of 1 Mi tokens takes 7 MiB, for as long as it is prefilled."""
     ticket_secret_file: str | None = None
     """The cluster's ticket secret: signs a ticket that is tried again under another attempt."""
     metaserver_token_file: str | None = None

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,35 @@ class Ticket(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not (is_name(self.request_id) and is_name(self.remote_engine_id)):
             raise ValueError("request_id or remote_engine_id is too long or has unprintable characters")
+
+
+class Posted(NamedTuple):
+    """A ticket as decode posted it, taken apart."""
+
+    ticket: Ticket
+    encoded: bytes
+    """What prefill gets: byte for byte, without the token ids."""
+    token_ids: msgspec.Raw | None = None
+    """The prompt's, as a JSON list: they stay encoded, since an int takes more memory than its digits."""
+
+    def of_attempt(self, number: int, sign: Sign | None) -> Posted:
+        """Raises NotRepeatableError."""
+        return self._replace(encoded=of_attempt(self.encoded, self.ticket, number, sign))
+
+
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]]
+
+
+def read_ticket(body: bytes) -> Posted:
+    """Raises msgspec.DecodeError and the other `UNREADABLE` for what is no ticket."""
+    ticket = msgspec.json.decode(body, type=Ticket)
+    if not ticket.ticket_id:  # another connector's: all of it is between its engines
+        return Posted(ticket, body)
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    token_ids = fields.pop("token_ids", None)
+    if token_ids is None or not msgspec.json.decode(token_ids, type=_TokenIds):
+        return Posted(ticket, body)
+    return Posted(ticket, msgspec.json.encode(fields), token_ids)
 
 
 def of_attempt(encoded: bytes, ticket: Ticket, number: int, sign: Sign | None) -> bytes:

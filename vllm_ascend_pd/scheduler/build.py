@@ -14,6 +14,7 @@ from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
 from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.scheduler.producer import ProducerScheduler
+from vllm_ascend_pd.scheduler.prompts import Prompts
 from vllm_ascend_pd.timeline.decode import scheduler_trace
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret
@@ -43,9 +44,10 @@ def make_scheduler(
     in_lockstep = parallel.data_parallel_size > 1
     longest_s = 0.0 if in_lockstep else config.idle_wait_s
     in_flight = vllm_config.max_concurrent_batches
+    prompts = Prompts(compat.media_hashing(vllm_config))
     if transfer.is_kv_producer:
         hosts = decode_hosts(config.decode_allowlist, host, secret is not None)
-        return ProducerScheduler(groups, IdleWait(longest_s, in_flight), Admission(hosts, secret))
+        return ProducerScheduler(groups, IdleWait(longest_s, in_flight), Admission(hosts, secret), prompts)
     recomputes = transfer.kv_load_failure_policy == "recompute"
     if recomputes and compat.gives_blocks_away(kv_cache_config):
         raise ConfigError(
@@ -63,7 +65,7 @@ def make_scheduler(
     # Of the CPU backend a single rank has a process of its own, too.
     doorbell = None if parallel.distributed_executor_backend == "uni" else Doorbell()
     idle = IdleWait(longest_s, in_flight, doorbell)
-    return ConsumerScheduler(listener, groups, client, idle, signer, scheduler_trace(config, started_as))
+    return ConsumerScheduler(listener, groups, client, idle, signer, scheduler_trace(config, started_as), prompts)
 
 
 def _read(reader: Callable[[str], _T], path: str | None) -> _T | None:

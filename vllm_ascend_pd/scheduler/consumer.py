@@ -19,10 +19,11 @@ from vllm_ascend_pd.core.groups import CacheGroup
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, TransferFailure
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.signing import Secret, signed
-from vllm_ascend_pd.core.ticket import Ticket, wants_ticket
+from vllm_ascend_pd.core.ticket import Ticket, wants_ticket, wants_token_ids
 from vllm_ascend_pd.scheduler.cached_tokens import count_own, count_prefills
 from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
+from vllm_ascend_pd.scheduler.prompts import Prompts, text_alone
 from vllm_ascend_pd.scheduler.who_computes import decode_computes
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
 from vllm_ascend_pd.timeline import events
@@ -56,6 +57,15 @@ class _Issued:
     received: tuple[int, int] = (0, 0)
     cached_tokens: int | None = None
     issued_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class _Post:
+    """A ticket that leaves with the next step, and the prompt's token ids if the metaserver wants them."""
+
+    ticket: Ticket
+    url: str
+    token_ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -93,8 +103,10 @@ class ConsumerScheduler:
         idle: IdleWait,
         signer: Signer | None = None,
         trace: DecodeTrace = UNTRACED,
+        prompts: Prompts | None = None,
     ) -> None:
         self._signer = signer
+        self._prompts = prompts or Prompts()
         self._trace = trace
         self._listener = listener
         self._groups = list(groups)
@@ -108,7 +120,7 @@ class ConsumerScheduler:
         self._step = ConsumerStep()
         self._stats = stats.Stats()
         self._retried = 0  # posts, as counted last
-        self._posts: list[tuple[Ticket, str]] = []
+        self._posts: list[_Post] = []
         self._pool: BlockPool | None = None
 
     def bind(self, pool: "BlockPool") -> None:
@@ -137,6 +149,7 @@ class ConsumerScheduler:
             return
         params = request.kv_transfer_params or {}
         num_tokens = request.num_prompt_tokens - self._left_to_decode
+        ticket_id = secrets.token_hex(16)
         ticket = Ticket(
             request_id=external_request_id(request.request_id),
             remote_block_ids=[g.ticket_blocks(ids, num_tokens) for g, ids in zip(self._groups, blocks, strict=True)],
@@ -148,9 +161,10 @@ class ConsumerScheduler:
             remote_dcp_size=self._listener.dcp,
             remote_interleave_size=self._listener.interleave,
             remote_cached_tokens=num_tokens - num_external_tokens,
-            ticket_id=secrets.token_hex(16),
+            ticket_id=ticket_id,
             num_tokens=num_tokens,
             remote_draft=self._listener.draft,
+            prompt=self._prompts.digest(request, num_tokens, ticket_id),
         )
         if self._signer is not None:
             ticket = self._signer.sign(ticket)
@@ -171,7 +185,8 @@ class ConsumerScheduler:
         elif (refused := self._metaserver.check(url)) is not None:
             self._cancel(ticket.ticket_id, refused, ReceiveFailure.NOT_POSTED)
         else:
-            self._posts.append((ticket, url))
+            token_ids = text_alone(request) if wants_token_ids(params) else None
+            self._posts.append(_Post(ticket, url, token_ids or []))
             self._by_request[request.request_id].url = url
 
     def build_step(self, computes: bool) -> ConsumerStep:
@@ -187,8 +202,9 @@ class ConsumerScheduler:
         step, self._step = self._step, ConsumerStep()
         step.wait_s = self._idle.next(computes, news=step != ConsumerStep())
         step.doorbell = self._idle.doorbell
-        for ticket, url in self._posts:
-            self._metaserver.post(ticket.ticket_id, url, msgspec.to_builtins(ticket))
+        for post in self._posts:
+            body = {**msgspec.to_builtins(post.ticket), "token_ids": post.token_ids}
+            self._metaserver.post(post.ticket.ticket_id, post.url, body)
         self._posts.clear()
         return step
 
@@ -271,7 +287,7 @@ class ConsumerScheduler:
             return
         issued.failure, issued.cause = reason, cause
         self._stats.add(stats.RECEIVE_FAILURES, reason=cause.value)
-        self._posts = [(ticket, url) for ticket, url in self._posts if ticket.ticket_id != ticket_id]
+        self._posts = [post for post in self._posts if post.ticket.ticket_id != ticket_id]
         self._metaserver.cancel(ticket_id)
         self._step.cancelled[ticket_id] = reason
 

@@ -20,6 +20,7 @@ from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, pars
 from vllm_ascend_pd.scheduler import cached_tokens
 from vllm_ascend_pd.scheduler.admission import Admission
 from vllm_ascend_pd.scheduler.idle import IdleWait
+from vllm_ascend_pd.scheduler.prompts import Prompts
 from vllm_ascend_pd.step import ProducerStep, Send, WorkerReport
 from vllm_ascend_pd.transfer_span import CACHED_TOKENS, DECODE_ENGINE, REQUEST_ID, TOKENS, TransferSpan
 
@@ -72,10 +73,17 @@ class _Sending:
 class ProducerScheduler:
     """`admission`: which tickets are served; None: whoever's."""
 
-    def __init__(self, groups: Sequence[CacheGroup], idle: IdleWait, admission: Admission | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        idle: IdleWait,
+        admission: Admission | None = None,
+        prompts: Prompts | None = None,
+    ) -> None:
         self._groups = list(groups)
         self._idle = idle
         self._admission = admission or Admission(AnyHost())
+        self._prompts = prompts or Prompts()
         self._state_groups = frozenset(i for i, group in enumerate(groups) if group.holds_state)
         self._sending: dict[str, _Sending] = {}
         self._tickets: set[str] = set()
@@ -125,6 +133,7 @@ class ProducerScheduler:
             ticket = parse_ticket(params, request.num_prompt_tokens, len(self._groups), self._state_groups)
             if ticket.ticket_id in self._tickets:
                 raise TicketError("this ticket is being served already")
+            self._prompts.check(request, ticket)
             if self._state_groups and request.max_tokens > 1:
                 raise TicketError(f"max_tokens is {request.max_tokens}: states change with every token generated")
             self._admission.admit(ticket)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill whose front end is not decode's: it computes decode's tokens, or refuses, and says why."""
+
+import dataclasses
+import json
+import queue
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import httpx
+import pytest
+
+from harness.client import Client, random_prompt
+from harness.clusters import Cluster, ClusterConfig, one_to_one
+from harness.failures import wait_all_blocks_free
+from harness.metaserver import metaserver
+from harness.models import CHAT_TEMPLATE
+from harness.plain_http import PLAIN_HTTP
+from harness.pool import Reference
+
+TEMPLATE_OF_EQUAL_LENGTH = CHAT_TEMPLATE.replace("<{{", "[{{")
+"""As a template with a date has, or one of another version of the model."""
+
+
+def front_ends_that_differ() -> ClusterConfig:
+    cluster = one_to_one(1, 1)
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    return dataclasses.replace(
+        cluster,
+        name="front-ends-that-differ",
+        prefill=(dataclasses.replace(prefill, args=("--chat-template", TEMPLATE_OF_EQUAL_LENGTH)),),
+        decode=(dataclasses.replace(decode, args=("--enable-auto-tool-choice", "--tool-call-parser", "pythonic")),),
+    )
+
+
+pytestmark = [
+    pytest.mark.parametrize("cluster", [front_ends_that_differ()], ids=str, indirect=True),
+    pytest.mark.timeout(600),
+]
+MESSAGES = [{"role": "user", "content": "Which layer comes before layer 9? " * 10}]
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+RENDERED_DIFFERENTLY = "the prompt's tokens differ: decode and prefill rendered or tokenized it differently"
+
+
+def test_a_chat_is_answered_as_by_a_single_engine(cluster: Cluster, client: Client, reference: Reference) -> None:
+    before = cluster.prefill[0].metric("vllm:prompt_tokens_total")
+    assert client.chat(MESSAGES).token_ids == reference.chat(MESSAGES)
+    assert client.chat(MESSAGES, stream=True).token_ids == reference.chat(MESSAGES)
+    assert cluster.prefill[0].metric("vllm:prompt_tokens_total") > before
+
+
+def test_tools_that_prefill_is_not_started_for(cluster: Cluster, client: Client) -> None:
+    """Prefill has neither `--enable-auto-tool-choice` nor a parser."""
+    body = {"model": client.model, "messages": MESSAGES, "tools": TOOLS, "tool_choice": "auto"}
+    body |= {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "priority": 3}
+    refused = httpx.post(f"{cluster.prefill[0].url}/v1/chat/completions", json=body, timeout=60, **PLAIN_HTTP)
+    assert refused.status_code == 400, "prefill would serve such a chat by itself"
+    alone = httpx.post(f"{cluster.decode[0].url}/v1/chat/completions", json=body, timeout=120, **PLAIN_HTTP)
+    received = "vllm:kv_pd_ticket_to_ready_seconds_count"
+    before = cluster.decode[0].metric(received)
+    answer = client.http.post("/v1/chat/completions", json={**body, "messages": [*MESSAGES, *MESSAGES]})
+    assert (answer.status_code, alone.status_code) == (200, 200), answer.text
+    assert len(answer.json()["choices"][0]["token_ids"]) == 8
+    assert cluster.decode[0].metric(received) == before + 1
+
+
+def test_a_salt_and_a_priority(cluster: Cluster, client: Client, reference: Reference) -> None:
+    prompt = random_prompt(300, "with a salt")
+    assert client.complete(prompt, cache_salt="of a client", priority=-1).token_ids == reference.complete(prompt)
+
+
+@contextmanager
+def another_proxy(cluster: Cluster, model: str) -> Iterator[tuple[str, "queue.Queue[str | None]"]]:
+    """A metaserver that asks prefill by the client's text, as others than our proxy do: its URL, and what prefill says
+    of each transfer."""
+    said: queue.Queue[str | None] = queue.Queue()
+
+    def ask_prefill(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        ticket = json.loads(body)
+        assert ticket["token_ids"] == []
+        asked = {"model": model, "messages": MESSAGES, "max_tokens": 1, "kv_transfer_params": ticket}
+        response = httpx.post(f"{cluster.prefill[0].url}/v1/chat/completions", json=asked, timeout=120, **PLAIN_HTTP)
+        reason = (response.json()["kv_transfer_params"] or {}).get("error")
+        said.put(reason)
+        handler.send_response(200 if reason is None else 502)
+        handler.end_headers()
+        handler.wfile.write(json.dumps({"error": reason}).encode())
+
+    with metaserver(ask_prefill) as url:
+        yield url, said
+
+
+def test_a_prompt_that_prefill_renders_differently_is_refused(
+    cluster: Cluster, client: Client, reference: Reference
+) -> None:
+    """Of a proxy that sends text. Its number of tokens is the same."""
+    with another_proxy(cluster, client.model) as (url, said), ThreadPoolExecutor(1) as pool:
+        params = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": url}
+        body: dict[str, Any] = {"model": client.model, "messages": MESSAGES, "max_tokens": 8, "cache_salt": "another"}
+        asked = pool.submit(
+            httpx.post,
+            f"{cluster.decode[0].url}/v1/chat/completions",
+            json={**body, "kv_transfer_params": params},
+            timeout=120,
+            **PLAIN_HTTP,
+        )
+        reason = said.get(timeout=120)
+        assert reason is not None
+        assert reason.startswith(RENDERED_DIFFERENTLY)
+        assert asked.result().status_code == 500
+    assert RENDERED_DIFFERENTLY in cluster.prefill[0].log.read_text()
+    assert client.chat(MESSAGES).token_ids == reference.chat(MESSAGES)
+    wait_all_blocks_free(cluster)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill is asked by decode's token ids, whatever the client's route is and prefill would make of its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from engine_standin import PrefillEngine, Received, make_ticket
+from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, beside, running_cluster
+from starlette.responses import Response
+from test_proxy_routes import BODIES, TOOLS
+
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.signing import Secret, signed
+from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
+
+IDS = [5, 99_999, 0, 7]
+ONE_TOKEN = {"max_tokens": 1, "min_tokens": 1, "n": 1, "stream": False}
+
+routes = pytest.mark.parametrize(("path", "body"), BODIES.items(), ids=BODIES)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as running:
+        running.decode.token_ids = IDS
+        yield running
+
+
+def asked_of_prefill(cluster: Cluster) -> list[dict[str, Any]]:
+    """The bodies that prefill got, all of them at `/v1/completions`."""
+    assert {received.path for received in cluster.prefill.received} == {"/v1/completions"}
+    return [received.body for received in cluster.prefill.received]
+
+
+@routes
+@pytest.mark.parametrize("stream", [False, True], ids=["json", "stream"])
+def test_prefill_gets_token_ids_and_nothing_else(
+    cluster: Cluster, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    response = cluster.client.post(path, json={**body, "stream": stream})
+    assert response.status_code == 200
+    [at_decode] = cluster.decode.received
+    prompts = len(body["messages"]) if path.endswith("/batch") else 1
+    tickets = {ticket["ticket_id"]: ticket for ticket in cluster.decode.tickets}
+    assert len(tickets) == len(asked_of_prefill(cluster)) == prompts
+    for received in cluster.prefill.received:
+        params = received.body.pop("kv_transfer_params")
+        ticket = tickets.pop(params["ticket_id"])
+        assert params == {name: value for name, value in ticket.items() if name != "token_ids"}
+        model = {"model": body["model"]} if "model" in body else {}
+        assert received.body == {**model, **ONE_TOKEN, "prompt": IDS}
+        assert received.headers["x-request-id"] == at_decode.headers["x-request-id"]
+
+
+def test_prefill_without_decodes_front_end_flags_serves_tools(cluster: Cluster) -> None:
+    """`--enable-auto-tool-choice` and parsers of tools and reasoning are decode's alone."""
+
+    class Refuses(PrefillEngine):
+        async def _answer(self, received: Received) -> Response:
+            assert not {"tools", "tool_choice", "response_format", "reasoning_effort"} & received.body.keys()
+            return await super()._answer(received)
+
+    with running_cluster(prefill_engine=Refuses()) as cluster:
+        cluster.decode.token_ids = IDS
+        body = {**CHAT, "tools": TOOLS, "tool_choice": "auto", "reasoning_effort": "low"}
+        assert cluster.client.post("/v1/chat/completions", json=body).status_code == 200
+        assert len(asked_of_prefill(cluster)) == 1
+
+
+def test_adapter_salt_and_priority_go_to_prefill(cluster: Cluster) -> None:
+    beside_the_prompt = {"model": "sql-adapter", "cache_salt": "s", "priority": -2}
+    body = {**CHAT, **beside_the_prompt}
+    assert cluster.client.post("/v1/chat/completions", json=body).status_code == 200
+    [asked] = asked_of_prefill(cluster)
+    assert {name: asked[name] for name in beside_the_prompt} == beside_the_prompt
+
+
+@pytest.mark.parametrize("fields", [{"n": 3}, {"prompt": ["a", "b", "c"]}], ids=["samples", "prompts"])
+def test_samples_and_lists_of_prompts(cluster: Cluster, fields: dict[str, Any]) -> None:
+    assert cluster.complete(**fields).status_code == 200
+    asked = asked_of_prefill(cluster)
+    assert [body["prompt"] for body in asked] == 3 * [IDS]
+    assert len({body["kv_transfer_params"]["ticket_id"] for body in asked}) == 3
+
+
+@routes
+def test_decode_that_gives_no_token_ids_is_served_by_the_clients_body(path: str, body: dict[str, Any]) -> None:
+    """Of an older version, or with images."""
+    for token_ids in (None, []):
+        with running_cluster() as cluster:
+            cluster.decode.token_ids = token_ids
+            assert cluster.client.post(path, json=body).status_code == 200
+            assert {received.path for received in cluster.prefill.received} == {path}
+
+
+def test_a_prompt_of_128_thousand_tokens(cluster: Cluster) -> None:
+    cluster.decode.token_ids = [150_000 - n % 1000 for n in range(1 << 17)]
+    assert cluster.complete().status_code == 200
+    [asked] = asked_of_prefill(cluster)
+    assert asked["prompt"] == cluster.decode.token_ids
+
+
+@pytest.mark.parametrize("token_ids", [[-1], [2**31], [1.5], ["1"], [[1]], "text", {}, [None]], ids=repr)
+def test_token_ids_that_are_none_are_refused(token_ids: Any) -> None:
+    with running_cluster() as cluster:
+        cluster.decode.needs_prefill = False
+        cluster.decode.hangs_after_first_token = True
+        with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
+            request_id = cluster.decode.received[0].headers["x-request-id"]
+            ticket = {**make_ticket(f"cmpl-{request_id}-0", "t"), "token_ids": token_ids}
+            answer = cluster.client.post(METASERVER_PATH, json=ticket)
+            assert answer.status_code == 400
+            assert "not a ticket" in answer.json()["error"]
+        assert cluster.prefill.received == []
+
+
+def test_a_ticket_of_too_many_token_ids_is_refused() -> None:
+    with running_cluster(max_ticket_bytes=10_000) as cluster:
+        cluster.decode.token_ids = [1] * 10_000
+        assert cluster.complete().status_code == 500
+        assert cluster.decode.metaserver_answers == [(400, {"error": "the ticket exceeds 10000 bytes"})]
+        assert cluster.prefill.received == []
+
+
+def test_a_second_prefill_engine_gets_the_same_token_ids() -> None:
+    """The client's request has begun, so it is the same ticket, as another attempt."""
+    first = PrefillEngine()
+    first.transfer_error = "its KV was lost"
+    with beside(prefill=first, decode_attempts=1) as cluster:
+        cluster.decode.token_ids = IDS
+        assert cluster.complete().status_code == 200
+        [at_first], [at_second] = first.received, cluster.prefill.received
+        assert at_first.body["prompt"] == at_second.body["prompt"] == IDS
+        one, two = (received.body["kv_transfer_params"] for received in (at_first, at_second))
+        assert two == {**one, "attempt": 1}
+
+
+def test_other_attempts_are_signed_and_carry_what_is_said_of_the_prompt(tmp_path: Path) -> None:
+    content = b"a secret of this test, long enough"
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_bytes(content)
+    first = PrefillEngine()
+    first.transfer_error = "its KV was lost"
+    with beside(prefill=first, decode_attempts=1, ticket_secret_file=str(secret)) as cluster:
+        cluster.decode.needs_prefill = False
+        cluster.decode.hangs_after_first_token = True
+        with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
+            request_id = cluster.decode.received[0].headers["x-request-id"]
+            ticket = Ticket(
+                request_id=f"cmpl-{request_id}-0", remote_block_ids=[[1]], remote_block_size=[16], remote_port=5555,
+                remote_engine_id="decode", remote_host="127.0.0.1", remote_tp_size=1, remote_cached_tokens=0,
+                ticket_id="0" * 32, num_tokens=len(IDS),
+            )  # fmt: skip
+            posted = msgspec.to_builtins(signed(ticket, Secret(content), 2_000_000_000))
+            assert cluster.client.post(METASERVER_PATH, json={**posted, "token_ids": IDS}).status_code == 200
+        [again] = cluster.prefill.received
+        assert again.body["prompt"] == IDS
+        params = parse_ticket(again.body["kv_transfer_params"], len(IDS), 1)
+        assert params == signed(msgspec.structs.replace(ticket, attempt=1), Secret(content), 2_000_000_000)
+
+
+def test_what_prefill_says_of_another_prompt_reaches_the_client() -> None:
+    """All prefill engines are asked first: another may have the right chat template."""
+    reason = "the prompt's tokens differ: decode and prefill rendered or tokenized it differently"
+    first = PrefillEngine()
+    first.transfer_error = reason
+    with beside(prefill=first) as cluster:
+        assert cluster.client.post("/v1/chat/completions", json=CHAT).status_code == 200
+    with running_cluster() as cluster:
+        cluster.prefill.transfer_error = reason
+        answer = cluster.client.post("/v1/chat/completions", json=CHAT)
+        assert answer.status_code == 502
+        assert reason in answer.json()["error"]["message"]
+
+
+def test_a_client_that_leaves_ends_a_prefill_by_token_ids(cluster: Cluster) -> None:
+    cluster.prefill.hangs = True
+    with pytest.raises(httpx.ReadTimeout):
+        cluster.client.post("/v1/completions", json=COMPLETION, timeout=1.0)
+    assert cluster.prefill.cancelled.wait(5)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What prefill compares of a prompt with decode's, and what a refusal says."""
+
+import time
+
+import msgspec
+import pytest
+
+from vllm_ascend_pd.core.prompt_digest import (
+    PromptDigest,
+    compares_media,
+    differences,
+    digest_of_names,
+    digest_of_tokens,
+)
+
+ID, OTHER_ID = "0123456789abcdef" * 2, "f" * 32
+FULL = PromptDigest(
+    tokens="0a" * 16, media="1b" * 16, media_hashing="2c" * 16, num_media=2, embeddings="3d" * 16, adapter="4e" * 16,
+    salt="5f" * 16,
+)  # fmt: skip
+
+
+def test_equal_prompts():
+    assert differences(FULL, FULL) == differences(PromptDigest(), PromptDigest()) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "complaint"),
+    [
+        ("tokens", "the prompt's tokens differ: decode and prefill rendered or tokenized it differently"),
+        ("media", "images, sounds or videos differ"),
+        ("num_media", "images, sounds or videos differ"),
+        ("embeddings", "embeddings differ"),
+        ("adapter", "the LoRA adapter differs: another one, or one of the same name with other content"),
+        ("salt", "the cache salt differs"),
+    ],
+)
+def test_what_differs_is_named(part, complaint):
+    value = getattr(FULL, part)
+    for other in (value + 1, 0) if isinstance(value, int) else ("6a" * 16,):
+        [said] = differences(FULL, msgspec.structs.replace(FULL, **{part: other}))
+        assert complaint in said
+
+
+@pytest.mark.parametrize("part", ["tokens", "embeddings", "adapter", "salt"])
+def test_a_part_that_prefill_does_not_have_differs(part):
+    assert len(differences(FULL, msgspec.structs.replace(FULL, **{part: ""}))) == 1
+
+
+@pytest.mark.parametrize("part", ["tokens", "embeddings", "adapter"])
+def test_a_part_that_decode_does_not_have_differs(part):
+    assert len(differences(msgspec.structs.replace(FULL, **{part: ""}), FULL)) == 1
+
+
+def test_all_that_differs_is_named():
+    assert len(differences(FULL, PromptDigest(tokens="7b" * 16))) == 5
+
+
+def test_prefill_may_keep_a_prompt_apart_that_decode_does_not():
+    """Some routes of vLLM 0.23 ignore the field."""
+    assert differences(msgspec.structs.replace(FULL, salt=""), FULL) == []
+
+
+@pytest.mark.parametrize("changes", [{"media_hashing": "8c" * 16}, {"media": "", "media_hashing": ""}], ids=str)
+def test_hashes_of_images_are_not_compared_where_they_are_made_differently(changes):
+    other = msgspec.structs.replace(FULL, **{"media": "6a" * 16, **changes})
+    assert not compares_media(FULL, other)
+    assert differences(FULL, other) == differences(other, FULL) == []
+    assert differences(FULL, msgspec.structs.replace(other, num_media=1)) != []
+
+
+def test_digests_tell_prompts_and_tickets_apart():
+    prompts = ([1, 2, 3], [1, 23], [12, 3], [3, 2, 1], [1, 2], [], [1, 2, 3, 0])
+    digests = {digest_of_tokens(ticket, prompt) for prompt in prompts for ticket in (ID, OTHER_ID)}
+    assert len(digests) == 2 * len(prompts)
+    names = (["a", "b"], ["ab"], ["a", "b", ""], ["b", "a"], [])
+    assert len({digest_of_names(ID, each) for each in names}) == len(names)
+
+
+def test_a_digest_of_128_thousand_tokens_takes_milliseconds():
+    """The scheduler waits for it. Most of 2 ms is what it takes here; the bound is for a loaded machine."""
+    prompt = [17 * n % 150_000 for n in range(1 << 17)]
+    taken = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        digest_of_tokens(ID, prompt)
+        taken.append(time.perf_counter() - begun)
+    assert min(taken) < 0.01

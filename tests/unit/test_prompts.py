@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same prompt on both sides: what schedulers say of vLLM's own requests, and when prefill refuses."""
+
+import json
+import logging
+import time
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.request import Request
+
+from harness.scheduling import Scheduled, make_output
+from vllm_ascend_pd import compat
+from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.scheduler import prompts
+from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener
+from vllm_ascend_pd.scheduler.idle import IdleWait
+from vllm_ascend_pd.scheduler.producer import ProducerScheduler
+from vllm_ascend_pd.scheduler.prompts import Prompts, text_alone
+
+BLOCK = 16
+URL = "http://127.0.0.1:1/v1/metaserver"
+TOKENS = list(range(100, 140))
+BLOCKS = ([1, 2, 3],)
+HASHING = "0.32.0 blake3 /models/vision"
+
+
+class Metaserver:
+    """Instead of a client: what would be posted."""
+
+    retried = 0
+
+    def __init__(self):
+        self.posted = []
+
+    def check(self, url):
+        return None
+
+    def post(self, key, url, body):
+        self.posted.append(json.loads(msgspec.json.encode(body)))
+
+    def poll(self):
+        return []
+
+
+def image(name, offset=2, **fields):
+    position = PlaceholderRange(offset=offset, length=4)
+    return MultiModalFeatureSpec(None, "image", identifier=name, mm_position=position, **{"mm_hash": name, **fields})
+
+
+def request(params, tokens=TOKENS, **fields):
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    return Request(request_id="r", prompt_token_ids=tokens, sampling_params=sampling, pooling_params=None, **fields)
+
+
+def posted_by_decode(groups=None, media_hashing=HASHING, wants=True, **fields):
+    """The ticket of a request on decode, as the metaserver gets it."""
+    metaserver = Metaserver()
+    scheduler = ConsumerScheduler(
+        Listener("decode-0", "127.0.0.1", 5555, 1), groups or [TokenGroup(BLOCK)], metaserver,
+        IdleWait(0.05, in_flight=2), prompts=Prompts(media_hashing),
+    )  # fmt: skip
+    params = {"do_remote_prefill": True, "metaserver": URL, **({"wants_token_ids": True} if wants else {})}
+    asked = request(params, **fields)
+    blocks = BLOCKS if groups is None else tuple([1, 2, 3][: 1 if group.holds_state else 3] for group in groups)
+    scheduler.allocated(asked, blocks, scheduler.matched_tokens(asked, 0))
+    scheduler.build_step(computes=True)
+    [posted] = metaserver.posted
+    return posted
+
+
+def refusal_of_prefill(posted, groups=None, media_hashing=HASHING, **fields):
+    """What prefill says to the request with that ticket; None: it sends its KV."""
+    scheduler = ProducerScheduler(
+        groups or [TokenGroup(BLOCK)], IdleWait(0.05, in_flight=2), prompts=Prompts(media_hashing)
+    )
+    asked = request({name: value for name, value in posted.items() if name != "token_ids"}, **fields)
+    scheduler.prepare(asked)
+    blocks = BLOCKS if groups is None else tuple([1, 2, 3][: 1 if group.holds_state else 3] for group in groups)
+    scheduler.allocated(asked, blocks)
+    step = scheduler.build_step(make_output(new=[Scheduled(asked, blocks, 0, asked.num_prompt_tokens)]))
+    _, said = scheduler.finished(asked)
+    assert bool(step.tickets) == (said is None)
+    return None if said is None else said["error"]
+
+
+def test_the_same_prompt_is_sent():
+    assert refusal_of_prefill(posted_by_decode()) is None
+
+
+def test_other_tokens_of_the_same_number_are_refused():
+    """As of a chat template with a date, or another one of equal length."""
+    for other in ([*TOKENS[:-1], 7], [7, *TOKENS[1:]], TOKENS[::-1]):
+        said = refusal_of_prefill(posted_by_decode(), tokens=other)
+        assert said.startswith("the prompt's tokens differ: decode and prefill rendered or tokenized it differently")
+
+
+def test_the_last_token_counts_only_where_it_is_sent():
+    """Decode computes it itself where layers keep a state, or see a window."""
+    other_end = [*TOKENS[:-1], 7]
+    for groups in ([TokenGroup(BLOCK), StateGroup(4096)], [TokenGroup(BLOCK), TokenGroup(BLOCK, windowed=True)]):
+        posted = posted_by_decode(groups)
+        assert posted["num_tokens"] == len(TOKENS) - 1
+        assert posted["token_ids"] == TOKENS, "prefill needs the whole prompt to drop its last token"
+        if groups[1].holds_state:
+            assert refusal_of_prefill(posted, groups) is None
+            assert refusal_of_prefill(posted, groups, tokens=other_end) is None
+            assert "tokens differ" in refusal_of_prefill(posted, groups, tokens=[7, *TOKENS[1:]])
+        else:
+            Prompts().check(request({}, other_end), msgspec.convert(posted, Ticket))
+
+
+def test_token_ids_are_posted_where_they_are_wanted_and_say_it_all():
+    assert posted_by_decode()["token_ids"] == TOKENS
+    assert posted_by_decode(wants=False)["token_ids"] == []
+    assert posted_by_decode(mm_features=[image("a")])["token_ids"] == []
+    embeddings = torch.zeros(len(TOKENS), 8)
+    assert posted_by_decode(tokens=None, prompt_embeds=embeddings)["token_ids"] == []
+    assert posted_by_decode(prompt_embeds=embeddings)["token_ids"] == [], "some positions have embeddings"
+
+
+def test_a_ticket_without_a_digest_is_served_as_older_versions_did():
+    posted = posted_by_decode()
+    del posted["prompt"]
+    assert refusal_of_prefill(posted) is None
+    assert refusal_of_prefill(posted, tokens=TOKENS[::-1]) is None
+
+
+def test_other_images_are_refused():
+    posted = posted_by_decode(mm_features=[image("a"), image("b", 8)])
+    assert refusal_of_prefill(posted, mm_features=[image("a"), image("b", 8)]) is None
+    for others in ([image("a"), image("c", 8)], [image("b"), image("a", 8)], [image("a")], []):
+        assert "images, sounds or videos differ" in refusal_of_prefill(posted, mm_features=others)
+
+
+def test_an_adapter_before_an_images_name_does_not_count():
+    """`enable_tower_connector_lora` puts it there; the hash beside it has none."""
+    posted = posted_by_decode(mm_features=[image("a")])
+    named = image("sql:a", mm_hash="a")
+    assert refusal_of_prefill(posted, mm_features=[named]) is None
+
+
+def test_images_that_vllm_names_by_itself_are_not_compared(caplog):
+    """With neither cache on, names are made up for each request."""
+    caplog.set_level(logging.WARNING)
+    for decode, prefill in ((HASHING, ""), ("", HASHING), ("", ""), (HASHING, "0.32.0 blake3 /mnt/vision")):
+        caplog.clear()
+        posted = posted_by_decode(media_hashing=decode, mm_features=[image("renderer0-mm-1-image-0")])
+        features = [image("renderer0-mm-7-image-0")]
+        assert refusal_of_prefill(posted, media_hashing=prefill, mm_features=features) is None
+        assert "cannot be compared" in caplog.text
+        assert "images, sounds or videos differ" in refusal_of_prefill(posted, media_hashing=prefill)
+
+
+def test_how_images_are_hashed():
+    def config(cache_gb=4, prefix_caching=True, model="/models/vision", multimodal=True):
+        of_media = SimpleNamespace(mm_processor_cache_gb=cache_gb, mm_hasher_algorithm="blake3")
+        model_config = SimpleNamespace(multimodal_config=of_media if multimodal else None, model=model)
+        cache_config = SimpleNamespace(enable_prefix_caching=prefix_caching)
+        return SimpleNamespace(model_config=model_config, cache_config=cache_config)
+
+    assert compat.media_hashing(config()).endswith(" blake3 /models/vision")
+    assert compat.media_hashing(config(cache_gb=0)) == compat.media_hashing(config(prefix_caching=False)) != ""
+    assert compat.media_hashing(config(cache_gb=0, prefix_caching=False)) == ""
+    assert compat.media_hashing(config(multimodal=False)) == ""
+    assert compat.media_hashing(config()) != compat.media_hashing(config(model="/mnt/vision"))
+
+
+def test_other_embeddings_are_refused():
+    embeddings = torch.randn(len(TOKENS), 256, dtype=torch.bfloat16)
+    posted = posted_by_decode(tokens=None, prompt_embeds=embeddings)
+    assert refusal_of_prefill(posted, tokens=None, prompt_embeds=embeddings.clone()) is None
+    for other in (-embeddings, embeddings.flip(0), embeddings.float()):
+        assert refusal_of_prefill(posted, tokens=None, prompt_embeds=other) == "the prompt's embeddings differ"
+    assert "embeddings differ" in refusal_of_prefill(posted)
+
+
+def test_another_adapter_under_the_same_name_is_refused(monkeypatch):
+    contents = {"/decode/sql": "0a", "/prefill/sql": "0a", "/prefill/other": "0b"}
+    monkeypatch.setattr(prompts, "adapter_digest", lambda lora: "" if lora is None else contents[lora.lora_path])
+
+    def adapter(path):
+        return LoRARequest("sql", 1, path)
+
+    posted = posted_by_decode(lora_request=adapter("/decode/sql"))
+    assert refusal_of_prefill(posted, lora_request=adapter("/prefill/sql")) is None
+    for other in (adapter("/prefill/other"), None):
+        said = refusal_of_prefill(posted, lora_request=other)
+        assert said == "the LoRA adapter differs: another one, or one of the same name with other content"
+    assert "adapter differs" in refusal_of_prefill(posted_by_decode(), lora_request=adapter("/prefill/sql"))
+
+
+def test_another_cache_salt_is_refused_and_salts_are_not_in_tickets():
+    posted = posted_by_decode(cache_salt="a secret of the client's")
+    assert "secret" not in json.dumps(posted)
+    assert refusal_of_prefill(posted, cache_salt="a secret of the client's") is None
+    for other in ("another", None):
+        assert refusal_of_prefill(posted, cache_salt=other) == "the cache salt differs"
+
+
+def test_all_that_differs_is_said_at_once():
+    said = refusal_of_prefill(posted_by_decode(cache_salt="s"), tokens=TOKENS[::-1])
+    assert said.index("tokens differ") < said.index("; the cache salt differs")
+
+
+@pytest.mark.parametrize("tokens", [1 << 17])
+def test_the_digest_of_a_long_prompt_does_not_hold_the_scheduler_up(tokens):
+    asked = request({}, [17 * n % 150_000 for n in range(tokens)])
+    taken = []
+    for _ in range(10):
+        begun = time.perf_counter()
+        Prompts().digest(asked, tokens - 1, "0" * 32)
+        taken.append(time.perf_counter() - begun)
+    assert min(taken) < 0.01
+    assert text_alone(asked) is asked.prompt_token_ids, "nothing is copied"

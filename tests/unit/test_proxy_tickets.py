@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the proxy takes a posted ticket apart: what prefill gets, and the token ids that it is asked by."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm_ascend_pd.core.prompt_digest import PromptDigest
+from vllm_ascend_pd.core.signing import Secret, resigned, signed, verify
+from vllm_ascend_pd.core.text import UNREADABLE
+from vllm_ascend_pd.core.ticket import Ticket as WholeTicket
+from vllm_ascend_pd.core.ticket import parse_ticket
+from vllm_ascend_pd.proxy.tickets import NotRepeatableError, read_ticket
+
+SECRET = Secret(b"a secret of this test, long enough")
+PROMPT = 10
+WHOLE = WholeTicket(
+    request_id="cmpl-1",
+    remote_block_ids=[[7, 3, 9]],
+    remote_block_size=[4],
+    remote_engine_id="decode-0",
+    remote_host="10.0.0.1",
+    remote_port=5555,
+    remote_tp_size=2,
+    remote_cached_tokens=4,
+    ticket_id="0123456789abcdef" * 2,
+    num_tokens=PROMPT,
+    prompt=PromptDigest(tokens="0a" * 16),
+)
+
+
+def posted(token_ids: Any = (), ticket: WholeTicket = WHOLE) -> bytes:
+    return msgspec.json.encode({**msgspec.to_builtins(ticket), "token_ids": token_ids})
+
+
+def test_token_ids_are_taken_out() -> None:
+    taken = read_ticket(posted([5, 0, 2**31 - 1]))
+    assert taken.token_ids is not None
+    assert bytes(taken.token_ids) == b"[5,0,2147483647]"
+    assert parse_ticket(json.loads(taken.encoded), PROMPT, 1) == WHOLE
+    assert "token_ids" not in json.loads(taken.encoded)
+
+
+@pytest.mark.parametrize("body", [posted(), msgspec.json.encode(WHOLE).replace(b'"token_ids":[],', b"")])
+def test_a_ticket_without_them_is_passed_on_byte_for_byte(body: bytes) -> None:
+    assert read_ticket(body)[1:] == (body, None)
+
+
+def test_another_connectors_ticket_is_passed_on_byte_for_byte() -> None:
+    """What its `token_ids` are for is between its engines."""
+    body = b'{"request_id":"r","remote_engine_id":"d","token_ids":[1,2]}'
+    assert read_ticket(body)[1:] == (body, None)
+
+
+@pytest.mark.parametrize(
+    "token_ids", [5, "[1]", None, {}, ["1"], [1.5], [-1], [2**31], [2**64], [True], [None], [[1]], [[1], [2]]], ids=repr
+)
+def test_token_ids_that_are_none_are_refused(token_ids: Any) -> None:
+    with pytest.raises(UNREADABLE):
+        read_ticket(posted(token_ids))
+
+
+def test_other_attempts_have_the_same_token_ids_and_are_signed_without_them() -> None:
+    taken = read_ticket(posted([5] * PROMPT, signed(WHOLE, SECRET, 2_000_000_000)))
+    again = taken.of_attempt(3, lambda fields, number: resigned(fields, SECRET, number))
+    assert again.token_ids is taken.token_ids
+    ticket = parse_ticket(json.loads(again.encoded), PROMPT, 1)
+    assert (ticket.attempt, ticket.prompt) == (3, WHOLE.prompt)
+    verify(ticket, SECRET)
+    with pytest.raises(NotRepeatableError, match="no ticket secret"):
+        taken.of_attempt(1, None)
+
+
+def test_another_attempt_of_a_long_prompt_does_not_touch_its_token_ids() -> None:
+    taken = read_ticket(posted([150_000] * (1 << 17)))
+    assert len(taken.encoded) < 1000
+    again = taken.of_attempt(1, None)
+    assert again.token_ids is taken.token_ids
+    assert len(again.encoded) < 1000

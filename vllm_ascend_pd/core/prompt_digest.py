@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of a prompt: they travel in a ticket, and prefill refuses a prompt with others.
+
+Each part has a digest of its own, so that a refusal names what differs. Digests are keyed with the ticket's id, so
+those of two tickets cannot be compared.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+
+_DIGEST_BYTES = 16
+_Digest = Annotated[str, msgspec.Meta(max_length=2 * _DIGEST_BYTES)]
+_Name = Annotated[str, msgspec.Meta(max_length=1024)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class PromptDigest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What decides a prompt's KV, apart from the model. An empty part says that the prompt has nothing of the kind."""
+
+    tokens: _Digest = ""
+    """Of the token ids that the ticket is for. Empty: the prompt is embeddings alone."""
+    media: _Digest = ""
+    """Of the hashes that vLLM gives images, sounds and videos. Empty beside a `num_media`: nobody else can compute
+    them."""
+    media_hashing: _Digest = ""
+    """How those hashes are made. Hashes that are made in different ways are not compared."""
+    num_media: _Count = 0
+    embeddings: _Digest = ""
+    adapter: _Name = ""
+    """The LoRA adapter's content: `scheduler/adapters.py`."""
+    salt: _Digest = ""
+    """Of the cache salt."""
+
+
+def digest_of(ticket_id: str, *parts: bytes | memoryview) -> str:
+    """A digest that only who knows the ticket's id can compute. Each part counts with its length."""
+    digest = hashlib.blake2b(key=ticket_id.encode()[: hashlib.blake2b.MAX_KEY_SIZE], digest_size=_DIGEST_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def digest_of_tokens(ticket_id: str, token_ids: list[int]) -> str:
+    """Takes about 1.5 ms for 128 Ki tokens: the scheduler's thread calls this."""
+    return digest_of(ticket_id, msgspec.json.encode(token_ids))
+
+
+def digest_of_names(ticket_id: str, names: Iterable[str]) -> str:
+    return digest_of(ticket_id, *(name.encode(errors="surrogatepass") for name in names))
+
+
+def differences(decode: PromptDigest, prefill: PromptDigest) -> list[str]:
+    """What differs, each in words that tell an operator where to look. Empty: prefill has decode's prompt."""
+    found = []
+    if decode.tokens != prefill.tokens:
+        found.append(
+            "the prompt's tokens differ: decode and prefill rendered or tokenized it differently (chat template, "
+            "tokenizer, time zone?)"
+        )
+    if decode.num_media != prefill.num_media or (compares_media(decode, prefill) and decode.media != prefill.media):
+        found.append("the prompt's images, sounds or videos differ: decode and prefill fetched or processed others")
+    if decode.embeddings != prefill.embeddings:
+        found.append("the prompt's embeddings differ")
+    if decode.adapter != prefill.adapter:
+        found.append("the LoRA adapter differs: another one, or one of the same name with other content")
+    # A salt keeps prompts apart in prefill's prefix cache. A prompt that decode does not keep apart needs none.
+    if decode.salt and decode.salt != prefill.salt:
+        found.append("the cache salt differs")
+    return found
+
+
+def compares_media(decode: PromptDigest, prefill: PromptDigest) -> bool:
+    """Whether hashes of images, sounds and videos mean the same on both sides."""
+    return bool(decode.media and prefill.media) and decode.media_hashing == prefill.media_hashing
