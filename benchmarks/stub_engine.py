@@ -25,7 +25,6 @@ _METRICS = b"vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\n"
 _TICKET = {
     "do_remote_prefill": False,
     "do_remote_decode": True,
-    "token_ids": [],
     "remote_block_ids": [list(range(8))],
     "remote_block_size": [128],
     "remote_engine_id": "stub",
@@ -34,6 +33,8 @@ _TICKET = {
     "remote_tp_size": 1,
     "remote_cached_tokens": 0,
 }
+_TOKEN_IDS = [1000 * number for number in range(120)]
+"""Of `proxy_overhead.PROMPT`, as it were."""
 
 
 class StubEngine:
@@ -59,8 +60,10 @@ class StubEngine:
         await answer(send, b'{"object": "text_completion", "choices": [{"index": 0, "text": "x"}]}')
 
     async def _decode(self, body: dict[str, Any], request_id: str, send: Any) -> None:
-        metaserver = (body.get("kv_transfer_params") or {}).get("metaserver")
-        if metaserver is not None and not await self._post(metaserver, request_id):
+        params = body.get("kv_transfer_params") or {}
+        token_ids = _TOKEN_IDS if params.get("wants_token_ids") else []
+        metaserver = params.get("metaserver")
+        if metaserver is not None and not await self._post(metaserver, request_id, token_ids):
             error = b'{"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}'
             await answer(send, error, status=500)
             return
@@ -72,12 +75,13 @@ class StubEngine:
             await asyncio.sleep(body.get("token_ms", 0) / 1000)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    async def _post(self, metaserver: str, request_id: str) -> bool:
+    async def _post(self, metaserver: str, request_id: str, token_ids: list[int]) -> bool:
         if self._session is None:
             # The proxy closes connections that were idle for 5 s: a post must not meet that.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
             self._session = aiohttp.ClientSession(connector=connector)
-        ticket = {**_TICKET, "request_id": f"cmpl-{request_id}-0", "ticket_id": request_id}
+        ids = {"request_id": f"cmpl-{request_id}-0", "ticket_id": request_id, "token_ids": token_ids}
+        ticket = {**_TICKET, **ids}
         async with self._session.post(metaserver, json=ticket) as reply:
             await reply.read()
             return reply.status == 200

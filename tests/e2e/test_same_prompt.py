@@ -25,26 +25,36 @@ TEMPLATE_OF_EQUAL_LENGTH = CHAT_TEMPLATE.replace("<{{", "[{{")
 """As a template with a date has, or one of another version of the model."""
 
 
-def front_ends_that_differ() -> ClusterConfig:
+TOOLS_ON_DECODE = ("--enable-auto-tool-choice", "--tool-call-parser", "pythonic")
+
+
+def front_ends(name: str, prefill_args: tuple[str, ...], decode_args: tuple[str, ...]) -> ClusterConfig:
     cluster = one_to_one(1, 1)
     [prefill], [decode] = cluster.prefill, cluster.decode
     return dataclasses.replace(
         cluster,
-        name="front-ends-that-differ",
-        prefill=(dataclasses.replace(prefill, args=("--chat-template", TEMPLATE_OF_EQUAL_LENGTH)),),
-        decode=(dataclasses.replace(decode, args=("--enable-auto-tool-choice", "--tool-call-parser", "pythonic")),),
+        name=name,
+        prefill=(dataclasses.replace(prefill, args=prefill_args),),
+        decode=(dataclasses.replace(decode, args=decode_args),),
     )
 
 
-pytestmark = [
-    pytest.mark.parametrize("cluster", [front_ends_that_differ()], ids=str, indirect=True),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.timeout(600)
+another_template = pytest.mark.parametrize(
+    "cluster",
+    [front_ends("another-template", ("--chat-template", TEMPLATE_OF_EQUAL_LENGTH), TOOLS_ON_DECODE)],
+    ids=str,
+    indirect=True,
+)
+no_tokenizer = pytest.mark.parametrize(
+    "cluster", [front_ends("no-tokenizer", ("--skip-tokenizer-init",), ("--enable-scale-out",))], ids=str, indirect=True
+)
 MESSAGES = [{"role": "user", "content": "Which layer comes before layer 9? " * 10}]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 RENDERED_DIFFERENTLY = "the prompt's tokens differ: decode and prefill rendered or tokenized it differently"
 
 
+@another_template
 def test_a_chat_is_answered_as_by_a_single_engine(cluster: Cluster, client: Client, reference: Reference) -> None:
     before = cluster.prefill[0].metric("vllm:prompt_tokens_total")
     assert client.chat(MESSAGES).token_ids == reference.chat(MESSAGES)
@@ -52,6 +62,7 @@ def test_a_chat_is_answered_as_by_a_single_engine(cluster: Cluster, client: Clie
     assert cluster.prefill[0].metric("vllm:prompt_tokens_total") > before
 
 
+@another_template
 def test_tools_that_prefill_is_not_started_for(cluster: Cluster, client: Client) -> None:
     """Prefill has neither `--enable-auto-tool-choice` nor a parser."""
     body = {"model": client.model, "messages": MESSAGES, "tools": TOOLS, "tool_choice": "auto"}
@@ -67,6 +78,7 @@ def test_tools_that_prefill_is_not_started_for(cluster: Cluster, client: Client)
     assert cluster.decode[0].metric(received) == before + 1
 
 
+@another_template
 def test_a_salt_and_a_priority(cluster: Cluster, client: Client, reference: Reference) -> None:
     prompt = random_prompt(300, "with a salt")
     assert client.complete(prompt, cache_salt="of a client", priority=-1).token_ids == reference.complete(prompt)
@@ -93,6 +105,7 @@ def another_proxy(cluster: Cluster, model: str) -> Iterator[tuple[str, "queue.Qu
         yield url, said
 
 
+@another_template
 def test_a_prompt_that_prefill_renders_differently_is_refused(
     cluster: Cluster, client: Client, reference: Reference
 ) -> None:
@@ -113,4 +126,17 @@ def test_a_prompt_that_prefill_renders_differently_is_refused(
         assert asked.result().status_code == 500
     assert RENDERED_DIFFERENTLY in cluster.prefill[0].log.read_text()
     assert client.chat(MESSAGES).token_ids == reference.chat(MESSAGES)
+    wait_all_blocks_free(cluster)
+
+
+@no_tokenizer
+def test_prefill_without_a_tokenizer(cluster: Cluster, client: Client, reference: Reference) -> None:
+    assert client.chat(MESSAGES).token_ids == reference.chat(MESSAGES)
+    prompt = random_prompt(300, "token ids in, token ids out")
+    sampling = {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    body = {"model": client.model, "token_ids": prompt, "sampling_params": sampling}
+    answer = client.http.post("/inference/v1/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    assert tuple(answer.json()["choices"][0]["token_ids"]) == reference.complete(prompt)
+    assert cluster.decode[0].metric("vllm:kv_pd_ticket_to_ready_seconds_count") == 2
     wait_all_blocks_free(cluster)
