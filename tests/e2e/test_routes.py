@@ -11,6 +11,7 @@ from harness.client import Client
 from harness.clusters import Cluster, one_to_one
 from harness.plain_http import PLAIN_HTTP
 from harness.pool import Reference
+from harness.usage import usages_in
 from harness.waiting import wait_until
 
 pytestmark = [
@@ -66,6 +67,8 @@ def test_answers(cluster: Cluster, client: Client, reference: Reference, path: s
     )
     assert texts(answer) == texts(expected)
     assert texts(answer)
+    # Engines here have no --enable-prompt-tokens-details. No engine has the prompts cached.
+    assert usages_in(answer) == usages_in(expected)
     prompts = len(body["messages"]) if path.endswith("/batch") else 1
     # Not what prefill counts: an answer that ends at once may cut off prefill's.
     wait_until(lambda: cluster.decode[0].metric(received) == before + prompts, 30)

@@ -55,7 +55,7 @@ def ask(client: Client, prompt: list[int]) -> tuple[tuple[int, ...], int]:
 
 
 def test_chunks_smaller_than_a_block(client: Client, reference: Reference) -> None:
-    prompts = [random_prompt(tokens, "chunks") for tokens in (1, 19, 20, 49, 127, 128, 129, 1000)]
+    prompts = [random_prompt(tokens, "chunks") for tokens in (2, 19, 20, 49, 127, 128, 129, 1000)]
     answers = [ask(client, prompt) for prompt in prompts]
     assert answers == [(reference.complete(prompt), bytes_of(len(prompt))) for prompt in prompts]
 
@@ -109,18 +109,25 @@ def test_blocks_that_only_decode_has_cached(cluster: Cluster, client: Client, re
     assert prefill.metric("vllm:prefix_cache_hits_total") == hits
 
 
-@pytest.mark.parametrize("tokens", [128, 129, 256, 300])
-def test_a_prompt_that_decode_has_cached_completely(client: Client, reference: Reference, tokens: int) -> None:
-    """As far as vLLM caches: never the block with the last token, which it wants computed. That one is sent again."""
+def test_the_rest_after_the_last_whole_block_is_sent_again(client: Client, reference: Reference) -> None:
+    prompt = random_prompt(300, "complete")
+    answer = reference.complete(prompt)
+    assert ask(client, prompt) == (answer, bytes_of(300))
+    assert ask(client, prompt) == (answer, bytes_of(300, cached=2))
+
+
+@pytest.mark.parametrize("tokens", [128, 129, 256])
+def test_nothing_is_sent_of_a_prompt_that_decode_has_cached(client: Client, reference: Reference, tokens: int) -> None:
     prompt = random_prompt(tokens, "complete")
     answer = reference.complete(prompt)
     assert ask(client, prompt) == (answer, bytes_of(tokens))
-    assert ask(client, prompt) == (answer, bytes_of(tokens, cached=(tokens - 1) // BLOCK))
+    again = client.complete(prompt)
+    assert (again.token_ids, again.kv_transfer_params) == (answer, None)
 
 
 def test_a_conversation_goes_on_where_decode_has_cached_what_it_said(client: Client, reference: Reference) -> None:
     """The second block's last tokens were never prefilled: decode computed them itself."""
     prompt = random_prompt(250, "conversation")
     said, _ = ask(client, prompt)
-    longer = [*prompt, *said[:7]]
-    assert ask(client, longer) == (reference.complete(longer), bytes_of(257, cached=2))
+    longer = [*prompt, *said[:8]]
+    assert ask(client, longer) == (reference.complete(longer), bytes_of(258, cached=2))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What answers say of `usage`, on all routes that have it."""
+
+import json
+import time
+from typing import Any
+
+import httpx
+
+from harness.client import random_prompt
+from harness.engines import Engine
+from harness.plain_http import PLAIN_HTTP
+from harness.waiting import wait_until
+
+RESETTABLE = (("VLLM_SERVER_DEV_MODE", "1"),)
+"""Environment of engines that `forget`."""
+
+
+def about(route: str, stream: bool) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{'Stream' if stream else 'Say'} on {route}: what comes after layer 7? " * 9}]
+
+
+USAGE = {"stream_options": {"include_usage": True}}
+BODIES: dict[str, Any] = {
+    "/v1/completions": lambda stream: {
+        "prompt": random_prompt(300, f"usage {stream}"),
+        "max_tokens": 8,
+        "ignore_eos": True,
+        **(USAGE if stream else {}),
+    },
+    "/v1/chat/completions": lambda stream: {
+        "messages": about("chat", stream),
+        "max_tokens": 8,
+        "ignore_eos": True,
+        **(USAGE if stream else {}),
+    },
+    "/v1/responses": lambda stream: {"input": about("responses", stream), "max_output_tokens": 8, "ignore_eos": True},
+    "/v1/messages": lambda stream: {"messages": about("messages", stream), "max_tokens": 8},
+}
+ASKED = [(path, stream) for path in BODIES for stream in (False, True)]
+
+
+def usages(url: str, model: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """All that the answer to a request says of usage, in order."""
+    return usages_in(httpx.post(url + path, json={"model": model, "temperature": 0, **body}, timeout=120, **PLAIN_HTTP))
+
+
+def usages_in(answer: httpx.Response) -> list[dict[str, Any]]:
+    """All that an answer says of usage, in order."""
+    assert answer.status_code == 200, answer.text
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return [answer.json()["usage"]]
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    holders = [holder for event in events for holder in (event, event.get("message"), event.get("response"))]
+    found = [holder["usage"] for holder in holders if holder and holder.get("usage")]
+    assert found, answer.text
+    return found
+
+
+def asked_of_all(url: str, model: str) -> dict[tuple[str, bool], list[dict[str, Any]]]:
+    return {
+        (path, stream): usages(url, model, path, {**BODIES[path](stream), "stream": stream}) for path, stream in ASKED
+    }
+
+
+def cached_tokens(usage: dict[str, Any]) -> int:
+    """0 also where a version of vLLM leaves the field out."""
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return details.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0
+
+
+def forget(*engines: Engine) -> None:
+    """Empties their prefix caches; not before what was sent or received is let go."""
+    for engine in engines:
+        if "success" not in _reset(engine):  # vLLM before 0.32 does not say so
+            time.sleep(1.0)
+            _reset(engine)
+        else:
+            wait_until(lambda engine=engine: _reset(engine)["success"], 30)
+
+
+def _reset(engine: Engine) -> dict[str, Any]:
+    answer = httpx.post(f"{engine.url}/reset_prefix_cache", timeout=30, **PLAIN_HTTP)
+    assert answer.status_code == 200, answer.text
+    return answer.json() if answer.content else {}
