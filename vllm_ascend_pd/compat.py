@@ -11,6 +11,7 @@ import vllm.envs as envs
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.version import __version__ as vllm_version
 
@@ -65,6 +66,14 @@ def lost_blocks_say_all(kv_cache_config: "KVCacheConfig") -> bool:
     its blocks."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return len(specs) == 1 and not _sees_a_window(specs[0])
+
+
+def lacks_a_block(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:
+    """Whether a request of `max_model_len` tokens takes every block, one of which vLLM keeps for itself. Version 0.23
+    starts with so few, and such a request, with all that are behind it, waits for ever."""
+    if HAS_TRANSFER_RESULTS:
+        return False
+    return bool(get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config) == 1)
 
 
 def accept_lost_blocks_of_any_groups() -> None:

@@ -33,7 +33,7 @@ class TokenGroup:
 
     def ticket_blocks(self, blocks: Sequence[int], num_tokens: int) -> list[int]:
         """Those of a request's `blocks` that its ticket names, for a prompt of `num_tokens`."""
-        return list(blocks)
+        return self.holding(blocks, 0, num_tokens, last=True)
 
 
 @dataclass(frozen=True)

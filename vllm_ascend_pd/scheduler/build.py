@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from vllm_ascend_pd import compat
+from vllm_ascend_pd import compat, patch_vllm_0_23_scheduler, patch_vllm_0_32_scheduler
 from vllm_ascend_pd.config import ConfigError, ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.doorbell import Doorbell
@@ -38,6 +38,12 @@ def make_scheduler(
     transfer = vllm_config.kv_transfer_config
     sharding = compat.sharding(vllm_config)
     groups = compat.cache_groups(kv_cache_config, sharding.parts)
+    if compat.lacks_a_block(vllm_config, kv_cache_config):
+        raise ConfigError(
+            f"the KV cache has {kv_cache_config.num_blocks} blocks, one of which vLLM keeps for itself: a request of "
+            f"--max-model-len {vllm_config.model_config.max_model_len} tokens would wait for ever for the last one. "
+            "Lower --max-model-len by a block's tokens, or give the cache more memory"
+        )
     _read(load_keys, config.side_channel_key_file)  # what is wrong with it is said before models are loaded
     secret = _read(read_ticket_secret, config.ticket_secret_file)
     parallel = vllm_config.parallel_config
@@ -57,6 +63,8 @@ def make_scheduler(
         )
     compat.accept_lost_blocks_of_any_groups()
     compat.keep_cached_blocks_until_all_groups_have_theirs()
+    patch_vllm_0_23_scheduler.let_arrived_requests_run()
+    patch_vllm_0_32_scheduler.let_transfers_start()
     draft = compat.draft_summary(vllm_config)
     listener = Listener(started_as, host, port, sharding.tp, sharding.parts, sharding.interleave, draft)
     settings = _metaserver_settings(config, recomputes)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode engine's scheduler: vLLM's own with this connector's scheduler side, over few blocks. Ranks, prefill and the
+metaserver are played: a transfer ends when the test says so."""
+
+import random
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+import vllm_ascend_pd
+from harness.ports import reserve_port
+from harness.scheduling import remembered
+from vllm_ascend_pd.scheduler import build
+from vllm_ascend_pd.scheduler.idle import IdleWait
+from vllm_ascend_pd.step import WorkerReport
+
+BLOCK = 16
+MAX_MODEL_LEN = 128
+LONGEST = MAX_MODEL_LEN // BLOCK
+"""Blocks of the longest request."""
+METASERVER = "http://127.0.0.1:9/v1/metaserver"
+OF_A_BLOCK: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+
+
+class SilentMetaserver:
+    """Takes all tickets and never answers: of prefill, `DecodeScheduler.arrives` says what became."""
+
+    retried = 0
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def check(self, url: str) -> None: ...
+
+    def post(self, *args: object) -> None: ...
+
+    def cancel(self, key: str) -> None: ...
+
+    def tell_failure(self, *args: object) -> None: ...
+
+    def poll(self) -> list[Any]:
+        return []
+
+    def close(self) -> None: ...
+
+
+def decode_config(engine_config: VllmConfig, policy: str = "fail") -> VllmConfig:
+    """`engine_config` as a decode engine's; `policy`: its `kv_load_failure_policy`."""
+    vllm_ascend_pd.register()
+    engine_config.kv_transfer_config = KVTransferConfig(
+        kv_connector="LayerwisePushConnector",
+        kv_role="kv_consumer",
+        kv_port=reserve_port(),
+        kv_load_failure_policy=policy,
+    )
+    return engine_config
+
+
+class DecodeScheduler:
+    """`blocks`: what requests can have. `windowed`: beside full attention's there is a group of a sliding window."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        blocks: int,
+        windowed: bool = False,
+        max_loras: int | None = None,
+        scheduler_class: type[Scheduler] = Scheduler,
+        seed: int = 0,
+    ) -> None:
+        specs: list[Any] = [FullAttentionSpec(**OF_A_BLOCK)]
+        if windowed:
+            specs.append(SlidingWindowSpec(**OF_A_BLOCK, sliding_window=2 * BLOCK))
+        groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
+        caches = KVCacheConfig(num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=groups)
+        config.cache_config.num_gpu_blocks = blocks + 1
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "MetaserverClient", SilentMetaserver)
+            self.vllm = scheduler_class(
+                vllm_config=config,
+                kv_cache_config=caches,
+                structured_output_manager=_grammars(),
+                block_size=BLOCK,
+                hash_block_size=BLOCK,
+            )
+        self.connector: Any = self.vllm.connector
+        self.connector._scheduler._idle.close()
+        self.connector._scheduler._idle = IdleWait(0.0, 1)
+        if max_loras is not None:
+            self.vllm.lora_config = SimpleNamespace(max_loras=max_loras)
+        self._steps_under_way = 1 if scheduler_class is Scheduler else 2
+        self._random = random.Random(seed)
+        self._outputs: deque[Any] = deque()
+        self.expected: dict[str, Any] = {}
+        """Requests whose transfer has begun, with what ranks were told of it."""
+        self._ended: set[str] = set()
+        self._failed: set[str] = set()
+        self.all_free = self.free
+
+    @property
+    def free(self) -> int:
+        return int(self.vllm.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def add(
+        self,
+        name: str,
+        tokens: int,
+        generates: int = 4,
+        *,
+        grammar: bool = False,
+        remote: bool = True,
+        priority: int = 0,
+        lora: int = 0,
+        first: int = 0,
+    ) -> Request:
+        """A request whose prompt counts up from `first`. `grammar`: waits for one, until `ready`."""
+        params = {"do_remote_prefill": True, "metaserver": METASERVER} if remote else None
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(range(first, first + tokens)),
+            sampling_params=SamplingParams(
+                max_tokens=generates, ignore_eos=True, extra_args={"kv_transfer_params": params}
+            ),
+            pooling_params=None,
+            arrival_time=float(len(self.vllm.requests)),
+            priority=priority,
+            lora_request=LoRARequest(f"adapter-{lora}", lora, f"/adapters/{lora}") if lora else None,
+            block_hasher=self._hasher,
+        )
+        if grammar:
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            request.structured_output_request = SimpleNamespace(grammar=None)
+        self.vllm.add_request(request)
+        return request
+
+    def ready(self, request: Request) -> None:
+        """The request's grammar is."""
+        request.structured_output_request = SimpleNamespace(grammar=object(), reasoning_ended=True)
+
+    def arrives(self, *names: str) -> None:
+        """With the next step these requests' KV is there."""
+        self._ended.update(names)
+
+    def fails(self, *names: str) -> None:
+        self._ended.update(names)
+        self._failed.update(names)
+
+    def abort(self, name: str) -> None:
+        self.vllm.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def unfinished(self) -> list[str]:
+        return [name for name, request in self.vllm.requests.items() if not request.is_finished()]
+
+    def step(self) -> set[str]:
+        """Names what a step computes tokens of."""
+        scheduled = self.vllm.schedule()
+        metadata = scheduled.kv_connector_metadata
+        self.expected |= {expect.request_id: expect for expect in metadata.expects}
+        self._outputs.append((scheduled, self._computed(scheduled)))
+        if len(self._outputs) == self._steps_under_way:
+            self._update(*self._outputs.popleft())
+        return set(scheduled.num_scheduled_tokens)
+
+    def settle(self) -> None:
+        """What is under way ends."""
+        while self._outputs:
+            self._update(*self._outputs.popleft())
+
+    def run(self, steps: int = 60) -> None:
+        """Transfers that have begun end at once, until all requests have ended."""
+        for _ in range(steps):
+            if not self.unfinished:
+                break
+            self.arrives(*self.expected)
+            self.step()
+        self.settle()
+        assert not self.unfinished, self.state()
+
+    def state(self) -> str:
+        lines = [
+            f"{name}: {request.status.name}, {request.num_computed_tokens} of {request.num_tokens} tokens, holds "
+            f"{[len(ids) for ids in self.vllm.kv_cache_manager.get_block_ids(name)]}"
+            for name, request in self.vllm.requests.items()
+        ]
+        return "\n".join([f"{self.free} of {self.all_free} blocks are free, {len(self.vllm.running)} run", *lines])
+
+    def close(self) -> None:
+        assert self.free == self.all_free, self.state()
+        assert not self.vllm.requests
+        assert not remembered(self.connector._scheduler)
+        self.connector.shutdown()
+
+    def _computed(self, scheduled: Any) -> list[list[int]]:
+        """The tokens that the model answers with; of drafts any number is accepted."""
+        tokens = []
+        for name in scheduled.num_scheduled_tokens:
+            request = self.vllm.requests[name]
+            drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            ends = not request.is_prefill_chunk
+            tokens.append([7] * (1 + self._random.randint(0, drafts)) if ends else [])
+        return tokens
+
+    def _update(self, scheduled: Any, tokens: list[list[int]]) -> None:
+        names = list(scheduled.num_scheduled_tokens)
+        ended = self._ended & set(self.expected)
+        failed = ended & self._failed
+        self._ended -= ended
+        output = KVConnectorOutput(
+            finished_recving=ended or None,
+            kv_connector_worker_meta=WorkerReport(
+                failed={self.expected[name].ticket_id: "it failed, for a test" for name in failed}
+            ),
+            invalid_block_ids={block for name in failed for block in self.expected[name].blocks},
+        )
+        for name in ended:
+            del self.expected[name]
+        ran = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=tokens,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+            kv_connector_output=output,
+        )
+        self.vllm.update_from_output(scheduled, ran)
+        drafts = self.vllm.num_spec_tokens
+        if drafts and self._steps_under_way == 1:
+            self.vllm.update_draft_token_ids(DraftTokenIds(names, [[7] * drafts for _ in names]))
+
+
+def _grammars() -> Any:
+    """Of requests that are only to wait for one."""
+    return SimpleNamespace(
+        should_advance=lambda request: False,
+        grammar_bitmask=lambda *args: None,
+        grammar_init=lambda request: None,
+        accept_tokens=lambda *args, **kwargs: True,
+        validate_tokens=lambda request, tokens: tokens,
+    )

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where decode's blocks run out every request ends all the same, with vLLM's own scheduler: none waits for ever for
+blocks of another one that waits."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, DecodeScheduler, decode_config
+from harness.models import EAGLE, ONE_LAYER, make_model
+from vllm_ascend_pd import compat
+from vllm_ascend_pd.config import ConfigError
+
+DRAFTS = 3
+
+MakeScheduler = Callable[..., DecodeScheduler]
+
+with_and_without_drafts = pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
+orders = pytest.mark.parametrize("order", ["fcfs", "priority"])
+
+
+@pytest.fixture(scope="session")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    """Of an engine with a head that drafts."""
+    folder = tmp_path_factory.mktemp("models")
+    head = {"method": "eagle", "model": str(make_model(EAGLE, folder)), "num_speculative_tokens": DRAFTS}
+    return EngineArgs(
+        model=str(make_model(ONE_LAYER, folder)),
+        dtype="float32",
+        block_size=BLOCK,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        speculative_config=head,
+    ).create_engine_config()
+
+
+@pytest.fixture(scope="session")
+def make_any(drafting: VllmConfig) -> MakeScheduler:
+    def make(
+        blocks: int,
+        drafts: bool = False,
+        caching: bool = False,
+        failures: str = "fail",
+        order: str = "fcfs",
+        max_num_seqs: int = 16,
+        **of: Any,
+    ) -> DecodeScheduler:
+        config = copy.copy(drafting)
+        if not drafts:
+            config.speculative_config = None
+        config.cache_config = copy.copy(config.cache_config)
+        config.cache_config.enable_prefix_caching = caching
+        config.scheduler_config = copy.copy(config.scheduler_config)
+        config.scheduler_config.policy = order
+        config.scheduler_config.max_num_seqs = max_num_seqs
+        return DecodeScheduler(decode_config(config, failures), blocks, **of)
+
+    return make
+
+
+@pytest.fixture
+def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
+    made = []
+
+    def make_scheduler(*args: Any, **of: Any) -> DecodeScheduler:
+        made.append(make_any(*args, **of))
+        return made[-1]
+
+    yield make_scheduler
+    for decode in made:
+        decode.close()
+
+
+@orders
+def test_requests_that_have_arrived_find_blocks_for_their_drafts(make: MakeScheduler, order: str) -> None:
+    """Two prompts fill all blocks, and each needs another one for what is drafted behind it."""
+    decode = make(blocks=8, drafts=True, order=order)
+    decode.add("a", 4 * BLOCK)
+    decode.add("b", 4 * BLOCK)
+    decode.run()
+
+
+@orders
+def test_a_request_that_has_arrived_finds_a_block_for_the_token_that_is_left_to_it(
+    make: MakeScheduler, order: str
+) -> None:
+    """Of a prompt whose transfer fills its blocks, where windows leave the last token to decode."""
+    decode = make(blocks=20, windowed=True, order=order)
+    for name in "abcd":
+        decode.add(name, 2 * BLOCK + 1)
+    decode.run()
+
+
+@orders
+@with_and_without_drafts
+def test_a_grammar_that_gets_ready_does_not_hold_up_who_has_arrived(
+    make: MakeScheduler, drafts: bool, order: str
+) -> None:
+    """It needs more than what is free, and is first in line."""
+    decode = make(blocks=LONGEST, drafts=drafts, order=order)
+    guided = decode.add("guided", 6 * BLOCK, grammar=True)
+    decode.add("plain", 4 * BLOCK)
+    decode.step()
+    assert set(decode.expected) == {"plain"}
+    decode.ready(guided)
+    decode.run()
+
+
+@with_and_without_drafts
+def test_a_request_of_higher_priority_does_not_hold_up_who_has_arrived(make: MakeScheduler, drafts: bool) -> None:
+    decode = make(blocks=LONGEST, drafts=drafts, order="priority")
+    decode.add("low", 4 * BLOCK, priority=1)
+    decode.step()
+    decode.add("high", 6 * BLOCK, priority=0)
+    decode.run()
+
+
+@orders
+@with_and_without_drafts
+def test_a_request_that_has_failed_and_one_that_has_arrived(make: MakeScheduler, drafts: bool, order: str) -> None:
+    """The first is to be computed again, beside the second."""
+    decode = make(blocks=LONGEST + 2, drafts=drafts, caching=True, failures="recompute", order=order)
+    decode.add("fails", 6 * BLOCK)
+    decode.add("arrives", 2 * BLOCK, first=1000)
+    decode.step()
+    assert set(decode.expected) == {"fails", "arrives"}
+    decode.fails("fails")
+    decode.run()
+
+
+@orders
+def test_a_request_that_has_failed_does_not_keep_others_from_their_transfers(make: MakeScheduler, order: str) -> None:
+    """It may not be computed beside another adapter. When it may, a request stands before it for which there are too
+    few blocks beside those that it would need."""
+    decode = make(blocks=LONGEST + 2, failures="recompute", max_loras=1, order=order)
+    guided = decode.add("guided", 7 * BLOCK, grammar=True)
+    decode.add("runs", BLOCK, generates=8, lora=1)
+    decode.add("fails", 6 * BLOCK, lora=2)
+    decode.step()
+    assert set(decode.expected) == {"runs", "fails"}
+    decode.arrives("runs")
+    decode.fails("fails")
+    decode.step()
+    for _ in range(4):
+        assert decode.step() == {"runs"}
+    decode.ready(guided)
+    decode.run()
+
+
+@orders
+def test_an_adapter_that_had_to_wait_does_not_keep_its_blocks_for_ever(make: MakeScheduler, order: str) -> None:
+    """What has arrived may not run beside other adapters. When it may, another request stands before it."""
+    decode = make(blocks=LONGEST + 1, max_loras=1, order=order)
+    guided = decode.add("guided", 7 * BLOCK, grammar=True)
+    decode.add("one", 2 * BLOCK, lora=1, generates=6)
+    decode.add("other", 3 * BLOCK, lora=2)
+    decode.step()
+    decode.arrives("one", "other")
+    decode.step()
+    assert decode.step() == {"one"}
+    decode.ready(guided)
+    decode.run()
+
+
+def test_requests_with_grammars_do_not_overtake_others_for_ever(make: MakeScheduler) -> None:
+    """There is one more whenever one has ended."""
+    decode = make(blocks=LONGEST)
+    for number in range(2):
+        decode.ready(decode.add(f"guided-{number}", 5 * BLOCK, generates=2, grammar=True))
+    plain = decode.add("plain", 5 * BLOCK, generates=2)
+    for number in range(2, 40):
+        decode.ready(decode.add(f"guided-{number}", 5 * BLOCK, generates=2, grammar=True))
+        for _ in range(4):
+            decode.arrives(*decode.expected)
+            decode.step()
+    assert plain.is_finished()
+    decode.run(400)
+
+
+@orders
+@pytest.mark.parametrize("tokens", [MAX_MODEL_LEN - 1, MAX_MODEL_LEN - BLOCK, MAX_MODEL_LEN - BLOCK + 1])
+@with_and_without_drafts
+def test_a_request_gets_all_blocks_there_are(make: MakeScheduler, drafts: bool, tokens: int, order: str) -> None:
+    decode = make(blocks=LONGEST, drafts=drafts, order=order)
+    decode.add("before", BLOCK)
+    decode.add("long", tokens, generates=MAX_MODEL_LEN - tokens)
+    decode.add("behind", 2 * BLOCK)
+    decode.run(100)
+
+
+@pytest.mark.skipif(compat.HAS_TRANSFER_RESULTS, reason="vLLM itself counts its own block")
+def test_an_engine_with_one_block_less_than_a_request_takes_does_not_start(make_any: MakeScheduler) -> None:
+    """vLLM 0.23 would start, and a request of that length wait for ever."""
+    with pytest.raises(ConfigError, match=f"has {LONGEST} blocks.*--max-model-len {MAX_MODEL_LEN}"):
+        make_any(blocks=LONGEST - 1)
+
+
+def test_tickets_name_no_blocks_behind_the_prompt(make: MakeScheduler) -> None:
+    decode = make(blocks=LONGEST, drafts=True)
+    decode.add("a", 2 * BLOCK)
+    decode.step()
+    [ticket] = [issued.ticket for issued in decode.connector._scheduler._by_request.values()]
+    assert [len(ids) for ids in ticket.remote_block_ids] == [2]
+    assert len(decode.expected["a"].blocks) == 2
+    decode.run()
