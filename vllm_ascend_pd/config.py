@@ -121,6 +121,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tickets waiting for the metaserver's answer; more are refused at once."""
     transfer_protocol: str | None = None
     """Mooncake's: `tcp`, `rdma` or `ascend`. None: what suits the device, `tcp` on CPU and `ascend` on NPU."""
+    allow_other_model: bool = False
+    """Whether KV of another model is used: of other weights, or of settings that change what KV means. **Answers may be
+    wrong, and nothing says so.** For checkpoints that you know to mean the same though they differ. On prefill it
+    allows other settings, on decode other weights. Shapes and cache data types must be equal all the same."""
     prefill: PeerParallel | None = None
     """What vllm-ascend's connector wants to be told of prefill engines; here it is found out, and only checked."""
     decode: PeerParallel | None = None
@@ -143,7 +147,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, (int, float)) and not 0 < value < math.inf and name != "metaserver_retries":
+            if isinstance(value, bool) or name == "metaserver_retries":
+                continue
+            if isinstance(value, (int, float)) and not 0 < value < math.inf:
                 raise ValueError(f"`{name}` must be positive and finite, not {value}")
         if self.metaserver_retries < 0:
             raise ValueError(f"`metaserver_retries` must not be negative, not {self.metaserver_retries}")

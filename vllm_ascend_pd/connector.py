@@ -5,6 +5,7 @@ vLLM builds one per process: in the engine core with the scheduler's role, in ev
 each does depends on whether the engine prefills (producer) or decodes (consumer).
 """
 
+import logging
 import secrets
 import sys
 from contextlib import ExitStack
@@ -27,6 +28,8 @@ from vllm_ascend_pd.config import ConfigError, parse_config
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.device import current_device
 from vllm_ascend_pd.metrics import LayerwisePushPromMetrics, LayerwisePushStats
+from vllm_ascend_pd.model_settings import model_settings
+from vllm_ascend_pd.patch_weight_loading import weights_of
 from vllm_ascend_pd.scheduler.build import make_scheduler
 from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler
 from vllm_ascend_pd.scheduler.listener import DescriptionListener
@@ -36,10 +39,11 @@ from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.unsupported import unsupported, unsupported_weights
-from vllm_ascend_pd.worker.caches import KVCache, describe
+from vllm_ascend_pd.worker.caches import KVCache, RegisteredCaches, describe
 from vllm_ascend_pd.worker.consumer import Arrivals, ConsumerWorker, decode_description, encode_description
 from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.producer import ProducerWorker
+from vllm_ascend_pd.worker.weights import LoadedWeights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +54,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -108,15 +114,18 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._engine = TransferEngine(self._host, protocol, limits)
         self._engine.register(caches.regions())
+        loaded = self._loaded_weights(caches, identity)
         if self._is_producer:
             step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-            self._worker = ProducerWorker(identity, self._config, self._device, self._engine, caches, step_tokens)
+            self._worker = ProducerWorker(
+                identity, self._config, self._device, self._engine, caches, step_tokens, loaded
+            )
         else:
-            self._worker = ConsumerWorker(identity, self._config, self._device, self._engine, caches)
+            self._worker = ConsumerWorker(identity, self._config, self._device, self._engine, caches, loaded)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if isinstance(self._worker, ConsumerWorker):
-            return RankHandshake(encode_description(self._worker.description))
+            return RankHandshake(encode_description(self._worker.description), model_settings(self._vllm_config))
         return None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -199,7 +208,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         if self._is_producer:
             return
-        ranks = []
+        ranks, settings = [], {}
         for _, handshake in sorted(metadata.items()):
             if not isinstance(handshake, RankHandshake):
                 raise ConfigError(
@@ -207,6 +216,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
                     "LayerwisePushConnector must be the first of a MultiConnector's connectors that has any"
                 )
             ranks.append(decode_description(handshake.encoded))
+            settings = handshake.settings
         parallel = self._vllm_config.parallel_config
         description = EngineDescription(
             engine_id=self._started_as,
@@ -216,6 +226,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             ranks=tuple(ranks),
             dcp=parallel.decode_context_parallel_size,
             interleave=compat.sharding(self._vllm_config).interleave,
+            settings=settings,
         )
         keys = load_keys(self._config.side_channel_key_file)
         self._listener = DescriptionListener(description, self._host, self._port, keys)
@@ -347,7 +358,25 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             pp=pp.world_size,
             stage_ranks=stage_ranks,
             draft=compat.draft_summary(self._vllm_config),
+            settings=model_settings(self._vllm_config),
         )
+
+    def _loaded_weights(self, caches: RegisteredCaches, identity: Identity) -> LoadedWeights | None:
+        """The record of the model whose layers, the draft's left out, have `caches`."""
+        described, modules = caches.description, self._vllm_config.compilation_config.static_forward_context
+        names = {tensor.layer for tensor in described.tensors if not described.geometry_of(tensor).draft}
+        loaded = weights_of([modules[name] for name in sorted(names) if name in modules])
+        if (identity.pp_rank, identity.rank) == (0, 0):
+            if loaded is not None and loaded.current.fingerprint:
+                logger.info("the model's weights are %s", loaded.current.fingerprint)
+            else:
+                logger.warning(
+                    "which weights this engine has is not known (%s): they are not compared with the other engines'",
+                    "the plugin vllm_ascend_pd was not loaded: see VLLM_PLUGINS"
+                    if loaded is None
+                    else f"load format {self._vllm_config.load_config.load_format} loads no tensors of a checkpoint",
+                )
+        return loaded
 
     def _check_declared(self, side: str, identity: Identity) -> None:
         declared = getattr(self._config, side)

@@ -101,3 +101,5 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     """A decode rank's `RankDescription`, encoded: it crosses processes and is read by no one in between."""
 
     encoded: bytes
+    settings: dict[str, str]
+    """As `EngineDescription` has them. All ranks have the same."""

@@ -25,6 +25,7 @@ from vllm_ascend_pd.worker.caches import LayerSpec, describe
 from vllm_ascend_pd.worker.consumer import ConsumerWorker
 from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.producer import ProducerWorker
+from vllm_ascend_pd.worker.weights import LoadedWeights
 
 HOST = "127.0.0.1"
 MODEL = "a model of random numbers"
@@ -96,6 +97,7 @@ class _RankBase:
         self.registered = describe(self.caches, specs, heads_first=self.model.order is Order.HEAD_MAJOR)
         self.engine = TransferEngine(HOST, "tcp", TransferLimits(timeout_s=self.parsed.write_timeout_s))
         self.engine.register(self.registered.regions())
+        self.loaded = LoadedWeights()
         self.identity = Identity(
             engine_id=self.engine_id,
             model=MODEL,
@@ -118,6 +120,12 @@ class _RankBase:
     def warnings(self) -> list[str]:
         """What the product has logged here as a warning or worse."""
         return list(self._warnings.messages)
+
+    def load_weights(self, seed: int) -> str:
+        """Loads the weights of that seed, as a model does; returns their fingerprint."""
+        torch.manual_seed(seed)
+        self.loaded.load([("model.norm.weight", torch.randn(64))], lambda weights: None)
+        return self.loaded.current.fingerprint
 
     def clear(self) -> None:
         for parts in self.caches.values():
@@ -150,7 +158,7 @@ class PrefillRank(_RankBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.worker = ProducerWorker(
-            self.identity, self.parsed, self.device, self.engine, self.registered, self.side.step_tokens
+            self.identity, self.parsed, self.device, self.engine, self.registered, self.side.step_tokens, self.loaded
         )
 
     def step(self, step: Any, prompts: dict[str, Prompt], hooks: Hooks = ONCE) -> None:
@@ -286,7 +294,7 @@ class DecodeRank(_RankBase):
         self.received_bytes = 0
         self.cached_tokens: dict[str, int] = {}
         """By ticket: what prefill had of the prompt, as it says."""
-        self.worker = ConsumerWorker(self.identity, self.parsed, self.device, self.engine, self.registered)
+        self.worker = ConsumerWorker(self.identity, self.parsed, self.device, self.engine, self.registered, self.loaded)
 
     def own_ports(self) -> set[int]:
         return {int(self.worker.description.control.rpartition(":")[2])}

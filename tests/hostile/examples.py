@@ -29,8 +29,8 @@ CACHES = RankCaches(
 RANK = RankDescription(0, 1, "tcp://127.0.0.1:5555", "127.0.0.1:5556", CACHES)
 MESSAGES = (
     Describe("decode-0"),
-    EngineDescription("decode-0", "a model", 2, 1, (RANK, RANK), 2, 8),
-    GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4, 2, 16), (0, 1, 2), 5.0),
+    EngineDescription("decode-0", "a model", 2, 1, (RANK, RANK), 2, 8, {"rope_theta": "10000"}),
+    GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4, 2, 16), (0, 1, 2), 5.0, weights="0123456789abcdef"),
     Granted(20.0, ClockReading("0" * 16, 1.5, 2.5)),
     Refused("not yet", retry=True),
     Report("0" * 32, 0, WRITER, None, 1000, 10, 1.5, "f" * 32),

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What keeps a prefill rank from sending to a decode engine, said with both sides' values."""
 
+import dataclasses
+
 import msgspec
 import pytest
 
+from vllm_ascend_pd.config import parse_config
 from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Kind, Order, RankCaches
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.worker.fit import misfit
+from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.peer import DecodeLayout
 
 MODEL = "LlamaForCausalLM with 4 layers of hidden size 64, 8 heads, 4 KV heads, vocabulary 512"
@@ -271,3 +276,29 @@ def test_a_ticket_that_deals_out_tokens_otherwise_than_its_engine(dcp, interleav
         num_tokens=40,
     )
     assert DecodeLayout(sharing(engine(2, heads=1, total_heads=1), 2, 16)).unfit(ticket) == reason
+
+
+ROTATED = {"rope_theta": "20000"}
+
+
+def misfit_of(settings: dict[str, str], **config: object) -> str | None:
+    identity = Identity("prefill", MODEL, "127.0.0.1", 0, sharding(1), 0, 1, (0,), settings={"rope_theta": "10000"})
+    described = msgspec.structs.replace(engine(), settings=settings)
+    return misfit(identity, parse_config(config), caches(), described)
+
+
+def test_other_settings_are_refused_unless_prefill_allows_it(caplog):
+    named = "rope_theta is 10000 on prefill, 20000 on decode"
+    assert misfit_of({"rope_theta": "10000"}) is None
+    assert misfit_of({}) is None, "an engine that does not say"
+    assert misfit_of(ROTATED) == f"the engines compute other KV: {named}"
+    assert misfit_of(ROTATED, allow_other_model=True) is None
+    assert f"{named}: allow_other_model is set" in caplog.text
+
+
+def test_what_is_allowed_of_another_model_is_not_its_shape():
+    identity = Identity("prefill", "another model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
+    config = parse_config({"allow_other_model": True})
+    assert "prefill serves another model" in (misfit(identity, config, caches(), engine()) or "")
+    unequal = misfit(dataclasses.replace(identity, model=MODEL), config, caches(dtype="int8"), engine())
+    assert "dtype is int8 on prefill" in (unequal or "")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_compatibility import LAYERS, MODEL, caches, engine, found
-from test_protocol import NAMES, RANKS, SIZES, tuples
+from test_protocol import NAMES, RANKS, SETTINGS, SIZES, tuples
 
-from vllm_ascend_pd.core.compatibility import mismatch
+from vllm_ascend_pd.core.compatibility import different_settings, mismatch
 from vllm_ascend_pd.core.description import unsound
 from vllm_ascend_pd.core.hosts import AnyHost, decode_hosts
 from vllm_ascend_pd.core.layout import CacheTensor, RankCaches
@@ -56,6 +56,9 @@ def test_an_engine_that_is_what_it_says(tp):
 
 ONE, TWO = engine(1), engine(2)
 LIES = {
+    "unprintable-setting": (replace(ONE, settings={"rope_theta": "10000\n"}), "a setting"),
+    "unprintable-setting-name": (replace(ONE, settings={"\x1b[2J": "10000"}), "a setting"),
+    "long-setting": (replace(ONE, settings={"rope_theta": "1" * 513}), "a setting"),
     "no-tp": (replace(ONE, tp=0), "says tp 0"),
     "negative-sizes": (replace(ONE, tp=-1, pp=-1), "says tp -1, pp -1"),
     "huge-tp": (replace(ONE, tp=2**62), "says tp"),
@@ -120,13 +123,19 @@ def test_one_rank_of_several_that_lies_about_its_layout(what):
         assert what in found(caches(), with_ranks(TWO, *ranks))
 
 
-@given(st.builds(EngineDescription, NAMES, NAMES, st.integers(-1, 2), st.integers(-1, 2), tuples(RANKS), SIZES, SIZES))
+@given(
+    st.builds(
+        EngineDescription, NAMES, NAMES, st.integers(-1, 2), st.integers(-1, 2), tuples(RANKS), SIZES, SIZES, SETTINGS
+    )
+)
 @settings(max_examples=300)
 def test_whatever_decodes_is_sound_or_refused_with_a_reason(description):
     reason = unsound(description, AnyHost())
     assert reason is None or (reason.isprintable() and len(reason) < 1000)
     if reason is None:
         mismatch(caches(), MODEL, 0, sharding(1), True, description)
+        different = different_settings({"rope_theta": "10000"}, description.settings)
+        assert different is None or (different.isprintable() and len(different) < 3000)
         DecodeLayout(description)
 
 

@@ -12,6 +12,7 @@ from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches,
 from vllm_ascend_pd.core.protocol import (
     MAX_DESCRIPTION_BYTES,
     MAX_MESSAGE_BYTES,
+    MAX_SETTINGS,
     PROTOCOL_VERSION,
     Acknowledged,
     ClockReading,
@@ -55,6 +56,8 @@ EXAMPLES = [
     Revoke("0" * 32, 1, WRITER, "the request was aborted"),
     Problem("malformed message"),
     Granted(10.0, ClockReading("0" * 16, 1.5, 2.5)),
+    EngineDescription("decode-0", "llama", 1, 1, (), settings={"rope_theta": "10000"}),
+    GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0, weights="0123456789abcdef"),
 ]
 
 
@@ -113,10 +116,23 @@ def tuples(elements: st.SearchStrategy, max_size: int = 3) -> st.SearchStrategy:
 NO_CACHES = st.just(RankCaches((), ()))
 CACHES_OF_TWO = st.builds(RankCaches, st.tuples(GEOMETRIES, OF_A_SHARE), tuples(TENSORS))
 RANKS = st.builds(RankDescription, INTS, INTS, TEXT, TEXT, NO_CACHES | CACHES_OF_TWO)
+SETTINGS = st.dictionaries(TEXT, TEXT, max_size=5)
 MESSAGES = st.one_of(
     st.builds(Describe, TEXT),
-    st.builds(EngineDescription, TEXT, TEXT, RANK_COUNTS, RANK_COUNTS, tuples(RANKS), SIZES, SIZES),
-    st.builds(GrantRequest, IDS, INTS, IDS, WRITERS, SHARDINGS, tuples(INDICES, max_size=20), SETTLE, NAMES),
+    st.builds(EngineDescription, TEXT, TEXT, RANK_COUNTS, RANK_COUNTS, tuples(RANKS), SIZES, SIZES, SETTINGS),
+    st.builds(
+        GrantRequest,
+        IDS,
+        INTS,
+        IDS,
+        WRITERS,
+        SHARDINGS,
+        tuples(INDICES, max_size=20),
+        SETTLE,
+        NAMES,
+        st.booleans(),
+        NAMES.filter(lambda name: len(name) <= 64),
+    ),
     st.builds(Granted, st.floats(0, 86400, exclude_min=True)),
     st.builds(Refused, TEXT, st.booleans(), SETTLE),
     st.builds(Complete),
@@ -320,3 +336,25 @@ def test_large_engines_stay_within_the_bounds():
     assert len(encode(0, EngineDescription("decode-0", "large", 64, 1, ranks))) < MAX_DESCRIPTION_BYTES / 4
     request = GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(64), tuple(range(10_000)), 5.0)
     assert len(encode(0, request)) < 1024 + 5 * len(request.covers) < MAX_MESSAGE_BYTES
+
+
+def test_an_engine_that_says_nothing_of_its_weights_and_settings_is_understood() -> None:
+    asked = GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0, weights="0123456789abcdef")
+    described = EngineDescription("decode-0", "llama", 1, 1, (), settings={"rope_theta": "10000"})
+    for message, field, nothing in ((asked, "weights", ""), (described, "settings", {})):
+        old = {name: value for name, value in msgspec.to_builtins(message).items() if name != field}
+        assert getattr(decode(frame(body(old)))[1], field) == nothing
+
+
+@pytest.mark.parametrize("weights", ["x" * 65, "two\nlines"])
+def test_a_fingerprint_of_weights_is_a_short_name(weights: str) -> None:
+    asked = GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0)
+    with pytest.raises(ProtocolError):
+        decode(frame(body(msgspec.to_builtins(asked) | {"weights": weights})))
+
+
+def test_settings_are_not_without_number() -> None:
+    settings = {str(i): "" for i in range(MAX_SETTINGS + 1)}
+    described = EngineDescription("decode-0", "llama", 1, 1, (), settings=settings)
+    with pytest.raises(ProtocolError):
+        decode(frame(body(described)))

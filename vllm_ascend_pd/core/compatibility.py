@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do a prefill rank and a decode engine fit together? Checked at first contact, before a byte moves."""
 
+from collections.abc import Mapping
+
 from vllm_ascend_pd.core.layout import Geometry, LayoutError, RankCaches
 from vllm_ascend_pd.core.plan import make_route
 from vllm_ascend_pd.core.protocol import EngineDescription
+from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.topology import Sharding, TopologyError
 
 
@@ -42,6 +45,26 @@ def mismatch(
             ) is not None:
                 return f"{layer}: {reason}"
     return None
+
+
+_NAMED_SETTINGS = 3
+
+
+def different_settings(prefill: Mapping[str, str], decode: Mapping[str, str]) -> str | None:
+    """Which settings that change what KV means differ, with both sides' values; None if none do, or if decode does not
+    say."""
+    if not decode:
+        return None
+    differ = [key for key in sorted({*prefill, *decode}) if prefill.get(key) != decode.get(key)]
+    if not differ:
+        return None
+
+    def of(side: Mapping[str, str], key: str) -> str:
+        return one_line(side.get(key, "not set"), 100)
+
+    named = [f"{key} is {of(prefill, key)} on prefill, {of(decode, key)} on decode" for key in differ[:_NAMED_SETTINGS]]
+    more = f" (and {len(differ) - len(named)} more)" if len(differ) > len(named) else ""
+    return f"the engines compute other KV: {'; '.join(named)}{more}"
 
 
 def _unequal(mine: Geometry, rank: int, prefill: Sharding, other: Geometry, decode: EngineDescription) -> str | None:

@@ -23,7 +23,7 @@ def unsound(description: EngineDescription, hosts: HostList) -> str | None:
     if not in_range or not len(ranks) == len(description.ranks) == tp * pp:
         return f"decode says tp {tp}, pp {pp} but does not describe each of these ranks once"
     if not all(map(is_name, _names(description))):
-        return "decode names an engine, a model or a layer in unprintable characters, or at great length"
+        return "decode names an engine, a model, a setting or a layer in unprintable characters, or at great length"
     for rank in description.ranks:
         if (reason := _misplaced(rank, hosts) or _impossible(rank.caches, tp)) is not None:
             return f"decode's rank {(rank.pp_rank, rank.tp_rank)}: {reason}"
@@ -32,6 +32,7 @@ def unsound(description: EngineDescription, hosts: HostList) -> str | None:
 
 def _names(description: EngineDescription) -> Iterator[str]:
     yield from (description.engine_id, description.model)
+    yield from (text for setting in description.settings.items() for text in setting)
     for rank in description.ranks:
         yield from (tensor.layer for tensor in rank.caches.tensors)
         for geometry in rank.caches.geometries:

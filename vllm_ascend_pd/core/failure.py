@@ -27,6 +27,8 @@ class PushFailure(enum.Enum):
     """The transfer engine could not write, in two attempts."""
     DEVICE = "device"
     """The device did not compute or regroup a layer in time, or failed."""
+    WEIGHTS = "weights"
+    """Prefill's weights were updated before the transfer had ended."""
     PREEMPTED = "preempted"
     """The request was preempted before its KV was sent."""
     ABORTED = "aborted"

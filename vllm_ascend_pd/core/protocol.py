@@ -35,6 +35,8 @@ _Ranks = Annotated[int, msgspec.Meta(gt=0, le=1024)]
 
 
 MAX_REASON_CHARS = 1000
+MAX_SETTINGS = 512
+"""Of an engine's description. Names and values are as short as other names."""
 _MAX_COMPLAINT_CHARS = 100
 
 _Id = Annotated[str, msgspec.Meta(max_length=64)]
@@ -88,7 +90,8 @@ class Describe(msgspec.Struct, frozen=True, tag=True):
 
 class EngineDescription(msgspec.Struct, frozen=True, tag=True):
     """All ranks of a decode engine. `model`: a readable summary of the model's shape, equal on both sides; `dcp`:
-    among how many neighbouring tensor-parallel ranks tokens are dealt out, `interleave` at a time."""
+    among how many neighbouring tensor-parallel ranks tokens are dealt out, `interleave` at a time; `settings`: what
+    else changes the meaning of KV, by name, none if the engine does not say."""
 
     engine_id: str
     model: str
@@ -97,6 +100,7 @@ class EngineDescription(msgspec.Struct, frozen=True, tag=True):
     ranks: tuple[RankDescription, ...]
     dcp: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] = 1
     interleave: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] = 1
+    settings: Annotated[dict[str, str], msgspec.Meta(max_length=MAX_SETTINGS)] = {}
 
     @property
     def sharding(self) -> Sharding:
@@ -114,7 +118,8 @@ class GrantRequest(msgspec.Struct, frozen=True, tag=True):
     `digest` is the ticket's content as the writer has it, `sharding` the prefill engine's, `covers` the indices of
     the decode rank's tensors that this writer will fill, `settle_s` how long bytes of a write that was given up
     may go on arriving, `draft` what drafts on the prefill engine (`Geometry.draft`). `wants_clock`: it traces, and
-    wants to know how far the two clocks are apart.
+    wants to know how far the two clocks are apart. `weights`: the fingerprint of the weights that it computes with, ""
+    if it does not know.
     """
 
     ticket_id: _Id
@@ -126,9 +131,11 @@ class GrantRequest(msgspec.Struct, frozen=True, tag=True):
     settle_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
     draft: str = ""
     wants_clock: bool = False
+    weights: _Id = ""
 
     def __post_init__(self) -> None:
         _check_name(self.draft)
+        _check_name(self.weights)
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):

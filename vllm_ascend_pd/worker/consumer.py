@@ -44,6 +44,7 @@ from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.side_channel import Peer, Server
 from vllm_ascend_pd.worker.caches import RegisteredCaches
 from vllm_ascend_pd.worker.identity import Identity
+from vllm_ascend_pd.worker.weights import LoadedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +59,15 @@ _WARN_EVERY_S = 60.0
 
 @dataclass
 class _Entry:
-    """`vacated`: the end of what was queued here when the ticket came; `peers`: where each writer was heard last;
+    """`vacated`: the end of what was queued here when the ticket came; `weights_version`: of this engine's weights when
+    the attempt's first grant was given; `peers`: where each writer was heard last;
     `revoked`: when it was last told to stop; `given_up`: the last attempt that was; `warn_at`: when to say again that
     blocks are kept for a writer that does not answer."""
 
     expect: Expect
     ticket: ConsumerTicket
     vacated: Event
+    weights_version: int | None = None
     peers: dict[Writer, Peer] = field(default_factory=dict)
     revoked: dict[Writer, float] = field(default_factory=dict)
     given_up: int = -1
@@ -93,6 +96,8 @@ class Arrivals:
 
 
 class ConsumerWorker:
+    """`loaded`: the model's weights, None if they are not known."""
+
     def __init__(
         self,
         identity: Identity,
@@ -100,8 +105,10 @@ class ConsumerWorker:
         device: Device,
         engine: TransferEngine,
         caches: RegisteredCaches,
+        loaded: LoadedWeights | None = None,
     ) -> None:
         self._identity = identity
+        self._loaded = loaded or LoadedWeights()
         self._config = config
         self._device = device
         self._caches = caches.description
@@ -189,6 +196,9 @@ class ConsumerWorker:
                 return answer
             if isinstance(message, Report):
                 entry = self._entries.get(message.ticket_id)
+                if entry and message.reason is None and self._updated_since_grant(entry):
+                    reason = "decode's weights were updated before all KV was here"
+                    message = msgspec.structs.replace(message, reason=reason)
                 # The digest shows that it comes from who has the ticket: nobody ends another's transfer.
                 if entry and message.digest == entry.ticket.digest and entry.ticket.report(message, now):
                     if message.writer in entry.peers:
@@ -214,7 +224,10 @@ class ConsumerWorker:
             entry.peers.clear()
             entry.revoked.clear()
             entry.warn_at = -math.inf
+            entry.weights_version = None
         if refused is not None:
+            return refused
+        if (refused := self._other_weights(request)) is not None:
             return refused
         # vLLM gives the blocks of a request that has ended to the next one while a step that still computes for the
         # first may be queued, which is right for what runs after that on the same stream: these writes do not.
@@ -236,10 +249,31 @@ class ConsumerWorker:
         if request.writer not in entry.peers:
             self._trace.mark(events.GRANTED, entry.expect.request_id, request.ticket_id, request.writer)
         entry.peers[request.writer] = peer
+        if entry.weights_version is None:
+            entry.weights_version = self._loaded.current.version
         if request.wants_clock:
             reading = ClockReading(HOST_CLOCK, now, time.monotonic())
             return msgspec.structs.replace(answer, clock=reading)
         return answer
+
+    def _other_weights(self, request: GrantRequest) -> Refused | None:
+        """Why KV that prefill computes with its weights is of no use here (R8). Asked at every renewal, since either
+        side's may be updated."""
+        current = self._loaded.current
+        if current.loading:
+            return Refused("weights are being loaded here", retry=True)
+        theirs, ours = request.weights, current.fingerprint
+        if self._config.allow_other_model or not (theirs and ours) or theirs == ours:
+            return None
+        return Refused(
+            f"prefill computed with weights {theirs}, this engine has {ours}: the engines loaded other checkpoints, or "
+            "one was updated",
+            retry=False,
+        )
+
+    def _updated_since_grant(self, entry: _Entry) -> bool:
+        version = self._loaded.current.version
+        return not self._config.allow_other_model and entry.weights_version not in (None, version)
 
     def _expected_from(self, prefill: topology.Sharding, salt: int, draft: str) -> frozenset[tuple[int, int]]:
         """(index of our tensor, prefill rank that must write to it), in each of prefill's pipeline stages. Our draft

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who a worker is."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.layout import TokenShare
 from vllm_ascend_pd.core.topology import Sharding
@@ -11,7 +12,8 @@ from vllm_ascend_pd.core.topology import Sharding
 class Identity:
     """One rank of one engine. `host` is the address peers reach it at; `model` a summary both sides compare; `rank`
     its place in its pipeline stage, as `sharding` counts; `stage_ranks` are the ranks of that stage in torch's default
-    world, in order; `draft` is what drafts on the engine, on whichever rank (`Geometry.draft`)."""
+    world, in order; `draft` is what drafts on the engine, on whichever rank (`Geometry.draft`); `settings` are
+    what both sides compare, as `EngineDescription` has them."""
 
     engine_id: str
     model: str
@@ -22,6 +24,7 @@ class Identity:
     pp: int
     stage_ranks: tuple[int, ...]
     draft: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tp(self) -> int:

@@ -290,6 +290,7 @@ class Peers:
             self._settle_s,
             self._identity.draft,
             self._trace.wants_clock,
+            transfer.weights.fingerprint,
         )
         answered = functools.partial(self._on_grant, transfer, key, asked_at, destination.granted)
         self._client.request(destination.rank.control, request, self._config.control_timeout_s, answered)

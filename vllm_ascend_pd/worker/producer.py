@@ -12,16 +12,15 @@ import torch
 
 from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core import stats
-from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.plan import Regroup
 from vllm_ascend_pd.core.producer_ticket import ProducerTicket
-from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.step import ProducerStep, WorkerReport
 from vllm_ascend_pd.timeline.prefill import prefill_trace
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.worker.caches import Alike, RegisteredCaches
+from vllm_ascend_pd.worker.fit import misfit
 from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.patience import Patience
 from vllm_ascend_pd.worker.peers import Peers
@@ -31,12 +30,14 @@ from vllm_ascend_pd.worker.running_time import RunningTime
 from vllm_ascend_pd.worker.sender import Barrier, Finish, LayerPush, Sender
 from vllm_ascend_pd.worker.shipment import Shipment
 from vllm_ascend_pd.worker.transfer import Transfer, Withdrawals
+from vllm_ascend_pd.worker.weights import LoadedWeights
 
 logger = logging.getLogger(__name__)
 
 
 class ProducerWorker:
-    """`step_tokens`: most tokens one step computes, which sizes the staging ring."""
+    """`step_tokens`: most tokens one step computes, which sizes the staging ring; `loaded`: the model's weights, None
+    if they are not known."""
 
     def __init__(
         self,
@@ -46,8 +47,10 @@ class ProducerWorker:
         engine: TransferEngine,
         caches: RegisteredCaches,
         step_tokens: int,
+        loaded: LoadedWeights | None = None,
     ) -> None:
         self._identity = identity
+        self._loaded = loaded or LoadedWeights()
         self._config = config
         self._device = device
         self._engine = engine
@@ -77,7 +80,7 @@ class ProducerWorker:
             engine.limits.settle_s,
             self._running_time,
             make_sender=self._make_sender,
-            check=self._check,
+            check=partial(misfit, identity, config, caches.description),
             destinations=self._planner.destinations,
             revoked=self._finish,
             told=self._on_told,
@@ -104,6 +107,7 @@ class ProducerWorker:
                 sender.patience,
                 grant_deadline,
                 step.cached_tokens.get(request_id, 0),
+                self._loaded.current,
             )
             self._transfers[request_id] = transfer
             self._senders[ticket.ticket_id] = sender
@@ -317,6 +321,7 @@ class ProducerWorker:
         late = [transfer for transfer in transfers if transfer.state.waits_for_grant]  # the others do not wait for them
         for together in ([transfer for transfer in transfers if transfer not in late], *([each] for each in late)):
             for transfer in together:
+                self._check_weights(transfer)
                 transfer.finish()
                 self._trace.finished(transfer)
                 if (cause := transfer.state.cause) is not None:
@@ -324,6 +329,15 @@ class ProducerWorker:
                 elif (num_bytes := transfer.num_bytes) > 0:
                     self._stats.observe(stats.OVERLAP_RATIO, transfer.bytes_at_end / num_bytes)
             self._peers.report(together)
+
+    def _check_weights(self, transfer: Transfer) -> None:
+        """All of the prompt must be computed with the weights that decode was told of (R8). They change between steps,
+        and its last layer has been computed by now."""
+        before, now = transfer.weights, self._loaded.current
+        if before.version != now.version:
+            names = f"from {before.fingerprint or 'unknown ones'} to {now.fingerprint or 'unknown ones'}"
+            reason = f"prefill's weights were updated before all KV was sent, {names}"
+            transfer.fail(reason, PushFailure.WEIGHTS)
 
     def _on_told(self, transfer: Transfer) -> None:
         """On the control thread: decode knows how it ended, or cannot be reached."""
@@ -364,22 +378,3 @@ class ProducerWorker:
         )
         sender.patience = Patience(self._config.control_timeout_s, partial(self._others_wait, sender))
         return sender
-
-    def _check(self, description: EngineDescription) -> str | None:
-        identity = self._identity
-        declared = self._config.decode
-        if declared is not None and declared.tp_size not in (None, description.tp):
-            return f"config says decode's tp_size is {declared.tp_size}, decode's is {description.tp}"
-        if declared is not None and declared.pp_size not in (None, description.pp):
-            return f"config says decode's pp_size is {declared.pp_size}, decode's is {description.pp}"
-        if description.draft not in ("", identity.draft):
-            logger.warning(
-                "decode engine %s drafts with %s, prefill with %s: the draft's KV of prompts is not sent, and fewer of "
-                "its tokens will be accepted",
-                description.engine_id,
-                description.draft,
-                identity.draft or "no layers of its own",
-            )
-        whole = identity.pp == 1
-        ours = self._caches.description
-        return mismatch(ours, identity.model, identity.rank, identity.sharding, whole, description)

@@ -16,6 +16,7 @@ from vllm_ascend_pd.core.protocol import Report, Writer
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.device.base import Event
 from vllm_ascend_pd.worker.patience import Patience
+from vllm_ascend_pd.worker.weights import NOTHING_KNOWN, Weights
 
 
 @dataclass
@@ -32,11 +33,11 @@ class Transfer:
     threads. `number` is known to nobody but this rank and the decode ranks it asks.
 
     The peer's sender alone writes for the transfer, and counts `written`: bytes for each decode rank, in all and before
-    the last layer was computed. `cached_tokens`: of the prompt, what this engine had in its prefix cache. `patience`:
-    how long others wait for its grants, `patience_ends` at the earliest;
-    `planned`: some of it is to be written, or was; `finishing`: a Finish task is queued; `told`: decode knows how it
-    ended, or cannot be told; `ended`: nothing reads the request's blocks any more; `released`: vLLM is done with the
-    request.
+    the last layer was computed. `cached_tokens`: of the prompt, what this engine had in its prefix cache; `weights`:
+    those that prefill had when it began. `patience`: how long others wait for its grants, `patience_ends` at the
+    earliest; `planned`: some of it is to be written, or was; `finishing`: a Finish task is queued; `told`: decode knows
+    how it ended, or cannot be told; `ended`: nothing reads the request's blocks any more; `released`: vLLM is done with
+    the request.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class Transfer:
     patience: Patience = field(default_factory=Patience)
     patience_ends: float = math.inf
     cached_tokens: int = 0
+    weights: Weights = NOTHING_KNOWN
     planned: bool = False
     number: int = field(default_factory=lambda: secrets.randbits(63))
     written: dict[RankKey, tuple[int, int]] = field(default_factory=dict)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV of other weights than decode's is refused, whenever they came to differ (R8)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from harness.kv import Model, Side
+from harness.rank_programs import DecodeRank
+from harness.ranks import Pair, expect_delivery, prefill, prompts, run
+from harness.waiting import wait_until
+from vllm_ascend_pd.core.stats import PUSH_FAILURES
+from vllm_ascend_pd.step import ProducerStep, Send
+from vllm_ascend_pd.worker.weights import Weights
+
+GQA = Model()
+ALLOWED = {"allow_other_model": True}
+
+
+def make(config: dict[str, Any] | None = None) -> Pair:
+    return Pair(GQA, Side(2), Side(1), {"grant_timeout_s": 5.0, **(config or {})})
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = make()
+    yield made
+    assert made.close() == []
+
+
+def load(ranks: list[Any], seed: int) -> str:
+    [fingerprint] = {rank.call("load_weights", seed) for rank in ranks}
+    return fingerprint
+
+
+def test_the_same_weights_are_delivered(pair: Pair) -> None:
+    assert load(pair.p_ranks, 1) == load(pair.d_ranks, 1)
+    requests = prompts(pair, [40, 50])
+    run(pair, requests)
+    expect_delivery(pair, requests)
+
+
+def test_other_weights_are_refused_and_both_named(pair: Pair) -> None:
+    ours, theirs = load(pair.p_ranks, 1), load(pair.d_ranks, 2)
+    run(pair, prompts(pair, [40, 50]))
+    received, failed = pair.wait_arrivals(2)
+    assert received == set()
+    sent = pair.wait_sent(2)
+    for said in (*failed.values(), *sent.values()):
+        assert f"prefill computed with weights {ours}, this engine has {theirs}" in said
+    assert failed.keys() == sent.keys() == {"request-0", "request-1"}
+
+
+def test_other_weights_are_delivered_where_decode_allows_it() -> None:
+    pair = make(ALLOWED)
+    load(pair.p_ranks, 1)
+    load(pair.d_ranks, 2)
+    requests = prompts(pair, [40])
+    run(pair, requests)
+    expect_delivery(pair, requests)
+    assert pair.close() == []
+
+
+@pytest.mark.parametrize("known", ["prefill", "decode"])
+def test_weights_that_one_side_does_not_know_are_not_compared(pair: Pair, known: str) -> None:
+    """As with engines of random weights, and with engines that do not say."""
+    load(pair.p_ranks if known == "prefill" else pair.d_ranks, 1)
+    requests = prompts(pair, [40])
+    run(pair, requests)
+    expect_delivery(pair, requests)
+
+
+@pytest.mark.parametrize("updated", ["prefill", "decode"])
+def test_what_is_updated_on_one_side_is_refused_until_the_other_is_too(pair: Pair, updated: str) -> None:
+    ranks, others = (pair.p_ranks, pair.d_ranks) if updated == "prefill" else (pair.d_ranks, pair.p_ranks)
+    load(pair.p_ranks, 1)
+    load(pair.d_ranks, 1)
+    requests = prompts(pair, [40])
+    run(pair, requests)
+    expect_delivery(pair, requests)
+    load(ranks, 2)
+    run(pair, requests)
+    assert pair.wait_arrivals(1)[0] == set()
+    assert "prefill computed with weights" in pair.wait_sent(1)["request-0"]
+    load(others, 2)
+    run(pair, requests)
+    expect_delivery(pair, requests)
+
+
+def begin(pair: Pair) -> tuple[list[Any], dict[str, Any]]:
+    """A prompt of which a part is computed, and all grants are given."""
+    [request] = requests = prompts(pair, [64])
+    by_id = {request.request_id: request}
+    tickets = pair.announce(requests)
+    size = pair.prefill.block_size
+    first = Send(request.request_id, 0, size, (request.p_blocks[:1],), last=False)
+    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets, sends=[first]), by_id)
+    pair.wait_granted()
+    return requests, by_id
+
+
+def end(pair: Pair, requests: list[Any], by_id: dict[str, Any]) -> None:
+    [request] = requests
+    size = pair.prefill.block_size
+    rest = Send(request.request_id, size, request.num_tokens, (request.p_blocks[1:],), last=True)
+    pair.each(pair.p_ranks, "step", ProducerStep(sends=[rest]), by_id)
+    pair.each(pair.p_ranks, "step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
+
+
+def test_prefills_weights_updated_in_the_middle_of_a_prompt_fail_it(pair: Pair) -> None:
+    """Its KV is of both, also where the first ones come back."""
+    load(pair.p_ranks, 1)
+    load(pair.d_ranks, 1)
+    requests, by_id = begin(pair)
+    load(pair.p_ranks, 2)
+    load(pair.p_ranks, 1)
+    end(pair, requests, by_id)
+    received, failed = pair.wait_arrivals(1)
+    assert received == set()
+    assert "prefill's weights were updated before all KV was sent" in failed["request-0"]
+    assert pair.wait_sent(1).keys() == {"request-0"}
+    causes = [rank.call("stats")["counters"][PUSH_FAILURES.name] for rank in pair.p_ranks]
+    assert {"weights": 1} in causes
+
+
+def test_decodes_weights_updated_in_the_middle_of_a_transfer_fail_it() -> None:
+    pair = make({"lease_s": 60.0})  # not renewed before the end: the report alone can tell
+    load(pair.p_ranks, 1)
+    load(pair.d_ranks, 1)
+    requests, by_id = begin(pair)
+    load(pair.d_ranks, 2)
+    load(pair.d_ranks, 1)
+    end(pair, requests, by_id)
+    received, failed = pair.wait_arrivals(1)
+    assert received == set()
+    assert "decode's weights were updated before all KV was here" in failed["request-0"]
+    assert pair.close() == []
+
+
+def test_an_update_of_decode_is_noticed_at_the_next_renewal() -> None:
+    pair = make({"lease_s": 1.0})
+    load(pair.p_ranks, 1)
+    load(pair.d_ranks, 1)
+    _, by_id = begin(pair)
+    load(pair.d_ranks, 2)
+    wait_until(lambda: all(rank.call("open_failures") for rank in pair.p_ranks), 30)
+    pair.each(pair.p_ranks, "step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
+    assert "this engine has" in pair.wait_arrivals(1)[1]["request-0"]
+    pair.wait_sent(1)
+    assert pair.close() == []
+
+
+def begin_loading(rank: DecodeRank) -> None:
+    rank.loaded.current = Weights(99, "of some", loading=True)
+
+
+def end_loading(rank: DecodeRank) -> None:
+    rank.load_weights(1)
+
+
+def test_while_decode_loads_weights_prefill_asks_on() -> None:
+    pair = make({"grant_timeout_s": 30.0})
+    load(pair.p_ranks, 1)
+    pair.each(pair.d_ranks, "do", begin_loading)
+    requests = prompts(pair, [40])
+    tickets = pair.announce(requests)
+    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {p.request_id: p for p in requests})
+    assert not any(pair.each(pair.p_ranks, "is_granted"))
+    pair.each(pair.d_ranks, "do", end_loading)
+    pair.wait_granted()
+    prefill(pair, requests, {})
+    expect_delivery(pair, requests)
+    assert pair.close() == []

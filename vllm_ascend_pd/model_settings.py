@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of an engine that change what its KV means, as short text: prefill compares them with decode's."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd.core.protocol import MAX_SETTINGS
+from vllm_ascend_pd.core.text import one_line
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Keys of a model's configuration that have no effect on KV. Every other key counts, also one that is not known here.
+_WITHOUT_EFFECT = frozenset(
+    {
+        # Names and versions.
+        "_name_or_path",
+        "_commit_hash",
+        "transformers_version",
+        "architectures",  # part of the model's summary, which is compared by itself
+        "auto_map",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "task_specific_params",
+        # The data type that checkpoints are saved in. Caches say what theirs is.
+        "dtype",
+        "torch_dtype",
+        # Training, and what transformers returns.
+        "initializer_range",
+        "initializer_factor",
+        "router_aux_loss_coef",
+        "router_z_loss_coef",
+        "aux_loss_alpha",
+        "seq_aux",
+        "output_router_logits",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "use_cache",
+        "pretraining_tp",
+        "chunk_size_feed_forward",
+        "gradient_checkpointing",
+        # The output head.
+        "tie_word_embeddings",
+        "final_logit_softcapping",
+        # Speculative decoding, which is described by itself.
+        "num_nextn_predict_layers",
+        "n_predict",
+        # The longest context. `_rope` says where it has an effect.
+        "max_position_embeddings",
+        "max_sequence_length",
+        "seq_length",
+        "model_max_length",
+    }
+)
+_WITHOUT_EFFECT_ENDINGS = ("_token_id", "_token_ids", "_dropout", "_dropout_prob")
+
+_MAX_DEPTH = 3
+_MAX_ITEMS = 32
+"""Of a mapping that is listed key by key. Of a larger one, as a list of quantized modules is, a digest is compared."""
+_MAX_VALUE_CHARS = 200
+_SHOWN_CHARS = 60
+
+_SCALED_BY_LENGTH = ("longrope", "dynamic", "su")
+"""Kinds of RoPE whose angles depend on the longest context."""
+
+
+def model_settings(vllm_config: "VllmConfig") -> dict[str, str]:
+    """By name, at most `MAX_SETTINGS`. Keys that are not set are not in it."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    text, whole = model.hf_text_config.to_dict(), model.hf_config.to_dict()
+    # Of a model with several parts, the text model's keys have no prefix.
+    found = dict(_flat({key: value for key, value in whole.items() if value != text}))
+    found |= _flat(text)
+    found |= _rope(text, model.max_model_len)
+    found["quantization"] = str(model.quantization or "none")
+    found["disable_sliding_window"] = str(bool(model.disable_sliding_window))
+    found["calculate_kv_scales"] = str(bool(getattr(cache, "calculate_kv_scales", False)))
+    if len(found) <= MAX_SETTINGS:
+        return found
+    kept = dict(sorted(found.items())[: MAX_SETTINGS - 1])
+    rest = {key: value for key, value in found.items() if key not in kept}
+    return {**kept, "others": _short(json.dumps(rest, sort_keys=True))}
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if value is None or key in _WITHOUT_EFFECT or key.endswith(_WITHOUT_EFFECT_ENDINGS):
+            continue
+        name = one_line(f"{prefix}{key}", _MAX_VALUE_CHARS)
+        if isinstance(value, dict) and len(value) <= _MAX_ITEMS and depth < _MAX_DEPTH:
+            yield from _flat(value, f"{name}.", depth + 1)
+        else:
+            yield name, _short(_text(value))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 10000.0 is the same as 10000
+    return json.dumps(value, sort_keys=True, default=str).strip('"')
+
+
+def _short(text: str) -> str:
+    """A long value's beginning, with a digest of all of it."""
+    if len(text) > _MAX_VALUE_CHARS:
+        text = f"{text[:_SHOWN_CHARS]}... (digest {hashlib.sha256(text.encode()).hexdigest()[:16]})"
+    return one_line(text, 2 * _MAX_VALUE_CHARS)
+
+
+def _rope(text: Mapping[str, Any], max_model_len: int) -> dict[str, str]:
+    kinds = set(_values(text, ("rope_type", "type")))
+    found = {}
+    if kinds & {*_SCALED_BY_LENGTH}:
+        found["max_position_embeddings"] = str(text.get("max_position_embeddings"))
+    originals = [*_values(text, ("original_max_position_embeddings",))]
+    if kinds & {"longrope", "su"} and originals:
+        # vLLM takes the long factors for all requests where the longest context needs them.
+        found["longrope factors, by max_model_len"] = "long" if max_model_len > originals[0] else "short"
+    return found
+
+
+def _values(config: Any, names: tuple[str, ...]) -> Iterator[Any]:
+    """Of all keys so named, at any depth of mappings."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            if key in names and isinstance(value, str | int):
+                yield value
+            else:
+                yield from _values(value, names)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights a model has loaded: a fingerprint taken while they are loaded, without a pass over them afterwards."""
+
+import functools
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+_T = TypeVar("_T")
+
+NamedTensor = tuple[str, torch.Tensor]
+
+_RUNS = 8
+"""Places of a tensor that are looked at, evenly spread. Each is a page of the checkpoint's file."""
+_RUN_VALUES = 8
+"""Neighbouring values read at each place."""
+
+_DIGEST_BYTES = 16
+_MODULUS = 1 << (8 * _DIGEST_BYTES)
+_FINGERPRINT_CHARS = 16
+
+# Tensors whose KV is the same without them, or that not every rank or checkpoint format has:
+_LEFT_OUT = re.compile(
+    r"\.experts\.\d+\."  # routed experts: with expert parallelism, loaders skip those of other ranks
+    r"|(^|\.)lm_head\."  # the output head has no effect on KV; safetensors leaves it out where it is tied
+    r"|rotary_emb\.inv_freq$"  # computed, never loaded
+)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What is known of a model's weights at one moment."""
+
+    version: int = 0
+    """Rises with every change: two equal ones enclose no change."""
+    fingerprint: str = ""
+    """Equal for equal weights. "" if it is not known what was loaded."""
+    loading: bool = False
+    """A load is under way: some weights are new, some old."""
+
+
+NOTHING_KNOWN = Weights()
+
+
+class LoadedWeights:
+    """The record of one model.
+
+    The fingerprint covers each checkpoint tensor's name, shape and up to 64 sampled values. It does not depend on:
+    - the tensor-parallel and pipeline-parallel size, since every rank is handed every tensor;
+    - the order of tensors, nor into how many calls a load is divided;
+    - the file format, nor the data type of equal floating-point values.
+
+    It does not cover the tensors of `_LEFT_OUT`. Of tensors that torch cannot index (torchao's,
+    packed 4-bit floats), it covers name and shape alone.
+    """
+
+    def __init__(self) -> None:
+        # The model's thread alone, which loads weights between two steps.
+        self._digests: dict[str, int] = {}  # by the tensor's name in the checkpoint
+        self._sum = 0  # of the digests
+        self._unseen = 0  # updates whose tensors were not seen
+        # Replaced by the model's thread as a whole. Any thread reads it, without a lock.
+        self.current = NOTHING_KNOWN
+
+    def load(self, weights: Iterable[NamedTensor], into: Callable[[Iterable[NamedTensor]], _T]) -> _T:
+        """Calls `into(weights)`, which loads them, and notes them on their way. A load that fails counts too."""
+        if _nested.active:  # a part of a model that is recorded as a whole
+            return into(weights)
+        self._publish(loading=True)
+        _nested.active = True
+        try:
+            return into(self._noted(weights))
+        finally:
+            _nested.active = False
+            self._publish(loading=False)
+
+    def changed_unseen(self) -> None:
+        """The weights were updated in a way that has no checkpoint tensors. Such updates are counted: engines that had
+        the same number of them count as equal."""
+        self._unseen += 1
+        self._publish(loading=False)
+
+    def _noted(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
+        if isinstance(weights, list | tuple):  # which a model may read more than once
+            for name, tensor in weights:
+                self._note(name, tensor)
+            return weights
+        return self._passing(weights)
+
+    def _passing(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        for name, tensor in weights:
+            self._note(name, tensor)
+            yield name, tensor
+
+    def _note(self, name: str, tensor: torch.Tensor) -> None:
+        if _LEFT_OUT.search(name) or tensor.is_meta:
+            return
+        before = self._digests.get(name, 0)
+        hashed = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        hashed.update(f"{name} {tuple(tensor.shape)} ".encode())
+        if (sample := _sample(tensor)) is not None:
+            hashed.update(sample.kind.encode())
+            hashed.update(sample.values)
+            if sample.partial:
+                hashed.update(before.to_bytes(_DIGEST_BYTES))
+        digest = int.from_bytes(hashed.digest())
+        self._digests[name] = digest
+        self._sum = (self._sum + digest - before) % _MODULUS
+
+    def _publish(self, loading: bool) -> None:
+        fingerprint = ""
+        if self._digests:
+            content = f"{self._sum} {len(self._digests)} {self._unseen}".encode()
+            fingerprint = hashlib.blake2b(content, digest_size=_FINGERPRINT_CHARS // 2).hexdigest()
+        self.current = Weights(self.current.version + 1, fingerprint, loading)
+
+
+class _Nested(threading.local):
+    active = False
+
+
+_nested = _Nested()
+
+
+class _Sample(NamedTuple):
+    """Some of a tensor's values. `partial`: NaN stands for a value that an update leaves as it was."""
+
+    kind: str
+    values: bytes
+    partial: bool = False
+
+
+def _sample(tensor: torch.Tensor) -> _Sample | None:
+    """None for a tensor that torch cannot index: it is loaded all the same."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    tensor, dtype = tensor.detach(), tensor.dtype
+    try:
+        # Of one byte as bytes: torch cannot index 8-bit floats.
+        indexable = tensor if dtype.itemsize > 1 else tensor.view(torch.uint8)
+        values = _picked(indexable).cpu().view(dtype)
+        if not (dtype.is_floating_point and (dtype.itemsize > 1 or dtype in _FLOATS_OF_8_BITS)):
+            return _Sample(str(dtype), values.contiguous().view(torch.uint8).numpy().tobytes())
+        values = values.to(torch.float32) + 0.0  # -0 equals 0
+        return _Sample("floating", values.numpy().tobytes(), bool(values.isnan().any()))
+    except (RuntimeError, TypeError):
+        return None
+
+
+_FLOATS_OF_8_BITS = frozenset(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+)
+
+
+def _picked(tensor: torch.Tensor) -> torch.Tensor:
+    """The sampled values of a tensor, in one dimension. Nothing else of it is read, however it lies in memory."""
+    if tensor.numel() <= _RUNS * _RUN_VALUES:
+        return tensor.reshape(-1)
+    if tensor.is_contiguous():
+        tensor = tensor.view(-1)
+    return tensor[tuple(index.to(tensor.device) for index in _places(tensor.shape))]
+
+
+@functools.lru_cache(maxsize=256)
+def _places(shape: torch.Size) -> tuple[torch.Tensor, ...]:
+    """Where the sampled values are, by dimension."""
+    starts = [i * (shape.numel() - _RUN_VALUES) // (_RUNS - 1) for i in range(_RUNS)]
+    places = [start + i for start in starts for i in range(_RUN_VALUES)]
+    # From arrays: a loader has made the model's device torch's default.
+    return tuple(torch.from_numpy(index) for index in np.unravel_index(places, shape))
