@@ -77,7 +77,7 @@ class StubEngine:
 
     async def _post(self, metaserver: str, request_id: str, token_ids: list[int]) -> bool:
         if self._session is None:
-            # The proxy closes connections that were idle for 5 s: a post must not meet that.
+            # The prefill stub closes connections that were idle for 5 s: a post must not meet that.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
             self._session = aiohttp.ClientSession(connector=connector)
         ids = {"request_id": f"cmpl-{request_id}-0", "ticket_id": request_id, "token_ids": token_ids}

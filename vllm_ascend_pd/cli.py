@@ -82,7 +82,13 @@ def proxy(
     check_interval: Annotated[float, typer.Option(help="Seconds between checks of an engine's health and load.")] = 1.0,
     eject_after: Annotated[int, typer.Option(help="Failed health checks in a row until an engine is passed over.")] = 3,
     return_after: Annotated[int, typer.Option(help="Good ones in a row until it is asked again.")] = 2,
-    max_concurrent: Annotated[int, typer.Option(help="Requests in flight; more are answered 429.")] = 1024,
+    max_concurrent: Annotated[int, typer.Option(help="Requests that are served at a time; more wait.")] = 1024,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that wait until fewer are served; more are answered 429.")
+    ] = 32768,
+    keep_alive_timeout: Annotated[
+        float, typer.Option(help="Seconds a client's connection may be idle between two requests.")
+    ] = 3900.0,
     max_per_prefill: Annotated[
         int | None, typer.Option(help="Prompts at a prefill engine at a time; more wait.", show_default="any number")
     ] = None,
@@ -91,9 +97,17 @@ def proxy(
     ] = None,
     queue_per_engine: Annotated[
         int, typer.Option(help="Requests that wait for a place, for each engine; more are answered 429.")
-    ] = 64,
-    queue_timeout: Annotated[float, typer.Option(help="Seconds they wait; then 429, unless prefill has begun.")] = 30.0,
+    ] = 1024,
+    queue_timeout: Annotated[
+        float, typer.Option(help="Seconds that requests wait in either line; then 429, unless prefill has begun.")
+    ] = 1800.0,
     max_body_mib: Annotated[int, typer.Option(help="Largest request body, in MiB.")] = 64,
+    allowed_origins: Annotated[
+        str, typer.Option(help="JSON list of origins whose pages may send requests from a browser, as vLLM's option.")
+    ] = "[]",
+    allowed_methods: Annotated[str, typer.Option(help="JSON list of methods that they may use.")] = '["*"]',
+    allowed_headers: Annotated[str, typer.Option(help="JSON list of headers that they may send.")] = '["*"]',
+    allow_credentials: Annotated[bool, typer.Option(help="Whether they may send cookies along.")] = False,
     ticket_secret_file: Annotated[
         str | None, typer.Option(help="The cluster's ticket secret, to sign a ticket again for another attempt.")
     ] = None,
@@ -111,7 +125,7 @@ def proxy(
     """Serve the OpenAI API in front of prefill and decode engines."""
     # Imported here: other commands should not pay for a web server.
     from .proxy.server import listen, serve
-    from .proxy.settings import MIB, ProxySettings, default_metaserver_url
+    from .proxy.settings import MIB, ProxySettings, default_metaserver_url, names
     from .proxy.tls import from_files
 
     apart = metaserver_port is not None
@@ -153,11 +167,17 @@ def proxy(
                 eject_after=eject_after,
                 return_after=return_after,
                 max_concurrent=max_concurrent,
+                max_waiting=max_waiting,
+                keep_alive_timeout=keep_alive_timeout,
                 max_per_prefill=max_per_prefill,
                 max_per_decode=max_per_decode,
                 queue_per_engine=queue_per_engine,
                 queue_timeout=queue_timeout,
                 max_body_bytes=max_body_mib * MIB,
+                allowed_origins=names("allowed-origins", allowed_origins),
+                allowed_methods=names("allowed-methods", allowed_methods),
+                allowed_headers=names("allowed-headers", allowed_headers),
+                allow_credentials=allow_credentials,
                 ticket_secret_file=ticket_secret_file,
                 metaserver_token_file=metaserver_token_file,
                 admin_token_file=admin_token_file,

@@ -42,7 +42,7 @@ QUIET_WITHIN_S = 90.0
 LEVEL_WITHIN_S = 25.0
 """After the last request: idle connections are closed, threads have ended."""
 KEEP_ALIVE_S = 6.0
-"""vLLM and the proxy keep idle connections for up to 5 s."""
+"""vLLM and the proxy, as it is started here, keep idle connections for up to 5 s."""
 
 PREFILL = EngineConfig(Role.PREFILL, tp=2, connector_extra=LIMITS, engine_id="prefill")
 DECODE = EngineConfig(Role.DECODE, connector_extra=LIMITS, engine_id="decode")
@@ -95,7 +95,7 @@ class World:
                 [self.to_prefill],
                 [self.to_decode],
                 logs,
-                args=("--metaserver-url", url, "--read-timeout", str(SILENCE_S)),
+                args=("--metaserver-url", url, "--read-timeout", str(SILENCE_S), "--keep-alive-timeout", "5"),
             )
             self.to_prefill.target, self.to_decode.target = self.prefill.port, self.decode.port
             self.front.target = self.metaserver.target = self.proxy.port

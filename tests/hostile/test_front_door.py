@@ -43,10 +43,11 @@ class Proxy:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
-                for get in (self.client.get, httpx.Client(timeout=PATIENCE_S, **PLAIN_HTTP).get):
-                    answer = get(f"http://127.0.0.1:{self.port}/v1/models")
-                    assert answer.status_code == 502
-                    assert "decode engine" in answer.json()["error"]["message"]
+                with httpx.Client(timeout=PATIENCE_S, **PLAIN_HTTP) as new:
+                    for client in (self.client, new):
+                        answer = client.get(f"http://127.0.0.1:{self.port}/v1/models")
+                        assert answer.status_code == 502
+                        assert "decode engine" in answer.json()["error"]["message"]
                 return
             except httpx.TransportError:
                 assert time.monotonic() < deadline

@@ -371,7 +371,7 @@ def test_decode_giving_up_a_ticket_cancels_its_prefill(cluster: Cluster) -> None
 
 
 def test_overload_is_answered_429_at_once() -> None:
-    with running_cluster(max_concurrent=1) as cluster:
+    with running_cluster(max_concurrent=1, max_waiting=0) as cluster:
         cluster.decode.hangs_after_first_token = True
         with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as response:
             tokens = response.iter_raw()

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http import HTTPStatus
 
 import anyio
@@ -18,6 +18,7 @@ from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import eventually, running_proxy
 from starlette.types import Receive, Scope, Send
 
+from harness.ports import reserve_port
 from vllm_ascend_pd.proxy import door as door_module
 from vllm_ascend_pd.proxy.door import Door
 
@@ -57,11 +58,13 @@ class App:
 
 
 @contextmanager
-def serving(app: App, parser: str, patience: float = 60.0, limit: int = 100) -> Iterator[tuple[Door, int]]:
+def serving(
+    app: App, parser: str, patience: float = 60.0, limit: int = 100, idle: int = 100
+) -> Iterator[tuple[Door, int]]:
     with pytest.MonkeyPatch.context() as patch:
         if parser == "h11":
             patch.setattr(door_module, "HttpToolsProtocol", None)
-        door = Door(limit, patience)
+        door = Door(limit, idle, patience)
         config = uvicorn.Config(
             app,
             http=door.protocol,
@@ -245,6 +248,57 @@ def test_who_still_reads_its_answer_makes_no_room_for_others(parser: str) -> Non
 
 
 @PARSERS
+def test_idle_connection_is_kept_beyond_the_time_for_headers(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first byte of another request on, there is as much time as for the first."""
+    monkeypatch.setattr(door_module, "_PATIENCE_SECONDS", 1.0)
+    app = App()
+    with serving(app, parser) as (door, port), closing(connect(port)) as connection:
+        for _ in range(2):
+            connection.sendall(get("/"))
+            assert b"200 OK" in connection.recv(65536)
+            time.sleep(2.0)
+        assert (len(app.ended), door.connections) == (2, 1)
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        eventually(lambda: door.connections == 0, timeout_s=10)
+        assert door.refused == {HTTPStatus.REQUEST_TIMEOUT: 1}
+
+
+@PARSERS
+@pytest.mark.parametrize("bound", [{"limit": 2}, {"idle": 2}], ids=["all", "idle"])
+def test_the_connection_that_is_idle_longest_makes_room(parser: str, bound: dict[str, int]) -> None:
+    with ExitStack() as stack:
+        door, port = stack.enter_context(serving(App(), parser, **bound))
+        clients = []
+        for _ in range(2):
+            clients.append(stack.enter_context(closing(connect(port))))
+            clients[-1].sendall(get("/"))
+            assert b"200 OK" in clients[-1].recv(65536)
+        clients[0].sendall(get("/"))  # now the other one is idle longest
+        assert b"200 OK" in clients[0].recv(65536)
+        newcomer = stack.enter_context(closing(connect(port)))
+        newcomer.sendall(get("/"))
+        assert b"200 OK" in newcomer.recv(65536)
+        assert rest_of(clients[1]) == b""
+        clients[0].sendall(get("/"))
+        assert b"200 OK" in clients[0].recv(65536)
+        assert door.connections == 2
+
+
+@PARSERS
+def test_idle_connections_stay_bounded_when_many_requests_end(parser: str) -> None:
+    app = App()
+    with serving(app, parser, idle=2) as (door, port), ExitStack() as stack:
+        for number in range(5):
+            client = stack.enter_context(closing(connect(port)))
+            client.sendall(get("/held"))
+            eventually(lambda number=number: len(app.begun) > number)
+        assert door.connections == 5
+        app.go.set()
+        eventually(lambda: len(app.ended) == 5)
+        eventually(lambda: door.connections == 2)
+
+
+@PARSERS
 def test_requests_ahead_without_end_are_not_kept(parser: str) -> None:
     with serving(App(), parser) as (door, port), closing(connect(port)) as connection:
         reader = threading.Thread(target=rest_of, args=(connection,))
@@ -272,3 +326,20 @@ def test_proxy_lets_a_client_go_that_does_not_read() -> None:
             eventually(lambda: decode.received)
             assert held()
             eventually(lambda: not held())
+
+
+def test_client_connection_is_reused_after_longer_than_5_s() -> None:
+    """Gateways keep theirs for a minute and more; decode engines' to the metaserver's own port is as any other."""
+    nobody = "http://127.0.0.1:9", "http://127.0.0.1:11"
+    metaserver_port = reserve_port()
+    with running_proxy(*nobody, "--metaserver-port", str(metaserver_port)) as (_, port), ExitStack() as stack:
+        clients = [stack.enter_context(closing(connect(each))) for each in (port, metaserver_port)]
+        for wait_s in (6, 0):
+            for client in clients:
+                client.sendall(get("/nowhere"))
+                received = b""
+                while b"Not Found" not in received:
+                    chunk = client.recv(65536)
+                    assert chunk, "closed"
+                    received += chunk
+            time.sleep(wait_s)

@@ -66,16 +66,20 @@ def test_requests_are_counted_and_timed() -> None:
 
 
 def test_what_waits_is_shown_while_it_waits() -> None:
-    with running_cluster(max_concurrent=1) as cluster:
+    with running_cluster(max_concurrent=1, max_waiting=1) as cluster:
         cluster.prefill.hangs = True
         leaving = cluster.send_only("/v1/completions", COMPLETION)
         when(cluster, lambda s: (s["requests_in_flight",], s["tickets_waiting",]) == (1, 1))
+        next_one = cluster.send_only("/v1/completions", COMPLETION)
+        when(cluster, lambda s: s["requests_waiting",] == 1)
         full = cluster.complete()
         assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+        next_one.close()
+        when(cluster, lambda s: s["requests_waiting",] == 0)
         leaving.close()
         samples = when(cluster, lambda s: (s["requests_in_flight",], s["tickets_waiting",]) == (0, 0))
         samples = when(cluster, lambda s: ("requests_total", "/v1/completions", "499") in s)
-        assert samples["requests_total", "/v1/completions", "499"] == 1
+        assert samples["requests_total", "/v1/completions", "499"] == 2
         assert samples["requests_total", "/v1/completions", "429"] == samples["refused_requests_total", "429"] == 1
         assert samples["refused_requests_total", "503"] == samples["prefill_seconds_count",] == 0
 

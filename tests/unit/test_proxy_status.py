@@ -79,7 +79,12 @@ def test_idle_proxy() -> None:
         "problems": [],
         "failures": [],
     }
-    assert shown["requests"] == {"in_flight": 0, "limit": 8, "phases": {phase.value: 0 for phase in Phase}}
+    assert shown["requests"] == {
+        "in_flight": 0,
+        "limit": 8,
+        "waiting": 0,
+        "phases": {phase.value: 0 for phase in Phase},
+    }
     assert shown["latency"] == {
         "window_seconds": 600.0,
         "first_token": nothing,

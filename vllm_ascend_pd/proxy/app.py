@@ -13,6 +13,7 @@ from http import HTTPStatus
 import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -25,6 +26,7 @@ from vllm_ascend_pd.core.signing import resigned
 from .admin import COMMAND_LINE, Admin
 from .checks import Checks
 from .counts import Counts
+from .cross_origin import CrossOrigin
 from .discovery import Discovery
 from .endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
 from .engines import EnginePool
@@ -85,7 +87,7 @@ def create_app(settings: ProxySettings) -> Starlette:
     file = None
     if settings.engines_file is not None:
         file = EnginesFile(settings.engines_file, partial(discovery.listed, "the engines file"))
-    exchanges = Exchanges(limit=settings.max_concurrent)
+    exchanges = Exchanges(settings.max_concurrent, settings.max_waiting, settings.queue_timeout)
     counts = Counts()
 
     def problems() -> list[str]:
@@ -153,7 +155,9 @@ def create_app(settings: ProxySettings) -> Starlette:
         Route(METASERVER_PATH, metaserver.post_ticket, methods=["POST"]),
         Route(METASERVER_PATH + FAILURE_SUFFIX, metaserver.post_failure, methods=["POST"]),
     ]
+    for_clients = (*(each.value for each in Endpoint), *DECODE_ALONE_GET, *DECODE_ALONE_POST, *NOT_SERVED)
     app = Starlette(
+        middleware=[Middleware(CrossOrigin, settings, for_clients)],
         routes=[
             *(Route(each.value, forward(each.value, each), methods=["POST"]) for each in Endpoint),
             *(Route(path, forward(path, None), methods=["GET"]) for path in DECODE_ALONE_GET),

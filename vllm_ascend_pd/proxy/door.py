@@ -38,23 +38,28 @@ _MAX_AHEAD_BYTES = 512 * 1024  # more than two reads bring
 
 
 class _Phase(enum.Enum):
+    IDLE = "it has had an answer, and nothing of another request has come"
     HEAD = "the request's headers have not come"
     BODY = "its body has not come"
     ANSWER = "it is being answered"
     LINGER = "it was answered without its body"
 
 
-class Door:
-    """At most `limit` connections. A further one takes the place of the one that has longest had no request, and has
-    read its answers, its own if there is no other. `refused` counts what never came to be an HTTP request, by the
-    status it was refused with."""
+_WITHOUT_REQUEST = (_Phase.IDLE, _Phase.HEAD)
 
-    def __init__(self, limit: int, patience: float) -> None:
+
+class Door:
+    """At most `limit` connections, at most `idle` of them without a request. A further one takes the place of the one
+    that has longest had no request, and has read its answers, its own if there is no other. `refused` counts what never
+    came to be an HTTP request, by the status it was refused with."""
+
+    def __init__(self, limit: int, idle: int, patience: float) -> None:
         """`patience`: seconds that a client may leave its answer unread."""
         self.refused: Counter[HTTPStatus] = Counter()
         self.connections = 0
         self.patience = patience
         self._limit = limit
+        self._idle = idle
         self._without_request: dict[_Guest, None] = {}
 
     @property
@@ -62,15 +67,15 @@ class Door:
         """uvicorn's `http`."""
         return partial(_H11Guest if HttpToolsProtocol is None else _HttpToolsGuest, self)
 
-    def enter(self, guest: _Guest) -> None:
+    def enter(self) -> None:
         self.connections += 1
-        self.wait(guest)
-        if self.connections > self._limit:
-            idle = (each for each in self._without_request if not each.transport.get_write_buffer_size())
-            next(idle).refuse(HTTPStatus.SERVICE_UNAVAILABLE)
 
     def wait(self, guest: _Guest) -> None:
         self._without_request[guest] = None
+        if self.connections > self._limit or len(self._without_request) > self._idle:
+            idle = (each for each in self._without_request if not each.transport.get_write_buffer_size())
+            if (longest := next(idle, None)) is not None:
+                longest.refuse(HTTPStatus.SERVICE_UNAVAILABLE)
 
     def busy(self, guest: _Guest) -> None:
         self._without_request.pop(guest, None)
@@ -102,8 +107,8 @@ class _Guest:
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[misc]
+        self._door.enter()
         self._enter(_Phase.HEAD)
-        self._door.enter(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)  # type: ignore[misc]
@@ -169,19 +174,23 @@ class _Guest:
         if cycle is None:
             phase = _Phase.HEAD
         elif cycle.response_complete:
-            phase = _Phase.LINGER if cycle.more_body else _Phase.HEAD
+            phase = _Phase.LINGER if cycle.more_body else self._between_requests()
         else:
             phase = _Phase.BODY if cycle.more_body else _Phase.ANSWER
         if phase is not self._phase and not self._left:
             self._enter(phase)
 
+    def _between_requests(self) -> _Phase:
+        """uvicorn's own timer ends an idle connection, until the first byte of a request."""
+        return _Phase.HEAD if self._received or self.transport.is_closing() else _Phase.IDLE
+
     def _enter(self, phase: _Phase) -> None:
         self._phase = phase
         self._since = self.loop.time()
         self._received = 0
-        (self._door.wait if phase is _Phase.HEAD else self._door.busy)(self)
         self._stop_timer()
         self._timer = self.loop.call_at(self._deadline(), self._look)
+        (self._door.wait if phase in _WITHOUT_REQUEST else self._door.busy)(self)
 
     def _deadline(self) -> float:
         now, patience = self.loop.time(), self._door.patience
@@ -191,8 +200,10 @@ class _Guest:
             return self._since if self.transport.is_closing() else now + patience
         if self._phase is _Phase.LINGER:
             return self._since + _LINGER_SECONDS
-        if self._phase is _Phase.HEAD and self.transport.get_write_buffer_size():
+        if self._phase in _WITHOUT_REQUEST and self.transport.get_write_buffer_size():
             return min(now + _LOOK_SECONDS, self._since + patience)
+        if self._phase is _Phase.IDLE:
+            return now + patience
         # Of a request that comes behind another: its body waits for that. Else it may be sending, and we do not read.
         if self._phase is _Phase.BODY and (self.pipeline or self.flow.read_paused):
             return now + _LOOK_SECONDS

@@ -7,14 +7,16 @@ import enum
 import math
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from typing import NamedTuple
 
 import anyio
 from starlette.responses import Response
+from starlette.types import Receive
 
+from .admission import Admission
 from .bodies import ClientRequest
 from .endpoints import prompt_number, uuid_in
 from .engine_run import EngineRun
@@ -235,10 +237,11 @@ class Waiting(NamedTuple):
 
 
 class Exchanges:
-    """At most `limit` exchanges at a time."""
+    """All of them, and who may begin one."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, line: int = 0, patience: float = 0.0) -> None:
+        """As in Admission."""
+        self.admission = Admission(limit, line, patience)
         self._open: set[Exchange] = set()
         self._attempts: dict[str, tuple[Exchange, Attempt]] = {}
         self._scopes: set[anyio.CancelScope] = set()
@@ -254,15 +257,23 @@ class Exchanges:
         counted[Phase.ARRIVING] = len(self._open) - counted.total()
         return {phase: counted[phase] for phase in Phase}
 
+    @asynccontextmanager
+    async def admitted(self, receive: Receive) -> AsyncIterator[Receive]:
+        """Waits until a request may be served; yields what to receive it by. Raises RequestRefused when too many wait,
+        or it has waited too long (429), or the proxy shuts down (503); and ClientDisconnect when the client leaves."""
+        if not self.admission.enter():
+            with self.until_shut_down():
+                receive = await self.admission.wait(receive)
+        try:
+            yield receive
+        finally:
+            self.admission.leave()
+
     @contextmanager
     def open(self, span: Span) -> Iterator[Exchange]:
-        """Raises RequestRefused when the proxy is full (429) or shutting down (503)."""
+        """Raises RequestRefused (503) when the proxy shuts down."""
         if self._closed:
             raise _shutting_down()
-        if len(self._open) >= self.limit:
-            raise RequestRefused(
-                HTTPStatus.TOO_MANY_REQUESTS, f"the proxy already serves {self.limit} requests: retry later"
-            )
         exchange = Exchange(self._attempts, span)
         self._open.add(exchange)
         try:

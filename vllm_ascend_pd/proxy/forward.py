@@ -74,23 +74,25 @@ class Forward:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
+        request = Request(scope)
         reply = Reply(send, request_id=request.headers.get("x-request-id"), timeout=self._settings.read_timeout)
         traced = self._tracing.request(request.method, self._path, request.headers.raw, reply)
         with self._metrics.request(self._path, reply), traced as span:
-            await self._exchange(request, reply, scope, receive, span)
+            await self._exchange(reply, scope, receive, span)
 
-    async def _exchange(self, request: Request, reply: Reply, scope: Scope, receive: Receive, span: Span) -> None:
+    async def _exchange(self, reply: Reply, scope: Scope, receive: Receive, span: Span) -> None:
         try:
-            with self._exchanges.open(span) as exchange:
-                with exchange.scope:
-                    await self._serve(exchange, request, reply)
+            async with self._exchanges.admitted(receive) as receive:
+                with self._exchanges.open(span) as exchange, exchange.scope:
+                    await self._serve(exchange, Request(scope, receive), reply)
                 if exchange.verdict is None or reply.finished:
                     return
                 if reply.started:
                     await reply.break_off(error_event(self._path, bytes(exchange.verdict.body)))
                 else:
                     await exchange.verdict(scope, receive, reply.send)
+        except ClientDisconnect:
+            return  # it waited until then
         except RequestRefused as refused:
             self._metrics.refused(refused.status)
             await refused.response()(scope, receive, reply.send)

@@ -28,8 +28,17 @@ _OF_THE_CLIENTS_MESSAGE = frozenset(
 )
 # Meant for the engine that answers the client: P's answer never leaves the proxy, and P has its own ranks.
 _ONLY_FOR_DECODE = frozenset({b"accept-encoding", b"x-data-parallel-rank"})
-# uvicorn adds its own.
-_OF_THE_ENGINES_SERVER = frozenset({b"date", b"server", REQUEST_ID})
+# uvicorn adds its own; and other origins are the proxy's to allow.
+_OF_THE_ENGINES_SERVER = frozenset(
+    {
+        b"date",
+        b"server",
+        REQUEST_ID,
+        b"access-control-allow-origin",
+        b"access-control-allow-credentials",
+        b"access-control-expose-headers",
+    }
+)
 
 
 def decode_request_headers(client: Iterable[tuple[bytes, bytes]], request_id: str) -> Headers:

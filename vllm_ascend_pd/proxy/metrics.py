@@ -63,12 +63,16 @@ class Metrics:
         )
         self._refused = Counter(
             PREFIX + "refused_requests",
-            "Requests refused before any engine was asked: 429, the proxy was full; 503, it was shutting down.",
+            "Requests refused before any engine was asked: 429, too many waited, or too long; 503, shutting down.",
             ("status",),
             registry=registry,
         )
         in_flight = Gauge(PREFIX + "requests_in_flight", "Client requests being served.", registry=registry)
         in_flight.set_function(lambda: exchanges.in_flight)
+        waiting = Gauge(
+            PREFIX + "requests_waiting", "Client requests that wait until fewer are served.", registry=registry
+        )
+        waiting.set_function(lambda: exchanges.admission.waiting)
         self._first_token = Histogram(
             PREFIX + "time_to_first_token_seconds",
             "Time from a streaming request's arrival until its first token was sent on.",

@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
+import math
 import signal
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
+import msgspec
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
@@ -19,6 +21,7 @@ from starlette.applications import Starlette
 from .app import create_app
 from .door import Door
 from .settings import ProxySettings
+from .sockets import take
 from .tls import Tls
 
 log = logging.getLogger(__name__)
@@ -26,15 +29,6 @@ log = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 5.0
 # Requests end at once when the proxy stops; this bounds the wait for clients that do not read their ends.
 _GRACEFUL_SHUTDOWN_SECONDS = 3
-# A request holds the client's socket, one to a decode engine and, for each of its prompts, a ticket's and one to a
-# prefill engine. So half of them come from outside.
-_SOCKETS_PER_REQUEST = 8
-# Connections that nobody has accepted yet, of those that come at once: at most as many (Linux's own bound), and at most
-# one in so many of the files that may be open, because they become files before they are counted.
-_MAX_BACKLOG = 4096
-_FILES_PER_BACKLOG = 8
-# Of our own.
-_SPARE_FILES = 256
 
 
 class _Loop(uvloop.Loop):
@@ -70,21 +64,20 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.socket | None = None) -> bool:
     """Blocks until SIGINT or SIGTERM; by then every client has its answer or an error. False: it could not start, or a
     background task failed; the log says why. `for_decode`: the metaserver's own port."""
-    files = _raise_open_file_limit(settings.max_concurrent * _SOCKETS_PER_REQUEST + _MAX_BACKLOG + _SPARE_FILES)
-    backlog = min(_MAX_BACKLOG, files // _FILES_PER_BACKLOG)
+    sockets = take(settings.max_concurrent, settings.max_waiting)
+    settings = msgspec.structs.replace(settings, max_concurrent=sockets.concurrent, max_waiting=sockets.waiting)
     app = create_app(settings)
-    app.state.door = Door(max(1, (files - backlog - _SPARE_FILES) // 2), settings.read_timeout)
+    app.state.door = Door(sockets.connections, sockets.idle, settings.read_timeout)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for each wrong request of a stranger's: counted
     if not settings.metaserver_apart and settings.metaserver_token_file is None:
         log.warning(
             "whoever reaches this port may post tickets, clients for requests of their own: "
             "--metaserver-token-file or --metaserver-port keep them from that"
         )
-    servers = [(_server(app, app.state.door, settings.tls, backlog, "on"), listener)]
+    server = partial(_server, app.state.door, sockets.backlog, settings.keep_alive_timeout)
+    servers = [(server(app, settings.tls, "on"), listener)]
     if for_decode is not None:
-        servers.append(
-            (_server(app.state.metaserver, app.state.door, settings.metaserver_tls, backlog, "off"), for_decode)
-        )
+        servers.append((server(app.state.metaserver, settings.metaserver_tls, "off"), for_decode))
 
     async def run() -> bool:
         loop = asyncio.get_running_loop()
@@ -116,7 +109,14 @@ def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.s
     return well
 
 
-def _server(app: Starlette, door: Door, tls: Tls | None, backlog: int, lifespan: Literal["on", "off"]) -> _Server:
+def _server(
+    door: Door,
+    backlog: int,
+    keep_alive_timeout: float,
+    app: Starlette,
+    tls: Tls | None,
+    lifespan: Literal["on", "off"],
+) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
@@ -124,19 +124,10 @@ def _server(app: Starlette, door: Door, tls: Tls | None, backlog: int, lifespan:
             http=door.protocol,
             ws="none",
             backlog=backlog,
+            timeout_keep_alive=math.ceil(keep_alive_timeout),
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_SECONDS,
             **({} if tls is None else tls.uvicorn_options()),
         )
     )
-
-
-def _raise_open_file_limit(wanted: int) -> int:
-    """Returns how many files may be open, at most `wanted`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return wanted
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return allowed

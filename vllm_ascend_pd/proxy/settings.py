@@ -65,16 +65,22 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Times that one request goes to a decode engine, as long as nothing was sent to the client; 1: no retry. Each
     goes to another engine where there is one."""
     max_concurrent: int = 1024
-    """Client requests in flight; further ones are answered 429."""
+    """Client requests that are served at a time; others wait."""
+    max_waiting: int = 32768
+    """Client requests that wait until fewer are served; further ones are answered 429."""
+    keep_alive_timeout: float = 3900.0
+    """Seconds that a connection from outside may be idle between two requests: longer than gateways keep theirs, so
+    that no request goes into a connection that is just being closed."""
     max_per_prefill: int | None = None
     """Prompts at a prefill engine at a time; None: any number."""
     max_per_decode: int | None = None
     """Requests at a decode engine at a time; None: any number."""
-    queue_per_engine: int = 64
+    queue_per_engine: int = 1024
     """Requests that wait for a place, for each engine that could have one; further ones are answered 429. One with
     several prompts or samples is one until its first prefill, and then none."""
-    queue_timeout: float = 30.0
-    """Seconds they wait; then they are answered 429. Not for the prefills of a request after its first."""
+    queue_timeout: float = 1800.0
+    """Seconds that a request waits in either line; then it is answered 429. Not for the prefills of a request after its
+    first."""
     max_body_bytes: int = 64 * MIB
     """Largest client request: images travel inside it."""
     max_ticket_bytes: int = 16 * MIB
@@ -86,6 +92,14 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """The bearer token that decode engines must send with their tickets."""
     admin_token_file: str | None = None
     """The bearer token of the admin API and the status page. None: there is no admin API, and the page is open."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose pages may send requests from a browser; `*`: all. This and what follows are as vLLM's options."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    """Methods that they may use."""
+    allowed_headers: tuple[str, ...] = ("*",)
+    """Headers that they may send."""
+    allow_credentials: bool = False
+    """Whether browsers may send cookies and the like along."""
     engines_file: str | None = None
     """A YAML file that lists more engines, read again when it changes."""
     tls: Tls | None = None
@@ -128,6 +142,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
             "prefill_attempts",
             "decode_attempts",
             "max_concurrent",
+            "keep_alive_timeout",
             "max_per_prefill",
             "max_per_decode",
             "queue_timeout",
@@ -137,8 +152,9 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{_option(name)} must be greater than 0")
-        if self.queue_per_engine < 0:
-            raise ValueError("--queue-per-engine must not be less than 0")
+        for name in ("queue_per_engine", "max_waiting"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_option(name)} must not be less than 0")
         if self.strategy not in STRATEGIES:
             raise ValueError(f"the strategy {self.strategy!r} is none of {', '.join(STRATEGIES)}")
         self._check_tls()
@@ -192,3 +208,11 @@ def default_metaserver_url(host: str, port: int, tls: Tls | None = None) -> str:
         )
     authority = f"[{host}]" if address.version == 6 else host
     return f"{scheme}://{authority}:{port}{METASERVER_PATH}"
+
+
+def names(option: str, value: str) -> tuple[str, ...]:
+    """An option's JSON list of strings. Raises ValueError."""
+    try:
+        return msgspec.json.decode(value.encode(), type=tuple[str, ...])
+    except msgspec.MsgspecError:
+        raise ValueError(f'--{option} must be a JSON list of strings, such as ["*"]') from None

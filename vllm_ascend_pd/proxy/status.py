@@ -81,6 +81,8 @@ class RoleStatus(msgspec.Struct, frozen=True):
 class RequestStatus(msgspec.Struct, frozen=True):
     in_flight: int
     limit: int
+    waiting: int
+    """Those beyond the limit."""
     phases: Mapping[Phase, int]
 
 
@@ -128,7 +130,7 @@ def snapshot(
         wall,
         _verdict(roles, problems),
         tuple(one_line(problem, _MAX_TEXT_CHARS) for problem in problems),
-        RequestStatus(exchanges.in_flight, exchanges.limit, exchanges.phases()),
+        RequestStatus(exchanges.in_flight, exchanges.admission.limit, exchanges.admission.waiting, exchanges.phases()),
         LatencyStatus(
             WINDOW_SECONDS,
             metrics.recent_first_token.percentiles(now),

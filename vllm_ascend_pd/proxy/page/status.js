@@ -154,6 +154,7 @@ function show(status) {
   say(byId("updated"), `as of ${clock.format(new Date(status.time * 1000))}`);
   say(byId("in-flight"), whole.format(status.requests.in_flight));
   say(byId("limit"), whole.format(status.requests.limit));
+  say(byId("waiting"), whole.format(status.requests.waiting));
   for (const cell of document.querySelectorAll("[data-phase]")) count(cell, status.requests.phases[cell.dataset.phase]);
   keep(byId("roles"), status.roles, (role) => role.role, makeRole, showRole);
   say(byId("window"), whole.format(status.latency.window_seconds / 60));

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""More clients at once than the proxy serves at a time: they wait in a bounded line for a bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+from engine_standin import DecodeEngine, PrefillEngine, Servers
+from proxy_cluster import COMPLETION, STREAM, Cluster, eventually, running_cluster, running_proxy
+
+STUB = Path(__file__).resolve().parents[2] / "benchmarks" / "stub_engine.py"
+EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+
+
+def waiting(cluster: Cluster) -> int:
+    requests = cluster.client.get("/status.json").json()["requests"]
+    return int(requests["waiting"])
+
+
+@EITHER
+def test_clients_beyond_the_limit_wait(stream: dict[str, object]) -> None:
+    with running_cluster(max_concurrent=2) as cluster, ThreadPoolExecutor(10) as clients:
+        cluster.decode.waits = 0.1
+        answers = [clients.submit(cluster.complete, **stream) for _ in range(10)]
+        assert [answer.result().status_code for answer in answers] == [200] * 10
+        assert len(cluster.decode.received) == 10
+        assert cluster.decode.most_at_once <= 2
+
+
+def test_full_line_is_answered_429_and_named() -> None:
+    with running_cluster(max_concurrent=1, max_waiting=1) as cluster, ThreadPoolExecutor(2) as clients:
+        cluster.prefill.holds = True
+        first = clients.submit(cluster.complete)
+        assert cluster.decode.working.wait(10)
+        second = clients.submit(cluster.complete)
+        eventually(lambda: waiting(cluster) == 1)
+        refused = cluster.complete()
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        reason = "the proxy serves 1 requests, and 1 wait, which is the most: retry later"
+        assert refused.json()["error"]["message"] == reason
+        cluster.prefill.holds = False
+        assert [first.result().status_code, second.result().status_code] == [200, 200]
+
+
+def test_who_has_waited_too_long_is_answered_429_and_told_how_long() -> None:
+    with running_cluster(max_concurrent=1, queue_timeout=0.5) as cluster, ThreadPoolExecutor(1) as client:
+        cluster.prefill.holds = True
+        first = client.submit(cluster.complete)
+        assert cluster.decode.working.wait(10)
+        refused = cluster.complete()
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        reason = "the proxy serves 1 requests, 0 wait, and this one has waited for 0.5 s: retry later"
+        assert refused.json()["error"]["message"] == reason
+        cluster.prefill.holds = False
+        assert first.result().status_code == 200
+
+
+def test_client_that_leaves_the_line_frees_its_place() -> None:
+    with running_cluster(max_concurrent=1, max_waiting=1) as cluster, ThreadPoolExecutor(2) as clients:
+        cluster.prefill.holds = True
+        first = clients.submit(cluster.complete)
+        assert cluster.decode.working.wait(10)
+        leaving = cluster.send_only("/v1/completions", COMPLETION)
+        eventually(lambda: waiting(cluster) == 1)
+        leaving.close()
+        eventually(lambda: waiting(cluster) == 0)
+        second = clients.submit(cluster.complete)
+        eventually(lambda: waiting(cluster) == 1)
+        cluster.prefill.holds = False
+        assert [first.result().status_code, second.result().status_code] == [200, 200]
+        assert len(cluster.decode.received) == 2
+
+
+@pytest.mark.parametrize("size", [10, 100_000, 3_000_000])
+def test_body_that_comes_while_its_request_waits_is_whole(size: int) -> None:
+    prompt = "".join(chr(ord("a") + number % 26) for number in range(size))
+    with running_cluster(max_concurrent=1) as cluster, ThreadPoolExecutor(2) as clients:
+        cluster.prefill.holds = True
+        first = clients.submit(cluster.complete)
+        assert cluster.decode.working.wait(10)
+        second = clients.submit(cluster.complete, prompt=prompt)
+        eventually(lambda: waiting(cluster) == 1)
+        cluster.prefill.holds = False
+        assert [first.result().status_code, second.result().status_code] == [200, 200]
+        assert cluster.decode.received[1].body["prompt"] == prompt
+
+
+def test_waiting_clients_are_told_when_the_proxy_stops() -> None:
+    prefill, decode = PrefillEngine(), DecodeEngine()
+    prefill.holds = True
+    with Servers() as servers, ThreadPoolExecutor(2) as clients:
+        urls = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
+        with running_proxy(*urls, "--max-concurrent", "1") as (process, port):
+            cluster = Cluster()
+            cluster.client.base_url = f"http://127.0.0.1:{port}"  # type: ignore[assignment]
+            first = clients.submit(cluster.complete)
+            assert decode.working.wait(10)
+            second = clients.submit(cluster.complete)
+            eventually(lambda: waiting(cluster) == 1)
+            process.send_signal(signal.SIGTERM)
+            for answer in (first, second):
+                assert answer.result().status_code == 503
+                assert answer.result().json()["error"]["message"] == "the proxy is shutting down"
+            assert process.wait(10) == 0
+            prefill.holds = False
+
+
+@contextmanager
+def stub(role: str) -> Iterator[str]:
+    """The URL of an engine that computes nothing, in a process of its own."""
+    process = subprocess.Popen([sys.executable, str(STUB), role], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def test_two_thousand_clients_at_once_are_all_answered() -> None:
+    """By a proxy with its defaults, which serves half as many at a time."""
+    at_once, soft_hard = 2000, resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft_hard[1], soft_hard[1]))
+
+    async def ask(client: aiohttp.ClientSession, url: str) -> tuple[int, bytes]:
+        async with client.post(url, json={"model": "stub", "prompt": "x", "max_tokens": 2, "stream": True}) as answer:
+            return answer.status, await answer.read()
+
+    async def ask_all(url: str) -> list[tuple[int, bytes]]:
+        connector, patience = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=240)
+        async with aiohttp.ClientSession(connector=connector, timeout=patience) as client:
+            return await asyncio.gather(*(ask(client, url) for _ in range(at_once)))
+
+    try:
+        with ExitStack() as stack:
+            engines = [stack.enter_context(stub(role)) for role in ("prefill", "decode")]
+            process, port = stack.enter_context(running_proxy(*engines))
+            assert process.stderr is not None
+            log: list[str] = []
+            reader = threading.Thread(target=log.extend, args=(process.stderr,))  # a full pipe would stop the proxy
+            reader.start()
+            stack.callback(reader.join, 10)
+            stack.callback(process.kill)
+            proxy = psutil.Process(process.pid)
+            before = proxy.memory_info().rss
+            answers = asyncio.run(ask_all(f"http://127.0.0.1:{port}/v1/completions"))
+            grown = proxy.memory_info().rss - before
+            failed = [answer for answer in answers if answer[0] != 200 or answer[1].count(b"data: ") != 3]
+            assert failed == [], log[-20:]
+            assert grown < 400 << 20
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, soft_hard)
+
+
+def test_the_start_says_what_the_limit_of_open_files_allows() -> None:
+    few = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))"
+    with running_proxy("http://127.0.0.1:9", "http://127.0.0.1:11", before=few) as (process, _):
+        assert process.stderr is not None
+        said = [process.stderr.readline() for _ in range(2)]
+        assert re.search(r"with 1024 open files 71 requests are served at a time, 72 others wait", said[0])
+        assert "ulimit -Hn" in said[1]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of other origins: what a browser is told, in the headers that it asks by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from engine_standin import DecodeEngine
+from proxy_cluster import COMPLETION, STREAM, Cluster, running_cluster
+from starlette.middleware.cors import CORSMiddleware
+
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+
+PAGE = "https://chat.example"
+PREFLIGHT = {
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+ALLOWED = "access-control-allow-origin"
+CLOSED = (METASERVER_PATH, METASERVER_PATH + "/failure", "/admin/engines", "/status.json", "/health", "/metrics", "/")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("a-secret")
+    with running_cluster(allowed_origins=(PAGE,), admin_token_file=str(token)) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize"])
+def test_preflight_is_answered(cluster: Cluster, path: str) -> None:
+    answer = cluster.client.options(path, headers=PREFLIGHT)
+    assert (answer.status_code, answer.headers[ALLOWED]) == (200, PAGE)
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert answer.headers["access-control-allow-headers"] == "authorization,content-type"
+    assert "access-control-allow-credentials" not in answer.headers
+    assert cluster.decode.received == []
+
+
+def test_preflight_of_another_page_is_refused(cluster: Cluster) -> None:
+    answer = cluster.client.options("/v1/completions", headers={**PREFLIGHT, "Origin": "https://other.example"})
+    assert answer.status_code == 400
+    assert ALLOWED not in answer.headers
+
+
+@pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
+def test_answers_and_errors_may_be_read(cluster: Cluster, stream: dict[str, object]) -> None:
+    headers = {"Origin": PAGE}
+    well = cluster.client.post("/v1/completions", headers=headers, json={**COMPLETION, **stream})
+    assert (well.status_code, well.headers[ALLOWED], well.headers["vary"]) == (200, PAGE, "Origin")
+    wrong = cluster.client.post("/v1/completions", headers=headers, json={"truncate_prompt_tokens": -1})
+    assert (wrong.status_code, wrong.headers[ALLOWED]) == (400, PAGE)
+    cluster.prefill.transfer_error = "it is gone"
+    failed = cluster.client.post("/v1/completions", headers=headers, json={**COMPLETION, **stream})
+    assert (failed.status_code, failed.headers[ALLOWED]) == (502, PAGE)
+    method = cluster.client.delete("/v1/completions", headers=headers)
+    assert (method.status_code, method.headers[ALLOWED]) == (405, PAGE)
+
+
+def test_refusal_of_a_full_proxy_may_be_read() -> None:
+    with running_cluster(allowed_origins=("*",), max_concurrent=1, max_waiting=0) as cluster:
+        cluster.decode.hangs_after_first_token = True
+        with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
+            refused = cluster.client.post("/v1/completions", headers={"Origin": PAGE}, json=COMPLETION)
+            assert (refused.status_code, refused.headers[ALLOWED]) == (429, "*")
+
+
+@pytest.mark.parametrize("path", CLOSED)
+@pytest.mark.parametrize("origins", [(PAGE,), ("*",)], ids=["named", "all"])
+def test_other_routes_stay_closed_to_pages(path: str, origins: tuple[str, ...], tmp_path: Path) -> None:
+    """Those of operators and of decode engines, and the status page."""
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("a-secret")
+    with running_cluster(allowed_origins=origins, admin_token_file=str(token)) as cluster:
+        assert cluster.client.options(path, headers=PREFLIGHT).status_code == 405
+        for method in ("GET", "POST"):
+            headers = {"Origin": PAGE, "Authorization": "Bearer a-secret"}
+            assert ALLOWED not in cluster.client.request(method, path, headers=headers).headers
+
+
+def test_no_page_is_allowed_by_default() -> None:
+    with running_cluster() as cluster:
+        assert cluster.client.options("/v1/completions", headers=PREFLIGHT).status_code == 400
+        answer = cluster.client.get("/v1/models", headers={"Origin": PAGE})
+        assert answer.status_code == 200
+        assert ALLOWED not in answer.headers
+
+
+def test_what_an_engine_allows_is_not_passed_on() -> None:
+    """An engine does not know who reaches the proxy."""
+    engine = DecodeEngine()
+    engine.app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_credentials=True)
+    with running_cluster(decode_engine=engine) as cluster:
+        direct = httpx.get(f"{cluster.decode_url}/v1/models", headers={"Origin": PAGE})
+        assert ALLOWED in direct.headers
+        answer = cluster.client.get("/v1/models", headers={"Origin": PAGE})
+        assert not {name for name in answer.headers if name.startswith("access-control-")}
+
+
+def test_credentials() -> None:
+    with running_cluster(allowed_origins=("*",), allow_credentials=True) as cluster:
+        answer = cluster.client.options("/v1/completions", headers=PREFLIGHT)
+        assert (answer.headers[ALLOWED], answer.headers["access-control-allow-credentials"]) == (PAGE, "true")
