@@ -75,6 +75,7 @@ class _RankBase:
     engine_id: str
     config: dict[str, Any]
     on: str  # "cpu" or "npu"
+    host: str = HOST
 
     def __post_init__(self) -> None:
         self._warnings = _Warnings()
@@ -95,13 +96,13 @@ class _RankBase:
         for layer in self.model.draft_layers:
             specs[layer_name(layer)] = replace(spec, draft=DRAFT)
         self.registered = describe(self.caches, specs, heads_first=self.model.order is Order.HEAD_MAJOR)
-        self.engine = TransferEngine(HOST, "tcp", TransferLimits(timeout_s=self.parsed.write_timeout_s))
+        self.engine = TransferEngine(self.host, "tcp", TransferLimits(timeout_s=self.parsed.write_timeout_s))
         self.engine.register(self.registered.regions())
         self.loaded = LoadedWeights()
         self.identity = Identity(
             engine_id=self.engine_id,
             model=MODEL,
-            host=HOST,
+            host=self.host,
             rank=self.rank,
             sharding=dealt,
             pp_rank=self.pp_rank,

@@ -17,6 +17,7 @@ from harness.kv import Model, Prompt, Side, layer_name
 from harness.ports import reserve_port
 from harness.rank_hosts import Rank
 from harness.rank_programs import DRAFT, HOST, MODEL, ONCE, DecodeRank, Hooks, PrefillRank
+from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.scheduler.listener import DescriptionListener
@@ -102,13 +103,16 @@ class Pair:
         p_model: Model | None = None,
         device: str = "cpu",
         kernels: Path | None = None,
+        hosts: tuple[str, str] = (HOST, HOST),
     ) -> None:
-        """`kernels`: a library with the NPU's regroup ops, in place of those installed."""
+        """`kernels`: a library with the NPU's regroup ops, in place of those installed. `hosts`: prefill's and
+        decode's."""
         self.model, self.prefill, self.decode = model, prefill, decode
         self._request_of: dict[str, str] = {}
         self._options: tuple[Any, ...] = (config or {}, device, kernels)
-        self.p_ranks = _start(PrefillRank, "prefill", p_model or model, prefill, *self._options)
-        self.d_ranks = _start(DecodeRank, "decode", model, decode, *self._options)
+        self._p_host, self._d_host = hosts
+        self.p_ranks = _start(PrefillRank, "prefill", p_model or model, prefill, *self._options, self._p_host)
+        self.d_ranks = _start(DecodeRank, "decode", model, decode, *self._options, self._d_host)
         for rank in self.p_ranks + self.d_ranks:
             rank.receive(120.0)
         self._listen("decode", port=0)
@@ -122,7 +126,7 @@ class Pair:
             engine_id, MODEL, decode.tp, decode.pp, self.descriptions, decode.dcp, decode.interleave
         )
         keys = load_keys(self._options[0].get("side_channel_key_file"))
-        self.listener = DescriptionListener(description, HOST, port, keys)
+        self.listener = DescriptionListener(description, self._d_host, port, keys)
         self.port = int(self.listener.endpoint.rpartition(":")[2])
 
     def restart_decode(self, engine_id: str) -> None:
@@ -130,7 +134,7 @@ class Pair:
         self.listener.close(5.0)
         for rank in self.d_ranks:
             rank.kill()
-        self.d_ranks = _start(DecodeRank, engine_id, self.model, self.decode, *self._options)
+        self.d_ranks = _start(DecodeRank, engine_id, self.model, self.decode, *self._options, self._d_host)
         for rank in self.d_ranks:
             rank.receive(120.0)
         self._listen(engine_id, self.port)
@@ -139,7 +143,7 @@ class Pair:
         """Prefill's processes die; others, another engine, come up."""
         for rank in self.p_ranks:
             rank.kill()
-        self.p_ranks = _start(PrefillRank, engine_id, self.model, self.prefill, *self._options)
+        self.p_ranks = _start(PrefillRank, engine_id, self.model, self.prefill, *self._options, self._p_host)
         for rank in self.p_ranks:
             rank.receive(120.0)
 
@@ -149,7 +153,7 @@ class Pair:
             remote_block_ids=[prompt.d_blocks],
             remote_block_size=[self.decode.block_size],
             remote_engine_id=self.decode_id,
-            remote_host=HOST,
+            remote_host=self._d_host,
             remote_port=self.port,
             remote_tp_size=self.decode.tp,
             remote_dcp_size=self.decode.dcp,
@@ -237,7 +241,8 @@ class Pair:
                 mine |= sent
                 failed.update(reasons)
             time.sleep(0.01)
-        assert not any(f"{HOST}:" in reason for reason in failed.values()), failed
+        hosts = [f"{HOST}:", authority(self._d_host, 1)[:-1]]
+        assert not any(host in reason for reason in failed.values() for host in hosts), failed
         return failed
 
     def differences(self, prompts: list[Prompt]) -> list[str]:
@@ -263,11 +268,18 @@ class Pair:
 
 
 def _start(
-    program: Any, engine_id: str, model: Model, side: Side, config: dict[str, Any], device: str, kernels: Path | None
+    program: Any,
+    engine_id: str,
+    model: Model,
+    side: Side,
+    config: dict[str, Any],
+    device: str,
+    kernels: Path | None,
+    host: str,
 ) -> list[Rank]:
     init = f"tcp://{HOST}:{reserve_port()}"
     return [
-        Rank(program, model, side, rank, pp_rank, init, engine_id, config, device, device=device, kernels=kernels)
+        Rank(program, model, side, rank, pp_rank, init, engine_id, config, device, host, device=device, kernels=kernels)
         for pp_rank in range(side.pp)
         for rank in range(side.ranks)
     ]

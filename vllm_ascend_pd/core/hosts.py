@@ -43,6 +43,17 @@ def is_loopback(host: str) -> bool:
     return host.lower() == "localhost" if address is None else address.is_loopback
 
 
+def ip_version(host: str) -> int | None:
+    """4 or 6 for an address; None for a name."""
+    address = _address(host)
+    return None if address is None else address.version
+
+
+def authority(host: str, port: int) -> str:
+    """`host:port` as it stands in URLs and endpoints: an IPv6 address is in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def host_of(endpoint: str) -> str:
     """The host of `host:port` or `tcp://host:port`. Raises ValueError where it is anything else, without quoting it:
     clients shall not learn addresses."""

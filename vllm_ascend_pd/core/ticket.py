@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeGuard
 
 import msgspec
 
-from vllm_ascend_pd.core.hosts import is_host
+from vllm_ascend_pd.core.hosts import authority, is_host
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.text import is_name
 from vllm_ascend_pd.core.topology import Sharding, sharding
@@ -81,8 +81,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
     @property
     def endpoint(self) -> str:
         """Decode's listener."""
-        host = f"[{self.remote_host}]" if ":" in self.remote_host else self.remote_host
-        return f"tcp://{host}:{self.remote_port}"
+        return f"tcp://{authority(self.remote_host, self.remote_port)}"
 
     @functools.cached_property
     def issuer(self) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vllm_ascend_pd.core.hosts import is_loopback
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.doctor import child
 from vllm_ascend_pd.doctor.finding import Finding, error, note, ok, warning
@@ -89,7 +90,7 @@ def _device(check: str, device: str, on_npu: bool) -> Finding:
 def _host(check: str, host: str) -> Finding:
     if host in ("0.0.0.0", "::"):
         return error(check, "vLLM does not know this host's address", _ACTIONS["host"], host=host)
-    if host.startswith("127.") or host == "::1":
+    if is_loopback(host):
         local = f"engines listen on {host}: other hosts cannot reach them"
         return warning(check, local, f"if prefill and decode are on several hosts, {_ACTIONS['host']}", host=host)
     return ok(check, f"engines listen on {host}", host=host)

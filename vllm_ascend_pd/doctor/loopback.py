@@ -23,7 +23,7 @@ TIMEOUT_S = 90.0
 _CHARS = 300
 _ACTION = (
     "see that Mooncake can be loaded, that no MC_* variable is set by mistake, and that nothing filters connections of "
-    "127.0.0.1 to itself"
+    "127.0.0.1 (with MC_USE_IPV6: of ::1) to itself"
 )
 _GONE = "the receiving process ended"
 

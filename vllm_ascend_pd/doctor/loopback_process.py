@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import sys
 import time
@@ -18,7 +19,8 @@ from vllm_ascend_pd.doctor import child
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.limits import TransferLimits
 
-HOST = "127.0.0.1"
+# Where it is set, Mooncake has no IPv4.
+HOST = "::1" if "MC_USE_IPV6" in os.environ else "127.0.0.1"
 GUARD_BYTES = 4096
 """Registered behind what is written, and not written to."""
 

@@ -8,6 +8,7 @@ import shlex
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.launch.arguments import refused_argument
 from vllm_ascend_pd.launch.engine import DEFAULT_KV_PORT, DEVICES_PER_NODE, MOONCAKE_PORTS
 from vllm_ascend_pd.launch.hosts import Cluster, Engine, Host, Invalid, KeyPath
@@ -155,7 +156,7 @@ class _Planner:
                 options += ["--nodes", str(shape.nodes), "--node-rank", str(rank)]
                 options += ["--head-address", head.address, "--head-port", str(head_port)]
             if ray:
-                ready = f"tcp://{_authority(head.address, head_port)}" if rank == 0 else None
+                ready = f"tcp://{authority(head.address, head_port)}" if rank == 0 else None
                 command = self._command(role, engine, [*options, "--ray-node"])
                 starts.append(self._process(f"{name}-ray-{rank}", host_name, command, ready))
                 if rank:
@@ -287,9 +288,5 @@ class _Planner:
         return ",".join(map(str, chosen))
 
 
-def _authority(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
 def _url(address: str, port: int) -> str:
-    return f"http://{_authority(address, port)}"
+    return f"http://{authority(address, port)}"

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_ascend_pd.core.hosts import authority, host_of, ip_version
 from vllm_ascend_pd.core.plan import Descriptors
 from vllm_ascend_pd.transport import ascend
 from vllm_ascend_pd.transport.batches import Batch, Batches, covered, merge_regions
@@ -126,7 +127,7 @@ class TransferEngine:
         if fatal := [finding.message for finding in findings if finding.fatal]:
             raise TransferError(host, "; ".join(fatal), retryable=False)
         try:
-            self._limits, self._capacity = export_settings(limits, protocol)
+            self._limits, self._capacity = export_settings(limits, protocol, host)
         except SettingError as error:
             raise TransferError(host, str(error), retryable=False) from None
         # Only now: some of Mooncake's settings are read when its library is loaded.
@@ -150,11 +151,11 @@ class TransferEngine:
             raise TransferError(host, reason, retryable=False)
         for finding in findings:
             logger.warning("%s", finding.message)
-        self._session = f"{host}:{self._engine.get_rpc_port()}"
+        self._session = authority(host, self._engine.get_rpc_port())
 
     @property
     def session(self) -> str:
-        """Where peers reach this engine: "host:rpc_port"."""
+        """Where peers reach this engine: "host:rpc_port", an IPv6 host in brackets."""
         return self._session
 
     @property
@@ -277,6 +278,14 @@ class TransferEngine:
         known = self._peers.get(session)
         if known is not None and known.answers:
             return known
+        ours, theirs = (ip_version(host_of(each)) for each in (self._session, session))
+        if None not in (ours, theirs) and ours != theirs:
+            raise TransferError(
+                session,
+                f"its address is IPv{theirs}, and this engine's is IPv{ours}: Mooncake uses one of them. Set "
+                "VLLM_HOST_IP to addresses of one kind on prefill and decode",
+                retryable=False,
+            )
         with self._lock:
             peer = self._peers.get(session)
             if peer is None:

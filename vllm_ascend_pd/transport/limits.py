@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from vllm_ascend_pd.core.hosts import ip_version
 from vllm_ascend_pd.transport import ascend
 from vllm_ascend_pd.transport.peer_queue import most_descriptors
 
@@ -136,10 +137,23 @@ class TransferLimits:
         }
 
 
-def export_settings(limits: TransferLimits, protocol: str) -> tuple[TransferLimits, int]:
-    """Puts Mooncake's settings for `limits` into the environment. What was there already wins: returns the limits as
-    that makes them, and how many descriptors Mooncake's queue to one peer takes."""
+_IPV6 = "MC_USE_IPV6"
+"""Mooncake's processes listen and connect either over IPv4 or, where this is set to whatever, over IPv6."""
+
+
+def export_settings(limits: TransferLimits, protocol: str, host: str) -> tuple[TransferLimits, int]:
+    """Puts Mooncake's settings for `limits` and for an engine at `host` into the environment. What was there already
+    wins: returns the limits as that makes them, and how many descriptors Mooncake's queue to one peer takes. Raises
+    SettingError for settings that cannot work."""
     settings = limits.environment()
+    version = ip_version(host)
+    if version == 6:
+        settings[_IPV6] = "1"
+    elif version == 4 and _IPV6 in os.environ:
+        raise SettingError(
+            f"{_IPV6} is set, and this host's address is IPv4, where Mooncake would not be found: unset it, or set "
+            "VLLM_HOST_IP to this host's IPv6 address"
+        )
     if protocol == "ascend":
         settings |= ascend.settings(limits.whole_timeout_s, os.environ)
     for name, value in settings.items():
