@@ -146,17 +146,17 @@ def intercepted() -> Iterator[tuple[str, "queue.Queue[tuple[str | None, dict[str
 def test_tickets_that_are_unsigned_altered_or_replayed(cluster: Cluster, client: Client, reference: Reference) -> None:
     prompt = random_prompt(700, "intercepted")
 
-    def ask_engine(url: str, params: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-        body = {"model": client.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    def ask_engine(url: str, params: dict[str, Any], max_tokens: int, asked: list[int] = prompt) -> dict[str, Any]:
+        body = {"model": client.model, "prompt": asked, "max_tokens": max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True, "kv_transfer_params": params}
         response = httpx.post(f"{url}/v1/completions", json=body, timeout=240, trust_env=False)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
 
-    def prefill(ticket: dict[str, Any]) -> str | None:
+    def prefill(ticket: dict[str, Any], asked: list[int] = prompt) -> str | None:
         """What P says went wrong."""
-        params = ask_engine(cluster.prefill[0].url, ticket, 1)["kv_transfer_params"]
+        params = ask_engine(cluster.prefill[0].url, ticket, 1, asked)["kv_transfer_params"]
         return None if params is None else params.get("error")
 
     with intercepted() as (url, posted, answer), ThreadPoolExecutor(9) as pool:
@@ -173,11 +173,15 @@ def test_tickets_that_are_unsigned_altered_or_replayed(cluster: Cluster, client:
             "other-blocks": {**ticket, "remote_block_ids": [[block + 1 for block in ticket["remote_block_ids"][0]]]},
             "another-attempt": {**ticket, "attempt": ticket["attempt"] + 1},
             "prolonged": {**ticket, "expires_at": ticket["expires_at"] + 3600},
+            "for-any-prompt": {name: value for name, value in ticket.items() if name != "prompt"},
         }
         errors = {what: prefill(changed) for what, changed in refused.items()}
         assert "not signed" in (errors.pop("unsigned") or "")
         assert "not in decode_allowlist" in (errors.pop("another-host") or "")
         assert all("altered" in (error or "") for error in errors.values()), errors
+
+        another_prompt = random_prompt(700, "whoever takes a ticket from its way")
+        assert "the prompt's tokens differ" in (prefill(ticket, another_prompt) or "")
 
         assert prefill(ticket) is None, "after all that was refused, the ticket itself is as good as before"
         assert prefill(ticket) in ("this ticket is being served already", REPLAY)
