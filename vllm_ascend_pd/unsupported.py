@@ -34,6 +34,11 @@ def _reasons_on_decode(vllm_config: "VllmConfig", additional: dict[str, Any]) ->
             f"prefill_context_parallel_size is {parallel.prefill_context_parallel_size} on a decode engine, which is "
             "not supported: use decode_context_parallel_size"
         )
+    if _returns_routed_experts(vllm_config):
+        yield (
+            "--enable-return-routed-experts is set on a decode engine: prefill computes the prompt, and the experts of "
+            "the prompt's tokens are not sent. Decode would answer without them"
+        )
     if additional.get("recompute_scheduler_enable"):
         yield (
             "additional_config has recompute_scheduler_enable: where blocks run out, it ends requests in the middle "
@@ -54,6 +59,12 @@ def _reasons_on_decode(vllm_config: "VllmConfig", additional: dict[str, Any]) ->
             "step would be replayed from a graph that does not see its KV. Set it to PIECEWISE or NONE "
             "(--compilation-config)"
         )
+
+
+def _returns_routed_experts(vllm_config: "VllmConfig") -> bool:
+    """vLLM 0.23 has the setting in its model's configuration, 0.32 in one of its own."""
+    places = (getattr(vllm_config, "aux_output_config", None), vllm_config.model_config)
+    return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
 
 def unsupported_weights(vllm_config: "VllmConfig") -> str | None:

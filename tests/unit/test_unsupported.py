@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
+from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 
 import vllm_ascend_pd
@@ -58,6 +58,21 @@ def test_engines_that_may_sleep(role: str, sleeps: bool) -> None:
     reason = unsupported(configured(role, model_config=SimpleNamespace(enable_sleep_mode=sleeps)))
     assert (reason is not None) == sleeps
     assert reason is None or "--enable-sleep-mode" in reason
+
+
+@pytest.mark.parametrize(("role", "refused"), [(CONSUMER, True), (PRODUCER, False)])
+@pytest.mark.parametrize("asked", [True, False])
+def test_routed_experts_of_prompts_that_decode_does_not_compute(role: str, refused: bool, asked: bool) -> None:
+    """With vLLM's own setting, which is another one in each version."""
+    config = configured(role)
+    if hasattr(config, "aux_output_config"):
+        config.aux_output_config.enable_return_routed_experts = asked
+    else:
+        assert "enable_return_routed_experts" in ModelConfig.__dataclass_fields__
+        config.model_config = SimpleNamespace(enable_return_routed_experts=asked, enable_sleep_mode=False)
+    reason = unsupported(config)
+    assert (reason is not None) == (refused and asked)
+    assert reason is None or "--enable-return-routed-experts" in reason
 
 
 @pytest.mark.parametrize(("role", "refused"), [(CONSUMER, True), (PRODUCER, False)])
