@@ -170,5 +170,5 @@ def test_the_start_says_what_the_limit_of_open_files_allows() -> None:
     with running_proxy("http://127.0.0.1:9", "http://127.0.0.1:11", before=few) as (process, _):
         assert process.stderr is not None
         said = [process.stderr.readline() for _ in range(2)]
-        assert re.search(r"with 1024 open files 71 requests are served at a time, 72 others wait", said[0])
+        assert re.search(r"with 1024 open files 128 requests are served at a time, 128 others wait", said[0])
         assert "ulimit -Hn" in said[1]

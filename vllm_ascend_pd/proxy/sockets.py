@@ -10,9 +10,10 @@ from typing import NamedTuple
 log = logging.getLogger(__name__)
 
 # A request that is served holds the client's socket, one to a decode engine and, for each of its prompts, a ticket's
-# and one to a prefill engine. So half of them come from outside.
-_PER_REQUEST = 8
-_OUTSIDE_PER_REQUEST = 4
+# and one to a prefill engine. So half of them come from outside, and half go to engines: room for three prompts, or
+# where files are few for one.
+_OF_EITHER_HALF = 4
+_LEAST_OF_EITHER_HALF = 2
 # Connections that nobody has accepted yet, of those that come at once: at most as many (Linux's own bound), and at most
 # one in so many of the files that may be open, because they become files before they are counted.
 _MAX_BACKLOG = 4096
@@ -39,19 +40,20 @@ class Sockets(NamedTuple):
 
 
 def share(files: int, concurrent: int, waiting: int) -> Sockets:
-    """What `files` allow of what is asked for. Where they are few, as many requests may wait as are served."""
+    """What `files` allow of what is asked for. Where they are few, those for the line are cut first, to one for each
+    request that is served."""
     backlog = max(1, min(_MAX_BACKLOG, files // _FILES_PER_BACKLOG))
     left = max(0, files - backlog - _SPARE_FILES)
-    served = max(1, min(concurrent, left // (_PER_REQUEST + 1)))
-    idle = max(1, served * _OUTSIDE_PER_REQUEST, min(_MIN_IDLE, left // 8))
-    to_engines = served * (_PER_REQUEST - _OUTSIDE_PER_REQUEST)
+    served = max(1, min(concurrent, left // (2 * _LEAST_OF_EITHER_HALF + 1)))
+    to_engines = served * max(_LEAST_OF_EITHER_HALF, min(_OF_EITHER_HALF, left // served // 2))
+    idle = max(to_engines, min(_MIN_IDLE, left // 8))
     in_line = max(0, min(waiting, left - to_engines - idle))
     return Sockets(served, in_line, idle, idle + in_line, backlog)
 
 
 def wanted_files(concurrent: int, waiting: int) -> int:
-    idle = max(0, _MIN_IDLE - concurrent * _OUTSIDE_PER_REQUEST)
-    return concurrent * _PER_REQUEST + idle + waiting + _MAX_BACKLOG + _SPARE_FILES
+    half = concurrent * _OF_EITHER_HALF
+    return half + max(half, _MIN_IDLE) + waiting + _MAX_BACKLOG + _SPARE_FILES
 
 
 def take(concurrent: int, waiting: int) -> Sockets:

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open files are shared so that nobody runs out of them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_pd.proxy.sockets import Sockets, share, wanted_files
+
+
+def test_the_defaults_fit_what_they_want() -> None:
+    assert wanted_files(1024, 32768) == 45_312
+    assert share(45_312, 1024, 32768) == Sockets(1024, 32768, 4096, 36_864, 4096)
+
+
+def test_few_files_are_shared_by_those_who_are_served_and_those_who_wait() -> None:
+    assert share(1024, 1024, 32768) == Sockets(128, 128, 256, 384, 128)
+
+
+def test_the_line_is_cut_before_those_who_are_served() -> None:
+    assert share(20_000, 3024, 32768)[:2] == (3024, 5148)
+
+
+@given(st.integers(600, 100_000), st.integers(1, 10_000), st.integers(0, 100_000))
+def test_connections_never_need_more_files_than_there_are(files: int, concurrent: int, waiting: int) -> None:
+    sockets = share(files, concurrent, waiting)
+    assert 1 <= sockets.concurrent <= concurrent
+    assert 0 <= sockets.waiting <= waiting
+    assert sockets.connections == sockets.idle + sockets.waiting
+    # Beside the line, a request that is served has room for its client and its tickets.
+    assert sockets.idle >= 2 * sockets.concurrent
+    assert sockets.connections + 2 * sockets.concurrent + sockets.backlog <= files
+
+
+@given(st.integers(1, 10_000), st.integers(0, 100_000))
+def test_files_that_are_wanted_are_enough(concurrent: int, waiting: int) -> None:
+    sockets = share(wanted_files(concurrent, waiting), concurrent, waiting)
+    assert (sockets.concurrent, sockets.waiting) == (concurrent, waiting)
