@@ -428,5 +428,15 @@ def test_options_that_operations_names_are_the_proxys() -> None:
     text = (REPOSITORY / "docs" / "operations.md").read_text()
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     known = {name for command in ("proxy", "doctor") for param in commands[command].params for name in param.opts}
-    known |= {"--max-num-seqs"}  # vLLM's
+    known |= {  # vLLM's
+        "--chat-template",
+        "--disable-log-stats",
+        "--dtype",
+        "--hf-overrides",
+        "--max-model-len",
+        "--max-num-seqs",
+        "--media-io-kwargs",
+        "--mm-hasher-algorithm",
+        "--mm-processor-kwargs",
+    }
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known
