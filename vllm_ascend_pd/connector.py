@@ -29,6 +29,7 @@ from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.device import current_device
 from vllm_ascend_pd.metrics import LayerwisePushPromMetrics, LayerwisePushStats
 from vllm_ascend_pd.model_settings import model_settings
+from vllm_ascend_pd.multi_connector import warn_if_asked_later
 from vllm_ascend_pd.patch_weight_loading import weights_of
 from vllm_ascend_pd.scheduler.build import make_scheduler
 from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler
@@ -80,6 +81,8 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         self._started_as = f"{transfer.engine_id}-{secrets.token_hex(4)}"
         self._is_producer = bool(transfer.is_kv_producer)
         self._host = _own_host()
+        if role is KVConnectorRole.WORKER and not self._is_producer:
+            warn_if_asked_later()
         self._worker: ProducerWorker | ConsumerWorker | None = None
         self._lost_blocks: set[int] = set()
         self._brings_stats = False

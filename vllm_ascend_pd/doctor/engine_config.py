@@ -9,11 +9,12 @@ import msgspec
 
 from vllm_ascend_pd.config import ConfigError, ConnectorConfig, parse_config
 from vllm_ascend_pd.core.text import UNREADABLE
-from vllm_ascend_pd.doctor.finding import Finding, error, note, ok
+from vllm_ascend_pd.doctor.finding import Finding, error, note, ok, warning
+from vllm_ascend_pd.multi_connector import CONNECTOR, asked_before
+from vllm_ascend_pd.multi_connector import warning as order_warning
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret
 
-CONNECTOR = "LayerwisePushConnector"
 DEFAULT_KV_PORT = 14579
 """vLLM's (`vllm/config/kv_transfer.py`)."""
 
@@ -32,6 +33,8 @@ class KvTransferConfig(msgspec.Struct, frozen=True):
     kv_role: str = ""
     kv_port: int = DEFAULT_KV_PORT
     kv_connector_extra_config: dict[str, Any] = {}
+    asked_before: tuple[str, ...] = ()
+    """Connectors that a MultiConnector asks before this one: `read` finds them out."""
 
 
 def read(text: str) -> KvTransferConfig:
@@ -39,6 +42,7 @@ def read(text: str) -> KvTransferConfig:
     try:
         # Not strict: numbers may be strings of digits, as for vLLM.
         config = msgspec.json.decode(text, type=KvTransferConfig, strict=False)
+        before = tuple(asked_before(config.kv_connector, config.kv_connector_extra_config))
         if config.kv_connector == "MultiConnector":
             entries = config.kv_connector_extra_config.get("connectors", [])
             entries = msgspec.convert(entries, list[KvTransferConfig], strict=False)
@@ -47,7 +51,7 @@ def read(text: str) -> KvTransferConfig:
         raise UsageError(f"--kv-transfer-config: {problem}") from None
     if not 0 < config.kv_port < 65536:
         raise UsageError(f"--kv-transfer-config: kv_port is {config.kv_port}")
-    return config
+    return msgspec.structs.replace(config, asked_before=before)
 
 
 def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConfig]:
@@ -66,6 +70,9 @@ def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConf
     except ConfigError as problem:
         return [error("config.connector", " ".join(str(problem).split()), _ACTION)], ConnectorConfig()
     findings = [ok("config.connector", f"{config.kv_role}, every key of kv_connector_extra_config is understood")]
+    if config.asked_before and config.kv_role == "kv_consumer":
+        action = f"put {CONNECTOR} first in the MultiConnector's `connectors` on decode"
+        findings.append(warning("config.order", order_warning(config.asked_before), action))
     return [*findings, *_secrets(extra)], extra
 
 
