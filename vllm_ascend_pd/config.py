@@ -116,7 +116,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retries."""
     decode_allowlist: tuple[str, ...] = ()
     """Addresses, networks (`10.1.0.0/16`) and names of hosts that prefill connects to for tickets. Empty: all of them
-    if tickets must be signed, else private networks and this host."""
+    if tickets must be signed, else private networks, the networks of this host's interfaces, and this host."""
     max_pending_tickets: int = 4096
     """Tickets waiting for the metaserver's answer; more are refused at once."""
     transfer_protocol: str | None = None

@@ -70,6 +70,8 @@ class HostList:
 
     def __init__(self, entries: Sequence[str], hint: str) -> None:
         """`entries`: addresses, networks (`10.0.0.0/8`) and names. Raises ValueError naming one that is neither."""
+        self.admitted = ", ".join(entries)
+        """In words, for logs."""
         self._networks = []
         self._names = set()
         self._hint = hint
@@ -96,21 +98,24 @@ class AnyHost(HostList):
 
     def __init__(self) -> None:
         super().__init__((), "")
+        self.admitted = "any host"
 
     def refusal(self, host: str) -> str | None:
         return None
 
 
-def decode_hosts(allowlist: Sequence[str], own_host: str, signed: bool) -> HostList:
+def decode_hosts(allowlist: Sequence[str], own_host: str, signed: bool, own_networks: Sequence[str] = ()) -> HostList:
     """Where prefill may look for decode engines: `allowlist` if it says anything; else anywhere, if tickets are
-    signed by who knows the cluster's secret; else in private networks and on this host. Raises ValueError."""
+    signed by who knows the cluster's secret; else in private networks, in `own_networks`, which this host is in, and on
+    this host. Raises ValueError."""
     if allowlist:
         return HostList(allowlist, "is not in decode_allowlist")
     if signed:
         return AnyHost()
     return HostList(
-        (*_PRIVATE, own_host),
-        "is no private address: name it in decode_allowlist, or have tickets signed (ticket_secret_file)",
+        (*_PRIVATE, *own_networks, own_host),
+        "is no private address, and in no network of prefill's host: name it in decode_allowlist, or have tickets "
+        "signed (ticket_secret_file)",
     )
 
 

@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.config import ConfigError, ConnectorConfig, parse_config
+from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.doctor.finding import Finding, error, note, ok, warning
 from vllm_ascend_pd.multi_connector import CONNECTOR, asked_before
 from vllm_ascend_pd.multi_connector import warning as order_warning
 from vllm_ascend_pd.transport.curve import load_keys
+from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret
 
 DEFAULT_KV_PORT = 14579
@@ -70,6 +72,11 @@ def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConf
     except ConfigError as problem:
         return [error("config.connector", " ".join(str(problem).split()), _ACTION)], ConnectorConfig()
     findings = [ok("config.connector", f"{config.kv_role}, every key of kv_connector_extra_config is understood")]
+    if config.kv_role == "kv_producer":
+        admitted = decode_hosts(extra.decode_allowlist, "localhost", bool(extra.ticket_secret_file), own_networks())
+        findings.append(
+            ok("config.decode_hosts", f"decode engines at other hosts than {admitted.admitted} are refused")
+        )
     if config.asked_before and config.kv_role == "kv_consumer":
         action = f"put {CONNECTOR} first in the MultiConnector's `connectors` on decode"
         findings.append(warning("config.order", order_warning(config.asked_before), action))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the scheduler's side of the connector out of vLLM's configuration and ours."""
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,7 +18,11 @@ from vllm_ascend_pd.scheduler.producer import ProducerScheduler
 from vllm_ascend_pd.scheduler.prompts import Prompts
 from vllm_ascend_pd.timeline.decode import scheduler_trace
 from vllm_ascend_pd.transport.curve import load_keys
+from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret
+
+# vLLM shows what its own loggers and their children say of a start.
+logger = logging.getLogger(f"vllm.{__name__}")
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,7 +57,8 @@ def make_scheduler(
     in_flight = vllm_config.max_concurrent_batches
     prompts = Prompts(compat.media_hashing(vllm_config))
     if transfer.is_kv_producer:
-        hosts = decode_hosts(config.decode_allowlist, host, secret is not None)
+        hosts = decode_hosts(config.decode_allowlist, host, secret is not None, own_networks())
+        logger.info("decode engines are served at: %s; tickets for other hosts are refused", hosts.admitted)
         return ProducerScheduler(groups, IdleWait(longest_s, in_flight), Admission(hosts, secret), prompts)
     recomputes = transfer.kv_load_failure_policy == "recompute"
     if recomputes and compat.gives_blocks_away(kv_cache_config):

@@ -31,6 +31,7 @@ from vllm_ascend_pd.core.protocol import (
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.timeline.prefill import PrefillTrace
 from vllm_ascend_pd.transport.curve import load_keys
+from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.side_channel import Client, SideChannelError
 from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.peer import DecodeLayout
@@ -113,7 +114,8 @@ class Peers:
         self._ended = ended
         self._forget_sessions = forget_sessions
         self._trace = trace
-        self._hosts = decode_hosts(config.decode_allowlist, identity.host, config.ticket_secret_file is not None)
+        signed = config.ticket_secret_file is not None
+        self._hosts = decode_hosts(config.decode_allowlist, identity.host, signed, own_networks())
         # Guards the two maps, and `waiting` and `users` of peers; all else in them belongs to the channel's thread.
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], Peer] = {}  # by tickets' issuer
