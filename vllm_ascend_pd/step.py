@@ -101,5 +101,5 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     """A decode rank's `RankDescription`, encoded: it crosses processes and is read by no one in between."""
 
     encoded: bytes
-    settings: dict[str, str]
+    settings: dict[str, str] = field(default_factory=dict)
     """As `EngineDescription` has them. All ranks have the same."""

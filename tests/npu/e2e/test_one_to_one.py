@@ -7,6 +7,7 @@ Greedy, float32, prefill in chunks of 512 tokens, prefix caching on.
 import pytest
 
 from harness.client import Client, at_once, random_prompt
+from harness.clusters import Cluster
 from harness.pool import long
 from npu_engines import one_to_one
 
@@ -47,3 +48,9 @@ def test_cached_blocks_are_not_fetched_again(client: Client, reference) -> None:
     assert [c.token_ids for c in completions] == 2 * [reference.complete(prompt)]
     first, again = (c.kv_transfer_params["received_bytes"] for c in completions)
     assert again == pytest.approx(first / 8)
+
+
+def test_vllm_ascends_engines_know_their_weights(cluster: Cluster) -> None:
+    """So they are compared: prefill's and decode's are equal in all tests here."""
+    for engine in (*cluster.prefill, *cluster.decode):
+        assert "which weights this engine has is not known" not in engine.log.read_text()
