@@ -277,7 +277,9 @@ def test_configuration_below_a_multi_connector() -> None:
     inner = [{"kv_connector": "OtherConnector"}, OURS]
     outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": inner}}
     assert engine_config.read(json.dumps(outer)).kv_port == 30101
-    assert judged(outer) == {"config.connector": Level.OK}
+    assert judged(outer) == {"config.connector": Level.OK, "config.order": Level.WARNING}
+    first = {**outer, "kv_connector_extra_config": {"connectors": inner[::-1]}}
+    assert judged(first) == {"config.connector": Level.OK}
     assert judged({**outer, "kv_connector_extra_config": {}}) == {"config.connector": Level.ERROR}
 
 

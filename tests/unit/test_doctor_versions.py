@@ -58,7 +58,7 @@ def test_builds_do_not_matter() -> None:
 
 def test_nothing_installed() -> None:
     assert levels({}) == dict.fromkeys(("versions.torch", "versions.vllm", "versions.mooncake"), Level.ERROR)
-    assert levels({"vllm-ascend": "0.23.0"}) == dict.fromkeys(
+    assert levels({"vllm-ascend": NPU.pins["vllm-ascend"]}) == dict.fromkeys(
         ("versions.torch", "versions.torch-npu", "versions.vllm", "versions.mooncake"), Level.ERROR
     )
 

@@ -26,11 +26,12 @@ from vllm_ascend_pd.doctor import (
     versions,
 )
 from vllm_ascend_pd.doctor.engine_config import KvTransferConfig, UsageError
-from vllm_ascend_pd.doctor.finding import Finding, Report, Target, make_report, note
+from vllm_ascend_pd.doctor.finding import Finding, Report, Target, make_report, note, warning
 from vllm_ascend_pd.doctor.http_get import root_url
 from vllm_ascend_pd.doctor.progress import Progress
 from vllm_ascend_pd.doctor.render import show
 from vllm_ascend_pd.doctor.stacks import NPU, stack_of
+from vllm_ascend_pd.known_faults import IDLE_RANKS_OVERWRITE_BLOCKS, overwrites_blocks
 from vllm_ascend_pd.transport import ascend
 
 MAX_PEERS = 64
@@ -155,7 +156,12 @@ def _ports(chosen: Machine, host: str | None) -> list[ports.Port]:
 
 
 def judge_data_parallel(chosen: Machine) -> list[Finding]:
-    if chosen.data_parallel == 1 or _kv_port(chosen.config) is not None:
+    if _kv_port(chosen.config) is not None:
+        if not overwrites_blocks(versions.installed_versions().get("vllm-ascend"), chosen.data_parallel):
+            return []
+        action = "install vllm-ascend==0.23.0.post1, which differs in nothing else that matters here"
+        return [warning("versions.vllm-ascend-dp", IDLE_RANKS_OVERWRITE_BLOCKS, action)]
+    if chosen.data_parallel == 1:
         return []
     found = f"--data-parallel-size {chosen.data_parallel} has no effect: it counts listeners of a decode engine"
     return [note("ports.data_parallel", found, "give its --kv-transfer-config too, of kv_role kv_consumer")]

@@ -50,7 +50,7 @@ NPU = Stack(
         "torch": "2.10.0",
         "torch-npu": "2.10.0.post4",
         "vllm": "0.23.0",
-        "vllm-ascend": "0.23.0",
+        "vllm-ascend": "0.23.0.post1",
         MOONCAKE_NPU: "0.3.13.post1",
     },
 )

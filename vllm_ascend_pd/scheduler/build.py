@@ -9,6 +9,7 @@ from vllm_ascend_pd import compat, patch_vllm_0_23_scheduler, patch_vllm_0_32_sc
 from vllm_ascend_pd.config import ConfigError, ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.doorbell import Doorbell
+from vllm_ascend_pd.known_faults import warn_of_known_faults
 from vllm_ascend_pd.scheduler.admission import Admission
 from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener, Signer
 from vllm_ascend_pd.scheduler.idle import IdleWait
@@ -60,6 +61,7 @@ def make_scheduler(
         hosts = decode_hosts(config.decode_allowlist, host, secret is not None, own_networks())
         logger.info("decode engines are served at: %s; tickets for other hosts are refused", hosts.admitted)
         return ProducerScheduler(groups, IdleWait(longest_s, in_flight), Admission(hosts, secret), prompts)
+    warn_of_known_faults(parallel.data_parallel_size)
     recomputes = transfer.kv_load_failure_policy == "recompute"
     if recomputes and compat.gives_blocks_away(kv_cache_config):
         raise ConfigError(
