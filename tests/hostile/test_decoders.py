@@ -25,6 +25,7 @@ from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, pars
 from vllm_ascend_pd.core.topology import TopologyError, sharding, writers_to
 from vllm_ascend_pd.proxy import prefill_answer
 from vllm_ascend_pd.proxy.bodies import decode_body, parse_client_request, prefill_body, tokens_body
+from vllm_ascend_pd.proxy.client_json import ForDecodeAlone
 from vllm_ascend_pd.proxy.endpoints import Endpoint
 from vllm_ascend_pd.proxy.errors import RequestRefused
 from vllm_ascend_pd.proxy.exchange import Exchanges
@@ -104,7 +105,13 @@ def _use(ticket: Ticket) -> None:
 
 
 def _client_request(endpoint: Endpoint, data: bytes) -> None:
-    request = parse_client_request(endpoint, data)
+    try:
+        request = parse_client_request(endpoint, data)
+    except ForDecodeAlone as alone:
+        with contextlib.suppress(ValueError):
+            sent = json.loads(alone.body)
+            assert not (isinstance(sent, dict) and sent.get("kv_transfer_params") is not None)
+        raise
     decode_body(request, "http://127.0.0.1:1/v1/metaserver", "an-id")
     for index in range(min(3, len(request.prompts))):
         prefill_body(request, index, b"{}", "an-id")
@@ -164,6 +171,7 @@ class Target:
     encode: Callable[[Any], bytes]
 
 
+_NO_REQUEST = (RequestRefused, ForDecodeAlone)
 TARGETS = {
     "messages": Target(_protocol, (ProtocolError,), tuple([1, 7, message] for message in PLAIN), msgpack),
     "a rank's description": Target(
@@ -171,15 +179,15 @@ TARGETS = {
     ),
     "kv_transfer_params": Target(_parsed_ticket, (ValueError, RecursionError), (TICKET, ONE_GROUP), json_text),
     "completions": Target(
-        lambda data: _client_request(Endpoint.COMPLETIONS, data), (RequestRefused,), (COMPLETION, *PROMPTS), json_text
+        lambda data: _client_request(Endpoint.COMPLETIONS, data), _NO_REQUEST, (COMPLETION, *PROMPTS), json_text
     ),
-    "chats": Target(lambda data: _client_request(Endpoint.CHAT, data), (RequestRefused,), (CHAT,), json_text),
-    "conversations": Target(lambda d: _client_request(Endpoint.CHAT_BATCH, d), (RequestRefused,), (BATCH,), json_text),
-    "responses": Target(lambda d: _client_request(Endpoint.RESPONSES, d), (RequestRefused,), (RESPONSE,), json_text),
+    "chats": Target(lambda data: _client_request(Endpoint.CHAT, data), _NO_REQUEST, (CHAT,), json_text),
+    "conversations": Target(lambda d: _client_request(Endpoint.CHAT_BATCH, d), _NO_REQUEST, (BATCH,), json_text),
+    "responses": Target(lambda d: _client_request(Endpoint.RESPONSES, d), _NO_REQUEST, (RESPONSE,), json_text),
     "messages of Anthropic's": Target(
-        lambda data: _client_request(Endpoint.MESSAGES, data), (RequestRefused,), (CHAT,), json_text
+        lambda data: _client_request(Endpoint.MESSAGES, data), _NO_REQUEST, ({"max_tokens": 8, **CHAT},), json_text
     ),
-    "token ids": Target(lambda d: _client_request(Endpoint.GENERATE, d), (RequestRefused,), (GENERATE,), json_text),
+    "token ids": Target(lambda d: _client_request(Endpoint.GENERATE, d), _NO_REQUEST, (GENERATE,), json_text),
     "tickets at the metaserver": Target(
         _posted_ticket, (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError), (TICKET,), json_text
     ),

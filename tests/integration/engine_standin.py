@@ -84,6 +84,18 @@ class Servers:
             assert not thread.is_alive(), "the server did not stop"
 
 
+NO_OBJECT = {"error": {"message": "body: Field required", "type": "Bad Request", "param": "body", "code": 400}}
+"""About a body that holds no JSON object."""
+
+
+def _object(body: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
 class _Engine:
     def __init__(self) -> None:
         self.received: list[Received] = []
@@ -122,7 +134,10 @@ class _Engine:
         )
 
     async def _generate(self, request: Request) -> Response:
-        received = Received(request.url.path, dict(request.headers), await request.json())
+        body = _object(await request.body())
+        if body is None:
+            return JSONResponse(NO_OBJECT, status_code=400)
+        received = Received(request.url.path, dict(request.headers), body)
         self.received.append(received)
         self.working.set()
         if self.refusal is not None:
@@ -169,7 +184,10 @@ class _Engine:
 
     async def _echo(self, request: Request) -> Response:
         body = await request.body()
-        self.received.append(Received(request.url.path, dict(request.headers), json.loads(body or b"{}")))
+        fields = _object(body if request.method == "POST" else b"{}")
+        if fields is None:
+            return JSONResponse(NO_OBJECT, status_code=400)
+        self.received.append(Received(request.url.path, dict(request.headers), fields))
         return Response(body, media_type="application/json")
 
     async def _metrics(self, _: Request) -> Response:

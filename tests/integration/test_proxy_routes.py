@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_standin import OTHER_PATHS, Received, limit_of, make_ticket
+from engine_standin import NO_OBJECT, OTHER_PATHS, Received, limit_of, make_ticket
 from proxy_cluster import CHAT, COMPLETION, Cluster, running_cluster
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -163,7 +163,8 @@ def test_what_decode_alone_is_not_asked(cluster: Cluster) -> None:
     refused = cluster.client.post("/tokenize", json={"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_transfer_params")
     for body in (b"", b"{", b"[]", b"7"):
-        assert cluster.client.post("/tokenize", content=body).status_code == 400
+        answer = cluster.client.post("/tokenize", content=body)
+        assert (answer.status_code, answer.json()) == (400, NO_OBJECT), "decode's own words"
     for path in ("/abort_requests", "/sleep", "/v1/load_lora_adapter", "/reset_prefix_cache", "/collective_rpc"):
         assert cluster.client.post(path, json={}).status_code == 404, "an operator's, not a client's"
     assert cluster.decode.received == []

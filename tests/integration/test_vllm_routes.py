@@ -154,6 +154,7 @@ def test_prompts_by_token_ids(endpoint: Endpoint) -> None:
 
     body = {"messages": [MESSAGES], "input": "a", "prompt": "a", "model": "m", "cache_salt": "s", "priority": 2}
     body |= {"tools": [{}], "response_format": {"type": "json_object"}, "truncate_prompt_tokens": 1, "max_tokens": 40}
+    body |= {"token_ids": [3, 1, 2], "sampling_params": {}}
     request = parse_client_request(endpoint, json.dumps(body).encode())
     sent = tokens_body(request, msgspec.Raw(b"[3,1,2]"), json.dumps(TICKET).encode())
     prefill = CompletionRequest.model_validate_json(sent)

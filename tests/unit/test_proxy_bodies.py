@@ -142,13 +142,13 @@ def test_other_truncations_are_vllms_business(written: str) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "body", "samples"),
     [
-        (Endpoint.CHAT, "{}", 1),
-        (Endpoint.CHAT, '{"n": 3}', 3),
+        (Endpoint.CHAT, '{"messages": []}', 1),
+        (Endpoint.CHAT, '{"messages": [], "n": 3}', 3),
         (Endpoint.COMPLETIONS, '{"prompt": "a", "n": "2"}', 2),
         (Endpoint.COMPLETIONS, '{"prompt": "a", "n": null}', 1),
-        (Endpoint.CHAT, '{"n": -1}', 1),
-        (Endpoint.CHAT, '{"n": [2]}', 1),
-        (Endpoint.CHAT, '{"n": 1%s}' % ("0" * 400), 16384),
+        (Endpoint.CHAT, '{"messages": [], "n": -1}', 1),
+        (Endpoint.CHAT, '{"messages": [], "n": [2]}', 1),
+        (Endpoint.CHAT, '{"messages": [], "n": 1%s}' % ("0" * 400), 16384),
         (Endpoint.GENERATE, '{"n": 3, "token_ids": [1], "sampling_params": {"n": 2}}', 2),
         (Endpoint.GENERATE, '{"token_ids": [1], "sampling_params": null}', 1),
     ],
@@ -216,7 +216,7 @@ def test_by_token_ids_prefill_is_asked_for_nothing_that_it_does_not_need(endpoin
 @pytest.mark.parametrize("salt", ["null", "5", '""', '["a"]', "{}"])
 def test_a_cache_salt_that_is_none_is_not_passed_on(salt: str) -> None:
     """Of vLLM 0.23's `/v1/messages`, which ignores the field: prefill would refuse it."""
-    body = b'{"model":"m","messages":[],"cache_salt":%s}' % salt.encode()
+    body = b'{"model":"m","messages":[],"max_tokens":8,"cache_salt":%s}' % salt.encode()
     request = parse_client_request(Endpoint.MESSAGES, body)
     assert set(raw(tokens_body(request, msgspec.Raw(b"[1]"), TICKET))) == {
         *("model", "prompt", "max_tokens", "min_tokens", "n", "stream", "kv_transfer_params")

@@ -15,8 +15,9 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
@@ -160,7 +161,7 @@ def create_app(settings: ProxySettings) -> Starlette:
         middleware=[Middleware(CrossOrigin, settings, for_clients)],
         routes=[
             *(Route(each.value, forward(each.value, each), methods=["POST"]) for each in Endpoint),
-            *(Route(path, forward(path, None), methods=["GET"]) for path in DECODE_ALONE_GET),
+            *(_get(path, forward(path, None)) for path in DECODE_ALONE_GET),
             *(Route(path, forward(path, None), methods=["POST"]) for path in DECODE_ALONE_POST),
             *(Route(path, partial(_not_served, why), methods=["GET", "POST"]) for path, why in NOT_SERVED.items()),
             *([] if settings.metaserver_apart else for_decode),
@@ -179,11 +180,18 @@ def create_app(settings: ProxySettings) -> Starlette:
     return app
 
 
+def _get(path: str, endpoint: ASGIApp) -> Route:
+    """Without HEAD, which Starlette adds and engines do not serve."""
+    route = Route(path, endpoint, methods=["GET"])
+    route.methods = {"GET"}
+    return route
+
+
 async def _not_served(reason: str, _: Request) -> Response:
     return error_response(HTTPStatus.NOT_IMPLEMENTED, f"this proxy does not serve this route: {reason}")
 
 
 async def _http_error(_: Request, error: Exception) -> Response:
-    """Starlette's own refusals (404, 405) in the same shape as all others."""
+    """Starlette's own refusals (404, 405), in the shape that engines give them."""
     assert isinstance(error, HTTPException)
-    return error_response(HTTPStatus(error.status_code), error.detail, headers=error.headers)
+    return JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)

@@ -7,17 +7,13 @@ nothing is lost or rounded on the way.
 
 from __future__ import annotations
 
-from http import HTTPStatus
-
 import msgspec
 
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
 
+from .client_json import Fields, ForDecodeAlone, bad_request, is_given, read_fields
 from .endpoints import SHAPES, Endpoint, Shape
-from .errors import RequestRefused
-
-Fields = dict[str, msgspec.Raw]
 
 MAX_PROMPTS = 4096
 """In one request. Each is a request of its own to both engines, with a ticket and a connection: more, which clients
@@ -42,30 +38,28 @@ _NOT_GIVEN = (b"null", b"false")
 
 
 def parse_client_request(endpoint: Endpoint, body: bytes) -> ClientRequest:
-    """Raises RequestRefused (400) for a body that is no JSON object or cannot be prefilled elsewhere."""
-    try:
-        fields = msgspec.json.decode(body, type=Fields)
-    except UNREADABLE as error:
-        raise _bad_request(f"the request body is not a JSON object: {error}") from None
-    if _given(fields.pop("kv_transfer_params", None)):
-        raise _bad_request("kv_transfer_params is set by the proxy, not by clients", "kv_transfer_params")
+    """Raises RequestRefused (400) for what cannot be prefilled elsewhere, and ForDecodeAlone for what decode itself
+    refuses."""
+    fields = read_fields(body)
     shape = SHAPES[endpoint]
+    if not shape.required <= fields.keys():
+        raise ForDecodeAlone(body)  # an error about a missing field counts the fields that are there
     for name, reason in shape.refused.items():
         if name in fields and bytes(fields[name]) not in _NOT_GIVEN:
-            raise _bad_request(f"{name} does not work here: {reason}", name)
+            raise bad_request(f"{name} does not work here: {reason}", name)
     # vLLM truncates to what max_tokens leaves free, and P has another max_tokens than D: their prompts,
     # hence the KV that P writes into D's blocks, would differ.
     if _is_minus_one(fields.get("truncate_prompt_tokens", b"null")):
-        raise _bad_request(
+        raise bad_request(
             "truncate_prompt_tokens=-1 does not work with a separate prefill: give a number of tokens",
             "truncate_prompt_tokens",
         )
     if endpoint is Endpoint.RESPONSES and bytes(fields.get("truncation", b"null")) not in (b"null", b'"disabled"'):
-        raise _bad_request('truncation must be "disabled" with a separate prefill', "truncation")
+        raise bad_request('truncation must be "disabled" with a separate prefill', "truncation")
     if endpoint is Endpoint.COMPLETIONS:
         # vLLM takes the prompts of both fields, embeddings first.
         whole: Fields = {name: fields.pop(name) for name in ("prompt_embeds", "prompt") if name in fields}
-        each = [(name, one) for name, value in whole.items() if _given(value) for one in _split(value)]
+        each = [(name, one) for name, value in whole.items() if is_given(value) for one in _split(value)]
         _check_number(len(each), "prompts", "prompt")
         prompts = tuple({name: one} for name, one in each)
         return ClientRequest(endpoint, fields, prompts, whole)
@@ -76,16 +70,6 @@ def parse_client_request(endpoint: Endpoint, body: bytes) -> ClientRequest:
         one_each = tuple({"messages": msgspec.Raw(b"[" + bytes(one) + b"]")} for one in conversations)
         return ClientRequest(endpoint, fields, one_each, {"messages": messages})
     return ClientRequest(endpoint, fields, ({},), {})
-
-
-def check_other_request(body: bytes) -> None:
-    """Of a request that decode answers alone. Raises RequestRefused (400) for what would start a transfer."""
-    try:
-        fields = msgspec.json.decode(body, type=Fields)
-    except UNREADABLE as error:
-        raise _bad_request(f"the request body is not a JSON object: {error}") from None
-    if _given(fields.get("kv_transfer_params")):
-        raise _bad_request("kv_transfer_params is set by the proxy, not by clients", "kv_transfer_params")
 
 
 def samples_of(request: ClientRequest) -> int:
@@ -179,16 +163,12 @@ def _split(prompt: msgspec.Raw) -> list[msgspec.Raw]:
 
 def _check_number(number: int, of_what: str, field: str) -> None:
     if number > MAX_PROMPTS:
-        raise _bad_request(f"{number} {of_what} in one request, at most {MAX_PROMPTS}: each is one to an engine", field)
+        raise bad_request(f"{number} {of_what} in one request, at most {MAX_PROMPTS}: each is one to an engine", field)
 
 
 def _is_text(value: msgspec.Raw | bytes) -> bool:
     """Whether it is a string that is not empty: vLLM takes no other salt, and some routes of 0.23 ignore the field."""
     return bytes(value).startswith(b'"') and bytes(value) != b'""'
-
-
-def _given(value: msgspec.Raw | None) -> bool:
-    return value is not None and bytes(value) != b"null"
 
 
 def _is_minus_one(value: msgspec.Raw | bytes) -> bool:
@@ -197,7 +177,3 @@ def _is_minus_one(value: msgspec.Raw | bytes) -> bool:
         return float(msgspec.json.decode(value, type=float | str)) == -1
     except (*UNREADABLE, ValueError):
         return False
-
-
-def _bad_request(message: str, param: str | None = None) -> RequestRefused:
-    return RequestRefused(HTTPStatus.BAD_REQUEST, message, param)

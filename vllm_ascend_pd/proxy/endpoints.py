@@ -65,6 +65,8 @@ class Shape:
     """The field that has the prompt."""
     one_token: Mapping[str, bytes]
     """What makes prefill generate one token, and answer at once."""
+    required: frozenset[str] = frozenset()
+    """Fields without which decode refuses a request."""
     also_limits: frozenset[str] = frozenset()
     """Further fields that limit tokens: 1 where they are given."""
     not_for_prefill: frozenset[str] = frozenset()
@@ -114,15 +116,18 @@ SHAPES: Mapping[Endpoint, Shape] = {
     Endpoint.CHAT: _openai_shape(
         engine_id=f"chatcmpl-{UUID}(?P<prompt>)",
         text="messages",
+        required=frozenset({"messages"}),
     ),
     Endpoint.CHAT_BATCH: _openai_shape(
         engine_id=f"chatcmpl-{UUID}_(?P<prompt>[0-9]{{1,6}})",
         text="messages",
+        required=frozenset({"messages"}),
     ),
     Endpoint.RESPONSES: Shape(
         # A second turn, with what a built-in tool answered, is `_1`: nobody here knows its prompt.
         engine_id=f"resp_{UUID}_0(?P<prompt>)",
         text="input",
+        required=frozenset({"input"}),
         one_token={"stream": b"false", "max_output_tokens": b"1", "store": b"false"},
         not_for_prefill=frozenset({"background", "enable_response_messages", "include", "top_logprobs"}),
         refused={
@@ -136,12 +141,14 @@ SHAPES: Mapping[Endpoint, Shape] = {
     Endpoint.MESSAGES: Shape(
         engine_id=f"chatcmpl-{UUID}(?P<prompt>)",
         text="messages",
+        required=frozenset({"model", "messages", "max_tokens"}),
         one_token={"stream": b"false", "max_tokens": b"1"},
         beside_tokens=("model", "cache_salt"),  # decode knows no priority here
     ),
     Endpoint.GENERATE: Shape(
         engine_id=f"generate-tokens-{UUID}(?P<prompt>)",
         text="token_ids",
+        required=frozenset({"token_ids", "sampling_params"}),
         one_token={"max_tokens": b"1", "min_tokens": b"1", "n": b"1"},
         not_for_prefill=frozenset({"logprobs", "logprob_token_ids", "prompt_logprobs"}),
         nested="sampling_params",

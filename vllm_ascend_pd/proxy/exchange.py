@@ -78,6 +78,8 @@ class Attempt(EngineRun):
         self.request_id = request_id
         self.span = span
         self.prefill_headers: Headers = []
+        self.alone = False
+        """Decode answers by itself: no ticket is to come."""
         self.answering = False
         """Something of the answer has gone to the client: from here on it, good or bad, is the decode engine's."""
         self.over = False

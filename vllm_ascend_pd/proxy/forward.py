@@ -14,7 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .bodies import check_other_request, decode_body, parse_client_request
+from .bodies import decode_body, parse_client_request
+from .client_json import ForDecodeAlone, read_fields
 from .counts import Counts
 from .endpoints import SHAPES, Endpoint, error_event
 from .engine_client import Answer
@@ -132,10 +133,13 @@ class Forward:
             ) from None
         except TimeoutError:
             raise RequestRefused(HTTPStatus.REQUEST_TIMEOUT, "the request body did not arrive") from None
-        if self._endpoint is None:
-            check_other_request(body)
-            return body
-        exchange.request = parse_client_request(self._endpoint, body)
+        try:
+            if self._endpoint is None:
+                read_fields(body)
+                return body
+            exchange.request = parse_client_request(self._endpoint, body)
+        except ForDecodeAlone as alone:
+            return alone.body
         return b""
 
     async def _answer(self, exchange: Exchange, request: Request, content: bytes, reply: Reply) -> None:
@@ -197,7 +201,9 @@ class Forward:
         attempt.prefill_headers = prefill_request_headers(headers)
         failure: Failure | None = None
         answered = False
-        if exchange.request is not None:
+        if exchange.request is None:
+            attempt.alone = True
+        else:
             content = decode_body(exchange.request, self._settings.metaserver_url, attempt.request_id)
         with self._watch.over(attempt), attempt.scope:
             try:
@@ -295,7 +301,7 @@ class Forward:
 
     def _guess(self, attempt: Attempt, answer: Response) -> Failure | None:
         """For an error that names no reason, when decode could not tell it either: what is to be seen from here."""
-        if self._endpoint is None or not names_no_reason(bytes(answer.body)):
+        if attempt.alone or not names_no_reason(bytes(answer.body)):
             return None
         if not attempt.tickets:
             reason = "it failed before any ticket for its KV came here: can it reach the metaserver?"

@@ -23,11 +23,9 @@ _HOP_BY_HOP = frozenset(
     }
 )
 # The proxy writes a new body, under its own request id, on a connection of its own.
-_OF_THE_CLIENTS_MESSAGE = frozenset(
-    {b"host", b"content-length", b"content-type", b"content-encoding", b"expect", REQUEST_ID}
-)
+_OF_THE_CLIENTS_MESSAGE = frozenset({b"host", b"content-length", b"content-encoding", b"expect", REQUEST_ID})
 # Meant for the engine that answers the client: P's answer never leaves the proxy, and P has its own ranks.
-_ONLY_FOR_DECODE = frozenset({b"accept-encoding", b"x-data-parallel-rank"})
+_ONLY_FOR_DECODE = frozenset({b"accept-encoding", b"content-type", b"x-data-parallel-rank"})
 # uvicorn adds its own; and other origins are the proxy's to allow.
 _OF_THE_ENGINES_SERVER = frozenset(
     {
@@ -42,13 +40,15 @@ _OF_THE_ENGINES_SERVER = frozenset(
 
 
 def decode_request_headers(client: Iterable[tuple[bytes, bytes]], request_id: str) -> Headers:
-    """The client's end-to-end headers, Authorization among them, under the proxy's request id."""
+    """The client's end-to-end headers, Authorization among them, under the proxy's request id. The body's type is the
+    client's: an engine refuses what is not said to be JSON."""
     headers = _end_to_end(client, without=_OF_THE_CLIENTS_MESSAGE)
-    return [*headers, (b"content-type", b"application/json"), (REQUEST_ID, request_id.encode())]
+    return [*headers, (REQUEST_ID, request_id.encode())]
 
 
 def prefill_request_headers(decode_headers: Headers) -> Headers:
-    return [(name, value) for name, value in decode_headers if name not in _ONLY_FOR_DECODE]
+    kept = [(name, value) for name, value in decode_headers if name not in _ONLY_FOR_DECODE]
+    return [*kept, (b"content-type", b"application/json")]
 
 
 def client_response_headers(engine: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import hashlib
 from typing import NamedTuple
 
-from .bodies import ClientRequest, Fields, samples_of
+from .bodies import ClientRequest, samples_of
+from .client_json import Fields
 from .endpoints import SHAPES, Endpoint
 
 # Of text in most tokenisers, English and code; other languages take fewer. It is the same for all engines.

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client sends that is no good request: decode says what is wrong with it, in its own words, and nothing that
+only an engine can read gets past the proxy's checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from engine_standin import NO_OBJECT
+from proxy_cluster import Cluster, running_cluster
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def idle_cluster() -> Iterator[Cluster]:
+    """For requests that no engine computes."""
+    with running_cluster() as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"text"', b'{"prompt": }', b"null", b"\xff\xfe"])
+def test_decode_says_what_is_wrong_with_garbage(idle_cluster: Cluster, body: bytes) -> None:
+    response = idle_cluster.client.post("/v1/completions", content=body)
+    assert (response.status_code, response.json()) == (400, NO_OBJECT)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xef\xbb\xbf" + b'{"prompt": "a", "kv_transfer_params": {}}',
+        '{"prompt": "a", "kv_transfer_params": {}}'.encode("utf-16"),
+        b'{"prompt": "a", "temperature": NaN, "kv_transfer_params": {}}',
+        b'{"temperature": NaN, "kv_transfer_params": 0}',
+        b'{"prompt": "\\ud800", "\\u006bv_transfer_params": {}}',
+    ],
+)
+def test_what_only_python_reads_cannot_hide_transfer_parameters(cluster: Cluster, body: bytes) -> None:
+    for path in ("/v1/completions", "/tokenize"):
+        response = cluster.client.post(path, content=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "kv_transfer_params")
+    assert cluster.decode.received == []
+
+
+def test_what_no_engine_may_read_otherwise_is_refused_here(cluster: Cluster) -> None:
+    deep = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    large = b'{"prompt": "a", "temperature": NaN, "user": "%s"}' % (b"a" * (1 << 20))
+    digits = b'{"prompt": "a", "temperature": NaN, "user": %s}' % (b"1" * 5000)
+    for body in (deep, large, digits):
+        response = cluster.client.post("/v1/completions", content=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["message"].startswith("the request body is not a JSON object: ")
+    assert cluster.decode.received == []
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_encodings_that_engines_read(cluster: Cluster, encoding: str) -> None:
+    body = json.dumps({"prompt": "layer by layer", "max_tokens": 4}).encode(encoding)
+    assert cluster.client.post("/v1/completions", content=body).status_code == 200
+    assert len(cluster.prefill.received) == 1
+
+
+def test_a_request_without_a_prompt_reaches_decode_as_it_came(cluster: Cluster) -> None:
+    cluster.decode.refusal = (400, NO_OBJECT)
+    for path, body in {
+        "/v1/chat/completions": {"max_tokens": 4},
+        "/v1/responses": {"model": "m"},
+        "/v1/messages": {"messages": [], "max_tokens": 4},
+        "/inference/v1/generate": {"token_ids": [1]},
+    }.items():
+        response = cluster.client.post(path, json=body)
+        assert (response.status_code, response.json()) == (400, NO_OBJECT)
+        assert cluster.decode.received[-1].body == body
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/json; charset=utf-8", None])
+def test_decode_sees_the_type_that_the_client_gave(cluster: Cluster, content_type: str | None) -> None:
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    cluster.client.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": 4}', headers=headers)
+    assert cluster.decode.received[0].headers.get("content-type") == content_type
+    assert cluster.prefill.received[0].headers["content-type"] == "application/json"
+
+
+def test_an_unknown_path_is_answered_as_by_an_engine(idle_cluster: Cluster) -> None:
+    response = idle_cluster.client.post("/v1/embeddings", json={})
+    assert (response.status_code, response.json()) == (404, {"detail": "Not Found"})
+    response = idle_cluster.client.get("/v1/completions")
+    assert (response.status_code, response.json()) == (405, {"detail": "Method Not Allowed"})
