@@ -64,7 +64,10 @@ def proxy(
     ] = 24 * 3600.0,
     prefill_timeout: Annotated[
         float | None,
-        typer.Option(help="The same of a prefill alone: then another is asked.", show_default="--silence-timeout"),
+        typer.Option(
+            help="Seconds a prefill engine with prompts may serve none of them: then another is asked.",
+            show_default="--read-timeout",
+        ),
     ] = None,
     probe_timeout: Annotated[
         float, typer.Option(help="Seconds without an answer to a health probe until a request is taken away.")

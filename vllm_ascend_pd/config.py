@@ -69,8 +69,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Times are seconds, sizes bytes. Files with secrets must be regular files of mode 0600."""
 
     transfer_timeout_s: float = 480.0
-    """From issuing a ticket until its KV must have arrived, prefill's queue included; on prefill, how long decode may
-    have a computed request wait for a grant."""
+    """From prefill's first request for a grant until the KV must have arrived. Time in a queue for prefill does not
+    count while the proxy says that the ticket waits; without its word this is also how long a ticket may go unanswered.
+    On prefill, how long decode may have a computed request wait for a grant."""
+    queue_timeout_s: float = 3600.0
+    """From issuing a ticket until prefill must have begun: the longest time in the proxy's line and prefill's queue.
+    A signed ticket expires after this time; at most a day."""
     settle_timeout_s: float = 30.0
     """After prefill ended, how long a ticket nobody is writing for may stay open."""
     lease_s: float = 20.0
@@ -156,6 +160,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         # Upper bounds: what the messages that carry these times (or multiples of them) allow.
         if not 1.0 <= self.lease_s <= 86400.0:
             raise ValueError(f"`lease_s` must be from 1 second to a day, not {self.lease_s}")
+        if self.queue_timeout_s > 86400.0:
+            raise ValueError(f"`queue_timeout_s` must be at most a day (86400), not {self.queue_timeout_s}")
         if self.write_timeout_s > 600.0:
             raise ValueError(f"`write_timeout_s` must be at most 600 seconds, not {self.write_timeout_s}")
         if self.trace_max_bytes < 65536:

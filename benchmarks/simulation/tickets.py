@@ -49,8 +49,9 @@ class Transfer:
         self._common, self._lane, self._ended = common, lane, ended
         common.issued += 1
         self._id = f"{common.issued:032x}"
-        deadline = common.clock.now + common.config.transfer_timeout_s
-        self._consumer = ConsumerTicket(self._id, 0, _DIGEST, deadline, common.config.lease_s)
+        config = common.config
+        queue_deadline = common.clock.now + config.queue_timeout_s
+        self._consumer = ConsumerTicket(self._id, 0, _DIGEST, queue_deadline, config.transfer_timeout_s, config.lease_s)
         self._producers: dict[int, ProducerTicket] = {}
         self._waits: list[Callable[[], None]] = []
         self.is_granted = False

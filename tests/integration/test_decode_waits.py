@@ -62,6 +62,6 @@ def has_rung(doorbell: Doorbell, timeout_s: float) -> bool:
 
 
 def test_what_ends_while_no_step_waits_rings() -> None:
-    pair = Pair(Model(), Side(1), Side(1), {"transfer_timeout_s": 1.0})
+    pair = Pair(Model(), Side(1), Side(1), {"queue_timeout_s": 1.0})
     assert pair.each(pair.d_ranks, "do", rings) == [(True, False, {"request-0", "request-1"})]
     assert pair.close() == []

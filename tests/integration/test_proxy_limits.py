@@ -48,7 +48,9 @@ def test_no_place_for_a_prefill_in_time_is_429(stream: dict[str, object]) -> Non
         cluster.decode.hangs_when_prefill_fails = True
         refused = cluster.complete(**stream)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        assert refused.json()["error"]["message"] == "prefill failed: all prefill engines are busy: retry later"
+        bound = "none had a place within 0.2 s (--queue-timeout)"
+        said = f"prefill failed: all prefill engines are busy: {bound}: retry later"
+        assert refused.json()["error"]["message"] == said
         assert cluster.decode.cancelled.wait(10)
         assert len(cluster.prefill.received) == 1
         assert len(cluster.decode.received) == 2

@@ -106,7 +106,13 @@ def test_signal_ends_uploads(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret")
     token.chmod(0o600)
-    paths = ("/v1/completions", METASERVER_PATH, METASERVER_PATH + "/failure", "/admin/engines")
+    paths = (
+        "/v1/completions",
+        METASERVER_PATH,
+        METASERVER_PATH + "/failure",
+        METASERVER_PATH + "/waiting",
+        "/admin/engines",
+    )
     with Servers() as servers, ExitStack() as connections:
         urls = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: DecodeEngine().app)
         with running_proxy(*urls, "--admin-token-file", str(token)) as (process, port):

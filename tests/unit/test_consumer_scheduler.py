@@ -87,7 +87,7 @@ def scheduler() -> Iterator[ConsumerScheduler]:
     scheduler.close()
 
 
-def test_tickets_are_signed_until_their_transfer_would_be_over(metaserver):
+def test_tickets_are_signed_for_as_long_as_they_may_wait(metaserver):
     secret = Secret(b"a secret of this test, long enough")
     client = MetaserverClient(SETTINGS, own_host="127.0.0.1")
     scheduler = ConsumerScheduler(

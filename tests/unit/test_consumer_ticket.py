@@ -26,6 +26,10 @@ from vllm_ascend_pd.core.consumer_ticket import MAX_ATTEMPTS, ConsumerTicket, St
 from vllm_ascend_pd.core.protocol import Complete, Granted, Refused, Report, Writer
 from vllm_ascend_pd.core.topology import sharding
 
+NOBODY_BEGAN = (
+    "no prefill engine began within queue_timeout_s: the prompt waited in the proxy's line or in prefill's queue"
+)
+
 
 def test_both_writers_write_and_the_ticket_is_received():
     ticket = opened()
@@ -365,7 +369,7 @@ def test_no_other_attempt_comes():
 
 
 def test_another_attempt_is_waited_for_as_long_as_it_asks():
-    ticket = opened(deadline=1000.0)
+    ticket = opened(queue_deadline=1000.0)
     ticket.grant(asks(LEFT), 0.0)
     assert ticket.admit(again(), 1.0).retry
     ticket.prefill_has_ended(1.0, 3.0)  # this one's
@@ -403,14 +407,50 @@ def test_nobody_came():
     ticket.tick(DEADLINE - 0.1)
     assert ticket.state is State.OPEN
     ticket.tick(DEADLINE)
-    assert (ticket.state, ticket.reason) == (State.FAILED, "nothing was received")
+    assert (ticket.state, ticket.reason) == (State.FAILED, NOBODY_BEGAN)
     assert ticket.quiet(DEADLINE)
 
 
 def test_no_grant_after_the_deadline_even_if_nobody_looked_at_the_clock():
     ticket = opened()
-    assert ticket.grant(asks(LEFT), DEADLINE) == Refused("the ticket is failed: nothing was received", retry=False)
+    assert ticket.grant(asks(LEFT), DEADLINE) == Refused(f"the ticket is failed: {NOBODY_BEGAN}", retry=False)
     assert ticket.quiet(DEADLINE)
+
+
+def renewed(ticket, begin, end):
+    """Of one of two writers, from its first request on."""
+    for now in range(begin, end, int(LEASE_S) - 1):
+        assert ticket.grant(asks(LEFT), now) == Granted(LEASE_S)
+
+
+def test_time_in_a_queue_for_prefill_does_not_count():
+    ticket = opened(queue_deadline=1000.0, transfer_s=60.0)
+    ticket.tick(990.0)
+    assert ticket.state is State.OPEN
+    renewed(ticket, 990, 1050)
+    ticket.tick(1049.9)
+    assert ticket.state is State.OPEN
+    ticket.tick(1050.0)
+    assert (ticket.state, ticket.reason) == (State.FAILED, "the transfer took too long")
+
+
+def test_a_ticket_whose_attempt_failed_waits_in_a_queue_again():
+    ticket = opened(queue_deadline=1000.0, transfer_s=60.0)
+    ticket.grant(asks(LEFT), 0.0)
+    ticket.report(failed(LEFT), 1.0)
+    ticket.tick(900.0)
+    assert ticket.state is State.FENCING
+    assert ticket.admit(again(), 900.0) is None
+    ticket.tick(959.9)
+    assert ticket.state is State.OPEN
+    ticket.tick(960.0)
+    assert (ticket.state, ticket.reason) == (State.FAILED, "the transfer took too long")
+
+
+def test_only_who_has_the_ticket_begins():
+    ticket = opened(queue_deadline=1000.0, transfer_s=60.0)
+    assert isinstance(ticket.grant(asks(LEFT, digest="e" * 32), 0.0), Refused)
+    assert ticket.deadline == 1000.0
 
 
 def test_no_renewal_of_a_lease_that_ran_out():
@@ -542,7 +582,7 @@ def test_a_stranger_cannot_fail_the_ticket():
 
 
 def test_anyone_may_say_that_it_cannot_before_the_engine_is_known():
-    ticket = ConsumerTicket(TICKET_ID, 0, DIGEST, DEADLINE, LEASE_S)
+    ticket = ConsumerTicket(TICKET_ID, 0, DIGEST, DEADLINE, DEADLINE, LEASE_S)
     assert not ticket.report(wrote(STRANGER), 1.0)
     assert ticket.report(failed(STRANGER, "models differ"), 1.0)
     assert (ticket.state, ticket.reason) == (State.FENCING, "prefill rank 0: models differ")

@@ -19,10 +19,12 @@ ALERTS = yaml.safe_load((REPOSITORY / "examples" / "observability" / "alerts.yml
 # Whoever makes an answer, or the reason in one.
 ANSWERS = {
     "RequestRefused",
-    "_Refused",
+    "Refused",
+    "Full",
+    "_full",
     "_bad_request",
     "error_response",
-    "_error",
+    "error_answer",
     "bad_gateway",
     "EngineError",
     "failed",

@@ -17,9 +17,9 @@ from vllm_ascend_pd.core.producer_ticket import Phase, ProducerTicket
 PAIR = Bounds(writers=1, readers=1, tickets=2, faults=2, fine=True)
 TWO_WRITERS = Bounds(writers=2, readers=1, tickets=1, faults=1)
 ALL = Bounds(writers=2, readers=2, tickets=2, faults=1)
-RETRY = Bounds(writers=1, readers=1, tickets=1, attempts=2, faults=2, transfer_s=5)
-RETRY_OF_TWO = Bounds(writers=2, readers=1, tickets=1, attempts=2, faults=1, transfer_s=5)
-RETRY_TO_TWO = Bounds(writers=1, readers=2, tickets=1, attempts=2, faults=1, transfer_s=5)
+RETRY = Bounds(writers=1, readers=1, tickets=1, attempts=2, faults=2, queue_s=5, transfer_s=5)
+RETRY_OF_TWO = Bounds(writers=2, readers=1, tickets=1, attempts=2, faults=1, queue_s=5, transfer_s=5)
+RETRY_TO_TWO = Bounds(writers=1, readers=2, tickets=1, attempts=2, faults=1, queue_s=5, transfer_s=5)
 MOST_STATES = 400_000
 
 
@@ -149,6 +149,14 @@ class WaitsForEver(ConsumerTicket):
         return
 
 
+class WaitsInTheQueueForEver(ConsumerTicket):
+    """Until a prefill engine begins there is no deadline."""
+
+    @property
+    def deadline(self):
+        return math.inf if self._begun_at is None else super().deadline
+
+
 class TrustsLeases(ConsumerTicket):
     """Blocks are given back when leases are over, although processes live that may have been stopped."""
 
@@ -206,6 +214,7 @@ class CountsReportsOfOthers(ConsumerTicket):
         (ReleasesAtOnce, PAIR, "R2"),
         (TakesOneForAll, TWO_WRITERS, "R1"),
         (WaitsForEver, PAIR, "R4"),
+        (WaitsInTheQueueForEver, PAIR, "R4"),
         (TrustsLeases, PAIR, "R2"),
         (TrustsTheFirstReport, PAIR, "R2"),
         (SettlesAtTheFirstReport, PAIR, "R2"),

@@ -56,9 +56,9 @@ class AnyOrder(RuleBasedStateMachine):
     """Three writers, honest about their own state, over a network that loses, repeats and reorders; the next attempt
     has other transfers of the same ranks."""
 
-    @initialize(deadline=st.sampled_from([5.0, DEADLINE]))
-    def open(self, deadline):
-        self.ticket = opened(deadline)
+    @initialize(queue_deadline=st.sampled_from([5.0, DEADLINE]), transfer_s=st.sampled_from([5.0, DEADLINE]))
+    def open(self, queue_deadline, transfer_s):
+        self.ticket = opened(queue_deadline, transfer_s)
         self.now = 0.0
         self.attempt = 0
         self.leases: dict[Writer, Lease] = {}
@@ -240,10 +240,12 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "ticket"):
             return
         self.ticket.tick(max(self.now, self.ticket.deadline))
+        if self.ticket.state is State.FENCING:
+            self.ticket.tick(max(self.now, self.ticket.deadline))
         assert self.ticket.state in ENDED
         for writer in self.leases:
             self.ticket.gone(writer, self.now)
-        assert self.ticket.quiet(max(self.now, self.ticket.deadline) + LEASE_S + LONGEST_SETTLE_S)
+        assert self.ticket.quiet(max(self.now, 2 * DEADLINE, self.ticket.deadline) + LEASE_S + LONGEST_SETTLE_S)
 
 
 AnyOrder.TestCase.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)

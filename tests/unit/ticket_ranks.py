@@ -57,7 +57,7 @@ class Serving(NamedTuple):
 
 @dataclass(frozen=True)
 class Bounds:
-    """`fine`: every answer and every wait is a step by itself; `transfer_s`: decode's deadline."""
+    """`fine`: every answer and every wait is a step by itself; `queue_s`, `transfer_s`: decode's deadlines."""
 
     writers: int
     readers: int
@@ -65,6 +65,7 @@ class Bounds:
     faults: int
     attempts: int = 1
     fine: bool = False
+    queue_s: int = 3
     transfer_s: int = 3
 
     @property
@@ -114,7 +115,9 @@ class Ranks:
     # Decode.
 
     def _issued(self, world: World, ticket: int) -> World:
-        number = self._consumers.add(self._make_consumer(TICKET_ID, 0, DIGEST, self.bounds.transfer_s, LEASE_S))
+        bounds = self.bounds
+        issued = self._make_consumer(TICKET_ID, 0, DIGEST, bounds.queue_s, bounds.transfer_s, LEASE_S)
+        number = self._consumers.add(issued)
         for reader in range(self.bounds.readers):
             world = world._replace(consumers=put(world.consumers, self.bounds.at_reader(ticket, reader), number))
         return world

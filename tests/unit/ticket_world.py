@@ -129,9 +129,10 @@ def consumer_key(ticket: ConsumerTicket) -> Any:
         for w, lease in ticket._leases.items()
     )
     key = (ticket.state, ticket.attempt, leases)
+    dates = (ticket.queue_deadline, ticket._begun_at)
     if ticket.state is State.OPEN:
-        return *key, ticket.deadline, ticket.engine_known, frozenset(ticket._missing)
-    return (*key, ticket.deadline, ticket._next) if ticket.state is State.FENCING else key
+        return *key, dates, ticket.engine_known, frozenset(ticket._missing)
+    return (*key, dates, ticket._next) if ticket.state is State.FENCING else key
 
 
 def producer_key(state: ProducerTicket) -> Any:
@@ -147,7 +148,9 @@ def producer_key(state: ProducerTicket) -> Any:
 
 
 def age_consumer(ticket: ConsumerTicket) -> None:
-    ticket.deadline = max(0, ticket.deadline - 1)
+    ticket.queue_deadline = max(0, ticket.queue_deadline - 1)
+    if ticket._begun_at is not None:
+        ticket._begun_at = max(-ticket.transfer_s, ticket._begun_at - 1)
     for lease in ticket._leases.values():
         lease.until = max(0, lease.until - 1)
 

@@ -23,8 +23,8 @@ EXPECTED = frozenset({(0, 0), (2, 0), (1, 1), (2, 1)})
 STRANGER = Writer("prefill-9", 0, 0)
 
 
-def opened(deadline: float = DEADLINE) -> ConsumerTicket:
-    ticket = ConsumerTicket(TICKET_ID, 0, DIGEST, deadline, LEASE_S)
+def opened(queue_deadline: float = DEADLINE, transfer_s: float = DEADLINE) -> ConsumerTicket:
+    ticket = ConsumerTicket(TICKET_ID, 0, DIGEST, queue_deadline, transfer_s, LEASE_S)
     assert not ticket.engine_known
     ticket.expect("prefill-0", P_TP, EXPECTED)
     assert ticket.engine_known

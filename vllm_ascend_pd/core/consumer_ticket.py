@@ -9,6 +9,10 @@ The decode side's state machine, one per decode rank and ticket:
     OPEN, FENCING --cancelled, deadline, prefill ended without writing everything--> FAILED
     RECEIVED and FAILED are final; blocks may be released when no writer can still write (`quiet`).
 
+The deadline depends on what the ticket waits for. Until a writer of the attempt asks for a grant, the prompt is in a
+queue for prefill, and the ticket may wait until `queue_deadline`. From the first request on, the attempt has
+`transfer_s`. A failed attempt leaves the ticket in a queue again.
+
 A writer holds a lease from its grant until it reports. Rule R2: a granted writer can write until it has reported that
 it stopped and that nothing of it is on its way, or until its lease has passed, with it the time that bytes may take to
 arrive, and its process has ended: one that is stopped for longer goes on where it was.
@@ -27,6 +31,8 @@ MAX_TOMBSTONES = 16384
 # More writers than any prefill engine has ranks: bounds what grant requests can make us remember.
 MAX_WRITERS = 4096
 MAX_ATTEMPTS = 16
+
+_WAITED = "no prefill engine began within queue_timeout_s: the prompt waited in the proxy's line or in prefill's queue"
 
 # A writer of a higher attempt asks again and again: one that has within this time still waits for its grant.
 _WAITS_S = 5.0
@@ -66,6 +72,7 @@ class _PrefillEnd(NamedTuple):
 class ConsumerTicket:
     """What a decode rank knows of a ticket. Times are seconds of one monotonic clock, passed in.
 
+    `queue_deadline`: when an attempt must have begun; `transfer_s`: how long one may take from then on;
     `attempt`: the one that writes, or wrote last; `lease_s`: how long a grant lasts; each writer says how long a write
     begun within it may outlast it; `reason`: what the attempt, or the ticket, failed of first; `cached_tokens`: the
     least that any report said, of whichever attempt: what one of them has computed was computed for this request.
@@ -74,13 +81,15 @@ class ConsumerTicket:
     ticket_id: str
     attempt: int
     digest: str
-    deadline: float
+    queue_deadline: float
+    transfer_s: float
     lease_s: float
     state: State = State.OPEN
     reason: str = ""
     num_bytes: int = 0
     bytes_before_end: int = 0
     cached_tokens: int | None = None
+    _begun_at: float | None = None  # when a writer of the attempt first asked; None while FENCING
     _next: int = 0  # while FENCING: no lower attempt is granted any more
     _asked_at: float = -math.inf  # when a higher attempt last did
     _prefill_end: _PrefillEnd | None = None
@@ -92,6 +101,11 @@ class ConsumerTicket:
     def engine_known(self) -> bool:
         """Of this attempt."""
         return self._engine is not None
+
+    @property
+    def deadline(self) -> float:
+        """When it fails unless something else happens first."""
+        return self.queue_deadline if self._begun_at is None else self._begun_at + self.transfer_s
 
     def expect(self, engine_id: str, sharding: Sharding, expected: frozenset[tuple[int, int]]) -> None:
         """Fixes who must write what: pairs (index of our tensor, rank of the writer in its pipeline stage)."""
@@ -114,6 +128,7 @@ class ConsumerTicket:
             return Refused(f"attempt {request.attempt}: a ticket has at most {MAX_ATTEMPTS}", retry=False)
         if self.state is State.OPEN:
             if request.attempt == self.attempt:
+                self._begun_at = now if self._begun_at is None else self._begun_at
                 return None
             if request.attempt > self.attempt:
                 self._fence(f"attempt {request.attempt} began before it had ended")
@@ -212,7 +227,7 @@ class ConsumerTicket:
             if lost:
                 self._fence(f"prefill rank {lost[0].rank} of engine {lost[0].engine_id} went silent")
             elif now >= self.deadline:
-                self.fail("nothing was received" if not self._leases else "the transfer took too long")
+                self.fail(_WAITED if self._begun_at is None else "the transfer took too long")
             elif end is not None and now >= end.at + end.settle_s and not self.live_writers():
                 self.fail("prefill ended without writing everything")
         if self.state is State.FENCING:
@@ -252,11 +267,13 @@ class ConsumerTicket:
         if self.state is State.OPEN:
             self.state = State.FENCING
             self.reason = reason
+            self._begun_at = None
             self._next = self.attempt + 1
 
     def _begin(self, attempt: int, now: float) -> None:
         """Everything is to be written again, by whoever comes."""
         self.state, self.attempt, self.reason = State.OPEN, attempt, ""
+        self._begun_at = now
         self.num_bytes = self.bytes_before_end = 0
         self._engine = None
         self._leases.clear()

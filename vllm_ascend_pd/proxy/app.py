@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from vllm_ascend_pd import __version__
-from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
+from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, WAITING_SUFFIX
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.signing import resigned
 
@@ -71,8 +71,7 @@ def create_app(settings: ProxySettings) -> Starlette:
         )
 
     prefills = settings.max_concurrent * _PREFILLS_PER_REQUEST
-    patience = settings.prefill_timeout or settings.silence_timeout
-    prefill = pool(Role.PREFILL, prefills, settings.max_per_prefill, patience)
+    prefill = pool(Role.PREFILL, prefills, settings.max_per_prefill, settings.silence_timeout)
     decode = pool(Role.DECODE, settings.max_concurrent, settings.max_per_decode, settings.silence_timeout)
     watch = Watch(
         decode,
@@ -155,6 +154,7 @@ def create_app(settings: ProxySettings) -> Starlette:
     for_decode = [
         Route(METASERVER_PATH, metaserver.post_ticket, methods=["POST"]),
         Route(METASERVER_PATH + FAILURE_SUFFIX, metaserver.post_failure, methods=["POST"]),
+        Route(METASERVER_PATH + WAITING_SUFFIX, metaserver.open_tickets.post_question, methods=["POST"]),
     ]
     for_clients = (*(each.value for each in Endpoint), *DECODE_ALONE_GET, *DECODE_ALONE_POST, *NOT_SERVED)
     app = Starlette(

@@ -212,8 +212,8 @@ class EnginePool:
         while left := self._first_left(tiers, tried):
             try:
                 engine = await self.seats.take(left, choice.admitted, avoid, choice.party, time.monotonic() - begun)
-            except Full:
-                raise self._full() from None
+            except Full as full:
+                raise self._full(str(full)) from None
             if engine is not None:
                 return engine
             # They have all gone. Others may have come, and are asked as strategy and health say.
@@ -236,15 +236,15 @@ class EnginePool:
 
     def _error(self, url: str, cause: HttpError) -> EngineError:
         if isinstance(cause, PoolTimeout):
-            return self._full()
+            return self._full("as many requests as there may be are under way (--max-concurrent)")
         if isinstance(cause, _UNREACHABLE):
             kind = Kind.UNREACHABLE
         else:
             kind = Kind.TIMEOUT if isinstance(cause, ReadTimeout) else Kind.LOST
         return EngineError(kind, url, f"{self.role.value} engine: {cause}")
 
-    def _full(self) -> EngineError:
-        return EngineError(Kind.FULL, "", f"all {self.role.value} engines are busy: retry later")
+    def _full(self, bound: str) -> EngineError:
+        return EngineError(Kind.FULL, "", f"all {self.role.value} engines are busy: {bound}: retry later")
 
     async def probe(self, url: str, timeout: float) -> str:
         """ "ok", or why the engine does not look healthy."""
@@ -267,6 +267,11 @@ class EnginePool:
         say."""
         engine = self.engines.get(url)
         return 0.0 if engine is None else engine.computed_nothing(since)
+
+    def idle(self, url: str, since: float, now: float) -> float:
+        """For how many seconds after `since` an engine has served no request, and its metrics show no other work."""
+        engine = self.engines.get(url)
+        return now - (since if engine is None else max(since, engine.worked_at))
 
     async def aclose(self) -> None:
         await self._client.aclose()

@@ -6,28 +6,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from http import HTTPStatus
-from typing import TypeVar
 
 import anyio
 import anyio.lowlevel
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, RECOMPUTES_HEADER, TransferFailure
-from vllm_ascend_pd.core.text import UNREADABLE, one_line
+from vllm_ascend_pd.core.text import one_line
 
-from .bearer import BearerToken
 from .bodies import prefill_body, samples_of, tokens_body
 from .counts import Counts
 from .endpoints import Endpoint
 from .engine_run import EngineRun
 from .engines import Choice, EngineError, EnginePool
-from .errors import RequestRefused, error_response
+from .errors import error_response
 from .exchange import Attempt, Exchanges, PrefillTicket, Waiting
+from .inbox import Inbox, Refused, error_answer
 from .metrics import Metrics
+from .open_tickets import OpenTickets
 from .prefill_answer import bad_gateway, failed, judge
 from .prompts import prompt_of
 from .registry import Role
@@ -54,15 +53,6 @@ log = logging.getLogger(__name__)
 _MAX_PREFILL_ANSWER_BYTES = 8 * MIB
 _MAX_FAILURE_BYTES = 64 * 1024
 
-_T = TypeVar("_T")
-
-
-class _Refused(Exception):
-    """What is wrong with a post, as its answer."""
-
-    def __init__(self, status: HTTPStatus, reason: str) -> None:
-        self.answer = _error(status, reason)
-
 
 class Metaserver:
     def __init__(
@@ -81,19 +71,24 @@ class Metaserver:
         self._counts = counts
         self._metrics = metrics
         self._sign = sign
-        token = settings.metaserver_token()
-        self._token = None if token is None else BearerToken(token)
-        self.watch = Watch(prefill, probe_timeout=settings.probe_timeout, stall_timeout=settings.read_timeout)
+        self._inbox = Inbox(settings, exchanges)
+        self.open_tickets = OpenTickets(self._inbox)
+        self.watch = Watch(
+            prefill,
+            probe_timeout=settings.probe_timeout,
+            stall_timeout=settings.read_timeout,
+            idle_timeout=settings.prefill_timeout,
+        )
 
     async def post_ticket(self, request: Request) -> Response:
         """200 once P has run the prompt; 400 for what is no ticket; 401 without the token; 404 when no request waits
         for it; 409 when that has its tickets already; 410 when it ended meanwhile; 502 when the prefill failed; 503
         when the proxy shuts down. Errors are `{"error": reason}`."""
         try:
-            posted = await self._read(request, self._settings.max_ticket_bytes, read_ticket, "ticket")
+            posted = await self._inbox.read(request, self._settings.max_ticket_bytes, read_ticket, "ticket")
             ticket = posted.ticket
             waiting = self._find(ticket.request_id)
-        except _Refused as refused:
+        except Refused as refused:
             return refused.answer
         attempt, index = waiting.attempt, waiting.prompt
         if not ticket.ticket_id and (index or waiting.is_sample):
@@ -101,11 +96,11 @@ class Metaserver:
         failed_before, samples = waiting.exchange.prefill_failures(index), samples_of(waiting.request)
         state = attempt.ticket(index, ticket.ticket_id, ticket.attempt, failed_before, samples)
         if state is None:
-            return _error(HTTPStatus.CONFLICT, "this request_id has its tickets already, of other ids")
+            return error_answer(HTTPStatus.CONFLICT, "this request_id has its tickets already, of other ids")
         state.recomputes = request.headers.get(RECOMPUTES_HEADER) == "1"
 
         failures: list[Failure] = []
-        with attempt.prefill() as scope, self._metrics.ticket_waits():
+        with attempt.prefill() as scope, self._metrics.ticket_waits(), self.open_tickets.held(ticket.ticket_id):
             state.post = scope
 
             def decode_left() -> None:
@@ -123,7 +118,7 @@ class Metaserver:
                 failures = await self._serve(waiting, posted, state)
                 tasks.cancel_scope.cancel()
         if scope.cancelled_caught or attempt.over:
-            return _error(HTTPStatus.GONE, "the client's request has ended, or was made anew")
+            return error_answer(HTTPStatus.GONE, "the client's request has ended, or was made anew")
         if not failures:
             state.answered = True
             attempt.prefilled_at = attempt.prefilled_at or time.monotonic()
@@ -147,20 +142,20 @@ class Metaserver:
         attempt.note_transfer_failure(Failure(kind, reason, attempt.engine, answer, unquoted))
         if not goes_on:
             attempt.end()
-        return _error(HTTPStatus.BAD_GATEWAY, reason)
+        return error_answer(HTTPStatus.BAD_GATEWAY, reason)
 
     async def post_failure(self, request: Request) -> Response:
         """Decode says that an attempt of a ticket failed: the prefill engine that serves it is let go, and another
         asked, under a new request if that is still possible. 200, also for an attempt that is over; 400 and 404 as for
         a ticket."""
         try:
-            noticed = await self._read(request, _MAX_FAILURE_BYTES, _read_failure, "failure")
+            noticed = await self._inbox.read(request, _MAX_FAILURE_BYTES, _read_failure, "failure")
             exchange, attempt, _, index, _ = self._find(noticed.request_id)
-        except _Refused as refused:
+        except Refused as refused:
             return refused.answer
         state = attempt.tickets.get((index, noticed.ticket_id))
         if state is None:
-            return _error(HTTPStatus.NOT_FOUND, "no such ticket was posted for this request_id")
+            return error_answer(HTTPStatus.NOT_FOUND, "no such ticket was posted for this request_id")
         if not noticed.final and noticed.attempt != state.attempt:
             return JSONResponse({"status": "over"})
         reason = one_line(noticed.reason, MAX_REASON_CHARS)
@@ -190,28 +185,11 @@ class Metaserver:
             )
         return JSONResponse({"status": "ok"})
 
-    async def _read(self, request: Request, limit: int, decode: Callable[[bytes], _T], name: str) -> _T:
-        if self._token is not None and not self._token.is_in(request):
-            reason = "the bearer token is missing or another (metaserver_token_file)"
-            raise _Refused(HTTPStatus.UNAUTHORIZED, reason)
-        try:
-            with self._exchanges.until_shut_down(), anyio.fail_after(self._settings.read_timeout):
-                body = await read_all(request.stream(), limit)
-            return decode(body)
-        except RequestRefused as refused:
-            raise _Refused(refused.status, refused.message) from None
-        except TooLarge:
-            raise _Refused(HTTPStatus.BAD_REQUEST, f"the {name} exceeds {limit} bytes") from None
-        except (TimeoutError, ClientDisconnect):
-            raise _Refused(HTTPStatus.BAD_REQUEST, f"the {name} did not arrive") from None
-        except UNREADABLE as error:
-            raise _Refused(HTTPStatus.BAD_REQUEST, f"not a {name}: {error}") from None
-
     def _find(self, engine_request_id: str) -> Waiting:
         try:
             return self._exchanges.find(engine_request_id)
         except LookupError:
-            raise _Refused(HTTPStatus.NOT_FOUND, "no request waits under this request_id") from None
+            raise Refused(HTTPStatus.NOT_FOUND, "no request waits under this request_id") from None
 
     async def _serve(self, waiting: Waiting, posted: Posted, state: PrefillTicket) -> list[Failure]:
         """Has one prefill engine after the other run the prompt. Returns why all failed, those asked under an earlier
@@ -336,7 +314,7 @@ def _refuse_unmatched(attempt: Attempt) -> Response:
     answer = error_response(HTTPStatus.BAD_REQUEST, reason)
     attempt.note_transfer_failure(Failure(Kind.REFUSED, reason, attempt.engine, answer))
     attempt.end()
-    return _error(HTTPStatus.BAD_REQUEST, reason)
+    return error_answer(HTTPStatus.BAD_REQUEST, reason)
 
 
 def _not_transferred(reason: str, attempt: Attempt, last: bool) -> Failure:
@@ -350,7 +328,3 @@ def _not_prefilled(failure: Failure, attempt: Attempt) -> Failure:
     before = f"prefill at {failure.url} failed: "
     unquoted = before + failure.for_all
     return Failure(Kind.TRANSFER, before + failure.reason, attempt.engine, failure.answer, unquoted)
-
-
-def _error(status: HTTPStatus, reason: str) -> JSONResponse:
-    return JSONResponse({"error": reason}, status_code=status.value)

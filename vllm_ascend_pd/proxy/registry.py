@@ -101,6 +101,9 @@ class Engine:
         """Who says that it exists."""
         self.sent = Sent()
         """In flight."""
+        self.worked_at = float("-inf")
+        """When it last showed that it works: it served a request, or its count of tokens had grown. Seconds of the
+        clock of `served` and `note`."""
         self._seen: Seen | None = None
         self._same_tokens_since = float("-inf")
         """When the engine first said that it had computed as many tokens as it said last."""
@@ -121,6 +124,8 @@ class Engine:
     def served(self, well: bool, now: float) -> None:
         """A request ended, and it says something about the engine."""
         self._record.ended(well, now)
+        if well:
+            self.worked_at = now
 
     @contextmanager
     def serving(self, sent: Sent) -> Iterator[None]:
@@ -137,6 +142,8 @@ class Engine:
         """`sent`: what was in flight when the engine was asked for the snapshot; `now`: seconds of any steady clock."""
         if self._seen is None or snapshot.tokens is None or snapshot.tokens != self._seen.snapshot.tokens:
             self._same_tokens_since = now
+            if self._seen is not None and snapshot.tokens is not None:
+                self.worked_at = now
         self._seen = Seen(snapshot, sent, now)
 
     def computed_nothing(self, since: float) -> float:

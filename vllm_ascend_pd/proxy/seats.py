@@ -13,7 +13,7 @@ from .registry import Engine
 
 
 class Full(Exception):
-    """There was no place in the line, or none at an engine in time."""
+    """There was no place in the line, or none at an engine in time. Its text says which bound that was."""
 
 
 class Party:
@@ -82,7 +82,7 @@ class Seats:
         if not waiting.has_hope:
             return None
         if not (admitted or self._may_wait(party, len(engines))):
-            raise Full
+            raise Full(f"{self._length * len(engines)} requests wait for one already (--queue-per-engine)")
         line = self._returning if admitted else self._line.setdefault(party, {})
         line[waiting] = None
         try:
@@ -100,7 +100,7 @@ class Seats:
             if not (line or admitted):
                 del self._line[party]
         if waiting.engine is None and waiting.has_hope:
-            raise Full
+            raise Full(f"none had a place within {self._patience:g} s (--queue-timeout)")
         return waiting.engine
 
     def _may_wait(self, party: Party, engines: int) -> bool:

@@ -43,7 +43,9 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     silence_timeout: float = 24 * 3600.0
     """Seconds after the last byte of an engine when a request there has failed, even if the engine computes."""
     prefill_timeout: float | None = None
-    """The same for a prefill alone. None: as long. Shorter, it leaves time for another attempt."""
+    """Seconds that a prefill engine with prompts may serve none of them, with a count of tokens in its metrics that
+    does not grow. Time in the queue of an engine that works does not count. None: `read_timeout` alone counts. Shorter,
+    it leaves time for another attempt; it must be longer than the longest prompt takes."""
     probe_timeout: float = 15.0
     """Seconds without an answer to a health probe after which an engine's requests are taken away from it. A decode
     engine is probed after as many seconds without a byte, a prefill engine all the time."""

@@ -20,12 +20,23 @@ class Watch:
     """Looks after the engines of one role while requests wait for their bytes. A stopped process keeps its connections
     open, so only a probe tells it from one that computes."""
 
-    def __init__(self, pool: EnginePool, *, probe_timeout: float, stall_timeout: float, quiet: float = 0.0) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        *,
+        probe_timeout: float,
+        stall_timeout: float,
+        idle_timeout: float | None = None,
+        quiet: float = 0.0,
+    ) -> None:
         """Seconds: `quiet` without a byte until an engine is probed; `probe_timeout` for its answer to a health probe;
-        `stall_timeout` without a byte, and without a token in the engine's own metrics."""
+        `stall_timeout` without a byte, and without a token in the engine's own metrics; `idle_timeout` without a byte,
+        where the engine serves no other request either, and its metrics show no work or say nothing (None: for ever).
+        """
         self._pool = pool
         self._probe_timeout = probe_timeout
         self._stall_timeout = stall_timeout
+        self._idle_timeout = idle_timeout
         self._quiet = quiet
         self._runs: dict[EngineRun, int] = {}
         """With how many engines each had asked at the last look."""
@@ -45,8 +56,11 @@ class Watch:
         """Until cancelled."""
         while True:
             await anyio.sleep(_LOOK_SECONDS)
+            now = time.monotonic()
+            silent = self._silent_engines(now)
+            self._end_idle(now)
             async with anyio.create_task_group() as tasks:
-                for url in self._silent_engines(time.monotonic()):
+                for url in silent:
                     tasks.start_soon(self._look_at, url)
 
     def _silent_engines(self, now: float) -> set[str]:
@@ -58,6 +72,15 @@ class Watch:
             if run.engine and now - run.silent_since >= self._quiet:
                 urls.add(run.engine)
         return urls
+
+    def _end_idle(self, now: float) -> None:
+        """The answer to one of many prompts takes as long as the engine's queue: the others show that it works."""
+        limit = self._idle_timeout
+        if limit is not None:
+            for run in self._runs:
+                if run.engine and self._pool.idle(run.engine, run.silent_since, now) >= limit:
+                    reason = f"{self._pool.role.value} engine: it served nothing for {limit:g} s (--prefill-timeout)"
+                    run.cut_short(Kind.TIMEOUT, reason)
 
     async def _look_at(self, url: str) -> None:
         asked = {run: run.silent_since for run in self._runs if run.engine == url}

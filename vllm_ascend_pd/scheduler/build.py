@@ -77,7 +77,7 @@ def make_scheduler(
     listener = Listener(started_as, host, port, sharding.tp, sharding.parts, sharding.interleave, draft)
     settings = _metaserver_settings(config, recomputes)
     client = MetaserverClient(settings, own_host=host)
-    signer = None if secret is None else Signer(secret, config.transfer_timeout_s)
+    signer = None if secret is None else Signer(secret, config.queue_timeout_s)
     # Of the CPU backend a single rank has a process of its own, too.
     doorbell = None if parallel.distributed_executor_backend == "uni" else Doorbell()
     idle = IdleWait(longest_s, in_flight, doorbell)
@@ -99,6 +99,7 @@ def _metaserver_settings(config: ConnectorConfig, recomputes: bool) -> Metaserve
         allowlist=config.metaserver_allowlist,
         connect_timeout_s=config.metaserver_connect_timeout_s,
         deadline_s=config.transfer_timeout_s,
+        longest_s=config.queue_timeout_s + config.transfer_timeout_s,
         max_connections=config.metaserver_max_connections,
         max_pending=config.max_pending_tickets,
         retries=config.metaserver_retries,

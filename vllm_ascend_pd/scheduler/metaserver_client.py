@@ -21,6 +21,7 @@ from vllm_ascend_pd.http_pool import IDLE_CONNECTION_S
 from vllm_ascend_pd.scheduler.allowlist import Allowlist
 from vllm_ascend_pd.scheduler.metaserver_http import FinalError, MetaserverHttp, RetryableError, clean, no_answer
 from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.scheduler.waiting_posts import Post, WaitingPosts
 from vllm_ascend_pd.transport.secret_files import SecretFileError
 
 logger = logging.getLogger(__name__)
@@ -39,18 +40,6 @@ class Outcome:
     reason: str = ""
 
 
-@dataclass(eq=False)
-class _Post:
-    key: str
-    url: str
-    content: bytes
-    deadline: float
-    """On the event loop's clock, which is `time.monotonic`."""
-    scope: anyio.CancelScope | None = None
-    """Once it has begun. It ends by its scope, not by `Task.cancel`: from that httpx's shields do not protect it, and
-    connections that it was just closing would stay open until the garbage collector runs."""
-
-
 class MetaserverClient:
     """One thread with one event loop and one bounded pool of connections.
 
@@ -65,7 +54,7 @@ class MetaserverClient:
         except ValueError as error:
             raise MetaserverError(str(error)) from error
         self._lock = threading.Lock()
-        self._posts: dict[str, _Post] = {}
+        self._posts: dict[str, Post] = {}
         self._outcomes: deque[Outcome] = deque()
         self._telling = 0
         self.retried = 0  # posts that were made again so far
@@ -102,7 +91,9 @@ class MetaserverClient:
                     "prefill does not keep up or the proxy hangs"
                 )
             else:
-                post = _Post(key, url, content, time.monotonic() + self._settings.deadline_s)
+                now, settings = time.monotonic(), self._settings
+                latest = now + max(settings.deadline_s, settings.longest_s)
+                post = Post(key, url, content, now, now + settings.deadline_s, latest)
                 self._posts[key] = post
                 self._loop.call_soon_threadsafe(self._begin, post)
                 return
@@ -156,6 +147,7 @@ class MetaserverClient:
             self._loop.close()
 
     async def _serve(self) -> None:
+        self._start(WaitingPosts(self._settings, self._http, self._snapshot).run())
         try:
             while not self._stop.is_set():
                 with contextlib.suppress(TimeoutError):
@@ -169,7 +161,11 @@ class MetaserverClient:
             await self._http.close()
             await self._loop.shutdown_default_executor()  # name resolution runs there
 
-    def _begin(self, post: _Post) -> None:
+    def _snapshot(self) -> list[Post]:
+        with self._lock:
+            return list(self._posts.values())
+
+    def _begin(self, post: Post) -> None:
         self._start(self._end(post))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
@@ -177,19 +173,21 @@ class MetaserverClient:
         self._tasks.add(task)  # the loop itself does not keep it
         task.add_done_callback(self._tasks.discard)
 
-    async def _end(self, post: _Post) -> None:
+    async def _end(self, post: Post) -> None:
         """Run `post` to its outcome."""
         with self._lock:
             if self._posts.get(post.key) is not post:
                 return  # cancelled before it has begun
         reason = ""
         try:
-            with anyio.CancelScope() as post.scope, anyio.fail_after(post.deadline - self._loop.time()):
+            accepted = False
+            with anyio.CancelScope() as post.scope, anyio.CancelScope(deadline=post.deadline) as post.limit:
                 await self._in_turn(post)
+                accepted = True
+            if not accepted:
+                reason = self._why_timed_out(post)
         except FinalError as error:
             reason = str(error)
-        except TimeoutError:
-            reason = no_answer(post.url, self._settings.deadline_s)
         except Exception as error:  # noqa: BLE001 - becomes the outcome
             reason = f"post to metaserver {post.url} failed: {type(error).__name__}: {clean(str(error))}"
         with self._lock:
@@ -214,11 +212,26 @@ class MetaserverClient:
                 problem,
             )
 
-    async def _in_turn(self, post: _Post) -> None:
+    def _why_timed_out(self, post: Post) -> str:
+        if post.is_at_its_longest:
+            seconds = post.latest - post.posted_at
+            return (
+                f"metaserver {post.url} did not answer within {seconds:g} s, though it said that the ticket waits for "
+                "prefill (queue_timeout_s, transfer_timeout_s): more prefill engines are needed"
+            )
+        if not post.has_connection:
+            return (
+                f"not posted to metaserver {post.url} within {self._settings.deadline_s:g} s: "
+                f"all {self._settings.max_connections} connections wait for answers (metaserver_max_connections)"
+            )
+        return no_answer(post.url, self._settings.deadline_s)
+
+    async def _in_turn(self, post: Post) -> None:
         async with self._free:
+            post.has_connection = True
             await self._attempts(post)
 
-    async def _attempts(self, post: _Post) -> None:
+    async def _attempts(self, post: Post) -> None:
         """Post until answered. Raises `FinalError` when it failed or there are no attempts left."""
         settings = self._settings
         for attempt in range(settings.retries + 1):
@@ -233,7 +246,7 @@ class MetaserverClient:
         raise FinalError(f"metaserver {post.url} {failure} ({settings.retries + 1} attempts)")
 
 
-def _abandon(post: _Post) -> None:
+def _abandon(post: Post) -> None:
     """On the loop. A post without a scope has not begun, and will not."""
     if post.scope is not None:
         post.scope.cancel()

@@ -9,7 +9,14 @@ import anyio
 import httpx
 import msgspec
 
-from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, RECOMPUTES_HEADER, TransferFailure
+from vllm_ascend_pd.core.metaserver import (
+    FAILURE_SUFFIX,
+    RECOMPUTES_HEADER,
+    WAITING_SUFFIX,
+    TransferFailure,
+    WaitingAnswer,
+    WaitingQuestion,
+)
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.http_pool import IDLE_CONNECTION_S
 from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
@@ -21,6 +28,8 @@ _CONNECTIONS_TO_TELL = 16
 _MAX_SHOWN_CHARS = 200
 _FAILURE_TIMEOUT_S = 10.0
 """For telling the metaserver of a failed transfer, all in all: whoever waits for the reason has given up by then."""
+_ASK_TIMEOUT_S = 10.0
+"""For asking it which tickets wait, all in all."""
 
 
 class FinalError(Exception):
@@ -53,8 +62,8 @@ class MetaserverHttp:
                 f"is unreachable: {_describe(error)}; is the proxy running, and reachable from here?"
             ) from error
         except httpx.ReadTimeout as error:
-            seconds = self._settings.read_timeout_s or self._settings.deadline_s
-            raise FinalError(no_answer(url, seconds)) from error
+            assert self._settings.read_timeout_s is not None
+            raise FinalError(no_answer(url, self._settings.read_timeout_s)) from error
         except httpx.RemoteProtocolError as error:
             if "disconnected without sending a response" in str(error):
                 raise RetryableError(f"closed the connection without an answer; {self._why_closed(url)}") from error
@@ -67,21 +76,37 @@ class MetaserverHttp:
         """Of a failed transfer; returns why that could not be done. To be told twice does no harm."""
         try:
             with anyio.fail_after(_FAILURE_TIMEOUT_S):
-                status = await self._tell(url + FAILURE_SUFFIX, msgspec.json.encode(failure))
+                status, _ = await self._say(url + FAILURE_SUFFIX, msgspec.json.encode(failure))
         except (TimeoutError, httpx.HTTPError) as error:
             return _describe(error)
         return f"it answered {status}" if status >= 500 else None
 
-    async def _tell(self, url: str, content: bytes) -> int:
+    async def still_waiting(self, url: str, ticket_ids: list[str]) -> frozenset[str] | None:
+        """Which tickets, of at most `MAX_ASKED`, the metaserver says wait for prefill. None: it did not say, or is of
+        other make and does not know the question."""
         try:
-            return await self._tell_once(url, content)
-        except (httpx.NetworkError, httpx.RemoteProtocolError):  # an idle connection that was just being closed
-            return await self._tell_once(url, content)
+            with anyio.fail_after(_ASK_TIMEOUT_S):
+                question = msgspec.json.encode(WaitingQuestion(ticket_ids))
+                status, body = await self._say(url + WAITING_SUFFIX, question)
+        except (TimeoutError, httpx.HTTPError):
+            return None
+        if status != 200:
+            return None
+        try:
+            return frozenset(msgspec.json.decode(body, type=WaitingAnswer).waiting)
+        except UNREADABLE:
+            return None
 
-    async def _tell_once(self, url: str, content: bytes) -> int:
+    async def _say(self, url: str, content: bytes) -> tuple[int, bytes]:
+        try:
+            return await self._say_once(url, content)
+        except (httpx.NetworkError, httpx.RemoteProtocolError):  # an idle connection that was just being closed
+            return await self._say_once(url, content)
+
+    async def _say_once(self, url: str, content: bytes) -> tuple[int, bytes]:
         async with self._client.stream("POST", url, content=content, timeout=_FAILURE_TIMEOUT_S) as response:
-            await _read(response)  # else the connection could not be used again
-            return response.status_code
+            body = await _read(response)  # be it to use the connection again
+            return response.status_code, body
 
     async def close_unused(self) -> None:
         """Connections that have been idle for `IDLE_CONNECTION_S`, that the other side has closed, or that are lost. To
@@ -187,7 +212,7 @@ def _http_client(settings: MetaserverSettings) -> tuple[httpx.AsyncHTTPTransport
         headers=headers,
         timeout=httpx.Timeout(
             connect=settings.connect_timeout_s,
-            read=settings.read_timeout_s or settings.deadline_s,
+            read=settings.read_timeout_s,
             write=settings.write_timeout_s,
             pool=settings.pool_timeout_s,
         ),

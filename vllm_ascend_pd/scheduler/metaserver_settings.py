@@ -14,11 +14,16 @@ class MetaserverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     alone. Empty: `/v1/metaserver` on any port of this host's loopback addresses and own address."""
     connect_timeout_s: float = 5.0
     read_timeout_s: float | None = None
-    """None: as long as the deadline, since the answer is held back until prefill has ended."""
+    """None: as long as the post may last, since the answer is held back until prefill has ended."""
     write_timeout_s: float = 10.0
     pool_timeout_s: float = 10.0
     deadline_s: float = 300.0
-    """For a whole post, from `post` to its outcome, with waiting and retries."""
+    """For a post, from `post` to its outcome, with waiting and retries. Begins anew each time that the metaserver says
+    that the ticket still waits for prefill."""
+    longest_s: float = 3900.0
+    """For a post all in all, whatever the metaserver says."""
+    ask_every_s: float = 30.0
+    """How often the metaserver is asked which tickets wait. Less where `deadline_s` is short."""
     max_connections: int = 256
     """Posts under way at once; others wait."""
     max_pending: int = 4096
@@ -44,6 +49,8 @@ class MetaserverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             "write_timeout_s": self.write_timeout_s,
             "pool_timeout_s": self.pool_timeout_s,
             "deadline_s": self.deadline_s,
+            "longest_s": self.longest_s,
+            "ask_every_s": self.ask_every_s,
             "max_connections": self.max_connections,
             "max_pending": self.max_pending,
         }

@@ -142,7 +142,8 @@ class ConsumerWorker:
                     expect.ticket_id,
                     expect.attempt,
                     expect.digest,
-                    now + self._config.transfer_timeout_s,
+                    now + self._config.queue_timeout_s,
+                    self._config.transfer_timeout_s,
                     self._config.lease_s,
                 )
                 assert vacated is not None
