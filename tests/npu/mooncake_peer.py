@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process with one engine of Mooncake's wheel for NPUs: `mooncake_peer.py`, then commands, one JSON list per line.
+
+It answers each with one line of JSON: the result. Torch is not loaded: memory comes from the runtime.
+"""
+
+import ctypes
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "cann_on_host"))
+import cann_on_host
+
+cann_on_host.activate()
+
+from mooncake.engine import TransferEngine  # noqa: E402 - needs the libraries that activate() loads
+
+MIB = 1 << 20
+acl = ctypes.CDLL(str(cann_on_host.library_folder() / "libascendcl.so"))
+
+
+def allocate(nbytes: int) -> int:
+    """Device memory that begins at a multiple of 2 MiB."""
+    block = ctypes.c_void_p()
+    assert acl.aclrtMalloc(ctypes.byref(block), ctypes.c_size_t(nbytes + 2 * MIB), 0) == 0
+    assert block.value is not None
+    return -(-block.value // (2 * MIB)) * 2 * MIB
+
+
+class Engine:
+    def __init__(self) -> None:
+        assert acl.aclrtSetDevice(0) == 0
+        self.mooncake = TransferEngine()
+        self.memory = allocate(8 * MIB)
+
+    def start(self) -> list[Any]:
+        code = self.mooncake.initialize("127.0.0.1", "P2PHANDSHAKE", "ascend", "")
+        code = code or self.mooncake.batch_register_memory([self.memory], [4 * MIB])
+        return [code, f"127.0.0.1:{self.mooncake.get_rpc_port()}", self.memory, os.getpid()]
+
+    def put(self, text: str) -> None:
+        ctypes.memmove(self.memory, text.encode(), len(text))
+
+    def get(self, offset: int, nbytes: int) -> str:
+        return ctypes.string_at(self.memory + offset, nbytes).decode("latin-1")
+
+    def register(self, offset: int, nbytes: int) -> int:
+        return int(self.mooncake.batch_register_memory([self.memory + offset], [nbytes]))
+
+    def register_many(self, many: int) -> int:
+        """Returns how many regions of 2 MiB of their own were registered."""
+        block = allocate(many * 4 * MIB)
+        codes = (self.mooncake.batch_register_memory([block + i * 4 * MIB], [2 * MIB]) for i in range(many))
+        return next((i for i, code in enumerate(codes) if code), many)
+
+    def write(self, session: str, address: int, nbytes: int, pieces: int) -> list[Any]:
+        """One batch of equal pieces. Returns its code, and how many seconds it took until Mooncake's task was over."""
+        begun = time.monotonic()
+        here = [self.memory + i * nbytes for i in range(pieces)]
+        there = [address + i * nbytes for i in range(pieces)]
+        batch = self.mooncake.batch_transfer_async_write(session, here, there, [nbytes] * pieces)
+        if batch == 0:
+            return [-1, 0.0]
+        while (code := self.mooncake.transfer_check_status(batch)) == 0:
+            time.sleep(0.001)
+        if pieces > 1:  # that looked at the first piece alone
+            code = 1 if self.mooncake.get_batch_transfer_status([batch]) == 0 else -1
+        return [code, time.monotonic() - begun]
+
+    def counters(self) -> dict[str, int]:
+        return cann_on_host.counters()
+
+
+if __name__ == "__main__":
+    engine = Engine()
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        print(json.dumps(["answer", getattr(engine, name)(*arguments)]), flush=True)
+    os._exit(0)  # Mooncake's own threads may hang in a transfer

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake's wheels for NPUs, unmodified, on the emulated CANN libraries: protocol `ascend`, and how it fails.
+
+The facts that the product relies on are shown here on the wheels themselves.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cann_on_host
+
+pytestmark = [pytest.mark.npu, pytest.mark.emulated]
+
+WHEELS = sorted(path.name for path in Path(sys.prefix, "mooncake-npu").glob("*"))
+TIMEOUT_MS = 1000
+
+
+class Peer:
+    def __init__(self, wheel: str, env: dict[str, str]) -> None:
+        self.wheel = wheel
+        program = str(Path(__file__).with_name("mooncake_peer.py"))
+        self.process = subprocess.Popen(
+            [sys.executable, program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "CANN_ON_HOST": "",  # the program loads the libraries itself
+                "PYTHONPATH": str(Path(sys.prefix, "mooncake-npu", wheel)),
+                "ASCEND_CONNECT_TIMEOUT": str(TIMEOUT_MS),
+                "ASCEND_TRANSFER_TIMEOUT": str(TIMEOUT_MS),
+                "MC_TRANSFER_TIMEOUT": "3600",
+                **env,
+            },
+        )
+
+    def ask(self, *command: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(command), file=self.process.stdin, flush=True)
+        for line in self.process.stdout:
+            if line.startswith('["answer"'):
+                return json.loads(line)[1]
+        raise AssertionError(f"the process ended with {self.process.wait()}")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(params=WHEELS)
+def peer(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Peer]]:
+    monkeypatch.setenv("CANN_ON_HOST_LINKS", str(tmp_path))
+    started: list[Peer] = []
+
+    def start(**env: str) -> Peer:
+        started.append(Peer(request.param, env))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+
+
+def test_both_wheels_are_here() -> None:
+    assert WHEELS == ["0.3.11.post1", "0.3.13.post1"]
+
+
+@pytest.mark.parametrize("auto_connect", ["0", "1"])
+def test_a_batch_arrives_whole(peer: Callable[..., Peer], auto_connect: str) -> None:
+    decode, prefill = peer(CANN_ON_HOST_AUTO_CONNECT=auto_connect), peer(CANN_ON_HOST_AUTO_CONNECT=auto_connect)
+    code, session, address, _ = decode.ask("start")
+    assert (code, prefill.ask("start")[0]) == (0, 0)
+    prefill.ask("put", "KV of a layer")
+    assert prefill.ask("write", session, address + 4096, 13, 1)[0] == 1
+    assert prefill.ask("write", session, address, 4, 3)[0] == 1
+    assert decode.ask("get", 0, 12) == "KV of a laye"
+    assert decode.ask("get", 4096, 13) == "KV of a layer"
+    counters = prefill.ask("counters")
+    assert (counters["adxl_transfers"], counters["adxl_descriptors"], counters["adxl_bytes"]) == (2, 4, 25)
+
+
+def test_memory_that_is_not_registered_is_not_written(peer: Callable[..., Peer]) -> None:
+    decode, prefill = peer(), peer()
+    _, session, address, _ = decode.ask("start")
+    prefill.ask("start")
+    assert prefill.ask("write", session, address + (4 << 20), 8, 1)[0] == -1
+    assert prefill.ask("write", session, address + (4 << 20) - 8, 8, 2)[0] == -1
+    assert prefill.ask("write", session, address + (4 << 20) - 8, 8, 1)[0] == 1
+
+
+def test_registration_follows_the_rules_of_the_hardware(peer: Callable[..., Peer]) -> None:
+    engine = peer()
+    assert engine.ask("start")[0] == 0
+    assert engine.ask("register", 4 << 20, 2 << 20) == 0
+    assert engine.ask("register", (6 << 20) + 64, 4096) != 0, "not aligned"
+    assert engine.ask("register", 6 << 20, 64 << 20) != 0, "beyond the allocation"
+    assert engine.ask("register", 2 << 20, 4 << 20) != 0, "overlaps two regions"
+    assert engine.ask("register_many", 300) == 254, "two of 256 were there"
+
+
+def test_a_silent_peer_ends_a_batch_after_both_of_mooncakes_attempts(peer: Callable[..., Peer]) -> None:
+    decode, prefill = peer(), peer()
+    _, session, address, pid = decode.ask("start")
+    prefill.ask("start")
+    prefill.ask("put", "late")
+    with cann_on_host.link_fault(pid, "hang"):
+        code, seconds = prefill.ask("write", session, address, 4, 1)
+    assert code == -1
+    assert 2 * TIMEOUT_MS / 1000 <= seconds < 8
+    assert decode.ask("get", 0, 4) != "late"
+
+
+def test_a_slow_link_delays_and_a_refusing_one_fails_at_once(peer: Callable[..., Peer]) -> None:
+    decode, prefill = peer(), peer()
+    _, session, address, pid = decode.ask("start")
+    prefill.ask("start")
+    with cann_on_host.link_fault(pid, "slow 300"):
+        code, seconds = prefill.ask("write", session, address, 4, 1)
+    assert code == 1
+    assert seconds >= 0.3
+    with cann_on_host.link_fault(pid, "refuse"):
+        assert prefill.ask("write", session, address, 4, 1)[0] == -1
+
+
+def test_a_link_that_comes_back_is_used_again(peer: Callable[..., Peer]) -> None:
+    decode, prefill = peer(), peer()
+    _, session, address, pid = decode.ask("start")
+    prefill.ask("start")
+    assert prefill.ask("write", session, address, 4, 1)[0] == 1
+    with cann_on_host.link_fault(pid, "down"):
+        assert prefill.ask("write", session, address, 4, 1)[0] == -1
+    assert prefill.ask("write", session, address, 4, 1)[0] == 1
+
+
+def test_a_peer_that_has_ended_fails_a_batch(peer: Callable[..., Peer]) -> None:
+    decode, prefill = peer(), peer()
+    _, session, address, _ = decode.ask("start")
+    prefill.ask("start")
+    assert prefill.ask("write", session, address, 4, 1)[0] == 1
+    decode.end()
+    assert prefill.ask("write", session, address, 4, 1)[0] == -1
+
+
+def test_engines_of_different_kinds_do_not_connect(peer: Callable[..., Peer]) -> None:
+    decode, prefill = peer(CANN_ON_HOST_CLIENT_SERVER="0"), peer(CANN_ON_HOST_CLIENT_SERVER="1")
+    _, session, address, _ = decode.ask("start")
+    prefill.ask("start")
+    # 0.3.11 never asks what CANN can do, so its engines are of one kind.
+    expected = 1 if prefill.wheel == "0.3.11.post1" else -1
+    assert prefill.ask("write", session, address, 4, 1)[0] == expected
