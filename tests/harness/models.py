@@ -52,6 +52,9 @@ class ModelSpec:
     dtype: str = "float32"
     config: tuple[tuple[str, object], ...] = ()
     seed: int = 0
+    words: tuple[str, ...] = ()
+    """Tokens that the tokenizer has for whole words, behind all others: those that start and end reasoning, say."""
+    chat_template: str = CHAT_TEMPLATE
     eagle_of: "ModelSpec | None" = None
     """An EAGLE head that drafts for this model of one layer, of the same sizes."""
 
@@ -282,20 +285,22 @@ def _save_tokenizer(spec: ModelSpec, folder: Path) -> None:
 
     letters = string.ascii_lowercase
     singles = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pairs = [(a, b) for a in letters for b in letters][: spec.vocab_size - len(singles)]
+    pairs = [(a, b) for a in letters for b in letters][: spec.vocab_size - len(singles) - len(spec.words)]
     tokens = [*singles, *(a + b for a, b in pairs)]
-    if len(tokens) != spec.vocab_size:
-        raise ValueError(f"the tokenizer has {len(tokens)} tokens, the model {spec.vocab_size}")
+    if len(tokens) + len(spec.words) != spec.vocab_size:
+        raise ValueError(f"the tokenizer has {len(tokens) + len(spec.words)} tokens, the model {spec.vocab_size}")
 
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=SPECIAL_TOKENS[PAD],
         bos_token=SPECIAL_TOKENS[BOS],
         eos_token=SPECIAL_TOKENS[EOS],
         unk_token=SPECIAL_TOKENS[UNK],
         model_max_length=spec.max_positions,
-        chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(folder)
+        chat_template=spec.chat_template,
+    )
+    fast.add_tokens([*spec.words])
+    fast.save_pretrained(folder)
