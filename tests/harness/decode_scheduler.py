@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 import vllm_ascend_pd
 from harness.ports import reserve_port
 from harness.scheduling import remembered
+from vllm_ascend_pd import compat
 from vllm_ascend_pd.scheduler import build
 from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.step import WorkerReport
@@ -224,7 +225,7 @@ class DecodeScheduler:
             kv_connector_worker_meta=WorkerReport(
                 failed={self.expected[name].ticket_id: "it failed, for a test" for name in failed}
             ),
-            invalid_block_ids={block for name in failed for block in self.expected[name].blocks},
+            **self._lost(failed),
         )
         for name in ended:
             del self.expected[name]
@@ -241,6 +242,12 @@ class DecodeScheduler:
         drafts = self.vllm.num_spec_tokens
         if drafts and self._steps_under_way == 1:
             self.vllm.update_draft_token_ids(DraftTokenIds(names, [[7] * drafts for _ in names]))
+
+    def _lost(self, failed: set[str]) -> dict[str, Any]:
+        """How the connector tells vLLM of requests whose transfer has failed."""
+        if compat.HAS_TRANSFER_RESULTS and not compat.lost_blocks_say_all(self.vllm.kv_cache_config):
+            return {"failed_recving": failed}
+        return {"invalid_block_ids": {block for name in failed for block in self.expected[name].blocks}}
 
 
 def _grammars() -> Any:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures shared by the integration tests."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,3 +60,51 @@ def raw() -> Iterator[MakeSocket]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model's folder, for vLLM's configuration."""
     return make_model(TINY, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of an engine with a head that drafts."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from harness.decode_scheduler import BLOCK, MAX_MODEL_LEN
+    from harness.models import EAGLE, ONE_LAYER
+
+    folder = tmp_path_factory.mktemp("models")
+    head = {"method": "eagle", "model": str(make_model(EAGLE, folder)), "num_speculative_tokens": 3}
+    return EngineArgs(
+        model=str(make_model(ONE_LAYER, folder)),
+        dtype="float32",
+        block_size=BLOCK,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        speculative_config=head,
+    ).create_engine_config()
+
+
+@pytest.fixture(scope="session")
+def make_any(drafting: Any) -> Callable[..., Any]:
+    """Makes decode's scheduler, of vLLM's real one."""
+    from harness.decode_scheduler import DecodeScheduler, decode_config
+
+    def make(
+        blocks: int,
+        drafts: bool = False,
+        caching: bool = False,
+        failures: str = "fail",
+        order: str = "fcfs",
+        max_num_seqs: int = 16,
+        **of: Any,
+    ) -> Any:
+        config = copy.copy(drafting)
+        if not drafts:
+            config.speculative_config = None
+        config.cache_config = copy.copy(config.cache_config)
+        config.cache_config.enable_prefix_caching = caching
+        config.scheduler_config = copy.copy(config.scheduler_config)
+        config.scheduler_config.policy = order
+        config.scheduler_config.max_num_seqs = max_num_seqs
+        return DecodeScheduler(decode_config(config, failures), blocks, **of)
+
+    return make

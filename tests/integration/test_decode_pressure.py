@@ -2,65 +2,19 @@
 """Where decode's blocks run out every request ends all the same, with vLLM's own scheduler: none waits for ever for
 blocks of another one that waits."""
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 
-from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, DecodeScheduler, decode_config
-from harness.models import EAGLE, ONE_LAYER, make_model
+from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, DecodeScheduler
 from vllm_ascend_pd import compat
 from vllm_ascend_pd.config import ConfigError
-
-DRAFTS = 3
 
 MakeScheduler = Callable[..., DecodeScheduler]
 
 with_and_without_drafts = pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
 orders = pytest.mark.parametrize("order", ["fcfs", "priority"])
-
-
-@pytest.fixture(scope="session")
-def drafting(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    """Of an engine with a head that drafts."""
-    folder = tmp_path_factory.mktemp("models")
-    head = {"method": "eagle", "model": str(make_model(EAGLE, folder)), "num_speculative_tokens": DRAFTS}
-    return EngineArgs(
-        model=str(make_model(ONE_LAYER, folder)),
-        dtype="float32",
-        block_size=BLOCK,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=16,
-        max_num_batched_tokens=512,
-        speculative_config=head,
-    ).create_engine_config()
-
-
-@pytest.fixture(scope="session")
-def make_any(drafting: VllmConfig) -> MakeScheduler:
-    def make(
-        blocks: int,
-        drafts: bool = False,
-        caching: bool = False,
-        failures: str = "fail",
-        order: str = "fcfs",
-        max_num_seqs: int = 16,
-        **of: Any,
-    ) -> DecodeScheduler:
-        config = copy.copy(drafting)
-        if not drafts:
-            config.speculative_config = None
-        config.cache_config = copy.copy(config.cache_config)
-        config.cache_config.enable_prefix_caching = caching
-        config.scheduler_config = copy.copy(config.scheduler_config)
-        config.scheduler_config.policy = order
-        config.scheduler_config.max_num_seqs = max_num_seqs
-        return DecodeScheduler(decode_config(config, failures), blocks, **of)
-
-    return make
 
 
 @pytest.fixture

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many requests on decode's scheduler with few blocks, in any order, with whatever may become of them: in no step does
+nothing run while nothing is under way, and all requests end."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, DecodeScheduler
+
+STEPS = 3000
+MOST_EMPTY_STEPS = 4
+"""A preemption ends a step, and so may a request that has failed; with two steps under way each counts twice."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request. `at`: the step in which it comes; `grammar`, `transfer`: how many steps each takes, None: there is no
+    grammar; `ends`: what becomes of the transfer, or "local" if there is none."""
+
+    at: int
+    tokens: int
+    generates: int
+    grammar: int | None
+    transfer: int
+    ends: str
+    priority: int
+    lora: int
+    first: int
+
+
+def wanted(drawn: random.Random, policy: str) -> Wanted:
+    # The sizes at which one block more is needed come up often.
+    tokens = drawn.choice([BLOCK * drawn.randint(1, 7), BLOCK * drawn.randint(1, 7) + 1, drawn.randint(1, 120)])
+    ends = drawn.choice(["arrives"] * 6 + ["fails", "aborted", "local"])
+    return Wanted(
+        at=drawn.randint(0, 30),
+        tokens=tokens,
+        generates=drawn.randint(1, min(40, MAX_MODEL_LEN - tokens)),
+        grammar=drawn.choice([None, None, drawn.randint(0, 8)]),
+        transfer=drawn.randint(0, 12),
+        ends=ends,
+        priority=drawn.randint(0, 2) if policy == "priority" else 0,
+        lora=drawn.randint(0, 2),
+        first=drawn.choice([0, 0, drawn.randint(1, 10**6)]),
+    )
+
+
+def play(decode: DecodeScheduler, requests: list[Wanted]) -> None:
+    """Runs until all have ended."""
+    asked: dict[str, tuple[object, Wanted]] = {}
+    due: dict[str, int] = {}
+    empty = 0
+    for step in range(STEPS):
+        for number, want in enumerate(requests):
+            if want.at == step:
+                name = f"request-{number}"
+                of = {"priority": want.priority, "lora": want.lora, "first": want.first}
+                request = decode.add(
+                    name,
+                    want.tokens,
+                    want.generates,
+                    grammar=want.grammar is not None,
+                    remote=want.ends != "local",
+                    **of,
+                )
+                asked[name] = (request, want)
+        for request, want in asked.values():
+            if want.grammar is not None and step == want.at + want.grammar:
+                decode.ready(request)
+        for name in list(decode.expected):
+            want = asked[name][1]
+            if step >= due.setdefault(name, step + want.transfer):
+                if want.ends == "aborted":
+                    decode.abort(name)
+                if want.ends == "fails":
+                    decode.fails(name)
+                decode.arrives(name)
+        to_come = any(want.at >= step for want in requests)
+        compiling = any(want.grammar is not None and step < want.at + want.grammar for want in requests)
+        under_way = to_come or compiling or bool(decode.expected)
+        ran = decode.step()
+        empty = 0 if ran or under_way else empty + 1
+        if not decode.unfinished and not under_way:
+            break
+        assert empty <= MOST_EMPTY_STEPS, decode.state()
+    decode.settle()
+    assert not decode.unfinished, decode.state()
+
+
+@pytest.mark.parametrize("scheduler", [Scheduler, AsyncScheduler], ids=["", "async"])
+@pytest.mark.parametrize("order", ["fcfs", "priority"])
+@pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), windowed=st.booleans(), blocks=st.integers(0, 14), seqs=st.sampled_from([2, 4, 16]))
+def test_all_requests_end(
+    make_any: Callable[..., DecodeScheduler],
+    drafts: bool,
+    order: str,
+    scheduler: type[Scheduler],
+    seed: int,
+    windowed: bool,
+    blocks: int,
+    seqs: int,
+) -> None:
+    drawn = random.Random(seed)
+    decode = make_any(
+        blocks=(2 * LONGEST + 2 if windowed else LONGEST) + blocks,
+        drafts=drafts,
+        caching=drawn.random() < 0.5,
+        failures="fail" if windowed else drawn.choice(["fail", "recompute"]),
+        order=order,
+        max_num_seqs=seqs,
+        windowed=windowed,
+        max_loras=drawn.choice([None, 1, 2]),
+        scheduler_class=scheduler,
+        seed=seed,
+    )
+    play(decode, [wanted(drawn, order) for _ in range(drawn.randint(2, 14))])
+    decode.close()
