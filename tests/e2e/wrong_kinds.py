@@ -323,7 +323,6 @@ _PATHS = {
     "PUT of completions": ("PUT", COMPLETIONS),
     "DELETE of chats": ("DELETE", CHAT),
     "HEAD of models": ("HEAD", "/v1/models"),
-    "POST of models": ("POST", "/v1/models"),
     "an unknown path": ("POST", "/v1/unheard-of"),
     "a path below": ("POST", COMPLETIONS + "/more"),
     "a slash behind": ("POST", COMPLETIONS + "/"),

@@ -17,7 +17,6 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, WAITING_SUFFIX
@@ -161,7 +160,7 @@ def create_app(settings: ProxySettings) -> Starlette:
         middleware=[Middleware(CrossOrigin, settings, for_clients)],
         routes=[
             *(Route(each.value, forward(each.value, each), methods=["POST"]) for each in Endpoint),
-            *(_get(path, forward(path, None)) for path in DECODE_ALONE_GET),
+            *(Route(path, forward(path, None), methods=["GET"]) for path in DECODE_ALONE_GET),
             *(Route(path, forward(path, None), methods=["POST"]) for path in DECODE_ALONE_POST),
             *(Route(path, partial(_not_served, why), methods=["GET", "POST"]) for path, why in NOT_SERVED.items()),
             *([] if settings.metaserver_apart else for_decode),
@@ -178,13 +177,6 @@ def create_app(settings: ProxySettings) -> Starlette:
     if settings.metaserver_apart:
         app.state.metaserver = Starlette(routes=for_decode, exception_handlers={HTTPException: _http_error})
     return app
-
-
-def _get(path: str, endpoint: ASGIApp) -> Route:
-    """Without HEAD, which Starlette adds and engines do not serve."""
-    route = Route(path, endpoint, methods=["GET"])
-    route.methods = {"GET"}
-    return route
 
 
 async def _not_served(reason: str, _: Request) -> Response:
