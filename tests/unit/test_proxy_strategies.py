@@ -23,7 +23,7 @@ from vllm_ascend_pd.proxy.balance import (
     prefill_costs,
 )
 from vllm_ascend_pd.proxy.bodies import parse_client_request
-from vllm_ascend_pd.proxy.endpoints import Endpoint
+from vllm_ascend_pd.proxy.endpoints import SHAPES, Endpoint
 from vllm_ascend_pd.proxy.prompts import NO_PROMPT, Prompt, prompt_of, prompts_of
 
 COSTS = pytest.mark.parametrize("costs", [prefill_costs, decode_costs])
@@ -224,7 +224,8 @@ def test_prompts_share_what_they_begin_with() -> None:
 @given(st.sampled_from(Endpoint), st.binary(max_size=50))
 def test_any_body_that_is_accepted_has_a_size(endpoint: Endpoint, noise: bytes) -> None:
     for value in (noise.hex(), list(noise), [noise.hex(), ""], {"a": 1}, None, [], [[]], 7):
-        body = json.dumps({"prompt": value, "messages": value, "n": value}).encode()
+        required = dict.fromkeys(SHAPES[endpoint].required, value)
+        body = json.dumps({**required, "prompt": value, "messages": value, "n": value}).encode()
         request = parse_client_request(endpoint, body)
         assert prompts_of(request).tokens >= 0
         assert all(prompt_of(request, index).tokens > 0 for index in range(len(request.prompts)))
