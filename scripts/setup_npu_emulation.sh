@@ -66,7 +66,12 @@ vllm() {
 }
 
 vllm_ascend() {
-  pip --no-deps "torch-npu==$(pin torch-npu)" "torchvision==$(pin torchvision)" "vllm-ascend==$(pin vllm-ascend)"
+  pip --no-deps "torch-npu==$(pin torch-npu)" "torchvision==$(pin torchvision)"
+  # Some package indexes have the source distribution only. pip builds it without vllm-ascend's kernels, which need
+  # CANN's compiler and do not load on the emulated libraries. The build needs no torch, so it is not isolated: its
+  # requirements name torch 2.10. The chip decides the device type that vllm-ascend reports: A2.
+  SOC_VERSION=ascend910b1 COMPILE_CUSTOM_KERNELS=0 \
+    pip --no-deps --no-build-isolation "vllm-ascend==$(pin vllm-ascend)"
 }
 
 emulation() {
