@@ -25,6 +25,9 @@ _PRIVATE = (
     "fc00::/7",
 )
 
+# Hosts and networks that a log line names. A host with many virtual interfaces is in hundreds of networks.
+_NAMED = 32
+
 
 def is_host(text: str) -> bool:
     """Whether `text` is an address or a name: nothing that an address parser could take for more than that."""
@@ -70,7 +73,8 @@ class HostList:
 
     def __init__(self, entries: Sequence[str], hint: str) -> None:
         """`entries`: addresses, networks (`10.0.0.0/8`) and names. Raises ValueError naming one that is neither."""
-        self.admitted = ", ".join(entries)
+        left_out = len(entries) - _NAMED
+        self.admitted = ", ".join(entries[:_NAMED]) + (f" and {left_out} more" if left_out > 0 else "")
         """In words, for logs."""
         self._networks = []
         self._names = set()
