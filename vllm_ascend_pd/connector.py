@@ -368,7 +368,8 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         """The record of the model whose layers, the draft's left out, have `caches`."""
         described, modules = caches.description, self._vllm_config.compilation_config.static_forward_context
         names = {tensor.layer for tensor in described.tensors if not described.geometry_of(tensor).draft}
-        loaded = weights_of([modules[name] for name in sorted(names) if name in modules])
+        load_format = str(self._vllm_config.load_config.load_format)
+        loaded = weights_of([modules[name] for name in sorted(names) if name in modules], load_format)
         if (identity.pp_rank, identity.rank) == (0, 0):
             if loaded is not None and loaded.current.fingerprint:
                 logger.info("the model's weights are %s", loaded.current.fingerprint)
@@ -377,7 +378,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
                     "which weights this engine has is not known (%s): they are not compared with the other engines'",
                     "the plugin vllm_ascend_pd was not loaded: see VLLM_PLUGINS"
                     if loaded is None
-                    else f"load format {self._vllm_config.load_config.load_format} loads no tensors of a checkpoint",
+                    else f"load format {load_format} hands ranks no whole tensors of a checkpoint",
                 )
         return loaded
 

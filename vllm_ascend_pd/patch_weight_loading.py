@@ -27,6 +27,8 @@ from vllm_ascend_pd.worker.weights import LoadedWeights, NamedTensor
 _LOADER = "vllm.model_executor.model_loader.utils"
 _WORKERS = (("vllm.v1.worker.gpu_worker", "Worker"), ("vllm_ascend.worker.worker", "NPUWorker"))
 _UPDATES = ("update_weights", "reload_weights")
+_SPLITTING_FORMATS = ("bitsandbytes",)
+"""Load formats that cut tensors up for each tensor-parallel rank before `load_weights` is called."""
 
 # Written by the thread that builds models, which is the model's.
 _records: "WeakKeyDictionary[torch.nn.Module, LoadedWeights]" = WeakKeyDictionary()
@@ -41,13 +43,17 @@ def install() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-def weights_of(layers: Collection[torch.nn.Module]) -> LoadedWeights | None:
+def weights_of(layers: Collection[torch.nn.Module], load_format: str = "auto") -> LoadedWeights | None:
     """The record of the model that these attention layers belong to; None if there is none: the plugin was not loaded,
-    or vLLM has changed."""
+    or vLLM has changed. `load_format`: as in vLLM's `LoadConfig`."""
     containing = [model for model in _records if not {*map(id, layers)} - {*map(id, model.modules())}]
     # A model may consist of models, each with a record.
     whole = max(containing, key=lambda model: sum(1 for _ in model.modules()), default=None)
-    return None if whole is None or not layers else _records[whole]
+    if whole is None or not layers:
+        return None
+    if load_format in _SPLITTING_FORMATS:
+        _records[whole].stay_unknown()
+    return _records[whole]
 
 
 class _Finder(importlib.abc.MetaPathFinder):

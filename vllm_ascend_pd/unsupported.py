@@ -23,6 +23,12 @@ def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
             "--enable-sleep-mode is set: an engine that sleeps gives the memory of its KV cache away, which stays "
             "registered for transfers"
         )
+    cache = vllm_config.cache_config  # of vLLM 0.32 without the option
+    if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):
+        yield (
+            f"--calculate-kv-scales is set with --kv-cache-dtype {cache.cache_dtype}: each engine would compute scales "
+            "of its own from its first tokens, and read the other's KV with them. Use a checkpoint that has scales"
+        )
     if vllm_config.kv_transfer_config.is_kv_consumer:
         yield from _reasons_on_decode(vllm_config, additional)
 

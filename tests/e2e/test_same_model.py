@@ -13,7 +13,7 @@ import pytest
 from harness.client import Client, random_prompt
 from harness.clusters import Cluster, Proxy, one_to_one
 from harness.engines import PATIENT, Engine, EngineConfig, Role, stop_all, wait_ready
-from harness.models import TINY, make_model
+from harness.models import TINY, ModelSpec, make_model
 from harness.plain_http import PLAIN_HTTP
 from harness.pool import Reference
 
@@ -74,19 +74,22 @@ def test_prefill_of_other_weights_or_of_another_rope_is_refused_and_the_client_t
 def test_weights_updated_on_one_side_are_refused_until_the_other_has_them(
     cluster: Cluster, client: Client, reference: Reference, models: Path
 ) -> None:
-    def update(engine: Engine) -> None:
-        call = {"method": "reload_weights", "kwargs": {"weights_path": str(make_model(OTHER_SEED, models))}}
+    def update(engine: Engine, model: ModelSpec = OTHER_SEED) -> None:
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(make_model(model, models))}}
         httpx.post(f"{engine.url}/collective_rpc", json=call, timeout=120, **PLAIN_HTTP).raise_for_status()
 
-    prompt = random_prompt(300, "as loaded")
+    prompt = random_prompt(300, "which both keep in their prefix caches")
     assert client.complete(prompt).token_ids == reference.complete(prompt), "of equal weights at TP 2 and 1"
 
     update(cluster.decode[0])
     assert "prefill computed with weights" in refusal(cluster.url, client.model)
     update(cluster.prefill[0])
-    prompt = random_prompt(300, "updated")
     body = {"model": client.model, "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     both = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120, **PLAIN_HTTP).json()
     body["cache_salt"] = "decode computes all of it"
     alone = httpx.post(f"{cluster.decode[0].url}/v1/completions", json=body, timeout=120, **PLAIN_HTTP).json()
-    assert both["choices"][0]["text"] == alone["choices"][0]["text"]
+    assert both["choices"][0]["text"] == alone["choices"][0]["text"], "of the new weights alone"
+
+    update(cluster.decode[0], TINY)
+    update(cluster.prefill[0], TINY)
+    assert client.complete(prompt).token_ids == reference.complete(prompt), "with the caches of both still full"

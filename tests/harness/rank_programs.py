@@ -122,6 +122,11 @@ class _RankBase:
         """What the product has logged here as a warning or worse."""
         return list(self._warnings.messages)
 
+    def weight_updates(self) -> dict[str, int]:
+        """What the worker's report says of them."""
+        report = self.worker.take_report()
+        return report.weight_updates if report else {}
+
     def load_weights(self, seed: int) -> str:
         """Loads the weights of that seed, as a model does; returns their fingerprint."""
         torch.manual_seed(seed)

@@ -39,9 +39,10 @@ def prefill(
     chunk: int | None = None,
     hooks: Hooks = ONCE,
     cached_tokens: int = 0,
+    weight_updates: dict[str, int] | None = None,
 ) -> None:
     """As `run`, for tickets that were announced, or are. `cached_tokens`: what prefill's scheduler says that it had of
-    each prompt."""
+    each prompt; `weight_updates`: and of the ranks' weights."""
     by_id = {prompt.request_id: prompt for prompt in requests}
     cursor = {prompt.request_id: prompt.cached for prompt in requests}  # handed to the ranks
     computed = dict(cursor)
@@ -50,6 +51,7 @@ def prefill(
     announced: dict[str, Ticket] = tickets
     while any(cursor[p.request_id] < p.num_tokens for p in requests):
         step = ProducerStep(tickets=announced, cached_tokens=dict.fromkeys(announced, cached_tokens))
+        step.weight_updates = weight_updates or {}
         announced = {}
         for p in requests:
             start = cursor[p.request_id]
@@ -174,7 +176,7 @@ class Pair:
         """Tells decode's ranks about the tickets."""
         self._request_of |= {ticket.ticket_id: request_id for request_id, ticket in tickets.items()}
         expects = [
-            Expect(p.request_id, t.ticket_id, t.attempt, t.digest(), p.d_blocks)
+            Expect(p.request_id, t.ticket_id, t.attempt, t.digest(), p.d_blocks, p.cached)
             for p in requests
             for t in [tickets[p.request_id]]
         ]

@@ -172,3 +172,76 @@ def test_while_decode_loads_weights_prefill_asks_on() -> None:
     prefill(pair, requests, {})
     expect_delivery(pair, requests)
     assert pair.close() == []
+
+
+def test_a_prompt_that_was_cached_before_the_update_fails_until_the_scheduler_knows() -> None:
+    """Its cached part is KV of the old weights. Whoever asks again gets what the new ones compute."""
+    pair = make()
+    load(pair.p_ranks, 1)
+    load(pair.d_ranks, 2)
+    load(pair.p_ranks, 2)
+    updates = known_updates(pair.p_ranks)
+    requests = prompts(pair, [40])
+    prefill(pair, requests, pair.announce(requests), cached_tokens=16)
+    received, failed = pair.wait_arrivals(1)
+    assert received == set()
+    reason = "prefill's weights were updated, and a part of the prompt was cached before"
+    assert reason in failed["request-0"]
+    assert reason in pair.wait_sent(1)["request-0"]
+    prefill(pair, requests, pair.announce(requests), cached_tokens=16, weight_updates=updates)
+    expect_delivery(pair, requests)
+    assert pair.close() == []
+
+
+def test_a_prompt_of_which_nothing_is_cached_is_delivered_at_once_after_an_update(pair: Pair) -> None:
+    load(pair.p_ranks, 1)
+    load(pair.d_ranks, 1)
+    requests = prompts(pair, [40])
+    run(pair, requests)
+    expect_delivery(pair, requests)
+
+
+def test_each_update_is_reported_once(pair: Pair) -> None:
+    for ranks in (pair.p_ranks, pair.d_ranks):
+        assert known_updates(ranks) == {}, "as the engine was started"
+        load(ranks, 1)
+        first = known_updates(ranks)
+        assert len(first) == len(ranks)
+        assert known_updates(ranks) == {}
+        load(ranks, 2)
+        assert all(count > first[rank] for rank, count in known_updates(ranks).items())
+
+
+def test_a_prompt_that_decode_cached_before_its_update_fails_until_its_scheduler_knows() -> None:
+    pair = make()
+    load(pair.p_ranks, 1)
+    load(pair.d_ranks, 1)
+    requests = prompts(pair, [64], cached=32)
+    run(pair, requests)
+    received, failed = pair.wait_arrivals(1)
+    assert received == set()
+    assert "decode's weights were updated, and a part of the prompt was cached before" in failed["request-0"]
+    pair.wait_sent(1)
+    run(pair, prompts(pair, [64]))
+    assert pair.wait_arrivals(1)[0] == {"request-0"}
+    pair.wait_sent(1)
+    assert pair.close() == []
+
+
+def test_decodes_weights_updated_between_ticket_and_grant_fail_a_prompt_that_it_has_cached_in_part() -> None:
+    pair = make()
+    requests = prompts(pair, [64], cached=32)
+    tickets = pair.announce(requests)
+    load(pair.p_ranks, 1)
+    load(pair.d_ranks, 1)
+    prefill(pair, requests, tickets)
+    received, failed = pair.wait_arrivals(1)
+    assert received == set()
+    assert "decode's weights were updated, and a part of the prompt was cached before" in failed["request-0"]
+    pair.wait_sent(1)
+    assert pair.close() == []
+
+
+def known_updates(ranks: list[Any]) -> dict[str, int]:
+    """What the ranks report of their updates."""
+    return {rank: count for each in ranks for rank, count in each.call("weight_updates").items()}

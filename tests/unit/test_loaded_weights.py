@@ -291,3 +291,30 @@ def test_an_update_that_writes_to_parameters_directly_counts_and_one_that_was_se
     assert loaded.current.fingerprint == fingerprint(checkpoint(seed=1).items())
     update(Worker(), None)
     assert loaded.current.fingerprint not in (KNOWN, fingerprint(checkpoint(seed=1).items()))
+
+
+def test_a_load_format_that_splits_tensors_by_rank_leaves_the_weights_unknown() -> None:
+    """Its ranks would seem to have other weights on an engine of another tensor-parallel size."""
+    model = torch.nn.ModuleDict({"attention": torch.nn.Linear(2, 2)})
+    whole = _Loading(model)
+    record(whole)
+    whole.load_weights(checkpoint().items())
+    known = weights_of([model["attention"]])
+    assert known is not None
+    assert known.current.fingerprint
+    split = weights_of([model["attention"]], "bitsandbytes")
+    assert split is known
+    assert not known.current.fingerprint
+    version = known.current.version
+    whole.load_weights(checkpoint(1).items())
+    assert not known.current.fingerprint
+    assert known.current.version > version, "an update is noticed all the same"
+
+
+class _Loading(torch.nn.Module):
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def load_weights(self, weights: Iterable[NamedTensor]) -> None:
+        consume(weights)

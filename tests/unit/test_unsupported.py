@@ -53,6 +53,26 @@ def test_settings_of_vllm_ascend(role: str, additional: dict[str, Any], named: s
 
 
 @pytest.mark.parametrize("role", [CONSUMER, PRODUCER])
+@pytest.mark.parametrize(
+    ("dtype", "calculates", "refused"),
+    [
+        ("fp8_e4m3", True, True),
+        ("fp8", True, True),
+        ("fp8", False, False),
+        ("auto", True, False),
+        ("bfloat16", True, False),
+    ],
+)
+def test_scales_of_the_kv_cache_that_each_engine_calculates(
+    role: str, dtype: str, calculates: bool, refused: bool
+) -> None:
+    cache = SimpleNamespace(cache_dtype=dtype, calculate_kv_scales=calculates)
+    reason = unsupported(configured(role, cache_config=cache))
+    assert (reason is not None) == refused
+    assert reason is None or f"--calculate-kv-scales is set with --kv-cache-dtype {dtype}" in reason
+
+
+@pytest.mark.parametrize("role", [CONSUMER, PRODUCER])
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_engines_that_may_sleep(role: str, sleeps: bool) -> None:
     reason = unsupported(configured(role, model_config=SimpleNamespace(enable_sleep_mode=sleeps)))

@@ -28,7 +28,7 @@ class PushFailure(enum.Enum):
     DEVICE = "device"
     """The device did not compute or regroup a layer in time, or failed."""
     WEIGHTS = "weights"
-    """Prefill's weights were updated before the transfer had ended."""
+    """Prefill's weights were updated before the transfer had ended, or just before it began."""
     PREEMPTED = "preempted"
     """The request was preempted before its KV was sent."""
     ABORTED = "aborted"

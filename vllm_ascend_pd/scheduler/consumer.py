@@ -23,6 +23,7 @@ from vllm_ascend_pd.core.ticket import Ticket, wants_ticket, wants_token_ids
 from vllm_ascend_pd.scheduler.cached_tokens import count_own, count_prefills
 from vllm_ascend_pd.scheduler.idle import IdleWait
 from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
+from vllm_ascend_pd.scheduler.old_weights import OldWeights
 from vllm_ascend_pd.scheduler.prompts import Prompts, text_alone
 from vllm_ascend_pd.scheduler.who_computes import decode_computes
 from vllm_ascend_pd.step import ConsumerStep, Expect, WorkerReport
@@ -122,10 +123,12 @@ class ConsumerScheduler:
         self._retried = 0  # posts, as counted last
         self._posts: list[_Post] = []
         self._pool: BlockPool | None = None
+        self._old_weights = OldWeights()
 
     def bind(self, pool: "BlockPool") -> None:
         """`pool`: which all groups' blocks are from."""
         self._pool = pool
+        self._old_weights.bind(pool)
 
     def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int:
         """How many of the prompt's tokens prefill will deliver. Has no side effects."""
@@ -142,6 +145,7 @@ class ConsumerScheduler:
     def allocated(self, request: "Request", blocks: tuple[list[int], ...], num_external_tokens: int) -> None:
         """Issues the request's ticket. Called once more when decode starts, after `update` has heard how its transfer
         ended: then only what counts as cached is corrected."""
+        self._old_weights.begins(request)
         if issued := self._by_request.get(request.request_id):
             _correct_cached_tokens(request, issued)
             return
@@ -177,7 +181,9 @@ class ConsumerScheduler:
             for group, ids in zip(self._groups, blocks, strict=True)
         ]
         lost = [block for ids in held for block in ids if block != NULL_BLOCK]
-        self._step.expects.append(Expect(request.request_id, ticket.ticket_id, ticket.attempt, ticket.digest(), lost))
+        cached, digest = ticket.remote_cached_tokens, ticket.digest()
+        expect = Expect(request.request_id, ticket.ticket_id, ticket.attempt, digest, lost, cached)
+        self._step.expects.append(expect)
         url = params.get("metaserver")
         if not isinstance(url, str):
             reason = "kv_transfer_params has do_remote_prefill but no metaserver URL"
@@ -202,6 +208,7 @@ class ConsumerScheduler:
         step, self._step = self._step, ConsumerStep()
         step.wait_s = self._idle.next(computes, news=step != ConsumerStep())
         step.doorbell = self._idle.doorbell
+        step.weight_updates = self._old_weights.known_updates
         for post in self._posts:
             body = {**msgspec.to_builtins(post.ticket), "token_ids": post.token_ids}
             self._metaserver.post(post.ticket.ticket_id, post.url, body)
@@ -211,6 +218,7 @@ class ConsumerScheduler:
     def update(self, report: WorkerReport | None, finished_recving: set[str]) -> None:
         """Takes note of what the ranks reported."""
         if report is not None:
+            self._old_weights.reported(report.weight_updates)
             for ticket_id, (attempt, reason) in report.given_up.items():
                 issued = self._issued(ticket_id)
                 if issued is not None and (issued.given_up is None or issued.given_up[0] < attempt):

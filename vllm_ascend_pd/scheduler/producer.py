@@ -20,6 +20,7 @@ from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, pars
 from vllm_ascend_pd.scheduler import cached_tokens
 from vllm_ascend_pd.scheduler.admission import Admission
 from vllm_ascend_pd.scheduler.idle import IdleWait
+from vllm_ascend_pd.scheduler.old_weights import OldWeights
 from vllm_ascend_pd.scheduler.prompts import Prompts
 from vllm_ascend_pd.step import ProducerStep, Send, WorkerReport
 from vllm_ascend_pd.transfer_span import CACHED_TOKENS, DECODE_ENGINE, REQUEST_ID, TOKENS, TransferSpan
@@ -91,6 +92,7 @@ class ProducerScheduler:
         self._awaiting: dict[str, _Sending] = {}  # ended, and not reported by all ranks
         self._unnamed: set[str] = set()  # preempted, without vLLM's saying so
         self._pool: BlockPool | None = None
+        self._old_weights = OldWeights()
         self._step = ProducerStep()
         self._stats = stats.Stats()
 
@@ -101,6 +103,7 @@ class ProducerScheduler:
     def bind(self, pool: "BlockPool") -> None:
         """`pool`: which all groups' blocks are from."""
         self._pool = pool
+        self._old_weights.bind(pool)
 
     def arrived(self, request: "Request") -> None:
         """A request is new. Where decode's blocks of a window are longer than ours, its whole prompt is computed,
@@ -121,6 +124,7 @@ class ProducerScheduler:
 
     def allocated(self, request: "Request", blocks: tuple[list[int], ...]) -> None:
         """The request is about to run, for the first time or again after preemption."""
+        self._old_weights.begins(request)
         sending = self._sending.get(request.request_id)
         if sending is not None:
             sending.blocks = [list(ids) for ids in blocks]
@@ -158,6 +162,7 @@ class ProducerScheduler:
     def build_step(self, output: "SchedulerOutput") -> ProducerStep:
         step, self._step = self._step, ProducerStep()
         step.wait_s = self._idle.next(output.total_num_scheduled_tokens > 0, news=step != ProducerStep())
+        step.weight_updates = self._old_weights.known_updates
         step.preempted = self._preempted(output)
         for request_id in step.preempted:  # the ranks will not read on, be it for a failure
             self._let_go(self._sending.get(request_id) or self._awaiting[request_id])
@@ -195,6 +200,7 @@ class ProducerScheduler:
     def update(self, report: WorkerReport | None, finished_sending: set[str]) -> None:
         """Takes note of what the ranks reported."""
         if report is not None:
+            self._old_weights.reported(report.weight_updates)
             for request_id, reason in report.failed.items():
                 if request_id in self._sending:
                     self._errors.setdefault(request_id, reason)

@@ -44,7 +44,7 @@ from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.side_channel import Peer, Server
 from vllm_ascend_pd.worker.caches import RegisteredCaches
 from vllm_ascend_pd.worker.identity import Identity
-from vllm_ascend_pd.worker.weights import LoadedWeights
+from vllm_ascend_pd.worker.weights import LoadedWeights, WeightUpdates
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +59,10 @@ _WARN_EVERY_S = 60.0
 
 @dataclass
 class _Entry:
-    """`vacated`: the end of what was queued here when the ticket came; `weights_version`: of this engine's weights when
-    the attempt's first grant was given; `peers`: where each writer was heard last;
-    `revoked`: when it was last told to stop; `given_up`: the last attempt that was; `warn_at`: when to say again that
-    blocks are kept for a writer that does not answer."""
+    """`vacated`: the end of what was queued here when the ticket came; `weights_version`: of this engine's weights
+    when the attempt's first grant was given, or the ticket came if some of its prompt is cached; `peers`: where each
+    writer was heard last; `revoked`: when it was last told to stop; `given_up`: the last attempt that was; `warn_at`:
+    when to say again that blocks are kept for a writer that does not answer."""
 
     expect: Expect
     ticket: ConsumerTicket
@@ -109,6 +109,7 @@ class ConsumerWorker:
     ) -> None:
         self._identity = identity
         self._loaded = loaded or LoadedWeights()
+        self._updates = WeightUpdates(f"{identity.pp_rank}/{identity.rank}", self._loaded)
         self._config = config
         self._device = device
         self._caches = caches.description
@@ -147,7 +148,11 @@ class ConsumerWorker:
                     self._config.lease_s,
                 )
                 assert vacated is not None
-                self._entries[expect.ticket_id] = _Entry(expect, ticket, vacated)
+                version = None
+                if expect.cached_tokens:
+                    stale = self._updates.are_unknown_to(step.weight_updates)
+                    version = -1 if stale else self._loaded.current.version  # -1: refused when prefill asks
+                self._entries[expect.ticket_id] = _Entry(expect, ticket, vacated, version)
                 self._trace.mark(events.EXPECTED, expect.request_id, expect.ticket_id)
             for ticket_id in step.prefilled:
                 if entry := self._entries.get(ticket_id):
@@ -178,6 +183,7 @@ class ConsumerWorker:
     def take_report(self) -> WorkerReport | None:
         with self._changed:
             report, self._report = self._report, WorkerReport()
+            report.weight_updates = self._updates.take_news()
         return report or None
 
     def close(self, timeout_s: float) -> None:
@@ -225,9 +231,13 @@ class ConsumerWorker:
             entry.peers.clear()
             entry.revoked.clear()
             entry.warn_at = -math.inf
-            entry.weights_version = None
+            if not entry.expect.cached_tokens:
+                entry.weights_version = None
         if refused is not None:
             return refused
+        if entry.expect.cached_tokens and entry.weights_version != self._loaded.current.version:
+            ticket.fail("decode's weights were updated, and a part of the prompt was cached before")
+            return Refused(ticket.reason, retry=False)
         if (refused := self._other_weights(request)) is not None:
             return refused
         # vLLM gives the blocks of a request that has ended to the next one while a step that still computes for the

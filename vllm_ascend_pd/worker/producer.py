@@ -30,7 +30,7 @@ from vllm_ascend_pd.worker.running_time import RunningTime
 from vllm_ascend_pd.worker.sender import Barrier, Finish, LayerPush, Sender
 from vllm_ascend_pd.worker.shipment import Shipment
 from vllm_ascend_pd.worker.transfer import Transfer, Withdrawals
-from vllm_ascend_pd.worker.weights import LoadedWeights
+from vllm_ascend_pd.worker.weights import LoadedWeights, WeightUpdates
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class ProducerWorker:
     ) -> None:
         self._identity = identity
         self._loaded = loaded or LoadedWeights()
+        self._updates = WeightUpdates(f"{identity.pp_rank}/{identity.rank}", self._loaded)
         self._config = config
         self._device = device
         self._engine = engine
@@ -116,6 +117,11 @@ class ProducerWorker:
         if opened:
             self._peers.open(opened)
             self._ungranted = [*self._still_ungranted(), *opened]
+        if self._updates.are_unknown_to(step.weight_updates):
+            reason = "prefill's weights were updated, and a part of the prompt was cached before"
+            for transfer in opened:
+                if transfer.cached_tokens:
+                    self._lose(transfer, reason, PushFailure.WEIGHTS)
         for request_id, aborted in step.finished.items():
             self._release(request_id, aborted)
         for send in step.sends:
@@ -217,7 +223,7 @@ class ProducerWorker:
     def take_report(self) -> WorkerReport | None:
         with self._changed:
             failed, self._failed = self._failed, {}
-        return WorkerReport(failed=failed) if failed else None
+        return WorkerReport(failed=failed, weight_updates=self._updates.take_news()) or None
 
     def take_stats(self) -> stats.Data:
         return self._stats.take(self._gauges)

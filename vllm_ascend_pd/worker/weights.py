@@ -65,6 +65,7 @@ class LoadedWeights:
         self._digests: dict[str, int] = {}  # by the tensor's name in the checkpoint
         self._sum = 0  # of the digests
         self._unseen = 0  # updates whose tensors were not seen
+        self._comparable = True
         # Replaced by the model's thread as a whole. Any thread reads it, without a lock.
         self.current = NOTHING_KNOWN
 
@@ -85,6 +86,12 @@ class LoadedWeights:
         the same number of them count as equal."""
         self._unseen += 1
         self._publish(loading=False)
+
+    def stay_unknown(self) -> None:
+        """From now on there is no fingerprint: ranks are handed other tensors on an engine of another parallel size.
+        The version still rises with every change."""
+        self._comparable = False
+        self._publish(loading=self.current.loading)
 
     def _noted(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
         if isinstance(weights, list | tuple):  # which a model may read more than once
@@ -115,10 +122,35 @@ class LoadedWeights:
 
     def _publish(self, loading: bool) -> None:
         fingerprint = ""
-        if self._digests:
+        if self._digests and self._comparable:
             content = f"{self._sum} {len(self._digests)} {self._unseen}".encode()
             fingerprint = hashlib.blake2b(content, digest_size=_FINGERPRINT_CHARS // 2).hexdigest()
         self.current = Weights(self.current.version + 1, fingerprint, loading)
+
+
+class WeightUpdates:
+    """How often a rank's weights have changed since it started to serve, and what its scheduler has heard of it."""
+
+    def __init__(self, rank: str, loaded: LoadedWeights) -> None:
+        self._rank = rank
+        self._loaded = loaded
+        self._at_start = loaded.current.version
+        self._reported = 0
+
+    def take_news(self) -> dict[str, int]:
+        """Rank -> number of updates, once for each number."""
+        count = self._count()
+        if count == self._reported:
+            return {}
+        self._reported = count
+        return {self._rank: count}
+
+    def are_unknown_to(self, known: dict[str, int]) -> bool:
+        """Whether the scheduler made a step without knowing of the latest. `known`: as the step says."""
+        return known.get(self._rank, 0) != self._count()
+
+    def _count(self) -> int:
+        return self._loaded.current.version - self._at_start
 
 
 class _Nested(threading.local):
