@@ -282,6 +282,10 @@ def doctor(
     peer: Annotated[
         list[str] | None, typer.Option(help="Address of an NPU of another node, to ping; repeat for several.")
     ] = None,
+    decode_host: Annotated[
+        list[str] | None,
+        typer.Option(help="VLLM_HOST_IP of a decode engine that this prefill engine must serve; repeat for several."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Find what is wrong with this machine or, where URLs are given, with a running pair, and what to do about it.
@@ -294,7 +298,15 @@ def doctor(
 
     try:
         chosen = options(
-            proxy, prefill or (), decode or (), ca_file, kv_transfer_config, port, data_parallel_size, peer or ()
+            proxy,
+            prefill or (),
+            decode or (),
+            ca_file,
+            kv_transfer_config,
+            port,
+            data_parallel_size,
+            peer or (),
+            decode_host or (),
         )
     except UsageError as error:
         raise USAGE_ERROR(str(error)) from None

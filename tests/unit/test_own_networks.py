@@ -4,12 +4,14 @@
 import json
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from vllm_ascend_pd.core.hosts import decode_hosts
-from vllm_ascend_pd.doctor import engine_config
+from vllm_ascend_pd.doctor import command, engine_config
+from vllm_ascend_pd.doctor.finding import Level
 from vllm_ascend_pd.transport.own_networks import own_networks
 
 V6 = "ffff:ffff:ffff:ffff::"
@@ -66,3 +68,35 @@ def test_the_doctor_says_what_prefill_will_refuse(interfaces: None, caplog: pyte
     [found] = [finding.found for finding in findings if finding.check == "config.decode_hosts"]
     assert "198.51.96.0/20" in found
     assert found.endswith("are refused")
+
+
+@pytest.mark.parametrize(
+    ("host", "extra", "level"),
+    [
+        ("198.51.100.200", {}, Level.OK),
+        ("8.8.8.8", {}, Level.ERROR),
+        ("8.8.8.8", {"decode_allowlist": ["8.8.8.0/24"]}, Level.OK),
+        ("198.51.100.200", {"decode_allowlist": ["8.8.8.0/24"]}, Level.ERROR),
+    ],
+)
+def test_the_doctor_says_whether_prefill_serves_a_decode_host(
+    interfaces: None, host: str, extra: dict[str, Any], level: Level
+) -> None:
+    given = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
+    chosen = command.options(
+        None, (), (), None, json.dumps(given), None, 1, (), ("10.0.0.1", host) if not extra else (host,)
+    )
+    assert isinstance(chosen, command.Machine)
+    findings, _ = engine_config.judge(chosen.config, chosen.decode_hosts)
+    [finding] = [finding for finding in findings if finding.check == "config.decode_hosts"]
+    assert finding.level is level
+    assert finding.found.endswith(f", those for {host} too") is (level is Level.ERROR)
+
+
+@pytest.mark.parametrize(
+    ("role", "host"), [("kv_consumer", "10.0.0.1"), ("kv_producer", "10.0.0.1:80"), (None, "10.0.0.1")]
+)
+def test_decode_hosts_that_the_doctor_cannot_judge(role: str | None, host: str) -> None:
+    given = None if role is None else json.dumps({"kv_connector": "LayerwisePushConnector", "kv_role": role})
+    with pytest.raises(engine_config.UsageError, match="--decode-host"):
+        command.options(None, (), (), None, given, None, 1, (), (host,))

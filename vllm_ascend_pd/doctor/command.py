@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
+from vllm_ascend_pd.core.hosts import is_host
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.doctor import (
     engine_config,
@@ -38,12 +39,14 @@ MAX_PEERS = 64
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What is to run on this machine. `peers`: addresses of NPUs of other nodes."""
+    """What is to run on this machine. `peers`: addresses of NPUs of other nodes; `decode_hosts`: what a prefill engine
+    here must serve."""
 
     config: KvTransferConfig | None
     api_port: int | None
     data_parallel: int
     peers: tuple[str, ...]
+    decode_hosts: tuple[str, ...] = ()
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -62,6 +65,7 @@ def options(
     port: int | None,
     data_parallel: int,
     peers: Sequence[str],
+    decode_hosts: Sequence[str] = (),
 ) -> Machine | Pair:
     """What to look at: a pair where URLs are given, else this machine. Raises UsageError."""
     if proxy is None and not prefill and not decode:
@@ -74,11 +78,17 @@ def options(
             raise UsageError(
                 f"--data-parallel-size {data_parallel}: kv_port {first} leaves ports for {65536 - first} engines"
             )
-        return Machine(config, port, data_parallel, tuple(_address(peer) for peer in peers))
-    if kv_transfer_config is not None or port is not None or data_parallel != 1 or peers:
+        if len(decode_hosts) > MAX_PEERS:
+            raise UsageError(f"{len(decode_hosts)} hosts for --decode-host: at most {MAX_PEERS}")
+        if wrong := next((host for host in decode_hosts if not is_host(host)), None):
+            raise UsageError(f"--decode-host {one_line(wrong, 80)!r} is no host")
+        if decode_hosts and (config is None or config.kv_role != "kv_producer"):
+            raise UsageError("--decode-host is for a prefill engine's --kv-transfer-config: give that, too")
+        return Machine(config, port, data_parallel, tuple(_address(peer) for peer in peers), tuple(decode_hosts))
+    if kv_transfer_config is not None or port is not None or data_parallel != 1 or peers or decode_hosts:
         raise UsageError(
-            "--proxy, --prefill and --decode look at what runs; --kv-transfer-config, --port, --data-parallel-size and "
-            "--peer at this machine: give one kind"
+            "--proxy, --prefill and --decode look at what runs; --kv-transfer-config, --port, --data-parallel-size, "
+            "--peer and --decode-host at this machine: give one kind"
         )
     try:
         pair.api_key(os.environ)
@@ -121,7 +131,7 @@ async def _examine_machine(chosen: Machine, progress: Progress) -> list[Finding]
     async with progress.step("loading torch, Mooncake, vLLM and the compiled ops"):
         loaded, ran = await loading.load_all()
     findings += loading.judge(loaded, ran, on_npu)
-    configured, extra = engine_config.judge(chosen.config)
+    configured, extra = engine_config.judge(chosen.config, chosen.decode_hosts)
     built_with = loading.detail_of(loaded, "mooncake")
     findings += [*configured, mooncake.judge(extra.transfer_protocol, on_npu, built_with)]
     findings += [mooncake.check_cann(os.environ)] if on_npu else []

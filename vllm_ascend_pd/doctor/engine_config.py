@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from vllm_ascend_pd.config import ConfigError, ConnectorConfig, parse_config
 from vllm_ascend_pd.core.hosts import decode_hosts
-from vllm_ascend_pd.core.text import UNREADABLE
+from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.doctor.finding import Finding, error, note, ok, warning
 from vllm_ascend_pd.multi_connector import CONNECTOR, asked_before
 from vllm_ascend_pd.multi_connector import warning as order_warning
@@ -56,8 +57,10 @@ def read(text: str) -> KvTransferConfig:
     return msgspec.structs.replace(config, asked_before=before)
 
 
-def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConfig]:
-    """What is wrong with it, secret files included; and the connector's part, its defaults where it is wrong."""
+def judge(config: KvTransferConfig | None, wanted: Sequence[str] = ()) -> tuple[list[Finding], ConnectorConfig]:
+    """What is wrong with it, secret files included; and the connector's part, its defaults where it is wrong.
+
+    `wanted`: hosts of decode engines that a prefill engine must serve."""
     if config is None:
         unseen = "no --kv-transfer-config given: defaults are assumed, and its ports are not checked"
         return [note("config.connector", unseen)], ConnectorConfig()
@@ -74,9 +77,15 @@ def judge(config: KvTransferConfig | None) -> tuple[list[Finding], ConnectorConf
     findings = [ok("config.connector", f"{config.kv_role}, every key of kv_connector_extra_config is understood")]
     if config.kv_role == "kv_producer":
         admitted = decode_hosts(extra.decode_allowlist, "localhost", bool(extra.ticket_secret_file), own_networks())
-        findings.append(
-            ok("config.decode_hosts", f"decode engines at other hosts than {admitted.admitted} are refused")
-        )
+        said = f"decode engines at {admitted.admitted} are served; tickets for other hosts are refused"
+        refused = [host for host in wanted if admitted.refusal(host) is not None]
+        if refused:
+            action = "name them in decode_allowlist of prefill, or have tickets signed (ticket_secret_file)"
+            findings.append(
+                error("config.decode_hosts", f"{said}, those for {one_line(', '.join(refused), 400)} too", action)
+            )
+        else:
+            findings.append(ok("config.decode_hosts", said))
     if config.asked_before and config.kv_role == "kv_consumer":
         action = f"put {CONNECTOR} first in the MultiConnector's `connectors` on decode"
         findings.append(warning("config.order", order_warning(config.asked_before), action))
