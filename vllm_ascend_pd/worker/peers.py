@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 
 from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core.description import unsound
@@ -35,6 +34,7 @@ from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.side_channel import Client, SideChannelError
 from vllm_ascend_pd.worker.identity import Identity
 from vllm_ascend_pd.worker.peer import DecodeLayout
+from vllm_ascend_pd.worker.peer_state import Peer
 from vllm_ascend_pd.worker.running_time import RunningTime
 from vllm_ascend_pd.worker.sender import Sender
 from vllm_ascend_pd.worker.transfer import Transfer
@@ -45,40 +45,8 @@ logger = logging.getLogger(__name__)
 _DESCRIBE_PAUSE_S = 0.1
 # Asked at once at one address: half of the answers that a listener keeps unread (`DescriptionListener`).
 _DESCRIBED_AT_ONCE = 4
-# An engine nobody sent anything to for this long is forgotten; it is described again at next contact.
-_FORGET_AFTER_S = 600.0
-# How often it is looked which ones, and whose connections can rest.
+# How often it is looked which engines can be forgotten, and whose connections can rest.
 _TIDY_S = 1.0
-
-
-@dataclass
-class Peer:
-    """One decode engine. `layout` is None until it has answered; `gone`: why it will never answer again; `users`:
-    tickets of it that were acquired and not yet released."""
-
-    endpoint: str
-    engine_id: str
-    sender: Sender
-    layout: DecodeLayout | None = None
-    waiting: list[Transfer] = field(default_factory=list)  # for its description
-    describing: bool = False
-    describe_at: float = 0.0  # not before
-    gone: str | None = None
-    users: int = 0
-    used_at: float = 0.0
-    endpoints: set[str] = field(default_factory=set)  # connections opened for it
-
-    @property
-    def busy(self) -> bool:
-        """Something is expected from the engine."""
-        return self.users > 0 or self.describing
-
-    def is_over(self, now: float) -> bool:
-        """Whether what is known of the engine can be dropped. One that never described itself, or whose address
-        belongs to another engine by now, is dropped as soon as no transfer needs it."""
-        if self.busy:
-            return False
-        return self.layout is None or self.gone is not None or now - self.used_at > _FORGET_AFTER_S
 
 
 class Peers:
