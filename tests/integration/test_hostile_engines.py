@@ -15,7 +15,7 @@ from vllm_ascend_pd.core.protocol import Message, Problem, Revoke, Writer
 from vllm_ascend_pd.step import ProducerStep
 from vllm_ascend_pd.transport.side_channel import Peer, Server
 
-CONFIG = {"grant_timeout_s": 5.0, "control_timeout_s": 2.0, "transfer_timeout_s": 20.0}
+CONFIG = {"grant_timeout_s": 5.0, "control_timeout_s": 2.0, "queue_timeout_s": 20.0, "transfer_timeout_s": 20.0}
 
 
 @pytest.fixture

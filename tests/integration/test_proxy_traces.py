@@ -245,7 +245,8 @@ def test_a_stream_that_breaks_off(collector: Collector) -> None:
 
 def test_a_refused_request(collector: Collector) -> None:
     with running_cluster(otlp_traces_endpoint=collector.url) as cluster:
-        assert cluster.client.post("/v1/completions", content=b"the quick brown fox").status_code == 400
+        body = {"prompt": "the quick brown fox", "kv_transfer_params": {}}  # which is the proxy's own
+        assert cluster.client.post("/v1/completions", json=body).status_code == 400
         [request] = collector.wait(ended(ROUTE))
         assert request.attributes["http.response.status_code"] == 400
         assert not request.failed
