@@ -65,7 +65,7 @@ class Ours:
         ]
         watch = Stopwatch("pd-sender", "pd-control")
         with watch.model("plan"):
-            worker.start_step(ProducerStep(tickets, sends))
+            worker.start_step(ProducerStep(tickets, sends=sends))
         for i, layer in enumerate(self._layers):
             self.handed.count = 0
             with watch.model("save"):

@@ -95,7 +95,9 @@ class PushPair:
         first_s = compute_s if first_s is None else first_s
         tickets = self.pair.announce(requests)
         self.d.send("do", await_arrivals, len(requests))
-        step = ProducerStep(tickets, [Send(p.request_id, 0, p.num_tokens, (p.p_blocks,), last=True) for p in requests])
+        step = ProducerStep(
+            tickets, sends=[Send(p.request_id, 0, p.num_tokens, (p.p_blocks,), last=True) for p in requests]
+        )
         steps = self.pair.each(self.p_ranks, "do", prefill, step, first_s, compute_s, layerwise)
         begun, first, queued, computed = map(max, zip(*steps, strict=True))
         arrived, num_bytes, early = self.d.receive(PATIENCE_S)

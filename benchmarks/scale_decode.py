@@ -26,7 +26,7 @@ class DecodeEngine:
             self._worker = ConsumerWorker(
                 configs.identity(engine_id), parse_config({}), self._device, configs.engine(), configs.caches
             )
-        handshake = RankHandshake(encode_description(self._worker.description))
+        handshake = RankHandshake(encode_description(self._worker.description), {})
         self._connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
         self._requests: dict[str, tuple[Any, list[int]]] = {}
 
