@@ -104,7 +104,8 @@ COMPLETION: dict[str, dict[str, Any]] = {
     "one more than a block": {"prompt": ids("one more", 129)},
     "several steps' token ids": {"prompt": ids("several steps", 1200)},
     "as long as can be": {"prompt": ids("as long", MAX_MODEL_LEN - 8)},
-    "lists of token ids": {"prompt": [ids("list", 100), ids("list", 200), ids("list", 300)]},
+    # As many cached blocks each: a stream's usage counts those of whichever prompt vLLM answers first.
+    "lists of token ids": {"prompt": [ids("list", 140), ids("second list", 200), ids("third list", 250)]},
     "a list of prompts": {"prompt": [about("first of a list"), about("second of a list")]},
     "a list of one prompt": {"prompt": [about("only one of a list")]},
     "a list of prompts, two choices each": {"prompt": [about("x"), about("y")], "n": 2, "temperature": 1, "seed": 3},
