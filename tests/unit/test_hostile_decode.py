@@ -28,6 +28,7 @@ from vllm_ascend_pd.core.protocol import (
     encode,
 )
 from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.worker.peer import DecodeLayout
 
 replace = msgspec.structs.replace
@@ -58,6 +59,11 @@ ONE, TWO = engine(1), engine(2)
 LIES = {
     "unprintable-setting": (replace(ONE, settings={"rope_theta": "10000\n"}), "a setting"),
     "unprintable-setting-name": (replace(ONE, settings={"\x1b[2J": "10000"}), "a setting"),
+    "unprintable-transport": (with_ranks(ONE, replace(ONE.ranks[0], transport=TransportInfo("tcp\n"))), "a transport"),
+    "long-transport": (
+        with_ranks(ONE, replace(ONE.ranks[0], transport=TransportInfo("tcp", "1" * 513))),
+        "a transport",
+    ),
     "long-setting": (replace(ONE, settings={"rope_theta": "1" * 513}), "a setting"),
     "no-tp": (replace(ONE, tp=0), "says tp 0"),
     "negative-sizes": (replace(ONE, tp=-1, pp=-1), "says tp -1, pp -1"),

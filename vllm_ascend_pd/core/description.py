@@ -3,6 +3,8 @@
 
 from collections.abc import Iterator
 
+import msgspec
+
 from vllm_ascend_pd.core.hosts import HostList, host_of, normal_host
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
@@ -23,7 +25,8 @@ def unsound(description: EngineDescription, hosts: HostList) -> str | None:
     if not in_range or not len(ranks) == len(description.ranks) == tp * pp:
         return f"decode says tp {tp}, pp {pp} but does not describe each of these ranks once"
     if not all(map(is_name, _names(description))):
-        return "decode names an engine, a model, a setting or a layer in unprintable characters, or at great length"
+        named = "an engine, a model, a setting, a transport or a layer"
+        return f"decode names {named} in unprintable characters, or at great length"
     for rank in description.ranks:
         if (reason := _misplaced(rank, hosts) or _impossible(rank.caches, tp)) is not None:
             return f"decode's rank {(rank.pp_rank, rank.tp_rank)}: {reason}"
@@ -34,6 +37,7 @@ def _names(description: EngineDescription) -> Iterator[str]:
     yield from (description.engine_id, description.model)
     yield from (text for setting in description.settings.items() for text in setting)
     for rank in description.ranks:
+        yield from msgspec.structs.astuple(rank.transport)
         yield from (tensor.layer for tensor in rank.caches.tensors)
         for geometry in rank.caches.geometries:
             yield from (geometry.dtype, geometry.draft)

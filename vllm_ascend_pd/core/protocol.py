@@ -20,6 +20,7 @@ import msgspec
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.text import is_name, one_line
 from vllm_ascend_pd.core.topology import Sharding, sharding
+from vllm_ascend_pd.core.transports import TransportInfo
 
 PROTOCOL_VERSION = 1
 
@@ -73,13 +74,14 @@ class Writer(msgspec.Struct, frozen=True, array_like=True):
 
 class RankDescription(msgspec.Struct, frozen=True):
     """One decode rank. `control`: where it takes grant requests and reports (`tcp://host:port`);
-    `session`: its transfer engine (`host:port`)."""
+    `session`: its transfer engine (`host:port`); `transport`: how that engine moves bytes."""
 
     pp_rank: int
     tp_rank: int
     control: str
     session: str
     caches: RankCaches
+    transport: TransportInfo = TransportInfo()
 
 
 class Describe(msgspec.Struct, frozen=True, tag=True):

@@ -18,13 +18,14 @@ Facts and where they are from:
 from __future__ import annotations
 
 import ipaddress
-import mmap
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from vllm_ascend_pd.transport import mooncake_library
 
 HCCN_CONF = Path("/etc/hccn.conf")
 HCCN_TOOL = Path("/usr/local/Ascend/driver/tools/hccn_tool")
@@ -133,20 +134,11 @@ def check_entry(hccn_conf: str, device: int) -> Finding | None:
 
 def is_loaded(maps: str) -> bool:
     """Whether this process has loaded a Mooncake with the transport. `maps`: the text of /proc/self/maps."""
-    paths = {Path(fields[5]) for line in maps.splitlines() if len(fields := line.split(maxsplit=5)) == 6}
-    if any(path.name.startswith("ascend_transport") for path in paths):
-        return True
-    return _mention_a_transport(p for p in paths if "mooncake" in str(p).lower() or "transfer_engine" in p.name)
-
-
-def _mention_a_transport(libraries: Iterable[Path]) -> bool:
-    for path in libraries:
-        if not path.is_file() or not path.stat().st_size:
-            continue
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if any(content.find(name) >= 0 for name in _CLASSES):
-                return True
-    return False
+    files = mooncake_library.files_in(maps)
+    return any(
+        path.name.startswith("ascend_transport") or any(mooncake_library.mentions(path, name) for name in _CLASSES)
+        for path in files
+    )
 
 
 def _milliseconds(environment: Mapping[str, str], name: str, default_s: int) -> int:

@@ -18,8 +18,10 @@ import numpy as np
 
 from vllm_ascend_pd.core.hosts import authority, host_of, ip_version
 from vllm_ascend_pd.core.plan import Descriptors
-from vllm_ascend_pd.transport import ascend
+from vllm_ascend_pd.core.transports import TransportInfo
+from vllm_ascend_pd.transport import ascend, mooncake_library
 from vllm_ascend_pd.transport.batches import Batch, Batches, covered, merge_regions
+from vllm_ascend_pd.transport.hixl_engine import describe_transport
 from vllm_ascend_pd.transport.limits import SettingError, TransferLimits, export_settings
 from vllm_ascend_pd.transport.pace import Pace
 from vllm_ascend_pd.transport.peer_queue import PeerQueue
@@ -130,17 +132,20 @@ class TransferEngine:
             self._limits, self._capacity = export_settings(limits, protocol, host)
         except SettingError as error:
             raise TransferError(host, str(error), retryable=False) from None
-        # Only now: some of Mooncake's settings are read when its library is loaded.
-        from mooncake.engine import TransferEngine as MooncakeEngine
-
-        self._engine: Any = MooncakeEngine()
+        try:
+            # Only now: some of Mooncake's settings are read when its library is loaded.
+            self._engine: Any = mooncake_library.load()()
+            mooncake_library.check_protocol(protocol, ascend.is_loaded(Path("/proc/self/maps").read_text()))
+        except mooncake_library.LibraryError as error:
+            raise TransferError(host, str(error), retryable=False) from error
         self._over_tcp = protocol == "tcp"
         self._lock = threading.Lock()
         self._regions: list[tuple[int, int]] = []
         self._peers: dict[str, _Peer] = {}
         self._probes: dict[str, Future[int]] = {}
         self._closed = False
-        code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
+        with mooncake_library.forced_tcp(protocol):
+            code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
         if code != 0:
             reason = f"Mooncake did not start with protocol {protocol!r} (code {code})"
             if protocol == "ascend":
@@ -152,6 +157,12 @@ class TransferEngine:
         for finding in findings:
             logger.warning("%s", finding.message)
         self._session = authority(host, self._engine.get_rpc_port())
+        self._transport = describe_transport(protocol)
+
+    @property
+    def transport(self) -> TransportInfo:
+        """How this engine moves bytes, for peers to compare with theirs."""
+        return self._transport
 
     @property
     def session(self) -> str:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from vllm_ascend_pd.core.hosts import ip_version
 from vllm_ascend_pd.transport import ascend
+from vllm_ascend_pd.transport.mooncake_library import FORCE_TCP
 from vllm_ascend_pd.transport.peer_queue import most_descriptors
 
 KIB = 1024
@@ -146,6 +147,10 @@ def export_settings(limits: TransferLimits, protocol: str, host: str) -> tuple[T
     wins: returns the limits as that makes them, and how many descriptors Mooncake's queue to one peer takes. Raises
     SettingError for settings that cannot work."""
     settings = limits.environment()
+    if protocol != "tcp" and FORCE_TCP in os.environ:
+        raise SettingError(
+            f"{FORCE_TCP} is set, which turns {protocol!r} into TCP: unset it, or set transfer_protocol to tcp"
+        )
     version = ip_version(host)
     if version == 6:
         settings[_IPV6] = "1"

@@ -128,7 +128,7 @@ class ConsumerWorker:
         keys = load_keys(config.side_channel_key_file)
         self._server = Server(identity.host, 0, self._handle, self._tick, name="pd-grants", keys=keys)
         self.description = RankDescription(
-            identity.pp_rank, identity.tp_rank, self._server.endpoint, engine.session, self._caches
+            identity.pp_rank, identity.tp_rank, self._server.endpoint, engine.session, self._caches, engine.transport
         )
 
     # Called by vLLM, on the model's thread.

@@ -7,13 +7,18 @@ from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core.compatibility import different_settings, mismatch
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.protocol import EngineDescription
+from vllm_ascend_pd.core.transports import TransportInfo, cannot_write
 from vllm_ascend_pd.worker.identity import Identity
 
 logger = logging.getLogger(__name__)
 
 
 def misfit(
-    identity: Identity, config: ConnectorConfig, caches: RankCaches, description: EngineDescription
+    identity: Identity,
+    config: ConnectorConfig,
+    caches: RankCaches,
+    transport: TransportInfo,
+    description: EngineDescription,
 ) -> str | None:
     """Why this rank cannot send to the decode engine that described itself; None if it can. Logs what costs something
     and is allowed."""
@@ -34,6 +39,9 @@ def misfit(
     reason = mismatch(caches, identity.model, identity.rank, identity.sharding, whole, description)
     if reason is not None:
         return reason
+    for rank in description.ranks:
+        if (reason := cannot_write(transport, rank.transport)) is not None:
+            return reason
     different = different_settings(identity.settings, description.settings)
     if different is not None and config.allow_other_model:
         logger.warning(

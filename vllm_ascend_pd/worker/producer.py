@@ -81,7 +81,7 @@ class ProducerWorker:
             engine.limits.settle_s,
             self._running_time,
             make_sender=self._make_sender,
-            check=partial(misfit, identity, config, caches.description),
+            check=partial(misfit, identity, config, caches.description, engine.transport),
             destinations=self._planner.destinations,
             revoked=self._finish,
             told=self._on_told,

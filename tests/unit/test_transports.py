@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which transfer engines can write to each other, and how a process finds out what its own engine is."""
+
+import msgspec
+import pytest
+
+from vllm_ascend_pd.core.layout import RankCaches
+from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription, decode, encode
+from vllm_ascend_pd.core.transports import Connects, EngineKind, TransportInfo, cannot_write
+from vllm_ascend_pd.transport.hixl_engine import Offers, connects, kind
+from vllm_ascend_pd.transport.mooncake_library import remedy
+
+OLD = "mooncake-transfer-engine-npu 0.3.11.post1"
+NEW = "mooncake-transfer-engine-npu 0.3.13.post1"
+TCP = "mooncake-transfer-engine-non-cuda 0.3.13.post1"
+
+NOTHING = Offers(auto_connect=False, client_server=False, is_old=False, chip="Ascend910B1")
+ALL = Offers(auto_connect=True, client_server=True, is_old=False, chip="Ascend910B1")
+BEFORE_IT_ASKS = Offers(auto_connect=False, client_server=False, is_old=True, chip="Ascend910B1")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (TransportInfo("tcp", TCP), TransportInfo("tcp", NEW)),
+        (TransportInfo("ascend", NEW, "comm", "AutoConnect"), TransportInfo("ascend", OLD, "comm", "Connect")),
+        (TransportInfo("ascend", NEW, "", "Connect"), TransportInfo("ascend", OLD, "comm", "Connect")),
+        (TransportInfo("ascend", NEW, "client/server", "AutoConnect"), TransportInfo()),
+        (TransportInfo(), TransportInfo("tcp", TCP)),
+    ],
+)
+def test_engines_that_can_write(prefill: TransportInfo, decode: TransportInfo) -> None:
+    assert cannot_write(prefill, decode) is None
+    assert cannot_write(decode, prefill) is None
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "action"),
+    [
+        (TransportInfo("ascend", NEW, "comm"), TransportInfo("tcp", TCP), "transfer_protocol"),
+        (TransportInfo("rdma", TCP), TransportInfo("tcp", TCP), "transfer_protocol"),
+        (
+            TransportInfo("ascend", NEW, "client/server", "AutoConnect"),
+            TransportInfo("ascend", OLD, "comm", "Connect"),
+            "same Mooncake and CANN",
+        ),
+        (
+            TransportInfo("ascend", NEW, "client/server", "AutoConnect"),
+            TransportInfo("ascend", NEW, "a kind of later", "AutoConnect"),
+            "same Mooncake and CANN",
+        ),
+    ],
+)
+def test_engines_that_cannot_write_are_both_named(prefill: TransportInfo, decode: TransportInfo, action: str) -> None:
+    reason = cannot_write(prefill, decode)
+    assert reason is not None
+    assert f"prefill transfers by {prefill}" in reason
+    assert f"decode by {decode}" in reason
+    assert action in reason
+
+
+def test_how_an_engine_is_named() -> None:
+    named = "ascend with HIXL's client/server engine (mooncake-transfer-engine-npu 0.3.13.post1, AutoConnect)"
+    assert str(TransportInfo("ascend", NEW, EngineKind.CLIENT_SERVER, Connects.AUTO)) == named
+    assert str(TransportInfo("tcp", TCP)) == "tcp (mooncake-transfer-engine-non-cuda 0.3.13.post1)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "offers", "expected"),
+    [
+        ({}, ALL, EngineKind.CLIENT_SERVER),
+        ({}, NOTHING, EngineKind.COMM),
+        ({}, BEFORE_IT_ASKS, EngineKind.COMM),
+        ({"ASCEND_LOCAL_COMM_RES": '{"version": "1.3"}'}, BEFORE_IT_ASKS, EngineKind.CLIENT_SERVER),
+        ({"ASCEND_LOCAL_COMM_RES": '{"version": "1.2"}'}, ALL, EngineKind.COMM),
+        ({"ASCEND_LOCAL_COMM_RES": ""}, ALL, EngineKind.COMM),
+        ({"ASCEND_LOCAL_COMM_RES": "{"}, ALL, EngineKind.UNKNOWN),
+        ({"ASCEND_LOCAL_COMM_RES": "[]"}, ALL, EngineKind.COMM),
+        ({"ASCEND_GLOBAL_RESOURCE_CONFIG": '{"fabric_memory": {}}'}, ALL, EngineKind.FABRIC_MEMORY),
+        ({"ASCEND_GLOBAL_RESOURCE_CONFIG": '{"fabric_memory.size": 1}'}, ALL, EngineKind.FABRIC_MEMORY),
+        ({"ASCEND_GLOBAL_RESOURCE_CONFIG": '{"store": {"fabric_memory": {}}}'}, ALL, EngineKind.CLIENT_SERVER),
+        ({"ASCEND_GLOBAL_RESOURCE_CONFIG": '{"fabric_memory": {}}'}, BEFORE_IT_ASKS, EngineKind.UNKNOWN),
+        ({"ASCEND_ENABLE_USE_FABRIC_MEM": "1"}, BEFORE_IT_ASKS, EngineKind.UNKNOWN),
+        ({"ASCEND_ENABLE_USE_FABRIC_MEM": "1"}, ALL, EngineKind.CLIENT_SERVER),
+        ({"ASCEND_GLOBAL_RESOURCE_CONFIG": '{"local_comm_res_path": "/f"}'}, NOTHING, EngineKind.UNKNOWN),
+        ({"ASCEND_GLOBAL_RESOURCE_CONFIG": '{"local_comm_res_path": "/f"}'}, ALL, EngineKind.CLIENT_SERVER),
+        (
+            {"ASCEND_GLOBAL_RESOURCE_CONFIG": '{"comm_resource_config.protocol_desc": ["roce:device"]}'},
+            NOTHING,
+            EngineKind.CLIENT_SERVER,
+        ),
+        ({}, Offers(False, False, True, "Ascend950PR_9579"), EngineKind.CLIENT_SERVER),
+    ],
+)
+def test_which_engine_starts(settings: dict[str, str], offers: Offers, expected: EngineKind) -> None:
+    assert kind(settings, offers) == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "offers", "expected"),
+    [
+        (None, ALL, Connects.AUTO),
+        (None, NOTHING, Connects.BEFORE),
+        (None, BEFORE_IT_ASKS, Connects.BEFORE),
+        ("0", ALL, Connects.BEFORE),
+        ("1", BEFORE_IT_ASKS, Connects.AUTO),
+        ("yes", ALL, Connects.BEFORE),
+        ("", ALL, Connects.BEFORE),
+    ],
+)
+def test_when_it_connects(setting: str | None, offers: Offers, expected: Connects) -> None:
+    assert connects({} if setting is None else {"ASCEND_AUTO_CONNECT": setting}, offers) == expected
+
+
+class _OldRank(msgspec.Struct, frozen=True):
+    """A rank's description as it was before it named its transport."""
+
+    pp_rank: int
+    tp_rank: int
+    control: str
+    session: str
+    caches: RankCaches
+
+
+def test_ranks_that_do_not_name_their_transport_are_understood_and_understand() -> None:
+    rank = _OldRank(0, 0, "tcp://10.0.0.1:5555", "10.0.0.1:7777", RankCaches((), ()))
+    described = EngineDescription("decode-0", "llama", 1, 1, (rank,))  # type: ignore[arg-type]
+    _, message = decode(encode(1, described))
+    assert isinstance(message, EngineDescription)
+    assert message.ranks[0].transport == TransportInfo()
+    ours = RankDescription(0, 0, rank.control, rank.session, rank.caches, TransportInfo("tcp", TCP))
+    assert msgspec.convert(msgspec.to_builtins(ours), _OldRank) == rank
+
+
+@pytest.mark.parametrize(
+    ("error", "action"),
+    [
+        ("libascendcl.so: cannot open shared object file: No such file or directory", "set_env.sh"),
+        ("libllm_datadist.so: cannot open shared object file: No such file or directory", "set_env.sh"),
+        ("libcurl.so.4: cannot open shared object file: No such file or directory", "apt-get install libcurl4"),
+        ("libibverbs.so.1: cannot open shared object file: No such file or directory", "libibverbs1"),
+        ("libnuma.so.1: cannot open shared object file: No such file or directory", "libnuma1"),
+        ("libother.so.1: cannot open shared object file: No such file or directory", "libother.so.1"),
+        ("/x/ascend_transport.so: undefined symbol: aclrtMemSetAccess", "docs/versions.md"),
+        ("/lib/libc.so.6: version `GLIBC_2.35' not found (required by /x/engine.so)", "glibc 2.35"),
+        ("No module named 'mooncake'", "requirements/cpu.txt"),
+        ("something else", "requirements/"),
+    ],
+)
+def test_what_to_do_about_a_mooncake_that_cannot_be_loaded(error: str, action: str) -> None:
+    assert action in remedy(error)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a rank's Mooncake engine moves bytes, and which engines can write to each other.
+
+Facts and where they are from:
+
+- Mooncake, multi_transport.cpp (`selectTransport`): a writer needs the transport that the peer's segment names, so both
+  sides use one protocol. transfer_metadata.cpp and common.h: 0.3.11 and 0.3.13 read each other's segments, and the
+  newer one writes over TCP as the older one reads.
+- CANN's HIXL, src/hixl/engine/engine_factory.cc: an engine is one of several kinds. Each kind has messages of its own,
+  so engines of different kinds do not connect.
+- HIXL, hixl_engine.cc and adxl_inner_engine.cc: AutoConnect is the writer's own affair. It decides when the writer
+  connects, and the peer accepts either.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class EngineKind(enum.StrEnum):
+    """HIXL's engines. The values travel between prefill and decode."""
+
+    CLIENT_SERVER = "client/server"
+    COMM = "comm"
+    FABRIC_MEMORY = "fabric memory"
+    UNKNOWN = ""
+
+
+class Connects(enum.StrEnum):
+    """When an engine connects to a peer. The values travel between prefill and decode."""
+
+    AUTO = "AutoConnect"
+    BEFORE = "Connect"
+    UNKNOWN = ""
+
+
+class TransportInfo(msgspec.Struct, frozen=True):
+    """How one rank's engine moves bytes. An empty field: the rank does not say.
+
+    The fields are plain text, so that a later version may send values that this one does not know.
+    """
+
+    protocol: str = ""
+    """`transfer_protocol`: tcp, rdma or ascend."""
+    wheel: str = ""
+    """Mooncake's distribution and its version."""
+    engine: str = ""
+    """With `ascend`, an `EngineKind`."""
+    connects: str = ""
+    """With `ascend`, a `Connects`."""
+
+    def __str__(self) -> str:
+        kind = f" with HIXL's {self.engine} engine" if self.engine else ""
+        details = ", ".join(filter(None, (self.wheel, self.connects)))
+        return f"{self.protocol or 'an unknown protocol'}{kind}" + (f" ({details})" if details else "")
+
+
+def cannot_write(prefill: TransportInfo, decode: TransportInfo) -> str | None:
+    """Why prefill's engine cannot write to decode's, with both named. None if it can, or if a side does not say."""
+    both = f"prefill transfers by {prefill}, decode by {decode}"
+    if _differ(prefill.protocol, decode.protocol):
+        return f"{both}: set transfer_protocol to the same on both sides"
+    if _differ(prefill.engine, decode.engine):
+        return f"{both}: engines of different kinds do not connect; install the same Mooncake and CANN on both sides"
+    return None
+
+
+def _differ(one: str, other: str) -> bool:
+    return bool(one and other and one != other)
