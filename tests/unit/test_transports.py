@@ -8,6 +8,7 @@ from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription, decode, encode
 from vllm_ascend_pd.core.transports import Connects, EngineKind, TransportInfo, cannot_write
 from vllm_ascend_pd.transport.hixl_engine import Offers, connects, kind
+from vllm_ascend_pd.transport.limits import SettingError, TransferLimits, export_settings
 from vllm_ascend_pd.transport.mooncake_library import remedy
 
 OLD = "mooncake-transfer-engine-npu 0.3.11.post1"
@@ -149,3 +150,12 @@ def test_ranks_that_do_not_name_their_transport_are_understood_and_understand() 
 )
 def test_what_to_do_about_a_mooncake_that_cannot_be_loaded(error: str, action: str) -> None:
     assert action in remedy(error)
+
+
+@pytest.mark.parametrize("protocol", ["ascend", "rdma"])
+def test_a_protocol_that_the_environment_turns_into_tcp_is_refused(
+    protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MC_FORCE_TCP", "")  # Mooncake asks whether it is there, and not for its value
+    with pytest.raises(SettingError, match=f"MC_FORCE_TCP is set, which turns '{protocol}' into TCP"):
+        export_settings(TransferLimits(), protocol, "127.0.0.1")

@@ -16,6 +16,7 @@ import contextlib
 import mmap
 import os
 import re
+import sys
 from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
@@ -72,16 +73,14 @@ def remedy(error: str) -> str:
 
 
 def installed() -> str:
-    """The name and version of the distribution that the loaded `mooncake` came with; "" if it is not known.
+    """The name and version of the distribution that the loaded `mooncake.engine` came with; "" if it is not known.
 
-    Several that overwrite each other are all named.
+    Several in one folder, which overwrite each other, are all named.
     """
-    import mooncake
-
-    folders = {str(Path(path).parent) for path in mooncake.__path__}
+    folder = Path(sys.modules["mooncake.engine"].__file__ or "").parent.parent
     found = {
         f"{dist.name} {dist.version}"
-        for dist in distributions(path=sorted(folders))
+        for dist in distributions(path=[str(folder)])
         if (dist.name or "").lower().replace("_", "-").startswith(_DISTRIBUTION)
     }
     return " and ".join(sorted(found))

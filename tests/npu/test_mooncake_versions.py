@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake's wheels for NPUs under this package's engine: which of them can write to each other, and what they refuse.
+
+Every claim of `core/transports.py` is compared with what the wheels do, on the emulated CANN libraries.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm_ascend_pd.core.transports import TransportInfo, cannot_write
+
+pytestmark = [pytest.mark.npu, pytest.mark.emulated]
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("transfer_peer.py")
+WHEELS = Path(sys.prefix, "mooncake-npu")
+OLD, NEW = "0.3.11.post1", "0.3.13.post1"
+BOTH = pytest.mark.parametrize("wheel", [OLD, NEW])
+
+
+class Peer:
+    """A process with an engine of `wheel`; None is the environment's own Mooncake, for TCP alone."""
+
+    def __init__(self, wheel: str | None, **settings: str) -> None:
+        folder = [] if wheel is None else [str(wheel if Path(wheel).is_absolute() else WHEELS / wheel)]
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*folder, str(ROOT)]), **settings},
+        )
+
+    def ask(self, *command: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(command), file=self.process.stdin, flush=True)
+        for line in self.process.stdout:
+            if line.startswith('["answer"'):
+                return json.loads(line)[1]
+        raise AssertionError(f"the process ended with {self.process.wait()}")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def peer() -> Iterator[Callable[..., Peer]]:
+    started: list[Peer] = []
+
+    def start(wheel: str | None, **settings: str) -> Peer:
+        started.append(Peer(wheel, **settings))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+
+
+KINDS: dict[str, tuple[str, dict[str, str], tuple[str, str, str]]] = {
+    "HIXL's newer engine": (NEW, {}, ("ascend", "client/server", "AutoConnect")),
+    "its older one": (NEW, {"CANN_ON_HOST_CLIENT_SERVER": "0"}, ("ascend", "comm", "AutoConnect")),
+    "an older Mooncake": (OLD, {}, ("ascend", "comm", "Connect")),
+    "told to be newer": (OLD, {"ASCEND_LOCAL_COMM_RES": '{"version":"1.3"}'}, ("ascend", "client/server", "Connect")),
+    "TCP": (NEW, {}, ("tcp", "", "")),
+}
+
+
+def test_engines_know_what_they_are_and_write_where_they_say_they_can(peer: Callable[..., Peer]) -> None:
+    peers = {name: peer(wheel, **settings) for name, (wheel, settings, _) in KINDS.items()}
+    started = {name: peers[name].ask("start", protocol) for name, (_, _, (protocol, *_)) in KINDS.items()}
+    transports = {}
+    for name, (wheel, _, (protocol, *rest)) in KINDS.items():
+        transports[name] = msgspec.convert(started[name]["transport"], TransportInfo)
+        assert transports[name] == TransportInfo(protocol, f"mooncake-transfer-engine-npu {wheel}", *rest), name
+    for prefill, decode in itertools.permutations(KINDS, 2):
+        text = f"{prefill} to {decode}"
+        peers[prefill].ask("put", text)
+        answer = peers[prefill].ask("write", started[decode]["session"], started[decode]["address"], len(text))
+        assert (answer is None) == (cannot_write(transports[prefill], transports[decode]) is None), (text, answer)
+        assert (peers[decode].ask("get", len(text)) == text) == (answer is None), text
+
+
+def test_tcp_means_tcp_with_the_wheel_for_npus(peer: Callable[..., Peer]) -> None:
+    decode, prefill = peer(None), peer(NEW)
+    there, here = decode.ask("start", "tcp"), prefill.ask("start", "tcp")
+    assert here["transport"]["wheel"] == f"mooncake-transfer-engine-npu {NEW}"
+    assert there["transport"]["wheel"].startswith("mooncake-transfer-engine-non-cuda ")
+    assert (here["transport"]["protocol"], here["transport"]["engine"]) == ("tcp", "")
+    prefill.ask("put", "over TCP")
+    assert prefill.ask("write", there["session"], there["address"], 8) is None
+    assert decode.ask("get", 8) == "over TCP"
+    decode.ask("put", "and back")
+    assert decode.ask("write", here["session"], here["address"], 8) is None
+    assert prefill.ask("get", 8) == "and back"
+    assert prefill.ask("adxl_transfers") == 0
+    assert prefill.ask("setting", "MC_FORCE_TCP") is None, "an engine that starts later has a protocol of its own"
+
+
+def test_a_wheel_without_tcp_refuses_tcp(peer: Callable[..., Peer]) -> None:
+    reason = peer(OLD).ask("start", "tcp")["error"]
+    assert f"mooncake-transfer-engine-npu {OLD} moves bytes by 'ascend' alone" in reason
+    assert "0.3.13.post1" in reason
+
+
+@BOTH
+def test_a_wheel_for_npus_refuses_rdma(peer: Callable[..., Peer], wheel: str) -> None:
+    assert "has no 'rdma'" in peer(wheel).ask("start", "rdma")["error"]
+
+
+@BOTH
+def test_without_cann_the_error_says_so(peer: Callable[..., Peer], wheel: str) -> None:
+    reason = peer(wheel, CANN_ON_HOST="").ask("start", "tcp")["error"]
+    assert "Mooncake cannot be loaded (libascendcl.so: cannot open shared object file" in reason
+    assert "set_env.sh" in reason
+
+
+@BOTH
+@pytest.mark.parametrize("library", ["libcurl.so.4", "libibverbs.so.1", "libnuma.so.1"])
+def test_a_missing_system_library_is_named_with_its_package(
+    peer: Callable[..., Peer], wheel: str, library: str, tmp_path: Path
+) -> None:
+    """The wheel as it is, but for the name of the one library that its transfer engine is linked against."""
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    gone = library[:-1] + "9"
+    for path in (WHEELS / wheel / "mooncake").iterdir():
+        content = path.read_bytes() if path.suffix == ".so" else b""
+        if library.encode() in content:
+            (package / path.name).write_bytes(content.replace(library.encode() + b"\0", gone.encode() + b"\0"))
+        else:
+            (package / path.name).symlink_to(path)
+    reason = peer(str(tmp_path)).ask("start", "tcp")["error"]
+    assert f"{gone}: cannot open shared object file" in reason
+    assert f"apt-get install {library.partition('.')[0]}{library[-1]}" in reason
