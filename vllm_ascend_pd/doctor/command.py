@@ -15,6 +15,7 @@ import msgspec
 from vllm_ascend_pd.core.hosts import is_host
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.doctor import (
+    driver,
     engine_config,
     hccn,
     limits,
@@ -138,6 +139,8 @@ async def _examine_machine(chosen: Machine, progress: Progress) -> list[Finding]
     async with progress.step("asking npu-smi"):
         seen, chips = npus.judge(await npus.look(), on_npu, os.environ.get("ASCEND_RT_VISIBLE_DEVICES"))
     findings += seen
+    if chips:
+        findings += driver.judge(driver.installed())
     devices = [chip.device for chip in chips]
     if devices or chosen.peers:
         async with progress.step("asking hccn_tool"):
