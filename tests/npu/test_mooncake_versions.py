@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from vllm_ascend_pd.core.transports import TransportInfo, cannot_write
+from vllm_ascend_pd.doctor.finding import Level, Report
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -143,3 +144,22 @@ def test_a_missing_system_library_is_named_with_its_package(
     reason = peer(str(tmp_path)).ask("start", "tcp")["error"]
     assert f"{gone}: cannot open shared object file" in reason
     assert f"apt-get install {library.partition('.')[0]}{library[-1]}" in reason
+
+
+@pytest.mark.parametrize(("wheel", "engine", "loopback"), [(NEW, "client/server", Level.OK), (OLD, "comm", Level.NOTE)])
+def test_doctor_names_the_engine_and_finds_nothing_wrong_with_the_wheel(
+    wheel: str, engine: str, loopback: Level
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "vllm_ascend_pd.cli", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(WHEELS / wheel), str(ROOT)])},
+    )
+    findings = {each.check: each for each in msgspec.json.decode(ran.stdout, type=Report).findings}
+    assert findings["loading.mooncake"].level is Level.OK
+    assert findings["mooncake.protocol"].level is Level.OK
+    assert findings["mooncake.engine"].figures["engine"] == engine
+    assert findings["mooncake.engine"].level in (Level.OK, Level.NOTE), "there is no driver here"
+    assert findings["transfer.loopback"].level is loopback, findings["transfer.loopback"].found

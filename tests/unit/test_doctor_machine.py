@@ -16,11 +16,14 @@ import psutil
 import pytest
 
 from harness.waiting import wait_until
-from vllm_ascend_pd.doctor import engine_config, limits, loading, loopback, mooncake, ports
+from vllm_ascend_pd.core.transports import TransportInfo
+from vllm_ascend_pd.doctor import engine_config, limits, loading, loopback, mooncake, mooncake_engine, ports
 from vllm_ascend_pd.doctor.command import Machine, judge_data_parallel, options
+from vllm_ascend_pd.doctor.driver import Driver
 from vllm_ascend_pd.doctor.engine_config import UsageError
 from vllm_ascend_pd.doctor.finding import Finding, Level, Target, error, make_report, note, ok, warning
 from vllm_ascend_pd.doctor.loopback_process import Checked, Sent, compare
+from vllm_ascend_pd.doctor.mooncake_engine import Installed
 from vllm_ascend_pd.doctor.pair import api_key
 from vllm_ascend_pd.doctor.probe import Loaded
 from vllm_ascend_pd.doctor.tools import MAX_OUTPUT_BYTES, Ran, run_tool
@@ -179,22 +182,69 @@ def test_ports_are_tried() -> None:
     assert ports.try_port(port._replace(host="no address")) is not None
 
 
+FOR_TCP = Installed(None, tcp=True)
+FOR_ASCEND = Installed(TransportInfo("ascend", "mooncake-transfer-engine-npu 0.3.11.post1", "comm", "Connect"), False)
+FOR_BOTH = Installed(
+    TransportInfo("ascend", "mooncake-transfer-engine-npu 0.3.13.post1", "client/server", "AutoConnect"), True
+)
+
+
 @pytest.mark.parametrize(
-    ("protocol", "on_npu", "built_with", "level", "used"),
+    ("protocol", "on_npu", "installed", "level", "used"),
     [
-        (None, False, "", Level.OK, "tcp"),
-        (None, True, "ascend", Level.OK, "ascend"),
-        (None, True, "", Level.ERROR, "ascend"),
+        (None, False, FOR_TCP, Level.OK, "tcp"),
+        (None, True, FOR_BOTH, Level.OK, "ascend"),
+        (None, True, FOR_TCP, Level.ERROR, "ascend"),
         (None, True, None, Level.OK, "ascend"),
-        ("tcp", True, "ascend", Level.WARNING, "tcp"),
-        ("ascend", False, "", Level.ERROR, "ascend"),
-        ("rdma", False, "", Level.OK, "rdma"),
-        ("udp", False, "", Level.ERROR, "udp"),
+        ("tcp", True, FOR_BOTH, Level.WARNING, "tcp"),
+        ("tcp", True, FOR_ASCEND, Level.ERROR, "tcp"),
+        ("rdma", True, FOR_BOTH, Level.ERROR, "rdma"),
+        ("ascend", False, FOR_TCP, Level.ERROR, "ascend"),
+        ("rdma", False, FOR_TCP, Level.OK, "rdma"),
+        ("udp", False, FOR_TCP, Level.ERROR, "udp"),
     ],
 )
-def test_protocol(protocol: str | None, on_npu: bool, built_with: str | None, level: Level, used: str) -> None:
-    finding = mooncake.judge(protocol, on_npu, built_with)
+def test_protocol(protocol: str | None, on_npu: bool, installed: Installed | None, level: Level, used: str) -> None:
+    finding = mooncake.judge(protocol, on_npu, installed)
     assert (finding.level, finding.figures["protocol"]) == (level, used)
+
+
+def test_ascend_where_the_environment_turns_it_into_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_FORCE_TCP", "")
+    assert mooncake.judge(None, True, FOR_BOTH).level is Level.ERROR
+    assert mooncake.judge("tcp", True, FOR_BOTH).level is Level.WARNING
+
+
+@pytest.mark.parametrize(
+    ("engine", "driver", "toolkit", "level"),
+    [
+        ("client/server", "25.5.0", "9.1.0", Level.OK),
+        ("client/server", "26.0.rc1", "9.1.0", Level.OK),
+        ("client/server", "25.5.rc1.1", "9.1.0", Level.ERROR),
+        ("client/server", "25.2.0", "9.1.0", Level.ERROR),
+        ("client/server", "25.5.0", "9.0.0", Level.ERROR),
+        ("client/server", None, "9.0.0", Level.ERROR),
+        ("client/server", None, "9.1.0", Level.NOTE),
+        ("client/server", "25.5.0", None, Level.NOTE),
+        ("comm", "25.2.0", "9.0.0", Level.OK),
+        ("comm", None, None, Level.OK),
+        ("", "25.5.0", "9.1.0", Level.NOTE),
+    ],
+)
+def test_the_engine_that_starts(engine: str, driver: str | None, toolkit: str | None, level: Level) -> None:
+    transport = TransportInfo("ascend", "mooncake-transfer-engine-npu 0.3.13.post1", engine, "AutoConnect")
+    finding = mooncake_engine.judge(transport, Driver(Path("/"), driver, None), toolkit)
+    assert finding.level is level
+    assert finding.figures["engine"] == engine
+
+
+def test_a_mooncake_without_tcp_is_not_tried_over_tcp() -> None:
+    assert mooncake_engine.no_loopback(None) is None
+    assert mooncake_engine.no_loopback(FOR_TCP) is None
+    assert mooncake_engine.no_loopback(FOR_BOTH) is None
+    skipped = mooncake_engine.no_loopback(FOR_ASCEND)
+    assert skipped is not None
+    assert (skipped.check, skipped.level) == ("transfer.loopback", Level.NOTE)
 
 
 def test_cann(tmp_path: Path) -> None:
@@ -306,6 +356,7 @@ LOADED = [
 
 
 ENDED = Ran("", "")
+GONE = "ImportError: libibverbs.so.1: cannot open shared object file: No such file or directory\nmore"
 
 
 def loading_levels(loaded: list[Loaded], ran: Ran = ENDED, on_npu: bool = False) -> dict[str, Level]:
@@ -316,7 +367,8 @@ def loading_levels(loaded: list[Loaded], ran: Ran = ENDED, on_npu: bool = False)
 def test_loading() -> None:
     assert loading_levels(LOADED) == {}
     assert loading_levels(LOADED, on_npu=True) == {"loading.ops": Level.NOTE, "loading.device": Level.ERROR}
-    failed = [Loaded("mooncake", 0.1, error="ImportError: libibverbs.so.1\nmore"), Loaded("host", 0.1, "0.0.0.0")]
+    failed = [Loaded("mooncake", 0.1, error=GONE), Loaded("host", 0.1, "0.0.0.0")]
+    assert "apt-get install libibverbs1" in loading.judge(failed, ENDED, False)[0].action
     assert loading_levels(failed) == {"loading.mooncake": Level.ERROR, "loading.host": Level.ERROR}
     assert loading_levels([Loaded("ops", 0.0, missing="torch")]) == {"loading.ops": Level.NOTE}
     assert loading_levels([Loaded("host", 0.1, "127.0.0.1")]) == {"loading.host": Level.WARNING}

@@ -22,6 +22,7 @@ from vllm_ascend_pd.doctor import (
     loading,
     loopback,
     mooncake,
+    mooncake_engine,
     npus,
     pair,
     ports,
@@ -133,9 +134,12 @@ async def _examine_machine(chosen: Machine, progress: Progress) -> list[Finding]
         loaded, ran = await loading.load_all()
     findings += loading.judge(loaded, ran, on_npu)
     configured, extra = engine_config.judge(chosen.config, chosen.decode_hosts)
-    built_with = loading.detail_of(loaded, "mooncake")
-    findings += [*configured, mooncake.judge(extra.transfer_protocol, on_npu, built_with)]
+    library = mooncake_engine.read(loading.detail_of(loaded, "mooncake"))
+    findings += [*configured, mooncake.judge(extra.transfer_protocol, on_npu, library)]
     findings += [mooncake.check_cann(os.environ)] if on_npu else []
+    if on_npu and library is not None and library.ascend is not None:
+        toolkit = mooncake.installed_toolkit(os.environ)
+        findings.append(mooncake_engine.judge(library.ascend, driver.installed(), toolkit))
     async with progress.step("asking npu-smi"):
         seen, chips = npus.judge(await npus.look(), on_npu, os.environ.get("ASCEND_RT_VISIBLE_DEVICES"))
     findings += seen
@@ -148,8 +152,11 @@ async def _examine_machine(chosen: Machine, progress: Progress) -> list[Finding]
     findings += limits.check(mooncake.protocol_of(extra.transfer_protocol, on_npu))
     findings += ports.check(_ports(chosen, loading.detail_of(loaded, "host")), devices, os.environ)
     findings += judge_data_parallel(chosen)
-    async with progress.step("transferring from one Mooncake engine to another"):
-        findings += await loopback.check()
+    if (skipped := mooncake_engine.no_loopback(library)) is not None:
+        findings.append(skipped)
+    else:
+        async with progress.step("transferring from one Mooncake engine to another"):
+            findings += await loopback.check()
     return findings
 
 

@@ -11,6 +11,7 @@ from vllm_ascend_pd.doctor import child
 from vllm_ascend_pd.doctor.finding import Finding, error, note, ok, warning
 from vllm_ascend_pd.doctor.probe import PARTS, Loaded
 from vllm_ascend_pd.doctor.tools import Ran, run_tool
+from vllm_ascend_pd.transport.mooncake_library import remedy
 
 TIMEOUT_S = 240.0
 """Importing vLLM takes some seconds, on a machine whose disks and cores are busy a minute and more."""
@@ -67,7 +68,8 @@ def _part(part: Loaded, on_npu: bool) -> Finding:
         return note(check, f"not tried, since {_WHAT[part.missing]} cannot be loaded")
     if part.error:
         what = _WHAT.get(part.part, f"vLLM's {part.part}")
-        return error(check, f"{what} cannot be loaded: {one_line(part.error, _CHARS)}", _ACTIONS[part.part])
+        action = remedy(part.error) if part.part == "mooncake" else _ACTIONS[part.part]
+        return error(check, f"{what} cannot be loaded: {one_line(part.error, _CHARS)}", action)
     if part.part == "device":
         return _device(check, part.detail, on_npu)
     if part.part == "host":

@@ -10,11 +10,10 @@ import os
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 
 import msgspec
 
-from vllm_ascend_pd.doctor import child
+from vllm_ascend_pd.doctor import child, mooncake_engine
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -57,9 +56,7 @@ def _ops() -> str:
 def _mooncake() -> str:
     import mooncake.engine  # noqa: F401 - loads its libraries
 
-    from vllm_ascend_pd.transport import ascend
-
-    return "ascend" if ascend.is_loaded(Path("/proc/self/maps").read_text()) else ""
+    return msgspec.json.encode(mooncake_engine.installed()).decode()
 
 
 def _connector() -> str:
