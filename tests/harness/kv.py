@@ -10,6 +10,8 @@ import torch
 
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.topology import owned_heads
+from vllm_ascend_pd.device.base import aligned_buffer
+from vllm_ascend_pd.device.npu import REGISTRATION_BYTES
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ def truth(model: Model, seed: int, layer: int, part: int, num_tokens: int) -> to
 
 def make_caches(model: Model, side: Side, rank: int, pp_rank: int, device: str) -> dict[str, tuple[torch.Tensor, ...]]:
     """vllm-ascend's shape: per layer a tuple of `[num_blocks, block_size, heads, width]`, each with an offset into
-    its allocation; head-major: `[num_blocks, heads, block_size, width]`."""
+    its allocation, aligned for the device; head-major: `[num_blocks, heads, block_size, width]`."""
+    alignment = REGISTRATION_BYTES if device == "npu" else 64
     heads = len(model.heads_of(rank % side.tp, side.tp))
     caches = {}
     for layer in side.layers_of(pp_rank, model):
@@ -124,9 +127,10 @@ def make_caches(model: Model, side: Side, rank: int, pp_rank: int, device: str) 
                 if model.order is Order.TOKEN_MAJOR
                 else (side.num_blocks, heads, side.block_size, width)
             )
-            skip = 64
-            numel = torch.Size(shape).numel()
-            parts.append(torch.zeros(numel + skip, dtype=model.dtype_of(part), device=device)[skip:].view(shape))
+            dtype = model.dtype_of(part)
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            buffer = aligned_buffer(alignment + nbytes, alignment, device).zero_()
+            parts.append(buffer[alignment:].view(dtype).view(shape))
         caches[layer_name(layer)] = tuple(parts)
     return caches
 

@@ -96,7 +96,9 @@ class _RankBase:
         for layer in self.model.draft_layers:
             specs[layer_name(layer)] = replace(spec, draft=DRAFT)
         self.registered = describe(self.caches, specs, heads_first=self.model.order is Order.HEAD_MAJOR)
-        self.engine = TransferEngine(self.host, "tcp", TransferLimits(timeout_s=self.parsed.write_timeout_s))
+        protocol = self.device.transfer_protocol
+        limits = TransferLimits.over(protocol, timeout_s=self.parsed.write_timeout_s)
+        self.engine = TransferEngine(self.host, protocol, limits)
         self.engine.register(self.registered.regions())
         self.loaded = LoadedWeights()
         self.identity = Identity(

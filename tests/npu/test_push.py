@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workers on torch_npu tensors in vllm-ascend's shapes: HCCL groups, a real Mooncake engine, real processes.
 
-Memory of an emulated NPU is host memory, so Mooncake moves it over TCP; on hardware its own protocol does. Emulated,
-the kernels that CANN would compile are those of tests/ascendc_twin; by default there are torch_npu's operators.
+Emulated, the kernels that CANN would compile are those of tests/ascendc_twin; by default there are torch_npu's
+operators.
 """
 
 from collections.abc import Iterator

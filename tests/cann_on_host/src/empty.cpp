@@ -1,3 +1,2 @@
 // SPDX-License-Identifier: Apache-2.0
 // libge_runner.so, libgraph.so and libacl_tdt_channel.so: torch_npu is linked against them and calls nothing.
-// ascend_transport.so: that Mooncake has loaded it is all that can be seen of it.
