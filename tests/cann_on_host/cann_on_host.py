@@ -182,9 +182,9 @@ def _after_torch_npu(torch_npu: ModuleType) -> None:
 
 
 def _after_block_table(block_table: ModuleType) -> None:
-    import cann_on_host_operators
+    import cann_on_host_triton
 
-    block_table._compute_slot_mapping_kernel = cann_on_host_operators.SlotMappingKernel()
+    block_table._compute_slot_mapping_kernel = cann_on_host_triton.SlotMappingKernel()
 
 
 def _after_torchvision_extension(extension: ModuleType) -> None:

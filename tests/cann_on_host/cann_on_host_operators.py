@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import cann_on_host_takes as takes
+
 MEMORY = [
     "empty",
     "empty_strided",
@@ -97,15 +99,19 @@ def install(torch_npu: ModuleType, library: Path) -> None:
 
 
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    takes.norm_weight("npu_rms_norm", x, gamma)
     y, rstd, _ = torch.ops.cann_on_host.add_rms_norm(x, None, gamma, epsilon)
     return y, rstd
 
 
 def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+    takes.types("npu_add_rms_norm", takes.FLOAT, x1=x1)
+    takes.same_type("npu_add_rms_norm", x1=x1, x2=x2, gamma=gamma)
     return torch.ops.cann_on_host.add_rms_norm(x1, x2, gamma, epsilon)
 
 
 def npu_swiglu(x: Tensor, dim: int = -1) -> Tensor:
+    takes.types("npu_swiglu", takes.FLOAT, x=x)
     return torch.ops.cann_on_host.swiglu(x, dim)
 
 
@@ -118,12 +124,18 @@ def npu_format_cast(x: Tensor, acl_format: int, *args: Any, **kwargs: Any) -> Te
 def _npu_reshape_and_cache(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
 ) -> None:
+    tensors = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
+    takes.types("npu_reshape_and_cache", takes.CACHED, **tensors)
+    takes.same_type("npu_reshape_and_cache", **tensors)
     torch.ops.cann_on_host.reshape_and_cache(key, value, key_cache, value_cache, slot_indices)
 
 
 def _npu_rotary_embedding(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
 ) -> None:
+    takes.types("npu_rotary_embedding", takes.HALF, query=query, key=key)
+    if cos_sin_cache.dtype != torch.float32 or query.dtype != torch.float16:
+        takes.same_type("npu_rotary_embedding", query=query, key=key, cos_sin_cache=cos_sin_cache)
     torch.ops.cann_on_host.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style)
 
 
@@ -152,10 +164,15 @@ def npu_fused_infer_attention_score(
 ) -> tuple[Tensor, Tensor]:
     assert input_layout == "TND", f"layout {input_layout} is not emulated"
     assert antiquant_scale is None, "a quantised KV cache is not emulated"
+    operator, kv_heads = "npu_fused_infer_attention_score", num_key_value_heads or num_heads
+    takes.attention(operator, query, key, value, query_rope, key_rope)
+    key_size, value_size = (
+        x.shape[-1] // (kv_heads if x.dim() == 3 and block_table is not None else 1) for x in (key, value)
+    )
+    takes.head_sizes(operator, query.shape[-1], key_size, value_size, 0 if query_rope is None else query_rope.shape[-1])
     if query_rope is not None:
         assert key_rope is not None
         query, key = torch.cat((query, query_rope), -1), torch.cat((key, key_rope), -1)
-    kv_heads = num_key_value_heads or num_heads
     return torch.ops.cann_on_host.attention(
         query.contiguous(),
         key,
@@ -195,6 +212,9 @@ def npu_fused_infer_attention_score_v2(
     assert input_layout == "BNSD_NBSD", f"layout {input_layout} is not emulated"
     assert query.shape[2] == 1, "several tokens per request are not emulated"
     assert num_key_value_heads == 1, "several KV heads are not emulated"
+    operator = "npu_fused_infer_attention_score_v2"
+    takes.attention(operator, query, key, value, query_rope, key_rope)
+    takes.head_sizes(operator, query.shape[-1], key.shape[-1], value.shape[-1], query_rope.shape[-1])
     requests, heads = query.shape[:2]
     out, lse = torch.ops.cann_on_host.attention(
         torch.cat((query, query_rope), -1).view(requests, heads, -1),
@@ -215,11 +235,14 @@ def npu_fused_infer_attention_score_v2(
 
 def npu_attention_update(lse: Sequence[Tensor], out: Sequence[Tensor], update_type: int) -> tuple[Tensor, None]:
     """Merges partial attentions, weighted by their log-sum-exps."""
+    takes.types("npu_attention_update", [torch.float32], **{f"lse {i}": each for i, each in enumerate(lse)})
     weights = torch.softmax(torch.stack(list(lse)), 0).nan_to_num(0)
     return sum(part * weight[:, None] for part, weight in zip(out, weights, strict=True)), None  # type: ignore[return-value]
 
 
 def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    takes.types("npu_interleave_rope", takes.HALF, x=x)
+    takes.same_type("npu_interleave_rope", x=x, cos=cos, sin=sin)
     halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     low, high = halves.chunk(2, -1)
     return halves * cos + torch.cat((-high, low), -1) * sin
@@ -241,6 +264,8 @@ def npu_kv_rmsnorm_rope_cache(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert cache_mode == "PA", f"cache mode {cache_mode} is not emulated"
     assert c_kv_scale is None, "a quantised KV cache is not emulated"
+    takes.types("npu_kv_rmsnorm_rope_cache", takes.HALF, kv=kv, gamma=gamma, cos=cos, sin=sin)
+    takes.types("npu_kv_rmsnorm_rope_cache", [torch.int64], index=index)
     latent, rope = kv.split([gamma.numel(), kv.shape[-1] - gamma.numel()], -1)
     latent = npu_rms_norm(latent.contiguous(), gamma, epsilon)[0]
     rope = npu_interleave_rope(rope, cos, sin).contiguous()
@@ -273,6 +298,7 @@ def _npu_paged_attention(
     context_lens: Tensor,
     out: Tensor,
 ) -> None:
+    takes.types("npu_paged_attention", takes.HALF, query=query, key_cache=key_cache, value_cache=value_cache)
     requests = query.shape[0]
     key, value = (cache.view(*cache.shape[:2], -1) for cache in (key_cache, value_cache))
     result, _ = torch.ops.cann_on_host.attention(
@@ -308,6 +334,10 @@ def npu_paged_cache_load(
     value: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Copies requests' tokens out of the paged caches, one after another."""
+    tensors = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
+    takes.types("npu_paged_cache_load", takes.CACHED, **tensors)
+    indices = {"block_table": block_table, "context_lens": context_lens, "seq_starts": seq_starts}
+    takes.types("npu_paged_cache_load", [torch.int32], **indices)
     starts = seq_starts.tolist() if seq_starts is not None else [0] * len(context_lens)
     begin = 0
     for request, tokens in enumerate(context_lens.tolist()):
@@ -334,40 +364,3 @@ FUSED: tuple[Callable[..., Any], ...] = (
     _npu_paged_attention,
     _npu_matmul_add_fp32,
 )
-
-
-class SlotMappingKernel:
-    """vLLM's Triton kernel `_compute_slot_mapping_kernel[grid](...)`, for the whole grid at once."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def run(
-            num_tokens: int,
-            max_num_tokens: int,
-            query_start_loc: Tensor,
-            positions: Tensor,
-            block_table: Tensor,
-            block_table_stride: int,
-            block_size: int,
-            slot_mapping: Tensor,
-            *,
-            TOTAL_CP_WORLD_SIZE: int,
-            TOTAL_CP_RANK: int,
-            CP_KV_CACHE_INTERLEAVE_SIZE: int,
-            PAD_ID: int,
-            BLOCK_SIZE: int,
-        ) -> None:
-            assert TOTAL_CP_WORLD_SIZE == 1, "context parallelism is not emulated"
-            requests = grid[0] - 1  # the last program pads
-            torch.ops.cann_on_host.slot_mapping(
-                requests,
-                num_tokens,
-                max_num_tokens,
-                query_start_loc,
-                positions,
-                block_table,
-                block_size,
-                slot_mapping,
-                PAD_ID,
-            )
-
-        return run

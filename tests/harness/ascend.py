@@ -8,6 +8,7 @@ disaggregation start from, not the best ones for a certain machine.
 import dataclasses
 import os
 import socket
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import psutil
@@ -15,6 +16,8 @@ import psutil
 from harness.engines import CPU_ENV, EngineConfig
 
 TRANSFER_TIMEOUT_MS = 10_000
+DTYPE = "bfloat16"
+"""An NPU's attention does not take float32."""
 NO_NZ = '{"weight_nz_mode": 0}'
 """Weights stay in plain order: the emulated NPU does not know the chip's own formats."""
 
@@ -57,12 +60,38 @@ def engine_env(first_device: int, devices: int) -> dict[str, str]:
     return kept | {"ASCEND_RT_VISIBLE_DEVICES": ",".join(chosen)}
 
 
-def emulated(config: EngineConfig) -> EngineConfig:
+def first_devices(engines: Sequence[EngineConfig]) -> list[int]:
+    """The first NPU of each engine of one machine, so that no two engines share a card.
+
+    Engines transfer between different NPUs only. The two NPUs of an Atlas A3 card have no link between them, so each
+    engine begins at an even number.
+    """
+    firsts, free = [], 0
+    for engine in engines:
+        firsts.append(free)
+        free += whole_cards(engine.tp * engine.pp * engine.dp)
+    return firsts
+
+
+def whole_cards(devices: int) -> int:
+    """The NPUs of as many cards as `devices` need; a card has two on Atlas A3."""
+    return devices + devices % 2
+
+
+def emulated(config: EngineConfig, first_device: int = 0) -> EngineConfig:
     """`config` for vllm-ascend on emulated NPUs, which are slow hosts: one thread each, loopback only."""
-    env = {**CPU_ENV, "CANN_ON_HOST": "1", "TASK_QUEUE_ENABLE": "0", "HCCL_IF_IP": CPU_ENV["VLLM_HOST_IP"]}
+    devices = range(first_device, first_device + config.tp * config.pp * config.dp)
+    env = {
+        **CPU_ENV,
+        "CANN_ON_HOST": "1",
+        "TASK_QUEUE_ENABLE": "0",
+        "HCCL_IF_IP": CPU_ENV["VLLM_HOST_IP"],
+        "ASCEND_RT_VISIBLE_DEVICES": ",".join(map(str, devices)),
+    }
     return dataclasses.replace(
         config,
         device="npu",
+        dtype=DTYPE,
         env=(*env.items(), *config.env),
         args=("--additional-config", NO_NZ, *config.args),
     )

@@ -35,6 +35,8 @@ class Completion:
     """What the decode engine says about the transfer; not in streams."""
     arrivals: tuple[float, ...] = ()
     """Streams only: seconds from the request to each piece that carried tokens."""
+    logprobs: tuple[dict[int, float], ...] = ()
+    """For each token, where the client asks for it: log probabilities of the likeliest ones, by token id."""
 
     @property
     def ttft(self) -> float:
@@ -43,13 +45,17 @@ class Completion:
 
 
 class Client:
-    """Greedy requests that always run to `max_tokens`, so that outputs can be compared token by token."""
+    """Greedy requests that always run to `max_tokens`, so that outputs can be compared token by token.
 
-    def __init__(self, url: str, model: str | None = None, timeout: httpx.Timeout = TIMEOUT) -> None:
+    `logprobs`: how many of the likeliest tokens completions list at each place.
+    """
+
+    def __init__(self, url: str, model: str | None = None, timeout: httpx.Timeout = TIMEOUT, logprobs: int = 0) -> None:
         # A server closes a connection that was idle for 5 s: none is used that is just being closed.
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         self.http = httpx.Client(base_url=url, timeout=timeout, limits=limits, **PLAIN_HTTP)
         self._model = model
+        self._logprobs = {"logprobs": logprobs, "return_tokens_as_token_ids": True} if logprobs else {}
 
     def __enter__(self) -> "Client":
         return self
@@ -68,7 +74,7 @@ class Client:
 
     def complete(self, prompt: Prompt, max_tokens: int = 16, *, stream: bool = False, **fields: Any) -> Completion:
         """`/v1/completions` of one prompt with one choice; `fields` are added to the body."""
-        body = self._body(max_tokens, fields) | {"prompt": prompt}
+        body = self._body(max_tokens, self._logprobs | fields) | {"prompt": prompt}
         if stream:
             return self._stream("/v1/completions", body)
         return self._choices("/v1/completions", body)[0]
@@ -121,6 +127,7 @@ class Client:
                 text=_text(choice, "message"),
                 finish_reason=choice["finish_reason"],
                 kv_transfer_params=answer.get("kv_transfer_params"),
+                logprobs=_logprobs(choice),
             )
             for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
         ]
@@ -131,6 +138,7 @@ class Client:
         text = ""
         finish_reason = None
         arrivals = []
+        logprobs: tuple[dict[int, float], ...] = ()
         with self.http.stream("POST", path, json=body | {"stream": True}) as response:
             if response.is_error:
                 response.read()
@@ -140,11 +148,12 @@ class Client:
                     if choice.get("token_ids"):
                         arrivals.append(time.perf_counter() - start)
                         token_ids += choice["token_ids"]
+                        logprobs += _logprobs(choice)
                     text += _text(choice, "delta")
                     finish_reason = choice.get("finish_reason") or finish_reason
         if finish_reason is None:
             raise StreamError("the stream ended without a finish reason")
-        return Completion(tuple(token_ids), text, finish_reason, arrivals=tuple(arrivals))
+        return Completion(tuple(token_ids), text, finish_reason, arrivals=tuple(arrivals), logprobs=logprobs)
 
 
 class StreamError(RuntimeError):
@@ -192,6 +201,12 @@ def _events(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 def _text(choice: dict[str, Any], part: str) -> str:
     """Of a completion, or of a chat's `message` or `delta`."""
     return (choice["text"] if "text" in choice else choice[part].get("content")) or ""
+
+
+def _logprobs(choice: dict[str, Any]) -> tuple[dict[int, float], ...]:
+    """Of a completion's choice, by token id; empty where they were not asked for."""
+    listed = (choice.get("logprobs") or {}).get("top_logprobs") or []
+    return tuple({int(name.removeprefix("token_id:")): value for name, value in place.items()} for place in listed)
 
 
 def _raise_for_status(response: httpx.Response) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.agreement import listed_logprobs
 from harness.client import Client
 from harness.clusters import Cluster
 from harness.engines import EngineConfig
@@ -82,5 +83,6 @@ def cluster(request: pytest.FixtureRequest, cluster_pool: ClusterPool) -> Cluste
 @pytest.fixture
 def client(cluster: Cluster) -> Iterator[Client]:
     """Talks to the cluster's proxy."""
-    with Client(cluster.url, model=str(cluster.model)) as client:
+    logprobs = listed_logprobs(cluster.decode[0].config.dtype)
+    with Client(cluster.url, model=str(cluster.model), logprobs=logprobs) as client:
         yield client

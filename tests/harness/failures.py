@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import httpx
 
-from harness.client import Client, at_once, random_prompt
+from harness.agreement import assert_agree
+from harness.client import Client, Completion, at_once, random_prompt
 from harness.clusters import POISONED_TOKENS, Cluster
 from harness.engines import Engine
 from harness.pool import Reference
@@ -22,9 +23,9 @@ def poisoned_fails_alone(
     which is an error's. All others must be right."""
     prompts = [random_prompt(tokens, "poison") for tokens in lengths]
 
-    def attempt(prompt: list[int]) -> tuple[int, ...] | httpx.Response:
+    def attempt(prompt: list[int]) -> Completion | httpx.Response:
         try:
-            return client.complete(prompt).token_ids
+            return client.complete(prompt)
         except httpx.HTTPStatusError as error:
             return error.response
 
@@ -33,7 +34,7 @@ def poisoned_fails_alone(
     failed = answers.pop(poisoned)
     del prompts[poisoned]
     assert isinstance(failed, httpx.Response)
-    assert answers == [reference.complete(prompt) for prompt in prompts]
+    assert_agree(reference, prompts, answers)
     return failed
 
 

@@ -45,6 +45,8 @@ class ModelSpec:
     heads: int = 8
     kv_heads: int = 4
     head_size: int = 32
+    hidden: int | None = None
+    """None: as wide as all heads."""
     intermediate_size: int = 512
     vocab_size: int = 512
     max_positions: int = 4096
@@ -60,12 +62,13 @@ class ModelSpec:
 
     @property
     def hidden_size(self) -> int:
-        return self.heads * self.head_size
+        return self.hidden or self.heads * self.head_size
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """float32 K and V of one token in all layers, of models that cache just that."""
-        return self.layers * 2 * self.kv_heads * self.head_size * 4
+        """K and V of one token in all layers, of models that cache just that."""
+        itemsize = {"float32": 4, "bfloat16": 2}[self.dtype]
+        return self.layers * 2 * self.kv_heads * self.head_size * itemsize
 
     @property
     def key(self) -> str:
@@ -192,6 +195,25 @@ GATED_DELTA = ModelSpec(
 )
 """Linear attention (a state per request, more value than key heads) and an attention layer. bfloat16: vLLM's CPU
 kernels for it take nothing else. One layer has experts, which vLLM insists on; all of them are always used."""
+
+
+NPU_HEAD_SIZE = 64
+"""The smallest that an NPU's attention takes in the layout that vllm-ascend calls it with."""
+NPU_INITIALIZER_RANGE = 0.1
+"""bfloat16's rounding moves log probabilities by 0.06 then, a wrong head in one block by 0.1 to 0.7 (`agreement.py`).
+At 0.3 layers amplify rounding as much as a wrong head; at 0.05 attention has too little weight."""
+
+
+def for_npu(spec: ModelSpec) -> ModelSpec:
+    """A model like `spec` in what an NPU computes: bfloat16, and heads of a size that its attention takes."""
+    return dataclasses.replace(
+        spec,
+        name=f"{spec.name}-npu",
+        dtype="bfloat16",
+        hidden=spec.hidden_size,
+        head_size=spec.head_size if spec.family == MLA.family else max(spec.head_size, NPU_HEAD_SIZE),
+        initializer_range=NPU_INITIALIZER_RANGE,
+    )
 
 
 def make_model(spec: ModelSpec, folder: Path) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
+from harness.agreement import listed_logprobs
 from harness.client import Client, Completion, Messages, Prompt
 from harness.clusters import Cluster, ClusterConfig, running_cluster
 from harness.engines import Engine, EngineConfig, running_engines
@@ -46,6 +47,13 @@ class Reference:
         """The token ids that follow `prompt`."""
         return self.complete_many([prompt])[0]
 
+    def answer(self, prompt: Prompt) -> Completion:
+        """The whole answer to `prompt`, with log probabilities where the engine rounds (`harness.agreement`)."""
+        key = repr(prompt)
+        if key not in self._answers:
+            self._answers[key] = [self._client.complete(prompt)]
+        return self._answers[key][0]
+
     def complete_many(self, prompts: list[Prompt], n: int = 1) -> list[tuple[int, ...]]:
         """The token ids of each choice of `Client.complete_many`."""
         key = repr((prompts, n))
@@ -62,6 +70,11 @@ class Reference:
     def shortfall(self, prompt: Sequence[int], token_ids: Sequence[int]) -> float:
         """`Client.shortfall`."""
         return self._client.shortfall(prompt, token_ids)
+
+    @property
+    def dtype(self) -> str:
+        """What the engine computes in."""
+        return self._key[1].dtype
 
     @property
     def engine(self) -> Engine:
@@ -99,7 +112,9 @@ class ReferencePool:
             self.stop()
             folder = make_model(model, self._models)
             [self._engine] = self._running.enter_context(running_engines(folder, [engine], self._logs))
-            self._answering = self._running.enter_context(Client(self._engine.url))
+            self._answering = self._running.enter_context(
+                Client(self._engine.url, logprobs=listed_logprobs(engine.dtype))
+            )
             self._current = (model, engine)
         return self._answering
 

@@ -2,19 +2,29 @@
 """Engine configurations for vllm-ascend, on NPUs or on emulated ones."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import cann_on_host
 from harness import ascend
 from harness.clusters import FAULTS, ClusterConfig
 from harness.engines import PATIENT, EngineConfig, Role
-from harness.models import TINY, ModelSpec
+from harness.models import TINY, ModelSpec, for_npu
 
 
 def on_npu(config: EngineConfig, first_device: int = 0) -> EngineConfig:
     if cann_on_host.is_active():
-        return ascend.emulated(config)
+        return ascend.emulated(config, first_device)
     env = ascend.engine_env(first_device, config.tp * config.pp * config.dp)
-    return dataclasses.replace(config, device="npu", env=(*env.items(), *config.env))
+    return dataclasses.replace(config, device="npu", dtype=ascend.DTYPE, env=(*env.items(), *config.env))
+
+
+def cluster_of(
+    name: str, prefill: Sequence[EngineConfig], decode: Sequence[EngineConfig], model: ModelSpec = TINY
+) -> ClusterConfig:
+    """Each engine on NPUs of its own, with a model like `model`."""
+    configs = [*prefill, *decode]
+    engines = tuple(map(on_npu, configs, ascend.first_devices(configs)))
+    return ClusterConfig(name, engines[: len(prefill)], engines[len(prefill) :], model=for_npu(model))
 
 
 def one_to_one(
@@ -27,9 +37,4 @@ def one_to_one(
 ) -> ClusterConfig:
     prefill = EngineConfig(Role.PREFILL, tp=prefill_tp, pp=prefill_pp, args=args, env=FAULTS, connector_extra=PATIENT)
     decode = EngineConfig(Role.DECODE, tp=decode_tp, args=args, connector_extra=PATIENT)
-    return ClusterConfig(
-        name,
-        prefill=(on_npu(prefill),),
-        decode=(on_npu(decode, first_device=prefill_tp * prefill_pp),),
-        model=model,
-    )
+    return cluster_of(name, [prefill], [decode], model)

@@ -18,7 +18,7 @@ def main(model: str) -> None:
 
     llm = LLM(
         model,
-        dtype="float32",
+        dtype="bfloat16",
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=1024,

@@ -18,7 +18,7 @@ def main(model: str, role: str) -> None:
     mla = "deepseek" in model
     llm = LLM(
         model,
-        dtype="bfloat16" if mla else "float32",
+        dtype="bfloat16",
         load_format="dummy" if mla else "auto",
         skip_tokenizer_init=True,
         enforce_eager=True,

@@ -29,5 +29,15 @@ def assert_same(run: Callable[..., Any], *arguments: Any) -> None:
     torch.testing.assert_close(on("cpu", arguments), expected_arguments, rtol=0, atol=0)
 
 
+def half(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Small bfloat16 tensors."""
+    return tuple((x / 8).to(torch.bfloat16) for x in tensors(*shapes))
+
+
+def near(got: Tensor, expected: Tensor) -> None:
+    """As `close`, for results in bfloat16."""
+    torch.testing.assert_close(got.cpu().float(), expected.float(), rtol=1e-2, atol=1e-2)
+
+
 def close(got: Tensor, expected: Tensor, atol: float = 1e-4) -> None:
     torch.testing.assert_close(got.cpu().float(), expected.float(), rtol=1e-4, atol=atol)

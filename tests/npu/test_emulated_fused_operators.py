@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from operator_cases import close, tensors
+from operator_cases import close, half, near, tensors
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -32,20 +32,20 @@ def test_swiglu() -> None:
 def test_rotary_embedding(neox: bool) -> None:
     import torch_npu
 
-    q, k, cache = tensors((3, 16), (3, 8), (10, 8))
+    q, k, cache = half((3, 16), (3, 8), (10, 8))
     positions = torch.tensor([4, 0, 9])
     q_npu, k_npu = q.npu(), k.npu()
     torch_npu._npu_rotary_embedding(positions.npu(), q_npu, k_npu, 8, cache.npu(), neox)
     for x, got in ((q, q_npu), (k, k_npu)):
-        heads = x.view(3, -1, 8)
-        cos, sin = (part.unsqueeze(1) for part in cache[positions].chunk(2, -1))
+        heads = x.float().view(3, -1, 8)
+        cos, sin = (part.unsqueeze(1) for part in cache[positions].float().chunk(2, -1))
         a, b = heads.chunk(2, -1) if neox else (heads[..., ::2], heads[..., 1::2])
         p, r = a * cos - b * sin, b * cos + a * sin
         expected = torch.cat((p, r), -1) if neox else torch.stack((p, r), -1).flatten(-2)
-        close(got, expected.reshape(x.shape))
+        near(got, expected.reshape(x.shape))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
 def test_reshape_and_cache(dtype: torch.dtype) -> None:
     import torch_npu
 
@@ -78,12 +78,12 @@ def test_matmul_add() -> None:
 
 
 def test_slot_mapping() -> None:
-    import cann_on_host_operators
+    import cann_on_host_triton
 
     table = torch.tensor([[5, 1, 0], [3, 2, 4], [7, 7, 7]], dtype=torch.int32)
     starts, positions = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([3, 4, 0, 1, 9])
     slots = torch.zeros(8, dtype=torch.int32, device="npu")
-    cann_on_host_operators.SlotMappingKernel()[(3,)](
+    cann_on_host_triton.SlotMappingKernel()[(3,)](
         5,
         8,
         starts.npu(),

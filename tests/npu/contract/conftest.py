@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from vllm_ascend_contract import MLA_CONFIG, Event, recorded
 
-from harness.models import TINY, make_model
+from harness.models import TINY, for_npu, make_model
 
 
 @pytest.fixture(scope="session")
 def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(TINY, tmp_path_factory.mktemp("models"))
+    return make_model(for_npu(TINY), tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")

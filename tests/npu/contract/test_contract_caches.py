@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm_ascend_contract import BLOCK, Event, engine_config, only, recorded
 
-from harness.models import TINY
+from harness.models import TINY, for_npu
 from vllm_ascend_pd import compat
 from vllm_ascend_pd.worker.caches import describe
 
@@ -25,7 +25,7 @@ def test_dense_caches_are_k_and_v_by_token(dense_model: Path) -> None:
     for layer, cache in registered["caches"].items():
         k, v = cache["shapes"]
         assert k == v, f"{layer}: K {k} and V {v} have different shapes"
-        assert k[1:] == [BLOCK, TINY.kv_heads, TINY.head_size], (
+        assert k[1:] == [BLOCK, TINY.kv_heads, for_npu(TINY).head_size], (
             f"{layer}: not [num_blocks, block size, KV heads, head size] but {k}"
         )
     # The prompt repeats one token, so in the first layer V is equal in all rows and K, rotated by position, is not.

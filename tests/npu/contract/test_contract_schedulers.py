@@ -55,7 +55,7 @@ def make(request: pytest.FixtureRequest, plugins: None, dense_model: Path) -> It
     made = []
 
     def make_scheduler(blocks: int, drafts: int = 0, **of: Any) -> DecodeScheduler:
-        engine = {"block_size": BLOCK, "dtype": "float32", "max_num_batched_tokens": 512, "max_num_seqs": 16}
+        engine = {"block_size": BLOCK, "dtype": "bfloat16", "max_num_batched_tokens": 512, "max_num_seqs": 16}
         config = decode_config(engine_config(dense_model, engine=engine))
         config.cache_config.block_size = BLOCK
         config.cache_config.enable_prefix_caching = False

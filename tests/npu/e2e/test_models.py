@@ -3,6 +3,7 @@
 
 import pytest
 
+from harness.agreement import assert_agree
 from harness.client import Client, at_once, random_prompt
 from harness.clusters import POISONED_TOKENS, Cluster
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
@@ -30,9 +31,8 @@ all_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=Tr
 
 @all_clusters
 def test_alone(client: Client, reference) -> None:
-    prompts = {tokens: random_prompt(tokens, "alone") for tokens in PROMPT_TOKENS}
-    outputs = {n: client.complete(prompt).token_ids for n, prompt in prompts.items()}
-    assert outputs == {n: reference.complete(prompt) for n, prompt in prompts.items()}
+    prompts = [random_prompt(tokens, "alone") for tokens in PROMPT_TOKENS]
+    assert_agree(reference, prompts, [client.complete(prompt) for prompt in prompts])
 
 
 @pytest.mark.long
@@ -40,7 +40,7 @@ def test_alone(client: Client, reference) -> None:
 def test_eight_at_a_time(client: Client, reference) -> None:
     prompts = [random_prompt(tokens, f"eight-{i}") for i, tokens in enumerate(2 * PROMPT_TOKENS)]
     completions = at_once(lambda prompt: client.complete(prompt, stream=True), prompts, concurrency=8)
-    assert [completion.token_ids for completion in completions] == [reference.complete(p) for p in prompts]
+    assert_agree(reference, prompts, completions)
 
 
 @pytest.mark.parametrize("cluster", [SLIDING_TP1], ids=str, indirect=True)

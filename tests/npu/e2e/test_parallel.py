@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline and data parallelism on either side, several engines of each kind, more ranks than KV heads, sizes that do
-not divide each other, engines that differ in memory: the tokens of a single engine.
+not divide each other, engines that differ in memory: the answers of a single engine.
 
 Every cluster serves the same few prompts: one block's end, several blocks, several chunks of 512 tokens.
 """
@@ -9,28 +9,18 @@ import dataclasses
 
 import pytest
 
+from harness.agreement import assert_agree
 from harness.client import Client, at_once, random_prompt
-from harness.clusters import Cluster, ClusterConfig
+from harness.clusters import Cluster
 from harness.engines import PATIENT, EngineConfig, Role
-from harness.models import ONE_HEAD, SIX_HEADS, TINY, ModelSpec
+from harness.models import ONE_HEAD, SIX_HEADS
 from harness.pool import long
-from npu_engines import on_npu
+from npu_engines import cluster_of
 
 PROMPT_TOKENS = (1, 128, 129, 700, 1500)
 
 PREFILL = EngineConfig(Role.PREFILL, connector_extra=PATIENT)
 DECODE = EngineConfig(Role.DECODE, connector_extra=PATIENT)
-
-
-def cluster_of(
-    name: str, prefill: list[EngineConfig], decode: list[EngineConfig], model: ModelSpec = TINY
-) -> ClusterConfig:
-    """The engines take one NPU after the other."""
-    engines, first = [], 0
-    for config in [*prefill, *decode]:
-        engines.append(on_npu(config, first))
-        first += config.tp * config.pp * config.dp
-    return ClusterConfig(name, tuple(engines[: len(prefill)]), tuple(engines[len(prefill) :]), model=model)
 
 
 def with_layers(config: EngineConfig, partition: str) -> EngineConfig:
@@ -70,10 +60,10 @@ pytestmark = [pytest.mark.npu, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("cluster", [*PIPELINES, *DATA_PARALLEL, TWO_OF_EACH, *HEADS], ids=str, indirect=True)
-def test_tokens_equal_those_of_a_single_engine(cluster: Cluster, client: Client, reference) -> None:
+def test_answers_are_those_of_a_single_engine(cluster: Cluster, client: Client, reference) -> None:
     prompts = [random_prompt(tokens, f"parallel-{i}") for i, tokens in enumerate(3 * PROMPT_TOKENS)]
     completions = at_once(client.complete, prompts, concurrency=8)
-    assert [completion.token_ids for completion in completions] == [reference.complete(p) for p in prompts]
+    assert_agree(reference, prompts, completions)
 
 
 @pytest.mark.parametrize("cluster", [UNEVEN], ids=str, indirect=True)
@@ -81,7 +71,7 @@ def test_sizes_that_do_not_divide_each_other(cluster: Cluster, client: Client, r
     """Few tokens: each one's heads are written by themselves."""
     prompts = [random_prompt(tokens, "uneven") for tokens in (1, 127, 129)]
     completions = at_once(client.complete, prompts, concurrency=2)
-    assert [completion.token_ids for completion in completions] == [reference.complete(p) for p in prompts]
+    assert_agree(reference, prompts, completions)
 
 
 @pytest.mark.parametrize("cluster", DATA_PARALLEL, ids=str, indirect=True)
@@ -89,7 +79,7 @@ def test_every_data_parallel_engine_takes_part(cluster: Cluster, client: Client,
     """vLLM spreads requests that overlap: with every one of them right, tickets reached the engine they name."""
     prompts = [random_prompt(300, f"spread-{i}") for i in range(8)]
     completions = at_once(client.complete, prompts, concurrency=8)
-    assert [completion.token_ids for completion in completions] == [reference.complete(p) for p in prompts]
+    assert_agree(reference, prompts, completions)
     for engine in [*cluster.prefill, *cluster.decode]:
         served = engine.samples("vllm:request_success_total")
         busy = {labels["engine"] for labels, count in served if count > 0}
