@@ -142,16 +142,24 @@ def injected(faults: str) -> Iterator[None]:
 @contextlib.contextmanager
 def link_fault(process: int, fault: str) -> Iterator[None]:
     """Let transfers to a process fail as `fault` says: `hang`, `slow MILLISECONDS`, `refuse` or `down` (see README.md).
-    Any process may ask for it. The file that says so is gone afterwards."""
+    Any process may ask for it. Afterwards the link is as it was before."""
     folder = Path(os.environ.get("CANN_ON_HOST_LINKS") or "/dev/shm/cann_on_host_links")
     folder.mkdir(exist_ok=True)
-    said, whole = folder / str(process), folder / f"{process}.new"
-    whole.write_text(fault)
-    whole.rename(said)
+    said, new = folder / str(process), folder / f"{process}.new"
+
+    def say(what: str) -> None:
+        new.write_text(what)
+        new.rename(said)  # never half of it
+
+    before = said.read_text() if said.exists() else None
+    say(fault)
     try:
         yield
     finally:
-        said.unlink()
+        if before is None:
+            said.unlink()
+        else:
+            say(before)
 
 
 # --- loading -----------------------------------------------------------------------------------------------

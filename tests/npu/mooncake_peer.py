@@ -51,6 +51,9 @@ class Engine:
     def register(self, offset: int, nbytes: int) -> int:
         return int(self.mooncake.batch_register_memory([self.memory + offset], [nbytes]))
 
+    def unregister(self, offset: int) -> int:
+        return int(self.mooncake.batch_unregister_memory([self.memory + offset]))
+
     def register_many(self, many: int) -> int:
         """Returns how many regions of 2 MiB of their own were registered."""
         block = allocate(many * 4 * MIB)

@@ -6,8 +6,10 @@ The facts that the product relies on are shown here on the wheels themselves.
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,9 +45,15 @@ class Peer:
         )
 
     def ask(self, *command: Any) -> Any:
+        self.begin(*command)
+        return self.answer()
+
+    def begin(self, *command: Any) -> None:
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         print(json.dumps(command), file=self.process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith('["answer"'):
                 return json.loads(line)[1]
@@ -78,7 +86,7 @@ def test_both_wheels_are_here() -> None:
 
 @pytest.mark.parametrize("auto_connect", ["0", "1"])
 def test_a_batch_arrives_whole(peer: Callable[..., Peer], auto_connect: str) -> None:
-    decode, prefill = peer(CANN_ON_HOST_AUTO_CONNECT=auto_connect), peer(CANN_ON_HOST_AUTO_CONNECT=auto_connect)
+    decode, prefill = peer(ASCEND_AUTO_CONNECT=auto_connect), peer(ASCEND_AUTO_CONNECT=auto_connect)
     code, session, address, _ = decode.ask("start")
     assert (code, prefill.ask("start")[0]) == (0, 0)
     prefill.ask("put", "KV of a layer")
@@ -106,7 +114,18 @@ def test_registration_follows_the_rules_of_the_hardware(peer: Callable[..., Peer
     assert engine.ask("register", (6 << 20) + 64, 4096) != 0, "not aligned"
     assert engine.ask("register", 6 << 20, 64 << 20) != 0, "beyond the allocation"
     assert engine.ask("register", 2 << 20, 4 << 20) != 0, "overlaps two regions"
+    assert engine.ask("register", 0, 6 << 20) != 0, "contains two regions"
+    assert engine.ask("register", 2 << 20, 2 << 20) != 0, "inside a region"
     assert engine.ask("register_many", 300) == 254, "two of 256 were there"
+
+
+def test_device_memory_may_be_registered_up_to_a_limit(peer: Callable[..., Peer]) -> None:
+    engine = peer(CANN_ON_HOST_REGISTERED_MB="7")
+    assert engine.ask("start")[0] == 0, "4 MiB"
+    assert engine.ask("register", 4 << 20, 4 << 20) != 0
+    assert engine.ask("register", 4 << 20, 2 << 20) == 0
+    assert engine.ask("unregister", 4 << 20) == 0
+    assert engine.ask("register", 4 << 20, 3 << 20) == 0
 
 
 def test_a_silent_peer_ends_a_batch_after_both_of_mooncakes_attempts(peer: Callable[..., Peer]) -> None:
@@ -119,6 +138,65 @@ def test_a_silent_peer_ends_a_batch_after_both_of_mooncakes_attempts(peer: Calla
     assert code == -1
     assert 2 * TIMEOUT_MS / 1000 <= seconds < 8
     assert decode.ask("get", 0, 4) != "late"
+
+
+@pytest.mark.parametrize("auto_connect", ["0", "1", ""])
+def test_how_long_connecting_takes_depends_on_auto_connect(peer: Callable[..., Peer], auto_connect: str) -> None:
+    """Only without it does ASCEND_CONNECT_TIMEOUT count. 0.3.13 has it by default, 0.3.11 if told to."""
+    env = {"ASCEND_CONNECT_TIMEOUT": "200"} | ({"ASCEND_AUTO_CONNECT": auto_connect} if auto_connect else {})
+    decode, prefill = peer(**env), peer(**env)
+    _, session, address, pid = decode.ask("start")
+    prefill.ask("start")
+    with cann_on_host.link_fault(pid, "hang"):
+        code, seconds = prefill.ask("write", session, address, 4, 1)
+    assert code == -1
+    if auto_connect == "1" or (not auto_connect and prefill.wheel != "0.3.11.post1"):
+        assert seconds >= 2 * TIMEOUT_MS / 1000
+    else:
+        assert 2 * 0.2 <= seconds < TIMEOUT_MS / 1000
+    assert prefill.ask("write", session, address, 4, 1)[0] == 1, "it answers again"
+
+
+def test_a_batch_to_a_link_that_hangs_arrives_if_it_comes_back_in_time(peer: Callable[..., Peer]) -> None:
+    decode, prefill = peer(), peer()
+    _, session, address, pid = decode.ask("start")
+    prefill.ask("start")
+    assert prefill.ask("write", session, address, 4, 1)[0] == 1
+    prefill.ask("put", "late")
+    with cann_on_host.link_fault(pid, "hang"):
+        prefill.begin("write", session, address, 4, 1)
+        time.sleep(0.3)
+    code, seconds = prefill.answer()
+    assert code == 1
+    assert seconds >= 0.3
+    assert decode.ask("get", 0, 4) == "late"
+
+
+def test_a_link_that_breaks_ends_a_batch_under_way(peer: Callable[..., Peer]) -> None:
+    decode, prefill = peer(), peer()
+    _, session, address, pid = decode.ask("start")
+    prefill.ask("start")
+    assert prefill.ask("write", session, address, 4, 1)[0] == 1
+    with cann_on_host.link_fault(pid, "hang"):
+        prefill.begin("write", session, address, 4, 1)
+        time.sleep(0.3)
+        with cann_on_host.link_fault(pid, "down"):
+            code, seconds = prefill.answer()
+    assert code == -1
+    assert seconds < TIMEOUT_MS / 1000
+
+
+def test_a_process_that_is_stopped_is_written_to(peer: Callable[..., Peer]) -> None:
+    """As its network goes on without it."""
+    decode, prefill = peer(), peer()
+    _, session, address, pid = decode.ask("start")
+    prefill.ask("start")
+    assert prefill.ask("write", session, address, 4, 1)[0] == 1
+    prefill.ask("put", "soon")
+    os.kill(pid, signal.SIGSTOP)
+    assert prefill.ask("write", session, address, 4, 1)[0] == 1
+    os.kill(pid, signal.SIGCONT)
+    assert decode.ask("get", 0, 4) == "soon"
 
 
 def test_a_slow_link_delays_and_a_refusing_one_fails_at_once(peer: Callable[..., Peer]) -> None:

@@ -10,7 +10,7 @@ namespace {
 constexpr uint64_t kAlignment = 2u << 20;
 // What HIXL's guide allows with its communication engine, and of device memory on Atlas A2 and A3.
 constexpr size_t kMaxRegions = 256;
-constexpr uint64_t kMaxDeviceBytes = 50ull << 30;
+constexpr long kMaxDeviceMiB = 50 << 10;
 
 adxl::Status refuse(adxl::Status status, const char* reason, uintptr_t address, size_t bytes) {
   fail(static_cast<aclError>(status), "ADXL RegisterMem of %zu bytes at %#zx: %s", bytes, address, reason);
@@ -47,8 +47,9 @@ adxl::Status Regions::add(uintptr_t address, size_t bytes, bool on_device) {
     return refuse(adxl::PARAM_INVALID, "it overlaps registered memory without being equal to it", address, bytes);
   if (by_address_.size() >= kMaxRegions)
     return refuse(adxl::RESOURCE_EXHAUSTED, "256 regions are registered already", address, bytes);
-  if (on_device && device_bytes_ + bytes > kMaxDeviceBytes)
-    return refuse(adxl::RESOURCE_EXHAUSTED, "more than 50 GiB of device memory in all", address, bytes);
+  static const uint64_t most = static_cast<uint64_t>(setting("REGISTERED_MB", kMaxDeviceMiB)) << 20;
+  if (on_device && device_bytes_ + bytes > most)
+    return refuse(adxl::RESOURCE_EXHAUSTED, "more device memory in all than may be registered", address, bytes);
   if (on_device) device_bytes_ += bytes;
   by_address_[address] = {{address, bytes, on_device}, 1};
   return adxl::SUCCESS;
