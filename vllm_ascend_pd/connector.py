@@ -209,7 +209,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        if self._is_producer:
+        if not isinstance(self._scheduler, ConsumerScheduler):
             return
         ranks, settings = [], {}
         for _, handshake in sorted(metadata.items()):
@@ -233,6 +233,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         )
         keys = load_keys(self._config.side_channel_key_file)
         self._listener = DescriptionListener(description, self._host, self._port, keys)
+        self._scheduler.described(ranks)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, tp_rank): m for tp_rank, m in metadata.items()})

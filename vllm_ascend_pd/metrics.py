@@ -86,7 +86,7 @@ class LayerwisePushPromMetrics(KVConnectorPromMetrics):
             for engine in per_engine_labelvalues:  # from the start: what has not happened is 0, not unknown
                 if isinstance(metric, Counter):
                     for reason in metric.reasons:
-                        self._series(metric.name, engine, reason)
+                        self._series(metric.name, engine, *([reason] if reason else []))
                 elif isinstance(metric, Histogram):
                     self._series(metric.name, engine)
 
@@ -94,7 +94,7 @@ class LayerwisePushPromMetrics(KVConnectorPromMetrics):
         data: Data = transfer_stats_data
         for name, sums in data.get("counters", {}).items():
             for reason, amount in sums.items():
-                self._series(name, engine_idx, reason).inc(amount)
+                self._series(name, engine_idx, *([reason] if reason else [])).inc(amount)
         for name, (counts, totals) in data.get("histograms", {}).items():
             series = self._series(name, engine_idx)
             for value, count in observations(self._histograms[name], counts, totals):
@@ -103,7 +103,10 @@ class LayerwisePushPromMetrics(KVConnectorPromMetrics):
         for name, values in data.get("gauges", {}).items():
             for rank, value in values.items():
                 self._series(name, engine_idx, rank).set(value)
+        for name, facts in data.get("infos", {}).items():
+            for rank, texts in facts.items():
+                self._series(name, engine_idx, rank, *texts).set(1)
 
-    def _series(self, name: str, engine: int, label: str = "") -> Any:
-        """`label`: the value of the metric's own label, if it has one."""
-        return self._families[name].labels(*self.per_engine_labelvalues[engine], *([label] if label else []))
+    def _series(self, name: str, engine: int, *labels: str) -> Any:
+        """`labels`: the values of the metric's own labels."""
+        return self._families[name].labels(*self.per_engine_labelvalues[engine], *labels)

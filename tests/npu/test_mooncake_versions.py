@@ -97,7 +97,7 @@ def test_tcp_means_tcp_with_the_wheel_for_npus(peer: Callable[..., Peer]) -> Non
     there, here = decode.ask("start", "tcp"), prefill.ask("start", "tcp")
     assert here["transport"]["wheel"] == f"mooncake-transfer-engine-npu {NEW}"
     assert there["transport"]["wheel"].startswith("mooncake-transfer-engine-non-cuda ")
-    assert (here["transport"]["protocol"], here["transport"]["engine"]) == ("tcp", "")
+    assert (here["transport"]["protocol"], here["transport"]["kind"]) == ("tcp", "")
     prefill.ask("put", "over TCP")
     assert prefill.ask("write", there["session"], there["address"], 8) is None
     assert decode.ask("get", 8) == "over TCP"
@@ -146,10 +146,8 @@ def test_a_missing_system_library_is_named_with_its_package(
     assert f"apt-get install {library.partition('.')[0]}{library[-1]}" in reason
 
 
-@pytest.mark.parametrize(("wheel", "engine", "loopback"), [(NEW, "client/server", Level.OK), (OLD, "comm", Level.NOTE)])
-def test_doctor_names_the_engine_and_finds_nothing_wrong_with_the_wheel(
-    wheel: str, engine: str, loopback: Level
-) -> None:
+@pytest.mark.parametrize(("wheel", "kind", "loopback"), [(NEW, "client/server", Level.OK), (OLD, "comm", Level.NOTE)])
+def test_doctor_names_the_engine_and_finds_nothing_wrong_with_the_wheel(wheel: str, kind: str, loopback: Level) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "vllm_ascend_pd.cli", "doctor", "--json"],
         capture_output=True,
@@ -160,6 +158,6 @@ def test_doctor_names_the_engine_and_finds_nothing_wrong_with_the_wheel(
     findings = {each.check: each for each in msgspec.json.decode(ran.stdout, type=Report).findings}
     assert findings["loading.mooncake"].level is Level.OK
     assert findings["mooncake.protocol"].level is Level.OK
-    assert findings["mooncake.engine"].figures["engine"] == engine
+    assert findings["mooncake.engine"].figures["kind"] == kind
     assert findings["mooncake.engine"].level in (Level.OK, Level.NOTE), "there is no driver here"
     assert findings["transfer.loopback"].level is loopback, findings["transfer.loopback"].found

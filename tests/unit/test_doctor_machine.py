@@ -216,7 +216,7 @@ def test_ascend_where_the_environment_turns_it_into_tcp(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("engine", "driver", "toolkit", "level"),
+    ("kind", "driver", "toolkit", "level"),
     [
         ("client/server", "25.5.0", "9.1.0", Level.OK),
         ("client/server", "26.0.rc1", "9.1.0", Level.OK),
@@ -231,11 +231,11 @@ def test_ascend_where_the_environment_turns_it_into_tcp(monkeypatch: pytest.Monk
         ("", "25.5.0", "9.1.0", Level.NOTE),
     ],
 )
-def test_the_engine_that_starts(engine: str, driver: str | None, toolkit: str | None, level: Level) -> None:
-    transport = TransportInfo("ascend", "mooncake-transfer-engine-npu 0.3.13.post1", engine, "AutoConnect")
+def test_the_engine_that_starts(kind: str, driver: str | None, toolkit: str | None, level: Level) -> None:
+    transport = TransportInfo("ascend", "mooncake-transfer-engine-npu 0.3.13.post1", kind, "AutoConnect")
     finding = mooncake_engine.judge(transport, Driver(Path("/"), driver, None), toolkit)
     assert finding.level is level
-    assert finding.figures["engine"] == engine
+    assert finding.figures["kind"] == kind
 
 
 def test_a_mooncake_without_tcp_is_not_tried_over_tcp() -> None:

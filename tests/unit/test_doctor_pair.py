@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from email.utils import formatdate
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.core.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX
+from vllm_ascend_pd.core.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, TRANSPORT_INFO, Metric
 from vllm_ascend_pd.doctor import clock
 from vllm_ascend_pd.doctor.clock import Offset
 from vllm_ascend_pd.doctor.finding import Level
@@ -86,9 +87,21 @@ def metrics(*names: str) -> Answer:
     return Answer(200, text.encode(), answer().date, NOW, NOW + 0.01)
 
 
+def transport(kind: str, wheel: str = "mooncake-transfer-engine-npu 0.3.13.post1") -> bytes:
+    name = PREFIX + TRANSPORT_INFO.name
+    labels = f'engine="0",rank="0/0",protocol="ascend",wheel="{wheel}",kind="{kind}",connects="Connect"'
+    return f"{name}{{{labels}}} 1.0\n".encode()
+
+
+def of_engine(known: tuple[Metric, ...], *said: bytes) -> Answer:
+    names = [PREFIX + metric.name for metric in known if metric is not TRANSPORT_INFO]
+    answer = metrics("vllm:num_requests_running", *names)
+    return dataclasses.replace(answer, body=answer.body + b"".join(said))
+
+
 METRICS = {
-    "prefill": metrics("vllm:num_requests_running", *(PREFIX + metric.name for metric in PREFILL_METRICS)),
-    "decode": metrics("vllm:num_requests_running", *(PREFIX + metric.name for metric in DECODE_METRICS)),
+    "prefill": of_engine(PREFILL_METRICS, transport("comm")),
+    "decode": of_engine(DECODE_METRICS, transport("comm")),
     "proxy": metrics("vllm:kv_pd_proxy_requests_in_flight", "vllm:kv_pd_proxy_prefill_seconds_count"),
     "other": metrics("vllm:num_requests_running", "vllm:request_prefill_time_seconds_count"),
 }
@@ -138,6 +151,7 @@ def test_a_pair_that_fits() -> None:
         "proxy.0.engines",
         "pair.models",
         "pair.versions",
+        "pair.transport.0.0",
         "pair.clock.0.0",
         "prefill.0.clock",
     } <= {finding.check for finding in findings}
@@ -281,3 +295,30 @@ def test_a_key_that_is_missing_is_named() -> None:
     findings = judge([changed(engine(), "/v1/models", answer({"error": "Unauthorized"}, 401))])
     [wrong] = [finding for finding in findings if finding.level is Level.ERROR]
     assert "VLLM_API_KEY" in wrong.action
+
+
+SAYS_NOTHING = of_engine(DECODE_METRICS)
+OLD = of_engine(DECODE_METRICS, transport("comm", "mooncake-transfer-engine-npu 0.3.11.post1"))
+NEW = of_engine(PREFILL_METRICS, transport("client/server"))
+GARBLED = of_engine(PREFILL_METRICS, (PREFIX + TRANSPORT_INFO.name + '{protocol="tcp" 1').encode())
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "level"),
+    [
+        (METRICS["prefill"], OLD, None),
+        (NEW, OLD, Level.ERROR),
+        (NEW, SAYS_NOTHING, Level.NOTE),
+        (GARBLED, OLD, Level.NOTE),
+    ],
+)
+def test_transports_are_compared(prefill: Answer, decode: Answer, level: Level | None) -> None:
+    servers = [changed(engine(), "/metrics", prefill), changed(engine("decode"), "/metrics", decode)]
+    assert levels(*servers) == ({} if level is None else {"pair.transport.0.0": level})
+
+
+def test_both_transports_are_named() -> None:
+    servers = [changed(engine(), "/metrics", NEW), changed(engine("decode"), "/metrics", OLD)]
+    [finding] = [finding for finding in judge(servers) if finding.check == "pair.transport.0.0"]
+    for part in ("prefill http://prefill:1", "decode http://decode:1", "client/server", "comm", "0.3.11", "0.3.13"):
+        assert part in finding.found

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
-from vllm_ascend_pd.core.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, Counter, Metric
+from vllm_ascend_pd.core.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, Counter, Info, Metric
 from vllm_ascend_pd.proxy.counts import Counts
 from vllm_ascend_pd.proxy.engines import EnginePool
 from vllm_ascend_pd.proxy.exchange import Exchanges
@@ -50,7 +50,7 @@ def of_engine(metrics: tuple[Metric, ...]) -> dict[str, Documented]:
     """As `metrics.py` registers them: `tests/integration/test_engine_metrics.py` checks that."""
     return {
         PREFIX + metric.name + ("_total" if isinstance(metric, Counter) else ""): Documented(
-            type(metric).__name__.lower(), frozenset(metric.labels)
+            "gauge" if isinstance(metric, Info) else type(metric).__name__.lower(), frozenset(metric.labels)
         )
         for metric in metrics
     }

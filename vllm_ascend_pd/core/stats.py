@@ -6,18 +6,20 @@ was, and `merged` adds up the data of ranks and steps:
 
     {"counters": {name: {reason: sum}},            "" where a counter has no reasons
      "histograms": {name: [[count], [sum]]},       by bucket
-     "gauges": {name: {rank: value}}}
+     "gauges": {name: {rank: value}},
+     "infos": {name: {rank: [text]}}}              by fact
 """
 
 import math
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
+from vllm_ascend_pd.core.transports import TransportInfo
 
 Data: TypeAlias = dict[str, dict[str, Any]]
 
@@ -56,13 +58,32 @@ class Gauge:
     labels = ("rank",)
 
 
-Metric: TypeAlias = Counter | Histogram | Gauge
+@dataclass(frozen=True)
+class Info:
+    """What does not change of a rank, as text: `facts` are labels, and the value is 1."""
+
+    name: str
+    help: str
+    facts: tuple[str, ...]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return ("rank", *self.facts)
+
+
+Metric: TypeAlias = Counter | Histogram | Gauge | Info
 
 # A layer of a short prompt over a fast link takes less than a millisecond, one of a long prompt over TCP a second.
 _LAYER_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 # Prefill waits in its queue and computes in between.
 _REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
 _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+
+TRANSPORT_INFO = Info(
+    "transport_info",
+    "How a rank's Mooncake engine moves bytes.",
+    TransportInfo.__struct_fields__,
+)
 
 PUSHED_BYTES = Counter("pushed_bytes", "KV bytes written to decode engines and acknowledged.")
 LAYER_PUSH_SECONDS = Histogram(
@@ -113,12 +134,14 @@ PREFILL_METRICS: tuple[Metric, ...] = (
     OVERLAP_RATIO,
     WRITE_RETRIES,
     PUSH_FAILURES,
+    TRANSPORT_INFO,
 )
 DECODE_METRICS: tuple[Metric, ...] = (
     TICKET_TO_READY_SECONDS,
     TICKET_POST_RETRIES,
     ATTEMPTS_GIVEN_UP,
     RECEIVE_FAILURES,
+    TRANSPORT_INFO,
 )
 
 
@@ -136,6 +159,7 @@ class Stats:
         self._counters: dict[str, dict[str, int]] = {}
         self._histograms: dict[str, tuple[list[int], list[float]]] = {}
         self._gauges: dict[str, int] = {}  # as they were taken last
+        self._infos: dict[str, dict[str, list[str]]] = {}  # that were not taken yet
 
     def add(self, counter: Counter, amount: int = 1, reason: str = "") -> None:
         """`reason`: one of the counter's."""
@@ -145,6 +169,13 @@ class Stats:
 
     def observe(self, histogram: Histogram, value: float) -> None:
         self._note(histogram, value, "")
+
+    def state(self, info: Info, facts: Sequence[str], rank: str | None = None) -> None:
+        """`facts`: as `info` names them. `rank`: whose they are, if another's."""
+        if len(facts) != len(info.facts):
+            raise ValueError(f"{info.name} has {len(info.facts)} facts, not {len(facts)}")
+        with self._lock:
+            self._infos.setdefault(info.name, {})[self._rank if rank is None else rank] = list(facts)
 
     def _note(self, metric: Counter | Histogram, value: float, reason: str) -> None:
         self._noted.append((metric, value, reason))
@@ -175,10 +206,13 @@ class Stats:
         with self._lock:
             counters, self._counters = self._counters, {}
             histograms, self._histograms = self._histograms, {}
+            infos, self._infos = self._infos, {}
         if counters:
             data["counters"] = counters
         if histograms:
             data["histograms"] = {name: list(of) for name, of in histograms.items()}
+        if infos:
+            data["infos"] = infos
         for gauge, value in gauges().items():
             if self._gauges.get(gauge.name, 0) != value:
                 self._gauges[gauge.name] = value
@@ -204,11 +238,11 @@ def _added_by_bucket(a: list[list[float]], b: list[list[float]]) -> list[list[fl
     return [[x + y for x, y in zip(mine, other, strict=True)] for mine, other in zip(a, b, strict=True)]
 
 
-def _replaced(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+def _replaced(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     return {**a, **b}
 
 
-_MERGE: dict[str, Any] = {"counters": _added, "histograms": _added_by_bucket, "gauges": _replaced}
+_MERGE: dict[str, Any] = {"counters": _added, "histograms": _added_by_bucket, "gauges": _replaced, "infos": _replaced}
 
 
 def observations(histogram: Histogram, counts: list[int], sums: list[float]) -> Iterator[tuple[float, int]]:

@@ -46,13 +46,13 @@ class TransportInfo(msgspec.Struct, frozen=True):
     """`transfer_protocol`: tcp, rdma or ascend."""
     wheel: str = ""
     """Mooncake's distribution and its version."""
-    engine: str = ""
+    kind: str = ""
     """With `ascend`, an `EngineKind`."""
     connects: str = ""
     """With `ascend`, a `Connects`."""
 
     def __str__(self) -> str:
-        kind = f" with HIXL's {self.engine} engine" if self.engine else ""
+        kind = f" with HIXL's {self.kind} engine" if self.kind else ""
         details = ", ".join(filter(None, (self.wheel, self.connects)))
         return f"{self.protocol or 'an unknown protocol'}{kind}" + (f" ({details})" if details else "")
 
@@ -62,7 +62,7 @@ def cannot_write(prefill: TransportInfo, decode: TransportInfo) -> str | None:
     both = f"prefill transfers by {prefill}, decode by {decode}"
     if _differ(prefill.protocol, decode.protocol):
         return f"{both}: set transfer_protocol to the same on both sides"
-    if _differ(prefill.engine, decode.engine):
+    if _differ(prefill.kind, decode.kind):
         return f"{both}: engines of different kinds do not connect; install the same Mooncake and CANN on both sides"
     return None
 

@@ -56,12 +56,12 @@ def read(detail: str | None) -> Installed | None:
 
 def judge(transport: TransportInfo, driver: Driver, toolkit: str | None) -> Finding:
     """`transport`: of an engine with protocol `ascend`. `toolkit`: CANN's version, None if it does not say."""
-    starts = f"{transport.wheel} starts HIXL's {transport.engine} engine ({transport.connects})"
-    figures = {"engine": transport.engine, "connects": transport.connects, "wheel": transport.wheel}
-    if transport.engine == EngineKind.UNKNOWN:
+    starts = f"{transport.wheel} starts HIXL's {transport.kind} engine ({transport.connects})"
+    figures = {"kind": transport.kind, "connects": transport.connects, "wheel": transport.wheel}
+    if transport.kind == EngineKind.UNKNOWN:
         found = f"{transport.wheel}: ASCEND_* settings do not say which of HIXL's engines starts"
         return note(CHECK, found, "see that prefill and decode have the same settings and the same Mooncake", **figures)
-    if transport.engine != EngineKind.CLIENT_SERVER:
+    if transport.kind != EngineKind.CLIENT_SERVER:
         return ok(CHECK, starts, **figures)
     too_old = [
         f"{name} {found}"

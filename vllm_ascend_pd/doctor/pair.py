@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
-from vllm_ascend_pd.doctor import clock, roles
+from vllm_ascend_pd.doctor import clock, roles, transports
 from vllm_ascend_pd.doctor.finding import Finding, error, note, ok, warning
 from vllm_ascend_pd.doctor.http_get import MAX_BODY_BYTES, Answer, get
 from vllm_ascend_pd.doctor.roles import Kind
@@ -126,7 +126,7 @@ def judge(servers: Sequence[Server]) -> list[Finding]:
         findings.append(clock.judge(f"{server.check}.clock", what, offsets[server.check]))
         if server.role == "proxy" and Kind.PROXY in _kinds(server):
             findings += _proxied(server, engines)
-    return [*findings, *_versions(engines), *_models(servers), *_clocks(engines, offsets)]
+    return [*findings, *_versions(engines), *_models(servers), *_transports(engines), *_clocks(engines, offsets)]
 
 
 def _health(server: Server) -> Finding:
@@ -245,6 +245,18 @@ def _models(servers: Sequence[Server]) -> list[Finding]:
         listed = one_line("; ".join(f"{name}: {length}" for name, length in lengths.items()), 2 * _CHARS)
         action = "give all engines the same --max-model-len: a prompt that only one side takes fails"
         findings.append(warning("pair.max-model-len", f"context lengths differ: {listed}", action))
+    return findings
+
+
+def _transports(engines: Sequence[Server]) -> list[Finding]:
+    """Each prefill engine's transfer engine against each decode engine's."""
+    known = [each for each in engines if Kind(each.role) in _kinds(each)]
+    said = {each: transports.read(each.answers["/metrics"].body) for each in known}
+    findings = []
+    for one, other in product(known, known):
+        if (one.role, other.role) == ("prefill", "decode"):
+            check = f"pair.transport.{one.number}.{other.number}"
+            findings.append(transports.judge(check, {one.named: said[one], other.named: said[other]}))
     return findings
 
 

@@ -16,6 +16,7 @@ from vllm_ascend_pd.doctor.finding import Finding, error, note, ok, warning
 
 PROXY_PREFIX = PREFIX + "proxy_"
 
+_OF_BOTH = {*PREFILL_METRICS} & {*DECODE_METRICS}
 _NAMES = re.compile(rb"^(?:# TYPE )?(vllm:\w+)", re.MULTILINE)
 
 
@@ -47,7 +48,7 @@ def kinds(metrics: bytes) -> frozenset[Kind]:
     found = {
         kind
         for kind, theirs in ((Kind.PREFILL, PREFILL_METRICS), (Kind.DECODE, DECODE_METRICS))
-        if any(name.startswith(PREFIX + metric.name) for name in names for metric in theirs)
+        if any(name.startswith(PREFIX + metric.name) for name in names for metric in theirs if metric not in _OF_BOTH)
     }
     if any(name.startswith(PROXY_PREFIX) for name in names):
         found.add(Kind.PROXY)

@@ -5,7 +5,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from vllm_ascend_pd.core.failure import ReceiveFailure
 from vllm_ascend_pd.core.groups import CacheGroup
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, TransferFailure
 from vllm_ascend_pd.core.plan import NULL_BLOCK
+from vllm_ascend_pd.core.protocol import RankDescription
 from vllm_ascend_pd.core.signing import Secret, signed
 from vllm_ascend_pd.core.ticket import Ticket, wants_ticket, wants_token_ids
 from vllm_ascend_pd.scheduler.cached_tokens import count_own, count_prefills
@@ -265,6 +266,12 @@ class ConsumerScheduler:
         if issued.failure is not None:
             return {"error": issued.failure}
         return {"received_bytes": issued.received[0], "bytes_before_prefill_end": issued.received[1]}
+
+    def described(self, ranks: Iterable[RankDescription]) -> None:
+        """What this engine's ranks say of themselves, once they have started."""
+        for rank in ranks:
+            facts = msgspec.structs.astuple(rank.transport)
+            self._stats.state(stats.TRANSPORT_INFO, facts, f"{rank.pp_rank}/{rank.tp_rank}")
 
     def take_stats(self) -> stats.Data:
         retried = self._metaserver.retried

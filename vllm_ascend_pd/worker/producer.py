@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import msgspec
 import torch
 
 from vllm_ascend_pd.config import ConnectorConfig
@@ -72,6 +73,7 @@ class ProducerWorker:
         self._wait_s = 0.0
         self._changed = threading.Condition()
         self._stats = stats.Stats(f"{identity.pp_rank}/{identity.rank}")
+        self._stats.state(stats.TRANSPORT_INFO, msgspec.structs.astuple(engine.transport))
         self._trace = prefill_trace(config, identity)
         self._done: set[str] = set()
         self._failed: dict[str, str] = {}
