@@ -80,6 +80,13 @@ def test_one_that_does_not_fit(base: Stack, change: dict[str, str], check: str, 
     assert levels({**base.pins, **change})[check] is level
 
 
+def test_both_tested_versions_of_mooncake_for_npus_are_right() -> None:
+    for version in stacks.MOONCAKE_NPU_TESTED:
+        assert levels({**NPU.pins, stacks.MOONCAKE_NPU: version}) == {}
+    assert levels({**NPU.pins, stacks.MOONCAKE_NPU: "0.3.12"}) == {"versions.mooncake": Level.NOTE}
+    assert NPU.pins[stacks.MOONCAKE_NPU] in stacks.MOONCAKE_NPU_TESTED
+
+
 def test_mooncake_of_another_kind() -> None:
     pins = {name: pin for name, pin in NPU.pins.items() if name != stacks.MOONCAKE_NPU}
     findings = judge(PYTHON, {**pins, "mooncake-transfer-engine": "0.3.13"})

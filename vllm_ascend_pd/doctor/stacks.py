@@ -28,6 +28,9 @@ MOONCAKE = (
 
 MOONCAKE_NPU = "mooncake-transfer-engine-npu"
 
+MOONCAKE_NPU_TESTED = ("0.3.11.post1", "0.3.13.post1")
+"""In vllm-ascend 0.23.0's images, and pinned in requirements/npu.txt."""
+
 
 @dataclass(frozen=True)
 class Stack:

