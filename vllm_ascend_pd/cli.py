@@ -286,6 +286,13 @@ def doctor(
         list[str] | None,
         typer.Option(help="VLLM_HOST_IP of a decode engine that this prefill engine must serve; repeat for several."),
     ] = None,
+    hardware: Annotated[
+        bool,
+        typer.Option("--hardware", help="Also try this machine's NPUs: kernels, writes between them, collectives."),
+    ] = False,
+    step_timeout: Annotated[
+        float | None, typer.Option(min=1, help="Seconds that each step of --hardware may take.", show_default="60")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Find what is wrong with this machine or, where URLs are given, with a running pair, and what to do about it.
@@ -307,6 +314,8 @@ def doctor(
             data_parallel_size,
             peer or (),
             decode_host or (),
+            hardware,
+            step_timeout,
         )
     except UsageError as error:
         raise USAGE_ERROR(str(error)) from None

@@ -23,7 +23,7 @@ from harness.documented import documented
 from harness.waiting import wait_for
 from vllm_ascend_pd.doctor import child, loopback
 from vllm_ascend_pd.doctor.finding import Level, Report, Target
-from vllm_ascend_pd.doctor.loopback_process import Checked, Ready, Sent
+from vllm_ascend_pd.doctor.loopback_process import Checked, Ready, Sent, Task
 
 pytest.importorskip("mooncake.engine")
 
@@ -105,8 +105,9 @@ def test_a_machine(tmp_path: Path) -> None:
 def test_bytes_that_are_not_what_was_sent_are_found() -> None:
     """The receiver expects what follows from another seed, and must say so."""
     size = 1 << 20
+    task = Task(seed=1, nbytes=size, host="127.0.0.1")
     receiver = subprocess.Popen(
-        child.command("loopback_process", "receive", "1", str(size)),
+        child.command("loopback_process", "receive", task.argument()),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -114,7 +115,8 @@ def test_bytes_that_are_not_what_was_sent_are_found() -> None:
     try:
         assert receiver.stdout is not None
         [ready] = child.lines(receiver.stdout.readline(), Ready)
-        sender = child.command("loopback_process", "send", "2", str(size), ready.session, str(ready.address))
+        other = msgspec.structs.replace(task, seed=2).argument()
+        sender = child.command("loopback_process", "send", other, ready.session, str(ready.address))
         sent = subprocess.run(sender, capture_output=True, text=True, timeout=60, check=True)
         assert [each.descriptors for each in child.lines(sent.stdout, Sent)] == [4]
         output, _ = receiver.communicate("look\n", timeout=60)
@@ -128,7 +130,7 @@ def test_bytes_that_are_not_what_was_sent_are_found() -> None:
 
 def test_a_transfer_that_cannot_be_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "soon")
-    [finding] = anyio.run(loopback.check)
+    finding = anyio.run(loopback.check, loopback.over_tcp())
     assert finding.level is Level.ERROR
     assert "the receiving process ended" in finding.found
     assert "MC_TCP_PROGRESS_TIMEOUT_SEC='soon' is not a number" in finding.found

@@ -22,7 +22,7 @@ from vllm_ascend_pd.doctor.command import Machine, judge_data_parallel, options
 from vllm_ascend_pd.doctor.driver import Driver
 from vllm_ascend_pd.doctor.engine_config import UsageError
 from vllm_ascend_pd.doctor.finding import Finding, Level, Target, error, make_report, note, ok, warning
-from vllm_ascend_pd.doctor.loopback_process import Checked, Sent, compare
+from vllm_ascend_pd.doctor.loopback_process import Checked, Sent, Task, compare
 from vllm_ascend_pd.doctor.mooncake_engine import Installed
 from vllm_ascend_pd.doctor.pair import api_key
 from vllm_ascend_pd.doctor.probe import Loaded
@@ -384,5 +384,7 @@ def test_loading_that_crashes_names_the_part() -> None:
 def test_bytes_are_compared() -> None:
     assert compare(b"abcd\0", b"abcd\0") == Checked(0)
     assert compare(b"abXd\1", b"abcd\0") == Checked(2, 2)
-    assert loopback.judge(1 << 20, Sent(0.5, 4), Checked(0)).figures["bytes_per_second"] == 1 << 21
-    assert loopback.judge(1 << 20, Sent(0.5, 4), Checked(1, 77)).level is Level.ERROR
+    way, task = loopback.over_tcp(), Task(seed=1, nbytes=1 << 20, host="127.0.0.1", writes=2)
+    found = loopback.judge(way, task, Sent(0.5, 4), Checked(0))
+    assert (found.level, found.figures["bytes"], found.figures["bytes_per_second"]) == (Level.OK, 2 << 20, 1 << 22)
+    assert loopback.judge(way, task, Sent(0.5, 4), Checked(1, 77)).level is Level.ERROR

@@ -28,6 +28,7 @@ from vllm_ascend_pd.doctor import (
     ports,
     versions,
 )
+from vllm_ascend_pd.doctor import hardware as hardware_steps
 from vllm_ascend_pd.doctor.engine_config import KvTransferConfig, UsageError
 from vllm_ascend_pd.doctor.finding import Finding, Report, Target, make_report, note, warning
 from vllm_ascend_pd.doctor.http_get import root_url
@@ -49,6 +50,8 @@ class Machine(msgspec.Struct, frozen=True):
     data_parallel: int
     peers: tuple[str, ...]
     decode_hosts: tuple[str, ...] = ()
+    hardware_step_s: float | None = None
+    """Seconds that each step on NPUs may take; None: nothing is tried on them."""
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -68,8 +71,12 @@ def options(
     data_parallel: int,
     peers: Sequence[str],
     decode_hosts: Sequence[str] = (),
+    hardware: bool = False,
+    step_timeout: float | None = None,
 ) -> Machine | Pair:
     """What to look at: a pair where URLs are given, else this machine. Raises UsageError."""
+    if step_timeout is not None and not hardware:
+        raise UsageError("--step-timeout is for the steps of --hardware: give that, too")
     if proxy is None and not prefill and not decode:
         if ca_file is not None:
             raise UsageError("--ca-file is for https:// URLs: give --proxy, --prefill or --decode")
@@ -86,11 +93,13 @@ def options(
             raise UsageError(f"--decode-host {one_line(wrong, 80)!r} is no host")
         if decode_hosts and (config is None or config.kv_role != "kv_producer"):
             raise UsageError("--decode-host is for a prefill engine's --kv-transfer-config: give that, too")
-        return Machine(config, port, data_parallel, tuple(_address(peer) for peer in peers), tuple(decode_hosts))
-    if kv_transfer_config is not None or port is not None or data_parallel != 1 or peers or decode_hosts:
+        step_s = (step_timeout or hardware_steps.STEP_TIMEOUT_S) if hardware else None
+        addresses = tuple(_address(peer) for peer in peers)
+        return Machine(config, port, data_parallel, addresses, tuple(decode_hosts), step_s)
+    if kv_transfer_config is not None or port is not None or data_parallel != 1 or peers or decode_hosts or hardware:
         raise UsageError(
             "--proxy, --prefill and --decode look at what runs; --kv-transfer-config, --port, --data-parallel-size, "
-            "--peer and --decode-host at this machine: give one kind"
+            "--peer, --decode-host and --hardware at this machine: give one kind"
         )
     try:
         pair.api_key(os.environ)
@@ -156,7 +165,11 @@ async def _examine_machine(chosen: Machine, progress: Progress) -> list[Finding]
         findings.append(skipped)
     else:
         async with progress.step("transferring from one Mooncake engine to another"):
-            findings += await loopback.check()
+            findings.append(await loopback.check(loopback.over_tcp()))
+    if chosen.hardware_step_s is not None:
+        visible = hardware_steps.npus_of(loading.detail_of(loaded, "torch_npu"))
+        host = loading.detail_of(loaded, "host")
+        findings += await hardware_steps.check(visible, host or "127.0.0.1", progress, chosen.hardware_step_s)
     return findings
 
 

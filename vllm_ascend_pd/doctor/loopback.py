@@ -1,59 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real transfer between two of our transfer engines on this machine: Mooncake over TCP."""
+"""A real transfer between two of our transfer engines on this machine, every byte compared."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import anyio
-from anyio.abc import ByteReceiveStream, Process
+import msgspec
+from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.doctor import child
-from vllm_ascend_pd.doctor.finding import Finding, error, ok
-from vllm_ascend_pd.doctor.loopback_process import Checked, Ready, Sent
-from vllm_ascend_pd.doctor.tools import MAX_OUTPUT_BYTES, run_tool, running
+from vllm_ascend_pd.doctor.finding import Finding, Level, ok
+from vllm_ascend_pd.doctor.loopback_process import Checked, Ready, Sent, Task
+from vllm_ascend_pd.doctor.tools import MAX_OUTPUT_BYTES, collect_last, run_tool, running
 
-CHECK = "transfer.loopback"
 TRANSFER_BYTES = 64 << 20
 TIMEOUT_S = 90.0
 
 _CHARS = 300
-_ACTION = (
-    "see that Mooncake can be loaded, that no MC_* variable is set by mistake, and that nothing filters connections of "
-    "127.0.0.1 (with MC_USE_IPV6: of ::1) to itself"
-)
 _GONE = "the receiving process ended"
+_REPLACE = "do not use this Mooncake: install the version that requirements/ names"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How bytes go from one process to another.
+
+    `check`: of the finding; `between`: what findings say of the way; `action`: what to do when a transfer fails.
+    """
+
+    check: str
+    between: str
+    action: str
+    protocol: str
+    host: str
+    """Where both engines listen."""
+    source: int | None = None
+    """The NPU whose memory is sent; None for the host's."""
+    destination: int | None = None
+    """The same of the memory that is written to."""
+    writes: int = 1
+    """Times that the bytes are sent, for the speed."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of both processes, beside the doctor's own."""
+    failed: Level = Level.ERROR
+    """Of the finding when a transfer fails."""
+
+
+def over_tcp() -> Way:
+    """Mooncake over TCP, from one process's host memory to another's."""
+    return Way(
+        check="transfer.loopback",
+        between="from one Mooncake engine to another over TCP",
+        action="see that Mooncake can be loaded, that no MC_* variable is set by mistake, and that nothing filters "
+        "connections of 127.0.0.1 (with MC_USE_IPV6: of ::1) to itself",
+        protocol="tcp",
+        # Where it is set, Mooncake has no IPv4.
+        host="::1" if "MC_USE_IPV6" in os.environ else "127.0.0.1",
+    )
 
 
 class _Failed(Exception):
     """Why there was no transfer."""
 
 
-async def check(nbytes: int = TRANSFER_BYTES) -> list[Finding]:
-    seed = str(secrets.randbits(63))
+async def check(way: Way, nbytes: int = TRANSFER_BYTES, timeout_s: float = TIMEOUT_S) -> Finding:
+    task = Task(secrets.randbits(63), nbytes, way.host, way.protocol, writes=way.writes)
     errors = bytearray()
     try:
-        with anyio.fail_after(TIMEOUT_S):
-            return [await _transfer(seed, nbytes, errors)]
+        with anyio.fail_after(timeout_s):
+            return await _transfer(way, task, timeout_s, errors)
     except TimeoutError:
-        reason = f"it did not end within {TIMEOUT_S:g} s"
+        reason = f"it did not end within {timeout_s:g} s"
     except (_Failed, OSError) as failure:
         reason = str(failure)
     last = one_line(bytes(errors[-_CHARS:]).decode(errors="replace"), _CHARS)
-    return [error(CHECK, f"a transfer over TCP failed: {reason}" + (f" ({last})" if last else ""), _ACTION)]
+    found = f"a transfer {way.between} failed: {reason}" + (f" ({last})" if last else "")
+    return Finding(way.check, way.failed, one_line(found, 1000), way.action)
 
 
-async def _transfer(seed: str, nbytes: int, errors: bytearray) -> Finding:
-    command = child.command("loopback_process", "receive", seed, str(nbytes))
-    async with running(command, stdin=subprocess.PIPE) as receiver:
+async def _transfer(way: Way, task: Task, timeout_s: float, errors: bytearray) -> Finding:
+    receive = msgspec.structs.replace(task, device=way.destination).argument()
+    command = child.command("loopback_process", "receive", receive)
+    async with running(command, stdin=subprocess.PIPE, environment=way.environment) as receiver:
         outcome: Finding | _Failed
         async with anyio.create_task_group() as tasks:  # which would wrap what is raised in it
-            tasks.start_soon(_collect, receiver.stderr, errors)
+            tasks.start_soon(collect_last, receiver.stderr, errors)
             try:
-                outcome = await _exchange(receiver, seed, nbytes, errors)
+                outcome = await _exchange(receiver, way, task, timeout_s, errors)
             except _Failed as failure:
                 outcome = failure
             tasks.cancel_scope.cancel()
@@ -62,14 +102,14 @@ async def _transfer(seed: str, nbytes: int, errors: bytearray) -> Finding:
     return outcome
 
 
-async def _exchange(receiver: Process, seed: str, nbytes: int, errors: bytearray) -> Finding:
+async def _exchange(receiver: Process, way: Way, task: Task, timeout_s: float, errors: bytearray) -> Finding:
     assert receiver.stdin is not None
     assert receiver.stdout is not None
     output = BufferedByteReceiveStream(receiver.stdout)
     ready = await _hear(output, Ready)
-    ran = await run_tool(
-        child.command("loopback_process", "send", seed, str(nbytes), ready.session, str(ready.address)), TIMEOUT_S
-    )
+    send = msgspec.structs.replace(task, device=way.source).argument()
+    command = child.command("loopback_process", "send", send, ready.session, str(ready.address))
+    ran = await run_tool(command, timeout_s, way.environment)
     sent = child.lines(ran.output, Sent)
     if ran.problem is not None or not sent:
         errors += ran.errors.encode()
@@ -78,29 +118,24 @@ async def _exchange(receiver: Process, seed: str, nbytes: int, errors: bytearray
         await receiver.stdin.send(b"look\n")
     except (anyio.BrokenResourceError, OSError):
         raise _Failed(_GONE) from None
-    return judge(nbytes, sent[0], await _hear(output, Checked))
+    return judge(way, task, sent[0], await _hear(output, Checked))
 
 
-def judge(nbytes: int, sent: Sent, checked: Checked) -> Finding:
+def judge(way: Way, task: Task, sent: Sent, checked: Checked) -> Finding:
     if checked.wrong:
         found = (
-            f"{checked.wrong} of {nbytes} bytes arrived wrong, the first at {checked.first}, and no error was reported"
+            f"{checked.wrong} of {task.nbytes} bytes {way.between} arrived wrong, the first at {checked.first}, and no "
+            "error was reported"
         )
-        return error(CHECK, found, "do not use this Mooncake: install the version that requirements/ names")
-    speed = nbytes / max(sent.seconds, 1e-9)
+        return Finding(way.check, Level.ERROR, found, _REPLACE)
+    speed = task.nbytes * task.writes / max(sent.seconds, 1e-9)
+    times = f"{task.writes} times " if task.writes > 1 else ""
     found = (
-        f"{nbytes / 2**20:g} MiB in {sent.descriptors} pieces from one Mooncake engine to another over TCP, every byte "
-        f"right: {speed / 1e9:.3g} GB/s"
+        f"{times}{task.nbytes / 2**20:g} MiB in {sent.descriptors} pieces {way.between}, every byte right: "
+        f"{speed / 1e9:.3g} GB/s"
     )
-    return ok(CHECK, found, bytes=nbytes, seconds=round(sent.seconds, 6), bytes_per_second=round(speed))
-
-
-async def _collect(stream: ByteReceiveStream | None, into: bytearray) -> None:
-    """The last part of all that comes: a child must not wait for who reads it."""
-    assert stream is not None
-    async for piece in stream:
-        into += piece
-        del into[:-MAX_OUTPUT_BYTES]
+    figures = {"bytes": task.nbytes * task.writes, "seconds": round(sent.seconds, 6), "bytes_per_second": round(speed)}
+    return ok(way.check, found, **figures)
 
 
 async def _hear(output: BufferedByteReceiveStream, kind: type[child.Line]) -> child.Line:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -35,10 +35,20 @@ class Ran:
 
 
 @asynccontextmanager
-async def running(command: Sequence[str], stdin: int = subprocess.DEVNULL) -> AsyncIterator[Process]:
-    """`command`, in a session of its own: with the block its whole process group ends. Raises OSError."""
+async def running(
+    command: Sequence[str], stdin: int = subprocess.DEVNULL, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Process]:
+    """`command`, in a session of its own: with the block its whole process group ends. Raises OSError.
+
+    `environment`: variables beside those of this process.
+    """
     process = await anyio.open_process(
-        list(command), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        list(command),
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **(environment or {})},
+        start_new_session=True,
     )
     try:
         yield process
@@ -62,12 +72,20 @@ async def read_bounded(stream: ByteReceiveStream | None, into: bytearray, limit:
     return True
 
 
-async def run_tool(command: Sequence[str], timeout_s: float) -> Ran:
+async def collect_last(stream: ByteReceiveStream | None, into: bytearray) -> None:
+    """The last part of all that comes: a child must not wait for who reads it."""
+    assert stream is not None
+    async for piece in stream:
+        into += piece
+        del into[:-MAX_OUTPUT_BYTES]
+
+
+async def run_tool(command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> Ran:
     """Runs `command` for at most `timeout_s` seconds. Never raises for what a program does, or if there is none."""
     output, errors = bytearray(), bytearray()
     problem: str | None = None
     try:
-        async with running(command) as process:
+        async with running(command, environment=environment) as process:
             whole: list[bool] = []
 
             async def read(stream: ByteReceiveStream | None, into: bytearray) -> None:

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-ascend-pd doctor --hardware` as its reader runs it, on two emulated NPUs with Mooncake's wheel for NPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import msgspec
+import psutil
+import pytest
+
+import cann_on_host
+from harness.waiting import wait_until
+from vllm_ascend_pd.doctor import collectives, hardware, loopback
+from vllm_ascend_pd.doctor.finding import Finding, Level, Report
+
+pytestmark = [pytest.mark.npu, pytest.mark.emulated, pytest.mark.timeout(600)]
+
+PACKAGE = Path(hardware.__file__).parents[1]
+NPU_SMI = """\
+#!/bin/sh
+cat <<'TABLE'
+| npu-smi 25.2.0                   Version: 25.2.0                                               |
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
+| 0     910B1               | OK            | 91.3        33                0    / 0             |
+| 0                         | 0000:C1:00.0  | 0           0    / 0          3197 / 65536         |
+| 1     910B1               | OK            | 91.3        33                0    / 0             |
+| 0                         | 0000:C2:00.0  | 0           0    / 0          3197 / 65536         |
+TABLE
+"""
+HCCN_TOOL = """\
+#!/bin/sh
+case "$*" in
+  *"-link -g") echo "link status: UP" ;;
+  *"-ip -g") echo "ipaddr:192.0.2.1$2" ;;
+  *"-net_health -g") echo "net health status: Success" ;;
+esac
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with two NPUs, the driver's tools and CANN."""
+    tools, cann = tmp_path / "tools", tmp_path / "cann"
+    tools.mkdir()
+    for name, script in (("npu-smi", NPU_SMI), ("hccn_tool", HCCN_TOOL)):
+        (tools / name).write_text(script)
+        (tools / name).chmod(0o755)
+    for folder in ("opp", "runtime", "compiler", "x86_64-linux"):  # which torch_npu looks for
+        (cann / folder).mkdir(parents=True)
+    (cann / "x86_64-linux" / "ascend_toolkit_install.info").write_text("version=9.1.0\n")
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(cann))
+    monkeypatch.setenv("ASCEND_OPP_PATH", str(cann / "opp"))
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    monkeypatch.setenv("CANN_ON_HOST_DEVICES", "2")
+
+
+def run(*arguments: str, **environment: str) -> tuple[Report, int]:
+    command = [sys.executable, "-m", "vllm_ascend_pd.cli", "doctor", "--hardware", "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env={**os.environ, **environment})
+    assert "Traceback" not in done.stderr
+    return msgspec.json.decode(done.stdout, type=Report), done.returncode
+
+
+def of(report: Report, area: str) -> dict[str, Finding]:
+    return {finding.check: finding for finding in report.findings if finding.check.startswith(area)}
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_healthy_server() -> None:
+    report, code = run()
+    found = of(report, "hardware.")
+    assert list(found) == [
+        "hardware.kernels",
+        "hardware.write.ascend.0-1",
+        "hardware.write.roce.1-0",
+        "hardware.collectives",
+    ]
+    assert found.pop("hardware.kernels").level is Level.WARNING, "not compiled here"
+    assert {finding.level for finding in found.values()} == {Level.OK}, found
+    for check in ("hardware.write.ascend.0-1", "hardware.write.roce.1-0"):
+        assert found[check].figures["bytes"] == hardware.WRITES * loopback.TRANSFER_BYTES
+        assert found[check].figures["bytes_per_second"] > 0
+        assert "every byte right" in found[check].found
+    collective = found["hardware.collectives"].figures
+    assert collective["mode"] == "AIV"
+    assert collective["all_to_all_beside_bytes_per_second"] > 0
+    assert of(report, "hccn.link").keys() == {"hccn.link.0", "hccn.link.1"}
+    assert (report.ok, code) == (True, 0), [each for each in report.findings if each.level is Level.ERROR]
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_collective_that_fails_is_a_finding() -> None:
+    report, code = run("--step-timeout", "60", CANN_ON_HOST_FAULTS="hccl:fail@9")
+    found = of(report, "hardware.")
+    assert code == 1
+    assert found["hardware.write.ascend.0-1"].level is Level.OK, "which no collective belongs to"
+    assert found["hardware.collectives"].level is Level.ERROR
+    assert "injected fault" in found["hardware.collectives"].found
+    assert "all-reduce" in str(found["hardware.collectives"].figures["stage"])
+
+
+def children(word: str) -> list[psutil.Process]:
+    """Of this process, those that have `word` in their command line."""
+    return [each for each in psutil.Process().children(recursive=True) if word in " ".join(each.cmdline())]
+
+
+@pytest.mark.usefixtures("machine")
+def test_collectives_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CANN_ON_HOST_FAULTS", "hccl:hang@20")
+    finding = anyio.run(collectives.check, 2, 25.0)
+    assert finding.level is Level.ERROR
+    assert "did not end within 25 s" in finding.found
+    assert "rank 0 at all-" in finding.found
+    assert not children("collectives_process")
+
+
+@contextmanager
+def faulty_link(fault: str) -> Iterator[None]:
+    """The process that receives has a link that fails as `fault` says."""
+    over = threading.Event()
+
+    def spoil() -> None:
+        wait_until(lambda: children("receive") or over.is_set(), 60)
+        for receiver in children("receive"):
+            with cann_on_host.link_fault(receiver.pid, fault):
+                over.wait()
+
+    thread = threading.Thread(target=spoil)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("fault", "roce", "timeout_s", "level", "reason"),
+    [
+        ("refuse", False, 60.0, Level.ERROR, "the sending process ended"),
+        ("hang", True, 15.0, Level.WARNING, "it did not end within 15 s"),
+    ],
+)
+def test_a_link_that_fails_is_a_finding(
+    fault: str,
+    roce: bool,
+    timeout_s: float,
+    level: Level,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CANN_ON_HOST_LINKS", str(tmp_path))
+    way = hardware.ways([4, 5], "127.0.0.1")[roce]
+    with faulty_link(fault):
+        finding = anyio.run(loopback.check, way, 1 << 20, timeout_s)
+    assert (finding.check, finding.level, finding.action) == (way.check, level, way.action)
+    assert reason in finding.found
+    assert not children("loopback_process")
+
+
+@pytest.mark.usefixtures("machine")
+def test_one_npu_leaves_out_what_needs_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CANN_ON_HOST_DEVICES", "1")
+    report, _ = run()
+    found = of(report, "hardware.")
+    assert list(found) == ["hardware.devices", "hardware.kernels"]
+    assert found["hardware.devices"].level is Level.NOTE
+    assert "left out" in found["hardware.devices"].found
+
+
+@pytest.mark.usefixtures("machine")
+def test_compiled_kernels_are_compared(kernels: Path, tmp_path: Path) -> None:
+    """In a copy of the package that has its kernels, built for the host."""
+    copy = tmp_path / "copy" / PACKAGE.name
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(kernels, copy / "libvllm_ascend_pd_npu.so")
+    code = (
+        "import anyio, msgspec; from vllm_ascend_pd.doctor import kernels; "
+        "print(msgspec.json.encode(anyio.run(kernels.check, 120)).decode())"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{copy.parent}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=env, cwd=tmp_path
+    )
+    finding = msgspec.json.decode(done.stdout, type=Finding)
+    assert (finding.level, finding.figures["compiled"]) == (Level.OK, True), finding
+    assert "the CPU's bytes in 9 cases" in finding.found
