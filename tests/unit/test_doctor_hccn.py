@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_ascend_pd.doctor import hccn
 from vllm_ascend_pd.doctor.finding import Level
-from vllm_ascend_pd.doctor.hccn import Ping, parse_addresses, parse_conf, parse_link, parse_ping
+from vllm_ascend_pd.doctor.hccn import Ping, parse_addresses, parse_conf, parse_health, parse_link, parse_ping
 from vllm_ascend_pd.doctor.tools import Ran
 from vllm_ascend_pd.transport import ascend
 
@@ -49,6 +49,8 @@ TOOL = """\
 case "$*" in
   "-i 1 -link -g") echo "link status: DOWN" ;;
   *"-link -g") echo "link status: UP" ;;
+  "-i 0 -net_health -g") echo "net health status: Success" ;;
+  "-i 1 -net_health -g") echo "net health status: Fault" ;;
   "-i 0 -ip -g") printf 'ipaddr:192.0.2.10\\nnetmask:255.255.255.0\\n' ;;
   "-i 1 -ip -g") printf 'ipaddr:192.0.2.77\\nnetmask:255.255.255.0\\n' ;;
   "-i 0 -ping -g address 198.51.100.1") echo "3 packets transmitted, 3 received, 0.00% packet loss" ;;
@@ -62,6 +64,9 @@ def test_formats() -> None:
     assert parse_link("link status: UP\n") == "UP"
     assert parse_link("link status: DOWN") == "DOWN"
     assert parse_link("no such device") is None
+    assert parse_health("net health status: Success\n") == "Success"
+    assert parse_health("net health status: Receive timeout") == "Receive timeout"
+    assert parse_health("link status: UP") is None
     assert parse_addresses(IP) == ("192.0.2.10",)
     assert parse_ping(PING) == Ping(3, 3)
     assert parse_ping(PING_LOSS) == Ping(3, 2)
@@ -74,10 +79,11 @@ def test_garbled_output_is_no_exception(text: str, place: int, noise: str) -> No
     garbled = Ran(text[:place] + noise + text[place:], "")
     found = [
         *hccn.judge_link(0, garbled),
+        *hccn.judge_health(0, garbled),
         *hccn.judge_addresses(0, garbled, parse_conf(garbled.output).get(0, [])),
         *hccn.judge_ping(0, "192.0.2.1", garbled),
     ]
-    assert len(found) == 3
+    assert len(found) == 4
 
 
 @pytest.mark.parametrize(
@@ -86,6 +92,14 @@ def test_garbled_output_is_no_exception(text: str, place: int, noise: str) -> No
 def test_ping(text: str, level: Level) -> None:
     [finding] = hccn.judge_ping(0, "192.0.2.9", Ran(text, ""))
     assert finding.level is level
+
+
+@pytest.mark.parametrize(
+    ("status", "level"), [("Success", Level.OK), ("Init", Level.NOTE), ("Fault", Level.WARNING), ("", Level.NOTE)]
+)
+def test_health(status: str, level: Level) -> None:
+    [finding] = hccn.judge_health(3, Ran(f"net health status: {status}\n" if status else "", ""))
+    assert (finding.check, finding.level) == ("hccn.health.3", level)
 
 
 def test_an_address_that_the_file_has_wrong_is_an_error() -> None:
@@ -129,6 +143,9 @@ def test_each_device_is_asked_and_pings_each_peer(tmp_path: Path, monkeypatch: p
         "hccn.link.0": Level.OK,
         "hccn.link.1": Level.WARNING,
         "hccn.link.2": Level.OK,
+        "hccn.health.0": Level.OK,
+        "hccn.health.1": Level.WARNING,
+        "hccn.health.2": Level.NOTE,
         "hccn.address.0": Level.OK,
         "hccn.address.1": Level.ERROR,
         "hccn.ping.0.198.51.100.1": Level.OK,

@@ -283,6 +283,8 @@ def judged(config: dict[str, Any]) -> dict[str, Level]:
         ),
         ({"peers": ["node-2"]}, "'node-2' is not an address"),
         ({"peers": ["192.0.2.1"] * 65}, "at most 64"),
+        ({"proxy": "http://p:1", "hardware": True}, "give one kind"),
+        ({"step_timeout": 5.0}, "--step-timeout is for the steps of --hardware"),
     ],
 )
 def test_options_that_cannot_be_understood(change: dict[str, Any], says: str) -> None:

@@ -55,7 +55,7 @@ class Reached(msgspec.Struct, frozen=True):
     """What went wrong; "" if nothing did."""
 
 
-class _Rank:
+class RankReport:
     """What one rank's process has said."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class _Rank:
 
 async def check(size: int, timeout_s: float) -> Finding:
     """Runs `size` ranks on the first NPUs."""
-    ranks = [_Rank() for _ in range(size)]
+    ranks = [RankReport() for _ in range(size)]
     mode = os.environ.get(_MODE) or _PRESET_MODE
     with tempfile.TemporaryDirectory(prefix="pd-doctor-") as folder:
         arguments = [str(size), str(Path(folder, "store"))]
@@ -92,7 +92,7 @@ async def check(size: int, timeout_s: float) -> Finding:
     return judge(ranks, mode, f"did not end within {timeout_s:g} s" if scope.cancelled_caught else "")
 
 
-async def _follow(command: Sequence[str], environment: dict[str, str], rank: _Rank) -> None:
+async def _follow(command: Sequence[str], environment: dict[str, str], rank: RankReport) -> None:
     """Until the rank's process ends, or has said that it failed."""
     async with running(command, environment=environment) as process:
         assert process.stdout is not None
@@ -108,7 +108,7 @@ async def _follow(command: Sequence[str], environment: dict[str, str], rank: _Ra
             tasks.cancel_scope.cancel()
 
 
-def judge(ranks: Sequence[_Rank], mode: str, timed_out: str) -> Finding:
+def judge(ranks: Sequence[RankReport], mode: str, timed_out: str) -> Finding:
     """`timed_out`: that they did not end; "" if all did."""
     for number, rank in enumerate(ranks):
         if rank.problem:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network between NPUs: `/etc/hccn.conf`, and what `hccn_tool` says of links, addresses and other nodes.
 
-Formats, from vllm-ascend's and CANN's guides: `-link -g` prints `link status: UP`; `-ip -g` prints `ipaddr:A` and
+Formats, from vllm-ascend's and CANN's guides: `-link -g` prints `link status: UP`; `-net_health -g` prints `net health
+status: Success` (`Init` where no address to probe is set, `Fault` and others); `-ip -g` prints `ipaddr:A` and
 `netmask:M`; `-ping -g address A` prints a line for each packet and `3 packets transmitted, 3 received, 0.00% packet
 loss`. An address in the file that is not the device's own (vllm-ascend's pull request 16847) leaves an NPU that others
 cannot reach, with errors that point elsewhere.
@@ -33,6 +34,7 @@ _MAX_CONF_BYTES = 1 << 20
 _CHARS = 200
 _ADDRESS = re.compile(r"^(?:IPv6)?address_(\d{1,4})=(.*)$", re.MULTILINE)
 _LINK = re.compile(r"^\s*link status:\s*(\S{1,40})", re.MULTILINE | re.IGNORECASE)
+_HEALTH = re.compile(r"^\s*net health status:\s*(\S.{0,39})", re.MULTILINE | re.IGNORECASE)
 _IP = re.compile(r"^\s*ipaddr:\s*([0-9.]{1,15})", re.MULTILINE)
 _LOSS = re.compile(r"(\d{1,9}) packets transmitted,\s*(\d{1,9}) received")
 
@@ -55,6 +57,12 @@ def parse_link(text: str) -> str | None:
     """UP, DOWN or what else the link is; None if `text` does not say."""
     found = _LINK.search(text)
     return found[1].upper() if found else None
+
+
+def parse_health(text: str) -> str | None:
+    """Success, Init, Fault or what else the network's health is; None if `text` does not say."""
+    found = _HEALTH.search(text)
+    return found[1].strip() if found else None
 
 
 def parse_addresses(text: str) -> tuple[str, ...]:
@@ -115,6 +123,7 @@ async def check_devices(devices: Sequence[int], peers: Sequence[str], conf: Mapp
     questions: list[tuple[list[str], Callable[[Ran], list[Finding]]]] = []
     for device in devices:
         questions.append((["-i", str(device), "-link", "-g"], partial(judge_link, device)))
+        questions.append((["-i", str(device), "-net_health", "-g"], partial(judge_health, device)))
         configured = [address for address in conf.get(device, []) if ":" not in address]
         if configured or device not in conf:  # one of IPv6 alone is not asked for
             own = partial(judge_addresses, device, configured=configured)
@@ -148,6 +157,22 @@ def judge_link(device: int, ran: Ran) -> list[Finding]:
     if link is not None:
         return [warning(check, f"device {device}: link {link.lower()}", action)]
     return [warning(check, f"device {device}: the link's state is unknown: {_said(ran)}", action)]
+
+
+def judge_health(device: int, ran: Ran) -> list[Finding]:
+    """Whether the device reaches the address that it probes, which is its gateway or switch."""
+    check = f"hccn.health.{device}"
+    health = parse_health(ran.said)
+    if health == "Success":
+        return [ok(check, f"device {device}: network healthy")]
+    if health == "Init":
+        action = f"to have it probe one, hccn_tool -i {device} -netdetect -s address GATEWAY"
+        return [note(check, f"device {device} probes no address, so its network's health is unknown", action)]
+    if health is None:
+        found = f"device {device}: the network's health is unknown: {_said(ran)}"
+        return [note(check, found, "its link and pings of --peer say more")]
+    action = f"check that hccn_tool -i {device} -netdetect -g names an address that it reaches"
+    return [warning(check, f"device {device}: network health {one_line(health, _CHARS)}", action)]
 
 
 def judge_addresses(device: int, ran: Ran, configured: Sequence[str]) -> list[Finding]:
