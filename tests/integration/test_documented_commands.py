@@ -325,7 +325,7 @@ TABLE = (
     Row(r"vllm-ascend-pd keygen .*", makes_a_secret),
     Row(r"\(umask 077; openssl .*", makes_a_secret),
     Row(r"vllm-ascend-pd plan .*", plans),
-    Row(r"vllm-ascend-pd doctor", examines_this_machine),
+    Row(r"vllm-ascend-pd doctor( --hardware)?", examines_this_machine),
     Row(r"vllm-ascend-pd doctor --port .*", "tests/integration/test_doctor.py::test_a_machine"),
     Row(r"vllm-ascend-pd doctor --proxy .*", "tests/integration/test_doctor.py::test_a_pair"),
     Row(r"vllm-ascend-pd proxy --host .*", opens_the_front_door),
