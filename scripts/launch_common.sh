@@ -80,7 +80,7 @@ npu_environment() {
   known ASCEND_TRANSFER_TIMEOUT "ms of one transfer; the connector sets write_timeout_s"
   known MC_TRANSFER_TIMEOUT "s after which Mooncake gives a batch up; the connector sets 1 s more than a transfer"
   known ASCEND_BASE_PORT "first of the ports on which Mooncake's NPUs listen (20000); keep --kv-port away from them"
-  known MC_LOG_LEVEL "Mooncake's log: INFO, WARNING or ERROR"
+  known MC_LOG_LEVEL "Mooncake's log: INFO, WARNING or ERROR (the connector's preset on NPUs)"
   known MOONCAKE_CONFIG_PATH "JSON file of a Mooncake KV pool (--beside)"
   known HCCL_RDMA_TIMEOUT "RoCE sends again after 4.096 us * 2 ^ this (20); decides how soon a lost link is noticed"
   known HCCL_RDMA_RETRY_CNT "times that RoCE sends again (7)"

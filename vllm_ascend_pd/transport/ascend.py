@@ -29,6 +29,9 @@ from vllm_ascend_pd.transport import mooncake_library
 
 HCCN_CONF = Path("/etc/hccn.conf")
 HCCN_TOOL = Path("/usr/local/Ascend/driver/tools/hccn_tool")
+LOG_LEVEL = "ERROR"
+"""Mooncake's preset log level with this protocol. At WARNING, 0.3.13 writes a line for each descriptor to a peer whose
+NPU is not its process's first (transfer_executor_base.cpp, EngineNameForDestAddr), which is thousands per batch."""
 INSTALL = "pip install mooncake-transfer-engine-npu, or build Mooncake with -DUSE_ASCEND_DIRECT=ON"
 
 _ATTEMPTS = 2

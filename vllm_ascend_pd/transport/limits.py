@@ -160,7 +160,7 @@ def export_settings(limits: TransferLimits, protocol: str, host: str) -> tuple[T
             "VLLM_HOST_IP to this host's IPv6 address"
         )
     if protocol == "ascend":
-        settings |= ascend.settings(limits.whole_timeout_s, os.environ)
+        settings |= {**ascend.settings(limits.whole_timeout_s, os.environ), "MC_LOG_LEVEL": ascend.LOG_LEVEL}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     if protocol == "ascend":
