@@ -15,6 +15,7 @@ import httpx
 import psutil
 
 from harness import ascend
+from harness.agreement import listed_logprobs
 from harness.client import Client, Completion, StreamError
 from harness.clusters import PATIENT_PROXY, ClusterConfig, Proxy, running_cluster
 from harness.engines import HOST, PATIENT, EngineConfig, Role, Server, running_engines, wait_ready
@@ -80,11 +81,16 @@ class Setting:
     npu: bool = False
     """vllm-ascend on emulated CANN libraries."""
 
-    def engine(self) -> EngineConfig:
+    @property
+    def first_of_decode(self) -> int:
+        """The NPU of decode's first rank: behind prefill's cards."""
+        return ascend.whole_cards(self.pair.prefill)
+
+    def engine(self, first_device: int = 0) -> EngineConfig:
         config = EngineConfig(
             max_model_len=LONGEST, max_num_batched_tokens=STEP_TOKENS, kv_cache_bytes=KV_BYTES[self.model]
         )
-        return ascend.emulated(config) if self.npu else config
+        return ascend.emulated(config, first_device) if self.npu else config
 
 
 class Side:
@@ -92,10 +98,13 @@ class Side:
 
     answers_rightly = True
 
-    def __init__(self, name: str, url: str, model: Path, processes: Sequence[ManagedProcess]) -> None:
+    def __init__(
+        self, name: str, url: str, model: Path, processes: Sequence[ManagedProcess], logprobs: int = 0
+    ) -> None:
         self.name = name
         self._processes = processes
-        self._client = Client(url, model=str(model), timeout=httpx.Timeout(REQUEST_SECONDS, connect=10))
+        timeout = httpx.Timeout(REQUEST_SECONDS, connect=10)
+        self._client = Client(url, model=str(model), timeout=timeout, logprobs=logprobs)
 
     def ask(self, prompt: list[int], max_tokens: int) -> Completion:
         try:
@@ -143,9 +152,13 @@ def single(setting: Setting) -> Iterator[Side]:
 @contextmanager
 def ours(setting: Setting) -> Iterator[Side]:
     """LayerwisePushConnector behind `vllm-ascend-pd proxy`."""
-    both = dataclasses.replace(setting.engine(), connector_extra=PATIENT, traces=setting.traces)
-    prefill = dataclasses.replace(both, role=Role.PREFILL, tp=setting.pair.prefill)
-    decode = dataclasses.replace(both, role=Role.DECODE, tp=setting.pair.decode)
+    prefill, decode = (
+        dataclasses.replace(setting.engine(first), role=role, tp=tp, connector_extra=PATIENT, traces=setting.traces)
+        for first, role, tp in (
+            (0, Role.PREFILL, setting.pair.prefill),
+            (setting.first_of_decode, Role.DECODE, setting.pair.decode),
+        )
+    )
     config = ClusterConfig("ours", (prefill,), (decode,))
     with running_cluster(setting.path, config, setting.logs) as cluster:
         servers = [cluster.proxy, *cluster.prefill, *cluster.decode]
@@ -214,8 +227,8 @@ def v1(setting: Setting) -> Iterator[Side]:
 @contextmanager
 def bare(setting: Setting) -> Iterator[Side]:
     """Two engines without a connector: what their being two costs, whatever brings KV from one to the other."""
-    sizes = setting.pair.prefill, setting.pair.decode
-    configs = [dataclasses.replace(setting.engine(), tp=tp) for tp in sizes]
+    sizes = ((0, setting.pair.prefill), (setting.first_of_decode, setting.pair.decode))
+    configs = [dataclasses.replace(setting.engine(first), tp=tp) for first, tp in sizes]
     with (
         running_engines(setting.path, configs, setting.logs) as engines,
         _pulling(setting, "bare", "none", engines) as side,
@@ -257,12 +270,13 @@ def _pulling(setting: Setting, name: str, connector: str, engines: Sequence[Serv
 def _peer_engines(
     setting: Setting, connector: str, transfer: Pairs, envs: Sequence[tuple[tuple[str, str], ...]] = ((), ())
 ) -> list[PeerEngine]:
-    base = setting.engine()
-    common = dataclasses.asdict(base) | {"transfer": (("kv_connector", connector), *transfer)}
-    return [
-        PeerEngine(**{**common, "role": role, "tp": tp, "env": (*base.env, *env)})
-        for role, tp, env in zip(ROLES, (setting.pair.prefill, setting.pair.decode), envs, strict=True)
-    ]
+    sizes = ((0, setting.pair.prefill), (setting.first_of_decode, setting.pair.decode))
+    configs = []
+    for role, (first, tp), env in zip(ROLES, sizes, envs, strict=True):
+        base = setting.engine(first)
+        own = {"role": role, "tp": tp, "env": (*base.env, *env), "transfer": (("kv_connector", connector), *transfer)}
+        configs.append(PeerEngine(**(dataclasses.asdict(base) | own)))
+    return configs
 
 
 @contextmanager
@@ -277,7 +291,8 @@ def _behind(proxy: Server, name: str, setting: Setting, engines: Sequence[Server
 
 @contextmanager
 def _taking_turns(name: str, url: str, setting: Setting, servers: Sequence[Server]) -> Iterator[Side]:
-    side = Side(name, url, setting.path, [server.process for server in servers])
+    logprobs = listed_logprobs(setting.engine().dtype)
+    side = Side(name, url, setting.path, [server.process for server in servers], logprobs)
     try:
         yield side
     finally:

@@ -54,7 +54,13 @@ def assert_agree(reference: Reference, prompts: Sequence[Prompt], completions: S
 
 
 def compare(ours: Completion, theirs: Completion, tolerance: float = TOLERANCE) -> tuple[int, str | None]:
-    """How many places of two answers could be compared, and what is wrong at the first that differs by too much."""
+    """How many places of two answers could be compared, and what is wrong at the first that differs by too much.
+
+    Without log probabilities, all tokens must be equal.
+    """
+    if not theirs.logprobs:
+        same = ours.token_ids == theirs.token_ids
+        return len(theirs.token_ids) if same else 0, None if same else "other tokens"
     if len(ours.token_ids) != len(theirs.token_ids):
         return 0, f"{len(ours.token_ids)} and {len(theirs.token_ids)} tokens"
     place = 0

@@ -80,13 +80,12 @@ def whole_cards(devices: int) -> int:
 
 def emulated(config: EngineConfig, first_device: int = 0) -> EngineConfig:
     """`config` for vllm-ascend on emulated NPUs, which are slow hosts: one thread each, loopback only."""
-    devices = range(first_device, first_device + config.tp * config.pp * config.dp)
     env = {
         **CPU_ENV,
         "CANN_ON_HOST": "1",
         "TASK_QUEUE_ENABLE": "0",
         "HCCL_IF_IP": CPU_ENV["VLLM_HOST_IP"],
-        "ASCEND_RT_VISIBLE_DEVICES": ",".join(map(str, devices)),
+        "CANN_ON_HOST_FIRST_DEVICE": str(first_device),
     }
     return dataclasses.replace(
         config,

@@ -45,14 +45,14 @@ ONCE = Hooks()
 """Each layer as it is computed, then the step's end."""
 
 
-def _make_device(name: str, rank: int) -> Any:
+def _make_device(name: str, index: int) -> Any:
     if name == "cpu":
         from vllm_ascend_pd.device.cpu import CpuDevice
 
         return CpuDevice()
     from vllm_ascend_pd.device.npu import NpuDevice
 
-    torch.npu.set_device(rank % torch.npu.device_count())
+    torch.npu.set_device(index)
     return NpuDevice()
 
 
@@ -76,6 +76,8 @@ class _RankBase:
     config: dict[str, Any]
     on: str  # "cpu" or "npu"
     host: str = HOST
+    first_device: int = 0
+    """The NPU of the engine's first rank."""
 
     def __post_init__(self) -> None:
         self._warnings = _Warnings()
@@ -83,7 +85,7 @@ class _RankBase:
         side = self.side
         first = self.pp_rank * side.ranks
         world, rank = side.ranks * side.pp, first + self.rank
-        self.device = _make_device(self.on, rank)
+        self.device = _make_device(self.on, self.first_device + rank)
         backend = self.device.collective_backend
         torch.distributed.init_process_group(backend, init_method=self.init, world_size=world, rank=rank)
         self.parsed = parse_config(self.config)

@@ -13,6 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from harness.ascend import whole_cards
 from harness.kv import Model, Prompt, Side, layer_name
 from harness.ports import reserve_port
 from harness.rank_hosts import Rank
@@ -93,6 +97,15 @@ def expect_delivery(pair: "Pair", requests: list[Prompt], timeout_s: float = 30.
     assert pair.wait_sent(len(requests), timeout_s) == {}
 
 
+def first_of_decode(prefill: Side, decode: Side) -> int:
+    """The NPU of decode's first rank: prefill has the cards before it. Skips the test where there are too few NPUs."""
+    first = whole_cards(prefill.ranks * prefill.pp)
+    needed, here = first + decode.ranks * decode.pp, torch.npu.device_count()
+    if here < needed:
+        pytest.skip(f"needs {needed} NPUs, as prefill and decode share no card; {here} are here")
+    return first
+
+
 class Pair:
     """A prefill and a decode engine's ranks, and the test's own listener for decode's description."""
 
@@ -113,8 +126,9 @@ class Pair:
         self._request_of: dict[str, str] = {}
         self._options: tuple[Any, ...] = (config or {}, device, kernels)
         self._p_host, self._d_host = hosts
+        self._d_first = 0 if device == "cpu" else first_of_decode(prefill, decode)
         self.p_ranks = _start(PrefillRank, "prefill", p_model or model, prefill, *self._options, self._p_host)
-        self.d_ranks = _start(DecodeRank, "decode", model, decode, *self._options, self._d_host)
+        self.d_ranks = _start(DecodeRank, "decode", model, decode, *self._options, self._d_host, self._d_first)
         for rank in self.p_ranks + self.d_ranks:
             rank.receive(120.0)
         self._listen("decode", port=0)
@@ -136,7 +150,9 @@ class Pair:
         self.listener.close(5.0)
         for rank in self.d_ranks:
             rank.kill()
-        self.d_ranks = _start(DecodeRank, engine_id, self.model, self.decode, *self._options, self._d_host)
+        self.d_ranks = _start(
+            DecodeRank, engine_id, self.model, self.decode, *self._options, self._d_host, self._d_first
+        )
         for rank in self.d_ranks:
             rank.receive(120.0)
         self._listen(engine_id, self.port)
@@ -278,10 +294,12 @@ def _start(
     device: str,
     kernels: Path | None,
     host: str,
+    first_device: int = 0,
 ) -> list[Rank]:
     init = f"tcp://{HOST}:{reserve_port()}"
+    options = (init, engine_id, config, device, host, first_device)
     return [
-        Rank(program, model, side, rank, pp_rank, init, engine_id, config, device, host, device=device, kernels=kernels)
+        Rank(program, model, side, rank, pp_rank, *options, device=device, kernels=kernels)
         for pp_rank in range(side.pp)
         for rank in range(side.ranks)
     ]
