@@ -4,7 +4,7 @@
 from unittest.mock import patch
 
 from harness.rank_programs import PrefillRank
-from vllm_ascend_pd.transport.batches import merge_regions
+from vllm_ascend_pd.transport.regions import merge
 
 
 class CountingRank(PrefillRank):
@@ -25,7 +25,7 @@ class CountingRank(PrefillRank):
 
     def staging_bytes(self) -> int:
         """Registered beside the caches."""
-        caches = merge_regions(self.registered.regions())
+        caches = merge(self.registered.regions())
         missing = [address for address, size in caches if self.sizes.get(address) != size]
         if missing:
             raise RuntimeError(f"{len(missing)} regions of the caches are not registered")

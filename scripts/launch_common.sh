@@ -77,7 +77,7 @@ npu_environment() {
   preset OMP_NUM_THREADS 10 "CPU threads of each rank; ranks * threads should not exceed the cores"
   preset OMP_PROC_BIND false "threads are not bound to cores: ranks would bind to the same ones"
   known ASCEND_CONNECT_TIMEOUT "ms to connect to a peer NPU; the connector sets write_timeout_s"
-  known ASCEND_TRANSFER_TIMEOUT "ms of one transfer; the connector sets write_timeout_s"
+  known ASCEND_TRANSFER_TIMEOUT "ms of one transfer; the connector sets write_timeout_s, or what RoCE may take to repair"
   known MC_TRANSFER_TIMEOUT "s after which Mooncake gives a batch up; the connector sets 1 s more than a transfer"
   known ASCEND_BASE_PORT "first of the ports on which Mooncake's NPUs listen (20000); keep --kv-port away from them"
   known MC_LOG_LEVEL "Mooncake's log: INFO, WARNING or ERROR (the connector's preset on NPUs)"

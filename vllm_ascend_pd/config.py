@@ -80,7 +80,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: float = 20.0
     """How long a grant lasts unless renewed; bounds how long a dead prefill engine holds D's blocks. 1 to 86,400."""
     write_timeout_s: float = 10.0
-    """Longest time one batch of the transfer engine may take; at most 600."""
+    """Longest time one batch of the transfer engine may take; at most 600. Over `ascend` a batch has at least as
+    long as RoCE needs to repair a link: 34 seconds, unless HCCL_RDMA_TIMEOUT says otherwise."""
     grant_timeout_s: float = 20.0
     """How long a prefill rank asks for a grant before it gives the ticket up. Decode may ask for more, until an earlier
     attempt can write no more: prefill goes on as long as no other request's KV waits behind this."""

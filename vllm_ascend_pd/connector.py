@@ -116,7 +116,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             protocol, self._config.max_batch_descriptors, self._config.max_batch_bytes, self._config.write_timeout_s
         )
         self._engine = TransferEngine(self._host, protocol, limits)
-        self._engine.register(caches.regions())
+        self._engine.register(caches.regions(), of_caches=True)
         loaded = self._loaded_weights(caches, identity)
         if self._is_producer:
             step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens

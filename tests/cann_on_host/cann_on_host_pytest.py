@@ -6,6 +6,7 @@ It must be imported before torch is. Without the libraries it does nothing: the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ import cann_on_host
 
 if cann_on_host.is_available():
     cann_on_host.activate()
+    os.environ.setdefault("HCCL_RDMA_TIMEOUT", "10")  # else a transfer to a silent peer takes 34 s or more
 
 _passed = 0
 

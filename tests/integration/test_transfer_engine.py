@@ -23,7 +23,7 @@ pytest.importorskip("mooncake.engine")
 
 from harness.rank_hosts import stop
 from vllm_ascend_pd.core.plan import Descriptors
-from vllm_ascend_pd.transport.batches import Batches, merge_regions
+from vllm_ascend_pd.transport.batches import Batches
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
 from vllm_ascend_pd.transport.limits import MIB, TransferLimits
 
@@ -361,12 +361,6 @@ def test_receiver_closes_cleanly(source: Source, receiver: Receiver) -> None:
     output, _ = receiver.process.communicate(timeout=20)
     assert "CLOSED" in output
     assert receiver.process.returncode == 0
-
-
-def test_merge_regions() -> None:
-    assert merge_regions([(30, 5), (0, 10), (10, 10), (2, 3), (34, 2)]) == [(0, 20), (30, 6)]
-    with pytest.raises(ValueError, match="0 bytes"):
-        merge_regions([(1, 0)])
 
 
 def test_mooncake_without_the_ascend_transport_starts_all_the_same() -> None:

@@ -376,6 +376,13 @@ def test_loading() -> None:
     assert loading_levels([Loaded("host", 0.1, "127.0.0.1")]) == {"loading.host": Level.WARNING}
 
 
+@pytest.mark.parametrize(("said", "seen"), [("4,5", [4, 5]), ("", []), ("?,5", None)])
+def test_which_npus_processes_see(said: str, seen: list[int] | None) -> None:
+    assert loading.npus_seen([Loaded("npus", 0.1, said)]) == seen
+    assert loading.npus_seen([Loaded("npus", 0.1, said, error="RuntimeError: no device")]) is None
+    assert loading.npus_seen([]) is None
+
+
 def test_loading_that_crashes_names_the_part() -> None:
     ran = Ran("", "Fatal: undefined symbol", "was ended by SIGSEGV")
     [crash] = [finding for finding in loading.judge(LOADED[:2], ran, False) if finding.level is Level.ERROR]

@@ -61,8 +61,8 @@ INFERENCE = """\
 NOT_INITIALISED = "DrvMngGetConsoleLogLevel failed. (g_conLogLevel=3)\ndcmi module initialize failed. ret is -8005\n"
 
 
-def levels(ran: Ran, wanted: bool = True, visible: str | None = None) -> dict[str, Level]:
-    findings, _ = judge(ran, wanted, visible)
+def levels(ran: Ran, wanted: bool = True, seen: list[int] | None = None) -> dict[str, Level]:
+    findings, _ = judge(ran, wanted, seen)
     return {finding.check: finding.level for finding in findings}
 
 
@@ -103,7 +103,7 @@ def test_no_table_however_garbled_is_an_exception(data: st.DataObject) -> None:
     text = data.draw(st.sampled_from([A2, A3, INFERENCE]))
     start, stop = (data.draw(st.integers(0, len(text))) for _ in range(2))
     noise = data.draw(st.text(alphabet="0123456789|/: \nAV", max_size=30) | st.sampled_from(["9" * 5000, "٣ | ٣"]))
-    findings, chips = judge(Ran(text[:start] + noise + text[stop:], ""), wanted=True, visible=None)
+    findings, chips = judge(Ran(text[:start] + noise + text[stop:], ""), wanted=True, seen=None)
     assert findings
     assert all(chip.device < 10_000 for chip in chips)
 
@@ -122,14 +122,20 @@ def test_npus_that_the_software_cannot_use() -> None:
     assert levels(Ran(INFERENCE, ""), wanted=False)["npu.software"] is Level.WARNING
 
 
-def test_only_visible_npus_count() -> None:
-    findings, chips = judge(Ran(A3, ""), True, "14")
+def test_only_npus_that_processes_see_count() -> None:
+    findings, chips = judge(Ran(A3, ""), True, [14])
     assert [chip.device for chip in chips] == [14]
     assert {finding.level for finding in findings} == {Level.OK}
-    findings, chips = judge(Ran(A3, ""), True, "14,3")
-    [wrong] = [finding for finding in findings if finding.level is Level.ERROR]
-    assert "not here: 3" in wrong.found
-    assert wrong.action == "list some of 14, 15"
+    assert "npu.visible" not in levels(Ran(A3, ""), seen=[14, 15])
+
+
+def test_processes_that_see_no_npu_or_others_than_the_driver_lists() -> None:
+    assert levels(Ran(A3, ""), seen=[])["npu.visible"] is Level.ERROR
+    findings, chips = judge(Ran(A3, ""), True, [14, 3])
+    [wrong] = [finding for finding in findings if finding.check == "npu.visible"]
+    assert wrong.level is Level.WARNING
+    assert wrong.found == "processes started here see 14, 3, and npu-smi lists 14, 15"
+    assert len(chips) == 2
 
 
 def test_no_tool_is_an_error_only_where_software_is_for_npus() -> None:
@@ -140,7 +146,7 @@ def test_no_tool_is_an_error_only_where_software_is_for_npus() -> None:
 
 def test_what_the_tool_says_when_it_fails() -> None:
     for ran in (Ran(NOT_INITIALISED, "", "ended with code 255"), Ran(NOT_INITIALISED, "")):
-        [finding], _ = judge(ran, wanted=False, visible=None)
+        [finding], _ = judge(ran, wanted=False, seen=None)
         assert finding.level is Level.ERROR
         assert "ret is -8005" in finding.found
         assert "container" in finding.action

@@ -150,7 +150,7 @@ async def _examine_machine(chosen: Machine, progress: Progress) -> list[Finding]
         toolkit = mooncake.installed_toolkit(os.environ)
         findings.append(mooncake_engine.judge(library.ascend, driver.installed(), toolkit))
     async with progress.step("asking npu-smi"):
-        seen, chips = npus.judge(await npus.look(), on_npu, os.environ.get("ASCEND_RT_VISIBLE_DEVICES"))
+        seen, chips = npus.judge(await npus.look(), on_npu, loading.npus_seen(loaded))
     findings += seen
     if chips:
         findings += driver.judge(driver.installed())

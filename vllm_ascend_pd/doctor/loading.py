@@ -9,7 +9,7 @@ from vllm_ascend_pd.core.hosts import is_loopback
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.doctor import child
 from vllm_ascend_pd.doctor.finding import Finding, error, note, ok, warning
-from vllm_ascend_pd.doctor.probe import PARTS, Loaded
+from vllm_ascend_pd.doctor.probe import ON_NPUS, PARTS, Loaded
 from vllm_ascend_pd.doctor.tools import Ran, run_tool
 from vllm_ascend_pd.transport.mooncake_library import remedy
 
@@ -21,6 +21,7 @@ _CHARS = 300
 _ACTIONS = {
     "torch": "install torch again, in the version that requirements/ names for this machine",
     "torch_npu": "load CANN's environment (`source` its set_env.sh), and install a torch-npu that fits torch and CANN",
+    "npus": "see that `npu-smi info` lists this machine's NPUs, and that this user may use them",
     "ops": "build the compiled ops against this torch: pip install --no-build-isolation -e . in vllm-ascend-pd",
     "mooncake": "install the libraries it names (libibverbs1, librdmacm1; for the NPU wheel CANN's environment)",
     "connector": "install the vLLM, and on NPUs the vllm-ascend, that requirements/ names",
@@ -31,6 +32,7 @@ _ACTIONS = {
 _WHAT = {
     "torch": "torch",
     "torch_npu": "torch_npu",
+    "npus": "the list of NPUs",
     "ops": "compiled ops",
     "mooncake": "Mooncake's engine",
     "connector": "LayerwisePushConnector in vLLM",
@@ -48,7 +50,7 @@ def judge(loaded: Sequence[Loaded], ran: Ran, on_npu: bool) -> list[Finding]:
     if ran.problem is not None:
         reached = [part.part for part in loaded]
         at = next(
-            (part for part in PARTS if part not in reached and (part != "torch_npu" or on_npu)),
+            (part for part in PARTS if part not in reached and (part not in ON_NPUS or on_npu)),
             "the end of the process",
         )
         last = one_line(ran.errors[-_CHARS:], _CHARS)
@@ -60,6 +62,15 @@ def judge(loaded: Sequence[Loaded], ran: Ran, on_npu: bool) -> list[Finding]:
 def detail_of(loaded: Sequence[Loaded], part: str) -> str | None:
     """What `part` says of itself; None if it could not be loaded."""
     return next((each.detail for each in loaded if each.part == part and not each.error), None)
+
+
+def npus_seen(loaded: Sequence[Loaded]) -> list[int] | None:
+    """The numbers on the machine of the NPUs that a process started from here sees; None where that is unknown."""
+    detail = detail_of(loaded, "npus")
+    if detail is None:
+        return None
+    numbers = [number for number in detail.split(",") if number]
+    return [int(number) for number in numbers] if all(number.isdecimal() for number in numbers) else None
 
 
 def _part(part: Loaded, on_npu: bool) -> Finding:

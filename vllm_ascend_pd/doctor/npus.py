@@ -3,7 +3,7 @@
 
 Its table has one row of two lines for each chip: `NPU Name | Health | Power Temp Hugepages`, then
 `Chip [Phy-ID] | Bus-Id | AICore Memory HBM`; a second table has the processes. The second number of the second line
-is what the driver, `hccn_tool` and ASCEND_RT_VISIBLE_DEVICES count by where an NPU has several chips (Atlas A3; other
+is what the driver and `hccn_tool` count by where an NPU has several chips (Atlas A3; other
 headers call it Device); where it is not there, that is the NPU's own number.
 """
 
@@ -92,9 +92,9 @@ async def look() -> Ran:
     return await run_tool(["npu-smi", "info"], TIMEOUT_S)
 
 
-def judge(ran: Ran, wanted: bool, visible: str | None) -> tuple[list[Finding], list[Chip]]:
+def judge(ran: Ran, wanted: bool, seen: Sequence[int] | None) -> tuple[list[Finding], list[Chip]]:
     """What `ran` says of the machine, and the chips that engines may use. `wanted`: its software is for NPUs.
-    `visible`: the value of ASCEND_RT_VISIBLE_DEVICES, which leaves the others out."""
+    `seen`: numbers on the machine of the NPUs that processes see, as ACL says; None where that is unknown."""
     found = parse(ran.output)
     if ran.problem is not None and ran.problem.startswith("cannot be started"):
         if not wanted:
@@ -114,7 +114,7 @@ def judge(ran: Ran, wanted: bool, visible: str | None) -> tuple[list[Finding], l
         names=names,
         driver=found.version,
     )
-    unseen, chips = _visible(found.chips, visible)
+    unseen, chips = _seen(found.chips, seen)
     if not wanted:
         action = "to run engines on them, install what requirements/npu.txt names"
         unseen = [
@@ -124,16 +124,22 @@ def judge(ran: Ran, wanted: bool, visible: str | None) -> tuple[list[Finding], l
     return [summary, *unseen, *_health(chips), *_in_use(chips, found.processes)], chips
 
 
-def _visible(chips: Sequence[Chip], visible: str | None) -> tuple[list[Finding], list[Chip]]:
-    if not visible:
+def _seen(chips: Sequence[Chip], seen: Sequence[int] | None) -> tuple[list[Finding], list[Chip]]:
+    if seen is None:
         return [], list(chips)
-    check, listed = "npu.visible", [entry.strip() for entry in visible.split(",")]
-    chosen = [chip for chip in chips if str(chip.device) in listed]
-    missing = sorted(set(listed) - {str(chip.device) for chip in chips})
+    check = "npu.visible"
+    if not seen:
+        found = "processes started here see none of them"
+        return [error(check, found, "correct ASCEND_RT_VISIBLE_DEVICES, or unset it")], []
+    listed = ", ".join(map(str, seen))
+    missing = set(seen) - {chip.device for chip in chips}
     if missing:
-        found = f"ASCEND_RT_VISIBLE_DEVICES names NPUs that are not here: {one_line(', '.join(missing), _CHARS)}"
-        return [error(check, found, f"list some of {', '.join(str(chip.device) for chip in chips)}")], chosen
-    return [ok(check, f"ASCEND_RT_VISIBLE_DEVICES leaves {len(chosen)} of them", chips=len(chosen))], chosen
+        found = f"processes started here see {listed}, and npu-smi lists {', '.join(str(c.device) for c in chips)}"
+        return [warning(check, found, "update the driver, so that both count alike")], list(chips)
+    if len(seen) == len(chips):
+        return [], list(chips)
+    chosen = [chip for chip in chips if chip.device in seen]
+    return [ok(check, f"processes started here see {len(chosen)} of them: {listed}", chips=len(chosen))], chosen
 
 
 def _health(chips: Sequence[Chip]) -> list[Finding]:

@@ -40,6 +40,16 @@ def _torch_npu() -> str:
     return f"{torch_npu.__version__}, {torch.npu.device_count()} NPUs"
 
 
+def _npus() -> str:
+    """The numbers on the machine of the NPUs that this process sees, such as "4,5"; "?" where ACL does not say it."""
+    import torch
+
+    from vllm_ascend_pd.transport import ascend
+
+    numbers = [ascend.physical_device(device) for device in range(torch.npu.device_count())]
+    return ",".join("?" if number is None else str(number) for number in numbers)
+
+
 def _ops() -> str:
     import torch
 
@@ -84,13 +94,17 @@ def _host() -> str:
 PARTS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "torch": (_torch, ()),
     "torch_npu": (_torch_npu, ("torch",)),
+    "npus": (_npus, ("torch", "torch_npu")),
     "ops": (_ops, ("torch", "torch_npu")),
     "mooncake": (_mooncake, ()),
     "connector": (_connector, ("torch", "torch_npu", "ops")),
     "device": (_device, ("connector",)),
     "host": (_host, ("connector",)),
 }
-"""In the order in which they are loaded, and what each needs; torch_npu only where it is installed."""
+"""In the order in which they are loaded, and what each needs."""
+
+ON_NPUS = ("torch_npu", "npus")
+"""Parts that are loaded only where torch_npu is installed."""
 
 
 def main() -> None:
@@ -99,7 +113,7 @@ def main() -> None:
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_npu is imported next, and says more by itself
     failed: set[str] = set()
     for part, (load, needs) in PARTS.items():
-        if part == "torch_npu" and find_spec(part) is None:
+        if part in ON_NPUS and find_spec("torch_npu") is None:
             continue
         missing = next((need for need in needs if need in failed), None)
         loaded = _try(part, load) if missing is None else Loaded(part, 0.0, missing=missing)

@@ -12,13 +12,17 @@ Facts and where they are from:
   address is in `/etc/hccn.conf` as `address_<physical device>=<IP>` (or `IPv6address_...`). A file that cannot be
   opened and an entry that is no address are errors. Without the file it asks `hccn_tool`, of the driver's folder or
   of `PATH`. Without an address there is no RoCE; HCCS, inside a server or a super node, needs none.
+- CANN's environment variables `HCCL_RDMA_TIMEOUT` (5 to 24, 20 by default) and `HCCL_RDMA_RETRY_CNT` (1 to 7, 7 by
+  default): a packet without an answer is sent again after 4.096 us * 2 ^ the first, as often as the second says. The
+  first source: `ASCEND_TRANSFER_TIMEOUT` is slightly longer than all of that, 30 s by default.
 - Measured: Mooncake built without this transport starts with protocol `ascend` all the same, and uses TCP.
 """
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
-import os
+import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -50,15 +54,22 @@ class Finding:
 
 
 def settings(timeout_s: int, preset: Mapping[str, str]) -> dict[str, str]:
-    """The environment that limits a connection and a transfer to `timeout_s` each. What `preset` has wins.
-
-    That is shorter than the time for which RoCE sends again by itself (4.096 us * 2 ^ `HCCL_RDMA_TIMEOUT`, times
-    `HCCL_RDMA_RETRY_CNT`: 30 s by default), on purpose: a peer that is silent for `timeout_s` is given up.
-    """
-    milliseconds = str(1000 * timeout_s)
-    chosen = {"ASCEND_CONNECT_TIMEOUT": milliseconds, "ASCEND_TRANSFER_TIMEOUT": milliseconds}
+    """The environment that limits a connection to `timeout_s`, and a transfer to that or `repair_s`, whichever is
+    longer. What `preset` has wins."""
+    chosen = {
+        "ASCEND_CONNECT_TIMEOUT": str(1000 * timeout_s),
+        "ASCEND_TRANSFER_TIMEOUT": str(1000 * max(timeout_s, repair_s(preset))),
+    }
     longest = _milliseconds({**chosen, **preset}, "ASCEND_TRANSFER_TIMEOUT", timeout_s) // 1000
     return {**chosen, "MC_TRANSFER_TIMEOUT": str(max(5, longest + 1))}
+
+
+def repair_s(environment: Mapping[str, str]) -> int:
+    """Seconds, and a tenth more, for which RoCE sends a packet again before it reports an error. A link that comes
+    back within them costs time; a transfer that is given up earlier fails."""
+    exponent = _bounded(environment, "HCCL_RDMA_TIMEOUT", 20, range(5, 25))
+    times = _bounded(environment, "HCCL_RDMA_RETRY_CNT", 7, range(1, 8))
+    return math.ceil(1.1 * 4.096e-6 * (1 << exponent) * times)
 
 
 def settle_s(timeout_s: int, environment: Mapping[str, str]) -> float:
@@ -77,12 +88,9 @@ def check() -> list[Finding]:
         reason = "protocol 'ascend' moves memory of NPUs, and torch_npu is not loaded: set transfer_protocol to tcp"
         return [Finding(reason, fatal=True)]
     device = torch.npu.current_device()
-    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
-    physical = physical_device(device, visible)
+    physical = physical_device(device)
     if physical is None:
-        return [
-            Finding(f"ASCEND_RT_VISIBLE_DEVICES is {visible!r}, without a number for NPU {device}: list them, as 0,1")
-        ]
+        return [Finding(f"ACL does not say which NPU of this machine number {device} is: {HCCN_CONF} is not checked")]
     has_tool = HCCN_TOOL.exists() or shutil.which("hccn_tool") is not None
     return check_address(HCCN_CONF, physical, has_tool)
 
@@ -95,15 +103,28 @@ def why_not_started(findings: Sequence[Finding], environment: Mapping[str, str])
     return "; ".join([*reasons, "its log on standard error may say more"])
 
 
-def physical_device(device: int, visible: str | None) -> int | None:
-    """The number that `device`, as processes count, has on the machine; None if `visible` does not say.
+def physical_device(device: int) -> int | None:
+    """The number on the machine of the NPU that this process calls `device`; None where ACL does not say.
 
-    `visible`: the value of ASCEND_RT_VISIBLE_DEVICES, or None.
+    ASCEND_RT_VISIBLE_DEVICES and containers both change how a process counts. ACL's function takes the number that
+    `aclrtSetDevice` takes, whatever its name says (CANN 9.1 reference, `aclrtGetPhyDevIdByLogicDevId`).
     """
-    if not visible:
-        return device
-    entries = [entry.strip() for entry in visible.split(",")]
-    return int(entries[device]) if device < len(entries) and entries[device].isdecimal() else None
+    physical = ctypes.c_int32()
+    try:
+        code = _acl().aclrtGetPhyDevIdByLogicDevId(ctypes.c_int32(device), ctypes.byref(physical))
+    except (OSError, AttributeError):  # no ACL, or one without the function
+        return None
+    return physical.value if code == 0 else None
+
+
+def chip_name() -> str:
+    """The chip's name, such as "Ascend910B1"; "" where ACL does not say."""
+    try:
+        name = _acl().aclrtGetSocName
+    except (OSError, AttributeError):
+        return ""
+    name.restype = ctypes.c_char_p
+    return (name() or b"").decode(errors="replace")
 
 
 def check_address(hccn_conf: Path, device: int, has_tool: bool) -> list[Finding]:
@@ -148,3 +169,13 @@ def _milliseconds(environment: Mapping[str, str], name: str, default_s: int) -> 
     """As Mooncake reads it: what is no number is as if it were not there."""
     value = environment.get(name, "")
     return int(value) if value.isdecimal() else 1000 * default_s
+
+
+def _bounded(environment: Mapping[str, str], name: str, default: int, values: range) -> int:
+    value = environment.get(name, "")
+    return int(value) if value.isdecimal() and int(value) in values else default
+
+
+def _acl() -> ctypes.CDLL:
+    """ACL's library, which torch_npu has loaded. Raises OSError where it is not there."""
+    return ctypes.CDLL("libascendcl.so")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regions as Mooncake can register them, and descriptors in batches that it can take. Pure."""
+"""Descriptors in batches that Mooncake can take. Pure."""
 
 from __future__ import annotations
 
@@ -13,21 +13,6 @@ import numpy as np
 
 from vllm_ascend_pd.core.plan import Descriptors, Offsets, concatenate
 from vllm_ascend_pd.transport.limits import PAGE, TransferLimits
-
-
-def merge_regions(regions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted, disjoint regions (address, bytes) that cover exactly the same bytes."""
-    merged: list[tuple[int, int]] = []
-    for address, size in sorted(regions):
-        if size <= 0:
-            raise ValueError(f"region at {address:#x} has {size} bytes")
-        if merged and address <= sum(merged[-1]):
-            begin, length = merged[-1]
-            merged[-1] = (begin, max(length, address + size - begin))
-        else:
-            merged.append((address, size))
-    return merged
-
 
 Batch: TypeAlias = tuple[Sequence[int], Sequence[int], list[int]]
 """Sources, destinations and lengths. Mooncake takes any sequences: of an array its C++ makes integers in two thirds of
@@ -118,9 +103,3 @@ def _cut(copies: Descriptors, longest: int) -> Descriptors:
     return Descriptors(
         copies.src[which] + offset, copies.dst[which] + offset, np.minimum(copies.nbytes[which] - offset, piece)
     )
-
-
-def covered(region: tuple[int, int], known: list[tuple[int, int]]) -> bool:
-    """Whether one of `known` contains the region."""
-    address, size = region
-    return any(begin <= address and address + size <= begin + length for begin, length in known)

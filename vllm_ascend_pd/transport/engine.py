@@ -20,11 +20,14 @@ from vllm_ascend_pd.core.hosts import authority, host_of, ip_version
 from vllm_ascend_pd.core.plan import Descriptors
 from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.transport import ascend, mooncake_library
-from vllm_ascend_pd.transport.batches import Batch, Batches, covered, merge_regions
+from vllm_ascend_pd.transport.batches import Batch, Batches
 from vllm_ascend_pd.transport.hixl_engine import describe_transport
 from vllm_ascend_pd.transport.limits import SettingError, TransferLimits, export_settings
 from vllm_ascend_pd.transport.pace import Pace
 from vllm_ascend_pd.transport.peer_queue import PeerQueue
+from vllm_ascend_pd.transport.regions import Region
+from vllm_ascend_pd.transport.registered_memory import RegisteredMemory, RegistrationError
+from vllm_ascend_pd.transport.shared_engine import SharedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -123,34 +126,32 @@ class TransferEngine:
         """Start an engine that listens on `host`. `protocol`: "tcp", "rdma" or "ascend".
 
         Settings that the environment already holds win over those of `limits`. For "ascend" the device must
-        have been set before.
+        have been set before, and the Mooncake engine is the one of vllm-ascend's connectors, if there are any.
         """
         findings = ascend.check() if protocol == "ascend" else []
         if fatal := [finding.message for finding in findings if finding.fatal]:
             raise TransferError(host, "; ".join(fatal), retryable=False)
+        shared = SharedEngine.find() if protocol == "ascend" else None
+        if shared is not None:
+            shared.fix_settings()
         try:
             self._limits, self._capacity = export_settings(limits, protocol, host)
         except SettingError as error:
             raise TransferError(host, str(error), retryable=False) from None
-        try:
-            # Only now: some of Mooncake's settings are read when its library is loaded.
-            self._engine: Any = mooncake_library.load()()
-            mooncake_library.check_protocol(protocol, ascend.is_loaded(Path("/proc/self/maps").read_text()))
-        except mooncake_library.LibraryError as error:
-            raise TransferError(host, str(error), retryable=False) from error
         self._over_tcp = protocol == "tcp"
         self._lock = threading.Lock()
-        self._regions: list[tuple[int, int]] = []
         self._peers: dict[str, _Peer] = {}
         self._probes: dict[str, Future[int]] = {}
         self._closed = False
-        with mooncake_library.forced_tcp(protocol):
-            code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
-        if code != 0:
-            reason = f"Mooncake did not start with protocol {protocol!r} (code {code})"
+        try:
+            self._engine: Any = _start(host, protocol) if shared is None else shared.start(host)
+        except mooncake_library.LibraryError as error:
+            raise TransferError(host, str(error), retryable=False) from error
+        except RuntimeError as error:
+            reason = str(error)
             if protocol == "ascend":
                 reason += f": {ascend.why_not_started(findings, os.environ)}"
-            raise TransferError(host, reason, retryable=False)
+            raise TransferError(host, reason, retryable=False) from error
         if protocol == "ascend" and not ascend.is_loaded(Path("/proc/self/maps").read_text()):
             reason = f"this Mooncake has no Ascend transport and would use TCP: {ascend.INSTALL}"
             raise TransferError(host, reason, retryable=False)
@@ -158,6 +159,8 @@ class TransferEngine:
             logger.warning("%s", finding.message)
         self._session = authority(host, self._engine.get_rpc_port())
         self._transport = describe_transport(protocol)
+        chip = ascend.chip_name() if protocol == "ascend" else None
+        self._memory = RegisteredMemory(self._engine, chip, shared)
 
     @property
     def transport(self) -> TransportInfo:
@@ -173,36 +176,18 @@ class TransferEngine:
     def limits(self) -> TransferLimits:
         return self._limits
 
-    def register(self, regions: Sequence[tuple[int, int]]) -> None:
-        """Make `regions` (address, bytes) writable for peers. All or none; call before peers learn of them.
+    def register(self, regions: Sequence[Region], of_caches: bool = False) -> None:
+        """Make `regions` writable for peers. All or none; call before peers learn of them.
 
-        Overlapping and adjacent regions become one, since layers may be views into one storage. Regions that
-        are registered already are skipped; ones that overlap them in part are refused.
+        Overlapping regions become one. Regions that are registered already are skipped; ones that overlap them in
+        part are refused, and so is what protocol "ascend" does not allow. `of_caches`: they are the KV caches, which
+        other connectors of this process register, too.
         """
-        with self._lock:
-            self._check_open()
-            known = list(self._regions)
-            fresh = [region for region in merge_regions(regions) if not covered(region, known)]
-            for address, size in fresh:
-                if any(address < begin + length and begin < address + size for begin, length in known):
-                    raise TransferError(
-                        self._session,
-                        f"region {address:#x}+{size} overlaps a registered one: register both in one call",
-                        retryable=False,
-                    )
-            if not fresh:
-                return
-            addresses = [address for address, _ in fresh]
-            code = self._engine.batch_register_memory(addresses, [size for _, size in fresh])
-            if code != 0:
-                self._engine.batch_unregister_memory(addresses)
-                total = sum(size for _, size in fresh)
-                raise TransferError(
-                    self._session,
-                    f"Mooncake did not register {len(fresh)} regions of {total} bytes (code {code})",
-                    retryable=False,
-                )
-            self._regions = sorted(known + fresh)
+        self._check_open()
+        try:
+            self._memory.add(regions, of_caches)
+        except RegistrationError as error:
+            raise TransferError(self._session, str(error), retryable=False) from None
 
     def write(self, session: str, sources: list[int], destinations: list[int], lengths: list[int]) -> None:
         """Copy `lengths[i]` bytes from `sources[i]` here to `destinations[i]` in the memory of `session`: see
@@ -277,12 +262,11 @@ class TransferEngine:
             if self._closed:
                 return
             self._closed = True
-            addresses = [address for address, _ in self._regions]
-            self._regions = []
-        engine, self._engine = self._engine, None
-        code = engine.batch_unregister_memory(addresses) if addresses else 0
-        if code != 0:
-            raise TransferError(self._session, f"Mooncake did not unregister its memory (code {code})", retryable=False)
+        self._engine = None
+        try:
+            self._memory.close()
+        except RegistrationError as error:
+            raise TransferError(self._session, str(error), retryable=False) from None
 
     def _reach(self, session: str) -> _Peer:
         """The peer behind `session`, probed if it is new or failed before."""
@@ -343,3 +327,15 @@ class TransferEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise TransferError(self._session, "this engine is closed", retryable=False)
+
+
+def _start(host: str, protocol: str) -> Any:
+    """A Mooncake engine of our own. Raises LibraryError and RuntimeError."""
+    # Only now: some of Mooncake's settings are read when its library is loaded.
+    engine: Any = mooncake_library.load()()
+    mooncake_library.check_protocol(protocol, ascend.is_loaded(Path("/proc/self/maps").read_text()))
+    with mooncake_library.forced_tcp(protocol):
+        code = engine.initialize(host, "P2PHANDSHAKE", protocol, "")
+    if code != 0:
+        raise RuntimeError(f"Mooncake did not start with protocol {protocol!r} (code {code})")
+    return engine

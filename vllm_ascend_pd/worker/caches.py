@@ -18,6 +18,11 @@ from vllm_ascend_pd.core.layout import (
     block_geometry,
 )
 from vllm_ascend_pd.core.states import State, state_geometries
+from vllm_ascend_pd.transport.regions import Region, merge
+
+_SMALL_GAP = 4096
+"""Bytes between two regions of a storage that are registered along with them, as vllm-ascend does: the number of
+regions is limited (`transport/regions.py`)."""
 
 KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
@@ -70,9 +75,14 @@ class RegisteredCaches:
     tensors: tuple[torch.Tensor, ...]
     layers: dict[str, tuple[int, ...]]
 
-    def regions(self) -> list[tuple[int, int]]:
-        """(address, bytes) of every tensor; tensors may share memory."""
-        return [(tensor.data_ptr(), _extent(tensor)) for tensor in self.tensors]
+    def regions(self) -> list[Region]:
+        """The memory of all tensors. Tensors of one storage with small gaps between them are one region; a region never
+        reaches from one storage into another, which may be another allocation."""
+        by_storage: dict[int, list[Region]] = {}
+        for tensor in self.tensors:
+            regions = by_storage.setdefault(tensor.untyped_storage().data_ptr(), [])
+            regions.append((tensor.data_ptr(), _extent(tensor)))
+        return [region for regions in by_storage.values() for region in merge(regions, gap=_SMALL_GAP)]
 
     @functools.cached_property
     def layers_by_geometry(self) -> dict[str, dict[int, Alike]]:

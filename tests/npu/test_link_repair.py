@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A link that RoCE repairs by itself costs a write time, and does not fail it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.npu, pytest.mark.emulated]
+
+WHEELS = sorted(path.name for path in Path(sys.prefix, "mooncake-npu").glob("*"))
+PROGRAM = """
+import os, subprocess, sys, threading, time, torch
+import cann_on_host
+from vllm_ascend_pd.device.npu import NpuDevice
+from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
+from vllm_ascend_pd.transport.limits import TransferLimits
+torch.npu.set_device(0)
+memory = NpuDevice().allocate(2 << 20).zero_()
+torch.npu.synchronize()
+engine = TransferEngine("127.0.0.1", "ascend", TransferLimits(timeout_s=1))
+engine.register([(memory.data_ptr(), memory.numel())])
+
+if sys.argv[1] == "peer":
+    print(engine.session, memory.data_ptr(), flush=True)
+    sys.stdin.read()
+    sys.exit()
+
+def write():
+    begun = time.monotonic()
+    try:
+        engine.write(session, [memory.data_ptr()], [int(there)], [4])
+        return "WRITTEN", time.monotonic() - begun
+    except TransferError as error:
+        return "FAILED", time.monotonic() - begun
+
+peer = subprocess.Popen([sys.executable, sys.argv[1], "peer"], stdin=-1, stdout=-1, text=True)
+session, there = next(line for line in peer.stdout if line.startswith("127.")).split()
+print("FIRST", *write(), flush=True)
+with cann_on_host.link_fault(peer.pid, "hang"):
+    repaired = threading.Timer(4.0, cann_on_host.link_fault(peer.pid, "slow 0").__enter__)
+    repaired.start()
+    print("REPAIRED", *write(), flush=True)
+    repaired.join()
+peer.kill()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("wheel", WHEELS)
+def test_a_link_that_comes_back_while_roce_sends_again_fails_no_write(wheel: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    path = f"{Path(sys.prefix, 'mooncake-npu', wheel)}:{os.environ.get('PYTHONPATH', '')}"
+    # RoCE sends again for 7.5 s; without that, both of Mooncake's attempts would be over after 3 s.
+    env = {"PYTHONPATH": path, "CANN_ON_HOST_LINKS": str(tmp_path), "HCCL_RDMA_TIMEOUT": "18"}
+    ended = subprocess.run(
+        [sys.executable, str(program), str(program)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, **env},
+    )
+    found = {line.split()[0]: line.split()[1:] for line in ended.stdout.splitlines() if line.strip()}
+    assert found["FIRST"][0] == "WRITTEN", ended.stderr[-3000:]
+    assert found["REPAIRED"][0] == "WRITTEN", ended.stderr[-3000:]
+    assert 3 < float(found["REPAIRED"][1]) < 9

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be registered for protocol `ascend`, with Mooncake's wheels for NPUs, and which NPU a process is on."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.npu, pytest.mark.emulated]
+
+WHEELS = sorted(path.name for path in Path(sys.prefix, "mooncake-npu").glob("*"))
+BEGIN = """
+import torch
+from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
+from vllm_ascend_pd.transport.limits import TransferLimits
+MIB = 1 << 20
+torch.npu.set_device(0)
+engine = TransferEngine("127.0.0.1", "ascend", TransferLimits())
+def refused(regions):
+    try:
+        engine.register(regions)
+    except TransferError as error:
+        print("REFUSED", error.reason, flush=True)
+"""
+
+
+def run(program: str, wheel: str, **env: str) -> str:
+    """In a process of its own: the settings stay in the environment."""
+    path = f"{Path(sys.prefix, 'mooncake-npu', wheel)}:{os.environ.get('PYTHONPATH', '')}"
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": path, **env},
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("wheel", WHEELS)
+def test_what_may_be_registered(wheel: str) -> None:
+    program = """
+from vllm_ascend_pd.device.npu import NpuDevice
+from vllm_ascend_pd.worker.caches import LayerSpec, describe
+many = 257
+storage = NpuDevice().allocate(many * 2 * MIB)
+tensors = storage.view(torch.bfloat16).view(many, 16, 16, 2, 2048)
+layers = {f"layers.{n}": tensor for n, tensor in enumerate(tensors)}
+caches = describe(layers, dict.fromkeys(layers, LayerSpec(0, 16, 2, 2)), heads_first=False)
+refused([(tensor.data_ptr(), 2 * MIB) for tensor in tensors])
+engine.register(caches.regions())
+print("REGISTERED", len(caches.regions()))
+far = storage.data_ptr() + (1 << 40)
+refused([(far, 50 << 30)])
+refused([(far + 64, 100)])
+"""
+    said = run(BEGIN + program, wheel)
+    assert "REFUSED memory cannot be registered: 257 regions of memory, and HCCL takes 256 for each process" in said
+    assert "REGISTERED 1\n" in said, "caches of one storage are one region"
+    # All that the process registers counts.
+    assert "REFUSED memory cannot be registered: 51714 MiB of device memory, and HIXL takes 51200 MiB" in said
+    assert "does not begin at a multiple of 2 MiB, which HCCS needs" in said
+
+
+def test_acl_says_which_npu_of_the_machine_a_process_is_on() -> None:
+    """In a container that sees only some of them, ASCEND_RT_VISIBLE_DEVICES does not."""
+    program = """
+import torch
+from vllm_ascend_pd.doctor.probe import PARTS
+from vllm_ascend_pd.transport import ascend
+print(ascend.physical_device(0), ascend.physical_device(1), ascend.chip_name(), PARTS["npus"][0]())
+"""
+    env = {"ASCEND_RT_VISIBLE_DEVICES": "2,3", "CANN_ON_HOST_FIRST_DEVICE": "4", "CANN_ON_HOST_DEVICES": "2"}
+    assert run(program, "", **env).endswith("6 7 Ascend910B1 6,7\n")
