@@ -15,6 +15,10 @@ from vllm_ascend_pd.doctor.progress import Progress
 STEP_TIMEOUT_S = 60.0
 WRITES = 16
 
+_TIMEOUTS = {"ASCEND_CONNECT_TIMEOUT": "10000", "ASCEND_TRANSFER_TIMEOUT": "10000"}
+"""Milliseconds. Both of Mooncake's attempts are over within a step, so the finding has Mooncake's reason."""
+_OVER_ROCE = {"HCCL_INTRA_ROCE_ENABLE": "1", "HCCL_INTRA_PCIE_ENABLE": "0"}
+
 _DEVICES = "hardware.devices"
 _NO_TORCH_NPU = "run it on a machine with NPUs, in the environment of the engines: requirements/npu.txt names it"
 _NO_NPU = (
@@ -75,6 +79,6 @@ def _way(npus: Sequence[int], source: int, destination: int, host: str, roce: bo
         source=source,
         destination=destination,
         writes=WRITES,
-        environment={"HCCL_INTRA_ROCE_ENABLE": "1", "HCCL_INTRA_PCIE_ENABLE": "0"} if roce else {},
+        environment={**_TIMEOUTS, **(_OVER_ROCE if roce else {})},
         failed=Level.WARNING if roce else Level.ERROR,
     )
