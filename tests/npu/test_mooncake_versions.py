@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from harness.kv import Model, Side
+from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.core.transports import TransportInfo, cannot_write
 from vllm_ascend_pd.doctor.finding import Level, Report
 
@@ -29,16 +31,15 @@ BOTH = pytest.mark.parametrize("wheel", [OLD, NEW])
 
 
 class Peer:
-    """A process with an engine of `wheel`; None is the environment's own Mooncake, for TCP alone."""
+    """A process with an engine of `wheel`: a version, or a folder."""
 
-    def __init__(self, wheel: str | None, **settings: str) -> None:
-        folder = [] if wheel is None else [str(wheel if Path(wheel).is_absolute() else WHEELS / wheel)]
+    def __init__(self, wheel: str, **settings: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*folder, str(ROOT)]), **settings},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(WHEELS / wheel), str(ROOT)]), **settings},
         )
 
     def ask(self, *command: Any) -> Any:
@@ -59,7 +60,7 @@ class Peer:
 def peer() -> Iterator[Callable[..., Peer]]:
     started: list[Peer] = []
 
-    def start(wheel: str | None, **settings: str) -> Peer:
+    def start(wheel: str, **settings: str) -> Peer:
         started.append(Peer(wheel, **settings))
         return started[-1]
 
@@ -92,19 +93,37 @@ def test_engines_know_what_they_are_and_write_where_they_say_they_can(peer: Call
         assert (peers[decode].ask("get", len(text)) == text) == (answer is None), text
 
 
+def test_a_prefill_rank_refuses_a_decode_engine_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side(1, num_blocks=24, block_size=128)
+    pair = Pair(Model(), side, side, device="npu")
+    try:
+        before = prompts(pair, [130])
+        run(pair, before)
+        expect_delivery(pair, before)
+        monkeypatch.setenv("CANN_ON_HOST_CLIENT_SERVER", "0")
+        pair.restart_decode("another")
+        requests = prompts(pair, [130], seed=5)
+        tickets = run(pair, requests)
+        [reason] = pair.wait_sent(1).values()
+        assert "prefill transfers by ascend with HIXL's client/server engine (mooncake-transfer-engine-npu" in reason
+        assert "decode by ascend with HIXL's comm engine (mooncake-transfer-engine-npu" in reason
+        pair.cancel({ticket.ticket_id: reason for ticket in tickets.values()})
+        assert pair.wait_arrivals(1) == (set(), {requests[0].request_id: reason})
+    finally:
+        assert pair.close() == []
+
+
 def test_tcp_means_tcp_with_the_wheel_for_npus(peer: Callable[..., Peer]) -> None:
-    decode, prefill = peer(None), peer(NEW)
+    decode, prefill = peer(NEW), peer(NEW)
     there, here = decode.ask("start", "tcp"), prefill.ask("start", "tcp")
-    assert here["transport"]["wheel"] == f"mooncake-transfer-engine-npu {NEW}"
-    assert there["transport"]["wheel"].startswith("mooncake-transfer-engine-non-cuda ")
-    assert (here["transport"]["protocol"], here["transport"]["kind"]) == ("tcp", "")
+    assert here["transport"] == there["transport"]
+    assert msgspec.convert(here["transport"], TransportInfo) == TransportInfo(
+        "tcp", f"mooncake-transfer-engine-npu {NEW}"
+    )
     prefill.ask("put", "over TCP")
     assert prefill.ask("write", there["session"], there["address"], 8) is None
     assert decode.ask("get", 8) == "over TCP"
-    decode.ask("put", "and back")
-    assert decode.ask("write", here["session"], here["address"], 8) is None
-    assert prefill.ask("get", 8) == "and back"
-    assert prefill.ask("adxl_transfers") == 0
+    assert prefill.ask("adxl_transfers") == 0, "and no NPU was set, without which `ascend` does not start"
     assert prefill.ask("setting", "MC_FORCE_TCP") is None, "an engine that starts later has a protocol of its own"
 
 
