@@ -125,7 +125,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_pending_tickets: int = 4096
     """Tickets waiting for the metaserver's answer; more are refused at once."""
     transfer_protocol: str | None = None
-    """Mooncake's: `tcp`, `rdma` or `ascend`. None: what suits the device, `tcp` on CPU and `ascend` on NPU."""
+    """Mooncake's: `tcp`, `rdma` or `ascend`. None: what suits the device, `tcp` on CPU and `ascend` on NPU. The same on
+    prefill and decode. Mooncake for NPUs has `tcp` from 0.3.13.post1 on."""
     allow_other_model: bool = False
     """Whether KV of another model is used: of other weights, or of settings that change what KV means. **Answers may be
     wrong, and nothing says so.** For checkpoints that you know to mean the same though they differ. On prefill it
