@@ -164,7 +164,7 @@ def test_a_link_that_fails_is_a_finding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CANN_ON_HOST_LINKS", str(tmp_path))
-    way = hardware.ways([4, 5], "127.0.0.1")[roce]
+    way = hardware.ways(["4", "5"], "127.0.0.1")[roce]
     with faulty_link(fault):
         finding = anyio.run(loopback.check, way, 1 << 20, timeout_s)
     assert (finding.check, finding.level, finding.action) == (way.check, level, way.action)
@@ -175,7 +175,7 @@ def test_a_link_that_fails_is_a_finding(
 @pytest.mark.usefixtures("machine")
 def test_one_npu_leaves_out_what_needs_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CANN_ON_HOST_DEVICES", "1")
-    left_out, done = anyio.run(hardware.check, [0], "127.0.0.1", Progress(), 60.0)
+    left_out, done = anyio.run(hardware.check, ["0"], "127.0.0.1", Progress(), 60.0)
     assert (left_out.check, left_out.level) == ("hardware.devices", Level.NOTE)
     assert "left out" in left_out.found
     assert (done.check, done.level) == ("hardware.kernels", Level.WARNING)

@@ -85,9 +85,9 @@ def test_kernels() -> None:
 
 
 def test_ways_name_npus_as_the_machine_counts_them() -> None:
-    checks = [way.check for way in hardware.ways([4, 5, 6, 7], "192.0.2.1")]
+    checks = [way.check for way in hardware.ways(["4", "5", "6", "7"], "192.0.2.1")]
     assert checks == ["hardware.write.ascend.4-5", "hardware.write.ascend.4-7", "hardware.write.roce.7-4"]
-    assert [(way.source, way.destination) for way in hardware.ways([4, 5], "h")] == [(0, 1), (1, 0)]
+    assert [(way.source, way.destination) for way in hardware.ways(["4", "5"], "h")] == [(0, 1), (1, 0)]
 
 
 def test_without_torch_npu_nothing_is_tried() -> None:

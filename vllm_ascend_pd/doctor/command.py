@@ -167,9 +167,9 @@ async def _examine_machine(chosen: Machine, progress: Progress) -> list[Finding]
         async with progress.step("transferring from one Mooncake engine to another"):
             findings.append(await loopback.check(loopback.over_tcp()))
     if chosen.hardware_step_s is not None:
-        visible = hardware_steps.npus_of(loading.detail_of(loaded, "torch_npu"))
-        host = loading.detail_of(loaded, "host")
-        findings += await hardware_steps.check(visible, host or "127.0.0.1", progress, chosen.hardware_step_s)
+        numbers = [number for number in (loading.detail_of(loaded, "npus") or "").split(",") if number]
+        host = loading.detail_of(loaded, "host") or "127.0.0.1"
+        findings += await hardware_steps.check(numbers, host, progress, chosen.hardware_step_s)
     return findings
 
 

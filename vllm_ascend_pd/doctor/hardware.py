@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -34,14 +33,13 @@ _ROCE = (
 )
 
 
-def npus_of(torch_npu: str | None) -> list[int]:
-    """`torch_npu`: what it says of itself (`probe`); None if it could not be loaded."""
-    found = re.search(r"(\d+) NPUs", torch_npu or "")
-    return list(range(int(found[1]))) if found else []
+async def check(npus: Sequence[str], host: str, progress: Progress, timeout_s: float) -> list[Finding]:
+    """Tries the NPUs, one step after the other.
 
-
-async def check(npus: Sequence[int], host: str, progress: Progress, timeout_s: float) -> list[Finding]:
-    """`npus`: numbers on the machine of those that processes see, in their order; `host`: where engines listen."""
+    `npus`: numbers on the machine of those that processes see, in their order; "?" where ACL does not say.
+    `host`: where engines listen.
+    `timeout_s`: of each step.
+    """
     if find_spec("torch_npu") is None:
         return [error(_DEVICES, "torch_npu is not installed: no step of --hardware can run", _NO_TORCH_NPU)]
     if not npus:
@@ -61,14 +59,14 @@ async def check(npus: Sequence[int], host: str, progress: Progress, timeout_s: f
     return findings
 
 
-def ways(npus: Sequence[int], host: str) -> list[Way]:
+def ways(npus: Sequence[str], host: str) -> list[Way]:
     """From the first NPU to its neighbour, to the last one where that is another, and back over RoCE."""
     pairs = dict.fromkeys([(0, 1), (0, len(npus) - 1)])
     made = [_way(npus, source, destination, host) for source, destination in pairs]
     return [*made, _way(npus, len(npus) - 1, 0, host, roce=True)]
 
 
-def _way(npus: Sequence[int], source: int, destination: int, host: str, roce: bool = False) -> Way:
+def _way(npus: Sequence[str], source: int, destination: int, host: str, roce: bool = False) -> Way:
     name = "roce" if roce else "ascend"
     return Way(
         check=f"hardware.write.{name}.{npus[source]}-{npus[destination]}",
