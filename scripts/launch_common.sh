@@ -71,7 +71,7 @@ npu_environment() {
   preset ASCEND_RT_VISIBLE_DEVICES "$devices" "the NPUs of this engine, by number; engines of one node share none"
   preset PYTORCH_NPU_ALLOC_CONF expandable_segments:True "memory grows in place: less of it is lost to fragments"
   preset HCCL_BUFFSIZE "$hccl_buffer_mb" "MB of each HCCL communicator's buffer; expert-parallel decode needs more"
-  preset HCCL_OP_EXPANSION_MODE AIV "collectives start on vector cores, not on the AI CPU: shorter for small ones"
+  preset HCCL_OP_EXPANSION_MODE AIV "the model's collectives run on vector cores: small ones are shorter; the connector's have their own mode"
   preset HCCL_CONNECT_TIMEOUT 1200 "s that ranks wait for each other; nodes load weights for minutes (HCCL's own: 120)"
   preset TASK_QUEUE_ENABLE 1 "torch_npu queues launches on a second thread, which hides their cost"
   preset OMP_NUM_THREADS 10 "CPU threads of each rank; ranks * threads should not exceed the cores"

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 BEFORE_TORCH = (
     "libascendcl",
@@ -93,6 +94,45 @@ def reset_counters() -> None:
 def place(address: int, nbytes: int) -> str:
     """Where that memory is: one of `PLACES`."""
     return PLACES[_runtime().cann_on_host_locate(address, nbytes)]
+
+
+# --- HCCL --------------------------------------------------------------------------------------------------
+
+
+class Communicator(NamedTuple):
+    """`name`: torch_npu's, and in brackets the `group_name` of the group's options; `nbytes`: of the device's memory;
+    `aiv`: it runs operations on vector cores, one such communicator at a time."""
+
+    name: str
+    nbytes: int
+    aiv: bool
+
+
+def communicators() -> list[Communicator]:
+    """This process's."""
+    library = ctypes.CDLL(str(library_folder() / "libhccl.so"))
+    library.cann_on_host_communicators.restype = ctypes.c_size_t
+    library.cann_on_host_communicators.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+    room = library.cann_on_host_communicators(None, 0) + 4096
+    text = ctypes.create_string_buffer(room)
+    library.cann_on_host_communicators(text, room)
+    lines = (line.split("\t") for line in text.value.decode().splitlines())
+    return [Communicator(name, int(nbytes), aiv == "1") for name, nbytes, aiv in lines]
+
+
+@contextlib.contextmanager
+def model_step() -> Iterator[None]:
+    """The calling thread runs a step of a model: a communicator that would connect on it is refused meanwhile. Does
+    nothing on real hardware."""
+    if not is_active():
+        yield
+        return
+    library = ctypes.CDLL(str(library_folder() / "libhccl.so"))
+    library.cann_on_host_set_model_step(1)
+    try:
+        yield
+    finally:
+        library.cann_on_host_set_model_step(0)
 
 
 # --- delays ------------------------------------------------------------------------------------------------

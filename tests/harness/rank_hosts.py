@@ -142,7 +142,7 @@ def _settings(device: str, kernels: Path | None) -> tuple[object, ...]:
     return (
         device,
         kernels,
-        tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(("CANN_ON_HOST", "TORCH_HCCL")))),
+        tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(("CANN_ON_HOST", "HCCL_", "TORCH_HCCL")))),
     )
 
 

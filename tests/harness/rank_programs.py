@@ -173,6 +173,15 @@ class PrefillRank(_RankBase):
 
     def step(self, step: Any, prompts: dict[str, Prompt], hooks: Hooks = ONCE) -> None:
         """One forward pass: each layer's KV is computed (copied from the truth), then saved as `hooks` says."""
+        if self.on == "cpu":
+            self._step(step, prompts, hooks)
+            return
+        import cann_on_host
+
+        with cann_on_host.model_step():
+            self._step(step, prompts, hooks)
+
+    def _step(self, step: Any, prompts: dict[str, Prompt], hooks: Hooks) -> None:
         self.worker.preempted(step.preempted)
         self.worker.start_step(step)
         # All before the first layer: nothing in between may wait for the device, as nothing in a model does.

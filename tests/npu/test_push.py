@@ -92,6 +92,35 @@ def test_a_layer_of_more_chunks_than_staging_slots_arrives() -> None:
     assert pair.close() == []
 
 
+def reduce_every_layer(rank: PrefillRank) -> None:
+    """From now on a layer's computation ends with a collective among all ranks, as a tensor-parallel model's does."""
+    compute, hidden = rank.compute, torch.zeros(64, device="npu")
+
+    def computed(layer: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        compute(layer, copies)
+        torch.distributed.all_reduce(hidden)
+
+    torch.distributed.all_reduce(hidden)  # connects
+    rank.compute = computed  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("chip", ["Ascend910B1", "Ascend910_9391"])
+@pytest.mark.parametrize("shape", ["tp2-to-tp1", "tp4-to-tp2"])
+def test_bytes_arrive_beside_the_models_collectives(shape: str, chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch scripts start the model's communicators in mode AIV, which HCCL allows one of at a time."""
+    monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")
+    if cann_on_host.is_active():
+        monkeypatch.setenv("CANN_ON_HOST_SOC", chip)
+        monkeypatch.setenv(*SIDE_STREAMS)
+    pair = Pair(*SHAPES[shape], device="npu")
+    try:
+        pair.each(pair.p_ranks, "do", reduce_every_layer)
+        push(pair)
+    finally:
+        left = pair.close()
+    assert left == []
+
+
 def launched(_: PrefillRank) -> dict[str, int]:
     return cann_on_host.launches()
 

@@ -95,7 +95,7 @@ def test_json_schema():
         "readers": list,
         "all_to_all": list,
         "groups_created": int,
-        "staging": "step_tokens slots slot_bytes total_bytes",
+        "staging": "step_tokens slots slot_bytes total_bytes groups communicator_bytes",
         "prompt": "tokens units flows nbytes busiest_sender busiest_reader descriptors descriptors_contiguous",
         "timing": "link_gbit transfer_ms layer_ms prefill_link_ms decode_link_ms compute_ms after_prefill_ms",
         "notes": list,

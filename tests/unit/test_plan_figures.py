@@ -69,6 +69,8 @@ def test_llama_70b_tp8_to_tp4():
     assert plan.model.bytes_per_token == 80 * 8 * (128 + 128) * 2 == 327_680
     assert plan.all_to_all == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert plan.groups_created == 4 + 2 + 1
+    # A rank is in one group of each size.
+    assert (plan.staging.groups, plan.staging.communicator_bytes) == (3, 3 * 2 * 16 * 1024**2)
     for sender in plan.senders:
         assert sender.exchanges_with == (sender.tp_rank // 2 * 2, sender.tp_rank // 2 * 2 + 1)
         # Half of each block's tokens, two heads wide.
@@ -104,7 +106,7 @@ def test_llama_70b_on_the_cpu_backend():
     plan = plan_for(LLAMA, (8, 1, 1), (4, 1, 1), Layout.VLLM_CPU)
     assert {s.regroup for s in plan.senders} == {"none"}
     assert plan.senders[3].pieces == (Piece(0, 1, 1, 128 * 512),)
-    assert plan.staging.total_bytes == plan.groups_created == 0
+    assert plan.staging.total_bytes == plan.staging.communicator_bytes == plan.groups_created == 0
     assert plan.prompt.nbytes == SENT_TOKENS * 327_680
     assert_conserved(plan, [True] * 80, 2)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TypeAlias
 
 import torch
@@ -82,18 +81,14 @@ class Device(ABC):
     def close(self) -> None:
         """Stop the side stream: running work ends, work that has not begun fails. Bounded; twice is safe."""
 
+    @abstractmethod
     def new_groups(self, rank_lists: Sequence[tuple[int, ...]], timeout_s: float) -> dict[tuple[int, ...], Group]:
-        """Create one process group for each list of global ranks; return those this rank belongs to.
+        """Create and connect one process group for each list of global ranks; return those this rank belongs to.
 
         A collective of the whole default group: every rank calls it with the same lists in the same order.
         A collective in such a group fails after `timeout_s` seconds; the group is unusable from then on.
+        Raises `DeviceError` when the ranks of a group have not connected within `timeout_s` seconds.
         """
-        rank = dist.get_rank()
-        groups = {
-            ranks: dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=self.collective_backend)
-            for ranks in rank_lists
-        }
-        return {ranks: group for ranks, group in groups.items() if rank in ranks}
 
     def group_store(self, ranks: tuple[int, ...]) -> dist.Store | None:
         """Where those `ranks` of the default world can agree on a new group when theirs has failed; None where there

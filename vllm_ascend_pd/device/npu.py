@@ -6,12 +6,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from vllm_ascend_pd.device.base import Device, DeviceError, Event, aligned_buffer
+from vllm_ascend_pd.core.communicator import hccl_config
+from vllm_ascend_pd.device.base import Device, DeviceError, Event, Group, aligned_buffer
 
 REGISTRATION_BYTES = 2 * 1024 * 1024
 """Memory registered for HCCS transfers begins and ends at a multiple of 2 MiB (Mooncake's Ascend transport)."""
@@ -19,6 +22,15 @@ REGISTRATION_BYTES = 2 * 1024 * 1024
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 1e-3
 """Between two looks at an event. Every look takes the GIL from the model's thread, so they become rarer: a wait may
 take an eighth longer."""
+
+
+def _group_options(ranks: Sequence[int]) -> Any:
+    """Of a group of its own: torch_npu writes into them."""
+    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+    options = ProcessGroupHCCL.Options()
+    options.hccl_config = hccl_config(ranks, torch.npu.get_device_name())
+    return options
 
 
 def _device_failed(error: RuntimeError) -> DeviceError:
@@ -128,6 +140,45 @@ class NpuDevice(Device):
     def allocate(self, nbytes: int) -> torch.Tensor:
         whole = -(-nbytes // REGISTRATION_BYTES) * REGISTRATION_BYTES
         return aligned_buffer(whole, REGISTRATION_BYTES, self.name)
+
+    def new_groups(self, rank_lists: Sequence[tuple[int, ...]], timeout_s: float) -> dict[tuple[int, ...], Group]:
+        rank, timeout = dist.get_rank(), timedelta(seconds=timeout_s)
+        groups: dict[tuple[int, ...], Group] = {}
+        for ranks in rank_lists:
+            options = _group_options(ranks)
+            group = dist.new_group(list(ranks), timeout=timeout, backend=self.collective_backend, pg_options=options)
+            if rank in ranks:
+                groups[ranks] = group
+        if groups:
+            self._connect(groups, timeout_s)
+        return groups
+
+    def _connect(self, groups: Mapping[tuple[int, ...], Group], timeout_s: float) -> None:
+        """torch_npu connects a group at its first collective, in the thread that calls it. This takes seconds, or
+        HCCL_CONNECT_TIMEOUT where a rank is missing. So a thread of its own does it now."""
+        failed: list[Exception] = []
+        thread = threading.Thread(
+            target=self._exchange_first, args=(groups, timeout_s, failed), name="pd-regroup-connect", daemon=True
+        )
+        thread.start()
+        thread.join(timeout_s)
+        if failed or thread.is_alive():
+            reason = failed[0] if failed else f"this took longer than {timeout_s:g} s"
+            raise DeviceError(f"ranks {', '.join(map(str, groups))} did not connect over HCCL: {reason}")
+
+    def _exchange_first(
+        self, groups: Mapping[tuple[int, ...], Group], timeout_s: float, failed: list[Exception]
+    ) -> None:
+        """A tiny all-to-all in one group after the other, in the same order on all ranks."""
+        try:
+            self.bind_thread()
+            with torch.npu.stream(torch.npu.Stream(device=self._index)):
+                for ranks, group in groups.items():
+                    parts = torch.zeros(len(ranks), dtype=torch.uint8, device=self.name)
+                    self.all_to_all(torch.empty_like(parts), parts, group)
+                    NpuEvent(self, torch.npu.current_stream().record_event()).wait(timeout_s)
+        except Exception as error:  # noqa: BLE001 - `_connect` raises it
+            failed.append(error)
 
     def close(self) -> None:
         """No thread to stop: what was queued runs to its end on the NPU."""

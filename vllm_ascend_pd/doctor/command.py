@@ -17,6 +17,7 @@ from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.doctor import (
     driver,
     engine_config,
+    hccl,
     hccn,
     limits,
     loading,
@@ -151,7 +152,7 @@ async def _examine_machine(chosen: Machine, progress: Progress) -> list[Finding]
         findings.append(mooncake_engine.judge(library.ascend, driver.installed(), toolkit))
     async with progress.step("asking npu-smi"):
         seen, chips = npus.judge(await npus.look(), on_npu, loading.npus_seen(loaded))
-    findings += seen
+    findings += [*seen, *hccl.judge(chosen.config, on_npu)]
     if chips:
         findings += driver.judge(driver.installed())
     devices = [chip.device for chip in chips]

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Works a plan out with the functions that the connector itself uses, so that it says what the connector does."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.communicator import communicator_bytes
 from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.layout import Geometry, RankCaches
 from vllm_ascend_pd.core.plan import (
@@ -71,8 +73,8 @@ def make_plan(
         for stage in range(decode.pp):
             flows += _flows(source, caches, routes[source.tp_rank], stage, d_ranks[Rank(stage, 0)], tokens)
     unit = routes[0][0].unit
-    staging = _staging(p_ranks.values(), step_tokens, staging_slots)
-    groups = topology.regroup_groups(prefill.sharding, model.kv_heads) if staging.slots else []
+    groups = topology.regroup_groups(prefill.sharding, model.kv_heads)
+    staging = _staging(p_ranks.values(), step_tokens, staging_slots, groups)
     return Plan(
         model=_model_figures(model, layout),
         layout=layout.value,
@@ -82,7 +84,7 @@ def make_plan(
         senders=tuple(_sender(rank, prefill.tp, model, layout, of_rank) for rank, of_rank in enumerate(routes)),
         readers=tuple(_reader(rank, decode.sharding, prefill.sharding, model.kv_heads) for rank in range(decode.tp)),
         all_to_all=tuple(sorted({route.ranks for of_rank in routes for route in of_rank if route.ranks})),
-        groups_created=len(groups),
+        groups_created=len(groups) if staging.slots else 0,
         staging=staging,
         prompt=_prompt(tokens, unit, flows),
         timing=None,
@@ -222,11 +224,12 @@ def _reader(rank: int, decode: Sharding, prefill: Sharding, total: int) -> Reade
     return Reader(rank, heads.start, heads.stop, writers)
 
 
-def _staging(ranks: Iterable[RankCaches], step_tokens: int, slots: int) -> Staging:
+def _staging(ranks: Iterable[RankCaches], step_tokens: int, slots: int, groups: Sequence[tuple[int, ...]]) -> Staging:
     size = max(slot_bytes(caches, step_tokens) for caches in ranks)
     if size == 0:
-        return Staging(step_tokens, 0, 0, 0)
-    return Staging(step_tokens, slots, size, (slots + _EXCHANGE_BUFFERS) * size)
+        return Staging(step_tokens, 0, 0, 0, 0, 0)
+    joined = max(Counter(rank for group in groups for rank in group).values(), default=0)
+    return Staging(step_tokens, slots, size, (slots + _EXCHANGE_BUFFERS) * size, joined, communicator_bytes(joined))
 
 
 def _notes(layout: Layout, prefill: Engine, decode: Engine, routes: Sequence[Sequence[Route]]) -> list[str]:

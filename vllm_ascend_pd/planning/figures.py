@@ -80,12 +80,15 @@ class Reader(msgspec.Struct, frozen=True):
 
 class Staging(msgspec.Struct, frozen=True):
     """Memory that every prefill rank sets aside for regrouping: `slots` slots of `slot_bytes`, which hold a layer of
-    a step of `step_tokens`, and two buffers of a slot's size for the all-to-all. All 0 if nothing can need it."""
+    a step of `step_tokens`, and two buffers of a slot's size for the all-to-all. All 0 if nothing can need it.
+    Not in `total_bytes`: `communicator_bytes`, which HCCL takes on an NPU for the `groups` that a rank belongs to."""
 
     step_tokens: int
     slots: int
     slot_bytes: int
     total_bytes: int
+    groups: int
+    communicator_bytes: int
 
 
 class Flow(msgspec.Struct, frozen=True):

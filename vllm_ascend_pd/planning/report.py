@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from vllm_ascend_pd.core.communicator import BUFFER_MB
 from vllm_ascend_pd.planning.figures import EngineFigures, Piece, Plan, Sender
 
 _WIDTH = 120
@@ -118,6 +119,9 @@ def _prompt(plan: Plan) -> Table:
     table.add_row(
         "staging memory of each prefill rank", f"{_size(staging.total_bytes)} ({slots})" if staging.slots else "none"
     )
+    if staging.groups:
+        buffers = f"2 x {BUFFER_MB} MiB for each of {staging.groups} groups, beside vLLM's cache"
+        table.add_row("HCCL memory of each prefill rank", f"{_size(staging.communicator_bytes)} ({buffers})")
     if timing is not None:
         table.add_section()
         table.add_row(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a step of the scheduler's to shipments: once per step, before the first layer."""
 
-import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -72,7 +71,6 @@ class Planner:
         ]
         self._layers = [sum(g in of for of in alike) for g in range(len(self._geometries))]
         self._steps = 0  # all ranks get the same ones from the scheduler
-        self._connected: set[tuple[int, ...]] = set()
         self._routes: dict[tuple[int, Sharding, tuple[int, ...]], Route] = {}
         self._warned_of_pieces = False
 
@@ -122,7 +120,6 @@ class Planner:
             chunk_units = self._regrouper.slot_bytes // per_unit
             assert chunk_units > 0
         try:
-            self._connect(route)
             shipment = Shipment.build(route, geometry, served, self._device, chunk_units)
         except DeviceError as error:  # the side stream is broken
             self.missed(route, self._steps, error)
@@ -131,15 +128,6 @@ class Planner:
             return None
         shipment.pushes = self._layers[index] * len(shipment.chunks)
         return shipment if len(shipment.src_units) > 0 else None
-
-    def _connect(self, route: Route) -> None:
-        """Connecting a group of ranks can take seconds: done at a topology's first ticket, beside the computation of
-        the first layer rather than after it. All ranks come here in the same step (R5)."""
-        if route.ranks and route.ranks not in self._connected:
-            assert self._regrouper is not None
-            self._connected.add(route.ranks)
-            connect = functools.partial(self._regrouper.connect, route.ranks, self._steps)
-            self._device.submit(connect, self._device.record_event())
 
     def _route(self, index: int, decode: Sharding, d_block_sizes: tuple[int, ...]) -> Route:
         key = (index, decode, d_block_sizes)

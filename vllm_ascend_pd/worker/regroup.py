@@ -54,10 +54,6 @@ class Regrouper:
         self._received = device.allocate(ring.slot_bytes)
         self._exchanged = (self._received, self._send)  # as much of them as was exchanged last: alike for all layers
 
-    def connect(self, ranks: tuple[int, ...], step: int) -> None:
-        """A first, tiny exchange: communicators connect when they are first used."""
-        self._exchange(ranks, step, len(ranks))
-
     def missed(self, ranks: tuple[int, ...], step: int, reason: str) -> None:
         """This rank does not take part in a collective of the step."""
         self._groups[ranks].missed(step, reason)

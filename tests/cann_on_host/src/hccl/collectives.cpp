@@ -6,6 +6,7 @@
 
 #include "communicator.h"
 #include "data_types.h"
+#include "rules.h"
 
 using namespace cann_on_host;
 
@@ -44,7 +45,14 @@ HcclResult queue(HcclComm handle, aclrtStream stream, const char* name, uint64_t
     fail(kRemoteError, "injected fault: %s on %s fails", name, communicator->describe().c_str());
     return HCCL_E_INTERNAL;
   }
-  enqueue(stream, TaskKind::kHccl, name, [fault, name = std::string(name), work = std::move(work)] {
+  std::shared_ptr<void> under_way;
+  try {
+    under_way = begin_aiv_operation(*communicator, name, stream);
+  } catch (const std::runtime_error& error) {
+    fail(kParamInvalid, "HCCL: %s", error.what());
+    return HCCL_E_INTERNAL;
+  }
+  enqueue(stream, TaskKind::kHccl, name, [fault, under_way, name = std::string(name), work = std::move(work)] {
     if (fault == Fault::kHang) hang(name);
     work();
   });

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "communicator.h"
 
+#include "rules.h"
+
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -33,17 +35,37 @@ std::chrono::seconds timeout() {
   return std::chrono::seconds(seconds);
 }
 
+// torch_npu's name for it, with the one that its user gave.
+std::string name_of(const std::string& id, const HcclCommConfig& config) {
+  std::string name = config.hcclCommName[0] ? config.hcclCommName : "hccl_" + id;
+  if (config.hcclUdi[0]) name += std::string(" (") + config.hcclUdi + ")";
+  return name;
+}
+
+int calling_device() {
+  int32_t device = 0;
+  return aclrtGetDevice(&device) == ACL_SUCCESS ? device : 0;
+}
+
 }  // namespace
 
-Communicator* Communicator::join(const std::string& id, const std::string& name, uint32_t size, uint32_t rank) {
-  auto* communicator = new Communicator(id, name, size, rank);
+Communicator* Communicator::join(const std::string& id, const HcclCommConfig& config, uint32_t size, uint32_t rank) {
+  auto* communicator = new Communicator(id, config, size, rank);
   if (communicator->open_all()) return communicator;
   delete communicator;
   return nullptr;
 }
 
-Communicator::Communicator(const std::string& id, const std::string& name, uint32_t size, uint32_t rank)
-    : name(name), size(size), rank(rank), id_(id), sent_(size), received_(size) {}
+Communicator::Communicator(const std::string& id, const HcclCommConfig& config, uint32_t size, uint32_t rank)
+    : name(name_of(id, config)),
+      size(size),
+      rank(rank),
+      device(calling_device()),
+      aiv(is_aiv(config)),
+      memory(buffer_bytes(config)),
+      id_(id),
+      sent_(size),
+      received_(size) {}
 
 Communicator::~Communicator() {
   for (int file : files_) close(file);

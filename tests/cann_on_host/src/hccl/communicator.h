@@ -28,7 +28,7 @@ struct Exchange {
 class Communicator {
  public:
   // Returns nullptr when the other ranks do not join in time.
-  static Communicator* join(const std::string& id, const std::string& name, uint32_t size, uint32_t rank);
+  static Communicator* join(const std::string& id, const HcclCommConfig& config, uint32_t size, uint32_t rank);
   ~Communicator();
 
   // All of the following run in tasks of a stream; they throw TaskError after the timeout, and end the process
@@ -44,11 +44,14 @@ class Communicator {
   const std::string name;
   const uint32_t size;
   const uint32_t rank;
+  const int device;
+  const bool aiv;          // runs its operations on vector cores
+  const uint64_t memory;   // bytes of the device that it takes
 
  private:
   struct Shared;
 
-  Communicator(const std::string& id, const std::string& name, uint32_t size, uint32_t rank);
+  Communicator(const std::string& id, const HcclCommConfig& config, uint32_t size, uint32_t rank);
   bool open_all();
   std::string path(const std::string& what) const;
   std::string message_path(uint32_t from, uint32_t to, uint64_t number) const;

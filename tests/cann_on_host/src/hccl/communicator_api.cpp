@@ -3,13 +3,26 @@
 #include <chrono>
 #include <cstring>
 
+#include <set>
+
 #include "communicator.h"
+#include "rules.h"
 
 using namespace cann_on_host;
 
 namespace {
 
 Communicator* get(HcclComm handle) { return static_cast<Communicator*>(handle); }
+
+struct Communicators {
+  std::mutex mutex;
+  std::set<Communicator*> all;
+};
+
+Communicators& communicators() {
+  static auto* instance = new Communicators;
+  return *instance;
+}
 
 }  // namespace
 
@@ -27,24 +40,53 @@ HcclResult HcclCommInitRootInfoConfig(uint32_t ranks, const HcclRootInfo* info, 
                                       const HcclCommConfig* config, HcclComm* handle) {
   if (ranks > kMaxRanks || rank >= ranks) return HCCL_E_PARA;
   const std::string id = info->internal;
-  const std::string name = config && config->hcclCommName[0] ? config->hcclCommName : "hccl_" + id;
-  Communicator* communicator = Communicator::join(id, name, ranks, rank);
+  if (in_model_step()) {
+    fail(kParamInvalid, "HCCL: communicator %s of %u ranks connects on the thread that runs a model's step, which waits",
+         config->hcclUdi, ranks);
+    return HCCL_E_INTERNAL;
+  }
+  if (!hold_device_memory(buffer_bytes(*config))) {
+    fail(kMemoryAllocation, "HCCL: no %lu bytes of device memory for a communicator's buffers", buffer_bytes(*config));
+    return HCCL_E_MEMORY;
+  }
+  Communicator* communicator = Communicator::join(id, *config, ranks, rank);
   if (!communicator) {
-    fail(kRemoteError, "HCCL %s: not all of %u ranks joined in time", name.c_str(), ranks);
+    release_device_memory(buffer_bytes(*config));
+    fail(kRemoteError, "HCCL %s: not all of %u ranks joined in time", id.c_str(), ranks);
     return HCCL_E_TIMEOUT;
   }
   CANN_ON_HOST_LOG("joined %s", communicator->describe().c_str());
+  std::lock_guard<std::mutex> lock(communicators().mutex);
+  communicators().all.insert(communicator);
   *handle = communicator;
   return HCCL_SUCCESS;
 }
 
 HcclResult HcclCommInitRootInfo(uint32_t ranks, const HcclRootInfo* info, uint32_t rank, HcclComm* handle) {
-  return HcclCommInitRootInfoConfig(ranks, info, rank, nullptr, handle);
+  HcclCommConfig config;
+  HcclCommConfigInit(&config);
+  return HcclCommInitRootInfoConfig(ranks, info, rank, &config, handle);
 }
 
 HcclResult HcclCommDestroy(HcclComm handle) {
+  {
+    std::lock_guard<std::mutex> lock(communicators().mutex);
+    communicators().all.erase(get(handle));
+  }
+  release_device_memory(get(handle)->memory);
   delete get(handle);
   return HCCL_SUCCESS;
+}
+
+// "name<tab>bytes<tab>1 for mode AIV" lines of all communicators into `text`; returns the length that is needed.
+size_t cann_on_host_communicators(char* text, size_t room) {
+  std::lock_guard<std::mutex> lock(communicators().mutex);
+  std::string lines;
+  for (const Communicator* each : communicators().all) {
+    lines += each->name + "\t" + std::to_string(each->memory) + "\t" + std::to_string(each->aiv) + "\n";
+  }
+  if (room > lines.size()) std::memcpy(text, lines.c_str(), lines.size() + 1);
+  return lines.size() + 1;
 }
 
 HcclResult HcclGetRankSize(HcclComm handle, uint32_t* ranks) {

@@ -43,18 +43,9 @@ aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
   return ACL_SUCCESS;
 }
 
-// As on hardware, it waits for the latest record at the time of this call; none: it does not wait.
 aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
   count(kEventWaits);
-  EventPointer pointer = get(event);
-  uint64_t record;
-  {
-    std::lock_guard<std::mutex> lock(pointer->mutex);
-    record = pointer->recorded;
-  }
-  enqueue(stream, TaskKind::kEventWait, "event wait", [pointer, record] {
-    if (aclError error = pointer->wait(record)) throw TaskError(error, "the stream that it waits for has failed");
-  });
+  resolve(stream)->wait_for(get(event));
   return ACL_SUCCESS;
 }
 

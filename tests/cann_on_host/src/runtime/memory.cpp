@@ -66,6 +66,18 @@ size_t device_bytes_used() {
   return blocks().device_bytes;
 }
 
+bool hold_device_memory(size_t bytes) {
+  std::lock_guard<std::mutex> lock(blocks().mutex);
+  if (blocks().device_bytes + bytes > device_bytes_total()) return false;
+  blocks().device_bytes += bytes;
+  return true;
+}
+
+void release_device_memory(size_t bytes) {
+  std::lock_guard<std::mutex> lock(blocks().mutex);
+  blocks().device_bytes -= bytes;
+}
+
 size_t device_bytes_total() {
   static const size_t total = static_cast<size_t>(setting("MEMORY_GB", 64L)) << 30;
   return total;

@@ -65,6 +65,11 @@ void enqueue(aclrtStream stream, TaskKind kind, const std::string& name, std::fu
 // Wait until nothing is queued; the error of the stream, or kStreamSyncTimeout after `timeout_ms` (-1: for ever).
 aclError synchronize(aclrtStream stream, int timeout_ms = -1);
 
+// Marks the end of what is queued on `stream`: `mark_of` any stream whose next task comes after it, through events
+// too, is at least `number`. 0: nothing orders the stream after a mark of `what`.
+void set_mark(aclrtStream stream, const void* what, uint64_t number);
+uint64_t mark_of(aclrtStream stream, const void* what);
+
 // --- memory ------------------------------------------------------------------------------------------------
 
 enum class Place {
@@ -78,6 +83,10 @@ Place locate(const void* address, size_t bytes, int* device = nullptr);
 
 // Ends the process unless [address, address + bytes) is device memory; `user` names who wants to use it.
 void require_device(const void* address, size_t bytes, const std::string& user);
+
+// Device memory that a library takes for itself: it is counted only. False: there is not as much left.
+bool hold_device_memory(size_t bytes);
+void release_device_memory(size_t bytes);
 
 // --- counters ----------------------------------------------------------------------------------------------
 

@@ -92,8 +92,32 @@ void Stream::record(std::shared_ptr<Event> event) {
     std::lock_guard<std::mutex> lock(event->mutex);
     record = ++event->recorded;
     event->error = ACL_SUCCESS;
+    event->marks = marks();
   }
   push(TaskKind::kEventRecord, "event record", [this, event, record] { event->reach(record, error()); });
+}
+
+// As on hardware, it waits for the latest record at the time of this call; none: it does not wait.
+void Stream::wait_for(std::shared_ptr<Event> event) {
+  uint64_t record;
+  {
+    std::lock_guard<std::mutex> lock(event->mutex);
+    record = event->recorded;
+    add_marks(event->marks);
+  }
+  push(TaskKind::kEventWait, "event wait", [event, record] {
+    if (aclError error = event->wait(record)) throw TaskError(error, "the stream that it waits for has failed");
+  });
+}
+
+void Stream::add_marks(const Marks& marks) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [what, number] : marks) marks_[what] = std::max(marks_[what], number);
+}
+
+Marks Stream::marks() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return marks_;
 }
 
 bool Stream::idle() {
@@ -223,6 +247,10 @@ std::vector<Stream*> streams_of(int device) {
 void enqueue(aclrtStream stream, TaskKind kind, const std::string& name, std::function<void()> work) {
   resolve(stream)->push(kind, name, std::move(work));
 }
+
+void set_mark(aclrtStream stream, const void* what, uint64_t number) { resolve(stream)->add_marks({{what, number}}); }
+
+uint64_t mark_of(aclrtStream stream, const void* what) { return resolve(stream)->marks()[what]; }
 
 aclError synchronize(aclrtStream stream, int timeout_ms) { return resolve(stream)->synchronize(timeout_ms); }
 

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -15,6 +16,8 @@
 
 namespace cann_on_host {
 
+using Marks = std::map<const void*, uint64_t>;  // see set_mark
+
 // One recording point of an event, shared with the tasks that reach it or wait for it, so that an event may be
 // recorded again or destroyed while they are queued.
 struct Event {
@@ -24,6 +27,7 @@ struct Event {
   uint64_t reached = 0;
   aclError error = ACL_SUCCESS;  // of the stream that it was recorded on
   std::chrono::steady_clock::time_point when;
+  Marks marks;  // of the stream that it was last recorded on
 
   void reach(uint64_t record, aclError stream_error);
   aclError wait(uint64_t record);  // the error, if any
@@ -36,6 +40,9 @@ class Stream {
 
   void push(TaskKind kind, const std::string& name, std::function<void()> work);
   void record(std::shared_ptr<Event> event);
+  void wait_for(std::shared_ptr<Event> event);
+  void add_marks(const Marks& marks);
+  Marks marks();
   bool idle();
   aclError synchronize(int timeout_ms);
   aclError error();
@@ -57,6 +64,7 @@ class Stream {
   std::mutex mutex_;
   std::condition_variable queued_, drained_;
   std::deque<Task> queue_;
+  Marks marks_;  // that what is queued next comes after
   bool busy_ = false;
   bool ending_ = false;
   bool stop_on_failure_ = false;
