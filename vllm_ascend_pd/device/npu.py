@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from vllm_ascend_pd.core.communicator import hccl_config
 from vllm_ascend_pd.device.base import Device, DeviceError, Event, Group, aligned_buffer
@@ -85,6 +86,7 @@ class NpuDevice(Device):
         self._threads = threading.local()
         self._threads.bound = True  # the caller's
         self._submitted: deque[tuple[NpuEvent, Callable[[], None]]] = deque()  # until its end is seen
+        self._meetings = 0  # with the world's other ranks
         self._closed = False
 
     def bind_thread(self) -> None:
@@ -150,8 +152,20 @@ class NpuDevice(Device):
             if rank in ranks:
                 groups[ranks] = group
         if groups:
+            self._meet()
             self._connect(groups, timeout_s)
         return groups
+
+    def _meet(self) -> None:
+        """Connecting has a deadline, and ranks may be here at different times. `dist.barrier` would connect the world
+        over HCCL, with buffers as large as the model's. The store has a deadline of its own."""
+        store = dist.PrefixStore(f"vllm-ascend-pd/meeting/{self._meetings}", _get_default_store())
+        self._meetings += 1
+        store.set(str(dist.get_rank()), "")
+        try:
+            store.wait([str(rank) for rank in range(dist.get_world_size())])
+        except RuntimeError as error:
+            raise DeviceError(f"not all ranks came to connect over HCCL: {error}") from error
 
     def _connect(self, groups: Mapping[tuple[int, ...], Group], timeout_s: float) -> None:
         """torch_npu connects a group at its first collective, in the thread that calls it. This takes seconds, or
