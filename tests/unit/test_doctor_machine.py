@@ -17,7 +17,7 @@ import pytest
 
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.transports import TransportInfo
-from vllm_ascend_pd.doctor import engine_config, hccl, limits, loading, loopback, mooncake, mooncake_engine, ports
+from vllm_ascend_pd.doctor import engine_config, limits, loading, loopback, mooncake, mooncake_engine, ports
 from vllm_ascend_pd.doctor.command import Machine, judge_data_parallel, options
 from vllm_ascend_pd.doctor.driver import Driver
 from vllm_ascend_pd.doctor.engine_config import UsageError
@@ -259,16 +259,6 @@ def test_cann(tmp_path: Path) -> None:
     assert level() is Level.OK
     info.write_text("version=8.5.0\n")
     assert level() is Level.WARNING
-
-
-def test_memory_of_communicators() -> None:
-    [found] = hccl.judge(engine_config.KvTransferConfig(kv_role="kv_producer"), on_npu=True)
-    assert (found.check, found.level) == ("npu.communicators", Level.OK)
-    assert found.figures == {"communicator_bytes": 2 * 16 * 1024**2}
-    assert "takes 32 MiB of NPU memory (2 x 16 MiB)" in found.found
-    assert hccl.judge(engine_config.KvTransferConfig(kv_role="kv_consumer"), on_npu=True) == []
-    assert hccl.judge(engine_config.KvTransferConfig(kv_role="kv_producer"), on_npu=False) == []
-    assert hccl.judge(None, on_npu=True) == []
 
 
 def judged(config: dict[str, Any]) -> dict[str, Level]:
