@@ -32,7 +32,8 @@ def test_kv_that_decode_wants_as_it_is_costs_the_device_nothing(kernels: Path) -
         assert (count.uploads, count.downloads, count.waits, count.allocated) == (0, 0, 0, 0)
         assert count.events == 1 + 1 / LAYERS  # and the step's end
         assert count.calls == 1, "one write for all requests"
-        assert count.descriptors == (2 * 4 if count.scattered else 4)  # of 4 blocks; and one for each connection
+        # K's and V's: one for each of 4 blocks, or for a request whose blocks lie together.
+        assert count.descriptors == 2 * (4 if count.scattered else count.requests)
         assert count.holds
 
 
