@@ -61,7 +61,8 @@ def peer() -> Iterator[Callable[..., Peer]]:
     started: list[Peer] = []
 
     def start(wheel: str, **settings: str) -> Peer:
-        started.append(Peer(wheel, **settings))
+        npu = {"ASCEND_RT_VISIBLE_DEVICES": str(len(started))}
+        started.append(Peer(wheel, **(npu | settings)))
         return started[-1]
 
     yield start

@@ -72,7 +72,8 @@ def peer(
     started: list[Peer] = []
 
     def start(**env: str) -> Peer:
-        started.append(Peer(request.param, env))
+        npu = {"ASCEND_RT_VISIBLE_DEVICES": str(len(started))}
+        started.append(Peer(request.param, npu | env))
         return started[-1]
 
     yield start
@@ -96,6 +97,14 @@ def test_a_batch_arrives_whole(peer: Callable[..., Peer], auto_connect: str) -> 
     assert decode.ask("get", 4096, 13) == "KV of a layer"
     counters = prefill.ask("counters")
     assert (counters["adxl_transfers"], counters["adxl_descriptors"], counters["adxl_bytes"]) == (2, 4, 25)
+
+
+@pytest.mark.parametrize(("npu", "code"), [("0", -1), ("1", 1)])
+def test_engines_on_one_npu_do_not_connect(peer: Callable[..., Peer], npu: str, code: int) -> None:
+    decode, prefill = (peer(ASCEND_RT_VISIBLE_DEVICES=each, CANN_ON_HOST_CLIENT_SERVER="0") for each in ("0", npu))
+    _, session, address, _ = decode.ask("start")
+    prefill.ask("start")
+    assert prefill.ask("write", session, address, 4, 1)[0] == code
 
 
 def test_memory_that_is_not_registered_is_not_written(peer: Callable[..., Peer]) -> None:

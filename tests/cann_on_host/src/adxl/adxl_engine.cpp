@@ -39,6 +39,8 @@ bool is_set(const std::map<AscendString, AscendString>& options, const char* nam
 
 Deadline after(int32_t timeout_ms) { return std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms); }
 
+std::string host_of(const std::string& engine) { return engine.substr(0, engine.rfind(':')); }
+
 Status refuse(Status status, const std::string& reason) {
   fail(static_cast<aclError>(status), "ADXL: %s", reason.c_str());
   return status;
@@ -50,14 +52,15 @@ class AdxlEngine::AdxlEngineImpl {
  public:
   Status start(const std::string& name, const std::map<AscendString, AscendString>& options) {
     int32_t device = 0;
-    if (aclrtGetDevice(&device)) return refuse(PARAM_INVALID, "Initialize: no device is set in this thread");
+    if (aclrtGetDevice(&device) || aclrtGetPhyDevIdByLogicDevId(device, &device_))
+      return refuse(PARAM_INVALID, "Initialize: no device is set in this thread");
     name_ = name;
     auto_connect_ = is_set(options, "AutoConnect", "1");
     client_server_ = is_set(options, "adxl.LocalCommRes", "1.3");
     prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY);  // lets other processes of this user write into this one
     listener_ = Listener::start(name, [this] {
       std::lock_guard<std::mutex> lock(mutex_);
-      return Greeting{getpid(), client_server_, regions_.list()};
+      return Greeting{getpid(), client_server_, device_, regions_.list()};
     });
     return listener_ ? SUCCESS : refuse(FAILED, "Initialize: cannot listen as " + name);
   }
@@ -89,6 +92,8 @@ class AdxlEngine::AdxlEngineImpl {
     if (!channel) return refuse(status, "no channel to " + remote);
     if (channel->peer().client_server != client_server_)
       return refuse(FAILED, remote + " is another kind of engine (client/server or not)");
+    if (!client_server_ && channel->peer().device == device_ && host_of(remote) == host_of(name_))
+      return refuse(PARAM_INVALID, remote + " is on the same NPU");
     std::lock_guard<std::mutex> lock(mutex_);
     channels_[remote] = std::move(channel);
     return SUCCESS;
@@ -183,6 +188,7 @@ class AdxlEngine::AdxlEngineImpl {
   std::string name_;
   bool auto_connect_ = false;
   bool client_server_ = false;
+  int32_t device_ = 0;  // physical
   std::mutex mutex_;  // of the two below
   Regions regions_;
   std::map<std::string, std::shared_ptr<Channel>> channels_;

@@ -17,13 +17,14 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr uint64_t kMagic = 0x4144584c00000001;  // "ADXL", version 1
+constexpr uint64_t kMagic = 0x4144584c00000002;  // "ADXL", version 2
 constexpr milliseconds kPollEvery{10};
 
 struct Header {
   uint64_t magic;
   int64_t process;
   uint64_t client_server;
+  int64_t device;
   uint64_t regions;
 };
 
@@ -88,7 +89,9 @@ std::unique_ptr<Channel> Channel::open(const std::string& engine, Deadline deadl
     received = receive(fd, &header, sizeof header, deadline);
     if (received == Received::kAll && header.magic != kMagic) received = Received::kClosed;
     if (received == Received::kAll) {
-      peer = {static_cast<pid_t>(header.process), header.client_server != 0, std::vector<Region>(header.regions)};
+      peer = {
+          static_cast<pid_t>(header.process), header.client_server != 0, static_cast<int32_t>(header.device),
+          std::vector<Region>(header.regions)};
       received = receive(fd, peer.regions.data(), header.regions * sizeof(Region), deadline);
     }
   }
@@ -147,7 +150,8 @@ void Listener::serve() {
 void Listener::greet(int channel) {
   const Greeting greeting = greeting_();
   const Header header{
-      kMagic, greeting.process, greeting.client_server, static_cast<uint64_t>(greeting.regions.size())};
+      kMagic, greeting.process, greeting.client_server, greeting.device,
+      static_cast<uint64_t>(greeting.regions.size())};
   const size_t bytes = greeting.regions.size() * sizeof(Region);
   // At most 256 regions: it fits a socket's buffer.
   if (::send(channel, &header, sizeof header, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof header) &&

@@ -23,6 +23,7 @@ using Deadline = std::chrono::steady_clock::time_point;
 struct Greeting {
   pid_t process;
   bool client_server;  // which kind of engine it is: only equal kinds connect
+  int32_t device;      // physical number of its NPU
   std::vector<Region> regions;
 };
 
