@@ -19,6 +19,7 @@ import pytest
 
 import cann_on_host
 from harness.waiting import wait_until
+from vllm_ascend_pd.core.communicator import communicator_bytes
 from vllm_ascend_pd.doctor import collectives, hardware, loopback
 from vllm_ascend_pd.doctor.finding import Finding, Level, Report
 from vllm_ascend_pd.doctor.progress import Progress
@@ -95,6 +96,7 @@ def test_a_healthy_server() -> None:
         assert "every byte right" in found[check].found
     collective = found["hardware.collectives"].figures
     assert collective["mode"] == "AIV"
+    assert communicator_bytes(1) <= int(collective["group_bytes"]) < 2 * communicator_bytes(1)
     assert collective["all_to_all_beside_bytes_per_second"] > 0
     assert of(report, "hccn.link").keys() == {"hccn.link.0", "hccn.link.1"}
     assert (report.ok, code) == (True, 0), [each for each in report.findings if each.level is Level.ERROR]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import anyio
 import pytest
@@ -82,6 +83,14 @@ def test_kernels() -> None:
     crashed = kernels.judge(compared()[:4], Ran("", "aicore exception", "was ended by SIGABRT"))
     assert crashed.level is Level.ERROR
     assert "was ended by SIGABRT, after 4 ops: aicore exception" in crashed.found
+
+
+def test_what_a_library_prints_when_imported_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("print('a banner')\nraise ImportError('no CANN here')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = anyio.run(kernels.check, 60.0)
+    assert found.level is Level.ERROR
+    assert "ImportError: no CANN here" in found.found
 
 
 def test_ways_name_npus_as_the_machine_counts_them() -> None:

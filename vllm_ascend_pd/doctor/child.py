@@ -7,6 +7,7 @@ What can crash, hang or print as it likes (other people's native libraries) runs
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ def command(module: str, *arguments: str) -> list[str]:
     whatever folder it was called from, which `-m` would add. Call it in the thread that starts the process."""
     program = (
         f"import sys; sys.path[:] = {sys.path!r}; from {__package__} import child; child.end_with({os.getpid()}); "
+        "child.take_stdout(); "  # importing may print, too
         f"from {__package__}.{module} import main; main()"
     )
     return [sys.executable, "-c", program, *arguments]
@@ -36,8 +38,10 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
+@functools.cache
 def take_stdout() -> TextIO:
-    """This process's standard output, for `say` alone: what anything else prints goes to standard error from now on."""
+    """This process's standard output, for `say` alone: what anything else prints goes to standard error from the first
+    call on."""
     sys.stdout.flush()
     ours = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
