@@ -6,7 +6,7 @@ $ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/launches.py [--tokens 2048] [--
 Counted on the emulated CANN libraries (tests/cann_on_host), in two processes with HCCL between them, after a first
 layer that is not counted. Each side must leave the right bytes for the transfer engine, or nothing is printed.
 
-kernels    our Regrouper with the AscendC kernels, built for the CPU by tests/ascendc_twin/toolkit
+kernels    our Regrouper with the AscendC kernels, built for the CPU by tests/ascendc_twin
 operators  our Regrouper without compiled kernels
 reference  `save_kv_layer` and the sending thread's `_transfer_kv_cache` of the installed vllm-ascend. Its paged load
            is one kernel on an NPU and several emulated operators here: it is counted as one.
@@ -16,8 +16,6 @@ Exits with 1 where `kernels` exceeds 4 launches or 2 passes over the bytes.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -29,9 +27,10 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", "npu", "cann_on_host"))]
+sys.path += [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", "npu", "cann_on_host", "ascendc_twin"))]
 
 import vllm_ascend_producer  # noqa: E402
+from make_toolkit import build_kernels, make_toolkit  # noqa: E402
 from regroup_layer import BLOCK, HEAD_SIZE, HEADS, LAYER, Layer, check_bytes, our_side  # noqa: E402
 
 import cann_on_host  # noqa: E402
@@ -154,24 +153,10 @@ def use_kernels(library: Path | None) -> None:
 
 @contextmanager
 def kernels_on_the_twin() -> Iterator[Path]:
-    """The NPU's library as setup.py builds it, with tests/ascendc_twin/toolkit for CANN."""
-    build = (
-        "import runpy, sys; from pathlib import Path\n"
-        "build = runpy.run_path(sys.argv[1], run_name='npu_build')['build_if_possible']\n"
-        "sys.exit(not build(Path(sys.argv[2], 'build'), Path(sys.argv[2])))"
-    )
-    env = os.environ | {
-        "ASCEND_HOME_PATH": str(ROOT / "tests" / "ascendc_twin" / "toolkit"),
-        "SOC_VERSION": "Ascend910B3",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "PATH": f"{Path(sys.prefix, 'bin')}{os.pathsep}{os.environ['PATH']}",
-    }
+    """The NPU's library as setup.py builds it, with the toolkit of tests/ascendc_twin for CANN."""
     with tempfile.TemporaryDirectory() as folder:
-        source = str(ROOT / "csrc" / "regroup" / "npu" / "build.py")
-        done = subprocess.run([sys.executable, "-c", build, source, folder], env=env, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"the kernels could not be built:\n{done.stdout}{done.stderr}")
-        yield Path(folder, "libvllm_ascend_pd_npu.so")
+        library, _ = build_kernels(make_toolkit(Path(folder, "cann")), Path(folder, "build"), Path(folder))
+        yield library
 
 
 # --- vllm-ascend's ----------------------------------------------------------------------------------------

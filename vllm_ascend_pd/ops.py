@@ -19,6 +19,7 @@ memory, a tensor on another device than `out`, or one that is not contiguous whe
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -40,22 +41,34 @@ NPU_LIBRARY = Path(__file__).with_name("libvllm_ascend_pd_npu.so")
 """Registers the NPU's implementations when loaded; setup.py builds it where CANN is."""
 
 
-def _register_npu() -> None:
+@dataclass(frozen=True)
+class NpuKernels:
+    """Whether the compiled kernels are the NPU's implementations of the ops."""
+
+    reason: str = ""
+    """Why they are not; "" if they are."""
+    error: str = ""
+    """What the loader says of a library that was built."""
+
+
+def _load_npu_kernels() -> NpuKernels:
     if "torch_npu" not in sys.modules:
-        reason = "torch_npu was not imported before vllm_ascend_pd.ops"
+        missing = NpuKernels("torch_npu was not imported before vllm_ascend_pd.ops")
     elif not NPU_LIBRARY.exists():
-        reason = "they were not built when vllm-ascend-pd was installed"
+        missing = NpuKernels("they were not built when vllm-ascend-pd was installed")
     else:
         try:
             torch.ops.load_library(NPU_LIBRARY)
-        except OSError as error:
-            reason = f"they cannot be loaded: {error}"
+        except OSError as problem:
+            error = str(problem.__cause__ or problem)  # torch names the library, its cause what the loader lacks
+            missing = NpuKernels(f"they cannot be loaded: {error}", error)
         else:
-            return
-    ops_fallback.register(reason)
+            return NpuKernels()
+    ops_fallback.register(missing.reason)
+    return missing
 
 
-_register_npu()
+npu_kernels = _load_npu_kernels()
 
 
 def gather_slices(

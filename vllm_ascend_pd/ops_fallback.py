@@ -18,31 +18,36 @@ import torch
 logger = logging.getLogger(__name__)
 
 _library: torch.library.Library | None = None
+_reason = ""
 
 
 def register(reason: str) -> None:
-    """Make these the NPU's implementations; `reason` is why, for the warning at the first call."""
-    global _library  # its registrations last as long as it does
-    _library = torch.library.Library("vllm_ascend_pd", "IMPL")
+    """Make these the NPU's implementations; `reason` says why, for the warning."""
+    global _library, _reason  # the registrations last as long as the library does
+    _library, _reason = torch.library.Library("vllm_ascend_pd", "IMPL"), reason
+    for implementation in (gather_slices, split_heads, interleave_heads):
+        _library.impl(implementation.__name__, _warning_first(implementation), "PrivateUse1")
 
-    @functools.cache
-    def warn() -> None:
+
+@functools.cache
+def warn_once() -> None:
+    """Warn that these are in use, if they are. An engine that may regroup calls it when it starts, and so does the
+    first op."""
+    if _reason:
         logger.warning(
             "The NPU kernels of vllm_ascend_pd are not in use (%s): KV is regrouped by torch_npu's operators, with "
             "more launches and copies. Where CANN is installed, `pip install -v --no-build-isolation` of "
             "vllm-ascend-pd builds them or says why it does not.",
-            reason,
+            _reason,
         )
 
-    def warning_first(implementation: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any) -> None:
-            warn()
-            implementation(*args)
 
-        return call
+def _warning_first(implementation: Callable[..., None]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        warn_once()
+        implementation(*args)
 
-    for implementation in (gather_slices, split_heads, interleave_heads):
-        _library.impl(implementation.__name__, warning_first(implementation), "PrivateUse1")
+    return call
 
 
 def gather_slices(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python check_library.py LIBRARY TASK_QUEUE_ENABLE: the ops of the NPU's library on a side stream of emulated CANN,
-against the CPU's."""
+"""python check_library.py LIBRARY TASK_QUEUE_ENABLE [USER]: the ops of the NPU's library on a side stream of emulated
+CANN, against the CPU's; with USER, a number, loaded as that user."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ def layer(device: str, kv: list["torch.Tensor"], unit_offsets: "torch.Tensor") -
     return {"gather": gathered, "interleave": interleaved, "split": split}
 
 
-def main(library: str, task_queue: str) -> None:
+def main(library: str, task_queue: str, user: str = "") -> None:
     cann_on_host.activate()
     os.environ["TASK_QUEUE_ENABLE"] = task_queue
     import pytest
@@ -37,6 +37,10 @@ def main(library: str, task_queue: str) -> None:
     import torch_npu  # noqa: F401
     import vllm_ascend_pd._C  # noqa: F401
 
+    if user:
+        os.setgroups([])
+        os.setgid(int(user))
+        os.setuid(int(user))
     torch.ops.load_library(library)
     torch.npu.set_device(0)
     kv = [torch.randint(256, (40, BLOCK, 4, 256), dtype=torch.uint8) for _ in "kv"]

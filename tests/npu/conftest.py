@@ -3,14 +3,20 @@
 environment that scripts/setup_npu_emulation.sh makes. Without torch_npu there is nothing to collect here."""
 
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from kernel_builds import Builds
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "cann_on_host"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "ascendc_twin"))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 HAS_TORCH_NPU = find_spec("torch_npu") is not None
@@ -27,9 +33,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def kernels() -> Iterator[Path]:
-    """The NPU's library with the regroup kernels, built for the host."""
-    from launches import kernels_on_the_twin
+def builds() -> Iterator["Builds"]:
+    """Builds of the NPU's library with the regroup kernels for the host, in a folder that every user may read."""
+    from kernel_builds import Builds
 
-    with kernels_on_the_twin() as library:
-        yield library
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Builds(Path(folder))
+
+
+@pytest.fixture(scope="session")
+def kernels(builds: "Builds") -> Path:
+    """The NPU's library with the regroup kernels, built for the host."""
+    return builds["find_package(ASC)"].library

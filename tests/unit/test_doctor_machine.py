@@ -368,7 +368,7 @@ def loading_levels(loaded: list[Loaded], ran: Ran = ENDED, on_npu: bool = False)
 
 def test_loading() -> None:
     assert loading_levels(LOADED) == {}
-    assert loading_levels(LOADED, on_npu=True) == {"loading.ops": Level.NOTE, "loading.device": Level.ERROR}
+    assert loading_levels(LOADED, on_npu=True) == {"loading.device": Level.ERROR}
     failed = [Loaded("mooncake", 0.1, error=GONE), Loaded("host", 0.1, "0.0.0.0")]
     assert "apt-get install libibverbs1" in loading.judge(failed, ENDED, False)[0].action
     assert loading_levels(failed) == {"loading.mooncake": Level.ERROR, "loading.host": Level.ERROR}
@@ -381,6 +381,17 @@ def test_which_npus_processes_see(said: str, seen: list[int] | None) -> None:
     assert loading.npus_seen([Loaded("npus", 0.1, said)]) == seen
     assert loading.npus_seen([Loaded("npus", 0.1, said, error="RuntimeError: no device")]) is None
     assert loading.npus_seen([]) is None
+
+
+def test_kernels_that_cannot_be_loaded_are_an_error() -> None:
+    assert loading_levels([Loaded("kernels", 0.1, "/site/libvllm_ascend_pd_npu.so")], on_npu=True) == {}
+    [not_built] = loading.judge([Loaded("kernels", 0.1)], ENDED, on_npu=True)
+    assert (not_built.level, not_built.found.split(":")[0]) == (Level.NOTE, "the NPU's kernels were not built")
+    reason = "OSError: libvllm_ascend_pd_kernels.so: cannot open shared object file"
+    [broken] = loading.judge([Loaded("kernels", 0.1, error=reason)], ENDED, on_npu=True)
+    assert (broken.check, broken.level) == ("loading.kernels", Level.ERROR)
+    assert broken.found == f"the NPU's kernels cannot be loaded: {reason}"
+    assert "set_env.sh" in broken.action
 
 
 def test_loading_that_crashes_names_the_part() -> None:

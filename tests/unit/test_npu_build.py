@@ -31,6 +31,18 @@ A3_BOARD = """
 	Chip Name                      : Ascend910
 	NPU Name                       : 9392
 """
+A5_BOARD = """
+	Chip Name                      : Ascend950PR
+	NPU Name                       : 9589
+"""
+A2G3_BOARD = """
+	Chip Name                      : A2G3
+"""
+BOARD_WITHOUT_CHIP = """
+	NPU ID                         : 3
+	Product Name                   : NA
+	Chip Count                     : 1
+"""
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +90,21 @@ def test_no_cann(build: ModuleType, tmp_path: Path) -> None:
         build.find_cann({}, homes=[tmp_path / "missing"])
 
 
-@pytest.mark.parametrize(("board", "soc"), [(A2_BOARD, "Ascend910B3"), (A3_BOARD, "Ascend910_9392")])
+@pytest.mark.parametrize(
+    ("board", "soc"), [(A2_BOARD, "Ascend910B3"), (A3_BOARD, "Ascend910_9392"), (A2G3_BOARD, "Ascend910B1")]
+)
 def test_chip_by_npu_smi(build: ModuleType, board: str, soc: str) -> None:
     answers = {
         ("info", "-l"): LIST,
+        ("info", "-t", "board", "-i", "3"): BOARD_WITHOUT_CHIP,
         ("info", "-t", "board", "-i", "3", "-c", "0"): board,
     }
     assert build.find_soc({}, lambda *args: answers[args]) == soc
+
+
+def test_chip_that_npu_smi_names_without_its_number(build: ModuleType) -> None:
+    answers = {("info", "-l"): LIST, ("info", "-t", "board", "-i", "3"): A5_BOARD}
+    assert build.find_soc({}, lambda *args: answers[args]) == "Ascend950PR_9589"
 
 
 def test_chip_by_the_environment(build: ModuleType) -> None:
@@ -143,13 +163,16 @@ def test_cmake_is_told_everything(build: ModuleType, tmp_path: Path, monkeypatch
     environ = {"ASCEND_HOME_PATH": str(home), "SOC_VERSION": "Ascend910B3"}
     assert build.build_if_possible(tmp_path / "build", tmp_path / "out", environ)
     configure = commands[0]
-    assert configure[:5] == ["cmake", "-S", str(SOURCE.parent), "-B", str(tmp_path / "build")]
+    assert configure[:7] == [
+        *("cmake", "-G", "Unix Makefiles", "-S", str(SOURCE.parent), "-B", str(tmp_path / "build"))
+    ]
     for setting in (
         f"ASCEND_HOME_PATH={home}",
         "SOC_VERSION=Ascend910B3",
         "NPU_ARCH=dav-2201",
         f"TORCH_NPU_PATH={torch_npu}",
         f"OUTPUT={tmp_path / 'out'}",
+        f"CMAKE_INSTALL_PREFIX={tmp_path / 'build' / 'cann'}",
     ):
         assert f"-D{setting}" in configure
     assert [command[1] for command in commands[1:]] == ["--build", "--install"]

@@ -430,12 +430,14 @@ def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ops_fallback, "register", reasons.append)
     monkeypatch.setattr(ops, "NPU_LIBRARY", tmp_path / "libvllm_ascend_pd_npu.so")
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
-    ops._register_npu()
+    not_built = ops._load_npu_kernels()
     ops.NPU_LIBRARY.write_bytes(b"not a library")
-    ops._register_npu()
+    not_loaded = ops._load_npu_kernels()
     monkeypatch.delitem(sys.modules, "torch_npu")
-    ops._register_npu()
-    not_built, not_loaded, no_torch_npu = reasons
-    assert "not built" in not_built
-    assert str(ops.NPU_LIBRARY) in not_loaded
-    assert "torch_npu was not imported" in no_torch_npu
+    no_torch_npu = ops._load_npu_kernels()
+    assert reasons == [not_built.reason, not_loaded.reason, no_torch_npu.reason]
+    assert "not built" in not_built.reason
+    assert str(ops.NPU_LIBRARY) in not_loaded.error
+    assert not_loaded.error in not_loaded.reason
+    assert "torch_npu was not imported" in no_torch_npu.reason
+    assert (not_built.error, no_torch_npu.error) == ("", "")

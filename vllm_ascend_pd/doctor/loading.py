@@ -23,6 +23,8 @@ _ACTIONS = {
     "torch_npu": "load CANN's environment (`source` its set_env.sh), and install a torch-npu that fits torch and CANN",
     "npus": "see that `npu-smi info` lists this machine's NPUs, and that this user may use them",
     "ops": "build the compiled ops against this torch: pip install --no-build-isolation -e . in vllm-ascend-pd",
+    "kernels": "load CANN's environment (`source` its set_env.sh); if that is not it, build them against this CANN and "
+    "torch_npu: pip install -v --no-build-isolation -e . in vllm-ascend-pd",
     "mooncake": "install the libraries it names (libibverbs1, librdmacm1; for the NPU wheel CANN's environment)",
     "connector": "install the vLLM, and on NPUs the vllm-ascend, that requirements/ names",
     "device": "install the vLLM, and on NPUs the vllm-ascend, that requirements/ names",
@@ -34,6 +36,7 @@ _WHAT = {
     "torch_npu": "torch_npu",
     "npus": "the list of NPUs",
     "ops": "compiled ops",
+    "kernels": "the NPU's kernels",
     "mooncake": "Mooncake's engine",
     "connector": "LayerwisePushConnector in vLLM",
 }
@@ -85,9 +88,9 @@ def _part(part: Loaded, on_npu: bool) -> Finding:
         return _device(check, part.detail, on_npu)
     if part.part == "host":
         return _host(check, part.detail)
-    if part.part == "ops" and on_npu and part.detail != "npu":
+    if part.part == "kernels" and not part.detail:
         slower = "the NPU's kernels were not built: torch's operators do the same, slower"
-        action = "load CANN's environment, then pip install --no-build-isolation -e . in vllm-ascend-pd"
+        action = "load CANN's environment, then pip install -v --no-build-isolation -e . in vllm-ascend-pd"
         return note(check, slower, action)
     return ok(check, f"{_WHAT[part.part]}: loaded in {part.seconds:.1f} s", seconds=round(part.seconds, 3))
 

@@ -60,7 +60,16 @@ def _ops() -> str:
     ops.gather_slices([units], torch.arange(8) * 512, 2, 256, out, 0, 0, 2048)
     if not torch.equal(out, units.reshape(8, 2, 256).transpose(0, 1).reshape(-1)):
         raise RuntimeError("gather_slices gives wrong bytes")
-    return "npu" if ops.NPU_LIBRARY.exists() else ""
+    return ""
+
+
+def _kernels() -> str:
+    """Loaded with the ops: "" if they were not built."""
+    from vllm_ascend_pd import ops
+
+    if ops.npu_kernels.error:
+        raise OSError(ops.npu_kernels.error)
+    return "" if ops.npu_kernels.reason else str(ops.NPU_LIBRARY)
 
 
 def _mooncake() -> str:
@@ -96,6 +105,7 @@ PARTS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "torch_npu": (_torch_npu, ("torch",)),
     "npus": (_npus, ("torch", "torch_npu")),
     "ops": (_ops, ("torch", "torch_npu")),
+    "kernels": (_kernels, ("torch", "torch_npu", "ops")),
     "mooncake": (_mooncake, ()),
     "connector": (_connector, ("torch", "torch_npu", "ops")),
     "device": (_device, ("connector",)),
@@ -103,7 +113,7 @@ PARTS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
 }
 """In the order in which they are loaded, and what each needs."""
 
-ON_NPUS = ("torch_npu", "npus")
+ON_NPUS = ("torch_npu", "npus", "kernels")
 """Parts that are loaded only where torch_npu is installed."""
 
 

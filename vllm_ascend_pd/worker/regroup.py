@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from vllm_ascend_pd import ops
+from vllm_ascend_pd import ops, ops_fallback
 from vllm_ascend_pd.config import ConnectorConfig
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.plan import Regroup, regroupable, slot_bytes
@@ -169,6 +169,8 @@ def make_regrouper(
     if size == 0:
         return None, None
     buffer = device.allocate(size * slots)
+    if not buffer.is_cpu:
+        ops_fallback.warn_once()
     engine.register([(buffer.data_ptr(), buffer.numel())])
     movable = regroupable(caches.description.geometries)
     sharding = identity.sharding

@@ -10,6 +10,7 @@ Environment:
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -73,13 +74,17 @@ def find_soc(environ: Mapping[str, str], npu_smi: Callable[..., str] = npu_smi) 
         return environ["SOC_VERSION"]
     hint = "set SOC_VERSION, for example to Ascend910B3"
     try:
-        npu = _fields(npu_smi("info", "-l")).get("NPU ID", "0")
-        board = _fields(npu_smi("info", "-t", "board", "-i", npu, "-c", "0"))
+        board_of = ("info", "-t", "board", "-i", _fields(npu_smi("info", "-l")).get("NPU ID", "0"))
+        board = _fields(npu_smi(*board_of))
+        if not board.get("Chip Name"):  # A2 and A3 name the chip only with `-c`, A5 only without
+            board = _fields(npu_smi(*board_of, "-c", "0"))
     except (OSError, subprocess.SubprocessError) as error:
         raise NotPossible(f"npu-smi does not tell the chip ({error}): {hint}") from error
     chip, npu_name = board.get("Chip Name", ""), board.get("NPU Name", "")
     if not chip:
         raise NotPossible(f"npu-smi does not tell the chip (no Chip Name in its answer): {hint}")
+    if "a2g3" in chip.lower():
+        return "Ascend910B1"  # as vllm-ascend reads this name of an A2
     if not chip.startswith("Ascend"):
         chip = f"Ascend{chip}"
     return f"{chip}_{npu_name}" if npu_name[:1].isdigit() else chip
@@ -111,7 +116,8 @@ def find_target(environ: Mapping[str, str]) -> Target:
     return Target(cann, soc, find_arch(soc))
 
 
-def configure_command(target: Target, build: Path, output: Path) -> list[str]:
+def build_commands(target: Target, build: Path, output: Path, jobs: str) -> list[list[str]]:
+    """Configures and builds in `build`, then installs into `output`."""
     import torch
 
     torch_npu = importlib.util.find_spec("torch_npu")
@@ -119,14 +125,23 @@ def configure_command(target: Target, build: Path, output: Path) -> list[str]:
     assert torch_npu.origin is not None
     settings = {
         "ASCEND_HOME_PATH": target.cann,
+        "ASCEND_PYTHON_EXECUTABLE": sys.executable,
         "SOC_VERSION": target.soc,
         "NPU_ARCH": target.arch,
         "TORCH_PATH": Path(torch.__file__).parent,
         "TORCH_NPU_PATH": Path(torch_npu.origin).parent,
         "CXX11_ABI": int(torch.compiled_with_cxx11_abi()),
         "OUTPUT": output,
+        # Where CANN's own install rules write.
+        "CMAKE_INSTALL_PREFIX": build / "cann",
     }
-    return ["cmake", "-S", str(SOURCE), "-B", str(build), *(f"-D{name}={value}" for name, value in settings.items())]
+    # CANN's ascendc_library reads what CMake writes for make.
+    configure = ["cmake", "-G", "Unix Makefiles", "-S", str(SOURCE), "-B", str(build)]
+    return [
+        [*configure, *(f"-D{name}={value}" for name, value in settings.items())],
+        ["cmake", "--build", str(build), "--parallel", jobs],
+        ["cmake", "--install", str(build)],
+    ]
 
 
 def build_if_possible(build: Path, output: Path, environ: Mapping[str, str] = os.environ) -> bool:
@@ -142,12 +157,11 @@ def build_if_possible(build: Path, output: Path, environ: Mapping[str, str] = os
             raise RuntimeError(f"VLLM_ASCEND_PD_NPU_KERNELS is 1, but: {reason}") from reason
         return _left_out(str(reason))
     _say(f"building for {target.soc} ({target.arch}) with CANN in {target.cann}")
-    for command in (
-        configure_command(target, build, output),
-        ["cmake", "--build", str(build), "--parallel", environ.get("MAX_JOBS", "2")],
-        ["cmake", "--install", str(build)],
-    ):
-        subprocess.run(command, check=True, env={**environ, "ASCEND_HOME_PATH": str(target.cann)})
+    shutil.rmtree(build, ignore_errors=True)  # CMake would remember another CANN
+    # CANN's CMake modules run Python programs in CANN's folder: those shall leave no __pycache__ there.
+    environ = {**environ, "ASCEND_HOME_PATH": str(target.cann), "PYTHONDONTWRITEBYTECODE": "1"}
+    for command in build_commands(target, build, output, jobs=environ.get("MAX_JOBS", "2")):
+        subprocess.run(command, check=True, env=environ)
     return True
 
 

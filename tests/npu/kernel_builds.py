@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds of the NPU's library with the CANN toolkits of tests/ascendc_twin, each made when it is first asked for."""
+
+import runpy
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from make_toolkit import BUILD_PY, HERE, LIBRARY, build_kernels, emulated_libascendcl, make_toolkit
+
+REPOSITORY = HERE.parents[1]
+COMPILE_ONCE = HERE / "compile_once.sh"
+
+
+@dataclass(frozen=True)
+class Built:
+    """`written_elsewhere`: what the build wrote outside its folder, apart from the libraries."""
+
+    toolkit: Path
+    library: Path
+    printed: str
+    written_elsewhere: list[Path]
+
+
+class Builds(dict[str, Built]):
+    """By the way in which CANN builds kernels, `find_package(ASC)` or `ascendc_library`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made = 0
+        self._compiled = folder / "compiled"
+        self._compiled.mkdir()
+        self._compiled.chmod(0o777)
+
+    def __missing__(self, way: str) -> Built:
+        self[way] = self.build(way)
+        return self[way]
+
+    def toolkit(self, way: str, name: str | None = None) -> Path:
+        folder = self._folder / (name or way)
+        return folder if folder.exists() else make_toolkit(folder, asc=way == "find_package(ASC)")
+
+    def build(self, way: str, toolkit: Path | None = None, user: int | None = None) -> Built:
+        """Raises RuntimeError where the compiler fails."""
+        self._made += 1
+        toolkit = toolkit or self.toolkit(way)
+        folder = self._folder / f"build-{self._made}"
+        root, build, output = (folder / name for name in ("root", "build", "output"))
+        for path in (folder, root):
+            path.mkdir()
+            path.chmod(0o777)
+        watched = (toolkit, BUILD_PY.parent)
+        before = files(*watched)
+        environ = {
+            # Whatever a rule installs lands below `root`.
+            "DESTDIR": str(root),
+            "CMAKE_CXX_COMPILER_LAUNCHER": str(COMPILE_ONCE),
+            "COMPILED": str(self._compiled),
+            # A user's own choice, which is not for CANN.
+            "CMAKE_GENERATOR": "Ninja",
+            "VERBOSE": "1",
+        }
+        if user is None:
+            printed = build_kernels(toolkit, build, output, **environ)[1]
+        else:
+            printed = build_as(user, toolkit, build, output, environ)
+        mine = [Path(f"{root}{path}") for path in (build, output)]
+        elsewhere = [path for path in files(root) if not any(path.is_relative_to(each) for each in mine)]
+        return Built(toolkit, mine[1] / LIBRARY, printed, sorted(elsewhere + list(files(*watched) - before)))
+
+
+def build_as(user: int, toolkit: Path, build: Path, output: Path, environ: dict[str, str]) -> str:
+    """The same commands as another user, who may not run the programs of this Python environment."""
+    build_py = runpy.run_path(str(BUILD_PY), run_name="npu_build")
+    target = build_py["Target"](toolkit, "Ascend910B3", "dav-2201")
+    environ = environ | {"PATH": "/usr/bin:/bin", "ASCEND_HOME_PATH": str(toolkit), "HOME": "/nonexistent"}
+    printed = ""
+    for command in build_py["build_commands"](target, build, output, jobs="2"):
+        words = [word.replace(sys.executable, "/usr/bin/python3") for word in command]
+        done = subprocess.run(
+            words, env=environ, cwd="/", user=user, group=user, extra_groups=[], capture_output=True, text=True
+        )
+        printed += done.stdout + done.stderr
+        if done.returncode != 0:
+            raise RuntimeError(printed)
+    return printed
+
+
+def files(*folders: Path) -> set[Path]:
+    return {path for folder in folders for path in folder.rglob("*") if not path.is_dir()}
+
+
+def kernels_cannot_be_built() -> dict[str, object]:
+    """For `pytest.mark.skipif`."""
+    missing = [tool for tool in ("cmake", "make", "c++", "ar") if shutil.which(tool) is None]
+    if not emulated_libascendcl().exists():
+        missing.append("the emulated CANN libraries")
+    return {"condition": bool(missing), "reason": f"needs {', '.join(missing)}"}
