@@ -17,7 +17,7 @@ import pytest
 
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.transports import TransportInfo
-from vllm_ascend_pd.doctor import engine_config, limits, loading, loopback, mooncake, mooncake_engine, ports
+from vllm_ascend_pd.doctor import engine_config, limits, loopback, mooncake, mooncake_engine, ports
 from vllm_ascend_pd.doctor.command import Machine, judge_data_parallel, options
 from vllm_ascend_pd.doctor.driver import Driver
 from vllm_ascend_pd.doctor.engine_config import UsageError
@@ -25,7 +25,6 @@ from vllm_ascend_pd.doctor.finding import Finding, Level, Target, error, make_re
 from vllm_ascend_pd.doctor.loopback_process import Checked, Sent, Task, compare
 from vllm_ascend_pd.doctor.mooncake_engine import Installed
 from vllm_ascend_pd.doctor.pair import api_key
-from vllm_ascend_pd.doctor.probe import Loaded
 from vllm_ascend_pd.doctor.tools import MAX_OUTPUT_BYTES, Ran, run_tool
 from vllm_ascend_pd.transport.gate import FILES_WANTED
 
@@ -345,60 +344,6 @@ def test_a_port_may_be_a_string_of_digits() -> None:
 def test_configuration_that_cannot_be_understood(text: str) -> None:
     with pytest.raises(UsageError, match="--kv-transfer-config"):
         engine_config.read(text)
-
-
-LOADED = [
-    Loaded("torch", 1.0, "2.13.0"),
-    Loaded("ops", 0.1),
-    Loaded("mooncake", 0.1),
-    Loaded("connector", 5.0, "LayerwisePushConnector"),
-    Loaded("device", 0.1, "cpu"),
-    Loaded("host", 0.1, "10.0.0.1"),
-]
-
-
-ENDED = Ran("", "")
-GONE = "ImportError: libibverbs.so.1: cannot open shared object file: No such file or directory\nmore"
-
-
-def loading_levels(loaded: list[Loaded], ran: Ran = ENDED, on_npu: bool = False) -> dict[str, Level]:
-    findings = loading.judge(loaded, ran, on_npu)
-    return {finding.check: finding.level for finding in findings if finding.level is not Level.OK}
-
-
-def test_loading() -> None:
-    assert loading_levels(LOADED) == {}
-    assert loading_levels(LOADED, on_npu=True) == {"loading.device": Level.ERROR}
-    failed = [Loaded("mooncake", 0.1, error=GONE), Loaded("host", 0.1, "0.0.0.0")]
-    assert "apt-get install libibverbs1" in loading.judge(failed, ENDED, False)[0].action
-    assert loading_levels(failed) == {"loading.mooncake": Level.ERROR, "loading.host": Level.ERROR}
-    assert loading_levels([Loaded("ops", 0.0, missing="torch")]) == {"loading.ops": Level.NOTE}
-    assert loading_levels([Loaded("host", 0.1, "127.0.0.1")]) == {"loading.host": Level.WARNING}
-
-
-@pytest.mark.parametrize(("said", "seen"), [("4,5", [4, 5]), ("", []), ("?,5", None)])
-def test_which_npus_processes_see(said: str, seen: list[int] | None) -> None:
-    assert loading.npus_seen([Loaded("npus", 0.1, said)]) == seen
-    assert loading.npus_seen([Loaded("npus", 0.1, said, error="RuntimeError: no device")]) is None
-    assert loading.npus_seen([]) is None
-
-
-def test_kernels_that_cannot_be_loaded_are_an_error() -> None:
-    assert loading_levels([Loaded("kernels", 0.1, "/site/libvllm_ascend_pd_npu.so")], on_npu=True) == {}
-    [not_built] = loading.judge([Loaded("kernels", 0.1)], ENDED, on_npu=True)
-    assert (not_built.level, not_built.found.split(":")[0]) == (Level.NOTE, "the NPU's kernels were not built")
-    reason = "OSError: libvllm_ascend_pd_kernels.so: cannot open shared object file"
-    [broken] = loading.judge([Loaded("kernels", 0.1, error=reason)], ENDED, on_npu=True)
-    assert (broken.check, broken.level) == ("loading.kernels", Level.ERROR)
-    assert broken.found == f"the NPU's kernels cannot be loaded: {reason}"
-    assert "set_env.sh" in broken.action
-
-
-def test_loading_that_crashes_names_the_part() -> None:
-    ran = Ran("", "Fatal: undefined symbol", "was ended by SIGSEGV")
-    [crash] = [finding for finding in loading.judge(LOADED[:2], ran, False) if finding.level is Level.ERROR]
-    assert "stopped at mooncake: the process was ended by SIGSEGV (Fatal: undefined symbol)" in crash.found
-    assert "libibverbs1" in crash.action
 
 
 def test_bytes_are_compared() -> None:
