@@ -42,8 +42,7 @@ class Ours:
         self._decode, self._case, self._layers = decode, case, list(tensors)
         self.handed = Handed()
         with mock.patch("mooncake.engine.TransferEngine", return_value=self.handed):
-            # As over "ascend": in as large batches, and not slept on.
-            engine = TransferEngine(HOST, "rdma", TransferLimits.over("ascend"))
+            engine = TransferEngine(HOST, "ascend", TransferLimits.over("ascend"))
         spec = LayerSpec(0, BLOCK, case.heads, KV_HEADS)
         caches = describe(tensors, dict.fromkeys(tensors, spec), heads_first=False)
         identity = Identity("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))

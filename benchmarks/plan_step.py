@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 import vllm_ascend_producer
 
 BLOCK = 128
@@ -161,6 +162,7 @@ class Decode:
         from harness.rank_hosts import Rank
         from harness.rank_programs import HOST, MODEL
         from vllm_ascend_pd.core.protocol import EngineDescription
+        from vllm_ascend_pd.core.transports import TransportInfo
         from vllm_ascend_pd.scheduler.listener import DescriptionListener
 
         model = Model(layers, KV_HEADS, (HEAD_SIZE,) * PARTS)
@@ -168,7 +170,8 @@ class Decode:
         side = Side(1, case.cache_blocks, BLOCK)
         self._rank = Rank(UntouchedDecodeRank, model, side, 0, 0, init, "decode", {}, "cpu", device="cpu")
         self._rank.receive(TIMEOUT_S)
-        self.description = self._rank.call("description")
+        # No byte moves: that this rank would be written to over TCP is nobody's concern.
+        self.description = msgspec.structs.replace(self._rank.call("description"), transport=TransportInfo())
         self._listener = DescriptionListener(EngineDescription("decode", MODEL, 1, 1, (self.description,)), HOST, 0)
         self.port = int(self._listener.endpoint.rpartition(":")[2])
 

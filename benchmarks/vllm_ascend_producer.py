@@ -28,6 +28,16 @@ class NoTransfer:
     def batch_transfer_sync_write(self, session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
         return 0
 
+    def batch_transfer_async_write(self, session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
+        self.batch_transfer_sync_write(session, src, dst, lengths)
+        return 1
+
+    def transfer_check_status(self, batch: int) -> int:
+        return 1
+
+    def get_batch_transfer_status(self, batches: list[int]) -> int:
+        return 0
+
 
 def vllm_config() -> Any:
     """What the worker and its thread read of vLLM's configuration."""

@@ -15,9 +15,9 @@ OLD = "mooncake-transfer-engine-npu 0.3.11.post1"
 NEW = "mooncake-transfer-engine-npu 0.3.13.post1"
 TCP = "mooncake-transfer-engine-non-cuda 0.3.13.post1"
 
-NOTHING = Offers(auto_connect=False, client_server=False, is_old=False, chip="Ascend910B1")
-ALL = Offers(auto_connect=True, client_server=True, is_old=False, chip="Ascend910B1")
-BEFORE_IT_ASKS = Offers(auto_connect=False, client_server=False, is_old=True, chip="Ascend910B1")
+NOTHING = Offers(client_server=False, is_old=False, chip="Ascend910B1")
+ALL = Offers(client_server=True, is_old=False, chip="Ascend910B1")
+BEFORE_IT_ASKS = Offers(client_server=False, is_old=True, chip="Ascend910B1")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_how_an_engine_is_named() -> None:
             NOTHING,
             EngineKind.CLIENT_SERVER,
         ),
-        ({}, Offers(False, False, True, "Ascend950PR_9579"), EngineKind.CLIENT_SERVER),
+        ({}, Offers(False, True, "Ascend950PR_9579"), EngineKind.CLIENT_SERVER),
     ],
 )
 def test_which_engine_starts(settings: dict[str, str], offers: Offers, expected: EngineKind) -> None:
@@ -101,7 +101,7 @@ def test_which_engine_starts(settings: dict[str, str], offers: Offers, expected:
     ("setting", "offers", "expected"),
     [
         (None, ALL, Connects.AUTO),
-        (None, NOTHING, Connects.BEFORE),
+        (None, NOTHING, Connects.AUTO),
         (None, BEFORE_IT_ASKS, Connects.BEFORE),
         ("0", ALL, Connects.BEFORE),
         ("1", BEFORE_IT_ASKS, Connects.AUTO),

@@ -4,8 +4,9 @@
 Neither library says so, so this module follows their decisions. Facts and where they are from:
 
 - Mooncake 0.3.13, transfer_executor_base.cpp (`ParseExecutorEnvIntoInitParams`, `initEngines`): ASCEND_AUTO_CONNECT
-  decides about AutoConnect; where it is not set, HIXL's `AdxlEngine::GetCapability` does. ASCEND_LOCAL_COMM_RES is
-  handed to HIXL; where it is not set and HIXL has the capability CLIENT_SERVER_COMM, Mooncake asks for version 1.3.
+  decides about AutoConnect. Where it is not set, AutoConnect is on: Mooncake asks HIXL's `AdxlEngine::GetCapability`,
+  but its default (transfer_executor_base.h) is on, too. ASCEND_LOCAL_COMM_RES is handed to HIXL. Where it is not set
+  and HIXL has the capability CLIENT_SERVER_COMM, Mooncake asks for version 1.3.
   ascend_direct_transport.cpp: `fabric_memory` in ASCEND_GLOBAL_RESOURCE_CONFIG turns fabric memory on.
 - Mooncake 0.3.11, the same file: it never asks HIXL, and ASCEND_ENABLE_USE_FABRIC_MEM turns fabric memory on.
 - CANN's HIXL, src/hixl/engine/engine_factory.cc: fabric memory comes first, then LocalCommRes (version 1.3 is the
@@ -24,8 +25,8 @@ from dataclasses import dataclass
 from vllm_ascend_pd.core.transports import Connects, EngineKind, TransportInfo
 from vllm_ascend_pd.transport import mooncake_library
 
-AUTO_CONNECT, CLIENT_SERVER_COMM = 0, 1
-"""HIXL's `FeatureType`."""
+CLIENT_SERVER_COMM = 1
+"""Of HIXL's `FeatureType`."""
 
 _GET_CAPABILITY = "_ZN4adxl10AdxlEngine13GetCapabilityENS_11FeatureTypeERi"
 _CLIENT_SERVER_RESOURCES = b'{"version":"1.3"}'
@@ -36,11 +37,10 @@ _CLIENT_SERVER_CHIP = "Ascend950"
 class Offers:
     """What the loaded libraries offer.
 
-    `auto_connect`, `client_server`: Mooncake asks HIXL for it, and HIXL has it. `is_old`: a Mooncake that never asks.
-    `chip`: its name, "" if it is not known.
+    `client_server`: Mooncake asks HIXL for it, and HIXL has it. `is_old`: a Mooncake that never asks. `chip`: its name,
+    "" if it is not known.
     """
 
-    auto_connect: bool
     client_server: bool
     is_old: bool
     chip: str
@@ -62,9 +62,8 @@ def offers() -> Offers:
     def asks(text: bytes) -> bool:
         return any(mooncake_library.mentions(path, text) for path in libraries)
 
-    asks_hixl, asks_for_client_server = asks(_GET_CAPABILITY.encode()), asks(_CLIENT_SERVER_RESOURCES)
+    asks_for_client_server = asks(_CLIENT_SERVER_RESOURCES)
     return Offers(
-        auto_connect=asks_hixl and hixl_has(AUTO_CONNECT),
         client_server=asks_for_client_server and hixl_has(CLIENT_SERVER_COMM),
         is_old=not asks_for_client_server,
         chip=_chip(),
@@ -102,7 +101,7 @@ def connects(environment: Mapping[str, str], found: Offers) -> Connects:
     """When the engine that starts connects to a peer."""
     setting = environment.get("ASCEND_AUTO_CONNECT")
     if setting is None:
-        return Connects.AUTO if found.auto_connect else Connects.BEFORE
+        return Connects.BEFORE if found.is_old else Connects.AUTO
     return Connects.AUTO if setting.isdecimal() and int(setting) == 1 else Connects.BEFORE
 
 
