@@ -7,6 +7,7 @@ Every claim of `core/transports.py` is compared with what the wheels do, on the 
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,15 +32,22 @@ BOTH = pytest.mark.parametrize("wheel", [OLD, NEW])
 
 
 class Peer:
-    """A process with an engine of `wheel`: a version, or a folder."""
+    """A process with an engine of `wheel`: a version, or a folder. Mooncake's log goes to `log`."""
 
-    def __init__(self, wheel: str, **settings: str) -> None:
+    def __init__(self, wheel: str, log: Path, **settings: str) -> None:
+        self.log = log
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=log.open("w"),
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(WHEELS / wheel), str(ROOT)]), **settings},
+            env={
+                **os.environ,
+                "MC_LOG_LEVEL": "INFO",
+                "PYTHONPATH": os.pathsep.join([str(WHEELS / wheel), str(ROOT)]),
+                **settings,
+            },
         )
 
     def ask(self, *command: Any) -> Any:
@@ -57,12 +65,12 @@ class Peer:
 
 
 @pytest.fixture
-def peer() -> Iterator[Callable[..., Peer]]:
+def peer(tmp_path: Path) -> Iterator[Callable[..., Peer]]:
     started: list[Peer] = []
 
     def start(wheel: str, **settings: str) -> Peer:
         npu = {"ASCEND_RT_VISIBLE_DEVICES": str(len(started))}
-        started.append(Peer(wheel, **(npu | settings)))
+        started.append(Peer(wheel, tmp_path / f"log-{len(started)}", **(npu | settings)))
         return started[-1]
 
     yield start
@@ -86,6 +94,11 @@ def test_engines_know_what_they_are_and_write_where_they_say_they_can(peer: Call
     for name, (wheel, _, (protocol, *rest)) in KINDS.items():
         transports[name] = msgspec.convert(started[name]["transport"], TransportInfo)
         assert transports[name] == TransportInfo(protocol, f"mooncake-transfer-engine-npu {wheel}", *rest), name
+        log = peers[name].log.read_text()
+        assert bool(re.search(r"Set AutoConnect to: ?1", log)) == ("AutoConnect" in rest), (
+            f"{name}: Mooncake's own word"
+        )
+        assert bool(re.search(r'LocalCommRes to.*"1\.3"', log)) == ("client/server" in rest), f"{name}: the same"
     for prefill, decode in itertools.permutations(KINDS, 2):
         text = f"{prefill} to {decode}"
         peers[prefill].ask("put", text)

@@ -3,12 +3,12 @@
 
 Neither library says so, so this module follows their decisions. Facts and where they are from:
 
-- Mooncake 0.3.13, transfer_executor_base.cpp (`ParseExecutorEnvIntoInitParams`, `initEngines`): ASCEND_AUTO_CONNECT
-  decides about AutoConnect. Where it is not set, AutoConnect is on: Mooncake asks HIXL's `AdxlEngine::GetCapability`,
-  but its default (transfer_executor_base.h) is on, too. ASCEND_LOCAL_COMM_RES is handed to HIXL. Where it is not set
-  and HIXL has the capability CLIENT_SERVER_COMM, Mooncake asks for version 1.3.
+- Mooncake 0.3.13, transfer_executor_base.cpp (`ParseExecutorEnvIntoInitParams`, `initEngines`): ASCEND_LOCAL_COMM_RES
+  is handed to HIXL. Where it is not set and HIXL's `AdxlEngine::GetCapability` has CLIENT_SERVER_COMM, Mooncake asks
+  for version 1.3. transfer_executor_base.h: AutoConnect is on unless ASCEND_AUTO_CONNECT turns it off.
   ascend_direct_transport.cpp: `fabric_memory` in ASCEND_GLOBAL_RESOURCE_CONFIG turns fabric memory on.
-- Mooncake 0.3.11, the same file: it never asks HIXL, and ASCEND_ENABLE_USE_FABRIC_MEM turns fabric memory on.
+- Mooncake 0.3.11, the same files: it never asks HIXL, AutoConnect is off unless ASCEND_AUTO_CONNECT turns it on, and
+  ASCEND_ENABLE_USE_FABRIC_MEM turns fabric memory on.
 - CANN's HIXL, src/hixl/engine/engine_factory.cc: fabric memory comes first, then LocalCommRes (version 1.3 is the
   client/server engine, any other the comm engine), then `protocol_desc`, then the chip. hixl_options.cc: a file may
   hold LocalCommRes.
@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_ascend_pd.core.transports import Connects, EngineKind, TransportInfo
-from vllm_ascend_pd.transport import mooncake_library
+from vllm_ascend_pd.transport import ascend, mooncake_library
 
 CLIENT_SERVER_COMM = 1
 """Of HIXL's `FeatureType`."""
@@ -35,15 +35,14 @@ _CLIENT_SERVER_CHIP = "Ascend950"
 
 @dataclass(frozen=True)
 class Offers:
-    """What the loaded libraries offer.
-
-    `client_server`: Mooncake asks HIXL for it, and HIXL has it. `is_old`: a Mooncake that never asks. `chip`: its name,
-    "" if it is not known.
-    """
+    """What the loaded libraries offer."""
 
     client_server: bool
+    """HIXL has that engine, and this Mooncake asks for it."""
     is_old: bool
+    """A Mooncake that never asks."""
     chip: str
+    """Its name, "" if it is not known."""
 
 
 def describe_transport(protocol: str) -> TransportInfo:
@@ -58,16 +57,8 @@ def describe_transport(protocol: str) -> TransportInfo:
 def offers() -> Offers:
     """Of the libraries that this process has loaded."""
     libraries = [path for path in mooncake_library.loaded_files() if path.name.startswith("ascend_transport")]
-
-    def asks(text: bytes) -> bool:
-        return any(mooncake_library.mentions(path, text) for path in libraries)
-
-    asks_for_client_server = asks(_CLIENT_SERVER_RESOURCES)
-    return Offers(
-        client_server=asks_for_client_server and hixl_has(CLIENT_SERVER_COMM),
-        is_old=not asks_for_client_server,
-        chip=_chip(),
-    )
+    asks = any(mooncake_library.mentions(path, _CLIENT_SERVER_RESOURCES) for path in libraries)
+    return Offers(client_server=asks and hixl_has(CLIENT_SERVER_COMM), is_old=not asks, chip=ascend.chip_name())
 
 
 def hixl_has(feature: int) -> bool:
@@ -123,14 +114,6 @@ def _without_store(text: str) -> str:
     if isinstance(resources, dict):
         resources.pop("store", None)
     return json.dumps(resources)
-
-
-def _chip() -> str:
-    name = getattr(_loaded("libascendcl.so"), "aclrtGetSocName", None)
-    if name is None:
-        return ""
-    name.restype = ctypes.c_char_p
-    return (name() or b"").decode(errors="replace")
 
 
 def _loaded(library: str) -> ctypes.CDLL | None:
