@@ -12,7 +12,8 @@ from push_pair import Cache, PushPair
 
 from harness.rank_programs import PrefillRank
 from vllm_ascend_pd.transport.batches import Batch
-from vllm_ascend_pd.transport.engine import Flight, TransferEngine
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.writer import Flight
 
 MIB = 1 << 20
 OWN_WAITS = 1  # push_pair.prefill waits for the step's end

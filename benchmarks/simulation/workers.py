@@ -17,7 +17,8 @@ from harness.ranks import Pair
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.step import ConsumerStep, ProducerStep, Send
 from vllm_ascend_pd.transport.batches import Batch
-from vllm_ascend_pd.transport.engine import Flight, TransferEngine
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.writer import Flight
 
 BLOCK = 128
 HEADS, HEAD_SIZE = 1, 128  # K and V, bfloat16: 512 bytes of a token's KV per layer, as processors move them

@@ -19,8 +19,9 @@ from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.step import Send
 from vllm_ascend_pd.transport.batches import Batch
-from vllm_ascend_pd.transport.engine import Flight, TransferEngine, TransferError
+from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.writer import Flight, TransferError
 from vllm_ascend_pd.worker.caches import LayerSpec, describe
 from vllm_ascend_pd.worker.consumer import ConsumerWorker
 from vllm_ascend_pd.worker.identity import Identity

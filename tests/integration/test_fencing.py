@@ -55,7 +55,7 @@ def hold_writes(rank: PrefillRank) -> None:
                 assert rank.released.wait(PATIENCE_S)
             return getattr(mooncake, name)
 
-    rank.engine._engine = Holding()
+    rank.engine._writer._mooncake = Holding()
 
 
 def is_held(rank: PrefillRank) -> bool:

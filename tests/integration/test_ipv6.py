@@ -18,7 +18,8 @@ pytest.importorskip("mooncake.engine")
 WRITE = """
 import sys
 import numpy
-from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.writer import TransferError
 from vllm_ascend_pd.transport.limits import TransferLimits
 source, destination = numpy.arange(4096, dtype=numpy.uint8), numpy.zeros(4096, dtype=numpy.uint8)
 try:

@@ -24,8 +24,9 @@ pytest.importorskip("mooncake.engine")
 from harness.rank_hosts import stop
 from vllm_ascend_pd.core.plan import Descriptors
 from vllm_ascend_pd.transport.batches import Batches
-from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
+from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.limits import MIB, TransferLimits
+from vllm_ascend_pd.transport.writer import TransferError
 
 LIMITS = TransferLimits(timeout_s=2)
 BUFFER_BYTES = 16 * MIB
@@ -261,14 +262,13 @@ def test_bytes_may_still_arrive_after_an_error_that_nobody_expects(
 ) -> None:
     """Of Mooncake's binding, or of memory: nobody knows what has left."""
     source.write(receiver, 0, 4096)
-    mooncake = source.engine._engine
-    monkeypatch.setattr(source.engine, "_engine", Raising(mooncake, call))
+    monkeypatch.setattr(source.engine._writer, "_mooncake", Raising(source.engine._engine, call))
     with pytest.raises(TransferError, match="no memory") as raised:
         source.write(receiver, 0, 4096)
-    assert raised.value.may_arrive
-    assert not raised.value.retryable
-    healthy = Raising(mooncake, "")
-    monkeypatch.setattr(source.engine, "_engine", healthy)
+    assert (raised.value.may_arrive, raised.value.retryable) == (True, False)
+    healthy = Raising(source.engine._engine, "")
+    monkeypatch.setattr(source.engine._writer, "_mooncake", healthy)
+    monkeypatch.setattr(source.engine._reach, "_mooncake", healthy)
     source.write(receiver, 4096, 4096)
     assert healthy.probes == 1
     assert receiver.read(4096, 16) == bytes(range(16))

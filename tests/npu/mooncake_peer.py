@@ -36,11 +36,23 @@ class Engine:
         assert acl.aclrtSetDevice(0) == 0
         self.mooncake = TransferEngine()
         self.memory = allocate(8 * MIB)
+        self.others: list[Any] = []  # engines
 
     def start(self) -> list[Any]:
         code = self.mooncake.initialize("127.0.0.1", "P2PHANDSHAKE", "ascend", "")
         code = code or self.mooncake.batch_register_memory([self.memory], [4 * MIB])
         return [code, f"127.0.0.1:{self.mooncake.get_rpc_port()}", self.memory, os.getpid()]
+
+    def more(self) -> list[Any]:
+        """Starts another engine. Returns its session, and the address of memory of its own."""
+        engine, memory = TransferEngine(), allocate(8 * MIB)
+        assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "ascend", "") == 0
+        assert engine.batch_register_memory([memory], [4 * MIB]) == 0
+        self.others.append(engine)
+        return [f"127.0.0.1:{engine.get_rpc_port()}", memory]
+
+    def get_at(self, address: int, nbytes: int) -> str:
+        return ctypes.string_at(address, nbytes).decode("latin-1")
 
     def put(self, text: str) -> None:
         ctypes.memmove(self.memory, text.encode(), len(text))

@@ -22,7 +22,8 @@ PROGRAM = """
 import os, subprocess, sys, threading, time, torch
 import cann_on_host
 from vllm_ascend_pd.device.npu import NpuDevice
-from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.writer import TransferError
 from vllm_ascend_pd.transport.limits import TransferLimits
 torch.npu.set_device(0)
 memory = NpuDevice().allocate(2 << 20).zero_()

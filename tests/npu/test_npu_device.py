@@ -225,7 +225,9 @@ print("RESULT", *(os.environ[name] for name in names), engine.limits.settle_s)
     preset = {"ASCEND_TRANSFER_TIMEOUT": "60000"}
     env = {name: value for name, value in os.environ.items() if "TIMEOUT" not in name} | preset
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
-    assert f"RESULT 20000 60000 61 {2 * (20 + 60 + 1) - 61:.1f}\n" in result.stdout, result.stderr
+    assert "RESULT 20000 60000 3600 " in result.stdout, result.stderr
+    settle_s = float(result.stdout.partition("RESULT")[2].split()[3])
+    assert settle_s >= 2 * (20 + 60 + 1), "two attempts"
 
 
 def exchange(rank: int, size: int, emulated_delays: bool) -> list[int]:

@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 WHEELS = sorted(path.name for path in Path(sys.prefix, "mooncake-npu").glob("*"))
 BEGIN = """
 import torch
-from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.writer import TransferError
 from vllm_ascend_pd.transport.limits import TransferLimits
 MIB = 1 << 20
 torch.npu.set_device(0)

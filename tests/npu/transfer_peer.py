@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
+from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.writer import TransferError
 
 MIB = 1 << 20
 

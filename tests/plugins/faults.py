@@ -8,7 +8,8 @@ from typing import Any
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.step import ProducerStep
 from vllm_ascend_pd.transport.batches import Batch
-from vllm_ascend_pd.transport.engine import Flight, TransferEngine, TransferError
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.writer import Flight, TransferError
 from vllm_ascend_pd.worker.producer import ProducerWorker
 
 POISONED_LAYER = 1

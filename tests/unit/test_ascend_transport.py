@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Mooncake's protocol `ascend` needs: settings, addresses of NPUs, its transport in the build."""
 
+import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from vllm_ascend_pd.core.transports import Connects, EngineKind, TransportInfo
 from vllm_ascend_pd.transport import ascend
+from vllm_ascend_pd.transport.limits import SettingError, TransferLimits, export_settings, limits_over_ascend
 
 HCCN_CONF = """\
 address_0=192.0.2.10
@@ -25,7 +29,8 @@ def test_a_transfer_may_take_as_long_as_roce_repairs_it() -> None:
     assert ascend.settings(10, {}) == {
         "ASCEND_CONNECT_TIMEOUT": "10000",
         "ASCEND_TRANSFER_TIMEOUT": "34000",
-        "MC_TRANSFER_TIMEOUT": "35",
+        "MC_TRANSFER_TIMEOUT": "3600",
+        "ASCEND_THREAD_POOL_SIZE": "16",
     }
     assert ascend.settings(40, {})["ASCEND_TRANSFER_TIMEOUT"] == "40000"
     assert ascend.settings(10, QUICK)["ASCEND_TRANSFER_TIMEOUT"] == "10000"
@@ -43,21 +48,85 @@ def test_how_long_roce_repairs(timeout: str | None, count: str | None, seconds: 
     assert ascend.repair_s({name: value for name, value in given.items() if value is not None}) == seconds
 
 
-@pytest.mark.parametrize(("timeout_s", "preset_ms"), [(1, "1000"), (4, "4000"), (5, "60000"), (10, "60500"), (10, "x")])
-def test_mooncake_waits_for_a_batch_longer_than_a_transfer_may_take(timeout_s: int, preset_ms: str) -> None:
-    chosen = ascend.settings(timeout_s, QUICK | {"ASCEND_TRANSFER_TIMEOUT": preset_ms})
-    transfer_ms = int(preset_ms) if preset_ms.isdecimal() else 1000 * timeout_s
-    assert 1000 * int(chosen["MC_TRANSFER_TIMEOUT"]) > transfer_ms
-    assert int(chosen["MC_TRANSFER_TIMEOUT"]) >= 5  # Mooncake takes no less
+PARALLEL = TransportInfo("ascend", "", EngineKind.CLIENT_SERVER, Connects.AUTO)
+ONE_BY_ONE = TransportInfo("ascend", "", EngineKind.COMM, Connects.BEFORE)
 
 
-def test_a_batch_settles_when_both_attempts_are_over() -> None:
+def test_a_batch_takes_as_long_as_two_attempts_with_every_step_at_its_limit() -> None:
     chosen = ascend.settings(10, QUICK)
-    assert ascend.settle_s(10, chosen) == 2 * (10 + 10 + 1) - 11
-    slow = {**chosen, "ASCEND_TRANSFER_TIMEOUT": "60000", "MC_TRANSFER_TIMEOUT": "61"}
-    assert ascend.settle_s(10, slow) == 2 * (10 + 60 + 1) - 61
-    assert ascend.settle_s(10, {**slow, "MC_TRANSFER_TIMEOUT": "600"}) == 0
-    assert ascend.settle_s(10, {**slow, "ASCEND_TRANSFER_TIMEOUT": "7200000"}) == 3600
+    assert ascend.settle_s(10, chosen, PARALLEL) == 2 * (60 + 7 * 10 + 10 + 1)
+    assert ascend.settle_s(10, {**chosen, "ASCEND_TRANSFER_TIMEOUT": "20000"}, PARALLEL) == 2 * (60 + 7 * 20 + 20 + 1)
+    assert ascend.settle_s(10, {**chosen, "ASCEND_CONNECT_TIMEOUT": "20000"}, PARALLEL) == 2 * (60 + 7 * 20 + 10 + 1)
+    assert ascend.settle_s(10, {**chosen, "ASCEND_CONNECT_TIMEOUT": "x"}, PARALLEL) == 2 * (60 + 7 * 10 + 10 + 1)
+
+
+def test_a_batch_may_wait_for_the_connections_of_all_others() -> None:
+    chosen = {**ascend.settings(10, QUICK), "ASCEND_TRANSFER_TIMEOUT": "20000"}
+    assert ascend.settle_s(10, chosen, ONE_BY_ONE) == 2 * (60 + 4 * 7 * 10 + 20 + 1)
+    with_auto_connect = msgspec.structs.replace(ONE_BY_ONE, connects=Connects.AUTO)
+    assert ascend.settle_s(10, chosen, with_auto_connect) == 2 * (60 + 4 * 7 * 20 + 20 + 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        (ascend.settings(10, {}), 16),
+        ({}, 8),
+        ({"ASCEND_THREAD_POOL_SIZE": "4"}, 4),
+        ({"ASCEND_THREAD_POOL_SIZE": "17"}, 8),
+        ({"ASCEND_THREAD_POOL_SIZE": "-1"}, 8),
+        ({"ASCEND_THREAD_POOL_SIZE": "many"}, 8),
+        ({"ASCEND_BUFFER_POOL": "4:8"}, 1),
+        ({"ASCEND_BUFFER_POOL": "0:0", "ASCEND_THREAD_POOL_SIZE": "16"}, 16),
+    ],
+)
+def test_the_threads_of_mooncakes_pool(environment: dict[str, str], size: int) -> None:
+    assert ascend.pool_size(environment) == size
+
+
+@pytest.mark.parametrize(
+    ("engine", "connects", "expected"),
+    [
+        ("client/server", "AutoConnect", False),
+        ("client/server", "Connect", True),
+        ("comm", "AutoConnect", True),
+        ("comm", "Connect", True),
+        ("", "", True),
+    ],
+)
+def test_which_engines_connect_to_peers_one_by_one(engine: str, connects: str, expected: bool) -> None:
+    assert ascend.connects_one_by_one(TransportInfo("ascend", "", engine, connects)) == expected
+
+
+def test_where_connecting_holds_up_all_writes_few_are_under_way() -> None:
+    assert ascend.slots(ascend.settings(10, {}), one_by_one=False) == (16, 8)
+    assert ascend.slots(ascend.settings(10, {}), one_by_one=True) == (4, 1)
+    assert ascend.slots({"ASCEND_THREAD_POOL_SIZE": "1"}, one_by_one=False) == (1, 1)
+    assert ascend.slots({"ASCEND_THREAD_POOL_SIZE": "2"}, one_by_one=True) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("ASCEND_TRANSFER_TIMEOUT", "600000", "decode waits for 3600 s"),
+        ("ASCEND_THREAD_POOL_SIZE", "0", "write nothing"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str
+) -> None:
+    monkeypatch.setattr(os, "environ", {name: value})
+    exported = export_settings(TransferLimits(), "ascend", "127.0.0.1")
+    with pytest.raises(SettingError, match=reason):
+        limits_over_ascend(exported, PARALLEL)
+
+
+def test_nothing_of_a_failed_write_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(QUICK))
+    over_ascend = limits_over_ascend(export_settings(TransferLimits(), "ascend", "127.0.0.1"), PARALLEL)
+    assert (over_ascend.settle_s, over_ascend.rest_s) == (282, 0)
+    over_tcp = export_settings(TransferLimits(), "tcp", "127.0.0.1")
+    assert over_tcp.rest_s == over_tcp.settle_s > 0
 
 
 def test_without_acl_neither_numbers_nor_chips_are_known() -> None:

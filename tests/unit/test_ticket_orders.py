@@ -31,11 +31,12 @@ from vllm_ascend_pd.core.topology import sharding
 
 @dataclass
 class Lease:
-    """What the writer knows: it may write `covers`, and by `until` nothing of it can arrive any more, unless its
-    process is stopped: it has `settled` when it says so, or has ended and `until` is over."""
+    """What the writer knows: it may write `covers` until the lease `ends`, and by `until` nothing of it can arrive any
+    more, unless its process is stopped: it has `settled` when it says so, or has ended and `until` is over."""
 
     covers: tuple[int, ...]
     settle_s: float
+    ends: float
     until: float
     settled: bool = False
     ended: bool = False
@@ -95,7 +96,7 @@ class AnyOrder(RuleBasedStateMachine):
         for other, lease in self.leases.items():
             if other != writer and other.rank == writer.rank:
                 assert not set(lease.covers) & set(request.covers)
-        self.leases[writer] = Lease(request.covers, settle_s, self.now + LEASE_S + settle_s)
+        self.leases[writer] = Lease(request.covers, settle_s, self.now + LEASE_S, self.now + LEASE_S + settle_s)
 
     @rule(writer=WRITERS, more=st.integers(1, 2))
     def another_attempt_asks(self, writer, more):
@@ -198,7 +199,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.ticket.tick(self.now)
         if self.ticket.state is State.OPEN:
             assert self.now < self.ticket.deadline
-            assert all(writer in self.reported or self.now < lease.until for writer, lease in self.leases.items())
+            assert all(writer in self.reported or self.now < lease.ends for writer, lease in self.leases.items())
         if self.ticket.state is State.FENCING:
             assert self.now < self.ticket.deadline
             self.something_failed = True

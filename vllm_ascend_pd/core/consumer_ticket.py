@@ -47,11 +47,13 @@ class State(enum.Enum):
 
 @dataclass
 class _Lease:
-    """`until`: by then a writer that runs, or has ended, has stopped, and what it sent has arrived. `reported`: it
-    begins no write any more; `settled`: and nothing of it is on its way; `gone`: its process has ended."""
+    """`ends`: a writer that runs has renewed it by then. `until`: by then a writer that runs, or has ended, has
+    stopped, and what it sent has arrived. `reported`: it begins no write any more; `settled`: and nothing of it is on
+    its way; `gone`: its process has ended."""
 
     covers: frozenset[int]
     settle_s: float
+    ends: float
     until: float
     reported: bool = False
     settled: bool = False
@@ -153,16 +155,17 @@ class ConsumerTicket:
         covers = frozenset(request.covers)
         if lease is not None and lease.covers != covers:
             return Refused("a renewal must cover what the grant covered", retry=False)
-        until = now + self.lease_s + request.settle_s
+        ends = now + self.lease_s
+        until = ends + request.settle_s
         if lease is None:
             if self._has_other(writer) or len(self._leases) == MAX_WRITERS:
                 return Refused("this prefill rank is or was writing for the ticket in another transfer", retry=False)
             claimed = {(t, w.rank) for w, other in self._leases.items() for t in other.covers}
             if not {(tensor, writer.rank) for tensor in covers} <= self._missing - claimed:
                 return Refused("the writer covers tensors that are not its to write", retry=False)
-            self._leases[writer] = _Lease(covers, request.settle_s, until)
+            self._leases[writer] = _Lease(covers, request.settle_s, ends, until)
         else:
-            lease.until, lease.settle_s = until, request.settle_s
+            lease.ends, lease.until, lease.settle_s = ends, until, request.settle_s
             lease.gone = False
         return Granted(self.lease_s)
 
@@ -223,7 +226,7 @@ class ConsumerTicket:
         """Lets time pass: a writer whose lease ran out is lost, and so is a ticket past its deadline."""
         end = self._prefill_end
         if self.state is State.OPEN:
-            lost = [w for w, lease in self._leases.items() if not lease.reported and now >= lease.until]
+            lost = [w for w, lease in self._leases.items() if not lease.reported and now >= lease.ends]
             if lost:
                 self._fence(f"prefill rank {lost[0].rank} of engine {lost[0].engine_id} went silent")
             elif now >= self.deadline:

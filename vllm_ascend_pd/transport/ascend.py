@@ -4,10 +4,14 @@
 Facts and where they are from:
 
 - Mooncake, docs/source/design/transfer-engine/transport/ascend_direct_transport.md: its settings and their units; a
-  device is set before an engine starts; `/etc/hccn.conf` exists, in containers too; `MC_TRANSFER_TIMEOUT` is greater
-  than `ASCEND_TRANSFER_TIMEOUT`, or a batch that was given up is still under way.
-- Mooncake 0.3.13, transfer_executor_base.cpp and sync_transfer_executor.cpp: a batch is tried twice, each time with a
-  connection, a transfer and, if that failed, a disconnection of 1 s; with it the network stops sending.
+  device is set before an engine starts; `/etc/hccn.conf` exists, in containers too.
+- Mooncake 0.3.11.post1 and 0.3.13, slice_dispatcher.cpp: one pool of threads, 8 unless `ASCEND_THREAD_POOL_SIZE` says
+  otherwise, 16 at most, 1 with `ASCEND_BUFFER_POOL`; batches wait for a thread in a queue without bound or deadline.
+- The same, transfer_executor_base.cpp and sync_transfer_executor.cpp: a batch is tried twice, each time with a
+  connection, a transfer and, if that failed, a disconnection of 1 s. Before either the peer's metadata may be read, for
+  60 s at most (transfer_metadata_plugin.cpp). With AutoConnect, which 0.3.13 turns on where CANN has it, the transfer's
+  time limit is the connection's, too.
+- CANN's HIXL, src/hixl/cs/hixl_cs_client.cc: each step of a connection has the whole time limit.
 - CANN's HIXL, which that transport calls (src/hixl/common/hixl_utils.cc `GetDeviceIp`, docs/cpp `Connect`): an NPU's
   address is in `/etc/hccn.conf` as `address_<physical device>=<IP>` (or `IPv6address_...`). A file that cannot be
   opened and an entry that is no address are errors. Without the file it asks `hccn_tool`, of the driver's folder or
@@ -29,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_ascend_pd.core.transports import Connects, EngineKind, TransportInfo
 from vllm_ascend_pd.transport import mooncake_library
 
 HCCN_CONF = Path("/etc/hccn.conf")
@@ -38,9 +43,19 @@ LOG_LEVEL = "ERROR"
 NPU is not its process's first (transfer_executor_base.cpp, EngineNameForDestAddr), which is thousands per batch."""
 INSTALL = "pip install mooncake-transfer-engine-npu, or build Mooncake with -DUSE_ASCEND_DIRECT=ON"
 
+POOL_SIZE = "ASCEND_THREAD_POOL_SIZE"
+_DEFAULT_POOL, _LARGEST_POOL = 8, 16
+_SLOTS_ONE_BY_ONE = 4
+
+LONGEST_S = 3600.0
+"""The longest `settle_s` that a peer accepts (core/protocol.py)."""
 _ATTEMPTS = 2
+_METADATA_S = 60.0
 _DISCONNECT_S = 1.0
-_LONGEST_S = 3600.0  # that a peer accepts (core/protocol.py)
+_CONNECT_STEPS = 7
+"""TCP connection, a header and a body that match endpoints, the endpoint, remote memory, the channel, an answer."""
+_NEVER_S = 3600
+"""`MC_TRANSFER_TIMEOUT`. Nobody waits in Mooncake, and asked later it says of what has arrived that it has not."""
 _CLASSES = (b"AscendDirectTransport", b"HcclTransport")
 """Mooncake's transports for the protocol; 0.3.13's wheel has the first one in a library `ascend_transport.so`."""
 
@@ -56,12 +71,12 @@ class Finding:
 def settings(timeout_s: int, preset: Mapping[str, str]) -> dict[str, str]:
     """The environment that limits a connection to `timeout_s`, and a transfer to that or `repair_s`, whichever is
     longer. What `preset` has wins."""
-    chosen = {
+    return {
         "ASCEND_CONNECT_TIMEOUT": str(1000 * timeout_s),
         "ASCEND_TRANSFER_TIMEOUT": str(1000 * max(timeout_s, repair_s(preset))),
+        "MC_TRANSFER_TIMEOUT": str(_NEVER_S),
+        POOL_SIZE: str(_LARGEST_POOL),
     }
-    longest = _milliseconds({**chosen, **preset}, "ASCEND_TRANSFER_TIMEOUT", timeout_s) // 1000
-    return {**chosen, "MC_TRANSFER_TIMEOUT": str(max(5, longest + 1))}
 
 
 def repair_s(environment: Mapping[str, str]) -> int:
@@ -72,13 +87,44 @@ def repair_s(environment: Mapping[str, str]) -> int:
     return math.ceil(1.1 * 4.096e-6 * (1 << exponent) * times)
 
 
-def settle_s(timeout_s: int, environment: Mapping[str, str]) -> float:
-    """Seconds after a batch was given up (`MC_TRANSFER_TIMEOUT`) until both of Mooncake's attempts are over."""
+def pool_size(environment: Mapping[str, str]) -> int:
+    """Threads of Mooncake's pool, as it works them out."""
+    if environment.get("ASCEND_BUFFER_POOL", "0:0") != "0:0":
+        return 1
+    try:
+        size = int(environment.get(POOL_SIZE, ""))
+    except ValueError:
+        return _DEFAULT_POOL
+    return size if 0 <= size <= _LARGEST_POOL else _DEFAULT_POOL
+
+
+def connects_one_by_one(transport: TransportInfo) -> bool:
+    """Whether a connection to a peer waits for those to others that are being made.
+
+    Without AutoConnect Mooncake makes connections under a lock that every write takes. With it HIXL's comm engine
+    makes them under one. An engine of a kind that is not known here may do the same.
+    """
+    return (transport.connects, transport.kind) != (Connects.AUTO, EngineKind.CLIENT_SERVER)
+
+
+def slots(environment: Mapping[str, str], one_by_one: bool) -> tuple[int, int]:
+    """How many batches may be under way, and how many of them to peers that may not answer.
+
+    Where peers are connected to one by one, few batches are under way and one peer is tried at a time. So a batch waits
+    for few connections, and one to a healthy peer for one.
+    """
+    size = pool_size(environment)
+    return (min(size, _SLOTS_ONE_BY_ONE), 1) if one_by_one else (size, max(1, size // 2))
+
+
+def settle_s(timeout_s: int, environment: Mapping[str, str], transport: TransportInfo) -> float:
+    """Seconds that a batch with a slot may take, whatever the peers do."""
     connect = _milliseconds(environment, "ASCEND_CONNECT_TIMEOUT", timeout_s) / 1000
     transfer = _milliseconds(environment, "ASCEND_TRANSFER_TIMEOUT", timeout_s) / 1000
-    given_up = environment.get("MC_TRANSFER_TIMEOUT", "")
-    waited = max(5, int(given_up)) if given_up.isdecimal() else 0
-    return min(_LONGEST_S, max(0.0, _ATTEMPTS * (connect + transfer + _DISCONNECT_S) - waited))
+    step = connect if transport.connects == Connects.BEFORE else max(connect, transfer)
+    one_by_one = connects_one_by_one(transport)
+    connections, _ = slots(environment, one_by_one) if one_by_one else (1, 1)
+    return _ATTEMPTS * (_METADATA_S + connections * _CONNECT_STEPS * step + transfer + _DISCONNECT_S)
 
 
 def check() -> list[Finding]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_ascend_pd.core.hosts import ip_version
+from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.transport import ascend
 from vllm_ascend_pd.transport.mooncake_library import FORCE_TCP
 from vllm_ascend_pd.transport.peer_queue import most_descriptors
@@ -61,6 +62,8 @@ class TransferLimits:
     this long; so two batches of `max_bytes` must take less. Mooncake counts in whole seconds: rounded up."""
     settle_at_least_s: float = 0.0
     """Lower bound of `settle_s`, where what the user has set in the environment makes Mooncake try for longer."""
+    failed_may_arrive: bool = True
+    """Whether bytes of a write that has failed may still arrive. False with protocol `ascend`."""
 
     def __post_init__(self) -> None:
         least = min(self.max_descriptors, self.max_bytes, self.max_descriptor_bytes, self.connections)
@@ -103,14 +106,19 @@ class TransferLimits:
 
     @property
     def settle_s(self) -> float:
-        """Seconds after a failed write until this process has stopped reading its sources and sending it.
+        """Seconds after a write has begun, or has failed, until this process has stopped reading and sending it.
 
         Over TCP, a descriptor is admitted within one timeout or never, waits at most one more (and Mooncake's 1 s pause
         before it reconnects) for the connection before it, and is then given up one timeout and one pause
         later. What lies in socket buffers by then is the receiver's: a receiver that was stopped, not dead,
-        applies up to a few MiB when it runs again. With protocol `ascend`: `ascend.settle_s`.
+        applies up to a few MiB when it runs again. With protocol `ascend`: `ascend.settle_s`, from the beginning.
         """
         return max(3 * self.whole_timeout_s + 2, self.settle_at_least_s)
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds after a failed write until its sources may change."""
+        return self.settle_s if self.failed_may_arrive else 0.0
 
     def environment(self) -> dict[str, str]:
         """Mooncake's settings for these limits: it reads them from the environment when an engine starts.
@@ -142,10 +150,10 @@ _IPV6 = "MC_USE_IPV6"
 """Mooncake's processes listen and connect either over IPv4 or, where this is set to whatever, over IPv6."""
 
 
-def export_settings(limits: TransferLimits, protocol: str, host: str) -> tuple[TransferLimits, int]:
+def export_settings(limits: TransferLimits, protocol: str, host: str) -> TransferLimits:
     """Puts Mooncake's settings for `limits` and for an engine at `host` into the environment. What was there already
-    wins: returns the limits as that makes them, and how many descriptors Mooncake's queue to one peer takes. Raises
-    SettingError for settings that cannot work."""
+    wins: returns the limits as that makes them; `limits_over_ascend` has the rest. Raises SettingError for settings
+    that cannot work."""
     settings = limits.environment()
     if protocol != "tcp" and FORCE_TCP in os.environ:
         raise SettingError(
@@ -164,18 +172,32 @@ def export_settings(limits: TransferLimits, protocol: str, host: str) -> tuple[T
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     if protocol == "ascend":
-        settle_s = ascend.settle_s(limits.whole_timeout_s, os.environ)
-    else:
-        longest = max(_in_effect(name, float) * unit for name, unit in _TCP_TIMEOUTS.items())
-        settle_s = dataclasses.replace(limits, timeout_s=max(limits.timeout_s, longest)).settle_s
-    capacity = sum(_in_effect(name, int) for name in _TCP_QUEUE)
-    in_effect = dataclasses.replace(
+        return dataclasses.replace(limits, connections=1)
+    longest = max(_in_effect(name, float) * unit for name, unit in _TCP_TIMEOUTS.items())
+    return dataclasses.replace(
         limits,
-        settle_at_least_s=settle_s,
-        max_descriptors=min(limits.max_descriptors, most_descriptors(capacity)),
+        settle_at_least_s=dataclasses.replace(limits, timeout_s=max(limits.timeout_s, longest)).settle_s,
+        max_descriptors=min(limits.max_descriptors, most_descriptors(queue_capacity())),
         connections=limits.connections if protocol == "tcp" else 1,
     )
-    return in_effect, capacity
+
+
+def queue_capacity() -> int:
+    """Descriptors that Mooncake's queue to one peer takes, over TCP and with the environment's settings."""
+    return sum(_in_effect(name, int) for name in _TCP_QUEUE)
+
+
+def limits_over_ascend(limits: TransferLimits, transport: TransportInfo) -> TransferLimits:
+    """As the environment and the started engine make them. Raises SettingError."""
+    settle_s = ascend.settle_s(limits.whole_timeout_s, os.environ, transport)
+    if settle_s > ascend.LONGEST_S:
+        raise SettingError(
+            f"with these ASCEND_CONNECT_TIMEOUT and ASCEND_TRANSFER_TIMEOUT a batch may take {settle_s:.0f} s, and "
+            f"decode waits for {ascend.LONGEST_S:.0f} s: lower them"
+        )
+    if ascend.pool_size(os.environ) < 1:
+        raise SettingError(f"{ascend.POOL_SIZE}={os.environ[ascend.POOL_SIZE]!r}: Mooncake would write nothing")
+    return dataclasses.replace(limits, settle_at_least_s=settle_s, failed_may_arrive=False)
 
 
 _Number = TypeVar("_Number", int, float)

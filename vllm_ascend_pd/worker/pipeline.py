@@ -11,8 +11,9 @@ from functools import partial
 from typing import NamedTuple
 
 from vllm_ascend_pd.transport.batches import Batch
-from vllm_ascend_pd.transport.engine import Flight, TransferEngine, TransferError
+from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.peer_queue import BATCHES
+from vllm_ascend_pd.transport.writer import Flight, TransferError
 
 logger = logging.getLogger(__name__)
 

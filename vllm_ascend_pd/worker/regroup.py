@@ -184,7 +184,7 @@ def make_regrouper(
             mine[ranks] = ExchangeGroup(device, world, str(ranks), groups[world], place, config.collective_timeout_s)
     ring: StagingRing[Shipment] = StagingRing(buffer, size, slots, running_time)
     # A slot may have to rest.
-    slot_timeout_s = config.write_timeout_s + engine.limits.settle_s
+    slot_timeout_s = config.write_timeout_s + engine.limits.rest_s
     return ring, Regrouper(device, ring, mine, slot_timeout_s, grant_patience_s=config.control_timeout_s)
 
 

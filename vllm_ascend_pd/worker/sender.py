@@ -18,7 +18,8 @@ from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import CacheTensor
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.timeline.prefill import PrefillTrace
-from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.writer import TransferError
 from vllm_ascend_pd.worker.patience import Patience
 from vllm_ascend_pd.worker.peer import Course, DecodeLayout
 from vllm_ascend_pd.worker.pipeline import Pipeline

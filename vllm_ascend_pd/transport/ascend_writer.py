@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes over Mooncake's protocol `ascend`: begun with a slot and a lease, over when Mooncake's task is over.
+
+Facts, from the sources of Mooncake 0.3.11.post1 and 0.3.13:
+
+- `batch_transfer_async_write` returns 0 (or -1 as an unsigned number) for a batch that it did not take.
+- `transfer_check_status` does not wait. It says 1 or -1 once the task is over, else 0. It looks at the first descriptor
+  only, but a task marks all of them together, after its last attempt. If the batch has no other descriptor, this answer
+  frees it, and no call may name it again.
+- `get_batch_transfer_status` frees a batch of several descriptors. It may say that a batch older than
+  `MC_TRANSFER_TIMEOUT` failed though it arrived.
+- A task that fails has aborted its stream and closed its channel (CANN's HIXL does this before it returns an error).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_ascend_pd.transport.batches import Batch
+from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.reach import Reach
+from vllm_ascend_pd.transport.slots import Slots
+from vllm_ascend_pd.transport.writer import NO_LEAVE, TransferError
+
+logger = logging.getLogger(__name__)
+
+_NOT_TAKEN = (0, 2**64 - 1)
+_ARRIVED, _FAILED = 1, -1
+
+_SHORTEST_PAUSE_S = 0.00005
+_LONGEST_PAUSE_S = 0.005
+_PAUSE_SHARE = 1 / 8
+"""Of the time that a batch has taken so far: it is noticed that much late at most, and polls stay few."""
+
+
+class AscendWriter:
+    """Nothing of ours queues inside Mooncake, and when a write has failed nothing of it is under way.
+
+    A batch takes `limits.settle_s` at most, whatever the peer does: Mooncake tries twice, with timeouts.
+    """
+
+    def __init__(self, mooncake: Any, reach: Reach, limits: TransferLimits, slots: Slots) -> None:
+        """`mooncake`: its engine. `slots`: no more than Mooncake's pool has threads."""
+        self._mooncake = mooncake
+        self._reach = reach
+        self._limits = limits
+        self._slots = slots
+
+    def has_room(self, session: str, batch: Batch) -> bool:
+        return self._slots.is_free(session)
+
+    def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> _Flight:
+        """As `Writer.begin`. Waits up to `limits.timeout_s` for a slot."""
+        self._reach.await_answer(session)
+        if not self._slots.take(session, self._limits.timeout_s):
+            raise TransferError(
+                session,
+                f"no room among the batches under way within {self._limits.timeout_s:g} s: this or other peers hang",
+                retryable=True,
+            )
+        try:
+            if not may_begin():
+                raise TransferError(session, NO_LEAVE, retryable=False)
+        except BaseException:
+            self._slots.give_back(session)
+            raise
+        flight = _Flight(self, session, batch[2], time.monotonic())
+        try:
+            flight.batch_id = int(self._mooncake.batch_transfer_async_write(session, *batch))
+        except Exception as error:
+            raise flight.unknown(error) from error
+        if flight.batch_id in _NOT_TAKEN:
+            raise flight.lost("Mooncake did not take it: it cannot read what the peer says of itself")
+        return flight
+
+    def forget(self, sessions: Collection[str]) -> None:
+        self._slots.forget(sessions)
+
+
+@dataclass(slots=True)
+class _Flight:
+    writer: AscendWriter
+    session: str
+    lengths: list[int]
+    started: float
+    batch_id: int = 0
+
+    def wait(self) -> None:
+        """As `Flight.wait`."""
+        try:
+            arrived = self._await_end()
+        except Exception as error:
+            raise self.unknown(error) from error
+        if not arrived:
+            raise self.lost("the peer is gone, hangs or refuses the addresses: Mooncake's log says which")
+        self.writer._slots.proved(self.session, well=True)
+        self.writer._slots.give_back(self.session)
+
+    def _await_end(self) -> bool:
+        """Waits until Mooncake's task is over. Returns whether everything has arrived."""
+        mooncake, overdue_s = self.writer._mooncake, self.writer._limits.settle_s
+        while (status := mooncake.transfer_check_status(self.batch_id)) not in (_ARRIVED, _FAILED):
+            taken_s = time.monotonic() - self.started
+            if taken_s > overdue_s:
+                logger.error("a batch to %s is under way for %.0f s: CANN or Mooncake is stuck", self.session, taken_s)
+                overdue_s *= 2
+            time.sleep(min(max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * taken_s), _LONGEST_PAUSE_S))
+        arrived: bool = status == _ARRIVED
+        if len(self.lengths) > 1:
+            arrived = mooncake.get_batch_transfer_status([self.batch_id]) == 0 and arrived
+        return arrived
+
+    def lost(self, why: str) -> TransferError:
+        """It has failed, and nothing of it is under way."""
+        self.writer._slots.proved(self.session, well=False)
+        self.writer._slots.give_back(self.session)
+        self.writer._reach.failed(self.session)
+        return TransferError(
+            self.session,
+            f"a batch of {len(self.lengths)} descriptors, {sum(self.lengths)} bytes, failed after "
+            f"{time.monotonic() - self.started:.1f} s: {why}",
+            retryable=True,
+        )
+
+    def unknown(self, error: Exception) -> TransferError:
+        """Nobody can say how it ends. It keeps its slot for as long as a batch can take."""
+        self.writer._slots.proved(self.session, well=False)
+        self.writer._reach.failed(self.session)
+        timer = threading.Timer(self.writer._limits.settle_s, self.writer._slots.give_back, [self.session])
+        timer.daemon = True
+        timer.start()
+        return TransferError(self.session, repr(error), retryable=False, may_arrive=True)
