@@ -5,7 +5,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,21 +27,25 @@ from plan_step import (
 
 
 class Ours:
-    """`tensors`: K and V by layer."""
+    """`tensors`: K and V by layer. `mooncake`: vllm-ascend's engine; None: one that does nothing."""
 
-    def __init__(self, tensors: dict[str, Any], decode: Decode, case: Case) -> None:
+    def __init__(self, tensors: dict[str, Any], decode: Decode, case: Case, mooncake: Any = None) -> None:
         from harness.rank_programs import HOST, MODEL
         from vllm_ascend_pd.config import parse_config
         from vllm_ascend_pd.core.topology import sharding
         from vllm_ascend_pd.transport.engine import TransferEngine
         from vllm_ascend_pd.transport.limits import TransferLimits
+        from vllm_ascend_pd.transport.shared_engine import SharedEngine
         from vllm_ascend_pd.worker.caches import LayerSpec, describe
         from vllm_ascend_pd.worker.identity import Identity
         from vllm_ascend_pd.worker.producer import ProducerWorker
 
         self._decode, self._case, self._layers = decode, case, list(tensors)
-        self.handed = Handed()
-        with mock.patch("mooncake.engine.TransferEngine", return_value=self.handed):
+        self.handed = mooncake or Handed()
+        with ExitStack() as stack:
+            if mooncake is None:
+                stack.enter_context(mock.patch("mooncake.engine.TransferEngine", return_value=self.handed))
+                stack.enter_context(mock.patch.object(SharedEngine, "find", return_value=None))
             engine = TransferEngine(HOST, "ascend", TransferLimits.over("ascend"))
         spec = LayerSpec(0, BLOCK, case.heads, KV_HEADS)
         caches = describe(tensors, dict.fromkeys(tensors, spec), heads_first=False)
@@ -159,13 +163,15 @@ def reference_without_kernels() -> Iterator[None]:
 
 
 class Reference:
-    def __init__(self, tensors: dict[str, Any], decode: Decode, case: Case) -> None:
+    """As `Ours`."""
+
+    def __init__(self, tensors: dict[str, Any], decode: Decode, case: Case, mooncake: Any = None) -> None:
         import torch
         from vllm.v1.kv_cache_interface import FullAttentionSpec
         from vllm_ascend.distributed.kv_transfer.kv_p2p import mooncake_layerwise_connector as layerwise
 
         self._module, self._case, self._tensors = layerwise, case, tensors
-        self.handed = Handed()
+        self.handed = mooncake or Handed()
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=case.heads, head_size=HEAD_SIZE, dtype=torch.bfloat16)
         ours, theirs = {}, {}
         for layer, parts in tensors.items():
@@ -185,7 +191,7 @@ class Reference:
             layers=ours,
             resharding_stream=torch.npu.Stream() if case.ratio > 1 else None,
             remote_layer_metadata={"decode": {1: theirs}},
-            remote_te_port={"decode": {1: 2}},
+            remote_te_port={"decode": {1: decode.mooncake_port}},
             **buffers,
         )
         self._done = threading.Semaphore(0)

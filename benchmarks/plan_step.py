@@ -3,6 +3,7 @@
 engine that does nothing."""
 
 import argparse
+import os
 import random
 import re
 import statistics
@@ -22,6 +23,7 @@ DTYPE_BYTES = 2
 PARTS = 2  # K and V
 CONTIGUOUS_BAR, SCATTERED_BAR = 5.0, 20.0
 TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
 POLL_S, QUIET_S = 1e-4, 0.1
 
 
@@ -154,13 +156,14 @@ def layer_names(layers: int) -> list[str]:
 class Decode:
     """A decode rank with TP 1 in a process of its own, and the listener that describes it."""
 
-    def __init__(self, layers: int, case: Case) -> None:
+    def __init__(self, layers: int, case: Case, on: str = "cpu") -> None:
+        """`on`: "cpu", with caches that are never touched, or "npu"."""
         from plan_decode import UntouchedDecodeRank
 
         from harness.kv import Model, Side
         from harness.ports import reserve_port
         from harness.rank_hosts import Rank
-        from harness.rank_programs import HOST, MODEL
+        from harness.rank_programs import HOST, MODEL, DecodeRank
         from vllm_ascend_pd.core.protocol import EngineDescription
         from vllm_ascend_pd.core.transports import TransportInfo
         from vllm_ascend_pd.scheduler.listener import DescriptionListener
@@ -168,10 +171,13 @@ class Decode:
         model = Model(layers, KV_HEADS, (HEAD_SIZE,) * PARTS)
         init = f"tcp://{HOST}:{reserve_port()}"
         side = Side(1, case.cache_blocks, BLOCK)
-        self._rank = Rank(UntouchedDecodeRank, model, side, 0, 0, init, "decode", {}, "cpu", device="cpu")
-        self._rank.receive(TIMEOUT_S)
-        # No byte moves: that this rank would be written to over TCP is nobody's concern.
-        self.description = msgspec.structs.replace(self._rank.call("description"), transport=TransportInfo())
+        program = UntouchedDecodeRank if on == "cpu" else DecodeRank
+        # Mooncake transfers nothing inside an NPU: prefill is on the first one.
+        self._rank = Rank(program, model, side, 0, 0, init, "decode", {}, on, HOST, int(on == "npu"), device=on)
+        self._rank.receive(START_TIMEOUT_S)
+        self.description = self._rank.call("description")
+        if on == "cpu":  # no byte moves: that this rank would be written to over TCP is nobody's concern
+            self.description = msgspec.structs.replace(self.description, transport=TransportInfo())
         self._listener = DescriptionListener(EngineDescription("decode", MODEL, 1, 1, (self.description,)), HOST, 0)
         self.port = int(self._listener.endpoint.rpartition(":")[2])
 
@@ -184,9 +190,21 @@ class Decode:
     def bases(self, layer: str) -> list[int]:
         return [tensor.base for tensor in self.description.caches.tensors if tensor.layer == layer]
 
+    @property
+    def mooncake_port(self) -> int:
+        return int(self.description.session.rpartition(":")[2])
+
+    @property
+    def process(self) -> int:
+        return int(self._rank.call("do", _process_id))
+
     def close(self) -> None:
         self._listener.close(5.0)
         self._rank.kill()
+
+
+def _process_id(rank: Any) -> int:
+    return os.getpid()
 
 
 def thread_cpu_s(name: str) -> float:

@@ -106,6 +106,8 @@ run "$VENV-npu" plan "${short[@]}" "${check[@]}"
 run "$VENV-npu" launches
 in_short --mib 16
 run "$VENV-npu" push --npu "${short[@]}" "${check[@]}"
+in_short --cases 8x8-scattered
+run "$VENV-npu" batches "${short[@]}"
 in_short --rounds 3
 run "$VENV-npu" overlap --npu "${short[@]}" "${check[@]}"
 run "$VENV-npu" memory --npu "${check[@]}"

@@ -25,7 +25,7 @@ from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.writer import TransferError
 from vllm_ascend_pd.transport.limits import TransferLimits
-torch.npu.set_device(0)
+torch.npu.set_device(int(sys.argv[1] == "peer"))  # there are no transfers inside an NPU
 memory = NpuDevice().allocate(2 << 20).zero_()
 torch.npu.synchronize()
 engine = TransferEngine("127.0.0.1", "ascend", TransferLimits(timeout_s=1))

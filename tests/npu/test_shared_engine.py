@@ -18,7 +18,7 @@ from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.worker.caches import LayerSpec, describe
 MIB = 1 << 20
-torch.npu.set_device(0)
+torch.npu.set_device(int(sys.argv[1] == "peer"))  # there are no transfers inside an NPU
 device = NpuDevice()
 
 if sys.argv[1] == "peer":  # an engine of its own, which is written to
