@@ -48,7 +48,7 @@ def judge(transfer_protocol: str | None, on_npu: bool, installed: Installed | No
     if protocol != "ascend" and on_npu:
         return warning(check, f"{found}: memory of NPUs moves by ascend", action, protocol=protocol)
     if protocol == "ascend":
-        found += "; not tried here, where the transfer below goes over TCP"
+        found += "; `doctor --hardware` tries it, the transfer below goes over TCP"
     return ok(check, found, protocol=protocol)
 
 
