@@ -62,9 +62,9 @@ def test_ranks_that_do_not(ranks: list[RankReport], timed_out: str, says: str, a
     assert action in found.action
 
 
-def compared(wrong: int = 0, fallback_wrong: int = 0, compiled: bool = True) -> list[Compared]:
+def compared(wrong: int = 0, fallback_wrong: int = 0, not_compiled: str = "") -> list[Compared]:
     return [
-        Compared(op, row, 1 << 20, "Ascend910B1", compiled, wrong, fallback_wrong, 0.001, 0.002)
+        Compared(op, row, 1 << 20, "Ascend910B1", not_compiled, wrong, fallback_wrong, 0.001, 0.002)
         for row in kernels.ROWS
         for op in ("gather_slices", "split_heads", "interleave_heads")
     ]
@@ -75,7 +75,9 @@ def test_kernels() -> None:
     assert (fine.level, fine.figures["compiled"]) == (Level.OK, True)
     assert "9 cases on Ascend910B1" in fine.found
     assert fine.figures["gather_slices_bytes_per_second"] == (1 << 20) * 1000
-    assert kernels.judge(compared(compiled=False), Ran("", "")).level is Level.WARNING
+    slower = kernels.judge(compared(not_compiled="they were not built"), Ran("", ""))
+    assert (slower.level, slower.figures["compiled"]) == (Level.WARNING, False)
+    assert "not in use (they were not built)" in slower.found
     wrong = kernels.judge(compared(wrong=7), Ran("", ""))
     assert wrong.level is Level.ERROR
     assert "7 of 1048576 bytes of gather_slices differ" in wrong.found

@@ -28,8 +28,8 @@ class Compared(msgspec.Struct, frozen=True):
     row_bytes: int
     num_bytes: int
     chip: str
-    compiled: bool
-    """Whether the op is a compiled kernel, and not torch's operators."""
+    not_compiled: str
+    """Why torch's operators do the op's work; "" if it is a compiled kernel."""
     wrong: int
     """Bytes that differ from the CPU's."""
     fallback_wrong: int
@@ -56,16 +56,17 @@ def judge(compared: Sequence[Compared], ran: Ran) -> Finding:
         last = one_line(ran.errors[-_CHARS:], _CHARS) or "it wrote no error"
         found = f"the process {ran.problem or 'said nothing'}, after {len(compared)} ops: {last}"
         return error(CHECK, found, _WITHOUT)
-    compiled, chip = compared[0].compiled, compared[0].chip
+    chip, not_compiled = compared[0].chip, compared[0].not_compiled
     widest = {each.op: each for each in compared if each.row_bytes == ROWS[0]}
     figures = {f"{op}_bytes_per_second": round(_speed(each.num_bytes, each.seconds)) for op, each in widest.items()}
     speeds = []
     for op, each in widest.items():
-        beside = f" (torch's operators {_speed(each.num_bytes, each.fallback_seconds) / 1e9:.3g})" if compiled else ""
+        theirs = _speed(each.num_bytes, each.fallback_seconds) / 1e9
+        beside = "" if not_compiled else f" (torch's operators {theirs:.3g})"
         speeds.append(f"{op} {_speed(each.num_bytes, each.seconds) / 1e9:.3g} GB/s{beside}")
     same = f"the CPU's bytes in {len(compared)} cases on {chip}: {', '.join(speeds)}"
-    if not compiled:
-        found = f"compiled kernels are not in use; torch's operators give {same}"
+    if not_compiled:
+        found = f"compiled kernels are not in use ({one_line(not_compiled, _CHARS)}); torch's operators give {same}"
         return warning(CHECK, found, _BUILD, compiled=False, **figures)
     return ok(CHECK, f"compiled kernels and torch's operators give {same}", compiled=True, **figures)
 

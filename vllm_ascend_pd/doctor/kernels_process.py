@@ -72,7 +72,7 @@ def _compare(name: str, call: Call, caches: list[torch.Tensor], offsets: torch.T
         row_bytes=row,
         num_bytes=wanted.numel(),
         chip=torch.npu.get_device_name(0),
-        compiled=ops_fallback._library is None,
+        not_compiled=ops.npu_kernels.reason,
         wrong=wrong[0],
         fallback_wrong=wrong[1],
         seconds=seconds[0],
