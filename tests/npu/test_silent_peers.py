@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row of the fault suite for NPUs: the links of 24 decode engines hang while prefill writes to them.
+
+Their requests fail, their blocks get other owners, and nothing is written there when the links come back. A healthy
+decode engine gets its KV meanwhile.
+"""
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+import cann_on_host
+from harness.kv import Model, Side
+from harness.ports import reserve_port
+from harness.rank_hosts import Rank
+from harness.rank_programs import HOST, MODEL
+from harness.ranks import Pair, prefill, prompts
+from silent_decodes import Decodes
+from vllm_ascend_pd.core.protocol import EngineDescription
+from vllm_ascend_pd.scheduler.listener import DescriptionListener
+from vllm_ascend_pd.step import ConsumerStep, Expect
+
+pytestmark = [pytest.mark.npu, pytest.mark.emulated]
+
+BLOCK = 128
+COUNT = 24
+GQA = Model(layers=2, heads=4, widths=(32, 32))
+SIDE = Side(1, num_blocks=64, block_size=BLOCK)
+QUICK = {"write_timeout_s": 2.0, "lease_s": 5.0, "settle_timeout_s": 5.0, "grant_timeout_s": 60.0}
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setenv("HCCL_RDMA_TIMEOUT", "10")  # RoCE repairs nothing: a transfer has `write_timeout_s`
+    pair = Pair(GQA, SIDE, SIDE, QUICK, device="npu")
+    for rank in pair.p_ranks + pair.d_ranks:
+        rank.retire()
+    yield pair
+    pair.close()
+
+
+def test_nothing_is_written_late_when_the_links_of_24_peers_hang(pair: Pair) -> None:
+    silent = Rank(Decodes, GQA, SIDE, f"tcp://{HOST}:{reserve_port()}", QUICK, COUNT, device="npu")
+    silent.receive()
+    silent.retire()
+    listeners = [
+        DescriptionListener(EngineDescription(f"silent-{n}", MODEL, 1, 1, (description,), 1, 1), HOST, 0, None)
+        for n, description in enumerate(silent.call("descriptions"))
+    ]
+    requests = prompts(pair, [BLOCK] * (COUNT + 1))
+    [healthy, *unlucky] = requests
+    tickets = pair.announce([healthy])
+    for n, (prompt, listener) in enumerate(zip(unlucky, listeners, strict=True)):
+        port = int(listener.endpoint.rpartition(":")[2])
+        ticket = msgspec.structs.replace(pair.ticket(prompt), remote_engine_id=f"silent-{n}", remote_port=port)
+        tickets[prompt.request_id] = ticket
+    expects = [
+        ConsumerStep([Expect(p.request_id, t.ticket_id, t.attempt, t.digest(), p.d_blocks, p.cached)])
+        for p in unlucky
+        for t in [tickets[p.request_id]]
+    ]
+    silent.call("steps", expects)
+    with cann_on_host.link_fault(silent.call("process"), "hang"):
+        prefill(pair, requests, tickets)
+        assert pair.wait_arrivals(1, 60.0) == ({healthy.request_id}, {})
+        assert pair.differences([healthy]) == []
+        ended: set[str] = set()
+        deadline = time.monotonic() + 120
+        while len(ended) < COUNT:
+            assert time.monotonic() < deadline, f"blocks are held: {len(ended)} of {COUNT} requests ended"
+            cancelled = []
+            for finished, _, _, given_up in silent.call("arrivals"):
+                ended |= finished
+                cancelled.append(ConsumerStep(cancelled=given_up))
+            silent.call("steps", cancelled)
+            time.sleep(0.05)
+        silent.call("reuse", unlucky)
+    time.sleep(6.0)  # both of Mooncake's attempts, for whatever still waited for a thread
+    assert silent.call("overwritten", unlucky) == 0
+    assert len(pair.wait_sent(COUNT + 1, 60.0)) == COUNT
+    for listener in listeners:
+        listener.close(5.0)
+    silent.stop()
+    silent.stopped()
