@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
 WHEELS = sorted(path.name for path in Path(sys.prefix, "mooncake-npu").glob("*"))
 PROGRAM = """
-import subprocess, sys, torch
+import os, subprocess, sys, torch
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.limits import TransferLimits
@@ -70,6 +70,7 @@ else:
     engine = ours()
     theirs()
 
+print("THREADS", os.environ["ASCEND_THREAD_POOL_SIZE"])
 print("SESSION", engine.session == f"127.0.0.1:{global_te.transfer_engine.get_rpc_port()}")
 engine.write(session, [storage.data_ptr()], [int(there)], [4])
 print("CACHES", at_peer())
@@ -98,6 +99,8 @@ def test_one_mooncake_engine_serves_vllm_ascend_and_us(wheel: str, order: str, t
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     said = ended.stdout.splitlines()
+    # Mooncake's pool is what it was when its engine started, whoever started it.
+    assert said[-6] == f"THREADS {8 if order == 'theirs first' else 16}"
     assert said[-5:] == [
         "SESSION True",
         "CACHES b'mine'",

@@ -18,8 +18,13 @@ from vllm_ascend_pd.transport.regions import Region
 
 _MODULE = "vllm_ascend.distributed.kv_transfer.utils.mooncake_transfer_engine"
 
-_DEFAULTS = {"ASCEND_CONNECT_TIMEOUT": "10000", "ASCEND_TRANSFER_TIMEOUT": "10000", "MC_TRANSFER_TIMEOUT": "30"}
-"""Mooncake's own, in transfer_executor_base.h and transfer_engine_py.cpp."""
+_DEFAULTS = {
+    "ASCEND_CONNECT_TIMEOUT": "10000",
+    "ASCEND_THREAD_POOL_SIZE": "8",
+    "ASCEND_TRANSFER_TIMEOUT": "10000",
+    "MC_TRANSFER_TIMEOUT": "30",
+}
+"""Mooncake's own, in transfer_executor_base.h, slice_dispatcher.cpp and transfer_engine_py.cpp."""
 
 
 class SharedEngine:
