@@ -21,6 +21,8 @@ from harness.pool import long
 
 pytestmark = pytest.mark.npu
 
+TOLERANCE = 0.3
+"""bfloat16 is up to 0.16 from float32, as measured; two engines in bfloat16 are closer to each other."""
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("offline_tokens.py")
 CPU_PYTHON = Path(os.environ.get("VENV", ROOT / ".venv")) / "bin" / "python"
@@ -67,5 +69,5 @@ def test_answers_are_those_of_the_cpu_backend(model: Path, expected: list[Comple
     device, rounds = answers_of(Path(sys.executable), model, tp, pp, cpu=False)
     assert device == "npu"
     for answers in rounds:
-        results = [compare(ours, theirs) for ours, theirs in zip(answers, expected, strict=True)]
+        results = [compare(ours, theirs, TOLERANCE) for ours, theirs in zip(answers, expected, strict=True)]
         assert [wrong for _, wrong in results if wrong] == []
