@@ -39,8 +39,9 @@ class Builds(dict[str, Built]):
         return self[way]
 
     def toolkit(self, way: str, name: str | None = None) -> Path:
-        folder = self._folder / (name or way)
-        return folder if folder.exists() else make_toolkit(folder, asc=way == "find_package(ASC)")
+        asc = way == "find_package(ASC)"
+        folder = self._folder / (name or ("cann-9.1" if asc else "cann-9.0"))
+        return folder if folder.exists() else make_toolkit(folder, asc)
 
     def build(self, way: str, toolkit: Path | None = None, user: int | None = None) -> Built:
         """Raises RuntimeError where the compiler fails."""
@@ -58,8 +59,9 @@ class Builds(dict[str, Built]):
             "DESTDIR": str(root),
             "CMAKE_CXX_COMPILER_LAUNCHER": str(COMPILE_ONCE),
             "COMPILED": str(self._compiled),
-            # A user's own choice, which is not for CANN.
+            # Settings of a user that are not for CANN.
             "CMAKE_GENERATOR": "Ninja",
+            "PYTHONDONTWRITEBYTECODE": "",
             "VERBOSE": "1",
         }
         if user is None:

@@ -57,6 +57,7 @@ def run_library(built: Built, *arguments: str) -> None:
 
 def test_the_library_is_built_with_what_cann_has(builds: Builds, way: str) -> None:
     assert WAYS[way] in builds[way].printed
+    assert re.search(r"c\+\+ .* -O3 .*/npu_ops\.cpp\n", builds[way].printed), "without optimisation"
 
 
 def test_every_symbol_is_found(builds: Builds, way: str) -> None:
