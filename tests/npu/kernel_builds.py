@@ -40,7 +40,8 @@ class Builds(dict[str, Built]):
 
     def toolkit(self, way: str, name: str | None = None) -> Path:
         asc = way == "find_package(ASC)"
-        folder = self._folder / (name or ("cann-9.1" if asc else "cann-9.0"))
+        # Without hyphens: CMake quotes objects' names that have some, which `relink.py` would not undo.
+        folder = self._folder / (name or ("cann_91" if asc else "cann_90"))
         return folder if folder.exists() else make_toolkit(folder, asc)
 
     def build(self, way: str, toolkit: Path | None = None, user: int | None = None) -> Built:
