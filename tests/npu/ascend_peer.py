@@ -57,7 +57,7 @@ class Write:
 
 class Peer:
     def __init__(self) -> None:
-        torch.npu.set_device(0)
+        torch.npu.set_device(1)  # decode has the first one, and there are no transfers inside an NPU
         self.memory = NpuDevice().allocate(SIZE)
         self.writes: dict[str, Write] = {}
 
