@@ -15,6 +15,7 @@ import cann_on_host
 from harness.kv import Model, Side
 from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
+from vllm_ascend_pd import ops, ops_fallback
 
 pytestmark = pytest.mark.npu
 
@@ -116,6 +117,24 @@ def test_bytes_arrive_beside_the_models_collectives(shape: str, chip: str, monke
     try:
         pair.each(pair.p_ranks, "do", reduce_every_layer)
         push(pair)
+    finally:
+        left = pair.close()
+    assert left == []
+
+
+def warnings_of_missing_kernels(_: PrefillRank) -> int:
+    return ops_fallback.warn_once.cache_info().misses
+
+
+@pytest.mark.skipif(not ops.npu_kernels.reason, reason="the kernels are in use")
+@pytest.mark.parametrize(("shape", "times"), [("tp2-to-tp1", 1), ("mla-tp1-to-tp1", 0)])
+def test_prefill_that_may_regroup_says_once_at_its_start_that_it_has_no_kernels(shape: str, times: int) -> None:
+    pair = Pair(*SHAPES[shape], device="npu")
+    try:
+        assert set(pair.each(pair.p_ranks, "do", warnings_of_missing_kernels)) == {times}
+        if times:
+            push(pair)
+            assert set(pair.each(pair.p_ranks, "do", warnings_of_missing_kernels)) == {times}
     finally:
         left = pair.close()
     assert left == []
