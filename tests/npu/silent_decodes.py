@@ -18,7 +18,7 @@ class Decodes:
         self.ranks = []
         start = torch.distributed.init_process_group
         for n in range(count):
-            self.ranks.append(DecodeRank(model, side, 0, 0, init, f"silent-{n}", config, "npu"))
+            self.ranks.append(DecodeRank(model, side, 0, 0, init, f"silent-{n}", config, "npu", first_device=1))
             torch.distributed.init_process_group = lambda *_, **__: None  # once in a process
         torch.distributed.init_process_group = start
 
