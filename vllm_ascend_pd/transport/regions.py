@@ -62,7 +62,7 @@ def refusal(regions: Sequence[Region], chip: str) -> str | None:
         if address % ALIGNMENT:
             return (
                 f"the region {address:#x}+{size} does not begin at a multiple of 2 MiB, which HCCS needs: allocate KV "
-                " caches as vllm-ascend does with a kv_transfer_config"
+                "caches as vllm-ascend does with a kv_transfer_config"
             )
     if len(regions) > MAX_REGIONS:
         return (
