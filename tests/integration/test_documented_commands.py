@@ -357,6 +357,7 @@ TABLE = (
     Row(r"CANN_ON_HOST=1 .* benchmarks/push\.py --npu", "tests/npu/test_transfer_benchmarks.py::test_push"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/overlap\.py --npu", "tests/npu/test_transfer_benchmarks.py::test_overlap"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/memory\.py --npu", "tests/npu/test_transfer_benchmarks.py::test_memory"),
+    Row(r"CANN_ON_HOST=1 .* benchmarks/batches\.py", "tests/npu/test_transfer_benchmarks.py::test_batches"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/plan\.py", "tests/npu/test_plan_benchmark.py::test_checks_bars_as_json"),
     Row(r"vllm serve MODEL --port .*", "tests/e2e/test_timeline.py::test_the_engines_are_those_of_the_readme"),
     Row(r"vllm serve MODEL \.\.\. .*", "tests/e2e/test_traces.py::test_engines_and_proxy_are_told_as_documented"),
