@@ -34,10 +34,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def builds() -> Iterator["Builds"]:
-    """Builds of the NPU's library with the regroup kernels for the host, in a folder that every user may read."""
+    """Builds of the NPU's library with the regroup kernels for the host, in a folder that every user may read.
+
+    TMPDIR may be a folder that only its owner may enter, and its name may have hyphens (`Builds.toolkit`).
+    """
     from kernel_builds import Builds
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o755)
         yield Builds(Path(folder))
 
