@@ -22,6 +22,9 @@ pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
 WHEELS = sorted(path.name for path in Path(sys.prefix, "mooncake-npu").glob("*"))
 TIMEOUT_MS = 1000
+PATIENT_S = 20
+PATIENT = dict.fromkeys(("ASCEND_CONNECT_TIMEOUT", "ASCEND_TRANSFER_TIMEOUT"), str(1000 * PATIENT_S))
+"""Where no time limit shall end a write, however busy the machine is."""
 
 
 class Peer:
@@ -170,7 +173,7 @@ def test_how_long_connecting_takes_depends_on_auto_connect(peer: Callable[..., P
 
 
 def test_a_batch_to_a_link_that_hangs_arrives_if_it_comes_back_in_time(peer: Callable[..., Peer]) -> None:
-    decode, prefill = peer(), peer()
+    decode, prefill = peer(), peer(**PATIENT)
     _, session, address, pid = decode.ask("start")
     prefill.ask("start")
     assert prefill.ask("write", session, address, 4, 1)[0] == 1
@@ -185,7 +188,7 @@ def test_a_batch_to_a_link_that_hangs_arrives_if_it_comes_back_in_time(peer: Cal
 
 
 def test_a_link_that_breaks_ends_a_batch_under_way(peer: Callable[..., Peer]) -> None:
-    decode, prefill = peer(), peer()
+    decode, prefill = peer(), peer(**PATIENT)
     _, session, address, pid = decode.ask("start")
     prefill.ask("start")
     assert prefill.ask("write", session, address, 4, 1)[0] == 1
@@ -195,7 +198,7 @@ def test_a_link_that_breaks_ends_a_batch_under_way(peer: Callable[..., Peer]) ->
         with cann_on_host.link_fault(pid, "down"):
             code, seconds = prefill.answer()
     assert code == -1
-    assert seconds < TIMEOUT_MS / 1000
+    assert seconds < PATIENT_S
 
 
 def test_a_process_that_is_stopped_is_written_to(peer: Callable[..., Peer]) -> None:
