@@ -183,6 +183,7 @@ def test_one_npu_leaves_out_what_needs_two(monkeypatch: pytest.MonkeyPatch) -> N
     assert (done.check, done.level) == ("hardware.kernels", Level.WARNING)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("machine")
 def test_compiled_kernels_are_compared(kernels: Path, tmp_path: Path) -> None:
     """In a copy of the package that has its kernels, built for the host."""
