@@ -2,7 +2,6 @@
 """Writes over protocol `ascend` on Mooncake's wheels: nothing queues inside Mooncake, a write that is over is over, and
 peers that hang cost others nothing."""
 
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 import cann_on_host
+from answering import Answering
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -26,7 +26,7 @@ SLOTS, SLOTS_ONE_BY_ONE = (16, 8), (4, 1)
 """In all, and for peers that have not proved to answer."""
 
 
-class Process:
+class Process(Answering):
     """A program that answers commands, with one of Mooncake's wheels."""
 
     def __init__(self, program: str, wheel: str) -> None:
@@ -39,21 +39,6 @@ class Process:
             text=True,
             env={**os.environ, **TIMEOUTS, "CANN_ON_HOST": "1", "PYTHONPATH": path},
         )
-
-    def ask(self, *command: Any) -> Any:
-        self.send(*command)
-        return self.answer()
-
-    def send(self, *command: Any) -> None:
-        assert self.process.stdin is not None
-        print(json.dumps(command), file=self.process.stdin, flush=True)
-
-    def answer(self) -> Any:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith('["answer"'):
-                return json.loads(line)[1]
-        raise AssertionError(f"the process ended with {self.process.wait()}")
 
     def link(self, fault: str) -> Any:
         return cann_on_host.link_fault(self.process.pid, fault)

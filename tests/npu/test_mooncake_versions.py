@@ -5,18 +5,17 @@ Every claim of `core/transports.py` is compared with what the wheels do, on the 
 """
 
 import itertools
-import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
+from answering import Answering
 from harness.kv import Model, Side
 from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.core.transports import TransportInfo, cannot_write
@@ -31,7 +30,7 @@ OLD, NEW = "0.3.11.post1", "0.3.13.post1"
 BOTH = pytest.mark.parametrize("wheel", [OLD, NEW])
 
 
-class Peer:
+class Peer(Answering):
     """A process with an engine of `wheel`: a version, or a folder. Mooncake's log goes to `log`."""
 
     def __init__(self, wheel: str, log: Path, **settings: str) -> None:
@@ -49,19 +48,6 @@ class Peer:
                 **settings,
             },
         )
-
-    def ask(self, *command: Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(json.dumps(command), file=self.process.stdin, flush=True)
-        for line in self.process.stdout:
-            if line.startswith('["answer"'):
-                return json.loads(line)[1]
-        raise AssertionError(f"the process ended with {self.process.wait()}")
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@
 The facts that the product relies on are shown here on the wheels themselves.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -12,11 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import cann_on_host
+from answering import Answering
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -27,7 +26,7 @@ PATIENT = dict.fromkeys(("ASCEND_CONNECT_TIMEOUT", "ASCEND_TRANSFER_TIMEOUT"), s
 """Where no time limit shall end a write, however busy the machine is."""
 
 
-class Peer:
+class Peer(Answering):
     def __init__(self, wheel: str, env: dict[str, str]) -> None:
         self.wheel = wheel
         program = str(Path(__file__).with_name("mooncake_peer.py"))
@@ -46,25 +45,6 @@ class Peer:
                 **env,
             },
         )
-
-    def ask(self, *command: Any) -> Any:
-        self.begin(*command)
-        return self.answer()
-
-    def begin(self, *command: Any) -> None:
-        assert self.process.stdin is not None
-        print(json.dumps(command), file=self.process.stdin, flush=True)
-
-    def answer(self) -> Any:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith('["answer"'):
-                return json.loads(line)[1]
-        raise AssertionError(f"the process ended with {self.process.wait()}")
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture(params=WHEELS)
@@ -179,7 +159,7 @@ def test_a_batch_to_a_link_that_hangs_arrives_if_it_comes_back_in_time(peer: Cal
     assert prefill.ask("write", session, address, 4, 1)[0] == 1
     prefill.ask("put", "late")
     with cann_on_host.link_fault(pid, "hang"):
-        prefill.begin("write", session, address, 4, 1)
+        prefill.send("write", session, address, 4, 1)
         time.sleep(0.3)
     code, seconds = prefill.answer()
     assert code == 1
@@ -193,7 +173,7 @@ def test_a_link_that_breaks_ends_a_batch_under_way(peer: Callable[..., Peer]) ->
     prefill.ask("start")
     assert prefill.ask("write", session, address, 4, 1)[0] == 1
     with cann_on_host.link_fault(pid, "hang"):
-        prefill.begin("write", session, address, 4, 1)
+        prefill.send("write", session, address, 4, 1)
         time.sleep(0.3)
         with cann_on_host.link_fault(pid, "down"):
             code, seconds = prefill.answer()
