@@ -13,7 +13,7 @@ import dataclasses
 import httpx
 import pytest
 
-from harness.agreement import assert_agree
+from harness.agreement import assert_agree, listed_logprobs
 from harness.client import Client, Completion, at_once, random_prompt
 from harness.clusters import Cluster
 from harness.failures import wait_all_blocks_free
@@ -52,7 +52,8 @@ def choices_of(number: int) -> list[str]:
 def test_guided_requests_do_not_hold_up_plain_ones(cluster: Cluster, reference: Reference) -> None:
     """Prompts of six and of four blocks, of which decode has nine."""
     plain = [random_prompt(480, f"plain-{i}") for i in range(4)]
-    with Client(cluster.url, timeout=httpx.Timeout(ANSWER_S, connect=5)) as client:
+    logprobs = listed_logprobs(reference.dtype)
+    with Client(cluster.url, timeout=httpx.Timeout(ANSWER_S, connect=5), logprobs=logprobs) as client:
 
         def ask(number: int) -> Completion:
             if number % 2:

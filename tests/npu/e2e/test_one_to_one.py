@@ -62,9 +62,10 @@ def test_engines_that_compute_alike_give_equal_tokens(client: Client, reference:
             assert ours.logprobs == tuple(pytest.approx(place, abs=1e-4) for place in theirs.logprobs)
 
 
-@pytest.mark.parametrize("cluster", [TP2_TO_TP1], ids=str, indirect=True)
+@pytest.mark.parametrize("cluster", [TP1], ids=str, indirect=True)
 def test_a_lost_tensor_is_noticed(client: Client, reference: Reference) -> None:
-    """bfloat16's tolerance hides none: K or V of any layer."""
+    """bfloat16's tolerance hides no lost K or V of any layer. At equal TP: `tests/plugins/faults.py` cannot lose
+    what is regrouped."""
     prompts = [random_prompt(LOSING_TOKENS + tensor, "lose") for tensor in range(2 * TINY.layers)]
     found = [compare(client.complete(prompt), reference.answer(prompt))[1] for prompt in prompts]
     assert [tensor for tensor, why in enumerate(found) if why is None] == []
