@@ -142,7 +142,7 @@ def use_kernels(library: Path | None) -> None:
     """Make the compiled kernels in `library` the NPU's implementations, or torch_npu's operators."""
     import torch
 
-    from vllm_ascend_pd import ops, ops_fallback
+    from vllm_ascend_pd.device import ops, ops_fallback
 
     if ops_fallback._library is None:
         raise RuntimeError(f"{ops.NPU_LIBRARY} is in use: it cannot be exchanged for what is to be counted")

@@ -36,12 +36,12 @@ from harness.kv import Model as SmallModel  # noqa: E402
 from harness.kv import Side  # noqa: E402
 from harness.ports import reserve_port  # noqa: E402
 from harness.rank_hosts import Rank  # noqa: E402
-from vllm_ascend_pd.config import ConnectorConfig  # noqa: E402
+from vllm_ascend_pd.core.config import ConnectorConfig  # noqa: E402
 from vllm_ascend_pd.device.npu import REGISTRATION_BYTES  # noqa: E402
-from vllm_ascend_pd.planning.engine import Engine, Layout, rank_caches  # noqa: E402
-from vllm_ascend_pd.planning.exchange import make_plan  # noqa: E402
-from vllm_ascend_pd.planning.figures import Staging  # noqa: E402
-from vllm_ascend_pd.planning.model import Cached, CacheDtype, Model, parse_model  # noqa: E402
+from vllm_ascend_pd.tools.plan.engine import Engine, Layout, rank_caches  # noqa: E402
+from vllm_ascend_pd.tools.plan.exchange import make_plan  # noqa: E402
+from vllm_ascend_pd.tools.plan.figures import Staging  # noqa: E402
+from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, Model, parse_model  # noqa: E402
 
 MIB = 1 << 20
 MIN_LESS = 20.0

@@ -14,7 +14,7 @@ from itertools import product
 
 import torch
 
-from vllm_ascend_pd import ops
+from vllm_ascend_pd.device import ops
 
 HEADS = 8  # of the side with the smaller TP size; its peer's ranks have HEADS / ratio
 HEAD_BYTES = 128 * 2  # head size 128, bfloat16

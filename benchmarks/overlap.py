@@ -5,7 +5,7 @@ against one push of everything after prefill.
 $ python benchmarks/overlap.py [--layers 16] [--mib 128] [--compute 2 1 0.5] [--rounds 9] [--check] [--json]
 $ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/overlap.py --npu ...
 
-Our ProducerWorker and ConsumerWorker in a process each, over Mooncake's TCP, equal TP sizes, one prompt in one step. A
+Our PrefillWorker and DecodeWorker in a process each, over Mooncake's TCP, equal TP sizes, one prompt in one step. A
 layer's computation is a sleep, as a device's is to the host, of `--compute` times what pushing a layer took in the last
 bulk round (`wanted`); `came out` is what both took in the end. The link keeps up where this is 1 or more. Sides take
 turns, with the same sleeps; medians:

@@ -10,7 +10,7 @@ has 8 KV heads of 128 bfloat16; prefill has TP 1, with `-tp2` 2. Caches are as l
 touched. Both sides get the same tensors, prompts and decode engine, take turns in one process, each first in every
 other round, and must name the same bytes, or there are no figures.
 
-ours       `ProducerWorker` with all of its threads, a decode rank's `ConsumerWorker` in another process
+ours       `PrefillWorker` with all of its threads, a decode rank's `DecodeWorker` in another process
 reference  `start_load_kv`, `save_kv_layer` and the running KVCacheSendingLayerThread of the installed vllm-ascend; it
            is given decode's addresses, and does not tell decode that a request is done, which ours does
 floor      what no connector can do without that pushes layer by layer from a thread of its own: events, streams, one
@@ -143,7 +143,7 @@ def measure(case: Case, layers: int, rounds: int) -> Result:
     """Raises where a side does not do its work."""
     import torch
 
-    from vllm_ascend_pd import ops
+    from vllm_ascend_pd.device import ops
 
     names = layer_names(layers)
     shape = (case.cache_blocks, BLOCK, case.heads, HEAD_SIZE)

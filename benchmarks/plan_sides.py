@@ -31,14 +31,14 @@ class Ours:
 
     def __init__(self, tensors: dict[str, Any], decode: Decode, case: Case, mooncake: Any = None) -> None:
         from harness.rank_programs import HOST, MODEL
-        from vllm_ascend_pd.config import parse_config
+        from vllm_ascend_pd.connector.shared_engine import SharedEngine
+        from vllm_ascend_pd.core.caches import LayerSpec, describe
+        from vllm_ascend_pd.core.config import parse_config
+        from vllm_ascend_pd.core.identity import RankInfo
         from vllm_ascend_pd.core.topology import sharding
+        from vllm_ascend_pd.prefill.worker import PrefillWorker
         from vllm_ascend_pd.transport.engine import TransferEngine
         from vllm_ascend_pd.transport.limits import TransferLimits
-        from vllm_ascend_pd.transport.shared_engine import SharedEngine
-        from vllm_ascend_pd.worker.caches import LayerSpec, describe
-        from vllm_ascend_pd.worker.identity import Identity
-        from vllm_ascend_pd.worker.producer import ProducerWorker
 
         self._decode, self._case, self._layers = decode, case, list(tensors)
         self.handed = mooncake or Handed()
@@ -49,14 +49,14 @@ class Ours:
             engine = TransferEngine(HOST, "ascend", TransferLimits.over("ascend"))
         spec = LayerSpec(0, BLOCK, case.heads, KV_HEADS)
         caches = describe(tensors, dict.fromkeys(tensors, spec), heads_first=False)
-        identity = Identity("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))
+        identity = RankInfo("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))
         self._device = device_without_kernels()
         config = parse_config({})
-        self._worker = ProducerWorker(identity, config, self._device, engine, caches, step_tokens=case.tokens)
+        self._worker = PrefillWorker(identity, config, self._device, engine, caches, step_tokens=case.tokens)
         self._p_blocks, self._d_blocks = case.block_ids(1), case.block_ids(2)
 
     def step(self) -> Cost:
-        from vllm_ascend_pd.step import ProducerStep, Send
+        from vllm_ascend_pd.core.step import PrefillStep, Send
 
         case, worker = self._case, self._worker
         tickets = {f"request-{i}": self._ticket(i) for i in range(case.requests)}
@@ -68,7 +68,7 @@ class Ours:
         ]
         watch = Stopwatch("pd-sender", "pd-control")
         with watch.model("plan"):
-            worker.start_step(ProducerStep(tickets, sends=sends))
+            worker.start_step(PrefillStep(tickets, sends=sends))
         for i, layer in enumerate(self._layers):
             self.handed.count = 0
             with watch.model("save"):
@@ -78,7 +78,7 @@ class Ours:
         watch.all_written()
         with watch.model("plan"):
             worker.end_step()
-            worker.start_step(ProducerStep(finished=dict.fromkeys(tickets)))
+            worker.start_step(PrefillStep(finished=dict.fromkeys(tickets)))
         self._await_sent(set(tickets))
         return watch.cost(len(self._layers))
 

@@ -166,7 +166,7 @@ class Decode:
         from harness.rank_programs import HOST, MODEL, DecodeRank
         from vllm_ascend_pd.core.protocol import EngineDescription
         from vllm_ascend_pd.core.transports import TransportInfo
-        from vllm_ascend_pd.scheduler.listener import DescriptionListener
+        from vllm_ascend_pd.decode.listener import DescriptionListener
 
         model = Model(layers, KV_HEADS, (HEAD_SIZE,) * PARTS)
         init = f"tcp://{HOST}:{reserve_port()}"
@@ -182,10 +182,10 @@ class Decode:
         self.port = int(self._listener.endpoint.rpartition(":")[2])
 
     def expect(self, tickets: dict[str, Any]) -> None:
-        from vllm_ascend_pd.step import ConsumerStep, Expect
+        from vllm_ascend_pd.core.step import DecodeStep, Expect
 
         expects = [Expect(name, t.ticket_id, 0, t.digest(), []) for name, t in tickets.items()]
-        self._rank.call("step", ConsumerStep(expects))
+        self._rank.call("step", DecodeStep(expects))
 
     def bases(self, layer: str) -> list[int]:
         return [tensor.base for tensor in self.description.caches.tensors if tensor.layer == layer]

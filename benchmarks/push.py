@@ -4,7 +4,7 @@
 $ python benchmarks/push.py [--mib 16 64 256] [--requests 1 8] [--layers 16] [--rounds 11] [--check] [--json]
 $ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/push.py --npu [--mib ...] [--requests ...] [--layers 16] ...
 
-ours   our ProducerWorker and ConsumerWorker in a process each, over Mooncake's TCP, equal TP sizes. One step with all
+ours   our PrefillWorker and DecodeWorker in a process each, over Mooncake's TCP, equal TP sizes. One step with all
        of all prompts: from when KV can be sent, which is all layers' at once, until decode's worker says that the last
        request is there, so with all writes and reports. Tickets come to prefill FIRST_LAYER_S earlier, when a model
        would begin with the first layer; grants are asked for meanwhile

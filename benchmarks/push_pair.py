@@ -12,7 +12,7 @@ import torch
 from harness.kv import Model, Prompt, Side, layer_name
 from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair, prompts
-from vllm_ascend_pd.step import ConsumerStep, ProducerStep, Send
+from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, Send
 
 BLOCK, HEAD_SIZE, DTYPE_BYTES = 128, 128, 2
 PATIENCE_S = 60.0
@@ -95,7 +95,7 @@ class PushPair:
         first_s = compute_s if first_s is None else first_s
         tickets = self.pair.announce(requests)
         self.d.send("do", await_arrivals, len(requests))
-        step = ProducerStep(
+        step = PrefillStep(
             tickets, sends=[Send(p.request_id, 0, p.num_tokens, (p.p_blocks,), last=True) for p in requests]
         )
         steps = self.pair.each(self.p_ranks, "do", prefill, step, first_s, compute_s, layerwise)
@@ -134,7 +134,7 @@ def contents(rank: PrefillRank | DecodeRank, layer: int, part: int) -> torch.Ten
 
 
 def prefill(
-    rank: PrefillRank, step: ProducerStep, first_s: float, compute_s: float, layerwise: bool
+    rank: PrefillRank, step: PrefillStep, first_s: float, compute_s: float, layerwise: bool
 ) -> tuple[float, float, float, float]:
     """The first four of `Times`."""
     compute = queue_kernels if rank.on == "npu" else sleep
@@ -173,7 +173,7 @@ def queue_kernels(rank: PrefillRank, layer: str, seconds: float) -> None:
 
 def release(rank: PrefillRank, request_ids: list[str]) -> None:
     """vLLM is done with the requests; waits until nothing reads them any more."""
-    rank.worker.start_step(ProducerStep(finished=dict.fromkeys(request_ids), wait_s=0.002))
+    rank.worker.start_step(PrefillStep(finished=dict.fromkeys(request_ids), wait_s=0.002))
     sent: set[str] = set()
     deadline = time.monotonic() + PATIENCE_S
     while len(sent) < len(request_ids):
@@ -186,7 +186,7 @@ def release(rank: PrefillRank, request_ids: list[str]) -> None:
 
 def await_arrivals(rank: DecodeRank, count: int) -> tuple[float, int, int]:
     """When the last of `count` requests was there; bytes in all, and those before prefill's last layer ended."""
-    rank.worker.start_step(ConsumerStep(wait_s=0.002))
+    rank.worker.start_step(DecodeStep(wait_s=0.002))
     ended, num_bytes, early = 0, 0, 0
     deadline = time.monotonic() + PATIENCE_S
     while True:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm_ascend_pd.device.base import Device
-    from vllm_ascend_pd.worker.staging import Slot, StagingRing
+    from vllm_ascend_pd.prefill.staging import Slot, StagingRing
 
 HEADS, HEAD_SIZE, BLOCK = 8, 128, 128  # of the model; bfloat16
 LAYER = "model.layers.0.self_attn.attn"
@@ -76,27 +76,27 @@ def our_side(
     import numpy as np
     import torch
 
+    from vllm_ascend_pd.core.caches import LayerSpec, describe
     from vllm_ascend_pd.core.plan import make_route
+    from vllm_ascend_pd.core.running_time import RunningTime
     from vllm_ascend_pd.core.topology import sharding
     from vllm_ascend_pd.core.units import Units
-    from vllm_ascend_pd.worker.caches import LayerSpec, describe
-    from vllm_ascend_pd.worker.exchange_group import ExchangeGroup
-    from vllm_ascend_pd.worker.regroup import Regrouper
-    from vllm_ascend_pd.worker.running_time import RunningTime
-    from vllm_ascend_pd.worker.shipment import Chunk, Shipment
-    from vllm_ascend_pd.worker.staging import StagingRing
+    from vllm_ascend_pd.prefill.exchange_group import ExchangeGroup
+    from vllm_ascend_pd.prefill.regroup import Regrouper
+    from vllm_ascend_pd.prefill.staging import StagingRing
+    from vllm_ascend_pd.prefill.step_transfer import Chunk, StepTransfer
 
     spec = LayerSpec(group=0, block_size=BLOCK, heads=layer.heads, total_heads=HEADS)
     registered = describe({LAYER: tuple(caches)}, {LAYER: spec}, heads_first=False)
     [geometry] = registered.description.geometries
     route = make_route(geometry, rank, sharding(layer.ranks), sharding(1), BLOCK)
     slot_bytes = 2 * layer.num_blocks * BLOCK * geometry.token_bytes
-    ring: StagingRing[Shipment] = StagingRing(device.allocate(slot_bytes), slot_bytes, 1, RunningTime())
+    ring: StagingRing[StepTransfer] = StagingRing(device.allocate(slot_bytes), slot_bytes, 1, RunningTime())
     group = device.new_groups([route.ranks], timeout_s)[route.ranks]
     exchange = ExchangeGroup(device, route.ranks, str(route.ranks), group, rank, timeout_s)
     regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s, timeout_s)
     offsets = torch.tensor(layer.blocks()) * geometry.block_stride
     chunk = Chunk(0, layer.num_blocks, offsets.to(caches[0].device))
     nobody = np.empty(0, dtype=np.int64)
-    shipment = Shipment(route, geometry, [], Units(nobody, nobody), nobody, nobody, [chunk])
+    shipment = StepTransfer(route, geometry, [], Units(nobody, nobody), nobody, nobody, [chunk])
     return lambda: regrouper.run(shipment, chunk, registered.tensors, step=1), ring

@@ -9,7 +9,7 @@ A wave of requests arrives at a decode engine at once; all are open on both side
 themselves and stay connected, the wave of AT requests goes to the first. `spread`: the wave goes to all of them.
 
 Ours is what vLLM drives: `LayerwisePushConnector` in the scheduler's role with vLLM's own requests and scheduler
-outputs, and one rank (`ProducerWorker`, `ConsumerWorker`) with all of its threads, on both sides. Tickets are posted
+outputs, and one rank (`PrefillWorker`, `DecodeWorker`) with all of its threads, on both sides. Tickets are posted
 over HTTP to a metaserver, messages go over ZMQ on 127.0.0.1. There is no model, and Mooncake's engine is one that does
 nothing, at Mooncake's interface. The prefill engines are in this process, the decode engines in another one.
 

@@ -14,16 +14,16 @@ from harness.waiting import wait_until  # noqa: E402
 
 class DecodeEngine:
     def __init__(self, configs: Configs, engine_id: str, port: int) -> None:
-        from vllm_ascend_pd.config import parse_config
+        from vllm_ascend_pd.core.config import parse_config
+        from vllm_ascend_pd.core.step import RankHandshake
+        from vllm_ascend_pd.decode.worker import DecodeWorker, encode_description
         from vllm_ascend_pd.device.cpu import CpuDevice
-        from vllm_ascend_pd.step import RankHandshake
-        from vllm_ascend_pd.worker.consumer import ConsumerWorker, encode_description
 
         self.meter = Meter("pd-grants", "metaserver-client")
         self._device = CpuDevice()
         with self.meter.owning():
             self._connector = configs.scheduler("kv_consumer", engine_id, port)
-            self._worker = ConsumerWorker(
+            self._worker = DecodeWorker(
                 configs.identity(engine_id), parse_config({}), self._device, configs.engine(), configs.caches
             )
         handshake = RankHandshake(encode_description(self._worker.description), {})

@@ -110,7 +110,7 @@ class Configs:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
         from harness.kv import layer_name
-        from vllm_ascend_pd.worker.caches import LayerSpec, describe
+        from vllm_ascend_pd.core.caches import LayerSpec, describe
 
         self._config = EngineArgs(model=model, enforce_eager=True, max_model_len=2 * TOKENS).create_engine_config()
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=1, dtype=torch.bfloat16)
@@ -129,7 +129,7 @@ class Configs:
         from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-        from vllm_ascend_pd.connector import LayerwisePushConnector
+        from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 
         config = copy.copy(self._config)
         config.kv_transfer_config = KVTransferConfig(
@@ -138,11 +138,11 @@ class Configs:
         return LayerwisePushConnector(config, KVConnectorRole.SCHEDULER, self._groups)
 
     def identity(self, engine_id: str) -> Any:
-        from vllm_ascend_pd import compat
+        from vllm_ascend_pd.connector import compat
+        from vllm_ascend_pd.core.identity import RankInfo
         from vllm_ascend_pd.core.topology import sharding
-        from vllm_ascend_pd.worker.identity import Identity
 
-        return Identity(engine_id, compat.model_summary(self._config), HOST, 0, sharding(1), 0, 1, (0,))
+        return RankInfo(engine_id, compat.model_summary(self._config), HOST, 0, sharding(1), 0, 1, (0,))
 
     def engine(self) -> Any:
         """Mooncake's is one that does nothing, at Mooncake's interface."""

@@ -21,16 +21,16 @@ PER_STEP = TOKENS // STEPS
 
 class Prefill:
     def __init__(self, configs: Configs, engine_id: str) -> None:
-        from vllm_ascend_pd.config import parse_config
+        from vllm_ascend_pd.core.config import parse_config
         from vllm_ascend_pd.device.cpu import CpuDevice
-        from vllm_ascend_pd.worker.producer import ProducerWorker
+        from vllm_ascend_pd.prefill.worker import PrefillWorker
 
         self.meter = Meter("pd-control", "pd-sender")
         self._device = CpuDevice()
         self._layers = list(configs.caches.layers)
         with self.meter.owning():
             self._connector = configs.scheduler("kv_producer", engine_id, 0)
-            self._worker = ProducerWorker(
+            self._worker = PrefillWorker(
                 configs.identity(engine_id),
                 parse_config({}),
                 self._device,

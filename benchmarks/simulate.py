@@ -37,8 +37,8 @@ from simulation.figures import Advice, Figures, Queue, Use, advise, run  # noqa:
 from simulation.presets import MODELS, SPEEDS, Speeds, find_model  # noqa: E402
 from simulation.traffic import Lengths, poisson  # noqa: E402
 
-from vllm_ascend_pd.planning.model import PlanError  # noqa: E402
-from vllm_ascend_pd.proxy.balance import DEFAULT_STRATEGY, STRATEGIES  # noqa: E402
+from vllm_ascend_pd.proxy.routing.balance import DEFAULT_STRATEGY, STRATEGIES  # noqa: E402
+from vllm_ascend_pd.tools.plan.model import PlanError  # noqa: E402
 
 HEADER = (
     f"{'':13}{'TTFT (ms)':>24}{'KV after':>10}{'sent':>7}{'prefill':>18}{'decode':>26}{'NICs busy':>14}\n"

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_ascend_pd.config import ConnectorConfig, PeerParallel, TlsConfig
-from vllm_ascend_pd.launch.hosts import Cluster, Engine, Host, Proxy
+from vllm_ascend_pd.core.config import ConnectorConfig, PeerParallel, TlsConfig
+from vllm_ascend_pd.tools.launch.hosts import Cluster, Engine, Host, Proxy
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
 HEAD = """\
 # Configuration
 
-Made by `scripts/config_reference.py` from `vllm_ascend_pd/config.py` and `vllm_ascend_pd/launch/hosts.py`; a test
-compares them. What the connector is told comes first, then [hosts.yaml](#hostsyaml), which describes a whole cluster.
+Made by `scripts/config_reference.py` from `vllm_ascend_pd/core/config.py` and
+`vllm_ascend_pd/tools/launch/hosts.py`; a test compares them. What the connector is told comes first, then
+[hosts.yaml](#hostsyaml), which describes a whole cluster.
 
 ## `kv_connector_extra_config`
 

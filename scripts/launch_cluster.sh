@@ -28,4 +28,4 @@ for argument in "$@"; do
 done
 find_python
 check_python
-exec "$python" -m vllm_ascend_pd.launch.cluster --repository "$root" "$@"
+exec "$python" -m vllm_ascend_pd.tools.launch.cluster --repository "$root" "$@"

@@ -299,7 +299,7 @@ launch_engine() { # launch_engine ROLE DEFAULT_PORT HCCL_BUFFER_MB ARGUMENT...
   [[ $device != cpu || ! $devices ]] || die "--devices: the CPU backend has none"
   find_python
   check_python
-  output=$("$python" -m vllm_ascend_pd.launch.engine --role "$role" --device "$device" --address "$address" \
+  output=$("$python" -m vllm_ascend_pd.tools.launch.engine --role "$role" --device "$device" --address "$address" \
     --port "$port" "${options[@]}" -- "${rest[@]}") || exit
   mapfile -t words <<<"$output"
   choose_devices "${words[0]}"

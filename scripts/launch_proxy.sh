@@ -121,7 +121,7 @@ done
 
 find_python
 check_python
-refused=$("$python" -m vllm_ascend_pd.launch.arguments "${rest[@]}") || exit
+refused=$("$python" -m vllm_ascend_pd.tools.launch.arguments "${rest[@]}") || exit
 [[ ! $refused ]] || die "$refused"
 host=$address
 [[ $host == *:* ]] && host="[$host]"

@@ -31,8 +31,8 @@ from harness.engines import Engine, EngineConfig, Role, running_engines
 from harness.models import DEMO, TINY, ModelSpec, for_npu, make_model
 from harness.ports import is_free
 from harness.processes import ManagedProcess, StartupError, interrupt_on_sigterm
-from vllm_ascend_pd.timeline.command import show_timeline
-from vllm_ascend_pd.timeline.file import TraceError
+from vllm_ascend_pd.observe.trace_file import TraceError
+from vllm_ascend_pd.tools.timeline.command import show_timeline
 
 T = TypeVar("T")
 

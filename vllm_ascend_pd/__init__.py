@@ -9,10 +9,10 @@ def register() -> None:
     before models are built. Safe to call twice."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from vllm_ascend_pd.patch_weight_loading import install
+    from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_32_weight_loading import install
 
     if "LayerwisePushConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
-            "LayerwisePushConnector", "vllm_ascend_pd.connector", "LayerwisePushConnector"
+            "LayerwisePushConnector", "vllm_ascend_pd.connector.connector", "LayerwisePushConnector"
         )
     install()

@@ -11,9 +11,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from vllm_ascend_pd.command_line import USAGE_ERROR, run_app
-from vllm_ascend_pd.planning.engine import Layout
-from vllm_ascend_pd.planning.model import CacheDtype, PlanError
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR, run_app
+from vllm_ascend_pd.tools.plan.engine import Layout
+from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError
 
 app = typer.Typer(
     help="Prefill/decode disaggregation for vLLM on Ascend NPUs.",
@@ -127,9 +127,9 @@ def proxy(
 ) -> None:
     """Serve the OpenAI API in front of prefill and decode engines."""
     # Imported here: other commands should not pay for a web server.
-    from .proxy.server import listen, serve
-    from .proxy.settings import MIB, ProxySettings, default_metaserver_url, names
-    from .proxy.tls import from_files
+    from vllm_ascend_pd.proxy.http.tls import from_files
+    from vllm_ascend_pd.proxy.server import listen, serve
+    from vllm_ascend_pd.proxy.settings import MIB, ProxySettings, default_metaserver_url, names
 
     apart = metaserver_port is not None
     with contextlib.ExitStack() as open_ports:
@@ -235,7 +235,7 @@ def plan(
     if compute_ms_per_1000_tokens is not None and link_gbit is None:
         raise USAGE_ERROR("--compute-ms-per-1000-tokens needs --link-gbit")
     # Imported here: other commands should not pay for it.
-    from .planning.command import Shape, plan_text
+    from vllm_ascend_pd.tools.plan.command import Shape, plan_text
 
     try:
         text = plan_text(
@@ -300,8 +300,8 @@ def doctor(
     Exit code 1 if there is an error.
     """
     # Imported here: other commands should not pay for it.
-    from .doctor.command import options, print_report
-    from .doctor.engine_config import UsageError
+    from vllm_ascend_pd.tools.doctor.command import options, print_report
+    from vllm_ascend_pd.tools.doctor.engine_config import UsageError
 
     try:
         chosen = options(
@@ -344,8 +344,8 @@ def timeline(
     # Imported here: other commands should not pay for it.
     from rich.console import Console
 
-    from .timeline.command import show_timeline
-    from .timeline.file import TraceError
+    from vllm_ascend_pd.observe.trace_file import TraceError
+    from vllm_ascend_pd.tools.timeline.command import show_timeline
 
     try:
         show_timeline(folder, request, png, html, Console())
@@ -362,8 +362,8 @@ def keygen(
     ] = False,
 ) -> None:
     """Make a file with new keys for the side channel between engines, or with a secret that signs tickets."""
-    from .transport.curve import new_key_file
-    from .transport.secret_files import SecretFileError, new_ticket_secret, write_new
+    from vllm_ascend_pd.transport.curve import new_key_file
+    from vllm_ascend_pd.transport.secret_files import SecretFileError, new_ticket_secret, write_new
 
     try:
         write_new(file, new_ticket_secret() if ticket_secret else new_key_file())

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from vllm_ascend_pd.config import ConnectorConfig
-from vllm_ascend_pd.proxy.balance import STRATEGIES, EngineLoad, decode_costs, prefill_costs
-from vllm_ascend_pd.proxy.prompts import Prompt
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.proxy.routing.balance import STRATEGIES, EngineLoad, decode_costs, prefill_costs
+from vllm_ascend_pd.proxy.routing.prompts import Prompt
 from vllm_ascend_pd.transport.limits import TransferLimits
 
 from .clock import Clock, Level

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.planning.engine import Engine, Layout, default_block_size, rank_caches
-from vllm_ascend_pd.planning.exchange import make_plan
-from vllm_ascend_pd.planning.model import Model
+from vllm_ascend_pd.tools.plan.engine import Engine, Layout, default_block_size, rank_caches
+from vllm_ascend_pd.tools.plan.exchange import make_plan
+from vllm_ascend_pd.tools.plan.model import Model
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.planning.model import Model, parse_model, read_model
+from vllm_ascend_pd.tools.plan.model import Model, parse_model, read_model
 
 _DATA = Path(__file__).resolve().parents[2] / "tests" / "unit" / "data"
 _LLAMA_8B: Mapping[str, Any] = {

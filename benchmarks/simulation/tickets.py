@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from vllm_ascend_pd.config import ConnectorConfig
-from vllm_ascend_pd.core.consumer_ticket import ConsumerTicket, State
-from vllm_ascend_pd.core.producer_ticket import Destination, Phase, ProducerTicket
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket, State
+from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
 from vllm_ascend_pd.core.protocol import Granted, GrantRequest, RankDescription, Report, Writer
 
 from .clock import Clock
@@ -51,8 +51,8 @@ class Transfer:
         self._id = f"{common.issued:032x}"
         config = common.config
         queue_deadline = common.clock.now + config.queue_timeout_s
-        self._consumer = ConsumerTicket(self._id, 0, _DIGEST, queue_deadline, config.transfer_timeout_s, config.lease_s)
-        self._producers: dict[int, ProducerTicket] = {}
+        self._consumer = DecodeTicket(self._id, 0, _DIGEST, queue_deadline, config.transfer_timeout_s, config.lease_s)
+        self._producers: dict[int, PrefillTicket] = {}
         self._waits: list[Callable[[], None]] = []
         self.is_granted = False
 
@@ -60,7 +60,7 @@ class Transfer:
         """Prefill begins to compute: its ranks ask for their grants."""
         common, self._engine = self._common, engine_id
         for rank in common.exchange.writers[self._lane]:
-            state = ProducerTicket(common.clock.now + common.config.grant_timeout_s)
+            state = PrefillTicket(common.clock.now + common.config.grant_timeout_s)
             state.contacted({_KEY: Destination(common.description, common.exchange.covers)})
             self._producers[rank] = state
         self._ask()

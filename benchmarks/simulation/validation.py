@@ -12,7 +12,7 @@ from statistics import median
 
 import numpy as np
 
-from vllm_ascend_pd.planning.model import parse_model
+from vllm_ascend_pd.tools.plan.model import parse_model
 
 from .cluster import Costs, Setup
 from .engines import DecodeSpeed, PrefillSpeed

@@ -14,8 +14,8 @@ from typing import Any
 from harness.kv import Model, Prompt, Side, layer_name
 from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair
+from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, Send
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.step import ConsumerStep, ProducerStep, Send
 from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.writer import Flight
@@ -122,7 +122,7 @@ def pace(rank: PrefillRank, link: float | None) -> None:
 def receive(rank: DecodeRank, count: int, wait_s: float) -> dict[str, float]:
     """When each request's KV had arrived."""
     worker = rank.worker
-    worker.start_step(ConsumerStep(wait_s=0.002))
+    worker.start_step(DecodeStep(wait_s=0.002))
     arrived: dict[str, float] = {}
     deadline = time.monotonic() + wait_s
     while len(arrived) < count:
@@ -147,7 +147,7 @@ def prefill(rank: PrefillRank, jobs: list[Job], layers: int, speed: Speed) -> di
         begun = time.monotonic()
         while coming and begins + coming[0].at <= begun:
             waiting.append(coming.popleft())
-        room, step, ended = speed.step_tokens, ProducerStep(finished=dict.fromkeys(over)), []
+        room, step, ended = speed.step_tokens, PrefillStep(finished=dict.fromkeys(over)), []
         chosen: list[Job] = []
         while room and waiting:
             job = waiting[0]
@@ -179,7 +179,7 @@ def prefill(rank: PrefillRank, jobs: list[Job], layers: int, speed: Speed) -> di
             times[job.request_id].computed = now - begins - job.at
         over = [job.request_id for job in ended]
         sent |= worker.take_sent()
-    worker.start_step(ProducerStep(finished=dict.fromkeys(over)))
+    worker.start_step(PrefillStep(finished=dict.fromkeys(over)))
     worker.end_step()
     deadline = time.monotonic() + _TIMEOUT_S
     while len(sent) < len(jobs):

@@ -22,10 +22,9 @@ from vllm.v1.request import Request, RequestStatus
 import vllm_ascend_pd
 from harness.ports import reserve_port
 from harness.scheduling import remembered
-from vllm_ascend_pd import compat
-from vllm_ascend_pd.scheduler import build
-from vllm_ascend_pd.scheduler.idle import IdleWait
-from vllm_ascend_pd.step import WorkerReport
+from vllm_ascend_pd.connector import build, compat
+from vllm_ascend_pd.core.step import WorkerReport
+from vllm_ascend_pd.transport.idle_wait import IdleWait
 
 BLOCK = 16
 MAX_MODEL_LEN = 128
@@ -36,7 +35,7 @@ OF_A_BLOCK: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size
 
 
 class SilentMetaserver:
-    """Takes all tickets and never answers: of prefill, `DecodeScheduler.arrives` says what became."""
+    """Takes all tickets and never answers: of prefill, `EngineScheduler.arrives` says what became."""
 
     retried = 0
 
@@ -68,7 +67,7 @@ def decode_config(engine_config: VllmConfig, policy: str = "fail") -> VllmConfig
     return engine_config
 
 
-class DecodeScheduler:
+class EngineScheduler:
     """`blocks`: what requests can have. `windowed`: beside full attention's there is a group of a sliding window."""
 
     def __init__(

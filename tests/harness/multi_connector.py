@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from harness.engines import EngineConfig, Role
 from harness.scheduling import Scheduled, make_output, make_request, make_ticket, remembered
-from vllm_ascend_pd.step import ConsumerStep, ProducerStep, WorkerReport
+from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, WorkerReport
 
 PROMPT = 300
 BLOCKS = ([5, 6, 7],)
@@ -107,7 +107,7 @@ def decode_is_served(both: Both) -> None:
     assert both.multi.get_num_new_matched_tokens(request, 0) == (PROMPT, True)
     both.allocated(request, BLOCKS, PROMPT)
     step = both.step()
-    assert isinstance(step, ConsumerStep)
+    assert isinstance(step, DecodeStep)
     [expect] = step.expects
     assert (expect.request_id, expect.blocks) == (request.request_id, BLOCKS[0])
 
@@ -130,7 +130,7 @@ def prefill_pushes(both: Both) -> None:
         assert both.multi.get_num_new_matched_tokens(each, 0) == (0, False)
         both.allocated(each, blocks, 0)
     step = both.step(Scheduled(request, BLOCKS, 0, PROMPT), Scheduled(plain, ([2, 3, 4],), 0, PROMPT))
-    assert isinstance(step, ProducerStep)
+    assert isinstance(step, PrefillStep)
     [send] = step.sends
     assert (send.request_id, send.start, send.stop, send.blocks) == (request.request_id, 0, PROMPT, BLOCKS)
 
@@ -148,7 +148,7 @@ def others_are_left_alone(both: Both, params: Any) -> None:
     both.allocated(other, ([],), 0)
     both.allocated(other, ([5, 6, 7, 8, 9],), 0)
     step = both.step(Scheduled(other, BLOCKS, 0, PROMPT))
-    assert not (step.sends if isinstance(step, ProducerStep) else step.expects)
+    assert not (step.sends if isinstance(step, PrefillStep) else step.expects)
     both.report(None, None, finished_recving={other.request_id})
     assert both.multi.request_finished_all_groups(other, BLOCKS) == (False, None)
     both.report(None, None, finished_sending={other.request_id})

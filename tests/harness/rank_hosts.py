@@ -20,7 +20,7 @@ import torch
 # Preloaded is what is installed: the server of Python 3.11 does not look where pytest's `pythonpath` points, and would
 # leave the imports to every rank without a word.
 _forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["vllm_ascend_pd.worker.producer", "vllm_ascend_pd.worker.consumer"])
+_forked.set_forkserver_preload(["vllm_ascend_pd.prefill.worker", "vllm_ascend_pd.decode.worker"])
 
 
 class Rank:
@@ -190,7 +190,7 @@ def _serve(pipe: Connection, kernels: Path | None, temporary: str) -> None:
 
 
 def _use_kernels(library: Path) -> None:
-    from vllm_ascend_pd import ops, ops_fallback
+    from vllm_ascend_pd.device import ops, ops_fallback
 
     assert ops_fallback._library is not None, f"{ops.NPU_LIBRARY} is in use already"
     ops_fallback._library._destroy()

@@ -13,20 +13,20 @@ import psutil
 import torch
 
 from harness.kv import Model, Prompt, Side, by_token, layer_name, make_caches, truth
-from vllm_ascend_pd.config import parse_config
+from vllm_ascend_pd.core.caches import LayerSpec, describe
+from vllm_ascend_pd.core.config import parse_config
+from vllm_ascend_pd.core.identity import RankInfo
 from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.core.weights import LoadedWeights
+from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device.base import DeviceError, Event
-from vllm_ascend_pd.step import Send
+from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.transport.writer import Flight, TransferError
-from vllm_ascend_pd.worker.caches import LayerSpec, describe
-from vllm_ascend_pd.worker.consumer import ConsumerWorker
-from vllm_ascend_pd.worker.identity import Identity
-from vllm_ascend_pd.worker.producer import ProducerWorker
-from vllm_ascend_pd.worker.weights import LoadedWeights
 
 HOST = "127.0.0.1"
 MODEL = "a model of random numbers"
@@ -104,7 +104,7 @@ class _RankBase:
         self.engine = TransferEngine(self.host, protocol, limits)
         self.engine.register(self.registered.regions())
         self.loaded = LoadedWeights()
-        self.identity = Identity(
+        self.identity = RankInfo(
             engine_id=self.engine_id,
             model=MODEL,
             host=self.host,
@@ -168,7 +168,7 @@ class _RankBase:
 class PrefillRank(_RankBase):
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.worker = ProducerWorker(
+        self.worker = PrefillWorker(
             self.identity, self.parsed, self.device, self.engine, self.registered, self.side.step_tokens, self.loaded
         )
 
@@ -314,7 +314,7 @@ class DecodeRank(_RankBase):
         self.received_bytes = 0
         self.cached_tokens: dict[str, int] = {}
         """By ticket: what prefill had of the prompt, as it says."""
-        self.worker = ConsumerWorker(self.identity, self.parsed, self.device, self.engine, self.registered, self.loaded)
+        self.worker = DecodeWorker(self.identity, self.parsed, self.device, self.engine, self.registered, self.loaded)
 
     def own_ports(self) -> set[int]:
         return {int(self.worker.description.control.rpartition(":")[2])}

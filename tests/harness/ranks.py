@@ -23,9 +23,9 @@ from harness.rank_hosts import Rank
 from harness.rank_programs import DRAFT, HOST, MODEL, ONCE, DecodeRank, Hooks, PrefillRank
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.core.protocol import EngineDescription
+from vllm_ascend_pd.core.step import DecodeStep, Expect, PrefillStep, Send
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.scheduler.listener import DescriptionListener
-from vllm_ascend_pd.step import ConsumerStep, Expect, ProducerStep, Send
+from vllm_ascend_pd.decode.listener import DescriptionListener
 from vllm_ascend_pd.transport.curve import load_keys
 
 
@@ -54,7 +54,7 @@ def prefill(
     size = pair.prefill.span
     announced: dict[str, Ticket] = tickets
     while any(cursor[p.request_id] < p.num_tokens for p in requests):
-        step = ProducerStep(tickets=announced, cached_tokens=dict.fromkeys(announced, cached_tokens))
+        step = PrefillStep(tickets=announced, cached_tokens=dict.fromkeys(announced, cached_tokens))
         step.weight_updates = weight_updates or {}
         announced = {}
         for p in requests:
@@ -69,7 +69,7 @@ def prefill(
             step.sends.append(Send(p.request_id, start, stop, blocks, last=stop == p.num_tokens))
             cursor[p.request_id] = stop
         pair.each(pair.p_ranks, "step", step, by_id, hooks)
-    pair.each(pair.p_ranks, "step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
+    pair.each(pair.p_ranks, "step", PrefillStep(finished=dict.fromkeys(by_id)), by_id)
 
 
 def prompts(pair: "Pair", lengths: list[int], cached: int = 0, seed: int = 0) -> list[Prompt]:
@@ -196,7 +196,7 @@ class Pair:
             for p in requests
             for t in [tickets[p.request_id]]
         ]
-        self.each(self.d_ranks, "step", ConsumerStep(expects))
+        self.each(self.d_ranks, "step", DecodeStep(expects))
 
     def wait_granted(self, timeout_s: float = 30.0) -> None:
         """Until nothing but its own device keeps any prefill rank from writing."""
@@ -207,7 +207,7 @@ class Pair:
 
     def cancel(self, tickets: dict[str, str]) -> None:
         """Tickets (by id) end for a reason; the proxy has no other prefill engine for them, say."""
-        self.each(self.d_ranks, "step", ConsumerStep(cancelled=tickets))
+        self.each(self.d_ranks, "step", DecodeStep(cancelled=tickets))
 
     def addresses(self, layer: int, blocks: list[int]) -> list[tuple[str, int, int]]:
         """(session, address, bytes) of blocks of a layer on all decode ranks: their addresses may be the same."""

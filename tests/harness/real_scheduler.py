@@ -27,7 +27,7 @@ from harness.engines import Role
 from harness.metaserver import metaserver
 from harness.models import TINY, make_model
 from vllm_ascend_pd import register
-from vllm_ascend_pd.step import WorkerReport
+from vllm_ascend_pd.core.step import WorkerReport
 
 BLOCK = 16
 TOKEN = 7

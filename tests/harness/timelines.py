@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_ascend_pd.timeline.events import FinishedEvent, LayerEvent, PushEvent, RegroupEvent, StepEvent
-from vllm_ascend_pd.timeline.merge import Timeline, merge
-from vllm_ascend_pd.timeline.read import Recording, read_folder
-from vllm_ascend_pd.timeline.summary import Request, Span, summarize
+from vllm_ascend_pd.observe.events import FinishedEvent, LayerEvent, PushEvent, RegroupEvent, StepEvent
+from vllm_ascend_pd.tools.timeline.merge import Timeline, merge
+from vllm_ascend_pd.tools.timeline.read import Recording, read_folder
+from vllm_ascend_pd.tools.timeline.summary import Request, Span, summarize
 
 ROUNDING_US = 0.5
 

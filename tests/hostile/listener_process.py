@@ -11,7 +11,7 @@ import psutil
 from examples import LARGE
 
 from vllm_ascend_pd.core.protocol import Refused
-from vllm_ascend_pd.scheduler.listener import DescriptionListener
+from vllm_ascend_pd.decode.listener import DescriptionListener
 from vllm_ascend_pd.transport.side_channel import Server
 
 HOST = "127.0.0.1"

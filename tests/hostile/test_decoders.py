@@ -19,20 +19,20 @@ import pytest
 from examples import MESSAGES, PLAIN, RANK
 from mutate import hostile_bytes, json_text, msgpack
 
-from vllm_ascend_pd.config import ConfigError, ConnectorConfig, parse_config
+from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, parse_config
 from vllm_ascend_pd.core.protocol import ProtocolError, decode, encode
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket, wants_ticket
 from vllm_ascend_pd.core.topology import TopologyError, sharding, writers_to
-from vllm_ascend_pd.proxy import prefill_answer
-from vllm_ascend_pd.proxy.bodies import decode_body, parse_client_request, prefill_body, tokens_body
-from vllm_ascend_pd.proxy.client_json import ForDecodeAlone
-from vllm_ascend_pd.proxy.endpoints import Endpoint
-from vllm_ascend_pd.proxy.errors import RequestRefused
-from vllm_ascend_pd.proxy.exchange import Exchanges
-from vllm_ascend_pd.proxy.tickets import NotRepeatableError, read_ticket
-from vllm_ascend_pd.scheduler import metaserver_http
-from vllm_ascend_pd.scheduler.allowlist import Allowlist
-from vllm_ascend_pd.worker.consumer import decode_description
+from vllm_ascend_pd.decode import metaserver_http
+from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
+from vllm_ascend_pd.decode.worker import decode_description
+from vllm_ascend_pd.proxy.http.bodies import decode_body, parse_client_request, prefill_body, tokens_body
+from vllm_ascend_pd.proxy.http.client_json import ForDecodeAlone
+from vllm_ascend_pd.proxy.http.endpoints import Endpoint
+from vllm_ascend_pd.proxy.http.errors import RequestRefused
+from vllm_ascend_pd.proxy.rendezvous import prefill_answer
+from vllm_ascend_pd.proxy.rendezvous.exchange import Exchanges
+from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, read_ticket
 
 pytestmark = pytest.mark.timeout(7200)  # the long form
 

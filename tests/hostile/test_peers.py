@@ -27,8 +27,8 @@ from vllm_ascend_pd.core.protocol import (
     decode,
     encode,
 )
+from vllm_ascend_pd.core.step import DecodeStep
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.step import ConsumerStep
 
 pytestmark = pytest.mark.timeout(3600)  # the long form
 
@@ -97,7 +97,7 @@ def test_a_decode_rank_asked_for_anything(pair: Pair, inputs: int, fuzz_seed: in
             if made % 100 == 0:
                 answered += sum(1 for _ in range(100) if decode(dealer.recv()))
     assert answered >= made - 100
-    pair.each(pair.d_ranks, "step", ConsumerStep(cancelled={ticket.ticket_id: "that was all"}))
+    pair.each(pair.d_ranks, "step", DecodeStep(cancelled={ticket.ticket_id: "that was all"}))
     _, failed = pair.wait_arrivals(1, timeout_s=90)
     assert failed.keys() == {"request-0"}
     works(pair)

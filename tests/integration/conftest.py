@@ -86,7 +86,7 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="session")
 def make_any(drafting: Any) -> Callable[..., Any]:
     """Makes decode's scheduler, of vLLM's real one."""
-    from harness.decode_scheduler import DecodeScheduler, decode_config
+    from harness.decode_scheduler import EngineScheduler, decode_config
 
     def make(
         blocks: int,
@@ -105,6 +105,6 @@ def make_any(drafting: Any) -> Callable[..., Any]:
         config.scheduler_config = copy.copy(config.scheduler_config)
         config.scheduler_config.policy = order
         config.scheduler_config.max_num_seqs = max_num_seqs
-        return DecodeScheduler(decode_config(config, failures), blocks, **of)
+        return EngineScheduler(decode_config(config, failures), blocks, **of)
 
     return make

@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_ascend_pd import compat
-from vllm_ascend_pd.cache_kinds import check_kinds
+from vllm_ascend_pd.connector import compat
+from vllm_ascend_pd.connector.cache_kinds import check_kinds
 from vllm_ascend_pd.core.layout import LayoutError
 
 UNDERSTOOD = {

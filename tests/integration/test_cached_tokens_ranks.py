@@ -12,7 +12,7 @@ from harness.rank_hosts import start_afresh
 from harness.rank_programs import DecodeRank
 from harness.ranks import Pair, prefill, prompts
 from harness.waiting import wait_until
-from vllm_ascend_pd.step import ProducerStep
+from vllm_ascend_pd.core.step import PrefillStep
 
 PATIENCE_S = 60.0
 
@@ -56,9 +56,9 @@ def test_what_an_attempt_has_computed_is_not_cached_for_the_next(pair: Pair, fir
     by_id, aborted = {prompt.request_id: prompt}, {prompt.request_id: "the prefill request was aborted"}
     tickets = pair.announce([prompt])
     [ticket] = tickets.values()
-    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets, cached_tokens={prompt.request_id: first}), by_id)
+    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets, cached_tokens={prompt.request_id: first}), by_id)
     wait_until(lambda: all(pair.each(pair.p_ranks, "has_grants", prompt.request_id)), PATIENCE_S)
-    pair.each(pair.p_ranks, "step", ProducerStep(finished=aborted), by_id)
+    pair.each(pair.p_ranks, "step", PrefillStep(finished=aborted), by_id)
     assert pair.wait_sent(1, PATIENCE_S) == aborted
     again = {prompt.request_id: msgspec.structs.replace(ticket, attempt=1)}
     prefill(pair, [prompt], again, cached_tokens=second)

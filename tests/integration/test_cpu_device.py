@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.device import DeviceError, current_device
+from vllm_ascend_pd.device import DeviceError, make_device
 from vllm_ascend_pd.device.cpu import PAGE_BYTES, CpuDevice
 
 
@@ -119,13 +119,18 @@ def test_close_is_bounded_when_work_hangs() -> None:
     device.close()
 
 
-def test_current_device_is_what_vllm_runs_on() -> None:
-    platforms = pytest.importorskip("vllm.platforms")
-    if platforms.current_platform.device_type != "cpu":
+def test_the_device_is_what_vllm_runs_on() -> None:
+    environment = pytest.importorskip("vllm_ascend_pd.connector.environment")
+    if environment.device_type() != "cpu":
         pytest.skip("vLLM does not run on the CPU here")
-    device = current_device()
+    device = make_device("cpu")
     assert isinstance(device, CpuDevice)
     device.close()
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(DeviceError, match="vLLM runs on 'xpu'"):
+        make_device("xpu")
 
 
 def test_buffers_are_page_aligned(device: CpuDevice) -> None:
@@ -140,7 +145,7 @@ import os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
-from vllm_ascend_pd.device import DeviceError, current_device
+from vllm_ascend_pd.device import DeviceError
 from vllm_ascend_pd.device.cpu import CpuDevice
 
 rank, world, store, scenario = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]

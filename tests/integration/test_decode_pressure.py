@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, DecodeScheduler
-from vllm_ascend_pd import compat
-from vllm_ascend_pd.config import ConfigError
+from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, EngineScheduler
+from vllm_ascend_pd.connector import compat
+from vllm_ascend_pd.core.config import ConfigError
 
-MakeScheduler = Callable[..., DecodeScheduler]
+MakeScheduler = Callable[..., EngineScheduler]
 
 with_and_without_drafts = pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
 orders = pytest.mark.parametrize("order", ["fcfs", "priority"])
@@ -21,7 +21,7 @@ orders = pytest.mark.parametrize("order", ["fcfs", "priority"])
 def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
     made = []
 
-    def make_scheduler(*args: Any, **of: Any) -> DecodeScheduler:
+    def make_scheduler(*args: Any, **of: Any) -> EngineScheduler:
         made.append(make_any(*args, **of))
         return made[-1]
 

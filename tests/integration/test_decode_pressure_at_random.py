@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, DecodeScheduler
+from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, EngineScheduler
 
 STEPS = 3000
 MOST_EMPTY_STEPS = 4
@@ -52,7 +52,7 @@ def wanted(drawn: random.Random, policy: str) -> Wanted:
     )
 
 
-def play(decode: DecodeScheduler, requests: list[Wanted]) -> None:
+def play(decode: EngineScheduler, requests: list[Wanted]) -> None:
     """Runs until all have ended."""
     asked: dict[str, tuple[object, Wanted]] = {}
     due: dict[str, int] = {}
@@ -100,7 +100,7 @@ def play(decode: DecodeScheduler, requests: list[Wanted]) -> None:
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), windowed=st.booleans(), blocks=st.integers(0, 14), seqs=st.sampled_from([2, 4, 16]))
 def test_all_requests_end(
-    make_any: Callable[..., DecodeScheduler],
+    make_any: Callable[..., EngineScheduler],
     drafts: bool,
     order: str,
     scheduler: type[Scheduler],

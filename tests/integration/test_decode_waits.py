@@ -6,8 +6,8 @@ import time
 from harness.kv import Model, Side
 from harness.rank_programs import DecodeRank
 from harness.ranks import Pair
-from vllm_ascend_pd.doorbell import Doorbell
-from vllm_ascend_pd.step import ConsumerStep, Expect
+from vllm_ascend_pd.core.step import DecodeStep, Expect
+from vllm_ascend_pd.transport.wakeup import WakeupSocket
 
 LONG_S = 40.0  # of which a step that waits would take all
 TIMEOUT_S = 20.0
@@ -16,10 +16,10 @@ TIMEOUT_S = 20.0
 def steps_behind_an_end(rank: DecodeRank) -> list[set[str]]:
     """Two tickets, of which first one and then the other ends: what each of four steps brought that all may wait."""
     expects = [Expect(f"request-{i}", f"{i:016x}", 1, "digest", [i]) for i in range(2)]
-    rank.worker.start_step(ConsumerStep(expects=expects))
+    rank.worker.start_step(DecodeStep(expects=expects))
     brought = []
     for cancelled in ({expects[0].ticket_id: "left"}, {}, {expects[1].ticket_id: "left"}, {}):
-        rank.worker.start_step(ConsumerStep(cancelled=cancelled, wait_s=LONG_S))
+        rank.worker.start_step(DecodeStep(cancelled=cancelled, wait_s=LONG_S))
         brought.append(rank.worker.take_arrivals().finished)
     return brought
 
@@ -37,23 +37,23 @@ def test_a_step_behind_one_that_brought_something_does_not_wait() -> None:
 def rings(rank: DecodeRank) -> tuple[bool, bool, set[str]]:
     """Of two tickets that nobody writes for, one ends while no step waits and one while a step does: whether each
     rings, and what the steps bring."""
-    doorbell = Doorbell()
+    doorbell = WakeupSocket()
     expects = [Expect(f"request-{i}", f"{i:016x}", 1, "digest", [i]) for i in range(2)]
-    rank.worker.start_step(ConsumerStep(expects=expects[:1], doorbell=doorbell.address))
+    rank.worker.start_step(DecodeStep(expects=expects[:1], doorbell=doorbell.address))
     brought = rank.worker.take_arrivals().finished
     first = has_rung(doorbell, LONG_S)
     for _ in range(2):  # behind one that brought something none waits
-        rank.worker.start_step(ConsumerStep(doorbell=doorbell.address))
+        rank.worker.start_step(DecodeStep(doorbell=doorbell.address))
         brought |= rank.worker.take_arrivals().finished
     doorbell.silence()  # a ticket that fails rings for that, and again when its blocks are quiet
-    rank.worker.start_step(ConsumerStep(expects=expects[1:], wait_s=LONG_S, doorbell=doorbell.address))
+    rank.worker.start_step(DecodeStep(expects=expects[1:], wait_s=LONG_S, doorbell=doorbell.address))
     brought |= rank.worker.take_arrivals().finished
     second = has_rung(doorbell, 0.5)
     doorbell.close()
     return first, second, brought
 
 
-def has_rung(doorbell: Doorbell, timeout_s: float) -> bool:
+def has_rung(doorbell: WakeupSocket, timeout_s: float) -> bool:
     began = time.monotonic()
     doorbell.wait(timeout_s)
     rung = time.monotonic() - began < 0.9 * timeout_s

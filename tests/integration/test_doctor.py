@@ -21,9 +21,9 @@ from proxy_cluster import running_cluster, running_proxy
 from harness.certificates import Authority
 from harness.documented import documented
 from harness.waiting import wait_for
-from vllm_ascend_pd.doctor import child, loopback
-from vllm_ascend_pd.doctor.finding import Level, Report, Target
-from vllm_ascend_pd.doctor.loopback_process import Checked, Ready, Sent, Task
+from vllm_ascend_pd.tools.doctor import child, loopback
+from vllm_ascend_pd.tools.doctor.finding import Level, Report, Target
+from vllm_ascend_pd.tools.doctor.loopback_process import Checked, Ready, Sent, Task
 
 pytest.importorskip("mooncake.engine")
 

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, nullcontext
 import anyio
 import pytest
 
-from vllm_ascend_pd.proxy.engine_client import (
+from vllm_ascend_pd.proxy.http.engine_client import (
     ConnectError,
     ConnectionLost,
     EngineClient,

@@ -26,8 +26,9 @@ from harness.engines import Role
 from harness.kv import Model, Side
 from harness.multi_connector import transfer_config
 from harness.ranks import Pair, expect_delivery, prefill, prompts
-from vllm_ascend_pd.compat import ASKS_SCHEDULER_FOR_STATS
-from vllm_ascend_pd.connector import LayerwisePushConnector
+from vllm_ascend_pd.connector.compat import ASKS_SCHEDULER_FOR_STATS
+from vllm_ascend_pd.connector.connector import LayerwisePushConnector
+from vllm_ascend_pd.connector.metrics import LayerwisePushStats
 from vllm_ascend_pd.core.stats import (
     DECODE_METRICS,
     GRANTS_WAITING,
@@ -49,9 +50,8 @@ from vllm_ascend_pd.core.stats import (
     merged,
 )
 from vllm_ascend_pd.core.transports import TransportInfo
-from vllm_ascend_pd.doctor import roles, transports
-from vllm_ascend_pd.doctor.roles import Kind
-from vllm_ascend_pd.metrics import LayerwisePushStats
+from vllm_ascend_pd.tools.doctor import roles, transports
+from vllm_ascend_pd.tools.doctor.roles import Kind
 
 NAME = "LayerwisePushConnector"
 FACTS = ("ascend", 'a "wheel" 1.0', "client/server", "AutoConnect")

@@ -15,8 +15,8 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from harness.kv import Model, Prompt, Side, layer_name
 from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
-from vllm_ascend_pd.connector import LayerwisePushConnector
-from vllm_ascend_pd.step import ProducerStep, Send
+from vllm_ascend_pd.connector.connector import LayerwisePushConnector
+from vllm_ascend_pd.core.step import PrefillStep, Send
 
 
 class Runner(enum.Enum):
@@ -27,7 +27,7 @@ class Runner(enum.Enum):
     TELLS_NOTHING = "one that tells nothing of what failed, as vLLM's second does"
 
 
-def runs_out_of_memory(rank: PrefillRank, runner: Runner, step: ProducerStep, by_id: dict[str, Prompt]) -> str:
+def runs_out_of_memory(rank: PrefillRank, runner: Runner, step: PrefillStep, by_id: dict[str, Prompt]) -> str:
     """After the first layer. What vLLM's runner raises."""
     connector: Any = object.__new__(LayerwisePushConnector)  # around this rank's worker
     vars(connector).update(_worker=rank.worker, _connector_metadata=None, _brings_stats=False, _lost_blocks=set())
@@ -58,9 +58,9 @@ def test_what_was_not_computed_is_not_delivered(tp: int, runner: Runner) -> None
     tickets = pair.announce(requests)
     by_id = {prompt.request_id: prompt for prompt in requests}
     sends = [Send(p.request_id, 0, p.num_tokens, (p.p_blocks,), last=True) for p in requests]
-    step = ProducerStep(tickets=tickets, sends=sends)
+    step = PrefillStep(tickets=tickets, sends=sends)
     assert set(pair.each(pair.p_ranks, "do", runs_out_of_memory, runner, step, by_id)) == {"the NPU has none left"}
-    pair.each(pair.p_ranks, "step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
+    pair.each(pair.p_ranks, "step", PrefillStep(finished=dict.fromkeys(by_id)), by_id)
     received, failed = pair.wait_arrivals(2)
     assert (received, failed.keys()) == (set(), by_id.keys())
     error = (

@@ -16,8 +16,8 @@ from harness.rank_programs import DecodeRank, PrefillRank
 from harness.ranks import Pair, prefill, prompts, run
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.layout import Order
+from vllm_ascend_pd.core.step import PrefillStep
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.step import ProducerStep
 
 PATIENCE_S = 90.0
 CONFIG = {"lease_s": 6.0, "write_timeout_s": 1.0, "control_timeout_s": 2.0, "grant_timeout_s": PATIENCE_S}
@@ -81,7 +81,7 @@ def holds_others(rank: DecodeRank, blocks: list[int]) -> bool:
 def announced(pair: Pair, prompt: Prompt) -> dict[str, Ticket]:
     """Prefill has the request's ticket and its grants, and has computed nothing yet."""
     tickets = pair.announce([prompt])
-    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {prompt.request_id: prompt})
+    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets), {prompt.request_id: prompt})
     wait_until(lambda: all(pair.each(pair.p_ranks, "has_grants", prompt.request_id)), PATIENCE_S)
     return tickets
 

@@ -12,7 +12,7 @@ from harness.kv import Model, Side
 from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, prefill, prompts
 from vllm_ascend_pd.core.protocol import Message, Problem, Revoke, Writer
-from vllm_ascend_pd.step import ProducerStep
+from vllm_ascend_pd.core.step import PrefillStep
 from vllm_ascend_pd.transport.side_channel import Peer, Server
 
 CONFIG = {"grant_timeout_s": 5.0, "control_timeout_s": 2.0, "queue_timeout_s": 20.0, "transfer_timeout_s": 20.0}
@@ -59,7 +59,7 @@ def test_another_engine_cannot_take_a_ticket_back(pair: Pair) -> None:
     try:
         port = int(meddler.endpoint.rpartition(":")[2])
         decoy = msgspec.structs.replace(pair.ticket(elsewhere), remote_engine_id="meddler", remote_port=port)
-        step = ProducerStep(tickets=tickets | {elsewhere.request_id: decoy})
+        step = PrefillStep(tickets=tickets | {elsewhere.request_id: decoy})
         pair.each(pair.p_ranks, "step", step, {p.request_id: p for p in requests})
         ticket_id = tickets[meddled.request_id].ticket_id
         writers = pair.each(pair.p_ranks, "do", writer_of, ticket_id)  # not even they are any use to the meddler

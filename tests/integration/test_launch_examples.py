@@ -19,10 +19,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from vllm_ascend_pd.config import ConnectorConfig, parse_config
-from vllm_ascend_pd.launch.arguments import NAMES, refused_argument
-from vllm_ascend_pd.launch.hosts import HostsFile
-from vllm_ascend_pd.launch.plan import make_plan
+from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
+from vllm_ascend_pd.tools.launch.arguments import NAMES, refused_argument
+from vllm_ascend_pd.tools.launch.hosts import HostsFile
+from vllm_ascend_pd.tools.launch.plan import make_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"

@@ -29,9 +29,9 @@ from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, RECOMPUTES_HEADER, TransferFailure
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.scheduler import metaserver_http
-from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverError, Outcome
-from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.decode import metaserver_http
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, MetaserverError, Outcome
+from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 
 QUICK = MetaserverSettings(deadline_s=10, backoff_base_s=0.01, backoff_max_s=0.02)
 HELD_BACK = 64

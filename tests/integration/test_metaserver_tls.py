@@ -19,10 +19,10 @@ from starlette.routing import Route
 
 from harness.certificates import Authority, Certificate
 from harness.waiting import wait_for
-from vllm_ascend_pd.config import TlsConfig
+from vllm_ascend_pd.core.config import TlsConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, MetaserverError, Outcome
-from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, MetaserverError, Outcome
+from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 
 SETTINGS = MetaserverSettings(deadline_s=60, retries=1, backoff_base_s=0.01)
 PATIENCE_S = 60.0

@@ -30,8 +30,8 @@ from harness.multi_connector import (
     transfer_config,
 )
 from harness.scheduling import BLOCK
-from vllm_ascend_pd.config import ConfigError
-from vllm_ascend_pd.connector import LayerwisePushConnector
+from vllm_ascend_pd.connector.connector import LayerwisePushConnector
+from vllm_ascend_pd.core.config import ConfigError
 
 
 def test_it_hands_on_every_hook_of_ours() -> None:

@@ -18,9 +18,9 @@ import vllm_ascend_pd
 from harness.engines import Role
 from harness.multi_connector import TP, transfer_config
 from harness.scheduling import BLOCK
-from vllm_ascend_pd.doctor import engine_config
-from vllm_ascend_pd.doctor.finding import Level
-from vllm_ascend_pd.multi_connector import asked_before
+from vllm_ascend_pd.connector.multi_connector import asked_before
+from vllm_ascend_pd.tools.doctor import engine_config
+from vllm_ascend_pd.tools.doctor.finding import Level
 
 OURS = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer"}
 POOL = {"kv_connector": "AscendStoreConnector", "kv_role": "kv_consumer"}

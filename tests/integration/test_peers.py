@@ -9,18 +9,18 @@ import pytest
 
 from harness.scheduling import make_ticket
 from harness.waiting import wait_until
-from vllm_ascend_pd.config import ConnectorConfig
-from vllm_ascend_pd.core.producer_ticket import ProducerTicket
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.identity import RankInfo
+from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
+from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.stats import Stats
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.timeline.prefill import PrefillTrace
+from vllm_ascend_pd.observe.prefill import PrefillTrace
+from vllm_ascend_pd.prefill.peers import Peers
+from vllm_ascend_pd.prefill.sender import Sender
+from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.transport import loop
 from vllm_ascend_pd.transport.side_channel import Client
-from vllm_ascend_pd.worker.identity import Identity
-from vllm_ascend_pd.worker.peers import Peers
-from vllm_ascend_pd.worker.running_time import RunningTime
-from vllm_ascend_pd.worker.sender import Sender
-from vllm_ascend_pd.worker.transfer import Transfer
 
 GRANT_TIMEOUT_S = 1.0
 TICKET = make_ticket(10, [1])
@@ -62,7 +62,7 @@ def make_peers() -> Iterator[Callable[[], Peers]]:
             )
 
         peers = Peers(
-            Identity("prefill", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,)),
+            RankInfo("prefill", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,)),
             ConnectorConfig(),
             1.0,
             running_time,
@@ -91,7 +91,7 @@ def test_an_engine_that_cannot_be_asked_does_not_keep_the_channel_from_others(
     peers = make_peers()
     peers.acquire(TICKET)
     opened = time.monotonic()
-    transfer = Transfer("r", TICKET, ProducerTicket(opened + GRANT_TIMEOUT_S))
+    transfer = Transfer("r", TICKET, PrefillTicket(opened + GRANT_TIMEOUT_S))
     peers.open([transfer])
     wait_until(lambda: transfer.failure is not None, 20)
     assert transfer.failure == "decode engine decode does not describe itself: nothing can be sent: Too many open files"
@@ -104,7 +104,7 @@ def test_closing_while_an_engine_cannot_be_asked(
     monkeypatch.setattr(loop, "_MAX_SOCKETS", 2)
     peers = make_peers()
     peers.acquire(TICKET)
-    transfer = Transfer("r", TICKET, ProducerTicket(time.monotonic() + 60))
+    transfer = Transfer("r", TICKET, PrefillTicket(time.monotonic() + 60))
     peers.open([transfer])
     peers.close(5.0)
     assert caplog.records == []

@@ -9,17 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vllm_ascend_pd.config import ConnectorConfig
+from vllm_ascend_pd.core.caches import LayerSpec, describe
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.identity import RankInfo
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.cpu import CpuDevice
-from vllm_ascend_pd.planning.engine import Engine, Layout
-from vllm_ascend_pd.planning.exchange import make_plan
-from vllm_ascend_pd.planning.model import Cached, CacheDtype, Model
+from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.tools.plan.engine import Engine, Layout
+from vllm_ascend_pd.tools.plan.exchange import make_plan
+from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, Model
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.limits import TransferLimits
-from vllm_ascend_pd.worker.caches import LayerSpec, describe
-from vllm_ascend_pd.worker.identity import Identity
-from vllm_ascend_pd.worker.producer import ProducerWorker
 
 LAYERS, BLOCK_SIZE, STEP_TOKENS, SLOTS = 2, 16, 100, 3
 
@@ -42,8 +42,8 @@ def allocated_by_a_rank(shapes: list[tuple[int, ...]], spec: LayerSpec, heads_fi
     device = CountingDevice()
     engine = TransferEngine("127.0.0.1", "tcp", TransferLimits())
     try:
-        worker = ProducerWorker(
-            Identity("prefill", "any", "127.0.0.1", 0, sharding(1), 0, 1, (0,)),
+        worker = PrefillWorker(
+            RankInfo("prefill", "any", "127.0.0.1", 0, sharding(1), 0, 1, (0,)),
             ConnectorConfig(staging_slots=SLOTS),
             device,
             engine,

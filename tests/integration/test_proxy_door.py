@@ -19,8 +19,8 @@ from proxy_cluster import eventually, running_proxy
 from starlette.types import Receive, Scope, Send
 
 from harness.ports import reserve_port
-from vllm_ascend_pd.proxy import door as door_module
-from vllm_ascend_pd.proxy.door import Door
+from vllm_ascend_pd.proxy.http import door as door_module
+from vllm_ascend_pd.proxy.http.door import Door
 
 PARSERS = pytest.mark.parametrize("parser", ["httptools", "h11"])
 

@@ -14,7 +14,7 @@ from engine_standin import DecodeEngine, PrefillEngine, make_failure, make_ticke
 from proxy_cluster import COMPLETION, STREAM, Servers, beside, closing_server, counted, eventually, running_cluster
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.proxy import engines
+from vllm_ascend_pd.proxy.routing import engines
 
 FAILURE_PATH = METASERVER_PATH + "/failure"
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])

@@ -13,7 +13,7 @@ from proxy_cluster import COMPLETION, STREAM, counted, eventually, running_clust
 
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.proxy import forward
+from vllm_ascend_pd.proxy.rendezvous import forward
 
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 
@@ -143,7 +143,7 @@ def test_a_failure_that_ends_nothing_is_logged_too(caplog: pytest.LogCaptureFixt
     assert line == f"request {request_id}, prompt 0: {said}"
 
 
-FORGED = "oops\n2026-11-24 00:00:00,000 INFO vllm_ascend_pd.proxy.forward: all is well \x1b[31m"
+FORGED = "oops\n2026-11-24 00:00:00,000 INFO vllm_ascend_pd.proxy.rendezvous.forward: all is well \x1b[31m"
 
 
 @pytest.mark.parametrize("of", ["decode", "prefill", "prefill's transfer"])

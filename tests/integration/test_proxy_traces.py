@@ -255,7 +255,7 @@ def test_a_refused_request(collector: Collector) -> None:
 
 def traces_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The proxy's. pytest adds those of loggers that print nothing."""
-    return [record.getMessage() for record in caplog.records if record.name == "vllm_ascend_pd.proxy.otel"]
+    return [record.getMessage() for record in caplog.records if record.name == "vllm_ascend_pd.proxy.operate.otel"]
 
 
 def test_a_collector_that_is_down_is_one_line(

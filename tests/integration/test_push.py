@@ -12,7 +12,7 @@ from harness.rank_programs import Hooks
 from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.stats import OVERLAP_RATIO, merged
-from vllm_ascend_pd.step import ProducerStep, Send
+from vllm_ascend_pd.core.step import PrefillStep, Send
 
 GQA = Model()
 TWO_HEADS = Model(heads=2)
@@ -110,10 +110,10 @@ def test_decode_does_not_wait_for_the_rest_of_a_step(pair: Pair) -> None:
     by_id = {request.request_id: request}
     pair.each(pair.p_ranks, "stats")
     whole = Send(request.request_id, 0, 50, (request.p_blocks,), last=True)
-    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets, sends=[whole]), by_id, Hooks(ended=False))
+    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets, sends=[whole]), by_id, Hooks(ended=False))
     assert pair.wait_arrivals(1) == ({request.request_id}, {})
     assert pair.differences(requests) == []
     counts, shares = reduce(merged, pair.each(pair.p_ranks, "stats"), {})["histograms"][OVERLAP_RATIO.name]
     assert sum(counts) == sum(shares) > 0, "all of it has arrived before the end"
-    pair.each(pair.p_ranks, "step", ProducerStep(finished={request.request_id: None}), by_id)
+    pair.each(pair.p_ranks, "step", PrefillStep(finished={request.request_id: None}), by_id)
     assert pair.wait_sent(1) == {}

@@ -9,7 +9,7 @@ import pytest
 from harness.kv import Model, Side, layer_name
 from harness.rank_programs import DecodeRank, Hooks, PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
-from vllm_ascend_pd.step import ProducerStep, Send
+from vllm_ascend_pd.core.step import PrefillStep, Send
 
 DRAFTING = Model(layers=3, drafts=1)
 PLAIN = Model(layers=2)
@@ -64,11 +64,11 @@ def test_preemption_waits_for_a_step_that_nobody_ended(pair: Pair) -> None:
     tickets = pair.announce(requests)
     by_id = {request.request_id: request}
     first = Send(request.request_id, 0, 32, (request.p_blocks[:2],), last=False)
-    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets, sends=[first]), by_id, Hooks(saved=(), ended=False))
+    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets, sends=[first]), by_id, Hooks(saved=(), ended=False))
     pair.each(pair.p_ranks, "do", preempt, request.request_id)
     rest = Send(request.request_id, 32, 50, (request.p_blocks[2:],), last=True)
-    pair.each(pair.p_ranks, "step", ProducerStep(sends=[rest]), by_id)
-    pair.each(pair.p_ranks, "step", ProducerStep(finished={request.request_id: None}), by_id)
+    pair.each(pair.p_ranks, "step", PrefillStep(sends=[rest]), by_id)
+    pair.each(pair.p_ranks, "step", PrefillStep(finished={request.request_id: None}), by_id)
     expect_delivery(pair, requests)
 
 

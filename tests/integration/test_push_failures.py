@@ -19,7 +19,7 @@ from harness.ranks import Pair, expect_delivery, prefill, prompts, run
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.stats import PUSH_FAILURES, WRITE_RETRIES, merged
-from vllm_ascend_pd.step import ConsumerStep, ProducerStep, Send
+from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, Send
 
 GQA = Model()
 HEAD_MAJOR = Model(order=Order.HEAD_MAJOR, widths=(64,))
@@ -89,7 +89,7 @@ def test_a_decode_rank_that_stands_still_is_waited_for_once() -> None:
     requests = prompts(pair, [40, 50, 60])
     tickets = pair.announce(requests)
     by_id = {prompt.request_id: prompt for prompt in requests}
-    p_rank.call("step", ProducerStep(tickets=tickets), by_id)
+    p_rank.call("step", PrefillStep(tickets=tickets), by_id)
     wait_until(lambda: p_rank.call("is_granted"), 30)
     d_rank.freeze()
     prefill(pair, requests, {})
@@ -108,13 +108,13 @@ def test_who_has_a_grant_is_done_though_another_of_the_step_has_none() -> None:
     ungranted, granted = requests = [replace(prompt, cached=prompt.num_tokens) for prompt in prompts(pair, [64, 64])]
     by_id = {prompt.request_id: prompt for prompt in requests}
     tickets = {ungranted.request_id: pair.ticket(ungranted)} | pair.announce([granted])  # decode is told of one
-    p_rank.call("step", ProducerStep(tickets=tickets), by_id)
+    p_rank.call("step", PrefillStep(tickets=tickets), by_id)
     wait_until(lambda: p_rank.call("has_grants", granted.request_id), 30)
     sends = [Send(p.request_id, p.num_tokens, p.num_tokens, ([],), last=True) for p in requests]
-    p_rank.call("step", ProducerStep(sends=sends), by_id)
+    p_rank.call("step", PrefillStep(sends=sends), by_id)
     assert pair.wait_arrivals(1) == ({granted.request_id}, {})
     assert p_rank.call("open_failures") == [], "the other's time is not over"
-    p_rank.call("step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
+    p_rank.call("step", PrefillStep(finished=dict.fromkeys(by_id)), by_id)
     sent = pair.wait_sent(2)
     assert sent.keys() == {ungranted.request_id}
     assert "no grant" in sent[ungranted.request_id]
@@ -125,7 +125,7 @@ def test_a_cancelled_ticket_is_written_no_more(pair: Pair) -> None:
     requests = prompts(pair, [64])
     tickets = pair.announce(requests)
     cancelled = {t.ticket_id: "the test lost interest" for t in tickets.values()}
-    pair.each(pair.d_ranks, "step", ConsumerStep(cancelled=cancelled))
+    pair.each(pair.d_ranks, "step", DecodeStep(cancelled=cancelled))
     received, failed = pair.wait_arrivals(1)
     assert (received, set(failed)) == (set(), {"request-0"})
     prefill(pair, requests, tickets)
@@ -138,11 +138,11 @@ def test_cancelling_between_chunks_stops_the_writers(pair: Pair) -> None:
     requests = prompts(pair, [96])
     tickets = pair.announce(requests)
     first = [*prompts(pair, [96])]
-    step = ProducerStep(tickets=tickets)
+    step = PrefillStep(tickets=tickets)
     pair.each(pair.p_ranks, "step", step, {p.request_id: p for p in first})
     time.sleep(0.3)  # let grants be given: this is the case meant here, but any other must end well too
     cancelled = {t.ticket_id: "the client left" for t in tickets.values()}
-    pair.each(pair.d_ranks, "step", ConsumerStep(cancelled=cancelled))
+    pair.each(pair.d_ranks, "step", DecodeStep(cancelled=cancelled))
     received, failed = pair.wait_arrivals(1)
     assert (received, set(failed)) == (set(), {"request-0"})
     prefill(pair, requests, {})
@@ -234,8 +234,8 @@ def test_an_aborted_prefill_fails_decode_at_once(pair: Pair) -> None:
     requests = prompts(pair, [64])
     tickets = pair.announce(requests)
     by_id = {p.request_id: p for p in requests}
-    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), by_id)
-    pair.each(pair.p_ranks, "step", ProducerStep(finished={"request-0": "the prefill request was aborted"}), by_id)
+    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets), by_id)
+    pair.each(pair.p_ranks, "step", PrefillStep(finished={"request-0": "the prefill request was aborted"}), by_id)
     received, failed = pair.wait_arrivals(1)
     assert received == set()
     assert "was aborted" in failed["request-0"]

@@ -11,8 +11,8 @@ from harness.rank_programs import DecodeRank
 from harness.ranks import Pair, expect_delivery, prefill, prompts, run
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.stats import PUSH_FAILURES
-from vllm_ascend_pd.step import ProducerStep, Send
-from vllm_ascend_pd.worker.weights import Weights
+from vllm_ascend_pd.core.step import PrefillStep, Send
+from vllm_ascend_pd.core.weights import Weights
 
 GQA = Model()
 ALLOWED = {"allow_other_model": True}
@@ -95,7 +95,7 @@ def begin(pair: Pair) -> tuple[list[Any], dict[str, Any]]:
     tickets = pair.announce(requests)
     size = pair.prefill.block_size
     first = Send(request.request_id, 0, size, (request.p_blocks[:1],), last=False)
-    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets, sends=[first]), by_id)
+    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets, sends=[first]), by_id)
     pair.wait_granted()
     return requests, by_id
 
@@ -104,8 +104,8 @@ def end(pair: Pair, requests: list[Any], by_id: dict[str, Any]) -> None:
     [request] = requests
     size = pair.prefill.block_size
     rest = Send(request.request_id, size, request.num_tokens, (request.p_blocks[1:],), last=True)
-    pair.each(pair.p_ranks, "step", ProducerStep(sends=[rest]), by_id)
-    pair.each(pair.p_ranks, "step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
+    pair.each(pair.p_ranks, "step", PrefillStep(sends=[rest]), by_id)
+    pair.each(pair.p_ranks, "step", PrefillStep(finished=dict.fromkeys(by_id)), by_id)
 
 
 def test_prefills_weights_updated_in_the_middle_of_a_prompt_fail_it(pair: Pair) -> None:
@@ -145,7 +145,7 @@ def test_an_update_of_decode_is_noticed_at_the_next_renewal() -> None:
     _, by_id = begin(pair)
     load(pair.d_ranks, 2)
     wait_until(lambda: all(rank.call("open_failures") for rank in pair.p_ranks), 30)
-    pair.each(pair.p_ranks, "step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
+    pair.each(pair.p_ranks, "step", PrefillStep(finished=dict.fromkeys(by_id)), by_id)
     assert "this engine has" in pair.wait_arrivals(1)[1]["request-0"]
     pair.wait_sent(1)
     assert pair.close() == []
@@ -165,7 +165,7 @@ def test_while_decode_loads_weights_prefill_asks_on() -> None:
     pair.each(pair.d_ranks, "do", begin_loading)
     requests = prompts(pair, [40])
     tickets = pair.announce(requests)
-    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {p.request_id: p for p in requests})
+    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets), {p.request_id: p for p in requests})
     assert not any(pair.each(pair.p_ranks, "is_granted"))
     pair.each(pair.d_ranks, "do", end_loading)
     pair.wait_granted()

@@ -16,7 +16,7 @@ from harness.rank_hosts import Rank, start_afresh
 from harness.rank_programs import PrefillRank, refuse_work
 from harness.ranks import Pair, expect_delivery, prompts, run
 from harness.waiting import wait_for, wait_until
-from vllm_ascend_pd.step import ProducerStep, Send
+from vllm_ascend_pd.core.step import PrefillStep, Send
 
 GQA = Model()
 IMPATIENT = {"collective_timeout_s": 1.5, "control_timeout_s": 1.0}
@@ -90,13 +90,13 @@ def send_step(pair: Pair, requests: list[Prompt]) -> None:
     tickets = pair.announce(requests)
     sends = [Send(p.request_id, 0, p.num_tokens, (p.p_blocks,), last=True) for p in requests]
     for rank in pair.p_ranks:
-        rank.send("step", ProducerStep(tickets=tickets, sends=sends), {p.request_id: p for p in requests})
+        rank.send("step", PrefillStep(tickets=tickets, sends=sends), {p.request_id: p for p in requests})
 
 
 def end(pair: Pair, requests: list[Prompt]) -> set[str]:
     """Every request ends: with the right bytes, or with the same reason on both sides. Returns those that arrived."""
     by_id = {p.request_id: p for p in requests}
-    pair.each(pair.p_ranks, "step", ProducerStep(finished=dict.fromkeys(by_id)), by_id)
+    pair.each(pair.p_ranks, "step", PrefillStep(finished=dict.fromkeys(by_id)), by_id)
     received, failed = pair.wait_arrivals(len(requests), 60.0)
     assert received | failed.keys() == by_id.keys()
     for reason in failed.values():

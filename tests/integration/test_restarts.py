@@ -15,7 +15,7 @@ from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, expect_delivery, prefill, prompts, run
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.layout import Order
-from vllm_ascend_pd.step import ProducerStep, Send
+from vllm_ascend_pd.core.step import PrefillStep, Send
 
 HEAD_MAJOR = Model(order=Order.HEAD_MAJOR, widths=(64,))
 
@@ -74,7 +74,7 @@ def test_decode_that_dies_while_it_is_written_to(pair: Pair) -> None:
     """What was on its way to the old engine does not reach the new one."""
     old = prompts(pair, [64, 96])
     tickets = pair.announce(old)
-    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {p.request_id: p for p in old})
+    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets), {p.request_id: p for p in old})
     pair.wait_granted(PATIENCE_S)
     pair.each(pair.p_ranks, "slow_down", 2.0)
     prefill(pair, old, {})
@@ -100,7 +100,7 @@ def test_meeting_an_engine_ends_the_transfers_of_the_one_before_it(pair: Pair) -
     tickets = {p.request_id: pair.ticket(p) for p in (old, unmet)}
     pair.expect([old], tickets)
     by_id = {p.request_id: p for p in (old, unmet, new)}
-    step = ProducerStep(tickets={old.request_id: tickets[old.request_id]})
+    step = PrefillStep(tickets={old.request_id: tickets[old.request_id]})
     pair.each(pair.p_ranks, "step", step, by_id)
     pair.wait_granted(PATIENCE_S)
     pair.restart_decode("second")
@@ -142,7 +142,7 @@ def test_a_prefill_engine_in_anothers_place(pair: Pair) -> None:
     """The ticket of the one that died is nobody else's; the new one serves the next."""
     [old, new] = prompts(pair, [64, 80])
     tickets = pair.announce([old])
-    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {old.request_id: old})
+    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets), {old.request_id: old})
     pair.wait_granted(PATIENCE_S)
     pair.restart_prefill("second")
     prefill(pair, [old], tickets)
@@ -166,20 +166,20 @@ def test_preempted_while_a_failed_write_may_still_arrive() -> None:
 
     def send(block: int, **more: Any) -> None:
         part = Send(prompt.request_id, 16 * block, 16 * block + 16, ([prompt.p_blocks[block]],), last=block == 2)
-        p_rank.call("step", ProducerStep(sends=[part], **more), by_id)
+        p_rank.call("step", PrefillStep(sends=[part], **more), by_id)
 
     try:
         pair.expect([prompt], tickets)
         send(0, tickets=tickets)
-        p_rank.call("step", ProducerStep(preempted={prompt.request_id}), by_id)
+        p_rank.call("step", PrefillStep(preempted={prompt.request_id}), by_id)
         assert pair.p_ranks[0].call("sent") == (set(), {})
         d_rank.freeze()
         send(1)
         wait_until(lambda: any("trying each request by itself" in text for text in p_rank.call("warnings")), PATIENCE_S)
         d_rank.freeze(False)
-        p_rank.call("step", ProducerStep(preempted={prompt.request_id}), by_id)
+        p_rank.call("step", PrefillStep(preempted={prompt.request_id}), by_id)
         send(2)
-        p_rank.call("step", ProducerStep(finished={prompt.request_id: None}), by_id)
+        p_rank.call("step", PrefillStep(finished={prompt.request_id: None}), by_id)
         received, failed = pair.wait_arrivals(1, PATIENCE_S)
         assert received == set()
         assert "preempted while a failed write" in failed[prompt.request_id]

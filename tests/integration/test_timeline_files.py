@@ -15,11 +15,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from vllm_ascend_pd.timeline import events
-from vllm_ascend_pd.timeline.command import show_timeline
-from vllm_ascend_pd.timeline.events import Mark, MarkEvent, Process
-from vllm_ascend_pd.timeline.file import TraceError, TraceFile
-from vllm_ascend_pd.timeline.read import read_file, read_folder
+from vllm_ascend_pd.observe import events
+from vllm_ascend_pd.observe.events import Mark, MarkEvent, Process
+from vllm_ascend_pd.observe.trace_file import TraceError, TraceFile
+from vllm_ascend_pd.tools.timeline.command import show_timeline
+from vllm_ascend_pd.tools.timeline.read import read_file, read_folder
 
 SCHEDULER = Process(events.FORMAT, "decode scheduler", "engine/../x", 0, 0, "0" * 16, 0.0)
 HOSTILE = "<script>alert(1)</script> </title> @@DATA@@ $x_{y}$ [red]\x1b[31m"
@@ -27,8 +27,8 @@ HOSTILE = "<script>alert(1)</script> </title> @@DATA@@ $x_{y}$ [red]\x1b[31m"
 # Traces on and on, and says so once the first events must be in the file.
 WRITER = """
 import sys, time
-from vllm_ascend_pd.timeline.events import *
-from vllm_ascend_pd.timeline.file import TraceFile
+from vllm_ascend_pd.observe.events import *
+from vllm_ascend_pd.observe.trace_file import TraceFile
 file = TraceFile(sys.argv[1], Process(1, "decode scheduler", "killed", 0, 0, "0" * 16, 0.0), 1 << 26)
 n = 0
 while True:

@@ -9,9 +9,9 @@ from harness.kv import Model, Side, layer_name
 from harness.ranks import Pair, expect_delivery, prompts, run
 from harness.timelines import clocks_agree, nests_properly, prefill_ranks, traced_requests
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.timeline import events
-from vllm_ascend_pd.timeline.events import MarkEvent
-from vllm_ascend_pd.timeline.read import Recording
+from vllm_ascend_pd.observe import events
+from vllm_ascend_pd.observe.events import MarkEvent
+from vllm_ascend_pd.tools.timeline.read import Recording
 
 SHAPES = {
     "TP4_TO_TP2": (Side(4), Side(2), True),

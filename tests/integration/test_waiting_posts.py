@@ -20,9 +20,9 @@ from starlette.routing import Route
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.metaserver import WAITING_SUFFIX
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.scheduler import waiting_posts
-from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient, Outcome
-from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.decode import waiting_posts
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, Outcome
+from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 
 DEADLINE_S = 0.8
 SETTINGS = MetaserverSettings(deadline_s=DEADLINE_S, backoff_base_s=0.01, backoff_max_s=0.02)

@@ -20,13 +20,13 @@ import pytest
 import cann_on_host
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.communicator import communicator_bytes
-from vllm_ascend_pd.doctor import collectives, hardware, loopback
-from vllm_ascend_pd.doctor.finding import Finding, Level, Report
-from vllm_ascend_pd.doctor.progress import Progress
+from vllm_ascend_pd.tools.doctor import collectives, hardware, loopback
+from vllm_ascend_pd.tools.doctor.finding import Finding, Level, Report
+from vllm_ascend_pd.tools.doctor.progress import Progress
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated, pytest.mark.timeout(600)]
 
-PACKAGE = Path(hardware.__file__).parents[1]
+PACKAGE = Path(hardware.__file__).parents[2]
 NPU_SMI = """\
 #!/bin/sh
 cat <<'TABLE'
@@ -192,7 +192,7 @@ def test_compiled_kernels_are_compared(kernels: Path, tmp_path: Path) -> None:
     for library in kernels.parent.glob("*.so"):
         shutil.copy(library, copy)
     code = (
-        "import anyio, msgspec; from vllm_ascend_pd.doctor import kernels; "
+        "import anyio, msgspec; from vllm_ascend_pd.tools.doctor import kernels; "
         "print(msgspec.json.encode(anyio.run(kernels.check, 180)).decode())"
     )
     env = {**os.environ, "PYTHONPATH": f"{copy.parent}:{os.environ.get('PYTHONPATH', '')}"}

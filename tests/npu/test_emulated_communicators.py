@@ -13,9 +13,9 @@ from harness.rank_processes import run_ranks, try_ranks
 from vllm_ascend_pd.core.communicator import communicator_bytes, hccl_config
 from vllm_ascend_pd.core.topology import regroup_groups, sharding
 from vllm_ascend_pd.device.npu import NpuDevice
-from vllm_ascend_pd.planning.engine import Engine, Layout
-from vllm_ascend_pd.planning.exchange import make_plan
-from vllm_ascend_pd.planning.model import Cached, CacheDtype, Model
+from vllm_ascend_pd.tools.plan.engine import Engine, Layout
+from vllm_ascend_pd.tools.plan.exchange import make_plan
+from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, Model
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 

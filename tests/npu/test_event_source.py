@@ -10,7 +10,7 @@ import torch
 import cann_on_host
 from harness.kv import Model, Prompt, Side, layer_name
 from harness.ranks import Pair, prompts
-from vllm_ascend_pd.step import ProducerStep, Send
+from vllm_ascend_pd.core.step import PrefillStep, Send
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -25,7 +25,7 @@ def pair() -> Iterator[Pair]:
     assert made.close() == []
 
 
-def step_with_hanging_attention(rank: Any, step: ProducerStep, prompt: Prompt, told: str | None) -> None:
+def step_with_hanging_attention(rank: Any, step: PrefillStep, prompt: Prompt, told: str | None) -> None:
     """One forward pass whose last layer's attention hangs. `told`: the name the layer is announced with when its
     cache is written, None if it is not."""
     attention = torch.zeros(8, device="npu")
@@ -53,7 +53,7 @@ def prefill(pair: Pair, told: str | None) -> list[Prompt]:
     [prompt] = requests = prompts(pair, [300])
     tickets = pair.announce(requests)
     send = Send(prompt.request_id, 0, prompt.num_tokens, (prompt.p_blocks,), last=True)
-    step = ProducerStep(tickets=tickets, sends=[send])
+    step = PrefillStep(tickets=tickets, sends=[send])
     pair.each(pair.p_ranks, "do", step_with_hanging_attention, step, prompt, told)
     return requests
 

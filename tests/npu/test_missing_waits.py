@@ -12,9 +12,9 @@ import cann_on_host
 from harness.kv import Model, Side
 from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, prefill, prompts
+from vllm_ascend_pd.core.step import PrefillStep
 from vllm_ascend_pd.device.base import Event
 from vllm_ascend_pd.device.npu import NpuEvent
-from vllm_ascend_pd.step import ProducerStep
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -77,7 +77,7 @@ def push(pair: Pair, seed: int, delays: tuple[int, int], mutation: Callable[[Pre
     tickets = pair.announce(requests)
     if mutation is not None:
         pair.each(pair.p_ranks, "do", mutation)
-    pair.each(pair.p_ranks, "step", ProducerStep(tickets=tickets), {})
+    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets), {})
     pair.wait_granted()
     pair.each(pair.p_ranks, "do", set_delays, delays)
     prefill(pair, requests, {})

@@ -19,7 +19,7 @@ from answering import Answering
 from harness.kv import Model, Side
 from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.core.transports import TransportInfo, cannot_write
-from vllm_ascend_pd.doctor.finding import Level, Report
+from vllm_ascend_pd.tools.doctor.finding import Level, Report
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 

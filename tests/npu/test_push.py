@@ -15,7 +15,7 @@ import cann_on_host
 from harness.kv import Model, Side
 from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
-from vllm_ascend_pd import ops, ops_fallback
+from vllm_ascend_pd.device import ops, ops_fallback
 
 pytestmark = pytest.mark.npu
 

@@ -45,7 +45,7 @@ def run(program: str, wheel: str, **env: str) -> str:
 def test_what_may_be_registered(wheel: str) -> None:
     program = """
 from vllm_ascend_pd.device.npu import NpuDevice
-from vllm_ascend_pd.worker.caches import LayerSpec, describe
+from vllm_ascend_pd.core.caches import LayerSpec, describe
 many = 257
 storage = NpuDevice().allocate(many * 2 * MIB)
 tensors = storage.view(torch.bfloat16).view(many, 16, 16, 2, 2048)
@@ -70,7 +70,7 @@ def test_acl_says_which_npu_of_the_machine_a_process_is_on() -> None:
     """In a container that sees only some of them, ASCEND_RT_VISIBLE_DEVICES does not."""
     program = """
 import torch
-from vllm_ascend_pd.doctor.probe import PARTS
+from vllm_ascend_pd.tools.doctor.probe import PARTS
 from vllm_ascend_pd.transport import ascend
 print(ascend.physical_device(0), ascend.physical_device(1), ascend.chip_name(), PARTS["npus"][0]())
 """

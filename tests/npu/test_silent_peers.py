@@ -19,8 +19,8 @@ from harness.rank_programs import HOST, MODEL
 from harness.ranks import Pair, prefill, prompts
 from silent_decodes import Decodes
 from vllm_ascend_pd.core.protocol import EngineDescription
-from vllm_ascend_pd.scheduler.listener import DescriptionListener
-from vllm_ascend_pd.step import ConsumerStep, Expect
+from vllm_ascend_pd.core.step import DecodeStep, Expect
+from vllm_ascend_pd.decode.listener import DescriptionListener
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -57,7 +57,7 @@ def test_nothing_is_written_late_when_the_links_of_24_peers_hang(pair: Pair) -> 
         ticket = msgspec.structs.replace(pair.ticket(prompt), remote_engine_id=f"silent-{n}", remote_port=port)
         tickets[prompt.request_id] = ticket
     expects = [
-        ConsumerStep([Expect(p.request_id, t.ticket_id, t.attempt, t.digest(), p.d_blocks, p.cached)])
+        DecodeStep([Expect(p.request_id, t.ticket_id, t.attempt, t.digest(), p.d_blocks, p.cached)])
         for p in unlucky
         for t in [tickets[p.request_id]]
     ]
@@ -73,7 +73,7 @@ def test_nothing_is_written_late_when_the_links_of_24_peers_hang(pair: Pair) -> 
             cancelled = []
             for finished, _, _, given_up in silent.call("arrivals"):
                 ended |= finished
-                cancelled.append(ConsumerStep(cancelled=given_up))
+                cancelled.append(DecodeStep(cancelled=given_up))
             silent.call("steps", cancelled)
             time.sleep(0.05)
         silent.call("reuse", unlucky)

@@ -8,7 +8,7 @@ import pytest
 from harness.kv import Model, Side, layer_name
 from harness.ranks import Pair, expect_delivery, prompts, run
 from harness.timelines import clocks_agree, nests_properly, traced_requests
-from vllm_ascend_pd.timeline.merge import Timeline
+from vllm_ascend_pd.tools.timeline.merge import Timeline
 
 pytestmark = pytest.mark.npu
 

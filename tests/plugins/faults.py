@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.step import ProducerStep
+from vllm_ascend_pd.core.step import PrefillStep
+from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.writer import Flight, TransferError
-from vllm_ascend_pd.worker.producer import ProducerWorker
 
 POISONED_LAYER = 1
 """Index among the rank's tensors: neither the first nor the last."""
@@ -54,24 +54,24 @@ class _Watched:
         self._tensor_of = tensor_of
         self._tensors: dict[str, int] = {}  # by request
         self._ranges: dict[str, list[tuple[int, int]]] = {}  # (address, bytes) by request
-        start_step, take_sent = ProducerWorker.start_step, ProducerWorker.take_sent
+        start_step, take_sent = PrefillWorker.start_step, PrefillWorker.take_sent
 
-        def watch_step(worker: ProducerWorker, step: ProducerStep) -> None:
+        def watch_step(worker: PrefillWorker, step: PrefillStep) -> None:
             self._note(worker._caches.description, step)
             start_step(worker, step)
 
-        def watch_sent(worker: ProducerWorker) -> set[str]:
+        def watch_sent(worker: PrefillWorker) -> set[str]:
             sent = take_sent(worker)
             self._ranges = {request: ranges for request, ranges in self._ranges.items() if request not in sent}
             return sent
 
-        ProducerWorker.start_step = watch_step  # type: ignore[method-assign]
-        ProducerWorker.take_sent = watch_sent  # type: ignore[method-assign]
+        PrefillWorker.start_step = watch_step  # type: ignore[method-assign]
+        PrefillWorker.take_sent = watch_sent  # type: ignore[method-assign]
 
     def __contains__(self, address: int) -> bool:
         return any(begin <= address < begin + n for ranges in self._ranges.values() for begin, n in ranges)
 
-    def _note(self, caches: RankCaches, step: ProducerStep) -> None:
+    def _note(self, caches: RankCaches, step: PrefillStep) -> None:
         for request, ticket in step.tickets.items():
             index = self._tensor_of(ticket.num_tokens)
             if index is not None and index < len(caches.tensors):

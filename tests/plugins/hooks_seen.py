@@ -3,17 +3,17 @@
 
 import sys
 
-from vllm_ascend_pd.worker.producer import ProducerWorker
+from vllm_ascend_pd.prefill.worker import PrefillWorker
 
 
 def say_what_was_saved() -> None:
     """Every step that sends something ends with such a line."""
-    end_step = ProducerWorker.end_step
+    end_step = PrefillWorker.end_step
 
-    def say_and_end(worker: ProducerWorker) -> None:
+    def say_and_end(worker: PrefillWorker) -> None:
         if worker._plan.shipments:
             layers = len(worker._caches.layers)
             print(f"saved {layers - len(worker._plan.unsaved)} of {layers} layers", file=sys.stderr, flush=True)
         end_step(worker)
 
-    ProducerWorker.end_step = say_and_end  # type: ignore[method-assign]
+    PrefillWorker.end_step = say_and_end  # type: ignore[method-assign]

@@ -9,8 +9,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from vllm_ascend_pd.proxy.balance import EngineLoad, Strategy
-from vllm_ascend_pd.proxy.prompts import Prompt
+from vllm_ascend_pd.proxy.routing.balance import EngineLoad, Strategy
+from vllm_ascend_pd.proxy.routing.prompts import Prompt
 
 BLOCK = 128
 

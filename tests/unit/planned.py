@@ -3,10 +3,10 @@
 
 from pathlib import Path
 
-from vllm_ascend_pd.planning.engine import Engine, Layout, default_block_size
-from vllm_ascend_pd.planning.exchange import make_plan
-from vllm_ascend_pd.planning.figures import Plan
-from vllm_ascend_pd.planning.model import read_model
+from vllm_ascend_pd.tools.plan.engine import Engine, Layout, default_block_size
+from vllm_ascend_pd.tools.plan.exchange import make_plan
+from vllm_ascend_pd.tools.plan.figures import Plan
+from vllm_ascend_pd.tools.plan.model import read_model
 
 DATA = Path(__file__).parent / "data"
 DEEPSEEK = DATA / "deepseek-r1.json"

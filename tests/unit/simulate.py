@@ -37,7 +37,7 @@ def sizes(heads: int) -> list[int]:
     return [tp for tp in range(1, MAX_TP + 1) if tp % heads == 0 or heads % tp == 0]
 
 
-def dealt_out(tp: int, dcp: int = 1, pcp: int = 1) -> tuple[int, ...]:
+def partition_states(tp: int, dcp: int = 1, pcp: int = 1) -> tuple[int, ...]:
     """Shares as vLLM 0.23 deals them out: `pcp_rank * dcp + dcp_rank`, with neighbouring ranks in a group of `dcp`."""
     return tuple(pcp_rank * dcp + tp_rank % dcp for pcp_rank in range(pcp) for tp_rank in range(tp))
 

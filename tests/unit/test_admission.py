@@ -9,12 +9,12 @@ from harness.scheduling import Scheduled, make_output, make_request
 from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.hosts import AnyHost, HostList, decode_hosts
 from vllm_ascend_pd.core.signing import CLOCK_SKEW_S, Secret, signed
+from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.scheduler import admission as admission_module
-from vllm_ascend_pd.scheduler.admission import Admission
-from vllm_ascend_pd.scheduler.idle import IdleWait
-from vllm_ascend_pd.scheduler.producer import ProducerScheduler
-from vllm_ascend_pd.step import WorkerReport
+from vllm_ascend_pd.prefill import ticket_admission as admission_module
+from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.ticket_admission import Admission
+from vllm_ascend_pd.transport.idle_wait import IdleWait
 
 SECRET = Secret(b"a secret of this test, long enough")
 OTHER = Secret(b"another secret, of another cluster")
@@ -47,7 +47,7 @@ class Prefill:
     def __init__(self, capacity: int = 100, hosts: HostList = ANYWHERE, secret: Secret | None = SECRET) -> None:
         self.now = NOW
         self.admission = Admission(hosts, secret, capacity, clock=lambda: self.now)
-        self.scheduler = ProducerScheduler([TokenGroup(4)], IdleWait(0.05, in_flight=2), self.admission)
+        self.scheduler = PrefillScheduler([TokenGroup(4)], IdleWait(0.05, in_flight=2), self.admission)
         self.requests = 0
 
     def error(self, params: Ticket | dict) -> str | None:

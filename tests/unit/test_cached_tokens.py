@@ -12,8 +12,8 @@ import pytest
 from harness.engines import Role
 from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK, RealScheduler
+from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.step import WorkerReport
 
 PROMPT = 100
 """Six blocks of 16 and a part of one."""

@@ -6,16 +6,16 @@ import dataclasses
 import msgspec
 import pytest
 
-from vllm_ascend_pd.config import parse_config
 from vllm_ascend_pd.core.compatibility import mismatch
+from vllm_ascend_pd.core.config import parse_config
+from vllm_ascend_pd.core.identity import RankInfo
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Kind, Order, RankCaches
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.core.transports import TransportInfo
-from vllm_ascend_pd.worker.fit import misfit
-from vllm_ascend_pd.worker.identity import Identity
-from vllm_ascend_pd.worker.peer import DecodeLayout
+from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
+from vllm_ascend_pd.prefill.fit import misfit
 
 MODEL = "LlamaForCausalLM with 4 layers of hidden size 64, 8 heads, 4 KV heads, vocabulary 512"
 LAYERS = tuple(f"model.layers.{n}.self_attn.attn" for n in range(4))
@@ -283,7 +283,7 @@ ROTATED = {"rope_theta": "20000"}
 
 
 def misfit_of(settings: dict[str, str], **config: object) -> str | None:
-    identity = Identity("prefill", MODEL, "127.0.0.1", 0, sharding(1), 0, 1, (0,), settings={"rope_theta": "10000"})
+    identity = RankInfo("prefill", MODEL, "127.0.0.1", 0, sharding(1), 0, 1, (0,), settings={"rope_theta": "10000"})
     described = msgspec.structs.replace(engine(), settings=settings)
     return misfit(identity, parse_config(config), caches(), TransportInfo(), described)
 
@@ -298,7 +298,7 @@ def test_other_settings_are_refused_unless_prefill_allows_it(caplog):
 
 
 def test_what_is_allowed_of_another_model_is_not_its_shape():
-    identity = Identity("prefill", "another model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
+    identity = RankInfo("prefill", "another model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
     config = parse_config({"allow_other_model": True})
     assert "prefill serves another model" in (misfit(identity, config, caches(), TransportInfo(), engine()) or "")
     unequal = misfit(
@@ -308,7 +308,7 @@ def test_what_is_allowed_of_another_model_is_not_its_shape():
 
 
 def test_a_transport_that_cannot_write_to_one_of_decodes_ranks_is_refused():
-    identity = Identity("prefill", MODEL, "127.0.0.1", 0, sharding(1), 0, 1, (0,))
+    identity = RankInfo("prefill", MODEL, "127.0.0.1", 0, sharding(1), 0, 1, (0,))
     ours = TransportInfo("ascend", "mooncake-transfer-engine-npu 0.3.13.post1", "client/server", "AutoConnect")
     theirs = TransportInfo("ascend", "mooncake-transfer-engine-npu 0.3.11.post1", "comm", "Connect")
     described = engine(2)

@@ -4,7 +4,7 @@
 import msgspec
 import pytest
 
-from vllm_ascend_pd.config import ConfigError, ConnectorConfig, PeerParallel, TlsConfig, parse_config
+from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, PeerParallel, TlsConfig, parse_config
 
 TIMES_AND_SIZES = [
     field.name

@@ -3,9 +3,9 @@
 
 from pathlib import Path
 
-from vllm_ascend_pd.doctor import driver
-from vllm_ascend_pd.doctor.driver import Driver
-from vllm_ascend_pd.doctor.finding import Level
+from vllm_ascend_pd.tools.doctor import driver
+from vllm_ascend_pd.tools.doctor.driver import Driver
+from vllm_ascend_pd.tools.doctor.finding import Level
 
 DRIVER_INFO = """\
 Version=25.0.rc1.1

@@ -9,12 +9,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from vllm_ascend_pd.doctor import collectives, hardware, kernels
-from vllm_ascend_pd.doctor.collectives import STAGES, RankReport, Reached
-from vllm_ascend_pd.doctor.finding import Level
-from vllm_ascend_pd.doctor.kernels import Compared
-from vllm_ascend_pd.doctor.progress import Progress
-from vllm_ascend_pd.doctor.tools import Ran
+from vllm_ascend_pd.tools.doctor import collectives, hardware, kernels
+from vllm_ascend_pd.tools.doctor.collectives import STAGES, RankReport, Reached
+from vllm_ascend_pd.tools.doctor.finding import Level
+from vllm_ascend_pd.tools.doctor.kernels import Compared
+from vllm_ascend_pd.tools.doctor.progress import Progress
+from vllm_ascend_pd.tools.doctor.tools import Ran
 
 
 def rank(*stages: Reached, errors: bytes = b"") -> RankReport:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the doctor says of the memory that HCCL takes for a prefill engine's groups."""
 
-from vllm_ascend_pd.doctor import hccl
-from vllm_ascend_pd.doctor.engine_config import KvTransferConfig
-from vllm_ascend_pd.doctor.finding import Level
+from vllm_ascend_pd.tools.doctor import hccl
+from vllm_ascend_pd.tools.doctor.engine_config import KvTransferConfig
+from vllm_ascend_pd.tools.doctor.finding import Level
 
 
 def test_memory_of_communicators() -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.doctor import hccn
-from vllm_ascend_pd.doctor.finding import Level
-from vllm_ascend_pd.doctor.hccn import Ping, parse_addresses, parse_conf, parse_health, parse_link, parse_ping
-from vllm_ascend_pd.doctor.tools import Ran
+from vllm_ascend_pd.tools.doctor import hccn
+from vllm_ascend_pd.tools.doctor.finding import Level
+from vllm_ascend_pd.tools.doctor.hccn import Ping, parse_addresses, parse_conf, parse_health, parse_link, parse_ping
+from vllm_ascend_pd.tools.doctor.tools import Ran
 from vllm_ascend_pd.transport import ascend
 
 PING = """\

@@ -3,10 +3,10 @@
 
 import pytest
 
-from vllm_ascend_pd.doctor import loading
-from vllm_ascend_pd.doctor.finding import Level
-from vllm_ascend_pd.doctor.probe import Loaded
-from vllm_ascend_pd.doctor.tools import Ran
+from vllm_ascend_pd.tools.doctor import loading
+from vllm_ascend_pd.tools.doctor.finding import Level
+from vllm_ascend_pd.tools.doctor.probe import Loaded
+from vllm_ascend_pd.tools.doctor.tools import Ran
 
 LOADED = [
     Loaded("torch", 1.0, "2.13.0"),

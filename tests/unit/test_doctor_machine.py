@@ -17,15 +17,15 @@ import pytest
 
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.transports import TransportInfo
-from vllm_ascend_pd.doctor import engine_config, limits, loopback, mooncake, mooncake_engine, ports
-from vllm_ascend_pd.doctor.command import Machine, judge_data_parallel, options
-from vllm_ascend_pd.doctor.driver import Driver
-from vllm_ascend_pd.doctor.engine_config import UsageError
-from vllm_ascend_pd.doctor.finding import Finding, Level, Target, error, make_report, note, ok, warning
-from vllm_ascend_pd.doctor.loopback_process import Checked, Sent, Task, compare
-from vllm_ascend_pd.doctor.mooncake_engine import Installed
-from vllm_ascend_pd.doctor.pair import api_key
-from vllm_ascend_pd.doctor.tools import MAX_OUTPUT_BYTES, Ran, run_tool
+from vllm_ascend_pd.tools.doctor import engine_config, limits, loopback, mooncake, mooncake_engine, ports
+from vllm_ascend_pd.tools.doctor.command import Machine, judge_data_parallel, options
+from vllm_ascend_pd.tools.doctor.driver import Driver
+from vllm_ascend_pd.tools.doctor.engine_config import UsageError
+from vllm_ascend_pd.tools.doctor.finding import Finding, Level, Target, error, make_report, note, ok, warning
+from vllm_ascend_pd.tools.doctor.loopback_process import Checked, Sent, Task, compare
+from vllm_ascend_pd.tools.doctor.mooncake_engine import Installed
+from vllm_ascend_pd.tools.doctor.pair import api_key
+from vllm_ascend_pd.tools.doctor.tools import MAX_OUTPUT_BYTES, Ran, run_tool
 from vllm_ascend_pd.transport.gate import FILES_WANTED
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.doctor.finding import Level
-from vllm_ascend_pd.doctor.npus import Chip, judge, parse
-from vllm_ascend_pd.doctor.tools import Ran
+from vllm_ascend_pd.tools.doctor.finding import Level
+from vllm_ascend_pd.tools.doctor.npus import Chip, judge, parse
+from vllm_ascend_pd.tools.doctor.tools import Ran
 
 A2 = """\
 +------------------------------------------------------------------------------------------------+

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, TRANSPORT_INFO, Metric
-from vllm_ascend_pd.doctor import clock
-from vllm_ascend_pd.doctor.clock import Offset
-from vllm_ascend_pd.doctor.finding import Level
-from vllm_ascend_pd.doctor.http_get import Answer, root_url
-from vllm_ascend_pd.doctor.pair import Server, judge
-from vllm_ascend_pd.doctor.roles import PROXY_PREFIX
-from vllm_ascend_pd.proxy import metrics as proxy_metrics
+from vllm_ascend_pd.proxy.operate import metrics as proxy_metrics
+from vllm_ascend_pd.tools.doctor import clock
+from vllm_ascend_pd.tools.doctor.clock import Offset
+from vllm_ascend_pd.tools.doctor.finding import Level
+from vllm_ascend_pd.tools.doctor.http_get import Answer, root_url
+from vllm_ascend_pd.tools.doctor.pair import Server, judge
+from vllm_ascend_pd.tools.doctor.roles import PROXY_PREFIX
 
 NOW = 1_800_000_000.0
 SKEWS = st.floats(-1e6, 1e6)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.doctor import stacks
-from vllm_ascend_pd.doctor.finding import Level
-from vllm_ascend_pd.doctor.stacks import CPU, NPU, Stack
-from vllm_ascend_pd.doctor.versions import judge, release
+from vllm_ascend_pd.tools.doctor import stacks
+from vllm_ascend_pd.tools.doctor.finding import Level
+from vllm_ascend_pd.tools.doctor.stacks import CPU, NPU, Stack
+from vllm_ascend_pd.tools.doctor.versions import judge, release
 
 ROOT = Path(__file__).parents[2]
 PYTHON = (3, 11, 9)
@@ -41,7 +41,7 @@ def test_what_the_doctor_wants_is_what_requirements_pin(stack: Stack) -> None:
 
 def test_what_else_is_said_elsewhere() -> None:
     assert {pinned("requirements/cpu.txt")["vllm"], pinned("requirements/vllm-0.23.txt")["vllm"]} == set(stacks.VLLM)
-    assert all(version in (ROOT / "vllm_ascend_pd/compat.py").read_text() for version in stacks.VLLM)
+    assert all(version in (ROOT / "vllm_ascend_pd/connector/compat.py").read_text() for version in stacks.VLLM)
     assert f"CANN {stacks.CANN} " in (ROOT / NPU.file).read_text()
     assert f'requires-python = ">={".".join(map(str, stacks.MIN_PYTHON))}"' in (ROOT / "pyproject.toml").read_text()
 

@@ -7,26 +7,26 @@ from contextlib import closing
 
 import pytest
 
-from vllm_ascend_pd.doorbell import Doorbell, Ringer
+from vllm_ascend_pd.transport.wakeup import WakeupSender, WakeupSocket
 
 SHORT_S, LONG_S = 0.05, 60.0
 
 
 @pytest.fixture
-def doorbell() -> Iterator[Doorbell]:
-    doorbell = Doorbell()
+def doorbell() -> Iterator[WakeupSocket]:
+    doorbell = WakeupSocket()
     yield doorbell
     doorbell.close()
 
 
 @pytest.fixture
-def ringer() -> Iterator[Ringer]:
-    ringer = Ringer()
+def ringer() -> Iterator[WakeupSender]:
+    ringer = WakeupSender()
     yield ringer
     ringer.close()
 
 
-def has_rung(doorbell: Doorbell, timeout_s: float) -> bool:
+def has_rung(doorbell: WakeupSocket, timeout_s: float) -> bool:
     began = time.monotonic()
     doorbell.wait(timeout_s)
     return time.monotonic() - began < 0.9 * timeout_s
@@ -55,17 +55,17 @@ def test_who_rings_on_and_on_is_not_held_up(doorbell, ringer):
 
 
 def test_ringing_where_nobody_listens_does_no_harm(ringer):
-    gone = Doorbell()
+    gone = WakeupSocket()
     gone.close()
     ringer.ring(gone.address)
     ringer.ring("")
-    with closing(Doorbell()) as other:
+    with closing(WakeupSocket()) as other:
         ringer.ring(other.address)
         assert has_rung(other, LONG_S)
 
 
 def test_each_has_an_address_of_its_own(doorbell, ringer):
-    with closing(Doorbell()) as other:
+    with closing(WakeupSocket()) as other:
         ringer.ring(other.address)
         assert not has_rung(doorbell, SHORT_S)
         assert has_rung(other, LONG_S)

@@ -29,7 +29,7 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.core.transports import TransportInfo
-from vllm_ascend_pd.worker.peer import DecodeLayout
+from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 
 replace = msgspec.structs.replace
 LISTED = decode_hosts(("127.0.0.0/8",), "127.0.0.1", signed=False)

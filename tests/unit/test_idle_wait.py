@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from harness.clock import Clock, clock_of
-from vllm_ascend_pd.doorbell import Doorbell, Ringer
-from vllm_ascend_pd.scheduler import idle
-from vllm_ascend_pd.scheduler.idle import FIRST_S, PAUSE_S, IdleWait
+from vllm_ascend_pd.transport import idle_wait as idle
+from vllm_ascend_pd.transport.idle_wait import FIRST_S, PAUSE_S, IdleWait
+from vllm_ascend_pd.transport.wakeup import WakeupSender, WakeupSocket
 
 LONG_S = 60.0
 
@@ -53,15 +53,15 @@ def test_none_waits_behind_a_step_that_computes(clock, in_flight):
 
 
 @pytest.fixture
-def ringer() -> Iterator[Ringer]:
-    ringer = Ringer()
+def ringer() -> Iterator[WakeupSender]:
+    ringer = WakeupSender()
     yield ringer
     ringer.close()
 
 
 @pytest.fixture
-def doorbell() -> Iterator[Doorbell]:
-    doorbell = Doorbell()
+def doorbell() -> Iterator[WakeupSocket]:
+    doorbell = WakeupSocket()
     yield doorbell
     doorbell.close()
 

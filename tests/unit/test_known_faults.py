@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from vllm_ascend_pd import known_faults
-from vllm_ascend_pd.doctor import command, engine_config, versions
-from vllm_ascend_pd.known_faults import overwrites_blocks, warn_of_known_faults
+from vllm_ascend_pd.connector import known_faults
+from vllm_ascend_pd.connector.known_faults import overwrites_blocks, warn_of_known_faults
+from vllm_ascend_pd.tools.doctor import command, engine_config, versions
 
 CASES = [
     ("0.23.0", 2, True),

@@ -9,7 +9,7 @@ from test_launch_scripts import CPU, PROXY, SCRIPTS, base_environment, launch
 from typer.main import get_command
 
 from vllm_ascend_pd import cli
-from vllm_ascend_pd.launch.arguments import refused_argument, refused_proxy_argument
+from vllm_ascend_pd.tools.launch.arguments import refused_argument, refused_proxy_argument
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from vllm_ascend_pd.launch.cluster import app as cluster_app
-from vllm_ascend_pd.launch.engine import app
+from vllm_ascend_pd.tools.launch.cluster import app as cluster_app
+from vllm_ascend_pd.tools.launch.engine import app
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = ("--device", "cpu", "--model", "/models/m")
@@ -34,7 +34,7 @@ def test_unknown_options(script: str, more: tuple[str, ...]) -> None:
 
 
 def test_the_scripts_know_the_options_of_the_program() -> None:
-    engine = (REPOSITORY / "vllm_ascend_pd/launch/engine.py").read_text()
+    engine = (REPOSITORY / "vllm_ascend_pd/tools/launch/engine.py").read_text()
     names = set(re.findall(r"^    (\w+): Annotated", engine, re.MULTILINE)) - {"role", "arguments", "ray_node"}
     assert {"port", "tp", "metaserver_token"} <= names
     for name in names:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.launch import node, session
-from vllm_ascend_pd.launch.plan import Plan, Process
+from vllm_ascend_pd.tools.launch import node, session
+from vllm_ascend_pd.tools.launch.plan import Plan, Process
 
 
 @pytest.mark.parametrize("gone", [True, False])

@@ -13,11 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from vllm_ascend_pd.launch import cluster
-from vllm_ascend_pd.launch.hosts import HostsError, HostsFile, Invalid
-from vllm_ascend_pd.launch.plan import Plan, Process, make_plan, reach
-from vllm_ascend_pd.launch.session import Outcome
-from vllm_ascend_pd.launch.shape import Shape, ShapeError
+from vllm_ascend_pd.tools.launch import cluster
+from vllm_ascend_pd.tools.launch.hosts import HostsError, HostsFile, Invalid
+from vllm_ascend_pd.tools.launch.plan import Plan, Process, make_plan, reach
+from vllm_ascend_pd.tools.launch.session import Outcome
+from vllm_ascend_pd.tools.launch.shape import Shape, ShapeError
 
 PYTHON, REPOSITORY = "/opt/python", "/opt/pd"
 

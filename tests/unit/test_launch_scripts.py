@@ -18,9 +18,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from vllm_ascend_pd import cli
-from vllm_ascend_pd.config import parse_config
-from vllm_ascend_pd.launch.engine import app
+from vllm_ascend_pd.core.config import parse_config
 from vllm_ascend_pd.proxy.settings import ProxySettings
+from vllm_ascend_pd.tools.launch.engine import app
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "scripts"
@@ -308,7 +308,7 @@ def test_help_names_every_option_and_variable(role: str, environment: dict[str, 
         assert variables - a2_alone - on_demand - cpu_alone <= set(
             re.findall(r"^  (\w+)[= ]", done.stdout, re.MULTILINE)
         )
-        engine = (REPOSITORY / "vllm_ascend_pd/launch/engine.py").read_text()
+        engine = (REPOSITORY / "vllm_ascend_pd/tools/launch/engine.py").read_text()
         others = {
             "prefill": {"kv_port", "load_failure_policy", "metaserver", "metaserver_token"},
             "decode": {"decode_host"},

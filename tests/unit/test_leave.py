@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.core.producer_ticket import Destination, Phase, ProducerTicket
+from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
 from vllm_ascend_pd.core.protocol import Complete, Granted, Message, RankDescription, Refused
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.worker.transfer import Leave, Transfer, Withdrawals
+from vllm_ascend_pd.prefill.transfer import Leave, Transfer, Withdrawals
 
 KEY = (0, 0)
 RANK = RankDescription(*KEY, "", "", RankCaches((), ()))
@@ -38,7 +38,7 @@ ANSWERS = st.one_of(
 EVENTS = st.one_of(ANSWERS, st.sampled_from(["contacted", "fail", "finish"]))
 
 
-def happen(state: ProducerTicket, event: Message | str, now: float) -> None:
+def happen(state: PrefillTicket, event: Message | str, now: float) -> None:
     if event == "contacted":
         if state.destinations is None:
             state.contacted({KEY: Destination(RANK, (0,))})
@@ -55,7 +55,7 @@ def happen(state: ProducerTicket, event: Message | str, now: float) -> None:
 def test_many_are_asked_like_one_after_the_other(events: list[tuple[int, Message | str | None, int]]) -> None:
     """`events`: what happens to which transfer, and how many seconds pass then."""
     withdrawals = Withdrawals()
-    transfers = [Transfer(str(i), TICKET, ProducerTicket(NEVER), withdrawals) for i in range(3)]
+    transfers = [Transfer(str(i), TICKET, PrefillTicket(NEVER), withdrawals) for i in range(3)]
     states = [transfer.state for transfer in transfers]
     now, leave, asked_again = 0.0, None, Leave(transfers, KEY)
     leases = [float("-inf")] * len(states)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_ascend_pd.patch_weight_loading import _noticing, record, weights_of
-from vllm_ascend_pd.worker.weights import LoadedWeights, NamedTensor
+from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_32_weight_loading import _noticing, record, weights_of
+from vllm_ascend_pd.core.weights import LoadedWeights, NamedTensor
 
 Tensors = dict[str, torch.Tensor]
 

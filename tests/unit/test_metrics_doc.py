@@ -13,13 +13,13 @@ from starlette.types import Message
 
 from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
 from vllm_ascend_pd.core.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, Counter, Info, Metric
-from vllm_ascend_pd.proxy.counts import Counts
-from vllm_ascend_pd.proxy.engines import EnginePool
-from vllm_ascend_pd.proxy.exchange import Exchanges
-from vllm_ascend_pd.proxy.metrics import Metrics
-from vllm_ascend_pd.proxy.registry import Engines, Role
-from vllm_ascend_pd.proxy.reply import Reply
-from vllm_ascend_pd.proxy.seats import Seats
+from vllm_ascend_pd.proxy.http.reply import Reply
+from vllm_ascend_pd.proxy.operate.counts import Counts
+from vllm_ascend_pd.proxy.operate.metrics import Metrics
+from vllm_ascend_pd.proxy.rendezvous.exchange import Exchanges
+from vllm_ascend_pd.proxy.routing.engines import EnginePool
+from vllm_ascend_pd.proxy.routing.registry import Engines, Role
+from vllm_ascend_pd.proxy.routing.seats import Seats
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SECTIONS = {
@@ -47,7 +47,7 @@ def documented(section: str) -> dict[str, Documented]:
 
 
 def of_engine(metrics: tuple[Metric, ...]) -> dict[str, Documented]:
-    """As `metrics.py` registers them: `tests/integration/test_engine_metrics.py` checks that."""
+    """As `connector/metrics.py` registers them: `tests/integration/test_engine_metrics.py` checks that."""
     return {
         PREFIX + metric.name + ("_total" if isinstance(metric, Counter) else ""): Documented(
             "gauge" if isinstance(metric, Info) else type(metric).__name__.lower(), frozenset(metric.labels)

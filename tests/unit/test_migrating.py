@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.config import ConfigError, parse_config
+from vllm_ascend_pd.core.config import ConfigError, parse_config
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import Gemma3Config, LlamaConfig, Phi3Config, PretrainedConfig
 
+from vllm_ascend_pd.connector.model_settings import model_settings
 from vllm_ascend_pd.core.compatibility import different_settings
 from vllm_ascend_pd.core.protocol import MAX_SETTINGS
 from vllm_ascend_pd.core.text import is_name
-from vllm_ascend_pd.model_settings import model_settings
 
 
 def settings(config: PretrainedConfig, max_model_len: int = 4096, **model: Any) -> dict[str, str]:

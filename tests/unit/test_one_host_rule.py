@@ -5,7 +5,7 @@ import pytest
 
 from vllm_ascend_pd.core.hosts import HostList, is_loopback, normal_host
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.scheduler.allowlist import Allowlist
+from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 
 SPELLINGS = {
     "10.0.0.1": ("10.0.0.1", "::ffff:10.0.0.1", "::FFFF:10.0.0.1", "::ffff:a00:1", "0:0:0:0:0:ffff:0a00:0001"),

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
-from vllm_ascend_pd.proxy.retry import Kind
+from vllm_ascend_pd.proxy.rendezvous.retry import Kind
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "operations.md").read_text()
@@ -69,7 +69,7 @@ def messages(source: str) -> Iterator[list[str]]:
 def test_every_message_of_the_proxy_is_there() -> None:
     found = [
         " ".join(part.split())
-        for file in sorted(PROXY.glob("*.py"))
+        for file in sorted(PROXY.rglob("*.py"))
         for parts in messages(file.read_text())
         for part in parts
         if len(part.split()) >= 3

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd import ops, ops_fallback
+from vllm_ascend_pd.device import ops, ops_fallback
 
 GIB = 1 << 30
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
@@ -168,7 +168,7 @@ TP8_TO_TP1 = Regroup(ratio=8, num_blocks=20, block_size=128, heads=1, head_size=
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("cfg", [TP2_TO_TP1, TP4_TO_TP1, TP8_TO_TP1], ids=lambda cfg: f"TP{cfg.ratio}_TO_TP1")
 def test_gather_all_to_all_interleave_yields_decode_blocks(cfg: Regroup) -> None:
-    """K and V in one gather, one all-to-all and one interleave, as worker/regroup.py runs them."""
+    """K and V in one gather, one all-to-all and one interleave, as prefill/regroup.py runs them."""
     r, block_size = cfg.ratio, cfg.block_size
     shape = (cfg.num_blocks, block_size, cfg.heads, cfg.head_size)
     caches = [[random_tensor(shape, torch.bfloat16) for _ in "kv"] for _ in range(r)]
@@ -393,10 +393,10 @@ def test_ops_release_the_gil() -> None:
 
 
 def test_a_missing_build_says_how_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "vllm_ascend_pd.ops")
+    monkeypatch.delitem(sys.modules, "vllm_ascend_pd.device.ops")
     monkeypatch.setitem(sys.modules, "vllm_ascend_pd._C", None)
     with pytest.raises(ImportError, match="pip install --no-build-isolation"):
-        importlib.import_module("vllm_ascend_pd.ops")
+        importlib.import_module("vllm_ascend_pd.device.ops")
 
 
 def redispatch_to_npu(op: str, **kwargs: Any) -> None:

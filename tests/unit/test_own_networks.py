@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from vllm_ascend_pd.core.hosts import decode_hosts
-from vllm_ascend_pd.doctor import command, engine_config
-from vllm_ascend_pd.doctor.finding import Level
+from vllm_ascend_pd.tools.doctor import command, engine_config
+from vllm_ascend_pd.tools.doctor.finding import Level
 from vllm_ascend_pd.transport.own_networks import own_networks
 
 V6 = "ffff:ffff:ffff:ffff::"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from vllm_ascend_pd.prefill.pipeline import Pipeline
 from vllm_ascend_pd.transport.peer_queue import BATCHES
 from vllm_ascend_pd.transport.writer import TransferError
-from vllm_ascend_pd.worker.pipeline import Pipeline
 
 
 class Engine:

@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulate import MAX_HEADS, Case, Engine, Model, Request, dealt_out, simulate, sizes
+from simulate import MAX_HEADS, Case, Engine, Model, Request, partition_states, simulate, sizes
 
 from vllm_ascend_pd.core.layout import Order
-from vllm_ascend_pd.core.plan import (
-    concatenate,
-    merge,
-)
+from vllm_ascend_pd.core.plan import concatenate, merge
 from vllm_ascend_pd.core.topology import writers_to
 
 
@@ -79,7 +76,7 @@ def whole(tp: int) -> Engine:
 
 
 def shares(tp: int, dcp: int = 1, pcp: int = 1, interleave: int = 2) -> Engine:
-    return dataclasses.replace(whole(tp), shares=dealt_out(tp, dcp, pcp), interleave=interleave)
+    return dataclasses.replace(whole(tp), shares=partition_states(tp, dcp, pcp), interleave=interleave)
 
 
 def shared(
@@ -174,8 +171,8 @@ def token_shares(draw: st.DrawFn, heads: int, tp: int, prefills: bool) -> tuple[
     dcp = draw(st.sampled_from([size for size in range(1, replicas + 1) if replicas % size == 0]))
     pcp = draw(st.integers(1, 3)) if prefills else 1
     if pcp > 1 and draw(st.booleans()):
-        return dealt_out(tp, dcp) * pcp
-    return dealt_out(tp, dcp, pcp)
+        return partition_states(tp, dcp) * pcp
+    return partition_states(tp, dcp, pcp)
 
 
 def engine(

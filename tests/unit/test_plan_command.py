@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from planned import DEEPSEEK, LLAMA, QWEN, plan_for
 
-from vllm_ascend_pd.planning.figures import Plan
+from vllm_ascend_pd.tools.plan.figures import Plan
 
 PROGRAM = """
 import sys

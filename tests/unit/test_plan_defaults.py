@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.planning.model import Cached, PlanError, parse_model
+from vllm_ascend_pd.tools.plan.model import Cached, PlanError, parse_model
 
 SIZES = {"hidden_size": 640, "num_attention_heads": 20, "num_hidden_layers": 12, "dtype": "bfloat16"}
 LISTED = {"layer_types": ["full_attention"] * 12}

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from planned import DEEPSEEK, LLAMA, QWEN, assert_conserved, plan_for
 
 from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.caches import LayerSpec, describe
 from vllm_ascend_pd.core.plan import make_route
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.planning.engine import Engine, Layout, rank_caches, stage_layers
-from vllm_ascend_pd.planning.exchange import make_plan
-from vllm_ascend_pd.planning.figures import Piece
-from vllm_ascend_pd.planning.model import Cached, CacheDtype, Model, PlanError, read_model
-from vllm_ascend_pd.planning.timing import make_timing
-from vllm_ascend_pd.worker.caches import LayerSpec, describe
+from vllm_ascend_pd.tools.plan.engine import Engine, Layout, rank_caches, stage_layers
+from vllm_ascend_pd.tools.plan.exchange import make_plan
+from vllm_ascend_pd.tools.plan.figures import Piece
+from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, Model, PlanError, read_model
+from vllm_ascend_pd.tools.plan.timing import make_timing
 
 # 1000 tokens travel as 8 blocks of 128.
 SENT_TOKENS = 1024

@@ -6,9 +6,9 @@ import json
 import pytest
 from planned import DEEPSEEK, LLAMA, QWEN, assert_conserved
 
-from vllm_ascend_pd.planning.engine import Engine, Layout
-from vllm_ascend_pd.planning.exchange import make_plan
-from vllm_ascend_pd.planning.model import Cached, CacheDtype, PlanError, parse_model, read_model
+from vllm_ascend_pd.tools.plan.engine import Engine, Layout
+from vllm_ascend_pd.tools.plan.exchange import make_plan
+from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, PlanError, parse_model, read_model
 
 TINY = {
     "architectures": ["TinyForCausalLM"],

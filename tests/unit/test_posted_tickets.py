@@ -12,7 +12,7 @@ from vllm_ascend_pd.core.signing import Secret, resigned, signed, verify
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.ticket import Ticket as WholeTicket
 from vllm_ascend_pd.core.ticket import parse_ticket
-from vllm_ascend_pd.proxy.tickets import NotRepeatableError, read_ticket
+from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, read_ticket
 
 SECRET = Secret(b"a secret of this test, long enough")
 PROMPT = 10

@@ -15,14 +15,13 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
 from harness.scheduling import Scheduled, make_output
-from vllm_ascend_pd import compat
+from vllm_ascend_pd.connector import compat, prompts
+from vllm_ascend_pd.connector.prompts import Prompts, text_alone
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.scheduler import prompts
-from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener
-from vllm_ascend_pd.scheduler.idle import IdleWait
-from vllm_ascend_pd.scheduler.producer import ProducerScheduler
-from vllm_ascend_pd.scheduler.prompts import Prompts, text_alone
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler, Listener
+from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.transport.idle_wait import IdleWait
 
 BLOCK = 16
 URL = "http://127.0.0.1:1/v1/metaserver"
@@ -62,7 +61,7 @@ def request(params, tokens=TOKENS, **fields):
 def posted_by_decode(groups=None, media_hashing=HASHING, wants=True, **fields):
     """The ticket of a request on decode, as the metaserver gets it."""
     metaserver = Metaserver()
-    scheduler = ConsumerScheduler(
+    scheduler = DecodeScheduler(
         Listener("decode-0", "127.0.0.1", 5555, 1), groups or [TokenGroup(BLOCK)], metaserver,
         IdleWait(0.05, in_flight=2), prompts=Prompts(media_hashing),
     )  # fmt: skip
@@ -77,7 +76,7 @@ def posted_by_decode(groups=None, media_hashing=HASHING, wants=True, **fields):
 
 def refusal_of_prefill(posted, groups=None, media_hashing=HASHING, **fields):
     """What prefill says to the request with that ticket; None: it sends its KV."""
-    scheduler = ProducerScheduler(
+    scheduler = PrefillScheduler(
         groups or [TokenGroup(BLOCK)], IdleWait(0.05, in_flight=2), prompts=Prompts(media_hashing)
     )
     asked = request({name: value for name, value in posted.items() if name != "token_ids"}, **fields)

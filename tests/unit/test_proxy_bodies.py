@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_ascend_pd.proxy.bodies import (
+from vllm_ascend_pd.proxy.http.bodies import (
     MAX_PROMPTS,
     decode_body,
     parse_client_request,
@@ -15,8 +15,8 @@ from vllm_ascend_pd.proxy.bodies import (
     samples_of,
     tokens_body,
 )
-from vllm_ascend_pd.proxy.endpoints import Endpoint
-from vllm_ascend_pd.proxy.errors import RequestRefused
+from vllm_ascend_pd.proxy.http.endpoints import Endpoint
+from vllm_ascend_pd.proxy.http.errors import RequestRefused
 
 ID = "5b1e0c2e-4d3f-4f0f-8f5a-7c9d1e2f3a4b"
 METASERVER = "http://127.0.0.1:8000/v1/metaserver"

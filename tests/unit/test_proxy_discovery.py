@@ -8,10 +8,10 @@ import logging
 import anyio
 import pytest
 
-from vllm_ascend_pd.proxy.addresses import check_engine_url
-from vllm_ascend_pd.proxy.discovery import Discovery
-from vllm_ascend_pd.proxy.engines_file import parse_engines
-from vllm_ascend_pd.proxy.registry import Engines, Role
+from vllm_ascend_pd.proxy.routing.addresses import check_engine_url
+from vllm_ascend_pd.proxy.routing.discovery import Discovery
+from vllm_ascend_pd.proxy.routing.engines_file import parse_engines
+from vllm_ascend_pd.proxy.routing.registry import Engines, Role
 
 P, D = "dns+http://p.svc:1", "dns+http://d.svc:2"
 

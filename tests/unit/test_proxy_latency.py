@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.proxy.latency import MAX_SAMPLES, WINDOW_SECONDS, Percentiles, Recent, percentiles
+from vllm_ascend_pd.proxy.operate.latency import MAX_SAMPLES, WINDOW_SECONDS, Percentiles, Recent, percentiles
 
 SECONDS = st.lists(st.floats(0, 1e6), min_size=1, max_size=250)
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.proxy.balance import EngineLoad
-from vllm_ascend_pd.proxy.load import Seen, Sent, Snapshot, decode_load, parse_metrics, prefill_load
-from vllm_ascend_pd.proxy.registry import MAX_ENGINES, Engine, Engines, Full, Gate, Record, Role
+from vllm_ascend_pd.proxy.routing.balance import EngineLoad
+from vllm_ascend_pd.proxy.routing.load import Seen, Sent, Snapshot, decode_load, parse_metrics, prefill_load
+from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, Engine, Engines, Full, Gate, Record, Role
 
 VLLM_0_32 = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -14,19 +14,19 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
-from vllm_ascend_pd.proxy.bodies import parse_client_request
-from vllm_ascend_pd.proxy.counts import Counts
-from vllm_ascend_pd.proxy.endpoints import Endpoint
-from vllm_ascend_pd.proxy.engine_client import Answer
-from vllm_ascend_pd.proxy.engines import Choice, EngineError, EnginePool
-from vllm_ascend_pd.proxy.exchange import Attempt, Exchange, Exchanges
-from vllm_ascend_pd.proxy.metaserver import Metaserver
-from vllm_ascend_pd.proxy.metrics import Metrics
-from vllm_ascend_pd.proxy.prompts import NO_PROMPT
-from vllm_ascend_pd.proxy.retry import Kind
+from vllm_ascend_pd.proxy.http.bodies import parse_client_request
+from vllm_ascend_pd.proxy.http.endpoints import Endpoint
+from vllm_ascend_pd.proxy.http.engine_client import Answer
+from vllm_ascend_pd.proxy.operate.counts import Counts
+from vllm_ascend_pd.proxy.operate.metrics import Metrics
+from vllm_ascend_pd.proxy.operate.tracing import NOT_TRACED
+from vllm_ascend_pd.proxy.rendezvous.exchange import Attempt, Exchange, Exchanges
+from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
+from vllm_ascend_pd.proxy.rendezvous.retry import Kind
+from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, Ticket, of_attempt
+from vllm_ascend_pd.proxy.routing.engines import Choice, EngineError, EnginePool
+from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT
 from vllm_ascend_pd.proxy.settings import ProxySettings
-from vllm_ascend_pd.proxy.tickets import NotRepeatableError, Ticket, of_attempt
-from vllm_ascend_pd.proxy.tracing import NOT_TRACED
 
 
 class Pool:

@@ -9,11 +9,11 @@ import time
 import anyio
 import pytest
 
-from vllm_ascend_pd.proxy.engines import EngineError, EnginePool
-from vllm_ascend_pd.proxy.prompts import NO_PROMPT
-from vllm_ascend_pd.proxy.registry import Engine, Engines, Role
-from vllm_ascend_pd.proxy.retry import Kind
-from vllm_ascend_pd.proxy.seats import Full, Party, Seats
+from vllm_ascend_pd.proxy.rendezvous.retry import Kind
+from vllm_ascend_pd.proxy.routing.engines import EngineError, EnginePool
+from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT
+from vllm_ascend_pd.proxy.routing.registry import Engine, Engines, Role
+from vllm_ascend_pd.proxy.routing.seats import Full, Party, Seats
 
 FOREVER = 60.0
 

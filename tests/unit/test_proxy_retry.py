@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.responses import Response
 
-from vllm_ascend_pd.proxy.counts import Counts
-from vllm_ascend_pd.proxy.events import Events, Opening, error_of, opening, split_errors
-from vllm_ascend_pd.proxy.registry import Role
-from vllm_ascend_pd.proxy.retry import (
+from vllm_ascend_pd.proxy.http.events import Events, Opening, error_of, opening, split_errors
+from vllm_ascend_pd.proxy.operate.counts import Counts
+from vllm_ascend_pd.proxy.rendezvous.retry import (
     DECODE_AGAIN,
     PREFILL_AGAIN,
     Failure,
@@ -23,7 +22,8 @@ from vllm_ascend_pd.proxy.retry import (
     summary,
     without,
 )
-from vllm_ascend_pd.proxy.tickets import NotRepeatableError, Ticket, of_attempt
+from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, Ticket, of_attempt
+from vllm_ascend_pd.proxy.routing.registry import Role
 
 URLS = ("a", "b", "c")
 

@@ -9,8 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
-from vllm_ascend_pd.proxy.registry import Engine, Engines, Gate, Record, Role
-from vllm_ascend_pd.proxy.seats import Full, Party, Seats
+from vllm_ascend_pd.proxy.routing.registry import Engine, Engines, Gate, Record, Role
+from vllm_ascend_pd.proxy.routing.seats import Full, Party, Seats
 
 FOREVER = 60.0
 FULL = "full"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.proxy.sockets import Sockets, share, wanted_files
+from vllm_ascend_pd.proxy.http.sockets import Sockets, share, wanted_files
 
 
 def test_the_defaults_fit_what_they_want() -> None:

@@ -10,16 +10,16 @@ import anyio
 import msgspec
 from starlette.responses import Response
 
-from vllm_ascend_pd.proxy.counts import MAX_RECENT, Counts
-from vllm_ascend_pd.proxy.engines import EnginePool
-from vllm_ascend_pd.proxy.exchange import Exchanges, Phase
-from vllm_ascend_pd.proxy.load import Sent, Snapshot
-from vllm_ascend_pd.proxy.metrics import EngineStates, Metrics
-from vllm_ascend_pd.proxy.registry import Engines, Role
-from vllm_ascend_pd.proxy.retry import Failure, Kind
-from vllm_ascend_pd.proxy.seats import Seats
-from vllm_ascend_pd.proxy.status import State, Status, Verdict, snapshot
-from vllm_ascend_pd.proxy.tracing import NOT_TRACED
+from vllm_ascend_pd.proxy.operate.counts import MAX_RECENT, Counts
+from vllm_ascend_pd.proxy.operate.metrics import EngineStates, Metrics
+from vllm_ascend_pd.proxy.operate.status import State, Status, Verdict, snapshot
+from vllm_ascend_pd.proxy.operate.tracing import NOT_TRACED
+from vllm_ascend_pd.proxy.rendezvous.exchange import Exchanges, Phase
+from vllm_ascend_pd.proxy.rendezvous.retry import Failure, Kind
+from vllm_ascend_pd.proxy.routing.engines import EnginePool
+from vllm_ascend_pd.proxy.routing.load import Sent, Snapshot
+from vllm_ascend_pd.proxy.routing.registry import Engines, Role
+from vllm_ascend_pd.proxy.routing.seats import Seats
 
 NOW, WALL = 1000.0, 1.8e9
 FRESH_SECONDS = 5.0

@@ -11,7 +11,9 @@ from engine_queues import BLOCK, arrivals, decode_waits, prefill_waits, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.proxy.balance import (
+from vllm_ascend_pd.proxy.http.bodies import parse_client_request
+from vllm_ascend_pd.proxy.http.endpoints import SHAPES, Endpoint
+from vllm_ascend_pd.proxy.routing.balance import (
     STRATEGIES,
     Costs,
     EngineLoad,
@@ -22,9 +24,7 @@ from vllm_ascend_pd.proxy.balance import (
     decode_costs,
     prefill_costs,
 )
-from vllm_ascend_pd.proxy.bodies import parse_client_request
-from vllm_ascend_pd.proxy.endpoints import SHAPES, Endpoint
-from vllm_ascend_pd.proxy.prompts import NO_PROMPT, Prompt, prompt_of, prompts_of
+from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT, Prompt, prompt_of, prompts_of
 
 COSTS = pytest.mark.parametrize("costs", [prefill_costs, decode_costs])
 ROOM = 100_000

@@ -7,14 +7,7 @@ import pytest
 from simulate import all_sizes
 
 from vllm_ascend_pd.core.layout import Geometry, LayoutError, Order
-from vllm_ascend_pd.core.plan import (
-    Regroup,
-    Target,
-    descriptors,
-    make_route,
-    staged_units,
-    why_slow,
-)
+from vllm_ascend_pd.core.plan import Regroup, Target, descriptors, make_route, staged_units, why_slow
 from vllm_ascend_pd.core.topology import Sharding, TopologyError, regroup_groups, sharding, writers_to
 
 

@@ -28,9 +28,9 @@ from simulation.traffic import Arrival, Lengths, poisson
 from simulation.validation import Compared
 
 from vllm_ascend_pd.core.topology import writers_to
-from vllm_ascend_pd.planning.engine import Engine, Layout
-from vllm_ascend_pd.planning.exchange import make_plan
-from vllm_ascend_pd.planning.timing import make_timing
+from vllm_ascend_pd.tools.plan.engine import Engine, Layout
+from vllm_ascend_pd.tools.plan.exchange import make_plan
+from vllm_ascend_pd.tools.plan.timing import make_timing
 
 LLAMA = make_exchange(find_model("llama-3.1-70b"), 8, 4, 1)
 MLA = make_exchange(find_model("deepseek-r1"), 16, 4, 2)

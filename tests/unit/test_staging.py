@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from vllm_ascend_pd.worker.staging import StagingRing
+from vllm_ascend_pd.prefill.staging import StagingRing
 
 
 class Clock:

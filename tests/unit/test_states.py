@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_ascend_pd.core.caches import LayerSpec, RegisteredCaches, StateSpec, describe
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
 from vllm_ascend_pd.core.layout import Kind, LayoutError, Order
 from vllm_ascend_pd.core.plan import Regroup, descriptors, make_route
-from vllm_ascend_pd.core.states import Dealing, Section, State, dealt_out
+from vllm_ascend_pd.core.states import Section, State, StatePartition, partition_states
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.core.units import Units
-from vllm_ascend_pd.worker.caches import LayerSpec, RegisteredCaches, StateSpec, describe
 
 ROWS = 3  # of a convolution with 4 taps
 HEADS, HEAD_WIDTH, STATE_WIDTH = 8, 4, 5
@@ -50,7 +50,7 @@ class Model:
     def rank(self, rank: int, tp: int, conv_axis: int, together: bool) -> tuple[RegisteredCaches, list[torch.Tensor]]:
         """The rank's caches, all zero, and views of each state in them, `[num_blocks, ...]`."""
         shapes = [state.shape for state in self.states_of(rank, tp, conv_axis)]
-        dealt = dealt_out(Dealing(self.kind, tp, self.groups, conv_axis), shapes)
+        dealt = partition_states(StatePartition(self.kind, tp, self.groups, conv_axis), shapes)
         states = tuple(State(shape, "float32", 4, axis, s) for shape, (axis, s) in zip(shapes, dealt, strict=True))
         page = sum(state.nbytes for state in states) + SLACK
         memory = torch.zeros(NUM_BLOCKS, 1, 1, page, dtype=torch.int8)
@@ -123,10 +123,10 @@ def test_a_state_is_a_block_of_one_token() -> None:
 
 
 def test_states_of_an_unknown_kind_fit_equal_sizes_only() -> None:
-    dealt = dealt_out(Dealing("SOMETHING_NEW", 4, None, 0), [(3, 5), (7, 2)])
+    dealt = partition_states(StatePartition("SOMETHING_NEW", 4, None, 0), [(3, 5), (7, 2)])
     assert dealt == [(0, (Section(1, 4, 3),)), (0, (Section(1, 4, 7),))]
     # A description with 4 heads in all meets one with 2: refused as total_heads differ.
-    assert dealt_out(Dealing("SOMETHING_NEW", 2, None, 0), [(6, 5)])[0][1][0].total_heads == 2
+    assert partition_states(StatePartition("SOMETHING_NEW", 2, None, 0), [(6, 5)])[0][1][0].total_heads == 2
 
 
 @pytest.mark.parametrize(

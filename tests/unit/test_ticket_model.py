@@ -10,9 +10,9 @@ from explore import Wrong, explore
 from ticket_model import TicketModel
 from ticket_ranks import Bounds
 
-from vllm_ascend_pd.core.consumer_ticket import ConsumerTicket, State
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket, State
 from vllm_ascend_pd.core.failure import PushFailure
-from vllm_ascend_pd.core.producer_ticket import Phase, ProducerTicket
+from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket
 
 PAIR = Bounds(writers=1, readers=1, tickets=2, faults=2, fine=True)
 TWO_WRITERS = Bounds(writers=2, readers=1, tickets=1, faults=1)
@@ -23,7 +23,7 @@ RETRY_TO_TWO = Bounds(writers=1, readers=2, tickets=1, attempts=2, faults=1, que
 MOST_STATES = 400_000
 
 
-def check(bounds, producer=ProducerTicket, consumer=ConsumerTicket):
+def check(bounds, producer=PrefillTicket, consumer=DecodeTicket):
     model = TicketModel(bounds, producer, consumer)
     return explore(model.initial(), model.moves, model.wrong, MOST_STATES)
 
@@ -47,7 +47,7 @@ def test_every_interleaving(bounds):
 # Prefill's guards.
 
 
-class BeginsOldPlans(ProducerTicket):
+class BeginsOldPlans(PrefillTicket):
     """A lease is looked at when a write is planned, not when it begins."""
 
     def may_write(self, key, now):
@@ -59,19 +59,19 @@ class BeginsOldPlans(ProducerTicket):
         return self.destinations[key].granted
 
 
-class LeavesWithoutEnd(ProducerTicket):
+class LeavesWithoutEnd(PrefillTicket):
     """Whoever was granted once may write."""
 
     def lease(self, key):
         return math.inf if self.destinations[key].granted else -math.inf
 
 
-class CountsFromTheAnswer(ProducerTicket):
+class CountsFromTheAnswer(PrefillTicket):
     def answered(self, key, asked_at, answer):
         return super().answered(key, 0, answer)
 
 
-class ClaimsSuccess(ProducerTicket):
+class ClaimsSuccess(PrefillTicket):
     """Whatever has failed before."""
 
     def finish(self, now):
@@ -80,7 +80,7 @@ class ClaimsSuccess(ProducerTicket):
         return True
 
 
-class TellsSuccessTooSoon(ProducerTicket):
+class TellsSuccessTooSoon(PrefillTicket):
     """While bytes of a first attempt may still arrive."""
 
     def tell(self, running):
@@ -94,14 +94,14 @@ class TellsSuccessTooSoon(ProducerTicket):
         return 0.0 if self.failure is None else super().settle_s(running)
 
 
-class ForgetsStrays(ProducerTicket):
+class ForgetsStrays(PrefillTicket):
     """Reports a failure as if nothing could arrive any more."""
 
     def settle_s(self, running):
         return 0.0
 
 
-class FreesTooSoon(ProducerTicket):
+class FreesTooSoon(PrefillTicket):
     """When decode knows."""
 
     def end(self):
@@ -109,7 +109,7 @@ class FreesTooSoon(ProducerTicket):
         return super().end()
 
 
-class AsksForEver(ProducerTicket):
+class AsksForEver(PrefillTicket):
     def next_round(self):
         self.rounds = 0
         return super().next_round()
@@ -118,7 +118,7 @@ class AsksForEver(ProducerTicket):
 # Decode's guards.
 
 
-class ForgetsWhatIsOnItsWay(ConsumerTicket):
+class ForgetsWhatIsOnItsWay(DecodeTicket):
     """A lease ends there when it ends here."""
 
     def grant(self, request, now):
@@ -128,14 +128,14 @@ class ForgetsWhatIsOnItsWay(ConsumerTicket):
         return answer
 
 
-class ReleasesAtOnce(ConsumerTicket):
+class ReleasesAtOnce(DecodeTicket):
     """What has ended is not kept for its writers."""
 
     def quiet(self, now):
         return self.state in (State.RECEIVED, State.FAILED)
 
 
-class TakesOneForAll(ConsumerTicket):
+class TakesOneForAll(DecodeTicket):
     """One writer's report is enough."""
 
     def report(self, report, now):
@@ -144,12 +144,12 @@ class TakesOneForAll(ConsumerTicket):
         return super().report(report, now)
 
 
-class WaitsForEver(ConsumerTicket):
+class WaitsForEver(DecodeTicket):
     def tick(self, now):
         return
 
 
-class WaitsInTheQueueForEver(ConsumerTicket):
+class WaitsInTheQueueForEver(DecodeTicket):
     """Until a prefill engine begins there is no deadline."""
 
     @property
@@ -157,7 +157,7 @@ class WaitsInTheQueueForEver(ConsumerTicket):
         return math.inf if self._begun_at is None else super().deadline
 
 
-class TrustsLeases(ConsumerTicket):
+class TrustsLeases(DecodeTicket):
     """Blocks are given back when leases are over, although processes live that may have been stopped."""
 
     def quiet(self, now):
@@ -165,7 +165,7 @@ class TrustsLeases(ConsumerTicket):
         return self.state in (State.RECEIVED, State.FAILED) and over
 
 
-class TrustsTheFirstReport(ConsumerTicket):
+class TrustsTheFirstReport(DecodeTicket):
     """Bytes of a writer that has failed are taken to arrive in time, whether its process runs or not."""
 
     def quiet(self, now):
@@ -173,14 +173,14 @@ class TrustsTheFirstReport(ConsumerTicket):
         return self.state in (State.RECEIVED, State.FAILED) and over
 
 
-class SettlesAtTheFirstReport(ConsumerTicket):
+class SettlesAtTheFirstReport(DecodeTicket):
     """A writer that says that it has failed has nothing on its way."""
 
     def report(self, report, now):
         return super().report(msgspec.structs.replace(report, settle_s=0.0), now)
 
 
-class DoesNotFence(ConsumerTicket):
+class DoesNotFence(DecodeTicket):
     """The next attempt begins while the one before may still write."""
 
     def admit(self, request, now):
@@ -189,7 +189,7 @@ class DoesNotFence(ConsumerTicket):
         return super().admit(request, now)
 
 
-class CountsReportsOfOthers(ConsumerTicket):
+class CountsReportsOfOthers(DecodeTicket):
     """Of whichever attempt and transfer of the same rank."""
 
     def report(self, report, now):
@@ -224,7 +224,7 @@ class CountsReportsOfOthers(ConsumerTicket):
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_without_a_guard(guard, bounds, rule):
-    side = {"producer": guard} if issubclass(guard, ProducerTicket) else {"consumer": guard}
+    side = {"producer": guard} if issubclass(guard, PrefillTicket) else {"consumer": guard}
     with pytest.raises(Wrong) as found:
         check(bounds, **side)
     print(found.value)

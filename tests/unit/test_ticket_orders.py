@@ -24,7 +24,7 @@ from tickets import (
     wrote,
 )
 
-from vllm_ascend_pd.core.consumer_ticket import State
+from vllm_ascend_pd.core.decode_ticket import State
 from vllm_ascend_pd.core.protocol import Complete, Granted, Refused, Report, Writer
 from vllm_ascend_pd.core.topology import sharding
 

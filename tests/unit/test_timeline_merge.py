@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.protocol import ClockReading, Granted, GrantRequest, ProtocolError, Writer, decode, encode
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.timeline import events
-from vllm_ascend_pd.timeline.clock import HOST_CLOCK, measured_offset
-from vllm_ascend_pd.timeline.events import (
+from vllm_ascend_pd.observe import events
+from vllm_ascend_pd.observe.clock import HOST_CLOCK, measured_offset
+from vllm_ascend_pd.observe.events import (
     Finished,
     FinishedEvent,
     Grant,
@@ -30,10 +30,10 @@ from vllm_ascend_pd.timeline.events import (
     Step,
     StepEvent,
 )
-from vllm_ascend_pd.timeline.merge import align, chrome_trace, merge
-from vllm_ascend_pd.timeline.picture import natural, paint
-from vllm_ascend_pd.timeline.read import Recording
-from vllm_ascend_pd.timeline.summary import Request, chosen, covered, summarize, union
+from vllm_ascend_pd.tools.timeline.merge import align, chrome_trace, merge
+from vllm_ascend_pd.tools.timeline.picture import natural, paint
+from vllm_ascend_pd.tools.timeline.read import Recording
+from vllm_ascend_pd.tools.timeline.summary import Request, chosen, covered, summarize, union
 
 CLOCK = "0" * 16
 seconds = st.floats(0, 1e9)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.config import ConfigError, parse_config
+from vllm_ascend_pd.core.config import ConfigError, parse_config
+from vllm_ascend_pd.core.identity import RankInfo
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.cpu import CpuEvent
-from vllm_ascend_pd.timeline.decode import UNTRACED, rank_trace, scheduler_trace
-from vllm_ascend_pd.timeline.prefill import PrefillTrace, prefill_trace
-from vllm_ascend_pd.timeline.stopwatch import Stopwatch, moment
-from vllm_ascend_pd.worker.identity import Identity
+from vllm_ascend_pd.observe.decode import UNTRACED, rank_trace, scheduler_trace
+from vllm_ascend_pd.observe.prefill import PrefillTrace, prefill_trace
+from vllm_ascend_pd.observe.stopwatch import Stopwatch, moment
 
-IDENTITY = Identity("engine", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
+IDENTITY = RankInfo("engine", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
 
 
 def test_off_is_decided_once() -> None:

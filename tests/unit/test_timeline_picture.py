@@ -3,8 +3,8 @@
 
 import pytest
 
-from vllm_ascend_pd.timeline.picture import headline
-from vllm_ascend_pd.timeline.summary import Request
+from vllm_ascend_pd.tools.timeline.picture import headline
+from vllm_ascend_pd.tools.timeline.summary import Request
 
 
 @pytest.mark.parametrize(("ready", "when"), [(9_400.0, "3.4 ms later"), (4_500.0, "1.5 ms earlier")])

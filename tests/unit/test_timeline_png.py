@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.timeline import png
-from vllm_ascend_pd.timeline.picture import Bar, Picture, Row, _window
-from vllm_ascend_pd.timeline.summary import Request
+from vllm_ascend_pd.tools.timeline import png
+from vllm_ascend_pd.tools.timeline.picture import Bar, Picture, Row, _window
+from vllm_ascend_pd.tools.timeline.summary import Request
 
 pytest.importorskip("matplotlib")
 

@@ -6,8 +6,8 @@ import io
 import pytest
 from rich.console import Console
 
-from vllm_ascend_pd.timeline.summary import Request, chosen
-from vllm_ascend_pd.timeline.table import short_names, table
+from vllm_ascend_pd.tools.timeline.summary import Request, chosen
+from vllm_ascend_pd.tools.timeline.table import short_names, table
 
 
 def a_request(name: str, **fields: object) -> Request:

@@ -13,17 +13,17 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from harness.scheduling import Scheduled, make_output, make_request
-from vllm_ascend_pd import transfer_span
+from vllm_ascend_pd.connector import spans as transfer_span
+from vllm_ascend_pd.connector.spans import TransferSpan
 from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
-from vllm_ascend_pd.proxy import tracing
-from vllm_ascend_pd.scheduler.consumer import ConsumerScheduler, Listener
-from vllm_ascend_pd.scheduler.idle import IdleWait
-from vllm_ascend_pd.scheduler.metaserver_client import MetaserverClient
-from vllm_ascend_pd.scheduler.metaserver_settings import MetaserverSettings
-from vllm_ascend_pd.scheduler.producer import ProducerScheduler
-from vllm_ascend_pd.step import WorkerReport
-from vllm_ascend_pd.transfer_span import TransferSpan
+from vllm_ascend_pd.core.step import WorkerReport
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
+from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler, Listener
+from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.proxy.operate import tracing
+from vllm_ascend_pd.transport.idle_wait import IdleWait
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -69,14 +69,14 @@ def spans(exporter: InMemorySpanExporter) -> InMemorySpanExporter:
 
 
 @pytest.fixture
-def prefill() -> ProducerScheduler:
-    return ProducerScheduler([TokenGroup(BLOCK)], IdleWait(0.05, in_flight=2))
+def prefill() -> PrefillScheduler:
+    return PrefillScheduler([TokenGroup(BLOCK)], IdleWait(0.05, in_flight=2))
 
 
 @pytest.fixture
-def decode() -> Iterator[ConsumerScheduler]:
+def decode() -> Iterator[DecodeScheduler]:
     client = MetaserverClient(MetaserverSettings(retries=0), own_host="127.0.0.1")
-    scheduler = ConsumerScheduler(
+    scheduler = DecodeScheduler(
         Listener("decode-0", "10.0.0.1", 5555, 1), [TokenGroup(BLOCK)], client, IdleWait(0.05, in_flight=2)
     )
     yield scheduler
@@ -98,14 +98,14 @@ def the(spans: InMemorySpanExporter, name: str) -> ReadableSpan:
     return span
 
 
-def pushed(prefill: ProducerScheduler, asked, tokens: int = PROMPT) -> None:
+def pushed(prefill: PrefillScheduler, asked, tokens: int = PROMPT) -> None:
     """Scheduled once, for `tokens` of the prompt, and ended."""
     prefill.allocated(asked, BLOCKS)
     prefill.build_step(make_output(new=[Scheduled(asked, BLOCKS, 0, tokens)]))
     prefill.finished(asked)
 
 
-def test_a_push_lasts_until_all_ranks_have_sent(prefill: ProducerScheduler, spans: InMemorySpanExporter) -> None:
+def test_a_push_lasts_until_all_ranks_have_sent(prefill: PrefillScheduler, spans: InMemorySpanExporter) -> None:
     pushed(prefill, request(TICKET))
     assert not spans.get_finished_spans()
     prefill.update(None, {"r"})
@@ -114,7 +114,7 @@ def test_a_push_lasts_until_all_ranks_have_sent(prefill: ProducerScheduler, span
     assert span.status.is_unset
 
 
-def test_a_push_that_fails_after_its_request_has_ended(prefill: ProducerScheduler, spans: InMemorySpanExporter) -> None:
+def test_a_push_that_fails_after_its_request_has_ended(prefill: PrefillScheduler, spans: InMemorySpanExporter) -> None:
     pushed(prefill, request(TICKET))
     prefill.update(WorkerReport(failed={"r": "a lease ran out"}), set())
     prefill.update(WorkerReport(failed={"r": "and so on"}), {"r"})
@@ -123,27 +123,27 @@ def test_a_push_that_fails_after_its_request_has_ended(prefill: ProducerSchedule
     assert span.status.description == "a lease ran out"
 
 
-def test_a_push_of_a_prompt_that_was_aborted(prefill: ProducerScheduler, spans: InMemorySpanExporter) -> None:
+def test_a_push_of_a_prompt_that_was_aborted(prefill: PrefillScheduler, spans: InMemorySpanExporter) -> None:
     pushed(prefill, request(TICKET), tokens=BLOCK)
     prefill.update(None, {"r"})
     assert the(spans, "kv_push").status.description == "the prefill request was aborted"
 
 
-def test_a_ticket_that_cannot_be_served(prefill: ProducerScheduler, spans: InMemorySpanExporter) -> None:
+def test_a_ticket_that_cannot_be_served(prefill: PrefillScheduler, spans: InMemorySpanExporter) -> None:
     prefill.allocated(request({**TICKET, "remote_port": -1}), BLOCKS)
     span = the(spans, "kv_push")
     assert dict(span.attributes) == {"error.type": "ticket"}
     assert "remote_port" in span.status.description
 
 
-def issued(decode: ConsumerScheduler, asked) -> str:
+def issued(decode: DecodeScheduler, asked) -> str:
     """Its ticket's id."""
     decode.allocated(asked, BLOCKS, PROMPT - CACHED)
     [expected] = decode.build_step(computes=True).expects
     return expected.ticket_id
 
 
-def test_a_receive_lasts_until_the_request_can_run(decode: ConsumerScheduler, spans: InMemorySpanExporter) -> None:
+def test_a_receive_lasts_until_the_request_can_run(decode: DecodeScheduler, spans: InMemorySpanExporter) -> None:
     ticket_id = issued(decode, request({"do_remote_prefill": True, "metaserver": NOWHERE}))
     decode.update(WorkerReport(received={ticket_id: (300, 200)}), set())
     assert not spans.get_finished_spans()
@@ -158,7 +158,7 @@ def test_a_receive_lasts_until_the_request_can_run(decode: ConsumerScheduler, sp
     assert span.status.is_unset
 
 
-def test_a_receive_that_fails(decode: ConsumerScheduler, spans: InMemorySpanExporter) -> None:
+def test_a_receive_that_fails(decode: DecodeScheduler, spans: InMemorySpanExporter) -> None:
     ticket_id = issued(decode, request({"do_remote_prefill": True, "metaserver": NOWHERE}))
     decode.update(WorkerReport(failed={ticket_id: "prefill rank 0: " + MAX_REASON_CHARS * "x"}), {"r"})
     span = the(spans, "kv_receive")
@@ -167,7 +167,7 @@ def test_a_receive_that_fails(decode: ConsumerScheduler, spans: InMemorySpanExpo
     assert len(span.status.description) < 400
 
 
-def test_why_prefill_failed_is_not_quoted(decode: ConsumerScheduler, spans: InMemorySpanExporter) -> None:
+def test_why_prefill_failed_is_not_quoted(decode: DecodeScheduler, spans: InMemorySpanExporter) -> None:
     """It may have come from an engine that quotes the prompt."""
     asked = request({"do_remote_prefill": True, "metaserver": NOWHERE})
     issued(decode, asked)

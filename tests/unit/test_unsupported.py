@@ -9,7 +9,7 @@ from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfi
 from vllm.config.compilation import CUDAGraphMode
 
 import vllm_ascend_pd
-from vllm_ascend_pd.unsupported import unsupported, unsupported_weights
+from vllm_ascend_pd.connector.unsupported import unsupported, unsupported_weights
 
 CONSUMER, PRODUCER = "kv_consumer", "kv_producer"
 

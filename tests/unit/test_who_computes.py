@@ -10,8 +10,8 @@ from vllm.v1.request import Request, RequestStatus
 from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK, RealScheduler, Role
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
-from vllm_ascend_pd.scheduler.who_computes import decode_computes
-from vllm_ascend_pd.step import WorkerReport
+from vllm_ascend_pd.core.step import WorkerReport
+from vllm_ascend_pd.decode.who_computes import decode_computes
 
 WHOLE = 6 * BLOCK
 

@@ -24,12 +24,12 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request, RequestStatus
 
 from harness.scheduling import Scheduled, make_output, make_request, remembered
-from vllm_ascend_pd import compat
-from vllm_ascend_pd.connector import LayerwisePushConnector
+from vllm_ascend_pd.connector import compat
+from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.scheduler.idle import IdleWait
-from vllm_ascend_pd.scheduler.producer import ProducerScheduler
-from vllm_ascend_pd.worker.consumer import Arrivals, ConsumerWorker
+from vllm_ascend_pd.decode.worker import Arrivals, DecodeWorker
+from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.transport.idle_wait import IdleWait
 
 BLOCK = 4
 OF_A_BLOCK: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
@@ -92,7 +92,7 @@ class Prefill(Engine):
         super().__init__(FullAttentionSpec(**OF_A_BLOCK), spec)
         ticket = ticket_of(Engine(FullAttentionSpec(**OF_A_BLOCK), spec), prompt)
         self.wanted_numbers = [n for n, block in enumerate(ticket.remote_block_ids[WINDOWED]) if block]
-        self.scheduler = ProducerScheduler(self.groups, IdleWait(0.05, in_flight=2))
+        self.scheduler = PrefillScheduler(self.groups, IdleWait(0.05, in_flight=2))
         self.scheduler.bind(self.pool)
         self.request = make_request("p", prompt, msgspec.to_builtins(ticket))
         self.sent: set[int] = set()
@@ -151,7 +151,7 @@ def test_blocks_are_held_while_decodes_longer_ones_fill_up() -> None:
     prefill = Engine(narrow)
     prefill.pool.get_new_blocks(prefill.all_free - 7)  # others': of what is given away, blocks soon come again
     free = prefill.pool.get_num_free_blocks()
-    scheduler = ProducerScheduler(prefill.groups, IdleWait(0.05, in_flight=2))
+    scheduler = PrefillScheduler(prefill.groups, IdleWait(0.05, in_flight=2))
     scheduler.bind(prefill.pool)
     request = make_request("p", prompt, msgspec.to_builtins(ticket))
     computed: dict[int, int] = {}  # block id -> its number, of what was computed last
@@ -249,7 +249,7 @@ def test_what_decode_wants_is_there_though_prefill_knows_the_prompt(
     before.num_computed_tokens = prompt
     prefill.manager.free(before)
     request.kv_transfer_params = msgspec.to_builtins(ticket)
-    scheduler = ProducerScheduler(prefill.groups, IdleWait(0.05, in_flight=2))
+    scheduler = PrefillScheduler(prefill.groups, IdleWait(0.05, in_flight=2))
     scheduler.bind(prefill.pool)
     scheduler.arrived(request)
     hit, known = prefill.manager.get_computed_blocks(request)[:2]
@@ -287,7 +287,7 @@ def test_what_is_lost_is_computed_again_from_the_start(specs: tuple[Any, ...]) -
     request = make_request("d", 24, None)
     request.num_computed_tokens, request.status = 23, RequestStatus.WAITING_FOR_REMOTE_KVS
     blocks = decode.allocate(request, 0, num_external_computed_tokens=23, delay_cache_blocks=True)
-    worker: Any = object.__new__(ConsumerWorker)
+    worker: Any = object.__new__(DecodeWorker)
     worker.take_arrivals = lambda: Arrivals({"d"}, {"d"}, {block for ids in blocks for block in ids if block})
     connector: Any = object.__new__(LayerwisePushConnector)
     vars(connector).update(_worker=worker, _kv_cache_config=decode.config, _lost_blocks=set())

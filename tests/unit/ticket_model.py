@@ -46,9 +46,9 @@ from ticket_world import (
     put,
 )
 
-from vllm_ascend_pd.core.consumer_ticket import ConsumerTicket, State
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket, State
 from vllm_ascend_pd.core.failure import PushFailure
-from vllm_ascend_pd.core.producer_ticket import Phase, ProducerTicket
+from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket
 from vllm_ascend_pd.core.protocol import Complete, Granted, Refused
 
 
@@ -56,8 +56,8 @@ class TicketModel(Ranks):
     def __init__(
         self,
         bounds: Bounds,
-        producer: type[ProducerTicket] = ProducerTicket,
-        consumer: type[ConsumerTicket] = ConsumerTicket,
+        producer: type[PrefillTicket] = PrefillTicket,
+        consumer: type[DecodeTicket] = DecodeTicket,
     ) -> None:
         super().__init__(bounds, producer, consumer)
         self._end_alone: set[Any] = set()

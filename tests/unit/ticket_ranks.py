@@ -34,10 +34,10 @@ from ticket_world import (
 )
 from tickets import DIGEST, P_TP, TICKET_ID
 
-from vllm_ascend_pd.core.consumer_ticket import ConsumerTicket, State
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket, State
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.core.producer_ticket import Destination, Phase, ProducerTicket, RankKey
+from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket, RankKey
 from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRequest, RankDescription, Refused, Report, Writer
 
 Moves = Iterator[tuple[str, World]]
@@ -94,13 +94,13 @@ class Ranks:
     def __init__(
         self,
         bounds: Bounds,
-        producer: type[ProducerTicket] = ProducerTicket,
-        consumer: type[ConsumerTicket] = ConsumerTicket,
+        producer: type[PrefillTicket] = PrefillTicket,
+        consumer: type[DecodeTicket] = DecodeTicket,
     ) -> None:
         self.bounds = bounds
         self._make_producer, self._make_consumer = producer, consumer
-        self._consumers = Numbered[ConsumerTicket](copy_of_consumer, consumer_key)
-        self._producers = Numbered[ProducerTicket](copy_of_producer, producer_key)
+        self._consumers = Numbered[DecodeTicket](copy_of_consumer, consumer_key)
+        self._producers = Numbered[PrefillTicket](copy_of_producer, producer_key)
 
     def _sent(self, world: World, message: Any) -> World:
         raise NotImplementedError
@@ -150,7 +150,7 @@ class Ranks:
             for serving in [self.bounds.of(transfer)]
         )
 
-        def tick(ticket: ConsumerTicket) -> bool:
+        def tick(ticket: DecodeTicket) -> bool:
             ticket.tick(0)
             if ticket.state is not State.OPEN:
                 for writer, transfer in dead:
@@ -178,7 +178,7 @@ class Ranks:
             after = FAILED if now.state is State.FAILED else RECEIVED
         return world._replace(consumers=put(world.consumers, at, after))
 
-    def _revoked(self, world: World, reader: int, ticket: ConsumerTicket) -> World:
+    def _revoked(self, world: World, reader: int, ticket: DecodeTicket) -> World:
         live = [] if ticket.state is State.RECEIVED else ticket.live_writers()
         return world._replace(
             network=world.network | {Revoked(writer.transfer, reader) for writer in {*live, *ticket.overdue(0)}}
@@ -190,7 +190,7 @@ class Ranks:
         writer = serving.writer
         request = GrantRequest(TICKET_ID, serving.attempt, DIGEST, _writer(writer, transfer), P_TP, (writer,), SETTLE_S)
 
-        def decide(ticket: ConsumerTicket) -> Granted | Refused | Complete:
+        def decide(ticket: DecodeTicket) -> Granted | Refused | Complete:
             refused = ticket.admit(request, 0)
             if refused is not None:
                 return refused
@@ -269,11 +269,11 @@ class Ranks:
     def _contact(self, world: World, transfer: int, number: int) -> Moves:
         writer = self.bounds.of(transfer).writer
 
-        def contacted(state: ProducerTicket) -> None:
+        def contacted(state: PrefillTicket) -> None:
             ranks = (RankDescription(0, r, "", "", RankCaches((), ())) for r in range(self.bounds.readers))
             state.contacted({(0, rank.tp_rank): Destination(rank, (writer,)) for rank in ranks})
 
-        def given_up(state: ProducerTicket) -> None:
+        def given_up(state: PrefillTicket) -> None:
             state.fail("nobody answers", PushFailure.UNREACHABLE)
             state.contacted({})
 
@@ -375,7 +375,7 @@ def _writer(rank: int, transfer: int) -> Writer:
 
 
 def _follow(nobody_awaited: bool) -> Any:
-    def follow(state: ProducerTicket) -> tuple[list[int], bool, float, bool]:
+    def follow(state: PrefillTicket) -> tuple[list[int], bool, float, bool]:
         telling = state.phase is Phase.TELLING and nobody_awaited
         untold: list[tuple[int, int]] = []
         while telling or state.tell(0):

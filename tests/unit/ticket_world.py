@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from vllm_ascend_pd.core.consumer_ticket import ConsumerTicket, State
-from vllm_ascend_pd.core.producer_ticket import Phase, ProducerTicket
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket, State
+from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket
 
 LEASE_S, SETTLE_S, GRANT_S, CONTROL_S = 2, 1, 2, 1
 
@@ -108,21 +108,21 @@ def describe(message: Any, who: Callable[[int], str]) -> str:
     return f"{pair}: the revocation"
 
 
-def copy_of_consumer(ticket: ConsumerTicket) -> ConsumerTicket:
+def copy_of_consumer(ticket: DecodeTicket) -> DecodeTicket:
     other = copy.copy(ticket)
     other._leases = {writer: replace(lease) for writer, lease in ticket._leases.items()}
     other._missing = set(ticket._missing)
     return other
 
 
-def copy_of_producer(state: ProducerTicket) -> ProducerTicket:
+def copy_of_producer(state: PrefillTicket) -> PrefillTicket:
     other = copy.copy(state)
     if state.destinations is not None:
         other.destinations = {key: copy.copy(destination) for key, destination in state.destinations.items()}
     return other
 
 
-def consumer_key(ticket: ConsumerTicket) -> Any:
+def consumer_key(ticket: DecodeTicket) -> Any:
     """What decides about the future, with "now" at 0."""
     leases = frozenset(
         (w, 0 if lease.settled else lease.until, lease.reported, lease.settled, lease.gone and not lease.settled)
@@ -135,7 +135,7 @@ def consumer_key(ticket: ConsumerTicket) -> Any:
     return (*key, dates, ticket._next) if ticket.state is State.FENCING else key
 
 
-def producer_key(state: ProducerTicket) -> Any:
+def producer_key(state: PrefillTicket) -> Any:
     key = (state.phase, state.failure is None, state.settled_at, state.rounds, state.final)
     if state.destinations is None:
         return (*key, state.grant_deadline)
@@ -147,7 +147,7 @@ def producer_key(state: ProducerTicket) -> Any:
     return (*key, state.grant_deadline, grants)
 
 
-def age_consumer(ticket: ConsumerTicket) -> None:
+def age_consumer(ticket: DecodeTicket) -> None:
     ticket.queue_deadline = max(0, ticket.queue_deadline - 1)
     if ticket._begun_at is not None:
         ticket._begun_at = max(-ticket.transfer_s, ticket._begun_at - 1)
@@ -155,12 +155,12 @@ def age_consumer(ticket: ConsumerTicket) -> None:
         lease.until = max(0, lease.until - 1)
 
 
-def age_producer(state: ProducerTicket) -> None:
+def age_producer(state: PrefillTicket) -> None:
     state.settled_at = _earlier(state.settled_at)
     age_stopped_producer(state)
 
 
-def age_stopped_producer(state: ProducerTicket) -> None:
+def age_stopped_producer(state: PrefillTicket) -> None:
     """What is left to settle does not while the process is stopped."""
     state.grant_deadline = max(0, state.grant_deadline - 1)
     for destination in (state.destinations or {}).values():

@@ -3,7 +3,7 @@
 
 import msgspec
 
-from vllm_ascend_pd.core.consumer_ticket import ConsumerTicket
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket
 from vllm_ascend_pd.core.protocol import GrantRequest, Report, Writer
 from vllm_ascend_pd.core.topology import sharding
 
@@ -23,8 +23,8 @@ EXPECTED = frozenset({(0, 0), (2, 0), (1, 1), (2, 1)})
 STRANGER = Writer("prefill-9", 0, 0)
 
 
-def opened(queue_deadline: float = DEADLINE, transfer_s: float = DEADLINE) -> ConsumerTicket:
-    ticket = ConsumerTicket(TICKET_ID, 0, DIGEST, queue_deadline, transfer_s, LEASE_S)
+def opened(queue_deadline: float = DEADLINE, transfer_s: float = DEADLINE) -> DecodeTicket:
+    ticket = DecodeTicket(TICKET_ID, 0, DIGEST, queue_deadline, transfer_s, LEASE_S)
     assert not ticket.engine_known
     ticket.expect("prefill-0", P_TP, EXPECTED)
     assert ticket.engine_known

@@ -30,7 +30,7 @@ class PromptDigest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_media: _Count = 0
     embeddings: _Digest = ""
     adapter: _Name = ""
-    """The LoRA adapter's content: `scheduler/adapters.py`."""
+    """The LoRA adapter's content: `connector/adapters.py`."""
     salt: _Digest = ""
     """Of the cache salt."""
 

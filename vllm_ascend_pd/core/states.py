@@ -44,7 +44,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Dealing:
+class StatePartition:
     """What decides how a layer's states are shared: its kind (the name of vLLM's `MambaAttentionBackendEnum`), the
     tensor-parallel size, the groups of B and C in the whole model (Mamba 2) and which dimension of the
     convolution's state its channels are."""
@@ -55,7 +55,9 @@ class Dealing:
     conv_axis: int
 
 
-def dealt_out(dealing: Dealing, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, tuple[Section, ...]]]:
+def partition_states(
+    dealing: StatePartition, shapes: Sequence[tuple[int, ...]]
+) -> list[tuple[int, tuple[Section, ...]]]:
     """(axis, sections) of each state of a layer.
 
     States of an unknown kind are one head per rank: they fit engines of the same tensor-parallel size only.

@@ -22,28 +22,27 @@ from vllm_ascend_pd import __version__
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, WAITING_SUFFIX
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.signing import resigned
-
-from .admin import COMMAND_LINE, Admin
-from .checks import Checks
-from .counts import Counts
-from .cross_origin import CrossOrigin
-from .discovery import Discovery
-from .endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
-from .engines import EnginePool
-from .engines_file import EnginesFile
-from .errors import error_response
-from .exchange import Exchanges
-from .forward import Forward
-from .health import Health
-from .metaserver import Metaserver
-from .metrics import Metrics
-from .registry import Engines, Role
-from .seats import Seats
-from .settings import ProxySettings
-from .status import Status, snapshot
-from .status_page import StatusPage
-from .tracing import start_tracing
-from .watch import Watch
+from vllm_ascend_pd.proxy.http.cross_origin import CrossOrigin
+from vllm_ascend_pd.proxy.http.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
+from vllm_ascend_pd.proxy.http.errors import error_response
+from vllm_ascend_pd.proxy.operate.admin import COMMAND_LINE, Admin
+from vllm_ascend_pd.proxy.operate.counts import Counts
+from vllm_ascend_pd.proxy.operate.health import Health
+from vllm_ascend_pd.proxy.operate.metrics import Metrics
+from vllm_ascend_pd.proxy.operate.status import Status, snapshot
+from vllm_ascend_pd.proxy.operate.status_page import StatusPage
+from vllm_ascend_pd.proxy.operate.tracing import start_tracing
+from vllm_ascend_pd.proxy.rendezvous.exchange import Exchanges
+from vllm_ascend_pd.proxy.rendezvous.forward import Forward
+from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
+from vllm_ascend_pd.proxy.routing.checks import Checks
+from vllm_ascend_pd.proxy.routing.discovery import Discovery
+from vllm_ascend_pd.proxy.routing.engines import EnginePool
+from vllm_ascend_pd.proxy.routing.engines_file import EnginesFile
+from vllm_ascend_pd.proxy.routing.registry import Engines, Role
+from vllm_ascend_pd.proxy.routing.seats import Seats
+from vllm_ascend_pd.proxy.routing.watch import Watch
+from vllm_ascend_pd.proxy.settings import ProxySettings
 
 # A request with several prompts or several samples (n) has several prefills. Beyond this many per request, on
 # average, tickets wait `connect_timeout` for their turn and then fail.

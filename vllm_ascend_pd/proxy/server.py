@@ -18,11 +18,11 @@ import uvicorn
 import uvloop
 from starlette.applications import Starlette
 
-from .app import create_app
-from .door import Door
-from .settings import ProxySettings
-from .sockets import take
-from .tls import Tls
+from vllm_ascend_pd.proxy.app import create_app
+from vllm_ascend_pd.proxy.http.door import Door
+from vllm_ascend_pd.proxy.http.sockets import take
+from vllm_ascend_pd.proxy.http.tls import Tls
+from vllm_ascend_pd.proxy.settings import ProxySettings
 
 log = logging.getLogger(__name__)
 

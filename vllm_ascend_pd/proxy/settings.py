@@ -9,14 +9,13 @@ import msgspec
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.signing import Secret
+from vllm_ascend_pd.proxy.http.tls import Tls
+from vllm_ascend_pd.proxy.operate.tracing import check_tracing
+from vllm_ascend_pd.proxy.routing.addresses import check_engine_urls, is_http
+from vllm_ascend_pd.proxy.routing.balance import DEFAULT_STRATEGY, STRATEGIES
+from vllm_ascend_pd.proxy.routing.engines_file import read_engines
+from vllm_ascend_pd.proxy.routing.registry import Role
 from vllm_ascend_pd.transport.secret_files import read_text_secret, read_ticket_secret
-
-from .addresses import check_engine_urls, is_http
-from .balance import DEFAULT_STRATEGY, STRATEGIES
-from .engines_file import read_engines
-from .registry import Role
-from .tls import Tls
-from .tracing import check_tracing
 
 MIB = 1024 * 1024
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from vllm_ascend_pd.connector.shared_engine import SharedEngine
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.core.plan import Descriptors
+from vllm_ascend_pd.core.regions import Region
 from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.transport import ascend, mooncake_library
 from vllm_ascend_pd.transport.ascend_writer import AscendWriter
@@ -27,9 +29,7 @@ from vllm_ascend_pd.transport.limits import (
     queue_capacity,
 )
 from vllm_ascend_pd.transport.reach import Reach
-from vllm_ascend_pd.transport.regions import Region
 from vllm_ascend_pd.transport.registered_memory import RegisteredMemory, RegistrationError
-from vllm_ascend_pd.transport.shared_engine import SharedEngine
 from vllm_ascend_pd.transport.slots import Slots
 from vllm_ascend_pd.transport.tcp_writer import TcpWriter
 from vllm_ascend_pd.transport.writer import Flight, TransferError, Writer

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_ascend_pd.transport.regions import Region, covered, merge, refusal
-from vllm_ascend_pd.transport.shared_engine import SharedEngine
+from vllm_ascend_pd.connector.shared_engine import SharedEngine
+from vllm_ascend_pd.core.regions import Region, covered, merge, refusal
 
 
 class RegistrationError(Exception):

@@ -10,8 +10,8 @@ import torch
 from vllm_ascend_contract import BLOCK, Event, engine_config, only, recorded
 
 from harness.models import TINY, for_npu
-from vllm_ascend_pd import compat
-from vllm_ascend_pd.worker.caches import describe
+from vllm_ascend_pd.connector import compat
+from vllm_ascend_pd.core.caches import describe
 
 pytestmark = pytest.mark.npu
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from vllm_ascend_contract import LAYERWISE, constants, engine_config
 
-from vllm_ascend_pd.config import ConnectorConfig, PeerParallel, TlsConfig, parse_config
+from vllm_ascend_pd.core.config import ConnectorConfig, PeerParallel, TlsConfig, parse_config
 
 pytestmark = pytest.mark.npu
 

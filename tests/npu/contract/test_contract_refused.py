@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why some of vllm-ascend's settings are refused (vllm_ascend_pd/unsupported.py): what it does under them."""
+"""Why some of vllm-ascend's settings are refused (vllm_ascend_pd/connector/unsupported.py): what it does under them."""
 
 import inspect
 import json
@@ -11,8 +11,8 @@ import torch
 from vllm_ascend_contract import BLOCK, cache_config, connector_class, engine_config
 
 from harness.models import TINY
-from vllm_ascend_pd import compat
-from vllm_ascend_pd.config import ConfigError
+from vllm_ascend_pd.connector import compat
+from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.core.layout import LayoutError
 
 pytestmark = pytest.mark.npu
@@ -134,7 +134,7 @@ def test_vllm_ascends_own_kinds_of_caches_are_understood(plugins: None) -> None:
 
 
 def test_the_models_here_are_not_refused(plugins: None, dense_model: Path, mla_model: Path) -> None:
-    from vllm_ascend_pd.unsupported import unsupported
+    from vllm_ascend_pd.connector.unsupported import unsupported
 
     assert TINY.kv_heads > 1
     for model in (dense_model, mla_model):

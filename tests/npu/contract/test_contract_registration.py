@@ -26,7 +26,7 @@ def test_our_connector_is_found_by_name_beside_vllm_ascends(plugins: None) -> No
     from vllm_ascend.distributed.kv_transfer.ascend_multi_connector import AscendMultiConnector
     from vllm_ascend.distributed.kv_transfer.kv_p2p.mooncake_layerwise_connector import MooncakeLayerwiseConnector
 
-    from vllm_ascend_pd.connector import LayerwisePushConnector
+    from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 
     assert current_platform.device_type == "npu"
     found = KVConnectorFactory.get_connector_class_by_name

@@ -14,11 +14,11 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 from vllm_ascend_contract import engine_config
 
-from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, DecodeScheduler, decode_config
+from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, EngineScheduler, decode_config
 
 pytestmark = pytest.mark.npu
 
-Make = Callable[..., DecodeScheduler]
+Make = Callable[..., EngineScheduler]
 
 
 def default() -> Any:
@@ -54,13 +54,13 @@ SCHEDULERS = [default, balancing, of_profiled_chunks]
 def make(request: pytest.FixtureRequest, plugins: None, dense_model: Path) -> Iterator[Make]:
     made = []
 
-    def make_scheduler(blocks: int, drafts: int = 0, **of: Any) -> DecodeScheduler:
+    def make_scheduler(blocks: int, drafts: int = 0, **of: Any) -> EngineScheduler:
         engine = {"block_size": BLOCK, "dtype": "bfloat16", "max_num_batched_tokens": 512, "max_num_seqs": 16}
         config = decode_config(engine_config(dense_model, engine=engine))
         config.cache_config.block_size = BLOCK
         config.cache_config.enable_prefix_caching = False
         config.model_config.max_model_len = MAX_MODEL_LEN
-        made.append(DecodeScheduler(config, blocks, scheduler_class=request.param(), **of))
+        made.append(EngineScheduler(config, blocks, scheduler_class=request.param(), **of))
         made[-1].vllm.num_lookahead_tokens = drafts
         return made[-1]
 

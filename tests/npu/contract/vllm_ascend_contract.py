@@ -48,7 +48,7 @@ LAYERWISE = "vllm_ascend.distributed.kv_transfer.kv_p2p.mooncake_layerwise_conne
 
 
 def connector_class() -> type:
-    from vllm_ascend_pd.connector import LayerwisePushConnector
+    from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 
     return LayerwisePushConnector
 

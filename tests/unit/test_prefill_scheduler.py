@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks prefill's scheduler sends in which step, and how long it holds them."""
+
+import hashlib
+import math
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.request import RequestStatus
+
+from harness.scheduling import FOR_A_PULLING_CONNECTOR, Scheduled, make_output, make_request, remembered
+from vllm_ascend_pd.connector import compat
+from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
+from vllm_ascend_pd.core.step import Send, WorkerReport
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.transport.idle_wait import IdleWait
+
+BLOCK = 4
+PROMPT = 10
+BLOCKS = ([7, 1, 5],)
+
+
+def ticket(request_id="r", num_tokens=PROMPT, cached=0, block_sizes=(BLOCK,), dcp=1):
+    return Ticket(
+        request_id=request_id,
+        remote_block_ids=[[100 + n for n in range(math.ceil(num_tokens / size / dcp))] for size in block_sizes],
+        remote_block_size=list(block_sizes),
+        remote_engine_id="decode-0",
+        remote_host="127.0.0.1",
+        remote_port=5555,
+        remote_tp_size=dcp,
+        remote_dcp_size=dcp,
+        remote_cached_tokens=cached,
+        ticket_id=hashlib.md5(request_id.encode(), usedforsecurity=False).hexdigest(),
+        num_tokens=num_tokens,
+    )
+
+
+def ticketed(request_id="r", num_tokens=PROMPT, **fields):
+    """A request as the proxy sends it to prefill."""
+    return make_request(request_id, num_tokens, msgspec.to_builtins(ticket(request_id, num_tokens, **fields)))
+
+
+def starts(scheduler, request, tokens, blocks=BLOCKS, computed=0):
+    """The step in which `request` runs for the first time."""
+    scheduler.allocated(request, blocks)
+    return scheduler.build_step(make_output(new=[Scheduled(request, blocks, computed, tokens)]))
+
+
+def goes_on(scheduler, request, computed, tokens, blocks=None):
+    return scheduler.build_step(make_output(running=[Scheduled(request, blocks, computed, tokens)]))
+
+
+@pytest.fixture
+def scheduler():
+    return PrefillScheduler([TokenGroup(BLOCK)], IdleWait(0.05, in_flight=2))
+
+
+def test_a_prompt_in_one_step(scheduler):
+    step = starts(scheduler, ticketed(), PROMPT)
+    assert step.tickets == {"r": ticket()}
+    assert step.sends == [Send("r", 0, 10, ([7, 1, 5],), last=True)]
+    assert (step.finished, step.preempted, step.wait_s) == ({}, set(), 0.0)
+
+
+def test_chunks_send_whole_blocks_and_the_rest_at_the_end(scheduler):
+    request = ticketed()
+    step = starts(scheduler, request, 3, ([7],))
+    assert (step.sends, set(step.tickets)) == ([], {"r"})
+    step = goes_on(scheduler, request, 3, 3, ([1],))
+    assert (step.sends, step.tickets) == ([Send("r", 0, 4, ([7],), last=False)], {})
+    assert goes_on(scheduler, request, 6, 3, ([5],)).sends == [Send("r", 4, 8, ([1],), last=False)]
+    assert goes_on(scheduler, request, 9, 1).sends == [Send("r", 8, 10, ([5],), last=True)]
+    assert goes_on(scheduler, request, 10, 1).sends == []
+
+
+def test_a_chunk_that_ends_on_the_last_block_boundary(scheduler):
+    request = ticketed(num_tokens=8)
+    assert starts(scheduler, request, 7, ([7, 1],)).sends == [Send("r", 0, 4, ([7],), last=False)]
+    assert goes_on(scheduler, request, 7, 1).sends == [Send("r", 4, 8, ([1],), last=True)]
+
+
+def test_the_last_part_may_be_a_single_token(scheduler):
+    request = ticketed(num_tokens=9)
+    assert starts(scheduler, request, 8).sends == [Send("r", 0, 8, ([7, 1],), last=False)]
+    assert goes_on(scheduler, request, 8, 1).sends == [Send("r", 8, 9, ([5],), last=True)]
+
+
+def test_what_prefill_has_in_its_prefix_cache_is_sent_at_once(scheduler):
+    step = starts(scheduler, ticketed(), 1, computed=8)
+    assert step.sends == [Send("r", 0, 8, ([7, 1],), last=False)]
+
+
+def test_prefill_has_all_but_one_token_in_its_prefix_cache(scheduler):
+    assert starts(scheduler, ticketed(), 2, computed=8).sends == [Send("r", 0, 10, ([7, 1, 5],), last=True)]
+
+
+def test_what_decode_has_in_its_prefix_cache_is_skipped(scheduler):
+    request = ticketed(cached=4)
+    assert starts(scheduler, request, 4).sends == []
+    assert goes_on(scheduler, request, 4, 6).sends == [Send("r", 4, 10, ([1, 5],), last=True)]
+
+
+def test_both_have_a_cached_prefix(scheduler):
+    assert starts(scheduler, ticketed(cached=4), 2, computed=8).sends == [Send("r", 4, 10, ([1, 5],), last=True)]
+
+
+def test_decode_has_everything_already(scheduler):
+    """There is nothing to write, but ranks must hear of the end."""
+    step = starts(scheduler, ticketed(num_tokens=8, cached=8), 8, ([7, 1],))
+    assert step.sends == [Send("r", 8, 8, ([],), last=True)]
+
+
+@pytest.mark.parametrize(("d_block", "first", "second"), [(8, (0, 8), (8, 16)), (2, (0, 8), (8, 16))])
+def test_parts_end_where_blocks_of_both_sides_end(scheduler, d_block, first, second):
+    request = ticketed(num_tokens=18, block_sizes=(d_block,))
+    blocks = ([7, 1, 5, 3, 9],)
+    assert starts(scheduler, request, 9 if d_block == 2 else 13, blocks).sends == [
+        Send("r", *first, ([7, 1],), last=False)
+    ]
+    assert goes_on(scheduler, request, 13, 3).sends == [Send("r", *second, ([5, 3],), last=False)]
+    assert goes_on(scheduler, request, 16, 2).sends == [Send("r", 16, 18, ([9],), last=True)]
+
+
+def test_a_prefix_on_decode_that_ends_within_a_block_of_prefill(scheduler):
+    request = ticketed(cached=6, block_sizes=(2,))
+    assert starts(scheduler, request, PROMPT).sends == [Send("r", 6, 10, ([1, 5],), last=True)]
+
+
+def test_blocks_that_stand_for_a_block_on_each_of_several_ranks():
+    """Prefill's block ids stand for 8 tokens, decode's for 12: parts end where both end, blocks are named once."""
+    scheduler = PrefillScheduler([TokenGroup(BLOCK, ranks=2)], IdleWait(0.05, in_flight=2))
+    request = ticketed(num_tokens=50, dcp=3)
+    step = starts(scheduler, request, 30, ([7, 1, 5, 3],))
+    assert step.sends == [Send("r", 0, 24, ([7, 1, 5],), last=False)]
+    step = goes_on(scheduler, request, 30, 20, ([9, 2, 4],))
+    assert step.sends == [Send("r", 24, 50, ([3, 9, 2, 4],), last=True)]
+
+
+def test_a_prefix_on_decode_with_blocks_on_several_ranks():
+    scheduler = PrefillScheduler([TokenGroup(BLOCK, ranks=2)], IdleWait(0.05, in_flight=2))
+    request = ticketed(num_tokens=30, cached=12, dcp=3)
+    step = starts(scheduler, request, 30, ([7, 1, 5, 3],))
+    assert step.sends == [Send("r", 12, 30, ([1, 5, 3],), last=True)]
+
+
+def test_cache_groups_have_their_own_blocks():
+    scheduler = PrefillScheduler([TokenGroup(4), TokenGroup(8)], IdleWait(0.05, in_flight=2))
+    request = ticketed(num_tokens=18, block_sizes=(4, 8))
+    step = starts(scheduler, request, 12, ([7, 1, 5], [20, 30]))
+    assert step.sends == [Send("r", 0, 8, ([7, 1], [20]), last=False)]
+    step = goes_on(scheduler, request, 12, 6, ([2, 3], [40]))
+    assert step.sends == [Send("r", 8, 18, ([5, 2, 3], [30, 40]), last=True)]
+
+
+def with_states():
+    """Attention's blocks, and a group whose blocks hold a state: here one block for the longest prompt."""
+    return PrefillScheduler([TokenGroup(BLOCK), StateGroup(4096)], IdleWait(0.05, in_flight=2))
+
+
+def wants_a_state(num_tokens=PROMPT):
+    """Decode computes the last of the client's tokens itself, so its ticket is for one less."""
+    fields = msgspec.structs.replace(
+        ticket(num_tokens=num_tokens - 1),
+        remote_block_ids=[[100, 101, 102], [200]],
+        remote_block_size=[BLOCK, 1],
+    )
+    return make_request("r", num_tokens, msgspec.to_builtins(fields))
+
+
+def test_a_state_is_sent_once_the_prompt_is_computed():
+    scheduler, request = with_states(), wants_a_state()
+    scheduler.prepare(request)
+    step = starts(scheduler, request, 6, ([7, 1], [30]))
+    assert step.sends == [Send("r", 0, 4, ([7], []), last=False)]
+    assert goes_on(scheduler, request, 6, 3, ([5], [])).sends == [Send("r", 4, 9, ([1, 5], [30]), last=True)]
+
+
+def test_prefill_leaves_the_last_token_to_decode_where_there_are_states(scheduler):
+    request = wants_a_state()
+    for _ in range(2):  # vLLM asks again for a request that could not be allocated or was preempted
+        scheduler_with_states = with_states()
+        scheduler_with_states.prepare(request)
+        assert (request.num_prompt_tokens, request.num_tokens, len(request.prompt_token_ids)) == (9, 9, 9)
+    whole = ticketed()
+    scheduler.prepare(whole)
+    plain = make_request("c", PROMPT, None)
+    with_states().prepare(plain)
+    assert whole.num_prompt_tokens == plain.num_prompt_tokens == PROMPT
+
+
+def test_a_prompt_of_one_token_is_left_whole():
+    request = wants_a_state(1)
+    with_states().prepare(request)
+    assert request.num_prompt_tokens == 1
+
+
+def test_a_prompt_without_its_last_token_is_sent_with_the_step_that_computes_the_one_before(scheduler):
+    """Where decode's window ends before the last token. Prefill computes all of the prompt."""
+    fields = msgspec.structs.replace(ticket(), num_tokens=PROMPT - 1)
+    request = make_request("r", PROMPT, msgspec.to_builtins(fields))
+    scheduler.prepare(request)
+    assert starts(scheduler, request, 8, ([7, 1],)).sends == [Send("r", 0, 8, ([7, 1],), last=False)]
+    assert goes_on(scheduler, request, 8, 1, ([5],)).sends == [Send("r", 8, 9, ([5],), last=True)]
+    assert goes_on(scheduler, request, 9, 1).sends == []
+    assert scheduler.finished(request) == (True, None)
+
+
+@pytest.mark.parametrize(("max_tokens", "complaint"), [(1, None), (2, "max_tokens is 2: states change")])
+def test_a_state_stays_as_it_is_while_it_is_sent(max_tokens, complaint):
+    scheduler, request = with_states(), wants_a_state()
+    request.max_tokens = max_tokens
+    scheduler.prepare(request)
+    starts(scheduler, request, 9, ([7, 1, 5], [30]))
+    sends, params = scheduler.finished(request)
+    assert sends == (complaint is None)
+    assert complaint is None or params["error"].startswith(complaint)
+
+
+def test_preemptions_that_the_scheduler_does_not_name_are_seen_once(scheduler, monkeypatch):
+    monkeypatch.setattr(compat, "NAMES_ALL_PREEMPTED", False)
+    request, other = ticketed(), make_request("other", PROMPT, None)
+
+    def preempted_when_another_goes_on(named=()):
+        return scheduler.build_step(make_output(running=[Scheduled(other, None, 0, 1)], preempted=named)).preempted
+
+    assert starts(scheduler, request, 4, ([7],)).preempted == set()
+    request.status = RequestStatus.PREEMPTED  # as vllm-ascend's SchedulerDynamicBatch does
+    assert scheduler.build_step(make_output()).preempted == set()  # nobody gets its blocks yet
+    assert preempted_when_another_goes_on() == {"r"}
+    assert preempted_when_another_goes_on() == set()
+    request.status = RequestStatus.RUNNING
+    assert goes_on(scheduler, request, 4, 2, ([1],)).preempted == set()
+    request.num_preemptions += 1  # and runs again in the same step: vLLM 0.23 after a reset of its prefix cache
+    assert goes_on(scheduler, request, 6, 1).preempted == {"r"}
+    request.status, request.num_preemptions = RequestStatus.PREEMPTED, 2
+    assert preempted_when_another_goes_on([request]) == {"r"}
+    assert preempted_when_another_goes_on() == set()
+
+
+def test_several_requests_in_one_step(scheduler):
+    a, b, plain = ticketed("a"), ticketed("b", cached=4), make_request("c", PROMPT, None)
+    scheduler.allocated(a, ([1, 2, 3],))
+    scheduler.build_step(make_output(new=[Scheduled(a, ([1, 2, 3],), 0, 6)]))
+    scheduler.allocated(b, ([4, 5, 6],))
+    scheduler.allocated(plain, ([7, 8, 9],))
+    step = scheduler.build_step(
+        make_output(
+            new=[Scheduled(b, ([4, 5, 6],), 0, 10), Scheduled(plain, ([7, 8, 9],), 0, 10)],
+            running=[Scheduled(a, None, 6, 4)],
+        )
+    )
+    assert set(step.tickets) == {"b"}
+    assert step.sends == [Send("b", 4, 10, ([5, 6],), last=True), Send("a", 4, 10, ([2, 3],), last=True)]
+    assert scheduler.finished(plain) == (False, None)
+
+
+def test_a_step_without_tokens_waits(scheduler):
+    assert scheduler.build_step(make_output()).wait_s > 0
+
+
+# --- preemption ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["new", "resumed"], ids=["as with the v2 runner", "as with the v1 runner"])
+def test_after_preemption_only_the_rest_is_sent_from_new_blocks(scheduler, how):
+    request, moved = ticketed(), ([20, 21, 22],)
+    assert starts(scheduler, request, 9).sends == [Send("r", 0, 8, ([7, 1],), last=False)]
+    assert scheduler.build_step(make_output(preempted=[request])).preempted == {"r"}
+    scheduler.allocated(request, moved)
+    step = scheduler.build_step(make_output(**{how: [Scheduled(request, moved, 0, 6)]}))
+    assert (step.sends, step.tickets) == ([], {})
+    assert goes_on(scheduler, request, 6, 4).sends == [Send("r", 8, 10, ([22],), last=True)]
+
+
+@pytest.mark.parametrize("how", ["new", "resumed"])
+def test_preemption_before_anything_was_sent(scheduler, how):
+    request, moved = ticketed(), ([20, 21, 22],)
+    assert starts(scheduler, request, 3, ([7],)).sends == []
+    scheduler.build_step(make_output(preempted=[request]))
+    scheduler.allocated(request, moved)
+    step = scheduler.build_step(make_output(**{how: [Scheduled(request, moved, 4, 6)]}))
+    assert step.sends == [Send("r", 0, 10, ([20, 21, 22],), last=True)]
+
+
+@pytest.mark.parametrize("how", ["new", "resumed"])
+def test_preemption_after_the_last_part(scheduler, how):
+    """It computes its prompt again, to sample its token: decode has everything already."""
+    request, moved = ticketed(), ([20, 21, 22],)
+    starts(scheduler, request, PROMPT)
+    assert scheduler.build_step(make_output(preempted=[request])).preempted == {"r"}
+    scheduler.allocated(request, moved)
+    assert scheduler.build_step(make_output(**{how: [Scheduled(request, moved, 0, 10)]})).sends == []
+    assert scheduler.finished(request) == (True, None)
+
+
+def test_preemption_of_others_is_not_reported(scheduler):
+    plain = make_request("plain", PROMPT, None)
+    assert scheduler.build_step(make_output(preempted=[plain])).preempted == set()
+
+
+def test_preempted_and_aborted_before_the_next_step(scheduler):
+    """Its blocks were freed at once, so ranks must stop reading them."""
+    request = ticketed()
+    starts(scheduler, request, PROMPT)
+    scheduler.finished(request)
+    step = scheduler.build_step(make_output(preempted=[request]))
+    assert (step.preempted, step.finished) == ({"r"}, {"r": None})
+
+
+def test_preempted_and_aborted_before_the_next_step_where_vllm_names_nobody(scheduler, monkeypatch):
+    """vLLM 0.23: a reset of its prefix cache frees the blocks, and no step's output says so."""
+    monkeypatch.setattr(compat, "NAMES_ALL_PREEMPTED", False)
+    request, other = ticketed(), make_request("other", PROMPT, None)
+    starts(scheduler, request, PROMPT)
+    request.num_preemptions += 1
+    scheduler.finished(request)
+    step = scheduler.build_step(make_output(new=[Scheduled(other, BLOCKS, 0, PROMPT)]))
+    assert (step.preempted, step.finished) == ({"r"}, {"r": None})
+
+
+def test_preempted_in_a_step_without_tokens_and_aborted_before_the_next(scheduler, monkeypatch):
+    """vllm-ascend's SchedulerDynamicBatch, which does not count it either."""
+    monkeypatch.setattr(compat, "NAMES_ALL_PREEMPTED", False)
+    request, other = ticketed(), make_request("other", PROMPT, None)
+    starts(scheduler, request, PROMPT)
+    request.status = RequestStatus.PREEMPTED
+    assert scheduler.build_step(make_output()).preempted == set()
+    request.status = RequestStatus.FINISHED_ABORTED
+    scheduler.finished(request)
+    step = scheduler.build_step(make_output(new=[Scheduled(other, BLOCKS, 0, PROMPT)]))
+    assert (step.preempted, step.finished) == ({"r"}, {"r": None})
+    scheduler.update(None, {"r"})
+    assert scheduler.build_step(make_output(new=[])).preempted == set()
+
+
+# --- the end -------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_held_until_sent(scheduler):
+    request = ticketed()
+    starts(scheduler, request, PROMPT)
+    assert not scheduler.has_pending_pushes
+    assert scheduler.finished(request) == (True, None)
+    assert scheduler.has_pending_pushes
+    assert scheduler.build_step(make_output()).finished == {"r": None}
+    assert scheduler.build_step(make_output()).finished == {}
+    assert scheduler.has_pending_pushes
+    scheduler.update(None, {"r"})
+    assert not scheduler.has_pending_pushes
+    assert remembered(scheduler) == {}
+
+
+def test_aborted_in_the_middle_of_its_prompt(scheduler):
+    request = ticketed()
+    starts(scheduler, request, 6)
+    assert scheduler.finished(request) == (True, None)
+    assert scheduler.build_step(make_output()).finished == {"r": "the prefill request was aborted"}
+    scheduler.update(WorkerReport(failed={"r": "the prefill request was aborted"}), {"r"})
+    assert remembered(scheduler) == {}
+
+
+def test_aborted_before_it_was_scheduled(scheduler):
+    never_allocated, allocated = ticketed("a"), ticketed("b")
+    scheduler.allocated(allocated, BLOCKS)
+    assert scheduler.finished(never_allocated) == (False, None)
+    assert scheduler.finished(allocated) == (False, None)
+    step = scheduler.build_step(make_output())
+    assert (step.finished, step.tickets) == ({}, {})
+    assert remembered(scheduler) == {}
+
+
+def test_an_error_that_ranks_report_is_in_the_answer(scheduler):
+    request = ticketed()
+    starts(scheduler, request, PROMPT)
+    scheduler.update(WorkerReport(failed={"r": "decode went away"}), set())
+    scheduler.update(WorkerReport(failed={"r": "a later reason", "unknown": "x"}), set())
+    assert scheduler.finished(request) == (True, {"error": "decode went away"})
+    scheduler.update(WorkerReport(failed={"r": "too late for the answer"}), {"r"})
+    assert remembered(scheduler) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"ticket_id": "x"}, "ticket_id is not 32 hexadecimal digits"),
+        ({"remote_block_ids": [[1]]}, "remote_block_ids"),
+        ({"num_tokens": 11}, "the ticket is for 11 prompt tokens, the prompt has 10"),
+        ({"remote_block_ids": [[1, 2, 3]] * 2, "remote_block_size": [4, 4]}, "2 cache groups, this engine has 1"),
+        ({"remote_port": None}, "not a ticket"),
+    ],
+    ids=str,
+)
+def test_a_malformed_ticket_ends_in_an_error(scheduler, changes, complaint):
+    params = {**msgspec.to_builtins(ticket()), **changes}
+    request = make_request("r", PROMPT, params)
+    step = starts(scheduler, request, PROMPT)
+    assert (step.tickets, step.sends) == ({}, [])
+    scheduler.allocated(request, BLOCKS)  # preempted and resumed
+    delay, answer = scheduler.finished(request)
+    assert not delay
+    assert answer is not None
+    assert complaint in answer["error"]
+    assert scheduler.build_step(make_output()).finished == {}
+    assert remembered(scheduler) == {}
+
+
+def test_a_ticket_that_comes_again_waits_for_the_ranks_to_have_told_decode(scheduler):
+    starts(scheduler, first := ticketed(), PROMPT)
+    assert scheduler.finished(first) == (True, None)
+    again = make_request("again", PROMPT, msgspec.to_builtins(ticket()))
+    assert starts(scheduler, again, PROMPT).tickets == {}
+    assert scheduler.finished(again) == (False, {"error": "this ticket is being served already"})
+    scheduler.update(None, {"r"})
+    assert remembered(scheduler) == {}
+
+
+def test_a_ticket_is_served_once(scheduler):
+    first, second = ticketed(), make_request("again", PROMPT, msgspec.to_builtins(ticket()))
+    starts(scheduler, first, 6)
+    step = starts(scheduler, second, PROMPT)
+    assert (step.tickets, step.sends) == ({}, [])
+    assert scheduler.finished(second) == (False, {"error": "this ticket is being served already"})
+    assert goes_on(scheduler, first, 6, 4).sends == [Send("r", 4, 10, ([1, 5],), last=True)]
+    assert scheduler.finished(first) == (True, None)
+    scheduler.update(None, {"r"})
+    assert remembered(scheduler) == {}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": True}, FOR_A_PULLING_CONNECTOR["prefill"]],
+    ids=["none", "empty", "no", "decode", "pull"],
+)
+def test_requests_without_a_ticket(scheduler, params):
+    request = make_request("r", PROMPT, params)
+    step = starts(scheduler, request, PROMPT)
+    assert (step.tickets, step.sends, scheduler.finished(request)) == ({}, [], (False, None))
+    assert remembered(scheduler) == {}
+
+
+# --- any schedule --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_schedule_sends_every_token_once(data):
+    """Chunks, prefix hits on both sides, preemptions: parts follow each other from decode's cached prefix to the end,
+    each from the blocks that hold it at the time."""
+    sizes = data.draw(st.lists(st.sampled_from([2, 4, 8]), min_size=1, max_size=2), label="prefill's block sizes")
+    d_blocks = [data.draw(st.sampled_from([2, 4, 8]), label="decode's block size") for _ in sizes]
+    # Context parallelism: a block id stands for a block on each of several ranks.
+    ranks, dcp = (data.draw(st.sampled_from([1, 2, 3]), label=f"{who}'s ranks") for who in ("prefill", "decode"))
+    scheduler = PrefillScheduler([TokenGroup(size, ranks) for size in sizes], IdleWait(0.05, in_flight=2))
+    sizes, d_sizes = [size * ranks for size in sizes], [size * dcp for size in d_blocks]
+    total = data.draw(st.integers(1, 80), label="prompt tokens")
+    cached = math.lcm(*d_sizes) * data.draw(st.integers(0, total // math.lcm(*d_sizes)), label="cached on decode")
+    fresh = iter(range(10**6))
+    request = ticketed(num_tokens=total, cached=cached, block_sizes=tuple(d_blocks), dcp=dcp)
+
+    def hit() -> int:
+        """Tokens in prefill's prefix cache: whole blocks, never the whole prompt."""
+        unit = math.lcm(*sizes)
+        return unit * data.draw(st.integers(0, (total - 1) // unit), label="cached on prefill")
+
+    def grown(blocks: tuple[list[int], ...], tokens: int) -> tuple[list[int], ...]:
+        """The blocks missing in `blocks` to hold `tokens`."""
+        return tuple(
+            [next(fresh) for _ in range(math.ceil(tokens / size) - len(ids))]
+            for ids, size in zip(blocks, sizes, strict=True)
+        )
+
+    nothing: tuple[list[int], ...] = tuple([] for _ in sizes)
+    table, computed, how, sends = nothing, hit(), "new", []
+    announced = preemptions = 0
+    while computed <= total:  # one step of decoding, too
+        left = max(1, total - computed)
+        tokens = left - data.draw(st.integers(0, left - 1), label="left for later")
+        more = grown(table, computed + tokens)
+        table = tuple(ids + new for ids, new in zip(table, more, strict=True))
+        if how != "running":
+            scheduler.allocated(request, table)
+        part = Scheduled(request, table if how != "running" else (more if any(more) else None), computed, tokens)
+        step = scheduler.build_step(make_output(**{how: [part]}))
+        announced += len(step.tickets)
+        computed += tokens
+        for send in step.sends:
+            assert send.stop <= computed
+            for ids, blocks, size in zip(send.blocks, table, sizes, strict=True):
+                assert ids == blocks[send.start // size : math.ceil(send.stop / size)]
+            if not send.last:
+                assert all(send.stop % size == 0 for size in (*sizes, *d_sizes))
+            sends.append(send)
+        if preemptions < 3 and data.draw(st.booleans(), label="preempted"):
+            preemptions += 1
+            assert scheduler.build_step(make_output(preempted=[request])).preempted == {"r"}
+            table, computed, how = nothing, hit(), data.draw(st.sampled_from(["new", "resumed"]), label="resumes in")
+        else:
+            how = "running"
+    assert announced == 1
+    edges = [cached, *(send.stop for send in sends)]
+    assert [send.start for send in sends] == edges[:-1]
+    assert edges[-1] == total
+    assert [send.last for send in sends] == [False] * (len(sends) - 1) + [True]
+    assert all(send.start < send.stop for send in sends) or cached == total
+    assert scheduler.finished(request) == (True, None)
+    scheduler.update(None, {"r"})
+    scheduler.build_step(make_output())
+    assert remembered(scheduler) == {}

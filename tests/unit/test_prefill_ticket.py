@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prefill rank makes of answers, failures and time."""
+
+import pytest
+
+from vllm_ascend_pd.core.failure import PushFailure
+from vllm_ascend_pd.core.layout import RankCaches
+from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
+from vllm_ascend_pd.core.protocol import Complete, Granted, Problem, RankDescription, Refused
+
+LEFT, RIGHT = (0, 0), (0, 1)
+GRANT_DEADLINE = 20.0
+LEASE_S = 9.0
+
+
+def contacted():
+    state = PrefillTicket(GRANT_DEADLINE)
+    ranks = [RankDescription(*key, "", "", RankCaches((), ())) for key in (LEFT, RIGHT)]
+    state.contacted({(rank.pp_rank, rank.tp_rank): Destination(rank, (0,)) for rank in ranks})
+    return state
+
+
+def granted(at=0.0):
+    state = contacted()
+    for key in (LEFT, RIGHT):
+        state.asked(key, at)
+        assert not state.answered(key, at, Granted(LEASE_S))
+    return state
+
+
+def test_writes_under_its_grants_and_tells_success_once_to_each():
+    state = granted()
+    assert state.may_write(LEFT, 1.0)
+    assert state.finish(2.0)
+    assert not state.may_write(LEFT, 2.0)
+    assert state.tell(2.0)
+    assert not state.tell(2.0)
+    assert (list(state.next_round()), state.settle_s(2.0)) == ([LEFT, RIGHT], 0.0)
+    assert not state.end()
+    state.told(LEFT)
+    assert list(state.next_round()) == [RIGHT]
+    state.told(RIGHT)
+    assert not state.next_round()
+    assert state.end()
+    assert (state.phase, state.failure, state.end()) == (Phase.ENDED, None, False)
+
+
+def test_waits_for_decodes_description_until_the_grant_deadline():
+    state = PrefillTicket(GRANT_DEADLINE)
+    assert (state.known(19.9), state.finish(19.9), state.due(19.9)) == (None, None, [])
+    assert state.known(GRANT_DEADLINE) is False
+    assert state.failure == "the decode engine did not describe itself in time"
+    assert state.finish(GRANT_DEADLINE) is False
+    assert not state.tell(GRANT_DEADLINE)  # whom?
+    state.contacted({})
+    assert state.tell(GRANT_DEADLINE)
+    assert not state.next_round()
+    assert state.end()
+
+
+def test_to_an_engine_that_did_not_describe_itself_nothing_may_be_written():
+    state = PrefillTicket(GRANT_DEADLINE)
+    assert state.known(GRANT_DEADLINE) is False
+    assert state.may_write(LEFT, GRANT_DEADLINE) is False
+    state.contacted({})
+    assert state.may_write(LEFT, GRANT_DEADLINE) is False
+
+
+def test_waits_for_a_grant_until_the_grant_deadline():
+    state = contacted()
+    state.asked(LEFT, 0.0)
+    state.answered(LEFT, 0.0, Granted(100.0))
+    assert (state.may_write(LEFT, 19.9), state.may_write(RIGHT, 19.9), state.finish(19.9)) == (True, None, None)
+    assert state.finish(GRANT_DEADLINE) is False
+    assert state.failure == "decode rank (0, 1) gave no grant in time"
+
+
+def test_a_lease_counts_from_the_question():
+    state = contacted()
+    state.asked(LEFT, 1.0)
+    state.answered(LEFT, 1.0, Granted(LEASE_S))  # whenever that is
+    assert state.may_write(LEFT, 9.9)
+    assert state.holds(LEFT, 9.9)
+    assert not state.holds(LEFT, 10.0)
+    assert not state.may_write(LEFT, 10.0)
+    assert state.failure == "the lease for decode rank (0, 0) ran out"
+    assert state.may_write(RIGHT, 10.0) is False  # nothing more, anywhere
+
+
+def test_an_answer_that_comes_late_takes_nothing_back():
+    state = granted(at=5.0)
+    state.answered(LEFT, 1.0, Granted(LEASE_S))
+    assert state.holds(LEFT, 13.9)
+
+
+def test_asks_again_soon_without_a_grant_and_rarely_with_one():
+    state = contacted()
+    assert state.due(0.0) == [LEFT, RIGHT]
+    state.asked(LEFT, 0.0)
+    assert state.due(100.0) == [RIGHT]  # one question at a time
+    state.answered(LEFT, 0.0, Refused("not known here", retry=True))
+    state.asked(RIGHT, 0.0)
+    state.answered(RIGHT, 0.0, Granted(LEASE_S))
+    assert (state.due(0.0), state.due(0.1), state.due(LEASE_S / 3)) == ([], [LEFT], [LEFT, RIGHT])
+
+
+@pytest.mark.parametrize("answer", [Refused("later", retry=True), Problem("?"), TimeoutError()])
+def test_what_is_neither_yes_nor_no_may_pass(answer):
+    state = contacted()
+    state.asked(LEFT, 0.0)
+    assert not state.answered(LEFT, 0.0, answer)
+    assert (state.failure, state.may_write(LEFT, 0.0), state.due(1.0)) == (None, None, [LEFT, RIGHT])
+
+
+def test_a_refusal_ends_the_writing_everywhere():
+    state = granted()
+    state.asked(LEFT, 3.0)
+    assert state.answered(LEFT, 3.0, Refused("cancelled", retry=False))
+    assert state.failure == "decode rank (0, 0) refused: cancelled"
+    assert (state.may_write(RIGHT, 3.0), state.due(9.0), state.finish(3.0)) == (False, [], False)
+    assert state.holds(RIGHT, 3.0)  # what has begun may end
+
+
+def test_the_first_reason_stays_and_none_comes_after_the_end():
+    state = granted()
+    state.fail("first", PushFailure.WRITE)
+    state.fail("second", PushFailure.WRITE)
+    assert state.failure == "first"
+    complete = granted()
+    assert complete.finish(1.0)
+    complete.fail("too late", PushFailure.WRITE)
+    assert complete.failure is None
+
+
+def test_success_waits_for_bytes_on_their_way_and_keeps_its_leases_meanwhile():
+    state = granted()
+    state.unsettle(8.0)
+    state.unsettle(7.0)
+    assert state.finish(4.0)
+    assert not state.tell(7.9)
+    assert state.due(4.0) == [LEFT, RIGHT]
+    assert state.tell(8.0)
+    assert state.settle_s(8.0) == 0.0
+    assert state.due(20.0) == []
+
+
+def test_failure_is_told_at_once_and_the_blocks_are_kept_for_what_still_reads_them():
+    state = granted()
+    state.unsettle(8.0)
+    state.fail("it broke", PushFailure.WRITE)
+    assert state.finish(4.0) is False
+    assert state.tell(4.0)
+    assert state.settle_s(4.0) == 4.0
+    for key in state.next_round():
+        state.told(key)
+    assert not state.next_round()
+    assert not state.tell(7.9)
+    assert not state.end()
+    assert state.tell(8.0)  # once more: nothing can arrive any more
+    assert (list(state.next_round()), state.settle_s(8.0)) == ([LEFT, RIGHT], 0.0)
+    assert not state.end()
+    for key in (LEFT, RIGHT):
+        state.told(key)
+    assert not state.next_round()
+    assert not state.tell(9.0)
+    assert state.end()
+
+
+def test_who_did_not_hear_of_a_failure_asks():
+    state = granted()
+    state.unsettle(8.0)
+    state.fail("it broke", PushFailure.WRITE)
+    state.finish(4.0)
+    state.tell(4.0)
+    state.next_round()
+    state.told(RIGHT)
+    assert [list(state.next_round()) for _ in range(3)] == [[LEFT], [LEFT], []]
+    assert state.tell(8.0)
+    assert list(state.next_round()) == [RIGHT]
+
+
+def test_nothing_is_written_to_who_needs_nothing():
+    state = contacted()
+    state.asked(LEFT, 0.0)
+    assert not state.answered(LEFT, 0.0, Complete())
+    state.asked(RIGHT, 0.0)
+    state.answered(RIGHT, 0.0, Granted(LEASE_S))
+    assert (state.may_write(LEFT, 1.0), state.may_write(RIGHT, 1.0)) == (False, True)
+    assert state.due(100.0) == [RIGHT]
+    assert state.finish(1.0)
+    assert state.tell(1.0)
+    assert list(state.next_round()) == [LEFT, RIGHT]
+
+
+def test_decode_may_ask_for_patience():
+    """As long as it says so: another attempt may still write."""
+    state = contacted()
+    for at in (0.0, 16.0, 19.0):
+        state.asked(LEFT, at)
+        state.answered(LEFT, at, Refused("another attempt may still write", retry=True, wait_s=5.0))
+    assert state.may_write(LEFT, 23.9) is None
+    assert state.may_write(LEFT, 24.0) is False
+
+
+def test_patience_ends():
+    """Blocks are not kept for as long as a decode engine likes."""
+    state = contacted()
+    state.patience_ends = 20.0
+    for at in (0.0, 8.0, 16.0, 19.0):
+        state.asked(LEFT, at)
+        state.answered(LEFT, at, Refused("another attempt may still write", retry=True, wait_s=5.0))
+    assert state.may_write(LEFT, 19.9) is None
+    assert state.may_write(LEFT, 20.0) is False
+    assert state.cause is PushFailure.NO_GRANT
+
+
+def test_who_never_answers_is_told_three_times():
+    state = granted()
+    state.finish(1.0)
+    state.tell(1.0)
+    assert [len(state.next_round()) for _ in range(4)] == [2, 2, 2, 0]
+    assert state.end()

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM finds on this machine, for tools that import no vLLM themselves."""
+
+
+def load_connector() -> str:
+    """Registers the connector as vLLM's plugin loader does, loads it, and returns its class name."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    import vllm_ascend_pd
+
+    vllm_ascend_pd.register()
+    return str(KVConnectorFactory.get_connector_class_by_name("LayerwisePushConnector").__name__)
+
+
+def device_type() -> str:
+    """The kind of device that vLLM runs on in this process, such as "npu" or "cpu"."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def host_address() -> str:
+    """The address that vLLM knows this host by. It may be one of all interfaces."""
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of vLLM 0.23's scheduler on decode: a request whose KV has arrived can always run.
+
+Requests that wait for KV, or whose KV has arrived, hold blocks and cannot be preempted. If none of them can start and
+nothing runs, nothing ever frees a block. vLLM 0.23 gets there in two ways, which 0.32 avoids:
+
+- A transfer gets blocks for its tokens only. The first step needs more: blocks for the tokens that drafts are to have,
+  or for a last prompt token that is not transferred. Several such requests may each wait for a block of another one.
+- The first request in line that does not fit ends the scheduler's pass. It may hold nothing yet (its grammar has just
+  been compiled, its priority is higher) and stand before requests whose KV has arrived.
+
+Here a transfer gets all blocks of its first step with its own, and requests whose KV has arrived are scheduled before
+those that hold nothing. Both versions share a third way: see `connector/patches/vllm_0_32_scheduler.py`.
+
+vllm-ascend's schedulers call the patched methods from their own `schedule()`, too, so the patch holds for all of them.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from vllm_ascend_pd.connector.compat import HAS_TRANSFER_RESULTS
+from vllm_ascend_pd.connector.patches.vllm_0_32_scheduler import has_blocks, release_reservations_of_failed_transfers
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_LOOKAHEAD = "lookahead_of_first_steps"
+"""Attribute of a scheduler's `KVCacheManager`: for how many tokens behind its last one a step needs blocks."""
+
+
+class _Candidate:
+    """Stands for a queue whose next request is `request`, from anywhere in `queue`."""
+
+    def __init__(self, queue: Any, request: "Request") -> None:
+        self._queue = queue
+        self._request = request
+
+    def peek_request(self) -> "Request":
+        return self._request
+
+    def pop_request(self) -> "Request":
+        self._queue.remove_request(self._request)
+        return self._request
+
+
+def let_arrived_requests_run() -> None:
+    """Installs the patch, in vLLM 0.23 only. Safe to call twice."""
+    if HAS_TRANSFER_RESULTS:
+        return
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    # vllm-ascend puts a subclass in Scheduler's place. Other subclasses may be of the original one.
+    original = next(each for each in Scheduler.__mro__ if "_select_waiting_queue_for_scheduling" in vars(each))
+    if original._select_waiting_queue_for_scheduling.__module__ == __name__:
+        return
+    _schedule_arrived_requests_first(original)
+    release_reservations_of_failed_transfers(original)
+    _allocate_first_steps_with_transfers(KVCacheManager)
+
+
+def _schedule_arrived_requests_first(scheduler: Any) -> None:
+    by_vllm = scheduler._select_waiting_queue_for_scheduling
+
+    def select_waiting_queue_for_scheduling(self: Any) -> Any:
+        setattr(self.kv_cache_manager, _LOOKAHEAD, self.num_lookahead_tokens)
+        queue = by_vllm(self)
+        if queue is None or not self.skipped_waiting:
+            return queue
+        head = queue.peek_request()
+        if _is_skipped(self, head) or _has_arrived(self, head):
+            return queue
+        by_arrival = self.policy.value == "fcfs"
+        arrived = [request for request in self.skipped_waiting if _has_arrived(self, request)]
+        if arrived:
+            return _Candidate(self.skipped_waiting, arrived[0] if by_arrival else min(arrived))
+        # Else requests with grammars overtake all others for as long as new ones come.
+        if by_arrival and self.waiting and self.waiting.peek_request().arrival_time < head.arrival_time:
+            return self.waiting
+        return queue
+
+    scheduler._select_waiting_queue_for_scheduling = select_waiting_queue_for_scheduling
+
+
+def _is_skipped(scheduler: Any, request: "Request") -> bool:
+    """Whether the scheduler's pass goes on behind the request, which cannot run yet."""
+    match request.status:
+        case RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return request.request_id not in scheduler.finished_recving_kv_req_ids
+        case RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            grammar = request.structured_output_request
+            return grammar is None or not grammar.grammar
+        case RequestStatus.WAITING_FOR_STREAMING_REQ:
+            return True
+        case _:
+            return False
+
+
+def _has_arrived(scheduler: Any, request: "Request") -> bool:
+    """Whether the request holds all blocks of its first step. A session whose input goes on (`resumable`) may need
+    further ones."""
+    if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return request.request_id in scheduler.finished_recving_kv_req_ids
+    if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or request.resumable:
+        return False
+    return has_blocks(scheduler, request)
+
+
+def _allocate_first_steps_with_transfers(manager: Any) -> None:
+    by_vllm = manager.allocate_slots
+
+    def allocate_slots(
+        self: Any,
+        request: "Request",
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        *args: Any,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        lookahead = getattr(self, _LOOKAHEAD, None)
+        if delay_cache_blocks and lookahead is not None:  # a transfer
+            known = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
+            num_lookahead_tokens = max(0, request.num_tokens - known - num_new_tokens) + lookahead
+        return by_vllm(
+            self,
+            request,
+            num_new_tokens,
+            num_new_computed_tokens,
+            *args,
+            num_lookahead_tokens=num_lookahead_tokens,
+            num_external_computed_tokens=num_external_computed_tokens,
+            delay_cache_blocks=delay_cache_blocks,
+            **kwargs,
+        )
+
+    manager.allocate_slots = allocate_slots

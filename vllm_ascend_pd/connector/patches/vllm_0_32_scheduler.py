@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of vLLM 0.32's scheduler on decode: no transfer waits for ever for blocks that are kept free for nobody.
+
+Before a transfer starts, as many blocks must be free beyond its own as drafts and other requests are going to need.
+vLLM counts too many in two cases:
+
+- A request whose transfer failed has lost its blocks and waits like any other. It still counts, so a transfer that is
+  before it in line may never start, and neither may what is behind.
+- A prompt with drafts that needs all blocks there are. No block can be free beyond those, and none is needed: a request
+  takes no more blocks than `max_model_len` tokens have.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd.connector.compat import HAS_TRANSFER_RESULTS
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+def let_transfers_start() -> None:
+    """Installs the patch, in vLLM 0.32 only. Safe to call twice."""
+    if not HAS_TRANSFER_RESULTS:
+        return
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if Scheduler._update_waiting_for_remote_kv.__module__ == __name__:
+        return
+    release_reservations_of_failed_transfers(Scheduler)
+    _reserve_nothing_for_a_request_alone(Scheduler)
+
+
+def release_reservations_of_failed_transfers(scheduler: Any) -> None:
+    """Takes a request that has lost its blocks out of those that blocks are reserved for."""
+    by_vllm = scheduler._update_waiting_for_remote_kv
+
+    def update_waiting_for_remote_kv(self: Any, request: "Request") -> None:
+        by_vllm(self, request)
+        if not has_blocks(self, request):
+            self._inflight_prefills.discard(request)
+
+    scheduler._update_waiting_for_remote_kv = update_waiting_for_remote_kv
+
+
+def has_blocks(scheduler: Any, request: "Request") -> bool:
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return any(manager.req_to_blocks.get(request.request_id) for manager in managers)
+
+
+def _reserve_nothing_for_a_request_alone(scheduler: Any) -> None:
+    by_vllm = scheduler._inflight_prefill_reserved_blocks
+
+    def inflight_prefill_reserved_blocks(self: Any) -> int:
+        if self.running or self._inflight_prefills:
+            return int(by_vllm(self))
+        return -int(self._spec_decode_step_blocks)  # which vLLM adds
+
+    scheduler._inflight_prefill_reserved_blocks = inflight_prefill_reserved_blocks

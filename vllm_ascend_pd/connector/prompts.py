@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scheduler says of a request's prompt: its digest, and its token ids where the prompt is text alone."""
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_ascend_pd.connector.adapters import adapter_digest
+from vllm_ascend_pd.core.prompt_digest import (
+    PromptDigest,
+    compares_media,
+    differences,
+    digest_of,
+    digest_of_names,
+    digest_of_tokens,
+)
+from vllm_ascend_pd.core.ticket import Ticket, TicketError
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_EMBEDDING_COLUMNS = 64
+"""Elements of each token's embedding that its digest covers, evenly spread: 128 Ki tokens take 20 ms."""
+
+
+class Prompts:
+    """`media_hashing`: how this engine hashes images, sounds and videos, where it is by content (`compat`)."""
+
+    def __init__(self, media_hashing: str = "") -> None:
+        self._media_hashing = media_hashing
+        self._said_not_compared = False
+
+    def digest(self, request: "Request", num_tokens: int, ticket_id: str) -> PromptDigest:
+        """Of the first `num_tokens` tokens."""
+        token_ids, embeddings, salt = request.prompt_token_ids, request.prompt_embeds, request.cache_salt
+        media = [name for one in request.mm_features for name in (one.modality, one.mm_hash or one.identifier)]
+        compared = bool(media and self._media_hashing)
+        return PromptDigest(
+            tokens="" if token_ids is None else digest_of_tokens(ticket_id, token_ids[:num_tokens]),
+            media=digest_of_names(ticket_id, media) if compared else "",
+            media_hashing=digest_of_names(ticket_id, [self._media_hashing]) if compared else "",
+            num_media=len(request.mm_features),
+            embeddings="" if embeddings is None else _digest_of_embeddings(ticket_id, embeddings[:num_tokens]),
+            adapter=adapter_digest(request.lora_request),
+            salt=digest_of_names(ticket_id, [salt]) if salt else "",
+        )
+
+    def check(self, request: "Request", ticket: Ticket) -> None:
+        """On prefill: raises TicketError if the ticket is for another prompt than the request's, and says in what they
+        differ. A ticket without a digest, of an older decode engine, is for any prompt of its length."""
+        if ticket.prompt is None:
+            return
+        ours = self.digest(request, ticket.num_tokens, ticket.ticket_id)
+        if found := differences(ticket.prompt, ours):
+            raise TicketError("; ".join(found))
+        if ours.num_media and not compares_media(ticket.prompt, ours) and not self._said_not_compared:
+            self._said_not_compared = True
+            logger.warning(
+                "images, sounds and videos cannot be compared with decode's: the model's path, vLLM's version or "
+                "--mm-hasher-algorithm differs, or neither prefix caching nor the multi-modal processor cache is on"
+            )
+
+
+def text_alone(request: "Request") -> list[int] | None:
+    """The prompt's token ids if they are all there is of it, else None."""
+    if request.mm_features or request.prompt_embeds is not None:
+        return None
+    token_ids: list[int] | None = request.prompt_token_ids
+    return token_ids
+
+
+def _digest_of_embeddings(ticket_id: str, embeddings: torch.Tensor) -> str:
+    step = max(1, embeddings.shape[-1] // _EMBEDDING_COLUMNS)
+    sampled = embeddings[..., ::step].detach().cpu().contiguous()
+    shape = f"{tuple(embeddings.shape)} {embeddings.dtype}".encode()
+    return digest_of(ticket_id, shape, memoryview(sampled.view(torch.uint8).numpy()).cast("B"))

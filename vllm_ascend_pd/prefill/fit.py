@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a prefill rank may send to a decode engine, as far as configuration decides it."""
+
+import logging
+
+from vllm_ascend_pd.core.compatibility import different_settings, mismatch
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.identity import RankInfo
+from vllm_ascend_pd.core.layout import RankCaches
+from vllm_ascend_pd.core.protocol import EngineDescription
+from vllm_ascend_pd.core.transports import TransportInfo, cannot_write
+
+logger = logging.getLogger(__name__)
+
+
+def misfit(
+    identity: RankInfo,
+    config: ConnectorConfig,
+    caches: RankCaches,
+    transport: TransportInfo,
+    description: EngineDescription,
+) -> str | None:
+    """Why this rank cannot send to the decode engine that described itself; None if it can. Logs what costs something
+    and is allowed."""
+    declared = config.decode
+    if declared is not None and declared.tp_size not in (None, description.tp):
+        return f"config says decode's tp_size is {declared.tp_size}, decode's is {description.tp}"
+    if declared is not None and declared.pp_size not in (None, description.pp):
+        return f"config says decode's pp_size is {declared.pp_size}, decode's is {description.pp}"
+    if description.draft not in ("", identity.draft):
+        logger.warning(
+            "decode engine %s drafts with %s, prefill with %s: the draft's KV of prompts is not sent, and fewer of "
+            "its tokens will be accepted",
+            description.engine_id,
+            description.draft,
+            identity.draft or "no layers of its own",
+        )
+    whole = identity.pp == 1
+    reason = mismatch(caches, identity.model, identity.rank, identity.sharding, whole, description)
+    if reason is not None:
+        return reason
+    for rank in description.ranks:
+        if (reason := cannot_write(transport, rank.transport)) is not None:
+            return reason
+    different = different_settings(identity.settings, description.settings)
+    if different is not None and config.allow_other_model:
+        logger.warning(
+            "decode engine %s: %s: allow_other_model is set, so answers may be wrong", description.engine_id, different
+        )
+        return None
+    return different

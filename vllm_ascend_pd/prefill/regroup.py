@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings KV into decode's layout on its way: gather + all-to-all + interleave, or split.
+
+Everything here runs in order on the device's side stream. Every rank of a group runs the same chunks in the same
+order whatever became of the requests in them, so collectives stay aligned (R5); after one has failed, from the step
+on that they agree on (`prefill/exchange_group.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.caches import RegisteredCaches
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.identity import RankInfo
+from vllm_ascend_pd.core.plan import Regroup, regroupable, slot_bytes
+from vllm_ascend_pd.core.running_time import RunningTime
+from vllm_ascend_pd.device import ops, ops_fallback
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.prefill.exchange_group import ExchangeGroup
+from vllm_ascend_pd.prefill.staging import Slot, StagingRing
+from vllm_ascend_pd.prefill.step_transfer import Chunk, StepTransfer
+from vllm_ascend_pd.transport.engine import TransferEngine
+
+
+class Regrouper:
+    """Regroups chunks of a layer's tensors into slots of a staging ring.
+
+    `groups`: all-to-all groups by the tensor-parallel ranks in them.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        ring: StagingRing[StepTransfer],
+        groups: dict[tuple[int, ...], ExchangeGroup],
+        slot_timeout_s: float,
+        grant_patience_s: float,
+    ) -> None:
+        """`slot_timeout_s`: how long a slot may take to become free; `grant_patience_s`: how long those that none is
+        left for wait for others' grants."""
+        self._slot_timeout_s = slot_timeout_s
+        self._grant_patience_s = grant_patience_s
+        self._tried_patience: set[str] = set()  # decode engines that others have waited for in vain
+        self._device = device
+        self._groups = groups
+        self._ring = ring
+        self.slot_bytes = ring.slot_bytes
+        # Used on the side stream only, where one chunk follows another: one pair serves all.
+        self._send = device.allocate(ring.slot_bytes)
+        self._received = device.allocate(ring.slot_bytes)
+        self._exchanged = (self._received, self._send)  # as much of them as was exchanged last: alike for all layers
+
+    def missed(self, ranks: tuple[int, ...], step: int, reason: str) -> None:
+        """This rank does not take part in a collective of the step."""
+        self._groups[ranks].missed(step, reason)
+
+    def generations(self) -> list[int | None]:
+        """Of each group, see `ExchangeGroup.generation`."""
+        return [group.generation for group in self._groups.values()]
+
+    def close(self, timeout_s: float) -> None:
+        for group in self._groups.values():
+            group.close(timeout_s)
+
+    def run(self, shipment: StepTransfer, chunk: Chunk, tensors: Sequence[torch.Tensor], step: int) -> Slot:
+        """Returns the slot it filled with tensor after tensor, each `[planes, units, staged_bytes]`. `step`: the number
+        of the step, alike on all ranks."""
+        if shipment.route.regroup is Regroup.GATHER:
+            return self._gather(shipment, chunk, tensors, step)
+        return self._split(shipment, chunk, tensors)
+
+    def release(self, slot: Slot) -> None:
+        """A slot that `run` has filled for nobody."""
+        self._ring.release(slot)
+
+    def _gather(self, shipment: StepTransfer, chunk: Chunk, tensors: Sequence[torch.Tensor], step: int) -> Slot:
+        route = shipment.route
+        assert chunk.unit_offsets is not None
+        ratio = len(route.ranks)
+        tokens = route.unit // ratio  # of every unit, per rank
+        slice_bytes = tokens * route.row_bytes
+        section = chunk.count * slice_bytes  # one tensor's share for one rank
+        per_rank = section * len(tensors)
+        try:
+            ops.gather_slices(tensors, chunk.unit_offsets, ratio, slice_bytes, self._send, 0, section, per_rank)
+        finally:  # what the others get is not used when this rank's part fails, but they need the collective
+            self._exchange(route.ranks, step, per_rank * ratio)
+        # Tensor after tensor on both sides: to this op they are one run of tokens.
+        all_tokens, out = len(tensors) * chunk.count * tokens, self._ring.buffer
+        # Only now: a rank that finds no slot has still taken part in the collective.
+        return self._filled(
+            shipment,
+            lambda slot: ops.interleave_heads(
+                self._received, 0, per_rank, out, slot.offset, ratio, all_tokens, route.row_bytes
+            ),
+        )
+
+    def _exchange(self, ranks: tuple[int, ...], step: int, num_bytes: int) -> None:
+        if self._exchanged[0].numel() != num_bytes:
+            self._exchanged = (self._received[:num_bytes], self._send[:num_bytes])
+        self._groups[ranks].run(step, partial(self._device.all_to_all, *self._exchanged))
+
+    def _split(self, shipment: StepTransfer, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
+        route, units = shipment.route, chunk.unit_offsets
+        assert units is not None
+        plane, out = chunk.count * route.staged_bytes, self._ring.buffer
+        return self._filled(
+            shipment,
+            lambda slot: ops.split_heads(
+                tensors,
+                units,
+                route.planes,
+                route.unit,
+                route.row_bytes,
+                out,
+                slot.offset,
+                plane * route.planes,
+                plane,
+            ),
+        )
+
+    def _filled(self, shipment: StepTransfer, fill: Callable[[Slot], None]) -> Slot:
+        """A slot that is kept unless filling it fails."""
+        slot = self._acquire(shipment)
+        try:
+            fill(slot)
+        except BaseException:
+            self._ring.release(slot)
+            raise
+        return slot
+
+    def _acquire(self, shipment: StepTransfer) -> Slot:
+        """Waits for a slot. What has no grant yet keeps its slots, and when no other is left, the model stands still
+        (on a CPU, all regrouping does). So for a decode engine's grants others wait `grant_patience_s` once; if that
+        was in vain, then what waits for its grants loses its slots at once, until it has granted something."""
+        if self._tried_patience and not shipment.waits_for_grant:
+            self._tried_patience.discard(shipment.decode_engine)
+        if (slot := self._ring.take(shipment)) is not None:
+            return slot
+        waiting = {holder.decode_engine for holder in self._ring.holders if holder.waits_for_grant}
+        if not waiting & self._tried_patience:
+            with suppress(TimeoutError):
+                return self._ring.acquire(shipment, self._grant_patience_s)
+        for holder in self._ring.holders:
+            if holder.waits_for_grant:
+                self._tried_patience.add(holder.decode_engine)
+                holder.give_up_ungranted("no grant came while all staging slots were taken: other requests need them")
+        return self._ring.acquire(shipment, self._slot_timeout_s)
+
+
+def make_regrouper(
+    identity: RankInfo,
+    config: ConnectorConfig,
+    device: Device,
+    engine: TransferEngine,
+    caches: RegisteredCaches,
+    step_tokens: int,
+    running_time: RunningTime,
+) -> tuple[StagingRing[StepTransfer] | None, Regrouper | None]:
+    """A ring and all-to-all groups, where this engine's layout may ever need regrouping.
+
+    The same on all ranks: it depends on the model, the layout and the parallel sizes alone.
+    """
+    size, slots = slot_bytes(caches.description, step_tokens), config.slots(step_tokens)
+    if size == 0:
+        return None, None
+    buffer = device.allocate(size * slots)
+    if not buffer.is_cpu:
+        ops_fallback.warn_once()
+    engine.register([(buffer.data_ptr(), buffer.numel())])
+    movable = regroupable(caches.description.geometries)
+    sharding = identity.sharding
+    wanted = sorted({ranks for g in movable for ranks in topology.regroup_groups(sharding, g.total_heads)})
+    groups = device.new_groups(_world_groups(identity, wanted), config.collective_timeout_s)
+    mine = {}
+    for ranks in wanted:
+        if identity.rank in ranks:
+            world = tuple(identity.stage_ranks[rank] for rank in ranks)
+            place = ranks.index(identity.rank)
+            mine[ranks] = ExchangeGroup(device, world, str(ranks), groups[world], place, config.collective_timeout_s)
+    ring: StagingRing[StepTransfer] = StagingRing(buffer, size, slots, running_time)
+    # A slot may have to rest.
+    slot_timeout_s = config.write_timeout_s + engine.limits.rest_s
+    return ring, Regrouper(device, ring, mine, slot_timeout_s, grant_patience_s=config.control_timeout_s)
+
+
+def _world_groups(identity: RankInfo, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """`wanted` within every pipeline stage of the world: creating a group takes all ranks, in one order.
+
+    vLLM numbers the world with tensor-parallel ranks running fastest, then prefill-context-parallel ones.
+    """
+    stage = len(identity.stage_ranks)
+    world = torch.distributed.get_world_size() if wanted else 0
+    return [tuple(first + rank for rank in ranks) for first in range(0, world, stage) for ranks in wanted]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The staging ring: registered memory where regrouped KV waits to be sent, a slot per layer in flight."""
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from vllm_ascend_pd.core.running_time import RunningTime
+
+H = TypeVar("H")
+
+LOOK_S = 0.5
+"""How often, in seconds, it is looked whether a slot has rested for long enough."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """`offset` bytes into the ring's buffer, at `address`."""
+
+    index: int
+    offset: int
+    address: int
+
+
+class StagingRing(Generic[H]):
+    """`slots` slots of `slot_bytes` each in `buffer`, handed out to holders and taken back in any order. After a failed
+    write a slot rests until nothing can read it any more."""
+
+    def __init__(self, buffer: torch.Tensor, slot_bytes: int, slots: int, running_time: RunningTime) -> None:
+        assert buffer.numel() >= slot_bytes * slots
+        self.buffer = buffer
+        self.slot_bytes = slot_bytes
+        first = buffer.data_ptr()
+        self._free = [Slot(n, n * slot_bytes, first + n * slot_bytes) for n in range(slots)]
+        self._holders: dict[int, H] = {}
+        self._resting: list[tuple[float, Slot]] = []  # until when
+        self._running_time = running_time
+        # Taken and given back for every layer, on two threads: a condition's own methods are Python.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+
+    @property
+    def holders(self) -> list[H]:
+        """Of slots that are not free."""
+        with self._lock:
+            return list(self._holders.values())
+
+    def take(self, holder: H) -> Slot | None:
+        """None: none is free."""
+        with self._lock:
+            self.rests()
+            if not self._free:
+                return None
+            slot = self._free.pop()
+            self._holders[slot.index] = holder
+            return slot
+
+    def acquire(self, holder: H, timeout_s: float) -> Slot:
+        """Waits for a free slot. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while (slot := self.take(holder)) is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no staging slot became free in {timeout_s:g} s: the link does not keep up")
+                self._changed.wait(min(left, LOOK_S) if self._resting else left)
+        return slot
+
+    def release(self, slot: Slot, settled_at: float = 0.0) -> None:
+        """`settled_at`: when nothing can read it any more, in running time."""
+        with self._lock:
+            del self._holders[slot.index]  # KeyError: it was free
+            if settled_at:
+                self._resting.append((settled_at, slot))
+                self.rests()
+            else:
+                self._free.append(slot)
+            self._changed.notify()
+
+    def rests(self) -> bool:
+        """Does any slot? To be asked every `LOOK_S` while one does, by whoever has nothing else to do: running time
+        stands still where nobody asks."""
+        if not self._resting:
+            return False
+        with self._lock:
+            now = self._running_time()
+            self._free += [slot for until, slot in self._resting if until <= now]
+            self._resting = [(until, slot) for until, slot in self._resting if until > now]
+            return bool(self._resting)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP in and out: clients' requests, and requests to engines."""

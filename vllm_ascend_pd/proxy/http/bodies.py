@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's request as the decode engine and the prefill engines get it: JSON in, JSON out.
+
+Only the fields that decide something here are decoded. All others are carried as the bytes they came in, so
+nothing is lost or rounded on the way.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from vllm_ascend_pd.core.text import UNREADABLE
+from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
+from vllm_ascend_pd.proxy.http.client_json import Fields, ForDecodeAlone, bad_request, is_given, read_fields
+from vllm_ascend_pd.proxy.http.endpoints import SHAPES, Endpoint, Shape
+
+MAX_PROMPTS = 4096
+"""In one request. Each is a request of its own to both engines, with a ticket and a connection: more, which clients
+cannot mean, would leave no place to others'. vLLM 0.32 takes 1,024 itself (VLLM_MAX_COMPLETION_PROMPTS)."""
+# vLLM's own bound (VLLM_MAX_N_SEQUENCES).
+_MAX_SAMPLES = 16384
+
+
+class ClientRequest(msgspec.Struct, frozen=True):
+    endpoint: Endpoint
+    fields: Fields
+    """The body's fields without its prompts."""
+    prompts: tuple[Fields, ...]
+    """One entry per engine request that vLLM makes of the body, in vLLM's order: entry `i` holds the fields
+    that give prompt `i` alone. A chat has exactly one."""
+    whole_prompt: Fields
+    """The prompt fields as the client sent them."""
+
+
+_FALSE, _ONE = msgspec.Raw(b"false"), msgspec.Raw(b"1")
+_NOT_GIVEN = (b"null", b"false")
+
+
+def parse_client_request(endpoint: Endpoint, body: bytes) -> ClientRequest:
+    """Raises RequestRefused (400) for what cannot be prefilled elsewhere, and ForDecodeAlone for what decode itself
+    refuses."""
+    fields = read_fields(body)
+    shape = SHAPES[endpoint]
+    if not shape.required <= fields.keys():
+        raise ForDecodeAlone(body)  # an error about a missing field counts the fields that are there
+    for name, reason in shape.refused.items():
+        if name in fields and bytes(fields[name]) not in _NOT_GIVEN:
+            raise bad_request(f"{name} does not work here: {reason}", name)
+    # vLLM truncates to what max_tokens leaves free, and P has another max_tokens than D: their prompts,
+    # hence the KV that P writes into D's blocks, would differ.
+    if _is_minus_one(fields.get("truncate_prompt_tokens", b"null")):
+        raise bad_request(
+            "truncate_prompt_tokens=-1 does not work with a separate prefill: give a number of tokens",
+            "truncate_prompt_tokens",
+        )
+    if endpoint is Endpoint.RESPONSES and bytes(fields.get("truncation", b"null")) not in (b"null", b'"disabled"'):
+        raise bad_request('truncation must be "disabled" with a separate prefill', "truncation")
+    if endpoint is Endpoint.COMPLETIONS:
+        # vLLM takes the prompts of both fields, embeddings first.
+        whole: Fields = {name: fields.pop(name) for name in ("prompt_embeds", "prompt") if name in fields}
+        each = [(name, one) for name, value in whole.items() if is_given(value) for one in _split(value)]
+        _check_number(len(each), "prompts", "prompt")
+        prompts = tuple({name: one} for name, one in each)
+        return ClientRequest(endpoint, fields, prompts, whole)
+    if endpoint is Endpoint.CHAT_BATCH and bytes(fields.get("messages", b"")).startswith(b"["):
+        messages = fields.pop("messages")
+        conversations = msgspec.json.decode(messages, type=list[msgspec.Raw])
+        _check_number(len(conversations), "conversations", "messages")
+        one_each = tuple({"messages": msgspec.Raw(b"[" + bytes(one) + b"]")} for one in conversations)
+        return ClientRequest(endpoint, fields, one_each, {"messages": messages})
+    return ClientRequest(endpoint, fields, ({},), {})
+
+
+def samples_of(request: ClientRequest) -> int:
+    """How many answers to each prompt the client wants: decode computes them as so many requests of one name. Where
+    `n` is no number decode refuses the request."""
+    nested, fields = SHAPES[request.endpoint].nested, request.fields
+    try:
+        if nested is not None:
+            fields = msgspec.json.decode(fields.get(nested, b"{}"), type=Fields)
+        number = msgspec.json.decode(fields.get("n", b"1"), type=int | None, strict=False)
+    except UNREADABLE:
+        return 1
+    return min(max(1, number or 1), _MAX_SAMPLES)
+
+
+def decode_body(request: ClientRequest, metaserver_url: str, request_id: str) -> bytes:
+    """The client's body, asking D to fetch the prompt's KV through the metaserver. `request_id`: what D is to call
+    the request, where the body says so."""
+    transfer = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "metaserver": metaserver_url,
+        WANTS_TOKEN_IDS: True,
+    }
+    return msgspec.json.encode(
+        {**request.fields, **request.whole_prompt, **_id(request, request_id), "kv_transfer_params": transfer}
+    )
+
+
+def prefill_body(request: ClientRequest, index: int, ticket: bytes, request_id: str) -> bytes:
+    """The body for prompt `index`: one token, no stream, and D's ticket byte for byte.
+
+    Nobody reads more of P's answer than whether it worked. What would make P produce or return more is dropped; what
+    shapes the prompt (tools, response_format, truncation, ...) stays, because P must see exactly D's tokens."""
+    shape = SHAPES[request.endpoint]
+    fields = request.fields
+    if shape.nested is None:
+        fields = _one_token(fields, shape)
+    else:
+        inner = fields.get(shape.nested)
+        try:
+            params = {} if inner is None else msgspec.json.decode(inner, type=Fields)
+            fields = {**fields, shape.nested: msgspec.Raw(msgspec.json.encode(_one_token(params, shape)))}
+        except UNREADABLE:
+            pass  # no object: P refuses it as D does
+        fields = {**fields, "stream": _FALSE}
+        fields.pop("stream_options", None)
+    return msgspec.json.encode(
+        {
+            **fields,
+            **request.prompts[index],
+            **_id(request, request_id),
+            "kv_transfer_params": msgspec.Raw(ticket),
+        }
+    )
+
+
+def tokens_body(request: ClientRequest, token_ids: msgspec.Raw, ticket: bytes) -> bytes:
+    """The body for a prompt of which decode has said the token ids: for `Endpoint.COMPLETIONS`, whatever route the
+    client used. Of the client's fields those remain that choose the adapter, or prefill's queue and prefix cache."""
+    kept = {name: request.fields[name] for name in SHAPES[request.endpoint].beside_tokens if name in request.fields}
+    if not _is_text(kept.get("cache_salt", b"null")):
+        kept.pop("cache_salt", None)
+    one_token = {name: msgspec.Raw(value) for name, value in SHAPES[Endpoint.COMPLETIONS].one_token.items()}
+    return msgspec.json.encode({**kept, **one_token, "prompt": token_ids, "kv_transfer_params": msgspec.Raw(ticket)})
+
+
+def _one_token(fields: Fields, shape: Shape) -> Fields:
+    kept = {
+        name: _ONE if name in shape.also_limits else value
+        for name, value in fields.items()
+        if name not in shape.not_for_prefill
+    }
+    return {**kept, **{name: msgspec.Raw(value) for name, value in shape.one_token.items()}}
+
+
+def _id(request: ClientRequest, request_id: str) -> Fields:
+    shape = SHAPES[request.endpoint]
+    return {} if shape.id_field is None else {shape.id_field: msgspec.Raw(shape.named(request_id))}
+
+
+def _split(prompt: msgspec.Raw) -> list[msgspec.Raw]:
+    """`list[str]` and `list[list[int]]` are several prompts; `list[int]` is one, given as token ids."""
+    if not bytes(prompt).startswith(b"["):
+        return [prompt]
+    items = msgspec.json.decode(prompt, type=list[msgspec.Raw])
+    if items and bytes(items[0]).startswith((b'"', b"[")):
+        return items
+    return [prompt]
+
+
+def _check_number(number: int, of_what: str, field: str) -> None:
+    if number > MAX_PROMPTS:
+        raise bad_request(f"{number} {of_what} in one request, at most {MAX_PROMPTS}: each is one to an engine", field)
+
+
+def _is_text(value: msgspec.Raw | bytes) -> bool:
+    """Whether it is a string that is not empty: vLLM takes no other salt, and some routes of 0.23 ignore the field."""
+    return bytes(value).startswith(b'"') and bytes(value) != b'""'
+
+
+def _is_minus_one(value: msgspec.Raw | bytes) -> bool:
+    """However it is written: vLLM takes strings and fractions for whole numbers. What is no number vLLM refuses."""
+    try:
+        return float(msgspec.json.decode(value, type=float | str)) == -1
+    except (*UNREADABLE, ValueError):
+        return False

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pages of other origins may use the API from a browser (CORS), as `vllm serve` answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm_ascend_pd.proxy.settings import ProxySettings
+
+
+class CrossOrigin(CORSMiddleware):
+    """For the routes that clients use. No page of another origin gets at the others: those of operators and of decode
+    engines, and the status page."""
+
+    def __init__(self, app: ASGIApp, settings: ProxySettings, paths: Collection[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+        )
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] in self._paths:
+            await super().__call__(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP for operators: which engines there are, and adding, draining and removing them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from http import HTTPStatus
+
+import anyio
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from vllm_ascend_pd.core.text import UNREADABLE
+from vllm_ascend_pd.proxy.http.bearer import BearerToken, guarded
+from vllm_ascend_pd.proxy.http.errors import RequestRefused
+from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
+from vllm_ascend_pd.proxy.rendezvous.exchange import Exchanges
+from vllm_ascend_pd.proxy.routing.addresses import check_engine_url
+from vllm_ascend_pd.proxy.routing.engines import EnginePool
+from vllm_ascend_pd.proxy.routing.registry import Engine, Engines, Full, Role
+
+log = logging.getLogger(__name__)
+
+PATH = "/admin/engines"
+COMMAND_LINE = "the command line"
+ADMIN = "the admin API"
+_MAX_BODY_BYTES = 64 * 1024
+_BODY_SECONDS = 20.0
+
+
+class _NewEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: Role
+    url: str
+
+
+class Admin:
+    def __init__(self, pools: tuple[EnginePool, ...], exchanges: Exchanges, token: str) -> None:
+        self._pools: Mapping[Role, EnginePool] = {pool.role: pool for pool in pools}
+        self._exchanges = exchanges
+        self._token = BearerToken(token)
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route(PATH, guarded(self._token, self.list), methods=["GET"]),
+            Route(PATH, guarded(self._token, self.add), methods=["POST"]),
+            Route(PATH + "/{id}:drain", guarded(self._token, self.drain), methods=["POST"]),
+            Route(PATH + "/{id}:undrain", guarded(self._token, self.undrain), methods=["POST"]),
+            Route(PATH + "/{id}", guarded(self._token, self.remove), methods=["DELETE"]),
+        ]
+
+    async def list(self, _: Request) -> Response:
+        """200: `{"engines": [...], "waiting": {...}}`: each as `_shown`, and how many wait for a place, by role."""
+        return JSONResponse(
+            {
+                "engines": [self._shown(each) for pool in self._pools.values() for each in pool.engines],
+                "waiting": {role.value: pool.seats.waiting for role, pool in self._pools.items()},
+            }
+        )
+
+    async def add(self, request: Request) -> Response:
+        """`{"role": "prefill", "url": "http://..."}`: 201 and the engine; 400; 409 if it is there, or too many are."""
+        try:
+            with self._exchanges.until_shut_down(), anyio.fail_after(_BODY_SECONDS):
+                body = await read_all(request.stream(), _MAX_BODY_BYTES)
+            new = msgspec.json.decode(body, type=_NewEngine)
+            url = check_engine_url(new.role.value, new.url, ("http", "https"))
+        except TooLarge:
+            raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the request body is too large") from None
+        except (TimeoutError, ClientDisconnect):
+            raise RequestRefused(HTTPStatus.REQUEST_TIMEOUT, "the request body did not arrive") from None
+        except (*UNREADABLE, ValueError) as error:
+            raise RequestRefused(HTTPStatus.BAD_REQUEST, str(error)) from None
+        engines = self._pools[new.role].engines
+        if engines.get(url) is not None:
+            raise RequestRefused(HTTPStatus.CONFLICT, f"{new.role.value} engine {url} is there already")
+        try:
+            engine = engines.add(url, ADMIN)
+        except Full as full:
+            raise RequestRefused(HTTPStatus.CONFLICT, str(full)) from None
+        log.info("%s engine %s: added by %s", engine.role.value, url, ADMIN)
+        return JSONResponse(self._shown(engine), status_code=HTTPStatus.CREATED)
+
+    async def drain(self, request: Request) -> Response:
+        """It gets no more requests, and ends those that it has."""
+        engines, engine = self._find(request)
+        engines.drain(engine)
+        log.info("%s engine %s: drains", engine.role.value, engine.url)
+        return JSONResponse(self._shown(engine))
+
+    async def undrain(self, request: Request) -> Response:
+        engines, engine = self._find(request)
+        engines.undrain(engine)
+        log.info("%s engine %s: gets requests again", engine.role.value, engine.url)
+        return JSONResponse(self._shown(engine))
+
+    async def remove(self, request: Request) -> Response:
+        """200 and the engine as it was: the requests that it has go on. 409 for one that would come back, since
+        something else than the command line or this API lists it."""
+        engines, engine = self._find(request)
+        listed = engine.sources - {COMMAND_LINE, ADMIN}
+        if listed:
+            raise RequestRefused(
+                HTTPStatus.CONFLICT, f"{', '.join(sorted(listed))} lists this engine: drain it, or take it out there"
+            )
+        shown = self._shown(engine)
+        engines.remove(engine)
+        log.info("%s engine %s: removed by %s", engine.role.value, engine.url, ADMIN)
+        return JSONResponse(shown)
+
+    def _find(self, request: Request) -> tuple[Engines, Engine]:
+        for pool in self._pools.values():
+            engine = pool.engines.by_id(request.path_params["id"])
+            if engine is not None:
+                return pool.engines, engine
+        raise RequestRefused(HTTPStatus.NOT_FOUND, "no engine has this id")
+
+    def _shown(self, engine: Engine) -> dict[str, object]:
+        load = self._pools[engine.role].load(engine, time.monotonic())
+        return {
+            "id": engine.id,
+            "role": engine.role.value,
+            "url": engine.url,
+            "state": _state(engine),
+            "reason": engine.gate.reason or None if engine.gate.shut else None,
+            "listed_by": sorted(engine.sources),
+            "in_flight": engine.sent.requests,
+            "load": {"requests": load.requests, "tokens": load.tokens, "capacity_tokens": load.capacity},
+        }
+
+
+def _state(engine: Engine) -> str:
+    if engine.draining:
+        return "draining"
+    if engine.gate.ejected:
+        return "ejected"
+    return "serving" if engine.gate.proven else "new"

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What went wrong since the proxy started: how often, and the last of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.proxy.rendezvous.retry import Failure, Kind
+from vllm_ascend_pd.proxy.routing.registry import Role
+
+MAX_RECENT = 50
+_MAX_REASON_CHARS = 300
+# Enough to find a log line by. The whole id of a request that is still served opens the metaserver.
+_SHOWN_ID_CHARS = 8
+
+
+class RecentFailure(msgspec.Struct, frozen=True):
+    """An attempt that failed, as everybody may know it who may see the status page."""
+
+    number: int
+    """Of all failures, from 1 on."""
+    at: float
+    """Seconds since 1970."""
+    role: Role
+    engine: str
+    """Its URL; empty: none was asked."""
+    kind: Kind
+    reason: str
+    request: str
+    """How the attempt's request id begins."""
+
+
+class Counts:
+    def __init__(self) -> None:
+        self._retries: Counter[Role] = Counter()
+        self._failures: dict[Role, Counter[Kind]] = {role: Counter() for role in Role}
+        self._recent: deque[RecentFailure] = deque(maxlen=MAX_RECENT)
+        self._number = 0
+
+    def failed(self, role: Role, failure: Failure, request_id: str) -> None:
+        """An attempt at an engine of `role` failed."""
+        self._failures[role][failure.kind] += 1
+        self._number += 1
+        self._recent.appendleft(
+            RecentFailure(
+                self._number,
+                time.time(),
+                role,
+                failure.url,
+                failure.kind,
+                one_line(failure.for_all, _MAX_REASON_CHARS),
+                request_id[:_SHOWN_ID_CHARS],
+            )
+        )
+
+    def retried(self, role: Role) -> None:
+        self._retries[role] += 1
+
+    def retries(self) -> Mapping[Role, int]:
+        return self._retries
+
+    def failures(self) -> Mapping[Role, Mapping[Kind, int]]:
+        return self._failures
+
+    def recent(self) -> Sequence[RecentFailure]:
+        """The last failures, newest first."""
+        return tuple(self._recent)
+
+    def shown(self) -> dict[str, dict[str, object]]:
+        """`{"retries": {"prefill": 1, ...}, "failures": {"prefill": {"timeout": 1}, ...}}`"""
+        return {
+            "retries": {role.value: self._retries[role] for role in Role},
+            "failures": {
+                role.value: {kind.value: number for kind, number in counted.items()}
+                for role, counted in self._failures.items()
+            },
+        }

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a request could be served now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+
+import anyio
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from vllm_ascend_pd.proxy.operate.counts import Counts
+from vllm_ascend_pd.proxy.routing.engines import EnginePool
+from vllm_ascend_pd.proxy.routing.registry import Engines
+
+# However often the proxy is asked, engines are not probed more often than this.
+_FRESH_SECONDS = 1.0
+
+
+class Health:
+    def __init__(
+        self, pools: tuple[EnginePool, ...], counts: Counts, problems: Callable[[], list[str]], timeout: float
+    ) -> None:
+        self._pools = pools
+        self._counts = counts
+        self._problems = problems
+        self._timeout = timeout
+        self._lock = anyio.Lock()
+        self._states: dict[str, dict[str, str]] = {}
+        self._probed_at = float("-inf")
+
+    async def get(self, _: Request) -> Response:
+        """200 when every role has a healthy engine that may get requests, else 503; lists each engine's state, why it
+        gets no requests although it may look well, what is wrong with lists of engines, and what was tried again."""
+        states = await self.states()
+        usable = all(any(states[pool.role.value].get(url) == "ok" for url in pool.urls) for pool in self._pools)
+        withheld = {pool.role.value: _withheld(pool.engines) for pool in self._pools}
+        return JSONResponse(
+            {
+                "status": "ok" if usable else "unavailable",
+                **states,
+                "withheld": withheld,
+                "problems": self._problems(),
+                **self._counts.shown(),
+            },
+            status_code=HTTPStatus.OK if usable else HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+
+    async def states(self) -> dict[str, dict[str, str]]:
+        """Of each role's engines by URL: "ok", or what is wrong with it."""
+        async with self._lock:
+            if time.monotonic() - self._probed_at > _FRESH_SECONDS:
+                await self._probe_all()
+            return self._states
+
+    async def _probe_all(self) -> None:
+        states: dict[str, dict[str, str]] = {pool.role.value: {} for pool in self._pools}
+
+        async def probe(pool: EnginePool, url: str) -> None:
+            states[pool.role.value][url] = await pool.probe(url, self._timeout)
+
+        async with anyio.create_task_group() as tasks:
+            for pool in self._pools:
+                for engine in pool.engines:
+                    states[pool.role.value][engine.url] = ""  # in the engines' order
+                    tasks.start_soon(probe, pool, engine.url)
+        self._states, self._probed_at = states, time.monotonic()
+
+
+def _withheld(engines: Engines) -> dict[str, str]:
+    """Why engines get no requests, or only if no other is left."""
+    reasons = {engine.url: "new: no health check was good yet" for engine in engines if not engine.gate.proven}
+    reasons |= {engine.url: f"ejected: {engine.gate.reason}" for engine in engines if engine.gate.ejected}
+    return reasons | {engine.url: "draining" for engine in engines if engine.draining}

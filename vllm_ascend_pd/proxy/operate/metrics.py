@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GET /metrics`: what the proxy does, for Prometheus. Each proxy of a process has a registry of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http import HTTPStatus
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vllm_ascend_pd.proxy.http.reply import Reply
+from vllm_ascend_pd.proxy.operate.counts import Counts
+from vllm_ascend_pd.proxy.operate.latency import Recent
+from vllm_ascend_pd.proxy.rendezvous.exchange import Exchanges
+from vllm_ascend_pd.proxy.rendezvous.retry import Kind
+from vllm_ascend_pd.proxy.routing.engines import EnginePool
+from vllm_ascend_pd.proxy.routing.registry import Role
+
+EngineStates = Mapping[str, Mapping[str, str]]
+"""Role -> URL -> "ok", or what is wrong."""
+
+PREFIX = "vllm:kv_pd_proxy_"
+
+CLIENT_LEFT = 499
+"""As nginx counts requests whose client left before it was answered."""
+
+# Never OpenMetrics: prometheus-client 0.26 writes `_` for the colons of names there, unless it is asked not to.
+_TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+_REQUEST_SECONDS = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+
+
+class Metrics:
+    def __init__(
+        self,
+        exchanges: Exchanges,
+        counts: Counts,
+        pools: tuple[EnginePool, ...],
+        engine_states: Callable[[], Awaitable[EngineStates]],
+    ) -> None:
+        """`engine_states` is asked for each scrape: it bounds how often and how long engines are probed."""
+        self._engine_states = engine_states
+        self.recent_first_token = Recent()
+        self.recent_prefill = Recent()
+        self.recent_after_prefill = Recent()
+        self._registry = registry = CollectorRegistry()
+        self._engines = _Engines()
+        registry.register(_Counted(counts))
+        registry.register(_Seats(pools))
+        registry.register(self._engines)
+        self._requests = Counter(
+            PREFIX + "requests",
+            f"Requests that ended, by path and the HTTP status sent; {CLIENT_LEFT}: the client left before.",
+            ("route", "status"),
+            registry=registry,
+        )
+        self._refused = Counter(
+            PREFIX + "refused_requests",
+            "Requests refused before any engine was asked: 429, too many waited, or too long; 503, shutting down.",
+            ("status",),
+            registry=registry,
+        )
+        in_flight = Gauge(PREFIX + "requests_in_flight", "Client requests being served.", registry=registry)
+        in_flight.set_function(lambda: exchanges.in_flight)
+        waiting = Gauge(
+            PREFIX + "requests_waiting", "Client requests that wait until fewer are served.", registry=registry
+        )
+        waiting.set_function(lambda: exchanges.admission.waiting)
+        self._first_token = Histogram(
+            PREFIX + "time_to_first_token_seconds",
+            "Time from a streaming request's arrival until its first token was sent on.",
+            ("route",),
+            buckets=_FIRST_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._duration = Histogram(
+            PREFIX + "request_duration_seconds",
+            "Time from a request's arrival until its end, whatever that was.",
+            ("route",),
+            buckets=_REQUEST_SECONDS,
+            registry=registry,
+        )
+        self._prefill = Histogram(
+            PREFIX + "prefill_seconds",
+            "Time a prefill engine took to serve a ticket, its queue included; without those that failed.",
+            buckets=_REQUEST_SECONDS,
+            registry=registry,
+        )
+        self._after_prefill = Histogram(
+            PREFIX + "prefill_to_first_token_seconds",
+            "Time from the first prefill's end until a stream's first token: the rest of its transfer, a decode step.",
+            buckets=_FIRST_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._tickets = Gauge(
+            PREFIX + "tickets_waiting",
+            "Tickets at the metaserver whose prefill has not ended.",
+            registry=registry,
+        )
+        for status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+            self._refused.labels(str(status.value))  # 0, not unknown
+
+    @contextmanager
+    def request(self, route: str, reply: Reply) -> Iterator[None]:
+        """Spans a client's request. `route`: the path of one of the proxy's routes."""
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            status = CLIENT_LEFT if reply.status is None else reply.status
+            self._requests.labels(route, str(status)).inc()
+            self._duration.labels(route).observe(time.monotonic() - begun)
+            if reply.first_event_at is not None:
+                self._first_token.labels(route).observe(reply.first_event_at - begun)
+                self.recent_first_token.add(reply.first_event_at - begun, time.monotonic())
+
+    def refused(self, status: HTTPStatus) -> None:
+        self._refused.labels(str(status.value)).inc()
+
+    @contextmanager
+    def ticket_waits(self) -> Iterator[None]:
+        with self._tickets.track_inprogress():
+            yield
+
+    def prefilled(self, seconds: float) -> None:
+        self._prefill.observe(seconds)
+        self.recent_prefill.add(seconds, time.monotonic())
+
+    def first_token_after_prefill(self, seconds: float) -> None:
+        """Of a stream: the rest of its transfer, and decode's first step."""
+        self._after_prefill.observe(seconds)
+        self.recent_after_prefill.add(seconds, time.monotonic())
+
+    async def get(self, _: Request) -> Response:
+        self._engines.states = await self._engine_states()
+        return Response(generate_latest(self._registry), headers={"Content-Type": _TEXT_FORMAT})
+
+
+class _Counted(Collector):
+    """What `/health` shows too, counted once."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        retries = CounterMetricFamily(
+            PREFIX + "retries", "Attempts that were made again at another engine.", labels=("role",)
+        )
+        failures = CounterMetricFamily(
+            PREFIX + "failures", "Attempts at an engine that failed, by how.", labels=("role", "kind")
+        )
+        for role in Role:
+            retries.add_metric((role.value,), self._counts.retries().get(role, 0))
+            of_role = self._counts.failures()[role]
+            for kind in Kind:
+                failures.add_metric((role.value, kind.value.replace(" ", "_")), of_role.get(kind, 0))
+        yield retries
+        yield failures
+
+
+class _Seats(Collector):
+    """What each engine has of this proxy's, and what waits until one has a place."""
+
+    def __init__(self, pools: tuple[EnginePool, ...]) -> None:
+        self._pools = pools
+
+    def collect(self) -> Iterator[Metric]:
+        at_engine = GaugeMetricFamily(
+            PREFIX + "engine_requests", "Prompts, or sequences, that an engine has.", labels=("role", "engine")
+        )
+        waiting = GaugeMetricFamily(
+            PREFIX + "queue_depth", "Requests that wait for a place at an engine.", labels=("role",)
+        )
+        for pool in self._pools:
+            for engine in pool.engines:
+                at_engine.add_metric((pool.role.value, engine.url), engine.sent.requests)
+            waiting.add_metric((pool.role.value,), pool.seats.waiting)
+        yield at_engine
+        yield waiting
+
+
+class _Engines(Collector):
+    """`states`: as they were probed for this scrape."""
+
+    states: EngineStates | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily(
+            PREFIX + "engine_up", "1 for an engine that answers health probes, else 0.", labels=("role", "engine")
+        )
+        for role, of_role in (self.states or {}).items():
+            for url, state in of_role.items():
+                up.add_metric((role, url), float(state == "ok"))
+        yield up

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the status page shows, as one snapshot. No I/O: it reads what the proxy keeps anyway."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.proxy.operate.counts import Counts, RecentFailure
+from vllm_ascend_pd.proxy.operate.latency import WINDOW_SECONDS, Percentiles
+from vllm_ascend_pd.proxy.operate.metrics import Metrics
+from vllm_ascend_pd.proxy.rendezvous.exchange import Exchanges, Phase
+from vllm_ascend_pd.proxy.routing.engines import EnginePool
+from vllm_ascend_pd.proxy.routing.load import Snapshot
+from vllm_ascend_pd.proxy.routing.registry import Engine, Role
+
+_MAX_TEXT_CHARS = 300
+
+
+class State(enum.Enum):
+    """What the proxy thinks of an engine."""
+
+    UNKNOWN = "unknown"
+    """No check has ended yet; or none was good of an engine that has come since the start: others are asked first."""
+    HEALTHY = "healthy"
+    FAILING = "failing"
+    """Its last check failed: it gets requests until more have."""
+    PASSED_OVER = "passed over"
+    """Its checks are well and requests have failed there: others are asked first."""
+    EJECTED = "ejected"
+    """Its checks fail: it gets requests only if no other is left."""
+
+
+_CHECKS_FAIL = (State.UNKNOWN, State.FAILING, State.EJECTED)
+
+
+class Verdict(enum.Enum):
+    OK = "ok"
+    DEGRADED = "degraded"
+    """Some engine is not well, or a list of engines cannot be used."""
+    UNAVAILABLE = "unavailable"
+    """A role has no engine that is known to be well and may get requests."""
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    id: str
+    url: str
+    state: State
+    reason: str | None
+    """Why its checks fail."""
+    draining: bool
+    in_flight: int
+    """Requests, prompts of prefill, that this proxy has there."""
+    seats_taken: int
+    """As `--max-per-prefill` and `--max-per-decode` count."""
+    tokens: int
+    """Prefill: prompt tokens to compute; decode: tokens whose KV it holds, or will. What requests are given by."""
+    running: int | None
+    """This and what follows: as the engine itself said last, with what others have there; None: it did not, or too long
+    ago."""
+    queued: int | None
+    kv_tokens: int | None
+    kv_capacity: int | None
+    """Tokens whose KV fits."""
+
+
+class RoleStatus(msgspec.Struct, frozen=True):
+    role: Role
+    seats_per_engine: int | None
+    waiting: int
+    """Requests for which no engine has a place."""
+    retries: int
+    failures: int
+    engines: tuple[EngineStatus, ...]
+
+
+class RequestStatus(msgspec.Struct, frozen=True):
+    in_flight: int
+    limit: int
+    waiting: int
+    """Those beyond the limit."""
+    phases: Mapping[Phase, int]
+
+
+class LatencyStatus(msgspec.Struct, frozen=True):
+    window_seconds: float
+    first_token: Percentiles
+    """From a stream's arrival."""
+    prefill: Percentiles
+    """From a ticket's arrival to the prefill engine's answer; its KV is pushed meanwhile."""
+    prefill_to_first_token: Percentiles
+    """Of streams: what is left of the transfer then, and decode's first step."""
+
+
+class Status(msgspec.Struct, frozen=True):
+    """Has no secrets, no prompts and nothing else that a client sent."""
+
+    version: str
+    time: float
+    """Seconds since 1970, as in `failures`."""
+    verdict: Verdict
+    problems: tuple[str, ...]
+    """With lists of engines."""
+    requests: RequestStatus
+    latency: LatencyStatus
+    roles: tuple[RoleStatus, ...]
+    failures: tuple[RecentFailure, ...]
+    """The last ones, newest first."""
+
+
+def snapshot(
+    pools: Sequence[EnginePool],
+    exchanges: Exchanges,
+    counts: Counts,
+    metrics: Metrics,
+    problems: Sequence[str],
+    *,
+    version: str,
+    now: float,
+    wall: float,
+) -> Status:
+    """`now`: of `time.monotonic`, `wall`: of `time.time`."""
+    roles = tuple(_role(pool, counts, now) for pool in pools)
+    return Status(
+        version,
+        wall,
+        _verdict(roles, problems),
+        tuple(one_line(problem, _MAX_TEXT_CHARS) for problem in problems),
+        RequestStatus(exchanges.in_flight, exchanges.admission.limit, exchanges.admission.waiting, exchanges.phases()),
+        LatencyStatus(
+            WINDOW_SECONDS,
+            metrics.recent_first_token.percentiles(now),
+            metrics.recent_prefill.percentiles(now),
+            metrics.recent_after_prefill.percentiles(now),
+        ),
+        roles,
+        tuple(counts.recent()),
+    )
+
+
+def _role(pool: EnginePool, counts: Counts, now: float) -> RoleStatus:
+    return RoleStatus(
+        pool.role,
+        pool.seats.limit,
+        pool.seats.waiting,
+        counts.retries().get(pool.role, 0),
+        sum(counts.failures()[pool.role].values()),
+        tuple(_engine(pool, engine, now) for engine in pool.engines),
+    )
+
+
+def _engine(pool: EnginePool, engine: Engine, now: float) -> EngineStatus:
+    reported = pool.reported(engine, now) or Snapshot()
+    state = _state(engine, now)
+    return EngineStatus(
+        engine.id,
+        engine.url,
+        state,
+        one_line(engine.gate.reason, _MAX_TEXT_CHARS) or None if state in _CHECKS_FAIL else None,
+        engine.draining,
+        engine.sent.requests,
+        pool.seats.taken(engine),
+        pool.load(engine, now).tokens,
+        reported.running,
+        reported.waiting,
+        reported.kv_tokens,
+        reported.capacity,
+    )
+
+
+def _state(engine: Engine, now: float) -> State:
+    gate = engine.gate
+    if gate.ejected:
+        return State.EJECTED
+    if not gate.proven:
+        return State.UNKNOWN
+    if gate.failing:
+        return State.FAILING
+    if engine.passed_over(now):
+        return State.PASSED_OVER
+    return State.HEALTHY if gate.known else State.UNKNOWN
+
+
+def _verdict(roles: Sequence[RoleStatus], problems: Sequence[str]) -> Verdict:
+    well = (State.HEALTHY, State.FAILING)  # one check may fail
+    if not all(any(engine.state in well and not engine.draining for engine in role.engines) for role in roles):
+        return Verdict.UNAVAILABLE
+    if problems or any(engine.state is not State.HEALTHY for role in roles for engine in role.engines):
+        return Verdict.DEGRADED
+    return Verdict.OK

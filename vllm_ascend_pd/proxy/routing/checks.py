@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks each engine at an interval whether it is well and what it has to do."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+
+import anyio
+from anyio.abc import TaskGroup
+
+from vllm_ascend_pd.proxy.http.engine_client import EngineClient, HttpError
+from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
+from vllm_ascend_pd.proxy.routing.load import Snapshot, parse_metrics
+from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, Engine, Engines
+
+log = logging.getLogger(__name__)
+
+# vLLM's metrics are about 100 KiB per data-parallel rank.
+_MAX_METRICS_BYTES = 16 << 20
+# How soon an engine that was added is asked.
+_LOOK_SECONDS = 0.5
+
+
+class Checks:
+    def __init__(self, roles: tuple[Engines, ...], *, interval: float, timeout: float) -> None:
+        """`interval`: seconds from one answer to the next question; `timeout`: seconds for each of two answers."""
+        self._roles = roles
+        self._interval = interval
+        self._timeout = timeout
+        self._watched: set[Engine] = set()
+        # Engines' connections for requests are not used up by this, and none is held between two checks.
+        self._client = EngineClient(
+            max_connections=len(roles) * MAX_ENGINES,
+            connect_timeout=timeout,
+            read_timeout=timeout,
+            reuse_connections=False,
+        )
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                while True:
+                    self._look(tasks)
+                    await anyio.sleep(min(self._interval, _LOOK_SECONDS))
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._client.aclose()
+
+    def _look(self, tasks: TaskGroup) -> None:
+        for engines in self._roles:
+            for engine in engines:
+                if engine not in self._watched:
+                    self._watched.add(engine)
+                    tasks.start_soon(self._watch, engines, engine)
+
+    async def _watch(self, engines: Engines, engine: Engine) -> None:
+        silent_about_load = False
+        try:
+            while not engine.removed:
+                reason = await self._health(engine.url)
+                if engines.checked(engine, reason):
+                    _log_change(engine)
+                if reason is None:
+                    problem = await self._load(engine)
+                    if problem is not None and not silent_about_load:
+                        log.warning("%s engine %s: its load is unknown: %s", engine.role.value, engine.url, problem)
+                    silent_about_load = problem is not None
+                # Not all engines, by all proxies, at the same time.
+                await anyio.sleep(self._interval * random.uniform(0.9, 1.1))
+        finally:
+            self._watched.discard(engine)
+
+    async def _health(self, url: str) -> str | None:
+        """None, or why the engine does not look healthy."""
+        try:
+            with anyio.fail_after(self._timeout):
+                async with self._client.get(f"{url}/health") as answer:
+                    return None if answer.is_success else f"HTTP {answer.status}"
+        except (HttpError, TimeoutError) as error:
+            return _why(error)
+
+    async def _load(self, engine: Engine) -> str | None:
+        """None, or why the engine's load is unknown."""
+        sent = engine.sent
+        try:
+            with anyio.fail_after(self._timeout):
+                async with self._client.get(f"{engine.url}/metrics") as answer:
+                    if not answer.is_success:
+                        return f"HTTP {answer.status} for /metrics"
+                    body = await read_all(answer.chunks(), _MAX_METRICS_BYTES)
+            snapshot = parse_metrics(body.decode(errors="replace"))
+        except (HttpError, TimeoutError) as error:
+            return _why(error)
+        except TooLarge:
+            return f"/metrics exceeds {_MAX_METRICS_BYTES} bytes"
+        except ValueError as error:
+            return f"/metrics cannot be read: {type(error).__name__}"
+        if snapshot == Snapshot():
+            return "/metrics does not say: is it vLLM's?"
+        engine.note(snapshot, sent, time.monotonic())
+        return None
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, HttpError) else "no answer in time"
+
+
+def _log_change(engine: Engine) -> None:
+    if engine.gate.ejected:
+        log.warning(
+            "%s engine %s is ejected: %s: it gets requests only if no other is left, until its health checks succeed",
+            engine.role.value,
+            engine.url,
+            engine.gate.reason,
+        )
+    else:
+        log.info("%s engine %s is healthy again: it gets requests", engine.role.value, engine.url)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a request's prompts before anybody has tokenised them: about how long, and what they begin with."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+from vllm_ascend_pd.proxy.http.bodies import ClientRequest, samples_of
+from vllm_ascend_pd.proxy.http.client_json import Fields
+from vllm_ascend_pd.proxy.http.endpoints import SHAPES, Endpoint
+
+# Of text in most tokenisers, English and code; other languages take fewer. It is the same for all engines.
+_BYTES_PER_TOKEN = 4
+_BYTES_PER_KEY = 512
+"""About 128 tokens, vllm-ascend's block: less than a block is cached by no engine."""
+_MAX_KEYS = 1024
+"""About 128 Ki tokens; hashing them takes 2 ms."""
+_DATA_URL = b'"data:'
+_TOKENS_PER_IMAGE = 1024
+"""Of an image (or sound) inside a chat: of the order of what vision models make of one, whatever its bytes."""
+_EMBEDDING_BYTES_PER_TOKEN = 8192
+"""Of `prompt_embeds`: 3,072 elements of two bytes in base64, a hidden size as good as any other."""
+# Prompts that differ in one of these share nothing in an engine's prefix cache.
+_SEED_FIELDS = (
+    *("model", "cache_salt", "tools", "chat_template", "chat_template_kwargs", "mm_processor_kwargs"),
+    *("instructions", "system"),
+)
+_FIELDS_OF_PROMPT = ("tools", "instructions", "system")
+"""Beside the one that has the conversation: instructions of a response, system of a message."""
+
+
+class Prompt(NamedTuple):
+    tokens: int
+    """Estimated."""
+    keys: tuple[int, ...] = ()
+    """Number `i` stands for its first `i + 1` blocks. A prompt shorter than a block has none."""
+    tokens_per_key: float = 0.0
+    sequences: int = 1
+    """That decode generates from it."""
+
+    def new_tokens(self, known_keys: int) -> int:
+        """That an engine computes which has its first `known_keys` blocks."""
+        return max(0, self.tokens - round(known_keys * self.tokens_per_key))
+
+
+NO_PROMPT = Prompt(0, sequences=0)
+"""Of a request that generates nothing."""
+
+
+def prompt_of(request: ClientRequest, index: int) -> Prompt:
+    """Prompt `index`, as a prefill engine gets it."""
+    text, tokens = _text_of(request, index)
+    keys = _keys(_seed(request.fields), text)
+    return Prompt(tokens, keys, tokens * _BYTES_PER_KEY / len(text) if keys else 0.0)
+
+
+def prompts_of(request: ClientRequest) -> Prompt:
+    """All of a request's prompts, as a decode engine gets them: the first one stands for what they begin with."""
+    if not request.prompts:
+        return NO_PROMPT
+    others = sum(_text_of(request, index)[1] for index in range(1, len(request.prompts)))
+    first = prompt_of(request, 0)
+    return first._replace(
+        tokens=first.tokens + others,
+        sequences=len(request.prompts) * samples_of(request),
+    )
+
+
+def _text_of(request: ClientRequest, index: int) -> tuple[bytes, int]:
+    """A prompt as it came, and its estimated tokens."""
+    fields = {**request.fields, **request.prompts[index]}
+    if request.endpoint is Endpoint.COMPLETIONS:
+        [(name, value)] = request.prompts[index].items()
+        text = bytes(value)
+        if text.startswith(b"["):
+            tokens = _token_ids(text)
+        else:
+            tokens = len(text) // (_BYTES_PER_TOKEN if name == "prompt" else _EMBEDDING_BYTES_PER_TOKEN)
+        return text, max(1, tokens)
+    text = bytes(fields.get(SHAPES[request.endpoint].text, b""))
+    if request.endpoint is Endpoint.GENERATE:
+        return text, max(1, _token_ids(text))
+    others = sum(len(bytes(fields.get(name, b""))) for name in _FIELDS_OF_PROMPT)
+    return text, max(1, _text_tokens(text) + others // _BYTES_PER_TOKEN)
+
+
+def _token_ids(text: bytes) -> int:
+    return text.count(b",") + 1
+
+
+def _text_tokens(text: bytes) -> int:
+    """Of JSON text, in which data URLs stand for something that is no text."""
+    images, letters, at = 0, len(text), text.find(_DATA_URL)
+    while at >= 0:
+        end = text.find(b'"', at + len(_DATA_URL))
+        end = len(text) if end < 0 else end
+        images, letters = images + 1, letters - (end - at)
+        at = text.find(_DATA_URL, end + 1)
+    return letters // _BYTES_PER_TOKEN + images * _TOKENS_PER_IMAGE
+
+
+def _seed(fields: Fields) -> bytes:
+    seed = hashlib.blake2b(digest_size=8)
+    for name in _SEED_FIELDS:
+        value = bytes(fields.get(name, b""))
+        seed.update(b"%d:" % len(value) + value)
+    return seed.digest()
+
+
+def _keys(seed: bytes, text: bytes) -> tuple[int, ...]:
+    """Each block's digest covers all before it. The same in every proxy."""
+    digest, keys = seed, []
+    whole = min(len(text), _MAX_KEYS * _BYTES_PER_KEY) // _BYTES_PER_KEY * _BYTES_PER_KEY
+    for start in range(0, whole, _BYTES_PER_KEY):
+        digest = hashlib.blake2b(digest + text[start : start + _BYTES_PER_KEY], digest_size=8).digest()
+        keys.append(int.from_bytes(digest, "little"))
+    return tuple(keys)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of an engine that is to run on this machine, as given to `vllm serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from vllm_ascend_pd.connector.multi_connector import CONNECTOR, asked_before
+from vllm_ascend_pd.connector.multi_connector import warning as order_warning
+from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, parse_config
+from vllm_ascend_pd.core.hosts import decode_hosts
+from vllm_ascend_pd.core.text import UNREADABLE, one_line
+from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
+from vllm_ascend_pd.transport.curve import load_keys
+from vllm_ascend_pd.transport.own_networks import own_networks
+from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret
+
+DEFAULT_KV_PORT = 14579
+"""vLLM's (`vllm/config/kv_transfer.py`)."""
+
+_ROLES = ("kv_producer", "kv_consumer")
+_ACTION = "correct --kv-transfer-config, here and where the engine starts"
+
+
+class UsageError(ValueError):
+    """An option that cannot be understood."""
+
+
+class KvTransferConfig(msgspec.Struct, frozen=True):
+    """What the doctor reads of vLLM's `KVTransferConfig`."""
+
+    kv_connector: str = ""
+    kv_role: str = ""
+    kv_port: int = DEFAULT_KV_PORT
+    kv_connector_extra_config: dict[str, Any] = {}
+    asked_before: tuple[str, ...] = ()
+    """Connectors that a MultiConnector asks before this one: `read` finds them out."""
+
+
+def read(text: str) -> KvTransferConfig:
+    """The value of `--kv-transfer-config`; below a `MultiConnector`, our own entry. Raises UsageError."""
+    try:
+        # Not strict: numbers may be strings of digits, as for vLLM.
+        config = msgspec.json.decode(text, type=KvTransferConfig, strict=False)
+        before = tuple(asked_before(config.kv_connector, config.kv_connector_extra_config))
+        if config.kv_connector == "MultiConnector":
+            entries = config.kv_connector_extra_config.get("connectors", [])
+            entries = msgspec.convert(entries, list[KvTransferConfig], strict=False)
+            config = next((entry for entry in entries if entry.kv_connector == CONNECTOR), config)
+    except (*UNREADABLE, UnicodeEncodeError) as problem:
+        raise UsageError(f"--kv-transfer-config: {problem}") from None
+    if not 0 < config.kv_port < 65536:
+        raise UsageError(f"--kv-transfer-config: kv_port is {config.kv_port}")
+    return msgspec.structs.replace(config, asked_before=before)
+
+
+def judge(config: KvTransferConfig | None, wanted: Sequence[str] = ()) -> tuple[list[Finding], ConnectorConfig]:
+    """What is wrong with it, secret files included; and the connector's part, its defaults where it is wrong.
+
+    `wanted`: hosts of decode engines that a prefill engine must serve."""
+    if config is None:
+        unseen = "no --kv-transfer-config given: defaults are assumed, and its ports are not checked"
+        return [note("config.connector", unseen)], ConnectorConfig()
+    if config.kv_connector != CONNECTOR:
+        found = f"kv_connector is {config.kv_connector!r}, and {CONNECTOR} is not in it"
+        return [error("config.connector", found, _ACTION)], ConnectorConfig()
+    if config.kv_role not in _ROLES:
+        found = f"kv_role is {config.kv_role!r}: it is {' or '.join(_ROLES)}"
+        return [error("config.connector", found, _ACTION)], ConnectorConfig()
+    try:
+        extra = parse_config(config.kv_connector_extra_config)
+    except ConfigError as problem:
+        return [error("config.connector", " ".join(str(problem).split()), _ACTION)], ConnectorConfig()
+    findings = [ok("config.connector", f"{config.kv_role}, every key of kv_connector_extra_config is understood")]
+    if config.kv_role == "kv_producer":
+        admitted = decode_hosts(extra.decode_allowlist, "localhost", bool(extra.ticket_secret_file), own_networks())
+        said = f"decode engines at {admitted.admitted} are served; tickets for other hosts are refused"
+        refused = [host for host in wanted if admitted.refusal(host) is not None]
+        if refused:
+            action = "name them in decode_allowlist of prefill, or have tickets signed (ticket_secret_file)"
+            findings.append(
+                error("config.decode_hosts", f"{said}, those for {one_line(', '.join(refused), 400)} too", action)
+            )
+        else:
+            findings.append(ok("config.decode_hosts", said))
+    if config.asked_before and config.kv_role == "kv_consumer":
+        action = f"put {CONNECTOR} first in the MultiConnector's `connectors` on decode"
+        findings.append(warning("config.order", order_warning(config.asked_before), action))
+    return [*findings, *_secrets(extra)], extra
+
+
+def _secrets(config: ConnectorConfig) -> list[Finding]:
+    findings = []
+    for name, read_file in (
+        ("side_channel_key_file", load_keys),
+        ("ticket_secret_file", read_ticket_secret),
+        ("metaserver_token_file", read_text_secret),
+    ):
+        path = getattr(config, name)
+        if path is None:
+            continue
+        try:
+            read_file(path)
+        except SecretFileError as problem:
+            action = (
+                "make it with `vllm-ascend-pd keygen` and copy it to all hosts, for the user that runs vLLM, mode 0600"
+            )
+            findings.append(error(f"config.{name}", str(problem), action))
+        else:
+            findings.append(ok(f"config.{name}", f"{path} can be used"))
+    return findings

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A child of the doctor: one of two transfer engines that write to each other.
+
+`receive TASK`: registers memory and says where, looks at it when told so on standard input, ends with that.
+`send TASK SESSION ADDRESS`: writes there what follows from the task's seed, and says how long it took.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+import time
+from abc import ABC, abstractmethod
+
+import msgspec
+
+from vllm_ascend_pd.tools.doctor import child
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.limits import TransferLimits
+
+GUARD_BYTES = 4096
+"""Registered behind what is written, and not written to."""
+
+PIECE_BYTES = 256 << 10
+"""Of a descriptor: some neighbouring KV blocks of a layer, merged."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What both processes are told, each with its own `device`: the NPU whose memory it registers; None for the host's.
+    `writes`: how often the same bytes are written."""
+
+    seed: int
+    nbytes: int
+    host: str
+    protocol: str = "tcp"
+    device: int | None = None
+    writes: int = 1
+
+    def argument(self) -> str:
+        """As one word of a command line."""
+        return msgspec.json.encode(self).decode()
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """Where the receiver's memory is."""
+
+    session: str
+    address: int
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """Bytes that are not what they must be, and the first one's place."""
+
+    wrong: int
+    first: int = -1
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """`seconds`: of all writes together; `descriptors`: of each."""
+
+    seconds: float
+    descriptors: int
+
+
+class Memory(ABC):
+    """Memory that an engine can register; zeros at first."""
+
+    address: int
+    num_bytes: int
+
+    @abstractmethod
+    def fill(self, content: bytes) -> None:
+        """Puts `content` at the start."""
+
+    @abstractmethod
+    def read(self, num_bytes: int) -> bytes:
+        """The first bytes."""
+
+
+class HostMemory(Memory):
+    def __init__(self, num_bytes: int) -> None:
+        self._buffer = ctypes.create_string_buffer(num_bytes)
+        self.address, self.num_bytes = ctypes.addressof(self._buffer), num_bytes
+
+    def fill(self, content: bytes) -> None:
+        ctypes.memmove(self.address, content, len(content))
+
+    def read(self, num_bytes: int) -> bytes:
+        return self._buffer.raw[:num_bytes]
+
+
+class NpuMemory(Memory):
+    """As the product allocates its staging memory. The NPU becomes the current one of the calling thread."""
+
+    def __init__(self, num_bytes: int, device: int) -> None:
+        import torch
+        import torch_npu  # noqa: F401 - makes torch.npu
+
+        from vllm_ascend_pd.device.npu import NpuDevice
+
+        torch.npu.set_device(device)
+        self._tensor = NpuDevice().allocate(num_bytes).zero_()
+        torch.npu.synchronize()
+        self.address, self.num_bytes = self._tensor.data_ptr(), self._tensor.numel()
+
+    def fill(self, content: bytes) -> None:
+        import torch
+
+        self._tensor[: len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        torch.npu.synchronize()
+
+    def read(self, num_bytes: int) -> bytes:
+        return bytes(self._tensor[:num_bytes].cpu().numpy())
+
+
+def main() -> None:
+    role, argument, *rest = sys.argv[1:]
+    out = child.take_stdout()
+    task = msgspec.json.decode(argument, type=Task)
+    payload = random.Random(task.seed).randbytes(task.nbytes)
+    size = task.nbytes + GUARD_BYTES
+    memory = HostMemory(size) if task.device is None else NpuMemory(size, task.device)
+    engine = TransferEngine(task.host, task.protocol, TransferLimits.over(task.protocol))
+    engine.register([(memory.address, memory.num_bytes)])
+    if role == "receive":
+        child.say(out, Ready(engine.session, memory.address))
+        if sys.stdin.readline().strip() == "look":
+            child.say(out, compare(memory.read(size), payload + bytes(GUARD_BYTES)))
+    else:
+        session, address = rest
+        memory.fill(payload)
+        child.say(out, _send(engine, task, memory.address, session, int(address)))
+    engine.close()
+
+
+def compare(memory: bytes, wanted: bytes) -> Checked:
+    if memory == wanted:
+        return Checked(0)
+    wrong = [place for place, (one, other) in enumerate(zip(memory, wanted, strict=True)) if one != other]
+    return Checked(len(wrong), wrong[0])
+
+
+def _send(engine: TransferEngine, task: Task, start: int, session: str, address: int) -> Sent:
+    offsets = range(0, task.nbytes, PIECE_BYTES)
+    lengths = [min(PIECE_BYTES, task.nbytes - offset) for offset in offsets]
+    sources, destinations = [start + o for o in offsets], [address + o for o in offsets]
+    engine.write(session, [start], [address], [1])  # connects, which is not what is measured
+    began = time.monotonic()
+    for _ in range(task.writes):
+        engine.write(session, sources, destinations, lengths)
+    return Sent(time.monotonic() - began, len(lengths))

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A running pair: do proxy, prefill and decode engines answer, and do they fit together?"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TypeVar
+
+import anyio
+import httpx
+import msgspec
+
+from vllm_ascend_pd.core.text import UNREADABLE, one_line
+from vllm_ascend_pd.tools.doctor import clock, roles, transports
+from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
+from vllm_ascend_pd.tools.doctor.http_get import MAX_BODY_BYTES, Answer, get
+from vllm_ascend_pd.tools.doctor.roles import Kind
+from vllm_ascend_pd.tools.doctor.stacks import VLLM
+from vllm_ascend_pd.tools.doctor.versions import release
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+"""vLLM's own: the key that its API server asks for."""
+
+_PATHS = ("/health", "/version", "/v1/models", "/metrics")
+_MAX_BYTES = {"/metrics": 16 << 20}
+"""An engine says some 100 KiB for each data-parallel rank."""
+
+_AT_ONCE = 16
+_CHARS = 200
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, eq=False)
+class Server:
+    """`role`: proxy, prefill or decode; `number`: its place among those of its role; `answers`: by path."""
+
+    role: str
+    number: int
+    url: str
+    answers: Mapping[str, Answer]
+
+    @property
+    def check(self) -> str:
+        return f"{self.role}.{self.number}"
+
+    @property
+    def named(self) -> str:
+        return f"{self.role} {self.url}"
+
+
+class Model(msgspec.Struct, frozen=True):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[Model]
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class _ProxyHealth(msgspec.Struct, frozen=True):
+    """As `proxy/operate/health.py` answers: each engine's state by its URL."""
+
+    status: str
+    prefill: dict[str, str]
+    decode: dict[str, str]
+
+
+def api_key(environment: Mapping[str, str]) -> str | None:
+    """What engines ask for. Raises ValueError, which does not show it, for what cannot be sent."""
+    key = environment.get(API_KEY_VARIABLE, "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise ValueError(f"{API_KEY_VARIABLE} is no API key: it has characters that HTTP cannot send")
+    return key or None
+
+
+async def ask(
+    urls: Mapping[str, Sequence[str]], environment: Mapping[str, str], trusted: ssl.SSLContext | None = None
+) -> list[Server]:
+    """`urls`: root URLs by role; `trusted`: whose certificates. Raises ValueError as `api_key` does."""
+    key = api_key(environment)
+    # Engines are reached directly, whatever HTTP_PROXY or ~/.netrc say.
+    client = httpx.AsyncClient(
+        trust_env=False,
+        verify=trusted or True,
+        headers={"Authorization": f"Bearer {key}"} if key else None,
+        timeout=None,
+    )
+    servers = [Server(role, n, url, {}) for role, each in urls.items() for n, url in enumerate(each)]
+    answers: dict[tuple[str, int], dict[str, Answer]] = {(server.role, server.number): {} for server in servers}
+    limit = anyio.Semaphore(_AT_ONCE)
+
+    async def fetch(server: Server, path: str) -> None:
+        async with limit:
+            answers[server.role, server.number][path] = await get(
+                client, server.url + path, _MAX_BYTES.get(path, MAX_BODY_BYTES)
+            )
+
+    async with client, anyio.create_task_group() as tasks:
+        for server, path in product(servers, _PATHS):
+            if (server.role, path) != ("proxy", "/version"):
+                tasks.start_soon(fetch, server, path)
+    return [Server(each.role, each.number, each.url, answers[each.role, each.number]) for each in servers]
+
+
+def judge(servers: Sequence[Server]) -> list[Finding]:
+    engines = [server for server in servers if server.role != "proxy"]
+    offsets = {server.check: _offset(server) for server in servers}
+    used = _used(servers)
+    findings = []
+    for server in servers:
+        findings.append(_health(server))
+        if server.answers["/health"].status == 0:
+            continue
+        findings.append(_role(server, used.get(server.url, set())))
+        findings += [] if server.role == "proxy" else [_version(server)]
+        findings.append(_models_of(server))
+        what = f"clock of {server.named} against this host's"
+        findings.append(clock.judge(f"{server.check}.clock", what, offsets[server.check]))
+        if server.role == "proxy" and Kind.PROXY in _kinds(server):
+            findings += _proxied(server, engines)
+    return [*findings, *_versions(engines), *_models(servers), *_transports(engines), *_clocks(engines, offsets)]
+
+
+def _health(server: Server) -> Finding:
+    check, answer = f"{server.check}.health", server.answers["/health"]
+    if answer.status == 0:
+        action = "check that it runs, its --host and --port, and that nothing filters the connection from here"
+        if "CERTIFICATE_VERIFY_FAILED" in answer.problem:
+            action = "name its authority with --ca-file; if that is right, the certificate is wrong or another host's"
+        return error(check, f"{server.named} {answer.problem}", action)
+    if answer.status == 200:
+        return ok(check, f"{server.named} is healthy, in {answer.received - answer.sent:.3f} s")
+    if server.role == "proxy":
+        action = "see what it says of each engine, and why those are not healthy"
+    else:
+        action = "its log says why; an engine whose core has died must be started again"
+    return error(check, f"{server.named} answers /health with {answer.status}", action)
+
+
+def _kinds(server: Server) -> frozenset[Kind]:
+    """What it is, as far as it says."""
+    answer = server.answers["/metrics"]
+    found = roles.kinds(answer.body) if answer.status == 200 else frozenset()
+    return found | {Kind.PROXY} if _decoded(server, "/health", _ProxyHealth) is not None else found
+
+
+def _used(servers: Sequence[Server]) -> dict[str, set[Kind]]:
+    """As what the proxies use an engine, by its URL."""
+    used: dict[str, set[Kind]] = {}
+    for server in servers:
+        health = _decoded(server, "/health", _ProxyHealth)
+        for kind, urls in () if health is None else ((Kind.PREFILL, health.prefill), (Kind.DECODE, health.decode)):
+            for url in urls:
+                used.setdefault(url, set()).add(kind)
+    return used
+
+
+def _role(server: Server, used: set[Kind]) -> Finding:
+    check, given, found = f"{server.check}.role", Kind(server.role), _kinds(server)
+    if given is Kind.PROXY and not found and server.answers["/health"].status == 200:
+        return roles.judge_no_proxy(check, server.url)
+    return roles.judge(check, server.url, given, found, _why(server, "/metrics", "has none of vLLM's"), used)
+
+
+def _version(server: Server) -> Finding:
+    check = f"{server.check}.version"
+    version = _decoded(server, "/version", _Version)
+    if version is None:
+        return note(check, f"{server.named} does not say its version ({_why(server, '/version')})")
+    if release(version.version) not in VLLM:
+        found = f"{server.named} is vLLM {one_line(version.version, 80)}: this package knows {' and '.join(VLLM)}"
+        return warning(
+            check, found, "run engines of a version that it knows, with `vllm-ascend-pd doctor` on their hosts"
+        )
+    return ok(check, f"{server.named} is vLLM {version.version}", version=version.version)
+
+
+def _models_of(server: Server) -> Finding:
+    check = f"{server.check}.models"
+    models = _decoded(server, "/v1/models", _Models)
+    if models is None or not models.data:
+        answer = server.answers["/v1/models"]
+        action = f"set {API_KEY_VARIABLE} to the engines' API key" if answer.status == 401 else "its log says why"
+        return error(check, f"{server.named} names no model ({_why(server, '/v1/models')})", action)
+    return ok(check, f"{server.named} serves {_names(models)}")
+
+
+def _proxied(proxy: Server, engines: Sequence[Server]) -> list[Finding]:
+    """What the proxy says of its engines, and whether it has those that were given."""
+    check = f"{proxy.check}.engines"
+    health = _decoded(proxy, "/health", _ProxyHealth)
+    if health is None:
+        return [note(check, f"{proxy.named} does not list its engines ({_why(proxy, '/health', 'is not as its')})")]
+    findings = []
+    everything = {**health.prefill, **health.decode}
+    for role, states in (("prefill", health.prefill), ("decode", health.decode)):
+        for url, state in states.items():
+            if state != "ok":
+                found = f"{proxy.named} finds {role} {one_line(url, _CHARS)}: {one_line(state, _CHARS)}"
+                findings.append(error(check, found, "check that engine, and the network from the proxy's host to it"))
+        for engine in engines:
+            if engine.role != role or engine.url in states:
+                continue
+            if engine.url not in everything:
+                listed = one_line(", ".join(states) or "none", _CHARS)
+                found = f"{proxy.named} does not use {engine.named}, but {listed}"
+                action = "start the proxy with its URL, or ignore this if it has another address there"
+                findings.append(warning(check, found, action))
+            elif Kind(role) in _kinds(engine):  # else its own role is the finding
+                found = f"{proxy.named} does not use {engine.named} for {role}, but for the other role"
+                findings.append(error(check, found, "correct the proxy's --prefill and --decode"))
+    count = len(health.prefill) + len(health.decode)
+    return findings or [ok(check, f"{proxy.named} finds all its {count} engines healthy", engines=count)]
+
+
+def _versions(engines: Sequence[Server]) -> list[Finding]:
+    versions = {e.named: v.version for e in engines if (v := _decoded(e, "/version", _Version)) is not None}
+    if len(set(map(release, versions.values()))) > 1:
+        listed = one_line("; ".join(f"{name}: {version}" for name, version in versions.items()), 2 * _CHARS)
+        action = "run the same vLLM on both sides: others describe KV caches differently"
+        return [warning("pair.versions", f"engines run different versions of vLLM: {listed}", action)]
+    return [ok("pair.versions", "all engines run the same version of vLLM")] if len(versions) > 1 else []
+
+
+def _models(servers: Sequence[Server]) -> list[Finding]:
+    """Equal names, and prompts that fit on both sides."""
+    models = {server: found for server in servers if (found := _decoded(server, "/v1/models", _Models)) is not None}
+    if len(models) < 2:
+        return []
+    if len({frozenset(model.id for model in found.data) for found in models.values()}) > 1:
+        listed = one_line("; ".join(f"{s.named}: {_names(found)}" for s, found in models.items()), 2 * _CHARS)
+        action = "serve the same model, and adapters, under the same names everywhere (--served-model-name)"
+        return [error("pair.models", f"not all serve the same models: {listed}", action)]
+    findings = [ok("pair.models", "all serve the same models")]
+    lengths = {s.named: m.max_model_len for s, found in models.items() for m in found.data[:1] if s.role != "proxy"}
+    if len(set(lengths.values()) - {None}) > 1:
+        listed = one_line("; ".join(f"{name}: {length}" for name, length in lengths.items()), 2 * _CHARS)
+        action = "give all engines the same --max-model-len: a prompt that only one side takes fails"
+        findings.append(warning("pair.max-model-len", f"context lengths differ: {listed}", action))
+    return findings
+
+
+def _transports(engines: Sequence[Server]) -> list[Finding]:
+    """Each prefill engine's transfer engine against each decode engine's."""
+    known = [each for each in engines if Kind(each.role) in _kinds(each)]
+    said = {each: transports.read(each.answers["/metrics"].body) for each in known}
+    findings = []
+    for one, other in product(known, known):
+        if (one.role, other.role) == ("prefill", "decode"):
+            check = f"pair.transport.{one.number}.{other.number}"
+            findings.append(transports.judge(check, {one.named: said[one], other.named: said[other]}))
+    return findings
+
+
+def _clocks(engines: Sequence[Server], offsets: Mapping[str, clock.Offset | None]) -> list[Finding]:
+    """Each prefill engine's host against each decode engine's: what signed tickets count on."""
+    findings = []
+    prefills, decodes = ([e for e in engines if e.role == role] for role in ("prefill", "decode"))
+    for one, other in product(prefills, decodes):
+        first, second = offsets[one.check], offsets[other.check]
+        if first is not None and second is not None:
+            what = f"clock of {one.named} against that of {other.named}"
+            findings.append(clock.judge(f"pair.clock.{one.number}.{other.number}", what, clock.between(first, second)))
+    return findings
+
+
+def _offset(server: Server) -> clock.Offset | None:
+    answer = server.answers["/health"]
+    return None if answer.date is None else clock.offset(answer.date, answer.sent, answer.received)
+
+
+def _decoded(server: Server, path: str, kind: type[_T]) -> _T | None:
+    answer = server.answers[path]
+    if answer.status not in (200, 503):  # our proxy's /health has a body with both
+        return None
+    try:
+        return msgspec.json.decode(answer.body, type=kind)
+    except UNREADABLE:
+        return None
+
+
+def _why(server: Server, path: str, otherwise: str = "is not as vLLM's") -> str:
+    answer = server.answers[path]
+    return answer.problem or (f"{path} answers {answer.status}" if answer.status != 200 else f"{path} {otherwise}")
+
+
+def _names(models: _Models) -> str:
+    return one_line(", ".join(model.id for model in models.data), _CHARS)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are the ports free that an engine will listen on?"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok
+
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_ASCEND_BASE_PORT = 20000
+_ASCEND_PORTS = 100
+"""Mooncake, ascend_direct_transport/utils.cpp (`FindAdxlListenPort`): an NPU's listener takes any free port of
+base + 100 * its physical number to base + 100 * (that + 1), both included."""
+
+
+class Port(NamedTuple):
+    """`host`: the address it is listened on; "" for all."""
+
+    number: int
+    what: str
+    host: str = ""
+
+
+def needed(kv_port: int | None, engines: int, host: str, api_port: int | None) -> list[Port]:
+    """`kv_port` of a decode engine, else None; `engines`: data-parallel ones here, with a listener each."""
+    ports = [] if api_port is None else [Port(api_port, "the API server")]
+    if kv_port is not None:
+        ports += [Port(kv_port + i, f"the listener of data-parallel engine {i}", host) for i in range(engines)]
+    return ports
+
+
+def check(ports: Sequence[Port], devices: Sequence[int], environment: Mapping[str, str]) -> list[Finding]:
+    """`devices`: NPUs of this machine, for each of which Mooncake listens on ports of its own."""
+    ephemeral = _ephemeral()
+    taken = ascend_ports(devices, environment)
+    findings = []
+    for number in dict.fromkeys(port.number for port in ports):
+        port, *others = [port for port in ports if port.number == number]
+        findings.append(_twice(port, others[0]) if others else judge(port, taken, ephemeral, try_port(port)))
+    return findings
+
+
+def _twice(port: Port, other: Port) -> Finding:
+    found = f"port {port.number} is wanted twice, for {port.what} and for {other.what}"
+    return error(f"ports.{port.number}", found, "choose another --port or kv_port")
+
+
+def ascend_ports(devices: Iterable[int], environment: Mapping[str, str]) -> dict[int, range]:
+    """By device, where Mooncake's protocol `ascend` looks for a free port."""
+    preset = environment.get("ASCEND_BASE_PORT", "")
+    base = int(preset) if re.fullmatch("[0-9]{1,5}", preset) else _ASCEND_BASE_PORT
+    return {n: range(base + _ASCEND_PORTS * n, base + _ASCEND_PORTS * (n + 1) + 1) for n in devices}
+
+
+def judge(port: Port, ascend: Mapping[int, range], ephemeral: range | None, problem: int | None) -> Finding:
+    """`ascend`: Mooncake's ports by NPU. `ephemeral`: ports of outgoing connections. `problem`: the error of listening
+    there now, None if it works."""
+    check = f"ports.{port.number}"
+    named = f"port {port.number}{f' of {port.host}' if port.host else ''}, for {port.what},"
+    for device, ports in ascend.items():
+        if port.number in ports:
+            found = f"{named} is one of Mooncake's for NPU {device} ({ports[0]}-{ports[-1]})"
+            lowest, highest = min(each[0] for each in ascend.values()), max(each[-1] for each in ascend.values())
+            return error(check, found, f"choose one below {lowest}, or above {highest}")
+    if problem == errno.EADDRINUSE:
+        action = f"end who listens there (ss -ltnp 'sport = :{port.number}'), or choose another port"
+        return error(check, f"{named} is taken", action)
+    if problem is not None:
+        own = problem in (errno.EADDRNOTAVAIL, errno.EINVAL)
+        action = "set VLLM_HOST_IP to an address of this host" if own else "choose another port"
+        return error(check, f"{named} cannot be had: {os.strerror(problem)}", action)
+    if ephemeral is not None and port.number in ephemeral:
+        found = f"{named} is free now, but outgoing connections get such ports too ({ephemeral[0]}-{ephemeral[-1]})"
+        action = (
+            f"choose one below {ephemeral[0]}, or reserve it: sysctl net.ipv4.ip_local_reserved_ports={port.number}"
+        )
+        return note(check, found, action)
+    return ok(check, f"{named} is free")
+
+
+def try_port(port: Port) -> int | None:
+    """The error of listening there now; None if it works."""
+    family = socket.AF_INET6 if ":" in port.host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT does not count
+            probe.bind((port.host, port.number))
+            probe.listen(1)
+    except OSError as problem:
+        return problem.errno or errno.EINVAL
+    return None
+
+
+def _ephemeral() -> range | None:
+    try:
+        first, last = _EPHEMERAL.read_text().split()
+        return range(int(first), int(last) + 1)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What serves at a URL: this package's proxy, a prefill or a decode engine with its connector, or an engine without.
+
+Metrics say it before the first request: each role has its own (`core/stats.py`,
+`proxy/operate/metrics.py`), all there from the start.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Collection
+
+from vllm_ascend_pd.core.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX
+from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
+
+PROXY_PREFIX = PREFIX + "proxy_"
+
+_OF_BOTH = {*PREFILL_METRICS} & {*DECODE_METRICS}
+_NAMES = re.compile(rb"^(?:# TYPE )?(vllm:\w+)", re.MULTILINE)
+
+
+class Kind(enum.Enum):
+    """The values of PROXY, PREFILL and DECODE are the options' names."""
+
+    PROXY = "proxy"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    OTHER_ENGINE = "other"
+
+    @property
+    def named(self) -> str:
+        return _NAMED[self]
+
+
+_NAMED = {
+    Kind.PROXY: "`vllm-ascend-pd proxy`",
+    Kind.PREFILL: "a prefill engine",
+    Kind.DECODE: "a decode engine",
+    Kind.OTHER_ENGINE: "a vLLM engine without this package's connector",
+}
+_KV_ROLES = {Kind.PREFILL: "kv_producer", Kind.DECODE: "kv_consumer"}
+
+
+def kinds(metrics: bytes) -> frozenset[Kind]:
+    """What has such metrics; nothing where they do not say."""
+    names = {name.decode() for name in _NAMES.findall(metrics)}
+    found = {
+        kind
+        for kind, theirs in ((Kind.PREFILL, PREFILL_METRICS), (Kind.DECODE, DECODE_METRICS))
+        if any(name.startswith(PREFIX + metric.name) for name in names for metric in theirs if metric not in _OF_BOTH)
+    }
+    if any(name.startswith(PROXY_PREFIX) for name in names):
+        found.add(Kind.PROXY)
+    if not any(name.startswith(PREFIX) for name in names) and names:
+        found.add(Kind.OTHER_ENGINE)
+    return frozenset(found)
+
+
+def judge(check: str, url: str, given: Kind, found: Collection[Kind], why: str, used: Collection[Kind]) -> Finding:
+    """Whether `url`, given as `given`, is that. `found`: what it is, as far as it says; `why` it does not; `used`: as
+    what the given proxies use it."""
+    if given in found:
+        return ok(check, f"{url} is {given.named}")
+    if not found and (not used or given in used or given is Kind.PROXY):
+        action = "engines started with --disable-log-stats have no metrics: else check that the URL is the right one"
+        found_nothing = f"{url} does not say whether it is {given.named}: {why}"
+        return note(check, found_nothing, "" if given is Kind.PROXY else action)
+    kind = next(each for each in Kind if each in (found or used))
+    said = f"{url} is given as --{given.value}, and " + ("is " if found else "the proxy uses it as ") + kind.named
+    if kind is not Kind.OTHER_ENGINE:
+        action = f"give it as --{kind.value}, and the URL of {given.named} as --{given.value}"
+        if kind in _KV_ROLES and given in _KV_ROLES:
+            action += f"; if it is to be {given.named}, start it with kv_role {_KV_ROLES[given]}"
+            if given in used:
+                action += f"; the proxy takes it for {given.named} too: correct its --prefill and --decode"
+    elif given in _KV_ROLES:
+        action = (
+            f"start it with this connector and kv_role {_KV_ROLES[given]} (--kv-transfer-config), or give another URL"
+        )
+        if given in used:  # which works as long as prefill and decode have the same
+            return warning(check, said, f"{action}; none of it if both sides have vllm-ascend's layerwise connector")
+    else:
+        action = "give the URL of `vllm-ascend-pd proxy`"
+    return error(check, said, action)
+
+
+def judge_no_proxy(check: str, url: str) -> Finding:
+    """Of what answers well as --proxy, but with nothing that the proxy would say."""
+    found = f"{url} is given as --proxy, and neither its /health nor its /metrics are those of `vllm-ascend-pd proxy`"
+    return error(check, found, "give the URL of the proxy itself, not of a server before it or of another one")

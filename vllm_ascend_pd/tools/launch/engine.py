@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts/launch_prefill.sh and launch_decode.sh run: prints `vllm serve`'s arguments, one a line.
+
+The first line is the number of devices that the node needs. Exits with 2 and a reason for options that make no sense
+together; the scripts' own comments document the options.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_ascend_pd.tools.command_line import run_app
+from vllm_ascend_pd.tools.doctor.ports import ascend_ports
+from vllm_ascend_pd.tools.launch.arguments import refused_argument
+from vllm_ascend_pd.tools.launch.shape import Executor, Shape, ShapeError
+from vllm_ascend_pd.tools.launch.transfer import Role, Transfer, TransferError, parse_extra
+
+DEFAULT_KV_PORT = 19000
+"""Below Mooncake's ports and those that the kernel gives to outgoing connections (32768 and above)."""
+
+DEVICES_PER_NODE = {"a2": 8, "a3": 16, "cpu": None}
+"""NPUs, as vllm-ascend counts them: an A3 server has 8 with two chips each."""
+
+
+def _mooncake_ports(devices: int | None) -> range:
+    """Of all NPUs of a node together. vllm-ascend's guide to several nodes keeps ten times as many free."""
+    each = list(ascend_ports(range(devices or 0), {}).values())
+    return range(each[0].start, each[-1].stop) if each else range(0)
+
+
+MOONCAKE_PORTS = {device: _mooncake_ports(devices) for device, devices in DEVICES_PER_NODE.items()}
+
+
+class Device(enum.StrEnum):
+    A2 = "a2"
+    A3 = "a3"
+    CPU = "cpu"
+
+
+_Port = typer.Option(min=1, max=65535)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command(context_settings={"help_option_names": []})
+def main(
+    role: Annotated[Role, typer.Option()],
+    device: Annotated[Device, typer.Option()],
+    model: Annotated[str, typer.Option()],
+    address: Annotated[str, typer.Option()],
+    port: Annotated[int, _Port],
+    arguments: Annotated[list[str] | None, typer.Argument()] = None,
+    listen: Annotated[str | None, typer.Option()] = None,
+    served_model_name: Annotated[str | None, typer.Option()] = None,
+    tp: Annotated[int, typer.Option(min=1)] = 1,
+    pp: Annotated[int, typer.Option(min=1)] = 1,
+    dp: Annotated[int, typer.Option(min=1)] = 1,
+    executor: Annotated[Executor, typer.Option()] = Executor.MP,
+    nodes: Annotated[int, typer.Option(min=1)] = 1,
+    node_rank: Annotated[int, typer.Option(min=0)] = 0,
+    head_address: Annotated[str | None, typer.Option()] = None,
+    head_port: Annotated[int, _Port] = 13345,
+    kv_port: Annotated[int | None, _Port] = None,
+    engine_id: Annotated[str | None, typer.Option()] = None,
+    load_failure_policy: Annotated[str | None, typer.Option()] = None,
+    metaserver: Annotated[list[str] | None, typer.Option()] = None,
+    decode_host: Annotated[list[str] | None, typer.Option()] = None,
+    metaserver_token: Annotated[str | None, typer.Option()] = None,
+    side_channel_keys: Annotated[str | None, typer.Option()] = None,
+    ticket_secret: Annotated[str | None, typer.Option()] = None,
+    extra: Annotated[list[str] | None, typer.Option()] = None,
+    beside: Annotated[Path | None, typer.Option(exists=True, dir_okay=False)] = None,
+    ray_node: Annotated[bool, typer.Option("--ray-node")] = False,
+) -> None:
+    try:
+        shape = Shape(tp, pp, dp, nodes, executor)
+        check_devices(device, shape)
+        if ray_node:
+            print(shape.per_node, *ray_words(shape, node_rank, address, head_address, head_port), sep="\n")
+            return
+        if role is Role.DECODE:
+            kv_port = check_kv_port(device, kv_port or DEFAULT_KV_PORT, shape, port)
+        if not model or model.startswith("-"):
+            raise ShapeError(f"--model {model!r} is empty or begins as options do")
+        if load_failure_policy not in (None, "fail", "recompute"):
+            raise TransferError(f"--load-failure-policy {load_failure_policy}: fail or recompute")
+        transfer = Transfer(
+            role=role,
+            kv_port=kv_port,
+            engine_id=engine_id,
+            load_failure_policy=load_failure_policy,
+            metaservers=tuple(metaserver or ()),
+            decode_hosts=tuple(decode_host or ()),
+            metaserver_token_file=metaserver_token,
+            side_channel_key_file=side_channel_keys,
+            ticket_secret_file=ticket_secret,
+            extra=parse_extra(extra or []),
+            beside=None if beside is None else read_entry(beside),
+        )
+        words = ["serve", model]
+        serves_http = node_rank == 0 or shape.nodes == 1
+        if serves_http:
+            words += ["--host", listen or address, "--port", str(port)]
+        elif listen is not None:
+            raise ShapeError("--listen: only an engine's first node serves HTTP")
+        if served_model_name is not None:
+            words += ["--served-model-name", served_model_name]
+        # Its own address: the first node binds to it, and names do not do for that.
+        words += shape.arguments(node_rank, address if node_rank == 0 else head_address, head_port)
+        words += ["--kv-transfer-config", json.dumps(transfer.config(), separators=(",", ":"))]
+        if serves_http:
+            words += quiet(arguments or [])
+        for argument in arguments or []:
+            if (reason := refused_argument(argument)) is not None:
+                raise ShapeError(reason)
+        words += arguments or []
+        if broken := next((word for word in words if "\n" in word), None):
+            raise ShapeError(f"{broken[:40]!r} has more than one line")
+    except (ShapeError, TransferError) as error:
+        print(f"launch_{role.value}: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    print(shape.per_node, *words, sep="\n")
+
+
+def quiet(arguments: list[str]) -> list[str]:
+    """vLLM logs each request, and the proxy asks for health and metrics each second: that would be all its log's end.
+    vLLM 0.23 to 0.32 has the option; the operator's own replaces it."""
+    option = "--disable-access-log-for-endpoints"
+    given = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    if any(option.startswith(name) and name.startswith("--disable-a") for name in given):  # vLLM takes names cut short
+        return []
+    return [option, "/health,/metrics"]
+
+
+def check_devices(device: Device, shape: Shape) -> None:
+    """Raises ShapeError where a node has not as many."""
+    most = DEVICES_PER_NODE[device.value]
+    if most is not None and shape.per_node > most:
+        raise ShapeError(
+            f"{shape.per_node} devices on a node, but {device.value.upper()} servers have {most}: give more nodes"
+        )
+
+
+def check_kv_port(device: Device, kv_port: int, shape: Shape, port: int) -> int:
+    """Raises TransferError unless decode's listeners, `kv_port` + data-parallel index, are free of other uses."""
+    ports = range(kv_port, kv_port + shape.dp)
+    taken = MOONCAKE_PORTS[device.value]
+    if ports.stop > 65536:
+        raise TransferError(f"--kv-port {kv_port}: with {shape.dp} data-parallel replicas there are not enough ports")
+    if ports.start < taken.stop and taken.start < ports.stop:
+        raise TransferError(
+            f"--kv-port {kv_port}: Mooncake listens on ports {taken.start} to {taken.stop - 1} of an "
+            f"{device.value.upper()} server; choose another one, below {taken.start} say"
+        )
+    if port in ports:
+        raise TransferError(f"--port {port} is one of decode's side channel, {ports.start} to {ports.stop - 1}")
+    return kv_port
+
+
+def ray_words(shape: Shape, rank: int, address: str, head: str | None, port: int) -> list[str]:
+    """Arguments of `ray` for one node of the cluster that an engine runs on."""
+    if shape.executor is not Executor.RAY:
+        raise ShapeError("--ray-node goes with --executor ray")
+    if not 0 <= rank < shape.nodes:
+        raise ShapeError(f"there is no node {rank} of {shape.nodes}: they count from 0")
+    common = [f"--node-ip-address={address}", "--disable-usage-stats", "--block"]
+    if rank == 0:
+        return ["start", "--head", f"--port={port}", *common]
+    if head is None:
+        raise ShapeError("a node that joins needs the first one's address: --head-address")
+    return ["start", f"--address={head}:{port}", *common]
+
+
+def read_entry(path: Path) -> dict[str, object]:
+    """Another connector's entry below a MultiConnector. Raises TransferError."""
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TransferError(f"--beside {path}: {error}") from None
+    if not isinstance(entry, dict):
+        raise TransferError(f"--beside {path}: not a JSON object")
+    return entry
+
+
+if __name__ == "__main__":
+    # Errors name the script that the operator ran; it gives the role first.
+    run_app(app, "launch_prefill.sh" if sys.argv[1:3] == ["--role", "prefill"] else "launch_decode.sh")

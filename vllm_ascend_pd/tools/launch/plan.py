@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a cluster's description to the commands on each host: pure, nothing is started or looked up here."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from vllm_ascend_pd.core.hosts import authority
+from vllm_ascend_pd.tools.launch.arguments import refused_argument
+from vllm_ascend_pd.tools.launch.engine import DEFAULT_KV_PORT, DEVICES_PER_NODE, MOONCAKE_PORTS
+from vllm_ascend_pd.tools.launch.hosts import Cluster, Engine, Host, Invalid, KeyPath
+from vllm_ascend_pd.tools.launch.shape import Executor, Shape, ShapeError
+from vllm_ascend_pd.tools.launch.transfer import Role, Transfer, TransferError
+
+DEFAULT_PORTS = {"prefill": 8100, "decode": 8200}
+HEAD_PORT = 13345
+"""Where the nodes of an engine meet. Below the ports that the kernel gives to outgoing connections."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process on one host. `command` is for that host; `ready` a URL that says when it serves, None: at once."""
+
+    name: str
+    host: str
+    ssh: str | None
+    """What to give to ssh; None: here."""
+    command: tuple[str, ...]
+    ready: str | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`stages` start one after another, the processes of one side by side."""
+
+    stages: tuple[tuple[Process, ...], ...]
+    endpoint: str
+    agent: tuple[str, ...]
+    """What runs vllm_ascend_pd/tools/launch/node.py on each host."""
+    folder: str
+    """For logs and process ids, on each host. May begin with `~`."""
+    start_seconds: float
+    stop_seconds: float
+
+    @property
+    def processes(self) -> tuple[Process, ...]:
+        return tuple(process for stage in self.stages for process in stage)
+
+    def run(self, process: Process) -> list[str]:
+        """The command of its agent, which starts and watches it."""
+        ready = [] if process.ready is None else ["--ready", process.ready]
+        return [*self._agent("run", process), *ready, "--", *process.command]
+
+    def stop(self, process: Process) -> list[str]:
+        """The command that stops it, whoever has started it."""
+        return self._agent("stop", process)
+
+    def _agent(self, verb: str, process: Process) -> list[str]:
+        place = ["--folder", self.folder, "--name", process.name, "--grace", f"{self.stop_seconds:g}"]
+        return [*self.agent, verb, *place]
+
+
+def reach(process: Process, command: list[str]) -> list[str]:
+    """The local command that runs `command` on the host of `process`.
+
+    ssh joins its arguments and hands them to a shell there: each word is quoted for it.
+    """
+    if process.ssh is None:
+        return command
+    options = ["BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=4"]
+    return [
+        "ssh",
+        "-T",
+        *(word for option in options for word in ("-o", option)),
+        "--",
+        process.ssh,
+        shlex.join(command),
+    ]
+
+
+def make_plan(cluster: Cluster, python: str, repository: str) -> Plan:
+    """`python` and `repository` are where the file names none. Raises Invalid."""
+    return _Planner(cluster, cluster.python or python, cluster.repository or repository).plan()
+
+
+@dataclass
+class _Planner:
+    cluster: Cluster
+    python: str
+    repository: str
+    ports: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    """By host: who has a port."""
+    devices: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+
+    def plan(self) -> Plan:
+        cluster = self.cluster
+        proxy_host = cluster.hosts[cluster.proxy.host]
+        self.proxy_url = _url(proxy_host.address, cluster.proxy.port)
+        hosts = {cluster.hosts[name].address: None for decode in cluster.decode for name in decode.hosts}
+        self.decode_hosts = tuple(hosts)
+        self._take(cluster.proxy.host, cluster.proxy.port, "the proxy", ("proxy", "port"))
+        ray: list[Process] = []
+        engines: list[Process] = []
+        urls: dict[str, list[str]] = {"prefill": [], "decode": []}
+        for role in ("prefill", "decode"):
+            for i, engine in enumerate(getattr(cluster, role)):
+                urls[role].append(_url(cluster.hosts[engine.hosts[0]].address, self._port(role, engine)))
+                nodes, processes = self._engine(role, i, engine)
+                ray += nodes
+                engines += processes
+        stages = [stage for stage in (ray, engines, [self._proxy(proxy_host, urls)]) if stage]
+        return Plan(
+            stages=tuple(map(tuple, stages)),
+            endpoint=self.proxy_url,
+            agent=(self.python, "-m", "vllm_ascend_pd.tools.launch.node"),
+            folder=f"{cluster.state.rstrip('/')}/{cluster.name}",
+            start_seconds=cluster.start_seconds,
+            stop_seconds=cluster.stop_seconds,
+        )
+
+    def _port(self, role: str, engine: Engine) -> int:
+        return engine.port or DEFAULT_PORTS[role]
+
+    def _engine(self, role: str, index: int, engine: Engine) -> tuple[list[Process], list[Process]]:
+        """The Ray nodes it needs, and vLLM's processes."""
+        path: KeyPath = (role, index)
+        name = f"{role}-{index}"
+        ray = engine.executor is Executor.RAY
+        if ray and self.cluster.device == "cpu":
+            raise Invalid((*path, "executor"), "vLLM's CPU backend does not run on Ray")
+        try:
+            shape = Shape(engine.tp, engine.pp, engine.dp, len(engine.hosts), engine.executor)
+        except ShapeError as error:
+            raise Invalid((*path, "hosts"), str(error)) from None
+        self._check_arguments(path, engine, role)
+        self._check_extra(path, engine, Role(role))
+        port, head_port = self._port(role, engine), engine.head_port or HEAD_PORT
+        head = self.cluster.hosts[engine.hosts[0]]
+        self._take(engine.hosts[0], port, name, (*path, "port"))
+        if shape.nodes > 1 or ray:
+            self._take(engine.hosts[0], head_port, name, (*path, "head_port"))
+        elif engine.head_port is not None:
+            raise Invalid((*path, "head_port"), "is for engines on several hosts")
+        devices = [self._devices(name, host, shape, (*path, "devices"), engine) for host in engine.hosts]
+        if role == "decode":
+            for rank, host in enumerate(engine.hosts):
+                self._take_kv_ports(host, engine, shape.listeners(rank), name, path)
+        starts, processes = [], []
+        for rank, host_name in enumerate(engine.hosts):
+            suffix = f"-node-{rank}" if shape.nodes > 1 else ""
+            options = self._options(role, engine, host_name, devices[rank])
+            if shape.nodes > 1 or ray:
+                options += ["--nodes", str(shape.nodes), "--node-rank", str(rank)]
+                options += ["--head-address", head.address, "--head-port", str(head_port)]
+            if ray:
+                ready = f"tcp://{authority(head.address, head_port)}" if rank == 0 else None
+                command = self._command(role, engine, [*options, "--ray-node"])
+                starts.append(self._process(f"{name}-ray-{rank}", host_name, command, ready))
+                if rank:
+                    continue
+                suffix = ""
+            serve = [*options, "--port", str(port), "--", *engine.args]
+            health = f"{_url(head.address, port)}/health" if rank == 0 else None
+            processes.append(self._process(f"{name}{suffix}", host_name, self._command(role, engine, serve), health))
+        return starts, processes
+
+    def _options(self, role: str, engine: Engine, host_name: str, devices: str | None) -> list[str]:
+        """Of the launch script, on one host."""
+        cluster, host = self.cluster, self.cluster.hosts[host_name]
+        given: list[tuple[str, object]] = [
+            ("--model", cluster.model),
+            ("--served-model-name", cluster.served_model_name),
+            ("--device", cluster.device),
+            ("--address", host.address),
+            ("--interface", host.interface),
+            ("--devices", devices),
+            ("--tp", engine.tp),
+            ("--pp", engine.pp),
+            ("--dp", engine.dp),
+            ("--executor", engine.executor.value),
+            ("--engine-id", engine.engine_id),
+            ("--side-channel-keys", cluster.side_channel_keys),
+            ("--ticket-secret", cluster.ticket_secret),
+            ("--beside", engine.beside),
+            ("--env-file", engine.env_file),
+        ]
+        given += [("--extra", f"{name}={json.dumps(value)}") for name, value in engine.extra.items()]
+        if role == "decode":
+            given += [
+                ("--kv-port", engine.kv_port or DEFAULT_KV_PORT),
+                ("--load-failure-policy", engine.load_failure_policy),
+                ("--metaserver", self.proxy_url),
+                ("--metaserver-token", cluster.metaserver_token),
+            ]
+        else:
+            given += [("--decode-host", address) for address in self.decode_hosts]
+        return [word for option, value in given if value is not None for word in (option, str(value))]
+
+    def _command(self, role: str, engine: Engine, words: list[str]) -> tuple[str, ...]:
+        variables = [f"{name}={value}" for name, value in engine.env.items()]
+        return ("env", f"PYTHON={self.python}", *variables, f"{self.repository}/scripts/launch_{role}.sh", *words)
+
+    def _proxy(self, host: Host, urls: dict[str, list[str]]) -> Process:
+        cluster, proxy = self.cluster, self.cluster.proxy
+        words = ["env", f"PYTHON={self.python}", f"{self.repository}/scripts/launch_proxy.sh"]
+        words += ["--address", host.address, "--port", str(proxy.port)]
+        for option, value in (
+            ("--listen", proxy.listen),
+            ("--ticket-secret", cluster.ticket_secret),
+            ("--metaserver-token", cluster.metaserver_token),
+        ):
+            words += [] if value is None else [option, value]
+        for role in ("prefill", "decode"):
+            words += [word for url in urls[role] for word in (f"--{role}", url)]
+        command = (*words, "--", *proxy.args)
+        return self._process("proxy", proxy.host, command, f"{self.proxy_url}/health")
+
+    def _process(self, name: str, host_name: str, command: tuple[str, ...], ready: str | None) -> Process:
+        host = self.cluster.hosts[host_name]
+        return Process(name, host_name, None if host.local else host.ssh or host.address, command, ready)
+
+    def _check_arguments(self, path: KeyPath, engine: Engine, role: str) -> None:
+        for i, argument in enumerate(engine.args):
+            if argument.startswith("--ssl"):
+                raise Invalid((*path, "args", i), "the proxy and the health checks here speak http to engines")
+            if (reason := refused_argument(argument)) is not None:
+                raise Invalid((*path, "args", i), reason)
+        for name in ("kv_port", "load_failure_policy"):
+            if role == "prefill" and getattr(engine, name) is not None:
+                raise Invalid((*path, name), "is decode's")
+
+    def _check_extra(self, path: KeyPath, engine: Engine, role: Role) -> None:
+        cluster, of_decode = self.cluster, role is Role.DECODE
+        transfer = Transfer(
+            role,
+            metaservers=(self.proxy_url,) if of_decode else (),
+            decode_hosts=() if of_decode else self.decode_hosts,
+            metaserver_token_file=cluster.metaserver_token if of_decode else None,
+            side_channel_key_file=cluster.side_channel_keys,
+            ticket_secret_file=cluster.ticket_secret,
+            extra=engine.extra,
+        )
+        try:
+            transfer.config()
+        except TransferError as error:
+            raise Invalid((*path, "extra"), str(error)) from None
+
+    def _take(self, host: str, port: int, owner: str, path: KeyPath) -> None:
+        if (other := self.ports[host].get(port)) is not None:
+            raise Invalid(path, f"port {port} of host {host} is {other}'s already")
+        self.ports[host][port] = owner
+
+    def _take_kv_ports(self, host: str, engine: Engine, listeners: range, name: str, path: KeyPath) -> None:
+        path = (*path, "kv_port")
+        first = engine.kv_port or DEFAULT_KV_PORT
+        mooncake = MOONCAKE_PORTS[self.cluster.device]
+        for index in listeners:
+            port = first + index
+            if port > 65535:
+                raise Invalid(path, f"with {engine.dp} data-parallel replicas there are not enough ports")
+            if port in mooncake:
+                raise Invalid(path, f"{port}: Mooncake listens on ports {mooncake.start} to {mooncake.stop - 1}")
+            self._take(host, port, name, path)
+
+    def _devices(self, name: str, host: str, shape: Shape, path: KeyPath, engine: Engine) -> str | None:
+        """NPUs of one host for one engine, as a list for the launch script."""
+        most = DEVICES_PER_NODE[self.cluster.device]
+        if most is None:
+            if engine.devices is not None:
+                raise Invalid(path, "the CPU backend has none")
+            return None
+        taken, needed = self.devices[host], shape.per_node
+        chosen = engine.devices
+        if chosen is None:
+            chosen = tuple(device for device in range(most) if device not in taken)[:needed]
+        if len(chosen) != needed:
+            have = f"{len(chosen)} are listed" if engine.devices is not None else f"{len(chosen)} of {most} are left"
+            raise Invalid(path, f"{name} needs {needed} NPUs on host {host}, {have}")
+        for device in chosen:
+            if device >= most:
+                raise Invalid(path, f"an {self.cluster.device.upper()} server has NPUs 0 to {most - 1}, no {device}")
+            if device in taken:
+                raise Invalid(path, f"NPU {device} of host {host} is {taken[device]}'s already")
+            taken[device] = name
+        return ",".join(map(str, chosen))
+
+
+def _url(address: str, port: int) -> str:
+    return f"http://{authority(address, port)}"

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of a cluster, seen from where the cluster is launched: its agent on the host, over ssh."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import subprocess
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from vllm_ascend_pd.tools.launch.plan import Plan, Process, reach
+
+SSH_SECONDS = 30.0
+"""For ssh to connect and an agent to start, beyond the time that what it does may take."""
+_CHATTER_LINES = 20
+
+
+@dataclass(frozen=True)
+class Event:
+    """What an agent says (`started`, `ready`, `detached`, `ended`, ...), or `lost`: ssh ended."""
+
+    process: Process
+    kind: str
+    detail: str = ""
+
+
+class Session:
+    """An agent that runs. Its events go to a queue, read by whoever launches the cluster."""
+
+    def __init__(self, plan: Plan, process: Process, events: queue.SimpleQueue[Event]) -> None:
+        self.process = process
+        self.log = "?"
+        self._plan = plan
+        self._events = events
+        self._chatter: deque[str] = deque(maxlen=_CHATTER_LINES)
+        self._stopped = self._detached = False
+        # A session of its own: Ctrl-C is for the launcher, which then stops everything in order.
+        self._ssh = subprocess.Popen(
+            reach(process, plan.run(process)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name=f"launch-{process.name}", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._ssh.stdout is not None
+        for line in self._ssh.stdout:
+            said = _said(line)
+            if said is None:
+                self._chatter.append(line.rstrip())
+                continue
+            kind = str(said["event"])
+            if kind == "started":
+                self.log = str(said.get("log"))
+            self._detached = self._detached or kind == "detached"
+            # `failed`: it never ran; one that runs under its name is not ours to stop.
+            self._stopped = self._stopped or (kind in ("stopped", "ended", "failed") and said.get("gone") is not False)
+            detail = self._ended(said) if kind == "ended" else str(said.get("reason", ""))
+            self._events.put(Event(self.process, kind, detail))
+        code = self._ssh.wait()
+        self._events.put(Event(self.process, "lost", "\n".join((f"ssh ended with code {code}", *self._chatter))))
+
+    def _ended(self, said: dict[str, object]) -> str:
+        return f"ended with code {said.get('code')}; the end of {self.process.host}:{self.log}:\n{said.get('tail')}"
+
+    def detach(self) -> bool:
+        """Leave the process to itself. Return whether its agent has heard it: else that stops the process."""
+        self._order("detach")
+        self._close()
+        return self._detached
+
+    def stop(self) -> str | None:
+        """Return when the process has ended; else why that is not known."""
+        self._order("stop")
+        self._reader.join(2 * self._plan.stop_seconds + SSH_SECONDS)
+        self._close()
+        if self._stopped:
+            return None
+        return stop_anew(self._plan, self.process).reason
+
+    def _order(self, order: str) -> None:
+        assert self._ssh.stdin is not None
+        # It has gone, or was closed already; the agent, if there is one, has noticed.
+        with contextlib.suppress(OSError, ValueError):
+            self._ssh.stdin.write(order + "\n")
+            self._ssh.stdin.flush()
+
+    def _close(self) -> None:
+        assert self._ssh.stdin is not None
+        with contextlib.suppress(OSError):
+            self._ssh.stdin.close()
+        try:
+            self._ssh.wait(SSH_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._ssh.kill()
+            self._ssh.wait()
+        self._reader.join(SSH_SECONDS)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of an order to stop. `reason`: why it is not known to have ended; `found`: whether there was anything to stop."""
+
+    reason: str | None
+    found: bool = True
+
+
+def stop_anew(plan: Plan, process: Process) -> Outcome:
+    """Stop a process over a connection of its own."""
+    try:
+        done = subprocess.run(
+            reach(process, plan.stop(process)),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            timeout=2 * plan.stop_seconds + SSH_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Outcome(str(error))
+    if done.returncode == 0:
+        said = [_said(line) for line in done.stdout.splitlines()]
+        return Outcome(None, found=any(one is not None and one["event"] == "stopped" for one in said))
+    chatter = (done.stdout + done.stderr).strip().splitlines()[-_CHATTER_LINES:]
+    return Outcome(f"ssh ended with code {done.returncode}: " + " ".join(chatter))
+
+
+def _said(line: str) -> dict[str, object] | None:
+    """What an agent says in a line; None for ssh's own words, or the login shell's."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return None
+    return said if isinstance(said, dict) and "event" in said else None

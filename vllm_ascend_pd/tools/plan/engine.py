@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The caches that the ranks of an engine will register, as vLLM's CPU backend or vllm-ascend lays them out."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, RankCaches, block_geometry
+from vllm_ascend_pd.tools.plan.model import Cached, Model, PlanError
+
+
+class Layout(enum.StrEnum):
+    """Who lays caches out. VLLM_ASCEND: token-major, a tensor each for K and V; VLLM_CPU: head-major, both in one."""
+
+    VLLM_ASCEND = "vllm-ascend"
+    VLLM_CPU = "vllm-cpu"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`side` is prefill or decode; `dp` engines of `pp` stages of `tp` ranks; `block_size` in tokens."""
+
+    side: str
+    tp: int
+    pp: int
+    dp: int
+    block_size: int
+
+    @property
+    def sharding(self) -> topology.Sharding:
+        return topology.sharding(self.tp)
+
+
+def default_block_size(model: Model, layout: Layout) -> int:
+    return 16 if layout is Layout.VLLM_CPU and model.mla else 128
+
+
+def check_engine(model: Model, layout: Layout, engine: Engine) -> None:
+    """Raises PlanError where vLLM would not start such an engine."""
+    side, tp = engine.side, engine.tp
+    if model.attention_heads % tp:
+        raise PlanError(f"{side}: tensor parallel size {tp} does not divide {model.attention_heads} attention heads")
+    try:
+        topology.replicas(tp, model.kv_heads)
+    except topology.TopologyError as error:
+        raise PlanError(f"{side}: {error}") from None
+    if engine.pp > len(model.cached):
+        raise PlanError(
+            f"{side}: pipeline parallel size {engine.pp} leaves stages without any of {len(model.cached)} layers"
+        )
+    if layout is Layout.VLLM_CPU:
+        if model.mla and engine.block_size != 16:
+            raise PlanError(f"{side}: vLLM's CPU backend has blocks of 16 tokens with MLA, not of {engine.block_size}")
+        if not model.mla and engine.block_size % 32:
+            raise PlanError(
+                f"{side}: vLLM's CPU backend needs blocks of a multiple of 32 tokens, not of {engine.block_size}"
+            )
+        if len(model.widths) > 2:
+            raise PlanError(
+                f"{side}: the sparse attention's caches are only described for layout {Layout.VLLM_ASCEND.value}"
+            )
+
+
+def stage_layers(layers: int, pp: int) -> list[range]:
+    """The layers of each pipeline stage, as vLLM deals them out: what does not divide goes to the stages before the
+    last one, from its neighbour on."""
+    each, rest = divmod(layers, pp)
+    stages = []
+    first = 0
+    for stage in range(pp):
+        count = each + (1 if pp - 1 - rest <= stage < pp - 1 else 0)
+        stages.append(range(first, first + count))
+        first += count
+    return stages
+
+
+def rank_caches(
+    model: Model, layout: Layout, engine: Engine, pp_rank: int, tp_rank: int, num_blocks: int
+) -> RankCaches:
+    """The caches of one rank; addresses are 0."""
+    heads = len(topology.owned_heads(tp_rank, engine.tp, model.kv_heads))
+    groups = sorted({kind.name for kind in model.cached if kind in (Cached.FULL, Cached.WINDOW)})
+    geometries = [
+        _geometry(model, layout, engine.block_size, heads, group, width)
+        for group in range(len(groups))
+        for width in tensor_widths(model, layout)
+    ]
+    tensors = []
+    parts = len(tensor_widths(model, layout))
+    for layer in stage_layers(len(model.cached), engine.pp)[pp_rank]:
+        kind = model.cached[layer].name
+        if kind in groups:
+            first = groups.index(kind) * parts
+            name = f"model.layers.{layer}.self_attn.attn"
+            tensors += [CacheTensor(name, part, 0, num_blocks, first + part) for part in range(parts)]
+    return RankCaches(tuple(geometries), tuple(tensors))
+
+
+def tensor_widths(model: Model, layout: Layout) -> tuple[int, ...]:
+    """Elements that one head of one token takes in each tensor of a layer."""
+    return model.widths if layout is Layout.VLLM_ASCEND else (sum(model.widths),)
+
+
+def _geometry(model: Model, layout: Layout, block_size: int, heads: int, group: int, width: int) -> Geometry:
+    heads_first = layout is Layout.VLLM_CPU
+    shape = (1, heads, block_size, width) if heads_first else (1, block_size, heads, width)
+    return block_geometry(
+        shape,
+        _contiguous(shape),
+        model.dtype.itemsize,
+        group=group,
+        dtype=model.dtype.torch_name,
+        block_size=block_size,
+        heads=heads,
+        total_heads=model.kv_heads,
+        heads_first=heads_first,
+    )
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return strides

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Works a plan out with the functions that the connector itself uses, so that it says what the connector does."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm_ascend_pd.core import topology
+from vllm_ascend_pd.core.communicator import communicator_bytes
+from vllm_ascend_pd.core.compatibility import mismatch
+from vllm_ascend_pd.core.layout import Geometry, RankCaches
+from vllm_ascend_pd.core.plan import Regroup, Route, Target, descriptors, make_route, slot_bytes, staged_units
+from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
+from vllm_ascend_pd.core.topology import Sharding
+from vllm_ascend_pd.core.units import Units
+from vllm_ascend_pd.tools.plan.engine import Engine, Layout, check_engine, rank_caches, stage_layers, tensor_widths
+from vllm_ascend_pd.tools.plan.figures import (
+    EngineFigures,
+    Flow,
+    ModelFigures,
+    Piece,
+    Plan,
+    Prompt,
+    Rank,
+    Reader,
+    Sender,
+    Stage,
+    Staging,
+)
+from vllm_ascend_pd.tools.plan.model import Cached, Model, PlanError
+
+PROMPT_TOKENS = 1000
+"""Length of the prompt that figures are given for."""
+
+_NUM_BLOCKS = 1 << 20  # of every cache: more than any figure needs
+_EXCHANGE_BUFFERS = 2  # of a slot's size, see `worker.regroup.Regrouper`
+
+
+def make_plan(
+    model: Model,
+    layout: Layout,
+    prefill: Engine,
+    decode: Engine,
+    *,
+    step_tokens: int,
+    staging_slots: int,
+    tokens: int = PROMPT_TOKENS,
+) -> Plan:
+    """What one prefill engine sends one decode engine, with figures for a prompt of `tokens`; without timing.
+
+    Raises PlanError where that cannot work.
+    """
+    for engine in (prefill, decode):
+        check_engine(model, layout, engine)
+    p_ranks, d_ranks = (_ranks(model, layout, engine) for engine in (prefill, decode))
+    _check_fit(model.name, prefill, decode, p_ranks, d_ranks)
+    # The same in every stage: heads are dealt out alike.
+    routes = [
+        [make_route(ours, rank, prefill.sharding, decode.sharding, decode.block_size) for ours in caches.geometries]
+        for (stage, rank), caches in p_ranks.items()
+        if stage == 0
+    ]
+    flows = []
+    for source, caches in p_ranks.items():
+        for stage in range(decode.pp):
+            flows += _flows(source, caches, routes[source.tp_rank], stage, d_ranks[Rank(stage, 0)], tokens)
+    unit = routes[0][0].unit
+    groups = topology.regroup_groups(prefill.sharding, model.kv_heads)
+    staging = _staging(p_ranks.values(), step_tokens, staging_slots, groups)
+    return Plan(
+        model=_model_figures(model, layout),
+        layout=layout.value,
+        prefill=_engine_figures(model, prefill, p_ranks),
+        decode=_engine_figures(model, decode, d_ranks),
+        unit_tokens=unit,
+        senders=tuple(_sender(rank, prefill.tp, model, layout, of_rank) for rank, of_rank in enumerate(routes)),
+        readers=tuple(_reader(rank, decode.sharding, prefill.sharding, model.kv_heads) for rank in range(decode.tp)),
+        all_to_all=tuple(sorted({route.ranks for of_rank in routes for route in of_rank if route.ranks})),
+        groups_created=len(groups) if staging.slots else 0,
+        staging=staging,
+        prompt=_prompt(tokens, unit, flows),
+        timing=None,
+        notes=(*model.notes, *_notes(layout, prefill, decode, routes)),
+    )
+
+
+def _ranks(model: Model, layout: Layout, engine: Engine) -> dict[Rank, RankCaches]:
+    return {
+        Rank(pp_rank, tp_rank): rank_caches(model, layout, engine, pp_rank, tp_rank, _NUM_BLOCKS)
+        for pp_rank in range(engine.pp)
+        for tp_rank in range(engine.tp)
+    }
+
+
+def _check_fit(
+    name: str, prefill: Engine, decode: Engine, p_ranks: Mapping[Rank, RankCaches], d_ranks: Mapping[Rank, RankCaches]
+) -> None:
+    """What every prefill rank checks at first contact."""
+    described = tuple(RankDescription(*rank, "", "", caches) for rank, caches in d_ranks.items())
+    description = EngineDescription("decode", name, decode.tp, decode.pp, described)
+    for rank, caches in p_ranks.items():
+        reason = mismatch(caches, name, rank.tp_rank, prefill.sharding, prefill.pp == 1, description)
+        if reason is not None:
+            raise PlanError(reason)
+
+
+@dataclass
+class _Traffic:
+    layers: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    descriptors: int = 0
+    descriptors_contiguous: int = 0
+
+
+def _flows(
+    source: Rank, caches: RankCaches, routes: Sequence[Route], d_stage: int, theirs: RankCaches, tokens: int
+) -> list[Flow]:
+    """What `source` sends the ranks of decode's stage `d_stage`, whose caches are like `theirs`."""
+    there = theirs.by_name()
+    traffic: dict[int, _Traffic] = {}
+    copies: dict[tuple[int, Target], tuple[int, int, int]] = {}
+    for tensor in caches.tensors:
+        index = there.get((tensor.layer, tensor.part))
+        if index is None:
+            continue
+        route = routes[tensor.geometry]
+        for target in route.targets:
+            key = (tensor.geometry, target)
+            if key not in copies:
+                ours, others = caches.geometries[tensor.geometry], theirs.geometry_of(theirs.tensors[index])
+                nbytes, scattered = _copies(route, target, ours, others, tokens, gap=1)
+                _, contiguous = _copies(route, target, ours, others, tokens, gap=0)
+                copies[key] = (nbytes, scattered, contiguous)
+            nbytes, scattered, contiguous = copies[key]
+            sent = traffic.setdefault(target.tp_rank, _Traffic())
+            sent.layers.append(int(tensor.layer.split(".")[2]))
+            sent.nbytes += nbytes
+            sent.descriptors += scattered
+            sent.descriptors_contiguous += contiguous
+    return [
+        Flow(
+            source=source,
+            target=Rank(d_stage, tp_rank),
+            lane=routes[0].lane,
+            first_layer=min(sent.layers),
+            last_layer=max(sent.layers),
+            layers=len(set(sent.layers)),
+            nbytes=sent.nbytes,
+            descriptors=sent.descriptors,
+            descriptors_contiguous=sent.descriptors_contiguous,
+        )
+        for tp_rank, sent in sorted(traffic.items())
+    ]
+
+
+def _copies(route: Route, target: Target, source: Geometry, theirs: Geometry, tokens: int, gap: int) -> tuple[int, int]:
+    """(bytes, descriptors) of one tensor of one layer for a prompt with `gap` blocks between any two of its blocks."""
+    units = Units.of(route.unit, [(0, tokens)])
+    src, dst = (
+        units.offsets(units.blocks([_blocks(tokens, geometry, gap)], [0], geometry.span), geometry)
+        for geometry in (source, theirs)
+    )
+    if route.regroup is not Regroup.NONE:
+        src = staged_units(route, target.plane, len(src), len(src))
+    found = descriptors(target, src, dst)
+    return found.total_bytes, len(found.src)
+
+
+def _blocks(tokens: int, geometry: Geometry, gap: int) -> range:
+    return range(1, 1 + -(-tokens // geometry.block_size) * (1 + gap), 1 + gap)
+
+
+def _prompt(tokens: int, unit: int, flows: Sequence[Flow]) -> Prompt:
+    one = [flow for flow in flows if flow.lane == 0]
+    sent: dict[Rank, int] = {}
+    received: dict[Rank, int] = {}
+    for flow in one:
+        sent[flow.source] = sent.get(flow.source, 0) + flow.nbytes
+        received[flow.target] = received.get(flow.target, 0) + flow.nbytes
+    return Prompt(
+        tokens=tokens,
+        units=-(-tokens // unit),
+        flows=tuple(flows),
+        nbytes=sum(sent.values()),
+        busiest_sender=max(sent.values()),
+        busiest_reader=max(received.values()),
+        descriptors=sum(flow.descriptors for flow in one),
+        descriptors_contiguous=sum(flow.descriptors_contiguous for flow in one),
+    )
+
+
+def _sender(rank: int, tp: int, model: Model, layout: Layout, routes: Sequence[Route]) -> Sender:
+    heads = topology.owned_heads(rank, tp, model.kv_heads)
+    first = routes[0]
+    return Sender(
+        tp_rank=rank,
+        first_head=heads.start,
+        stop_head=heads.stop,
+        lane=first.lane,
+        lanes=first.lanes,
+        regroup=first.regroup.value,
+        exchanges_with=first.ranks,
+        pieces=tuple(
+            Piece(part, target.tp_rank, target.rows, target.nbytes)
+            # Cache groups differ in their block ids only: one stands for all.
+            for part, route in enumerate(routes[: len(tensor_widths(model, layout))])
+            for target in route.targets
+        ),
+    )
+
+
+def _reader(rank: int, decode: Sharding, prefill: Sharding, total: int) -> Reader:
+    heads = decode.heads(rank, total)
+    lanes = range(prefill.replicas(total))
+    writers = tuple(topology.writers_to(rank, decode, prefill, total, lane) for lane in lanes)
+    return Reader(rank, heads.start, heads.stop, writers)
+
+
+def _staging(ranks: Iterable[RankCaches], step_tokens: int, slots: int, groups: Sequence[tuple[int, ...]]) -> Staging:
+    size = max(slot_bytes(caches, step_tokens) for caches in ranks)
+    if size == 0:
+        return Staging(step_tokens, 0, 0, 0, 0, 0)
+    joined = max(Counter(rank for group in groups for rank in group).values(), default=0)
+    return Staging(step_tokens, slots, size, (slots + _EXCHANGE_BUFFERS) * size, joined, communicator_bytes(joined))
+
+
+def _notes(layout: Layout, prefill: Engine, decode: Engine, routes: Sequence[Sequence[Route]]) -> list[str]:
+    notes = []
+    for engine in (prefill, decode):
+        if layout is Layout.VLLM_ASCEND and engine.block_size != 128:
+            notes.append(
+                f"{engine.side}: vllm-ascend makes the block size 128 unless chunked prefill and prefix caching are off"
+            )
+    if any(route.pieces > 1 for of_rank in routes for route in of_rank):
+        notes.append(
+            "these shapes cannot be regrouped by block: heads are written token by token, which is slow; take tensor "
+            "parallel sizes of which one divides the other, by a ratio that divides the block size"
+        )
+    unit = routes[0][0].unit
+    if unit < min(prefill.block_size, decode.block_size):
+        notes.append(
+            f"blocks of {prefill.block_size} and {decode.block_size} tokens: KV is written {unit} tokens at a time, "
+            "which is slow; take block sizes of which one is a multiple of the other"
+        )
+    return notes
+
+
+def _model_figures(model: Model, layout: Layout) -> ModelFigures:
+    widths = tensor_widths(model, layout)
+    per_layer = model.kv_heads * sum(widths) * model.dtype.itemsize
+    cached = _attention_layers(model, range(len(model.cached)))
+    return ModelFigures(
+        name=model.name,
+        layers=len(model.cached),
+        cached_layers=cached,
+        kv_heads=model.kv_heads,
+        mla=model.mla,
+        dtype=model.dtype.value,
+        widths=widths,
+        bytes_per_token=cached * per_layer,
+        bytes_per_token_and_layer=per_layer,
+    )
+
+
+def _engine_figures(model: Model, engine: Engine, ranks: Mapping[Rank, RankCaches]) -> EngineFigures:
+    stages = stage_layers(len(model.cached), engine.pp)
+    per_token = (
+        sum(caches.geometry_of(tensor).token_bytes for tensor in caches.tensors)
+        for caches in (ranks[Rank(stage, 0)] for stage in range(engine.pp))
+    )
+    return EngineFigures(
+        tp=engine.tp,
+        pp=engine.pp,
+        dp=engine.dp,
+        block_size=engine.block_size,
+        stages=tuple(Stage(layers.start, layers.stop, _attention_layers(model, layers)) for layers in stages),
+        bytes_per_token=tuple(per_token),
+    )
+
+
+def _attention_layers(model: Model, layers: range) -> int:
+    return sum(model.cached[layer] in (Cached.FULL, Cached.WINDOW) for layer in layers)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's `config.json` says about its KV cache, read as vLLM reads it; what it leaves to code is refused."""
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_ascend_pd.tools.plan.defaults import in_code
+
+
+class PlanError(ValueError):
+    """Engines or a model that cannot work together, or that this command cannot describe."""
+
+
+class CacheDtype(enum.StrEnum):
+    """Type of a cache's elements; AUTO is the model's own."""
+
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+    FP8 = "fp8"
+    INT8 = "int8"
+
+    @property
+    def torch_name(self) -> str:
+        """As a cache tensor's dtype is called: vLLM keeps fp8 in bytes."""
+        return "uint8" if self is CacheDtype.FP8 else self.value
+
+    @property
+    def itemsize(self) -> int:
+        return {"float32": 4, "fp8": 1, "int8": 1}.get(self.value, 2)
+
+
+class Cached(enum.Enum):
+    """What a layer keeps of the tokens it has seen."""
+
+    FULL = "full attention"
+    WINDOW = "attention within a window"
+    STATE = "a state, not keys and values"
+    NOTHING = "nothing"
+
+
+# Spellings of `layer_types` and `layers_block_type`.
+_LAYER_KINDS = {
+    "full_attention": Cached.FULL,
+    "attention": Cached.FULL,
+    "indexed_attention": Cached.FULL,
+    "deepseek_sparse_attention": Cached.FULL,
+    "qwen_sparse_attention": Cached.FULL,
+    "sliding_attention": Cached.WINDOW,
+    "chunked_attention": Cached.WINDOW,
+    "linear_attention": Cached.STATE,
+    "mamba": Cached.STATE,
+    "mamba2": Cached.STATE,
+    "conv": Cached.STATE,
+    "recurrent": Cached.STATE,
+    "mlp": Cached.NOTHING,
+    "moe": Cached.NOTHING,
+}
+
+# Fields that change the cache in a way this command does not know: better no figures than wrong ones.
+_NOT_DESCRIBED = {
+    "compress_ratios": "caches of compressed tokens",
+    "block_configs": "layers that differ in their KV heads",
+    "global_head_dim": "layers that differ in their head size",
+    "num_global_key_value_heads": "layers that differ in their KV heads",
+    "swa_num_key_value_heads": "layers that differ in their KV heads",
+    "swa_head_dim": "layers that differ in their head size",
+    "multi_query": "an older way to say how many KV heads there are",
+    "multi_query_group_num": "an older way to say how many KV heads there are",
+    "is_encoder_decoder": "an encoder with caches of its own",
+}
+
+# Fields of models in which only some layers have attention, where no list says which.
+_HYBRID_PREFIXES = ("mamba_", "ssm_", "attn_layer_", "attn_type_list", "hybrid_", "linear_attn_config")
+
+# Where models for more than text keep their text part, outermost first.
+_TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
+
+
+@dataclass(frozen=True)
+class Model:
+    """`cached` has an entry per layer. `widths`: elements that one head of one token takes in each of a layer's
+    tensors where they are apart (K and V; MLA: the latent, its rotary part and, with sparse attention, the indexer's
+    key). `kv_heads` is 1 for MLA, whose latent every rank holds. `notes`: what the figures leave out."""
+
+    name: str
+    cached: tuple[Cached, ...]
+    attention_heads: int
+    kv_heads: int
+    mla: bool
+    widths: tuple[int, ...]
+    dtype: CacheDtype
+    notes: tuple[str, ...]
+
+
+def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> Model:
+    """The model whose `config.json` is `path` or in it. Raises PlanError, or OSError where there is no such file."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PlanError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise PlanError(f"{file} holds no JSON object")
+    return parse_model(config, dtype)
+
+
+def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) -> Model:
+    """Raises PlanError naming the field that is missing or not described."""
+    text, model_type = config, str(config.get("model_type"))
+    for part in _TEXT_PARTS:
+        inner = text.get(part)
+        text = inner if isinstance(inner, dict) else text
+        model_type = str(text.get("model_type") or model_type)
+    for field, meaning in _NOT_DESCRIBED.items():
+        if text.get(field):
+            raise PlanError(f"config.json has {field}, {meaning}: this command does not describe such models")
+    heads = _number(text, "num_attention_heads")
+    cached = _cached(text, model_type)
+    notes = _notes_of_kinds(text, cached)
+    if extra := text.get("num_nextn_predict_layers"):
+        notes.append(f"speculating with the model's own prediction layers ({extra}) adds their caches on both sides")
+    chosen = _dtype(config, text, notes) if dtype is CacheDtype.AUTO else dtype
+    mla = text.get("kv_lora_rank") is not None
+    if mla:
+        kv_heads, widths = 1, _latent_widths(text, chosen)
+    else:
+        kv_heads = _kv_heads(text, model_type, heads)
+        widths = _head_widths(text, model_type, heads)
+    name = (*_names(config, "architectures"), str(text.get("model_type") or "a model without a name"))[0]
+    return Model(name, cached, heads, kv_heads, mla, widths, chosen, tuple(notes))
+
+
+def _number(text: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    value = text.get(field)
+    value = default if value is None else value
+    if value is None:
+        raise _unsaid(field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"config.json: {field} is {value!r}, not a positive number")
+    return value
+
+
+def _names(part: Mapping[str, Any], field: str) -> list[str]:
+    names = part.get(field)
+    if names is None:
+        return []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise PlanError(f"config.json: {field} is {names!r}, not a list of names")
+    return names
+
+
+def _unsaid(field: str) -> PlanError:
+    return PlanError(
+        f"config.json does not say {field} (a default may be in the model's code): add it to a copy of the file"
+    )
+
+
+def _cached(text: Mapping[str, Any], model_type: str) -> tuple[Cached, ...]:
+    kinds = _kinds(text, model_type, _number(text, "num_hidden_layers"))
+    if "num_kv_shared_layers" not in text and in_code("num_kv_shared_layers", model_type):
+        raise _unsaid("num_kv_shared_layers")
+    if text.get("num_kv_shared_layers"):
+        # The last ones, which read what earlier layers wrote.
+        shared = min(_number(text, "num_kv_shared_layers"), len(kinds))
+        kinds = (*kinds[: len(kinds) - shared], *[Cached.NOTHING] * shared)
+    if not {Cached.FULL, Cached.WINDOW} & set(kinds):
+        raise PlanError("no layer of this model has attention of its own, so there is no KV cache to send")
+    return kinds
+
+
+def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Cached, ...]:
+    kinds = _names(text, "layer_types") or _names(text, "layers_block_type")
+    if not kinds and text.get("full_attention_interval"):
+        interval = _number(text, "full_attention_interval")
+        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    if not kinds:
+        if hybrid := [field for field in text if field.startswith(_HYBRID_PREFIXES)]:
+            raise PlanError(f"config.json has {hybrid[0]} but no layer_types: add which layers have attention")
+        kinds = _alike_or_in_turn(text, model_type, layers)
+    if unknown := sorted(set(kinds) - _LAYER_KINDS.keys()):
+        raise PlanError(f"config.json: this command does not know layers of kind {unknown[0]}")
+    if len(kinds) != layers:
+        raise PlanError(f"config.json lists {len(kinds)} kinds of layers for {layers} layers")
+    return tuple(_LAYER_KINDS[kind] for kind in kinds)
+
+
+def _notes_of_kinds(text: Mapping[str, Any], cached: tuple[Cached, ...]) -> list[str]:
+    notes = []
+    if states := cached.count(Cached.STATE):
+        notes.append(f"{states} layers keep a state instead of keys and values, sent once a prompt: not in the figures")
+        notes.append("vLLM chooses the block size of such models itself, see its log: give it with --block-size")
+    if windows := cached.count(Cached.WINDOW):
+        size = text.get("sliding_window") or text.get("attention_chunk_size") or "unknown"
+        notes.append(f"{windows} layers see a window only (of {size} tokens): of longer prompts less is sent for them")
+    return notes
+
+
+def _alike_or_in_turn(text: Mapping[str, Any], model_type: str, layers: int) -> list[str]:
+    """Without a list of layers: all of one kind, or every so many of them with full attention."""
+    if text.get("sliding_window") and text.get("sliding_window_pattern"):
+        pattern = _number(text, "sliding_window_pattern")
+        return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
+    if in_code("layer_types", model_type):
+        raise _unsaid("layer_types")
+    if "sliding_window" not in text and in_code("sliding_window", model_type):
+        raise _unsaid("sliding_window")
+    # Some models see the window only where use_sliding_window is true, and then in layers that their code chooses.
+    off_by_default = in_code("use_sliding_window", model_type)
+    window = text.get("sliding_window") if text.get("use_sliding_window", not off_by_default) else None
+    if window and (off_by_default or "max_window_layers" in text):
+        raise _unsaid("layer_types")
+    return ["sliding_attention" if window else "full_attention"] * layers
+
+
+def _latent_widths(text: Mapping[str, Any], dtype: CacheDtype) -> tuple[int, ...]:
+    if dtype.itemsize == 1:
+        raise PlanError(f"a KV cache of {dtype.value} lies in memory in another way with MLA: not described")
+    widths = (_number(text, "kv_lora_rank"), _number(text, "qk_rope_head_dim"))
+    return (*widths, _number(text, "index_head_dim")) if text.get("index_head_dim") else widths
+
+
+def _kv_heads(text: Mapping[str, Any], model_type: str, heads: int) -> int:
+    given = text.get("num_kv_heads")
+    if not given and "num_key_value_heads" not in text and in_code("num_key_value_heads", model_type):
+        raise _unsaid("num_key_value_heads")
+    return _number(text, "num_key_value_heads", given or heads)
+
+
+def _head_widths(text: Mapping[str, Any], model_type: str, heads: int) -> tuple[int, ...]:
+    # 0 and null stand for the default, too.
+    if not text.get("head_dim") and in_code("head_dim", model_type):
+        raise _unsaid("head_dim")
+    key = _number(text, "head_dim") if text.get("head_dim") else _number(text, "hidden_size") // heads
+    value = text.get("v_head_dim") or key
+    if value != key:
+        raise PlanError(f"keys of {key} and values of {value} elements a head: this command does not describe them")
+    return (key, key)
+
+
+def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], notes: list[str]) -> CacheDtype:
+    names = (part.get(field) for part in (config, text) for field in ("dtype", "torch_dtype"))
+    name = str(next((name for name in names if name), "")).removeprefix("torch.")
+    if name in ("bfloat16", "float16"):
+        return CacheDtype(name)
+    # vLLM runs float32 models in half precision unless told otherwise.
+    notes.append(f"config.json says {name or 'no'} dtype, the KV cache is taken as bfloat16: see --kv-cache-dtype")
+    return CacheDtype.BFLOAT16
