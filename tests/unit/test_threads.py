@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check that only the owner of an object calls it."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from vllm_ascend_pd.core import threads
+from vllm_ascend_pd.core.threads import WrongThreadError, hand_over, owned
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    @owned
+    def add(self, amount: int = 1) -> int:
+        self.count += amount
+        return self.count
+
+
+def on_another_thread(counter: Counter) -> int:
+    with ThreadPoolExecutor(1, thread_name_prefix="other") as other:
+        return other.submit(counter.add).result()
+
+
+def test_the_check_is_on_in_all_tests() -> None:
+    assert threads.CHECKED
+
+
+def test_a_call_from_another_thread_fails() -> None:
+    counter = Counter()
+    assert counter.add(2) == 2
+    with pytest.raises(WrongThreadError, match=r"Counter\.add runs on other_0, but MainThread owns the Counter"):
+        on_another_thread(counter)
+    assert counter.count == 2
+
+
+def test_the_first_caller_owns_an_object_whoever_made_it() -> None:
+    counter = Counter()
+    assert on_another_thread(counter) == 1
+    with pytest.raises(WrongThreadError):
+        counter.add()
+
+
+def test_an_owner_hands_over() -> None:
+    counter = Counter()
+    counter.add()
+    hand_over(counter)
+    assert on_another_thread(counter) == 2
+
+
+def test_without_the_check_methods_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "CHECKED", False)
+    plain = Counter.add.__wrapped__  # type: ignore[attr-defined]
+    assert owned(plain) is plain
+    hand_over(Counter())
