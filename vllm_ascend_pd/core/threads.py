@@ -1,45 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Debug check that only the thread that owns an object calls it.
 
-`VLLM_ASCEND_PD_CHECK_THREADS=1` turns the check on, as in all tests. Otherwise nothing is wrapped and nothing is checked.
+`VLLM_ASCEND_PD_CHECK_THREADS=1` turns the check on, as in all tests. Otherwise no method is wrapped.
 """
 
 import functools
 import os
 import threading
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 CHECKED = os.environ.get("VLLM_ASCEND_PD_CHECK_THREADS") == "1"
 
 _OWNER = "_owner_thread"
 
-_Self = TypeVar("_Self")
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class WrongThreadError(AssertionError):
     """A thread called an object that another thread owns."""
 
 
-def owned(
-    method: Callable[Concatenate[_Self, _Args], _Result],
-) -> Callable[Concatenate[_Self, _Args], _Result]:
+def owned(method: _Method) -> _Method:
     """Marks a method that only the object's owner calls. The first thread that calls one becomes the owner."""
     if not CHECKED:
         return method
 
     @functools.wraps(method)
-    def checked(self: _Self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    def checked(self: object, *args: Any, **kwargs: Any) -> Any:
         check_owner(self, method.__qualname__)
         return method(self, *args, **kwargs)
 
-    return checked
+    return cast(_Method, checked)
 
 
 def check_owner(thing: object, action: str) -> None:
-    """Raises WrongThreadError unless this thread owns `thing`, which must have a `__dict__`. `action`: for the error."""
+    """Raises WrongThreadError, which names `action`, unless this thread owns `thing` (which needs a `__dict__`)."""
     thread = threading.current_thread()
     owner = vars(thing).setdefault(_OWNER, thread)  # atomic
     if owner is not thread:
