@@ -14,8 +14,8 @@ from harness.waiting import wait_until  # noqa: E402
 
 class DecodeEngine:
     def __init__(self, configs: Configs, engine_id: str, port: int) -> None:
+        from vllm_ascend_pd.connector.metadata import HandshakeMetadata
         from vllm_ascend_pd.core.config import parse_config
-        from vllm_ascend_pd.core.step import RankHandshake
         from vllm_ascend_pd.decode.worker import DecodeWorker, encode_description
         from vllm_ascend_pd.device.cpu import CpuDevice
 
@@ -26,7 +26,7 @@ class DecodeEngine:
             self._worker = DecodeWorker(
                 configs.identity(engine_id), parse_config({}), self._device, configs.engine(), configs.caches
             )
-        handshake = RankHandshake(encode_description(self._worker.description), {})
+        handshake = HandshakeMetadata(encode_description(self._worker.description), {})
         self._connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
         self._requests: dict[str, tuple[Any, list[int]]] = {}
 
@@ -52,18 +52,20 @@ class DecodeEngine:
         from vllm.v1.outputs import KVConnectorOutput
 
         from harness.scheduling import make_output
+        from vllm_ascend_pd.connector.metadata import ReportMetadata
 
         meter, worker = self.meter, self._worker
         output = make_output()
         output.total_num_scheduled_tokens = 1
         step = meter.timed("build_connector_meta", self._connector.build_connector_meta, output)
         step = meter.carried("down", step)
-        meter.timed("rank", worker.start_step, step)
+        meter.timed("rank", worker.start_step, step.step)
         arrivals = meter.timed("rank", worker.take_arrivals)
-        report = meter.carried("up", meter.timed("rank", worker.take_report))
+        report = meter.timed("rank", worker.take_report)
+        metadata = meter.carried("up", None if report is None else ReportMetadata(report))
         if arrivals.failed or (report is not None and report.failed):
             raise RuntimeError(f"decode lost requests: {report}")
-        news = KVConnectorOutput(finished_recving=arrivals.finished or None, kv_connector_worker_meta=report)
+        news = KVConnectorOutput(finished_recving=arrivals.finished or None, kv_connector_worker_meta=metadata)
         meter.timed("update_connector_output", self._connector.update_connector_output, news)
         return set(arrivals.finished)
 

@@ -105,21 +105,24 @@ class Prefill:
     def _step(self, output: Any) -> None:
         from vllm.v1.outputs import KVConnectorOutput
 
+        from vllm_ascend_pd.connector.metadata import ReportMetadata
+
         meter, worker = self.meter, self._worker
         output.total_num_scheduled_tokens = max(1, output.total_num_scheduled_tokens)
         step = meter.timed("build_connector_meta", self._connector.build_connector_meta, output)
-        step = meter.carried("down", step)
+        step = meter.carried("down", step).step
         meter.timed("rank", worker.preempted, step.preempted)
         meter.timed("rank", worker.start_step, step)
         for layer in self._layers:  # what a layer costs is benchmarks/plan.py's question
             worker.layer_computed(layer)
         meter.timed("rank", worker.end_step)
         sent = meter.timed("rank", worker.take_sent)
-        report = meter.carried("up", meter.timed("rank", worker.take_report))
+        report = meter.timed("rank", worker.take_report)
+        metadata = meter.carried("up", None if report is None else ReportMetadata(report))
         meter.timed("rank", worker.take_stats)
         if report is not None and report.failed:
             raise RuntimeError(f"prefill failed: {report.failed}")
-        news = KVConnectorOutput(finished_sending=sent or None, kv_connector_worker_meta=report)
+        news = KVConnectorOutput(finished_sending=sent or None, kv_connector_worker_meta=metadata)
         meter.timed("update_connector_output", self._connector.update_connector_output, news)
 
     def _is_granted(self) -> bool:

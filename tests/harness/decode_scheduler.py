@@ -23,6 +23,7 @@ import vllm_ascend_pd
 from harness.ports import reserve_port
 from harness.scheduling import remembered
 from vllm_ascend_pd.connector import build, compat
+from vllm_ascend_pd.connector.metadata import ReportMetadata
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.transport.idle_wait import IdleWait
 
@@ -168,8 +169,8 @@ class EngineScheduler:
     def step(self) -> set[str]:
         """Names what a step computes tokens of."""
         scheduled = self.vllm.schedule()
-        metadata = scheduled.kv_connector_metadata
-        self.expected |= {expect.request_id: expect for expect in metadata.expects}
+        expects = scheduled.kv_connector_metadata.step.expects
+        self.expected |= {expect.request_id: expect for expect in expects}
         self._outputs.append((scheduled, self._computed(scheduled)))
         if len(self._outputs) == self._steps_under_way:
             self._update(*self._outputs.popleft())
@@ -221,8 +222,8 @@ class EngineScheduler:
         self._ended -= ended
         output = KVConnectorOutput(
             finished_recving=ended or None,
-            kv_connector_worker_meta=WorkerReport(
-                failed={self.expected[name].ticket_id: "it failed, for a test" for name in failed}
+            kv_connector_worker_meta=ReportMetadata(
+                WorkerReport(failed={self.expected[name].ticket_id: "it failed, for a test" for name in failed})
             ),
             **self._lost(failed),
         )

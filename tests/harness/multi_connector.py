@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 
 from harness.engines import EngineConfig, Role
 from harness.scheduling import Scheduled, make_output, make_request, make_ticket, remembered
+from vllm_ascend_pd.connector.metadata import ReportMetadata
 from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, WorkerReport
 
 PROMPT = 300
@@ -77,8 +78,8 @@ class Both:
         )
 
     def step(self, *new: Scheduled) -> Any:
-        """Ours of the step's metadata."""
-        return self.multi.build_connector_meta(make_output(new)).metadata[self.index]
+        """Our part of the step."""
+        return self.multi.build_connector_meta(make_output(new)).metadata[self.index].step
 
     def report(self, *reports: WorkerReport | None, **finished: set[str]) -> None:
         """Every rank's, of one step, the way they come."""
@@ -98,7 +99,8 @@ class Both:
     def _worker_meta(self, report: WorkerReport | None) -> MultiKVConnectorWorkerMetadata | None:
         if report is None:
             return None
-        return MultiKVConnectorWorkerMetadata((report, None) if self.ours_first else (None, report))
+        ours = ReportMetadata(report)
+        return MultiKVConnectorWorkerMetadata((ours, None) if self.ours_first else (None, ours))
 
 
 def decode_is_served(both: Both) -> None:

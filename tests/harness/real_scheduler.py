@@ -27,6 +27,7 @@ from harness.engines import Role
 from harness.metaserver import metaserver
 from harness.models import TINY, make_model
 from vllm_ascend_pd import register
+from vllm_ascend_pd.connector.metadata import ReportMetadata
 from vllm_ascend_pd.core.step import WorkerReport
 
 BLOCK = 16
@@ -118,7 +119,8 @@ class RealScheduler:
         ids = list(step.num_scheduled_tokens)
         requests = [self.scheduler.requests[each] for each in ids]
         computed = {each.request_id: each.num_computed_tokens >= each.num_tokens for each in requests}
-        told = KVConnectorOutput(kv_connector_worker_meta=report, **said)
+        metadata = None if report is None else ReportMetadata(report)
+        told = KVConnectorOutput(kv_connector_worker_meta=metadata, **said)
         output = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={each: index for index, each in enumerate(ids)},

@@ -25,6 +25,7 @@ from harness.models import TINY, make_model
 from harness.ports import release_port, reserve_port
 from harness.ranks import Pair, prompts, run
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
+from vllm_ascend_pd.connector.metadata import ReportMetadata
 from vllm_ascend_pd.core.step import WorkerReport
 
 MLA = Model(widths=(128, 16), replicated=True)
@@ -121,7 +122,7 @@ def test_requests_end_after_exactly_the_reports_that_come(connector: Any, shape:
 def test_ranks_that_have_nothing_to_report(connector: Any) -> None:
     """Most steps' reports are None; they must neither count nor hide another rank's."""
     aggregator = KVOutputAggregator.from_connector(connector("kv_producer", Side(2)), 2)
-    report = WorkerReport(failed={"ticket": "the link is down"})
+    report = ReportMetadata(WorkerReport(failed={"ticket": "the link is down"}))
     none = ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=None)
     first = aggregator.aggregate([none, output(finished_sending={"r"}, kv_connector_worker_meta=report)])
     assert first is not None

@@ -183,7 +183,7 @@ def test_of_the_steps_that_vllm_has_under_way_one_waits_and_none_behind_one_that
     config = EngineArgs(model=str(model), max_model_len=512, pipeline_parallel_size=stages).create_engine_config()
     config.scheduler_config.async_scheduling = asynchronous  # vLLM's CPU backend always turns it off
     with decode_scheduler(connector_class, config) as connector:
-        waits = [connector.build_connector_meta(output).wait_s for output in (COMPUTING, *[EMPTY] * 4)]
+        waits = [connector.build_connector_meta(output).step.wait_s for output in (COMPUTING, *[EMPTY] * 4)]
     assert [wait > 0 for wait in waits] == [step > 0 and step % in_flight == 0 for step in range(5)]
 
 
@@ -196,7 +196,7 @@ def test_its_scheduler_pauses_where_a_rank_has_a_process_of_its_own(
     if backend is not None:
         config.parallel_config.distributed_executor_backend = backend
     with decode_scheduler(connector_class, config) as connector:
-        first = connector.build_connector_meta(EMPTY)
+        first = connector.build_connector_meta(EMPTY).step
         assert first.wait_s > 0
         assert bool(first.doorbell) == pauses  # without, it never does
         began = time.monotonic()

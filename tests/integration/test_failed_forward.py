@@ -16,6 +16,7 @@ from harness.kv import Model, Prompt, Side, layer_name
 from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
+from vllm_ascend_pd.connector.metadata import StepMetadata
 from vllm_ascend_pd.core.step import PrefillStep, Send
 
 
@@ -32,11 +33,11 @@ def runs_out_of_memory(rank: PrefillRank, runner: Runner, step: PrefillStep, by_
     connector: Any = object.__new__(LayerwisePushConnector)  # around this rank's worker
     vars(connector).update(_worker=rank.worker, _connector_metadata=None, _brings_stats=False, _lost_blocks=set())
     output = SchedulerOutput.make_empty()
-    output.kv_connector_metadata = step
+    output.kv_connector_metadata = metadata = StepMetadata(step)
     kv_transfer_state._KV_CONNECTOR_AGENT = connector
     told = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output, defer_finalize=runner is Runner.DRAFTS)
     if runner is Runner.TELLS_NOTHING:
-        connector.bind_connector_metadata(step)
+        connector.bind_connector_metadata(metadata)
         told = nullcontext()
     try:
         with set_forward_context(None, VllmConfig()), told:

@@ -29,7 +29,7 @@ def prefill(scheduled_model: Path) -> Iterator[RealScheduler]:
 def ticket_id(scheduler: RealScheduler) -> str:
     """Of the request that was just added: its ticket is in the next step."""
     step, _ = scheduler.step()
-    [expect] = step.kv_connector_metadata.expects
+    [expect] = step.kv_connector_metadata.step.expects
     return expect.ticket_id
 
 
@@ -42,7 +42,7 @@ def arrives(scheduler: RealScheduler, request_id: str, *ranks: WorkerReport) -> 
     """The KV of a request is received: what it says is cached, with its first token."""
     report = ranks[0]
     for other in ranks[1:]:
-        report = report.aggregate(other)
+        report = report.merge(other)
     scheduler.step(report, finished_recving={request_id})
     _, outputs = scheduler.step()
     return cached_tokens(outputs)
@@ -120,7 +120,7 @@ def test_a_prompt_that_decode_computes_after_a_failed_transfer(scheduled_model, 
         decode.step()
         decode.add("r", [*range(PROMPT), *range(40)], all_prefilled)
         step, _ = decode.step()
-        [expect] = step.kv_connector_metadata.expects
+        [expect] = step.kv_connector_metadata.step.expects
         failed = WorkerReport(failed={expect.ticket_id: "the link is down"})
         decode.step(failed, finished_recving={"r"}, invalid_block_ids=set(expect.blocks))
         _, outputs = decode.step()
@@ -161,9 +161,9 @@ def reported(scheduler: RealScheduler, steps: int = 3) -> dict[str, int]:
     told: dict[str, int] = {}
     for _ in range(steps):
         step, _ = scheduler.step()
-        assert not told.keys() & step.kv_connector_metadata.cached_tokens.keys()
-        assert step.kv_connector_metadata.cached_tokens.keys() == step.kv_connector_metadata.tickets.keys()
-        told |= step.kv_connector_metadata.cached_tokens
+        assert not told.keys() & step.kv_connector_metadata.step.cached_tokens.keys()
+        assert step.kv_connector_metadata.step.cached_tokens.keys() == step.kv_connector_metadata.step.tickets.keys()
+        told |= step.kv_connector_metadata.step.cached_tokens
     return told
 
 
@@ -181,6 +181,6 @@ def test_a_preemption_on_prefill_does_not_make_computed_tokens_cached(prefill):
     request = prefill.add("r1", range(PROMPT), ticketed("r1", PROMPT, list(range(1, 8))))
     first, _ = prefill.step()  # the first 64 tokens
     prefill.preempt(request)
-    assert first.kv_connector_metadata.cached_tokens == {"r1": 0}
+    assert first.kv_connector_metadata.step.cached_tokens == {"r1": 0}
     assert reported(prefill) == {}
     assert request.num_preemptions == 1

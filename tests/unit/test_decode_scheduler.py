@@ -501,7 +501,7 @@ def test_received_bytes_are_in_the_answer(scheduler, metaserver):
     scheduler.update(WorkerReport(received={expect.ticket_id: (1000, 800)}), set())
     other_rank = WorkerReport(received={expect.ticket_id: (30, 0)})
     another = WorkerReport(received={expect.ticket_id: (4, 4), "unknown": (1, 1)})
-    scheduler.update(other_rank.aggregate(another), {"r"})
+    scheduler.update(other_rank.merge(another), {"r"})
     assert scheduler.finished(request) == {"received_bytes": 1034, "bytes_before_prefill_end": 804}
     assert remembered(scheduler) == {}
 

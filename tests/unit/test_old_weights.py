@@ -51,7 +51,7 @@ def cached_blocks(engine: RealScheduler) -> int:
 
 
 def known(engine: RealScheduler) -> dict[str, int]:
-    step: Any = engine.step()[0].kv_connector_metadata
+    step: Any = engine.step()[0].kv_connector_metadata.step
     updates: dict[str, int] = step.weight_updates
     return updates
 
@@ -66,7 +66,7 @@ def test_an_update_of_the_weights_empties_the_prefix_cache(engine: RealScheduler
 
 
 def test_nothing_is_dropped_without_an_update_that_is_new(engine: RealScheduler) -> None:
-    report(engine, updated(rank=2).aggregate(updated(other=2)))
+    report(engine, updated(rank=2).merge(updated(other=2)))
     run(engine, "a")
     before = cached_blocks(engine)
     for said in (WorkerReport(), updated(rank=2), updated(other=2, rank=2), WorkerReport(failed={"x": "it failed"})):

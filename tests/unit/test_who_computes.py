@@ -28,7 +28,7 @@ def tickets(decode: RealScheduler, tokens: int, params: dict[str, Any]) -> int:
     """How many tickets decode issues for a prompt, which runs at once where there is none."""
     request = decode.add("r", range(tokens), params, max_tokens=2)
     step = decode.schedule()
-    expects = step.kv_connector_metadata.expects
+    expects = step.kv_connector_metadata.step.expects
     assert (request.status == RequestStatus.RUNNING) == (not expects)
     return len(expects)
 
@@ -42,12 +42,12 @@ def test_a_prompt_that_is_cached_as_a_whole_needs_no_prefill(decode, all_prefill
 def test_a_prompt_whose_kv_came_from_prefill_needs_none_the_second_time(decode, all_prefilled):
     decode.add("before", range(WHOLE), all_prefilled)
     step, _ = decode.step()
-    [expect] = step.kv_connector_metadata.expects
+    [expect] = step.kv_connector_metadata.step.expects
     decode.step(WorkerReport(received={expect.ticket_id: (1, 1)}), finished_recving={"before"})
     decode.step()
     decode.add("r", range(WHOLE), all_prefilled)
     step, [output] = decode.step()
-    assert step.kv_connector_metadata.expects == []
+    assert step.kv_connector_metadata.step.expects == []
     assert output.prefill_stats.num_cached_tokens == WHOLE - BLOCK  # as a single engine says
 
 

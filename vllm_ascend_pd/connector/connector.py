@@ -26,6 +26,7 @@ from vllm.utils.network_utils import get_ip
 from vllm_ascend_pd.connector import compat
 from vllm_ascend_pd.connector.build import make_scheduler
 from vllm_ascend_pd.connector.environment import device_type
+from vllm_ascend_pd.connector.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
 from vllm_ascend_pd.connector.metrics import LayerwisePushPromMetrics, LayerwisePushStats
 from vllm_ascend_pd.connector.model_settings import model_settings
 from vllm_ascend_pd.connector.multi_connector import warn_if_asked_later
@@ -35,7 +36,6 @@ from vllm_ascend_pd.core.caches import KVCache, RegisteredCaches, describe
 from vllm_ascend_pd.core.config import ConfigError, parse_config
 from vllm_ascend_pd.core.identity import RankInfo
 from vllm_ascend_pd.core.protocol import EngineDescription
-from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, RankHandshake, WorkerReport
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.decode.listener import DescriptionListener
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
@@ -129,23 +129,20 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if isinstance(self._worker, DecodeWorker):
-            return RankHandshake(encode_description(self._worker.description), model_settings(self._vllm_config))
+            return HandshakeMetadata(encode_description(self._worker.description), model_settings(self._vllm_config))
         return None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if isinstance(self._worker, PrefillWorker):
-            assert isinstance(kv_connector_metadata, PrefillStep)
-            self._worker.preempted(kv_connector_metadata.preempted)
+            assert isinstance(kv_connector_metadata, StepMetadata)
+            self._worker.preempted(kv_connector_metadata.step.preempted)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         # Not in start_load_kv: vLLM 0.32 calls that after the forward pass.
         super().bind_connector_metadata(connector_metadata)
-        if isinstance(self._worker, PrefillWorker):
-            assert isinstance(connector_metadata, PrefillStep)
-            self._worker.start_step(connector_metadata)
-        elif self._worker is not None:
-            assert isinstance(connector_metadata, DecodeStep)
-            self._worker.start_step(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        if self._worker is not None:
+            self._worker.start_step(connector_metadata.step)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Nothing to load: decode is written to."""
@@ -203,7 +200,8 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         return Arrivals(arrivals.finished, set(), set())
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return None if self._worker is None else self._worker.take_report()
+        report = None if self._worker is None else self._worker.take_report()
+        return None if report is None else ReportMetadata(report)
 
     # Scheduler side.
 
@@ -214,7 +212,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
             return
         ranks, settings = [], {}
         for _, handshake in sorted(metadata.items()):
-            if not isinstance(handshake, RankHandshake):
+            if not isinstance(handshake, HandshakeMetadata):
                 raise ConfigError(
                     f"the handshake metadata is {type(handshake).__name__}, another connector's: on a decode engine "
                     "LayerwisePushConnector must be the first of a MultiConnector's connectors that has any"
@@ -273,13 +271,14 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         if isinstance(self._scheduler, PrefillScheduler):
-            return self._scheduler.build_step(scheduler_output)
+            return StepMetadata(self._scheduler.build_step(scheduler_output))
         assert self._scheduler is not None
-        return self._scheduler.build_step(scheduler_output.total_num_scheduled_tokens > 0)
+        return StepMetadata(self._scheduler.build_step(scheduler_output.total_num_scheduled_tokens > 0))
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        report = connector_output.kv_connector_worker_meta
-        assert report is None or isinstance(report, WorkerReport)
+        metadata = connector_output.kv_connector_worker_meta
+        assert metadata is None or isinstance(metadata, ReportMetadata)
+        report = None if metadata is None else metadata.report
         if isinstance(self._scheduler, PrefillScheduler):
             self._scheduler.update(report, set(connector_output.finished_sending or ()))
         else:

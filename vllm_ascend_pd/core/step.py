@@ -1,94 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scheduler and workers of one engine tell each other, step by step.
+"""Messages between the scheduler and the ranks of one engine: a step goes down, a report comes up.
 
-Plain data that vLLM carries: downwards as connector metadata, upwards as worker metadata.
+Plain data. `connector/metadata.py` wraps it in the classes that vLLM carries.
 """
 
 from dataclasses import dataclass, field
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
 
 from vllm_ascend_pd.core.ticket import Ticket
 
 
 @dataclass(frozen=True)
 class Send:
-    """Tokens `[start, stop)` of a request become complete in this step. `blocks`: per cache group, the ids of
-    the blocks that hold them, from the block that holds token `start` on. `last`: the prompt ends here."""
+    """Tokens `[start, stop)` of a request's prompt become complete in this step."""
 
     request_id: str
     start: int
     stop: int
+    # Per cache group: ids of the blocks that hold these tokens, from the block of token `start` on.
     blocks: tuple[list[int], ...]
+    # Whether the prompt ends here.
     last: bool
 
 
 @dataclass
-class PrefillStep(KVConnectorMetadata):
-    """A prefill step. `cached_tokens`: for each request in `tickets`, how many of its prompt's tokens the engine had in
-    its prefix cache. `finished`: request id -> None, or why it ended before its prompt was computed. `wait_s`: how
-    long it waits until blocks may be freed, 0 if it computes something. `weight_updates`: rank -> the number of its
-    weight updates that the prefix cache was emptied for when this step was made."""
+class PrefillStep:
+    """What the scheduler of a prefill engine tells its ranks in one step. Mappings are by request id."""
 
+    # Requests that start, with their tickets.
     tickets: dict[str, Ticket] = field(default_factory=dict)
+    # For each request in `tickets`: how many tokens of its prompt the engine had in its prefix cache.
     cached_tokens: dict[str, int] = field(default_factory=dict)
+    # Prompt tokens that this step completes.
     sends: list[Send] = field(default_factory=list)
+    # Requests that ended: None, or why they ended before their prompt was computed.
     finished: dict[str, str | None] = field(default_factory=dict)
+    # Requests whose blocks change hands in this step.
     preempted: set[str] = field(default_factory=set)
+    # Seconds that this step waits for blocks to be sent. 0 if it computes something.
     wait_s: float = 0.0
+    # Rank -> number of its latest weight update after which the scheduler emptied the prefix cache.
     weight_updates: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Expect:
-    """A ticket that decode issued, with its first attempt. `blocks`: what is lost if it fails (the uncached part, of
-    all cache groups). `cached_tokens`: of the prompt, what decode has in its own prefix cache."""
+    """A ticket that the scheduler of a decode engine issued: its ranks expect KV for it."""
 
     request_id: str
     ticket_id: str
+    # The first attempt that may write.
     attempt: int
+    # Digest of the ticket, which grant requests must repeat.
     digest: str
+    # Blocks of all cache groups that are lost if the transfer fails: those not in the prefix cache.
     blocks: list[int]
+    # How many tokens of the prompt decode has in its own prefix cache.
     cached_tokens: int = 0
 
 
 @dataclass
-class DecodeStep(KVConnectorMetadata):
-    """A decode step. `cancelled`: ticket id -> reason; `prefilled`: tickets whose prefill ended. `wait_s`: how long
-    it waits for KV, 0 if it computes something. `doorbell`: see `transport/wakeup.py`; "": there is none.
-    `weight_updates`: as in `PrefillStep`."""
+class DecodeStep:
+    """What the scheduler of a decode engine tells its ranks in one step."""
 
+    # Tickets issued since the last step.
     expects: list[Expect] = field(default_factory=list)
+    # Ticket id -> why the scheduler no longer wants its KV.
     cancelled: dict[str, str] = field(default_factory=dict)
+    # Ids of tickets whose prefill has ended.
     prefilled: list[str] = field(default_factory=list)
+    # Seconds that this step waits for KV. 0 if it computes something.
     wait_s: float = 0.0
+    # Address that wakes the scheduler (`transport/wakeup.py`). "": none.
     doorbell: str = ""
+    # As in `PrefillStep`.
     weight_updates: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
-class WorkerReport(KVConnectorWorkerMetadata):
-    """What ranks report upwards. `failed`: request id (prefill) or ticket id (decode) -> reason.
-    `received`: ticket id -> (bytes, bytes that were here before prefill ended), summed over ranks.
-    `given_up`: ticket id -> (attempt, why it failed); another attempt may follow.
-    `cached`: ticket id -> tokens that prefill had cached, for each ticket in `received`.
-    `weight_updates`: rank -> how often its weights have been updated since it started to serve, if that is new."""
+class WorkerReport:
+    """What the ranks of an engine report to its scheduler after a step."""
 
+    # Request id (prefill) or ticket id (decode) -> why its transfer failed.
     failed: dict[str, str] = field(default_factory=dict)
+    # Ticket id -> (bytes, bytes that arrived before prefill ended), summed over ranks.
     received: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # Ticket id -> (attempt, why it failed). Another attempt may follow.
     given_up: dict[str, tuple[int, str]] = field(default_factory=dict)
+    # For each ticket in `received`: how many tokens prefill had in its prefix cache.
     cached: dict[str, int] = field(default_factory=dict)
+    # Rank -> number of weight updates since it started to serve, if that number is new.
     weight_updates: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.failed or self.received or self.given_up or self.weight_updates)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
-        assert isinstance(other, WorkerReport)
+    def merge(self, other: "WorkerReport") -> "WorkerReport":
+        """Returns one report for the ranks of both. Changes neither."""
         received = dict(self.received)
         for ticket_id, (num_bytes, before_end) in other.received.items():
             mine = received.get(ticket_id, (0, 0))
@@ -100,14 +107,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
         cached = dict(self.cached)
         for ticket_id, tokens in other.cached.items():
             cached[ticket_id] = min(tokens, cached.get(ticket_id, tokens))
-        updates = {**self.weight_updates, **other.weight_updates}  # of other ranks
+        updates = {**self.weight_updates, **other.weight_updates}  # their ranks differ
         return WorkerReport({**other.failed, **self.failed}, received, given_up, cached, updates)
-
-
-@dataclass
-class RankHandshake(KVConnectorHandshakeMetadata):
-    """A decode rank's `RankDescription`, encoded: it crosses processes and is read by no one in between."""
-
-    encoded: bytes
-    settings: dict[str, str] = field(default_factory=dict)
-    """As `EngineDescription` has them. All ranks have the same."""

@@ -93,7 +93,7 @@ def test_ours_as_a_child_of_multi_connector(multi: Any) -> None:
             preempted_req_ids=set(),
         )
     )
-    [sent] = step.metadata[0].sends
+    [sent] = step.metadata[0].step.sends
     assert (sent.start, sent.stop, sent.last, sent.blocks) == (0, prompt, True, (blocks,))
     assert multi.request_finished_all_groups(request, (blocks,)) == (True, None)
 
