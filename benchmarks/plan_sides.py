@@ -45,8 +45,8 @@ class Ours:
         with ExitStack() as stack:
             if mooncake is None:
                 stack.enter_context(mock.patch("mooncake.engine.TransferEngine", return_value=self.handed))
-                stack.enter_context(mock.patch.object(SharedEngine, "find", return_value=None))
-            engine = TransferEngine(HOST, "ascend", TransferLimits.over("ascend"))
+            existing = None if mooncake is None else SharedEngine.find("ascend")
+            engine = TransferEngine(HOST, "ascend", TransferLimits.over("ascend"), existing)
         spec = LayerSpec(0, BLOCK, case.heads, KV_HEADS)
         caches = describe(tensors, dict.fromkeys(tensors, spec), heads_first=False)
         identity = RankInfo("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))

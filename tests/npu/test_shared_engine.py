@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 WHEELS = sorted(path.name for path in Path(sys.prefix, "mooncake-npu").glob("*"))
 PROGRAM = """
 import os, subprocess, sys, torch
+from vllm_ascend_pd.connector.shared_engine import SharedEngine
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.limits import TransferLimits
@@ -57,7 +58,7 @@ def theirs():
     global_te.register_buffer(regions.ptrs, regions.lengths)
 
 def ours():
-    engine = TransferEngine("127.0.0.1", "ascend", TransferLimits())
+    engine = TransferEngine("127.0.0.1", "ascend", TransferLimits(), SharedEngine.find("ascend"))
     known = describe(caches, {"layers.0": LayerSpec(0, 16, 2, 2)}, heads_first=False)
     engine.register(known.regions(), of_caches=True)
     engine.register([(ring.data_ptr(), ring.numel())])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LayerwisePushConnector`: vLLM's KV connector interface, handed on to the part that does the work.
 
-vLLM builds one per process: in the engine core with the scheduler's role, in every rank with the worker's. What
-each does depends on whether the engine prefills (producer) or decodes (consumer).
+vLLM builds one per process. What it does depends on its role (scheduler, worker) and the engine's (prefill, decode).
 """
 
 import logging
@@ -31,6 +30,7 @@ from vllm_ascend_pd.connector.metrics import LayerwisePushPromMetrics, Layerwise
 from vllm_ascend_pd.connector.model_settings import model_settings
 from vllm_ascend_pd.connector.multi_connector import warn_if_asked_later
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_32_weight_loading import weights_of
+from vllm_ascend_pd.connector.shared_engine import SharedEngine
 from vllm_ascend_pd.connector.unsupported import unsupported, unsupported_weights
 from vllm_ascend_pd.core.caches import KVCache, RegisteredCaches, describe
 from vllm_ascend_pd.core.config import ConfigError, parse_config
@@ -116,7 +116,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         limits = TransferLimits.over(
             protocol, self._config.max_batch_descriptors, self._config.max_batch_bytes, self._config.write_timeout_s
         )
-        self._engine = TransferEngine(self._host, protocol, limits)
+        self._engine = TransferEngine(self._host, protocol, limits, SharedEngine.find(protocol))
         self._engine.register(caches.regions(), of_caches=True)
         loaded = self._loaded_weights(caches, identity)
         if self._is_producer:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_ascend_pd.core.regions import Region
+from vllm_ascend_pd.transport.existing_engine import ExistingEngine
 
 _MODULE = "vllm_ascend.distributed.kv_transfer.utils.mooncake_transfer_engine"
 
@@ -27,19 +28,21 @@ _DEFAULTS = {
 """Mooncake's own, in transfer_executor_base.h, slice_dispatcher.cpp and transfer_engine_py.cpp."""
 
 
-class SharedEngine:
+class SharedEngine(ExistingEngine):
     """vllm-ascend's `global_te`."""
 
     def __init__(self, global_te: Any) -> None:
         self._global_te = global_te
 
     @classmethod
-    def find(cls) -> SharedEngine | None:
-        """None where no connector of vllm-ascend that uses Mooncake is loaded in this process."""
+    def find(cls, protocol: str) -> SharedEngine | None:
+        """None unless `protocol` is "ascend" and a connector of vllm-ascend that uses Mooncake is loaded here."""
+        if protocol != "ascend":
+            return None
         global_te = getattr(sys.modules.get(_MODULE), "global_te", None)
         return None if global_te is None else cls(global_te)
 
-    def fix_settings(self) -> None:
+    def export_settings(self) -> None:
         """Puts the settings that an engine which runs already has into the environment, where they are missing: what
         is set from now on has no effect on it."""
         if self._global_te.transfer_engine is not None:

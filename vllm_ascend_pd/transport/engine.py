@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ascend_pd.connector.shared_engine import SharedEngine
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.core.plan import Descriptors
 from vllm_ascend_pd.core.regions import Region
@@ -20,6 +19,7 @@ from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.transport import ascend, mooncake_library
 from vllm_ascend_pd.transport.ascend_writer import AscendWriter
 from vllm_ascend_pd.transport.batches import Batch, Batches
+from vllm_ascend_pd.transport.existing_engine import ExistingEngine
 from vllm_ascend_pd.transport.hixl_engine import describe_transport
 from vllm_ascend_pd.transport.limits import (
     SettingError,
@@ -44,18 +44,20 @@ class TransferEngine:
     How writes wait and end depends on the protocol: `TcpWriter` (for "rdma", too) and `AscendWriter`.
     """
 
-    def __init__(self, host: str, protocol: str, limits: TransferLimits) -> None:
+    def __init__(
+        self, host: str, protocol: str, limits: TransferLimits, existing: ExistingEngine | None = None
+    ) -> None:
         """Start an engine that listens on `host`. `protocol`: "tcp", "rdma" or "ascend".
 
-        Settings that the environment already holds win over those of `limits`. For "ascend" the device must
-        have been set before, and the Mooncake engine is the one of vllm-ascend's connectors, if there are any.
+        `existing`: the Mooncake engine of other connectors in this process, for "ascend" only.
+
+        Settings that the environment already holds win over those of `limits`. For "ascend", set the device first.
         """
         findings = ascend.check() if protocol == "ascend" else []
         if fatal := [finding.message for finding in findings if finding.fatal]:
             raise TransferError(host, "; ".join(fatal), retryable=False)
-        shared = SharedEngine.find() if protocol == "ascend" else None
-        if shared is not None:
-            shared.fix_settings()
+        if existing is not None:
+            existing.export_settings()
         try:
             self._limits = export_settings(limits, protocol, host)
         except SettingError as error:
@@ -63,7 +65,7 @@ class TransferEngine:
         self._lock = threading.Lock()
         self._closed = False
         try:
-            self._engine: Any = _start(host, protocol) if shared is None else shared.start(host)
+            self._engine: Any = _start(host, protocol) if existing is None else existing.start(host)
         except mooncake_library.LibraryError as error:
             raise TransferError(host, str(error), retryable=False) from error
         except RuntimeError as error:
@@ -79,7 +81,7 @@ class TransferEngine:
         self._session = authority(host, self._engine.get_rpc_port())
         self._transport = describe_transport(protocol)
         chip = ascend.chip_name() if protocol == "ascend" else None
-        self._memory = RegisteredMemory(self._engine, chip, shared)
+        self._memory = RegisteredMemory(self._engine, chip, existing)
         self._reach = Reach(self._engine, self._session, self._limits.timeout_s)
         self._writer = self._make_writer(protocol)
 

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_ascend_pd.connector.shared_engine import SharedEngine
 from vllm_ascend_pd.core.regions import Region, covered, merge, refusal
+from vllm_ascend_pd.transport.existing_engine import ExistingEngine
 
 
 class RegistrationError(Exception):
@@ -16,7 +16,7 @@ class RegistrationError(Exception):
 
 
 class RegisteredMemory:
-    def __init__(self, mooncake: Any, chip: str | None, shared: SharedEngine | None) -> None:
+    def __init__(self, mooncake: Any, chip: str | None, shared: ExistingEngine | None) -> None:
         """`mooncake`: its engine. `chip`: as in `regions.refusal`; None: no limits of NPUs. `shared`: set if other
         connectors of this process use `mooncake`, too."""
         self._mooncake = mooncake
@@ -69,7 +69,7 @@ class RegisteredMemory:
             raise RegistrationError(f"{_not_registered(regions)} (code {code})")
         self._own += addresses
 
-    def _register_for_all(self, shared: SharedEngine, regions: Sequence[Region]) -> None:
+    def _register_for_all(self, shared: ExistingEngine, regions: Sequence[Region]) -> None:
         try:
             shared.register_caches(regions)
         except RuntimeError as error:
