@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.proxy.routing.balance import STRATEGIES, EngineLoad, decode_costs, prefill_costs
-from vllm_ascend_pd.proxy.routing.prompts import Prompt
+from vllm_ascend_pd.proxy.routing.prompts import PromptEstimate
 from vllm_ascend_pd.transport.limits import TransferLimits
 
 from .clock import Clock, Level
@@ -83,7 +83,7 @@ class _Side:
         self._loads = {url: EngineLoad(url, capacity=capacity) for url in urls}
 
     def choose(self, tokens: int) -> str:
-        prompt = Prompt(tokens)
+        prompt = PromptEstimate(tokens)
         url = self._strategy.order(prompt, [*self._loads.values()])[0]
         self._strategy.sent(prompt, url)
         self.count(url, 1, tokens)

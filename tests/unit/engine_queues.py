@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from vllm_ascend_pd.proxy.routing.balance import EngineLoad, Strategy
-from vllm_ascend_pd.proxy.routing.prompts import Prompt
+from vllm_ascend_pd.proxy.routing.prompts import PromptEstimate
 
 BLOCK = 128
 
 
 class Job(NamedTuple):
     at: float
-    prompt: Prompt
+    prompt: PromptEstimate
     output: int = 0
 
 
@@ -35,7 +35,9 @@ class Waits(NamedTuple):
         return self.mean <= share * other.mean and self.p95 <= share * other.p95
 
 
-def arrivals(seed: int, number: int, rate: float, make: Callable[[random.Random], tuple[Prompt, int]]) -> list[Job]:
+def arrivals(
+    seed: int, number: int, rate: float, make: Callable[[random.Random], tuple[PromptEstimate, int]]
+) -> list[Job]:
     """Poisson, `rate` per second."""
     chance, now, jobs = random.Random(seed), 0.0, []
     for _ in range(number):
@@ -44,11 +46,11 @@ def arrivals(seed: int, number: int, rate: float, make: Callable[[random.Random]
     return jobs
 
 
-def prompt(tokens: int, shared: int = 0, group: int = 0, unique: int = 0) -> Prompt:
+def prompt(tokens: int, shared: int = 0, group: int = 0, unique: int = 0) -> PromptEstimate:
     """Of whole blocks: the first `shared` tokens are those of all its group."""
     blocks = tokens // BLOCK
     keys = tuple(hash((group, i)) if i < shared // BLOCK else hash((group, unique, i, -7)) for i in range(blocks))
-    return Prompt(tokens, keys, BLOCK if keys else 0.0)
+    return PromptEstimate(tokens, keys, BLOCK if keys else 0.0)
 
 
 class _PrefillEngine:

@@ -16,10 +16,10 @@ from vllm_ascend_pd.core.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, C
 from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
-from vllm_ascend_pd.proxy.rendezvous.exchange import Exchanges
-from vllm_ascend_pd.proxy.routing.engines import EnginePool
-from vllm_ascend_pd.proxy.routing.registry import Engines, Role
-from vllm_ascend_pd.proxy.routing.seats import Seats
+from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestTable
+from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
+from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SECTIONS = {
@@ -79,18 +79,18 @@ async def _exposed() -> str:
     async def send(_: Message) -> None:
         pass
 
-    engines = Engines(Role.PREFILL)
+    engines = EngineRegistry(EngineRole.PREFILL)
     engines.add("http://10.0.0.1:8100", "test")
     pool = EnginePool(
         engines,
         "least-load",
-        Seats(1, 1, 1.0),
+        ConcurrencyLimiter(1, 1, 1.0),
         max_connections=1,
         connect_timeout=1.0,
         read_timeout=1.0,
         fresh_for=1.0,
     )
-    metrics = Metrics(Exchanges(limit=1), Counts(), (pool,), states)
+    metrics = Metrics(RequestTable(limit=1), Counts(), (pool,), states)
     reply = Reply(send, request_id=None, timeout=1.0)
     with metrics.request("/v1/completions", reply):
         reply.status, reply.first_event_at = 200, float("inf")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
-from vllm_ascend_pd.proxy.rendezvous.retry import Kind
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "operations.md").read_text()
@@ -19,8 +19,9 @@ ALERTS = yaml.safe_load((REPOSITORY / "examples" / "observability" / "alerts.yml
 # Whoever makes an answer, or the reason in one.
 ANSWERS = {
     "RequestRefused",
-    "Refused",
-    "Full",
+    "PostRefused",
+    "TooManyEnginesError",
+    "NoFreeSlotError",
     "_full",
     "_bad_request",
     "error_response",
@@ -39,7 +40,7 @@ def first_column(title: str) -> list[str]:
 @pytest.mark.parametrize(
     ("title", "values"),
     [
-        ("Attempts at an engine", [kind.value.replace(" ", "_") for kind in Kind]),
+        ("Attempts at an engine", [kind.value.replace(" ", "_") for kind in FailureKind]),
         ("KV not delivered", [failure.value for failure in PushFailure]),
         ("KV not received", [failure.value for failure in ReceiveFailure]),
         ("Alerts", [rule["alert"] for group in ALERTS["groups"] for rule in group["rules"]]),

@@ -11,7 +11,7 @@ import pytest
 from vllm_ascend_pd.proxy.routing.addresses import check_engine_url
 from vllm_ascend_pd.proxy.routing.discovery import Discovery
 from vllm_ascend_pd.proxy.routing.engines_file import parse_engines
-from vllm_ascend_pd.proxy.routing.registry import Engines, Role
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole
 
 P, D = "dns+http://p.svc:1", "dns+http://d.svc:2"
 
@@ -29,12 +29,12 @@ class Names:
 
 
 def test_engines_follow_names(caplog: pytest.LogCaptureFixture) -> None:
-    dns, roles = Names(), {role: Engines(role) for role in Role}
+    dns, roles = Names(), {role: EngineRegistry(role) for role in EngineRole}
     discovery = Discovery(roles, 60.0, dns)
-    prefill, decode = roles[Role.PREFILL], roles[Role.DECODE]
+    prefill, decode = roles[EngineRole.PREFILL], roles[EngineRole.DECODE]
 
     dns.addresses = {P: ["a", "b"]}
-    discovery.listed("cli", {Role.PREFILL: [P, "x"], Role.DECODE: [D]})
+    discovery.listed("cli", {EngineRole.PREFILL: [P, "x"], EngineRole.DECODE: [D]})
     assert prefill.urls == ("x",)
     anyio.run(discovery.look)
     assert (prefill.urls, decode.urls) == (("x", "a", "b"), ())
@@ -54,10 +54,10 @@ def test_engines_follow_names(caplog: pytest.LogCaptureFixture) -> None:
     assert (prefill.urls, decode.urls) == (("x", "b", "c"), ("d",))
     assert set(discovery.problems) == {P, D}
 
-    discovery.listed("file", {Role.DECODE: [D]})
-    discovery.listed("cli", {Role.PREFILL: ["x"]})
+    discovery.listed("file", {EngineRole.DECODE: [D]})
+    discovery.listed("cli", {EngineRole.PREFILL: ["x"]})
     assert (prefill.urls, decode.urls) == (("x",), ("d",))
-    discovery.listed("file", {Role.DECODE: ["y"]})
+    discovery.listed("file", {EngineRole.DECODE: ["y"]})
     assert decode.urls == ("y",)
     assert discovery.problems == {}
 
@@ -87,8 +87,8 @@ def test_wrong_files_are_refused(text: bytes, reason: str) -> None:
 
 def test_file() -> None:
     assert parse_engines(b"prefill:\n  - http://p:1/\n  - dns+http://p:2\n") == {
-        Role.PREFILL: ("http://p:1", "dns+http://p:2"),
-        Role.DECODE: (),
+        EngineRole.PREFILL: ("http://p:1", "dns+http://p:2"),
+        EngineRole.DECODE: (),
     }
 
 

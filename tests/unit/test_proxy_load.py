@@ -12,8 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.proxy.routing.balance import EngineLoad
-from vllm_ascend_pd.proxy.routing.load import Seen, Sent, Snapshot, decode_load, parse_metrics, prefill_load
-from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, Engine, Engines, Full, Gate, Record, Role
+from vllm_ascend_pd.proxy.routing.load import (
+    InFlightLoad,
+    LoadReport,
+    LoadSnapshot,
+    decode_load,
+    parse_metrics,
+    prefill_load,
+)
+from vllm_ascend_pd.proxy.routing.registry import (
+    MAX_ENGINES,
+    EngineRegistry,
+    EngineRole,
+    FailureStreak,
+    HealthGate,
+    RegisteredEngine,
+    TooManyEnginesError,
+)
 
 VLLM_0_32 = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -45,27 +60,27 @@ vllm:cache_config_info{block_size="128",engine="0",num_gpu_blocks="1000",sliding
 @pytest.mark.parametrize(
     ("text", "snapshot"),
     [
-        (VLLM_0_32, Snapshot(7, 2, 600, 1600)),
-        (VLLM_0_23, Snapshot(1, 0, 64_000, 128_000)),
-        ("", Snapshot()),
-        ("python_info 1.0\n", Snapshot()),
-        ("vllm:num_requests_waiting 5\n", Snapshot(waiting=5)),
+        (VLLM_0_32, LoadSnapshot(7, 2, 600, 1600)),
+        (VLLM_0_23, LoadSnapshot(1, 0, 64_000, 128_000)),
+        ("", LoadSnapshot()),
+        ("python_info 1.0\n", LoadSnapshot()),
+        ("vllm:num_requests_waiting 5\n", LoadSnapshot(waiting=5)),
         (
             'vllm:prompt_tokens_total{engine="0"} 5\nvllm:generation_tokens_total{engine="0"} 7\n'
             'vllm:generation_tokens_total{engine="1"} 9\nvllm:prompt_tokens_created{engine="0"} 1.7e9\n',
-            Snapshot(tokens=21),
+            LoadSnapshot(tokens=21),
         ),
-        ("vllm:num_requests_running 1e308\nvllm:num_requests_waiting +Inf\n", Snapshot()),
-        ("vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\n", Snapshot()),
-        ("vllm:kv_cache_usage_perc 0.5\n", Snapshot()),
-        ('vllm:kv_cache_usage_perc 0.5\nvllm:cache_config_info{num_gpu_blocks="None"} 1\n', Snapshot()),
+        ("vllm:num_requests_running 1e308\nvllm:num_requests_waiting +Inf\n", LoadSnapshot()),
+        ("vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\n", LoadSnapshot()),
+        ("vllm:kv_cache_usage_perc 0.5\n", LoadSnapshot()),
+        ('vllm:kv_cache_usage_perc 0.5\nvllm:cache_config_info{num_gpu_blocks="None"} 1\n', LoadSnapshot()),
         (
             'vllm:gpu_cache_usage_perc 7\nvllm:cache_config_info{num_gpu_blocks="2",block_size="8"} 1\n',
-            Snapshot(None, None, 16, 16),
+            LoadSnapshot(None, None, 16, 16),
         ),
     ],
 )
-def test_what_is_missing_is_unknown(text: str, snapshot: Snapshot) -> None:
+def test_what_is_missing_is_unknown(text: str, snapshot: LoadSnapshot) -> None:
     assert parse_metrics(text) == snapshot
 
 
@@ -108,48 +123,50 @@ def test_installed_vllm_has_these_metrics() -> None:
 # --- load -------------------------------------------------------------------------------------------------
 
 numbers = st.integers(0, 10**6)
-sents = st.builds(Sent, numbers, numbers)
-snapshots = st.builds(Snapshot, *[st.none() | numbers] * 4)
+sents = st.builds(InFlightLoad, numbers, numbers)
+snapshots = st.builds(LoadSnapshot, *[st.none() | numbers] * 4)
 
 
 @given(sents, snapshots, sents, numbers)
-def test_load_is_never_less_than_what_was_sent(sent: Sent, snapshot: Snapshot, then: Sent, mean: int) -> None:
+def test_load_is_never_less_than_what_was_sent(
+    sent: InFlightLoad, snapshot: LoadSnapshot, then: InFlightLoad, mean: int
+) -> None:
     for load in (prefill_load, decode_load):
-        engine = load("u", sent, Seen(snapshot, then, 0.0), mean)
+        engine = load("u", sent, LoadReport(snapshot, then, 0.0), mean)
         assert engine.requests >= sent.requests
         assert engine.tokens >= sent.tokens
 
 
 def test_others_requests_count() -> None:
-    seen = Seen(Snapshot(5, 3, kv_tokens=700, capacity=1000), sent=Sent(6, 500), at=0.0)
-    assert prefill_load("u", Sent(1, 40), seen, 100.0) == EngineLoad("u", 3, 240)
-    assert decode_load("u", Sent(7, 600), seen, 100.0) == EngineLoad("u", 9, 800, 1000)
-    assert decode_load("u", Sent(7, 600), None, 100.0) == EngineLoad("u", 7, 600)
+    seen = LoadReport(LoadSnapshot(5, 3, kv_tokens=700, capacity=1000), sent=InFlightLoad(6, 500), at=0.0)
+    assert prefill_load("u", InFlightLoad(1, 40), seen, 100.0) == EngineLoad("u", 3, 240)
+    assert decode_load("u", InFlightLoad(7, 600), seen, 100.0) == EngineLoad("u", 9, 800, 1000)
+    assert decode_load("u", InFlightLoad(7, 600), None, 100.0) == EngineLoad("u", 7, 600)
 
 
 def test_old_snapshots_are_ignored() -> None:
-    engine = Engine(Role.DECODE, "u", Gate(1, 1), Record(1))
+    engine = RegisteredEngine(EngineRole.DECODE, "u", HealthGate(1, 1), FailureStreak(1))
     assert engine.seen(0.0, 3.0) is None
-    engine.note(Snapshot(1), Sent(), 10.0)
+    engine.note(LoadSnapshot(1), InFlightLoad(), 10.0)
     assert engine.seen(13.0, 3.0) is not None
     assert engine.seen(13.1, 3.0) is None
 
 
 def test_an_engine_computes_nothing_while_it_names_the_same_tokens() -> None:
-    engine = Engine(Role.DECODE, "u", Gate(1, 1), Record(1))
+    engine = RegisteredEngine(EngineRole.DECODE, "u", HealthGate(1, 1), FailureStreak(1))
     assert engine.computed_nothing(0.0) == 0.0
     for now, tokens in ((10.0, 5), (20.0, 6), (25.0, 6), (30.0, 6)):
-        engine.note(Snapshot(tokens=tokens), Sent(), now)
+        engine.note(LoadSnapshot(tokens=tokens), InFlightLoad(), now)
     assert engine.computed_nothing(0.0) == 10.0
     assert engine.computed_nothing(27.0) == 3.0
-    engine.note(Snapshot(tokens=1), Sent(), 40.0)  # it was restarted
+    engine.note(LoadSnapshot(tokens=1), InFlightLoad(), 40.0)  # it was restarted
     assert engine.computed_nothing(0.0) == 0.0
 
 
 def test_an_engine_that_names_no_tokens_may_compute() -> None:
-    engine = Engine(Role.DECODE, "u", Gate(1, 1), Record(1))
+    engine = RegisteredEngine(EngineRole.DECODE, "u", HealthGate(1, 1), FailureStreak(1))
     for now in (10.0, 20.0):
-        engine.note(Snapshot(1, 0), Sent(), now)
+        engine.note(LoadSnapshot(1, 0), InFlightLoad(), now)
     assert engine.computed_nothing(0.0) == 0.0
 
 
@@ -158,7 +175,7 @@ def test_an_engine_that_names_no_tokens_may_compute() -> None:
 
 @given(st.integers(1, 4), st.integers(1, 4), st.lists(st.booleans()))
 def test_ejection_and_return(eject_after: int, return_after: int, results: list[bool]) -> None:
-    gate, ejected = Gate(eject_after, return_after), False
+    gate, ejected = HealthGate(eject_after, return_after), False
     for number, good in enumerate(results, 1):
         changed = gate.checked(None if good else "silent")
         last = results[:number]
@@ -172,7 +189,7 @@ def test_ejection_and_return(eject_after: int, return_after: int, results: list[
 
 
 def test_engine_that_comes_later_has_to_be_well_once() -> None:
-    engines, opened = Engines(Role.DECODE, eject_after=2), []
+    engines, opened = EngineRegistry(EngineRole.DECODE, eject_after=2), []
     engines.on_open = opened.append
     first = engines.add("first", "test")
     engines.on_trial = True
@@ -193,7 +210,7 @@ def test_engine_that_comes_later_has_to_be_well_once() -> None:
 
 
 def test_engine_that_fails_all_its_requests_is_passed_over_for_a_while() -> None:
-    record = Record(patience=3)
+    record = FailureStreak(patience=3)
     for now in (0.0, 1.0):
         record.ended(False, now)
         assert not record.bad(now)
@@ -207,7 +224,7 @@ def test_engine_that_fails_all_its_requests_is_passed_over_for_a_while() -> None
 
 
 def test_engines_come_and_go_by_what_their_sources_say() -> None:
-    engines, gone = Engines(Role.PREFILL), []
+    engines, gone = EngineRegistry(EngineRole.PREFILL), []
     engines.on_gone = gone.append
     assert engines.replace("file", ["a", "b"]) == (["a", "b"], [])
     assert engines.replace("dns", ["b", "c"]) == (["c"], [])
@@ -216,16 +233,16 @@ def test_engines_come_and_go_by_what_their_sources_say() -> None:
     assert engines.urls == ("a",)
     assert gone == ["b", "c"]
     [engine] = engines
-    with engine.serving(Sent(1, 100)):
+    with engine.serving(InFlightLoad(1, 100)):
         engines.remove(engine)
         assert not engine.open
-        assert engine.sent == Sent(1, 100)
-    assert engine.sent == Sent()
+        assert engine.sent == InFlightLoad(1, 100)
+    assert engine.sent == InFlightLoad()
     assert engines.add("a", "file") is not engine
 
 
 def test_engines_are_bounded() -> None:
-    engines = Engines(Role.DECODE)
-    with pytest.raises(Full):
+    engines = EngineRegistry(EngineRole.DECODE)
+    with pytest.raises(TooManyEnginesError):
         engines.replace("dns", [str(number) for number in range(MAX_ENGINES + 1)])
     assert len(engines) == MAX_ENGINES

@@ -20,11 +20,11 @@ from vllm_ascend_pd.proxy.http.engine_client import Answer
 from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.tracing import NOT_TRACED
-from vllm_ascend_pd.proxy.rendezvous.exchange import Attempt, Exchange, Exchanges
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
-from vllm_ascend_pd.proxy.rendezvous.retry import Kind
-from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, Ticket, of_attempt
-from vllm_ascend_pd.proxy.routing.engines import Choice, EngineError, EnginePool
+from vllm_ascend_pd.proxy.rendezvous.proxied_request import DecodeAttempt, ProxiedRequest, RequestTable
+from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, TicketHeader, of_attempt
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRanking
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
@@ -38,8 +38,8 @@ class Pool:
         self.breaks_off = anyio.Event()
         self.asked: list[str] = []
 
-    def order(self, *_: object) -> Choice:
-        return Choice(NO_PROMPT, (self.urls,))
+    def order(self, *_: object) -> EngineRanking:
+        return EngineRanking(NO_PROMPT, (self.urls,))
 
     def judge(self, *_: object) -> None:
         pass
@@ -50,11 +50,11 @@ class Pool:
         self.asked.append(url)
         asked.append(url)
         await self.breaks_off.wait()
-        raise EngineError(Kind.LOST, url, "it broke off")
+        raise EngineError(FailureKind.LOST, url, "it broke off")
         yield
 
 
-def ticket_for(attempt: Attempt) -> Request:
+def ticket_for(attempt: DecodeAttempt) -> Request:
     ticket = {"request_id": f"cmpl-{attempt.request_id}-0", "remote_engine_id": "d", "ticket_id": "t"}
     body = [{"type": "http.request", "body": json.dumps(ticket).encode()}]
 
@@ -66,41 +66,41 @@ def ticket_for(attempt: Attempt) -> Request:
     return Request({"type": "http", "method": "POST", "headers": []}, receive)
 
 
-def attempt_ends(_: Exchange, attempt: Attempt) -> None:
+def attempt_ends(_: ProxiedRequest, attempt: DecodeAttempt) -> None:
     attempt.close()
 
 
-def posted_again(_: Exchange, attempt: Attempt) -> None:
+def posted_again(_: ProxiedRequest, attempt: DecodeAttempt) -> None:
     assert attempt.ticket(0, "t", 0, (), 1) is not None
 
 
 @pytest.mark.parametrize("happens", [attempt_ends, posted_again])
-def test_no_other_prefill_for_who_does_not_wait(happens: Callable[[Exchange, Attempt], None]) -> None:
+def test_no_other_prefill_for_who_does_not_wait(happens: Callable[[ProxiedRequest, DecodeAttempt], None]) -> None:
     """But what failed counts."""
-    exchanges, pool, counts = Exchanges(1), Pool(), Counts()
+    request_table, pool, counts = RequestTable(1), Pool(), Counts()
     settings = ProxySettings(prefill=pool.urls, decode=("http://d",), metaserver_url="http://m", prefill_attempts=3)
     metrics = cast(Metrics, SimpleNamespace(ticket_waits=lambda: NOT_TRACED.child("", {})))
-    metaserver = Metaserver(settings, exchanges, cast(EnginePool, pool), counts, metrics)
+    metaserver = Metaserver(settings, request_table, cast(EnginePool, pool), counts, metrics)
 
     async def run() -> None:
         statuses: list[int] = []
 
-        async def post(attempt: Attempt) -> None:
+        async def post(attempt: DecodeAttempt) -> None:
             statuses.append((await metaserver.post_ticket(ticket_for(attempt))).status_code)
 
-        with exchanges.open(NOT_TRACED) as exchange, exchange.attempt(lambda: False) as attempt:
-            exchange.request = parse_client_request(Endpoint.COMPLETIONS, b'{"prompt": "x"}')
+        with request_table.open(NOT_TRACED) as proxied, proxied.attempt(lambda: False) as attempt:
+            proxied.request = parse_client_request(Endpoint.COMPLETIONS, b'{"prompt": "x"}')
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(post, attempt)
                 while not pool.asked:
                     await anyio.sleep(0)
                 await anyio.sleep(0)
                 pool.breaks_off.set()
-                happens(exchange, attempt)
+                happens(proxied, attempt)
             assert len(pool.asked) == 1
             assert statuses == [410]
             assert len(attempt.tickets[0, "t"].failures) == 1
-            assert len(exchange.prefill_failures(0)) == (happens is attempt_ends)
+            assert len(proxied.prefill_failures(0)) == (happens is attempt_ends)
 
     anyio.run(run)
 
@@ -109,6 +109,6 @@ def test_no_other_prefill_for_who_does_not_wait(happens: Callable[[Exchange, Att
 def test_a_ticket_that_cannot_be_read_whole_has_one_attempt(signature: str) -> None:
     fields = {"request_id": "r", "remote_engine_id": "d", "ticket_id": "t", "signature": signature}
     encoded = json.dumps(fields).encode().replace(b"{", b'{"\xff": 1, ')
-    ticket = msgspec.json.decode(encoded, type=Ticket)
+    ticket = msgspec.json.decode(encoded, type=TicketHeader)
     with pytest.raises(NotRepeatableError):
         of_attempt(encoded, ticket, 1, lambda fields, _: fields)

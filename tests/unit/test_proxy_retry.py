@@ -16,19 +16,19 @@ from vllm_ascend_pd.proxy.rendezvous.retry import (
     DECODE_AGAIN,
     PREFILL_AGAIN,
     Failure,
-    Kind,
     engines_to_avoid,
     may_follow,
     summary,
     without,
 )
-from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, Ticket, of_attempt
-from vllm_ascend_pd.proxy.routing.registry import Role
+from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, TicketHeader, of_attempt
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 URLS = ("a", "b", "c")
 
 
-def failure(kind: Kind, url: str = "a", reason: str = "why") -> Failure:
+def failure(kind: FailureKind, url: str = "a", reason: str = "why") -> Failure:
     return Failure(kind, reason, url, Response())
 
 
@@ -36,22 +36,22 @@ def failure(kind: Kind, url: str = "a", reason: str = "why") -> Failure:
 @pytest.mark.parametrize(
     ("urls", "failures", "attempts", "avoid"),
     [
-        ("ab", [failure(Kind.ERROR)], 2, {"a"}),
-        ("ab", [failure(Kind.LOST)], 2, {"a"}),
-        ("ab", [failure(Kind.ERROR)], 1, None),
-        ("ab", [failure(Kind.ERROR), failure(Kind.ERROR, "b")], 2, None),
-        ("ab", [failure(Kind.ERROR), failure(Kind.ERROR, "b")], 5, None),
-        ("ab", [failure(Kind.ERROR), failure(Kind.LOST, "b")], 5, {"a"}),
-        ("ab", [failure(Kind.LOST), failure(Kind.LOST, "b")], 5, set()),
-        ("ab", [failure(Kind.LOST), failure(Kind.ERROR)], 5, {"a"}),
-        ("ab", [failure(Kind.REFUSED)], 2, None),
-        ("ab", [failure(Kind.ERROR), failure(Kind.REFUSED, "b")], 5, None),
-        ("a", [failure(Kind.ERROR)], 2, None),
-        ("a", [failure(Kind.TIMEOUT)], 2, None),
-        ("a", [failure(Kind.UNREACHABLE)], 2, None),
-        ("a", [failure(Kind.LOST)], 2, set()),
-        ("a", [failure(Kind.LOST), failure(Kind.LOST)], 2, None),
-        ("a", [failure(Kind.LOST), failure(Kind.ERROR)], 5, None),
+        ("ab", [failure(FailureKind.ERROR)], 2, {"a"}),
+        ("ab", [failure(FailureKind.LOST)], 2, {"a"}),
+        ("ab", [failure(FailureKind.ERROR)], 1, None),
+        ("ab", [failure(FailureKind.ERROR), failure(FailureKind.ERROR, "b")], 2, None),
+        ("ab", [failure(FailureKind.ERROR), failure(FailureKind.ERROR, "b")], 5, None),
+        ("ab", [failure(FailureKind.ERROR), failure(FailureKind.LOST, "b")], 5, {"a"}),
+        ("ab", [failure(FailureKind.LOST), failure(FailureKind.LOST, "b")], 5, set()),
+        ("ab", [failure(FailureKind.LOST), failure(FailureKind.ERROR)], 5, {"a"}),
+        ("ab", [failure(FailureKind.REFUSED)], 2, None),
+        ("ab", [failure(FailureKind.ERROR), failure(FailureKind.REFUSED, "b")], 5, None),
+        ("a", [failure(FailureKind.ERROR)], 2, None),
+        ("a", [failure(FailureKind.TIMEOUT)], 2, None),
+        ("a", [failure(FailureKind.UNREACHABLE)], 2, None),
+        ("a", [failure(FailureKind.LOST)], 2, set()),
+        ("a", [failure(FailureKind.LOST), failure(FailureKind.LOST)], 2, None),
+        ("a", [failure(FailureKind.LOST), failure(FailureKind.ERROR)], 5, None),
     ],
 )
 def test_who_is_asked_next(urls, failures, attempts, avoid, again) -> None:
@@ -64,31 +64,31 @@ def test_who_is_asked_next(urls, failures, attempts, avoid, again) -> None:
         ("a", [], 2, True),
         ("a", [], 1, False),
         ("", [], 2, False),
-        ("a", [failure(Kind.TRANSFER)], 3, True),
-        ("a", [failure(Kind.TRANSFER)], 2, False),
-        ("a", [failure(Kind.ERROR)], 3, False),
-        ("ab", [failure(Kind.ERROR)], 3, True),
+        ("a", [failure(FailureKind.TRANSFER)], 3, True),
+        ("a", [failure(FailureKind.TRANSFER)], 2, False),
+        ("a", [failure(FailureKind.ERROR)], 3, False),
+        ("ab", [failure(FailureKind.ERROR)], 3, True),
     ],
 )
 def test_whether_another_attempt_may_follow(urls, failures, attempts, follows) -> None:
     assert may_follow(urls, failures, attempts, DECODE_AGAIN) is follows
     # As it turns out.
-    failures = [*failures, failure(Kind.TRANSFER, urls[-1:])]
+    failures = [*failures, failure(FailureKind.TRANSFER, urls[-1:])]
     assert (engines_to_avoid(urls, failures, attempts, DECODE_AGAIN) is not None) is follows
 
 
 def test_decode_is_not_at_fault_when_no_kv_came() -> None:
-    assert engines_to_avoid("a", [failure(Kind.TRANSFER)], 2, DECODE_AGAIN) == set()
-    assert engines_to_avoid("a", [failure(Kind.TRANSFER)], 2, PREFILL_AGAIN) is None
-    assert engines_to_avoid("a", [failure(Kind.PREFILL)], 2, DECODE_AGAIN) is None
+    assert engines_to_avoid("a", [failure(FailureKind.TRANSFER)], 2, DECODE_AGAIN) == set()
+    assert engines_to_avoid("a", [failure(FailureKind.TRANSFER)], 2, PREFILL_AGAIN) is None
+    assert engines_to_avoid("a", [failure(FailureKind.PREFILL)], 2, DECODE_AGAIN) is None
 
 
 @given(
     st.lists(st.sampled_from(URLS), min_size=1, unique=True),
-    st.lists(st.tuples(st.sampled_from(Kind), st.sampled_from(URLS)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.sampled_from(FailureKind), st.sampled_from(URLS)), min_size=1, max_size=6),
     st.integers(1, 6),
 )
-def test_some_engine_is_always_left(urls: list[str], failed: list[tuple[Kind, str]], attempts: int) -> None:
+def test_some_engine_is_always_left(urls: list[str], failed: list[tuple[FailureKind, str]], attempts: int) -> None:
     failures = [failure(kind, url) for kind, url in failed]
     avoid = engines_to_avoid(urls, failures, attempts, DECODE_AGAIN)
     if avoid is not None:
@@ -103,15 +103,18 @@ def test_engines_that_failed_before_are_asked_only_if_there_is_no_other() -> Non
 
 
 def test_summary() -> None:
-    assert summary([failure(Kind.ERROR, reason="x")]) == "x"
-    assert summary([failure(Kind.ERROR, reason="x"), failure(Kind.LOST, reason="y")]) == "attempt 1: x; attempt 2: y"
+    assert summary([failure(FailureKind.ERROR, reason="x")]) == "x"
+    assert (
+        summary([failure(FailureKind.ERROR, reason="x"), failure(FailureKind.LOST, reason="y")])
+        == "attempt 1: x; attempt 2: y"
+    )
 
 
 def test_counts() -> None:
     counts = Counts()
-    counts.failed(Role.PREFILL, failure(Kind.LOST), "id")
-    counts.failed(Role.PREFILL, failure(Kind.LOST), "id")
-    counts.retried(Role.PREFILL)
+    counts.failed(EngineRole.PREFILL, failure(FailureKind.LOST), "id")
+    counts.failed(EngineRole.PREFILL, failure(FailureKind.LOST), "id")
+    counts.retried(EngineRole.PREFILL)
     assert counts.shown() == {
         "retries": {"prefill": 1, "decode": 0},
         "failures": {"prefill": {"connection lost": 2}, "decode": {}},
@@ -200,7 +203,7 @@ def test_what_is_longer_than_an_event_may_be_passes() -> None:
 
 # --- tickets ----------------------------------------------------------------------------------------------
 
-TICKET = Ticket(request_id="r", remote_engine_id="d", ticket_id="t")
+TICKET = TicketHeader(request_id="r", remote_engine_id="d", ticket_id="t")
 
 
 def test_another_attempt_is_the_same_ticket_byte_for_byte() -> None:
@@ -210,7 +213,7 @@ def test_another_attempt_is_the_same_ticket_byte_for_byte() -> None:
 
 
 def test_signed_ticket_is_signed_again_or_not_repeated() -> None:
-    signed = Ticket(request_id="r", remote_engine_id="d", ticket_id="t", signature="s")
+    signed = TicketHeader(request_id="r", remote_engine_id="d", ticket_id="t", signature="s")
     encoded = b'{"ticket_id":"t","signature":"s"}'
 
     def sign(params: dict[str, Any], attempt: int) -> dict[str, Any]:
@@ -229,4 +232,4 @@ def test_signed_ticket_is_signed_again_or_not_repeated() -> None:
 
 def test_ticket_of_another_connector_is_not_repeated() -> None:
     with pytest.raises(NotRepeatableError, match="no ticket_id"):
-        of_attempt(b"{}", Ticket(request_id="r", remote_engine_id="d"), 1, None)
+        of_attempt(b"{}", TicketHeader(request_id="r", remote_engine_id="d"), 1, None)

@@ -14,12 +14,13 @@ from vllm_ascend_pd.proxy.operate.counts import MAX_RECENT, Counts
 from vllm_ascend_pd.proxy.operate.metrics import EngineStates, Metrics
 from vllm_ascend_pd.proxy.operate.status import State, Status, Verdict, snapshot
 from vllm_ascend_pd.proxy.operate.tracing import NOT_TRACED
-from vllm_ascend_pd.proxy.rendezvous.exchange import Exchanges, Phase
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure, Kind
-from vllm_ascend_pd.proxy.routing.engines import EnginePool
-from vllm_ascend_pd.proxy.routing.load import Sent, Snapshot
-from vllm_ascend_pd.proxy.routing.registry import Engines, Role
-from vllm_ascend_pd.proxy.routing.seats import Seats
+from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestPhase, RequestTable
+from vllm_ascend_pd.proxy.rendezvous.retry import Failure
+from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
+from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadSnapshot
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole
 
 NOW, WALL = 1000.0, 1.8e9
 FRESH_SECONDS = 5.0
@@ -33,29 +34,31 @@ class Proxy:
     """All that a snapshot is made of: a prefill and a decode engine, each checked once and well."""
 
     def __init__(self, limit: int | None = None) -> None:
-        self.prefill, self.decode = (self._pool(role, limit) for role in Role)
-        self.exchanges = Exchanges(limit=8)
+        self.prefill, self.decode = (self._pool(role, limit) for role in EngineRole)
+        self.request_table = RequestTable(limit=8)
         self.counts = Counts()
-        self.metrics = Metrics(self.exchanges, self.counts, (self.prefill, self.decode), no_states)
+        self.metrics = Metrics(self.request_table, self.counts, (self.prefill, self.decode), no_states)
         self.problems: list[str] = []
         self.p, self.d = self.prefill.engines.add("http://p:1", "test"), self.decode.engines.add("http://d:1", "test")
         for engine in (self.p, self.d):
             engine.gate.checked(None)
 
     @staticmethod
-    def _pool(role: Role, limit: int | None) -> EnginePool:
-        engines = Engines(role, eject_after=2, return_after=2)
+    def _pool(role: EngineRole, limit: int | None) -> EnginePool:
+        engines = EngineRegistry(role, eject_after=2, return_after=2)
         timeouts = {"connect_timeout": 1.0, "read_timeout": 1.0, "fresh_for": FRESH_SECONDS}
-        return EnginePool(engines, "least-load", Seats(limit, 4, 1.0), max_connections=1, **timeouts)
+        return EnginePool(engines, "least-load", ConcurrencyLimiter(limit, 4, 1.0), max_connections=1, **timeouts)
 
-    def fail(self, role: Role, kind: Kind = Kind.LOST, reason: str = "why", unquoted: str | None = None) -> None:
-        url = (self.p if role is Role.PREFILL else self.d).url
+    def fail(
+        self, role: EngineRole, kind: FailureKind = FailureKind.LOST, reason: str = "why", unquoted: str | None = None
+    ) -> None:
+        url = (self.p if role is EngineRole.PREFILL else self.d).url
         self.counts.failed(role, Failure(kind, reason, url, Response(), unquoted), "0123456789abcdef")
 
     def status(self, now: float = NOW) -> Status:
         return snapshot(
             (self.prefill, self.decode),
-            self.exchanges,
+            self.request_table,
             self.counts,
             self.metrics,
             self.problems,
@@ -83,7 +86,7 @@ def test_idle_proxy() -> None:
         "in_flight": 0,
         "limit": 8,
         "waiting": 0,
-        "phases": {phase.value: 0 for phase in Phase},
+        "phases": {phase.value: 0 for phase in RequestPhase},
     }
     assert shown["latency"] == {
         "window_seconds": 600.0,
@@ -112,14 +115,14 @@ def test_idle_proxy() -> None:
 
 def test_load_is_what_requests_are_given_by() -> None:
     proxy = Proxy(limit=3)
-    proxy.d.note(Snapshot(running=4, waiting=1, kv_tokens=700, capacity=1000), Sent(), now=NOW)
+    proxy.d.note(LoadSnapshot(running=4, waiting=1, kv_tokens=700, capacity=1000), InFlightLoad(), now=NOW)
 
     async def run() -> None:
         with ExitStack() as held:
             for _ in range(2):
-                assert await proxy.decode.seats.take([proxy.d]) is proxy.d
-                held.enter_context(proxy.decode.seats.held(proxy.d))
-            held.enter_context(proxy.d.serving(Sent(requests=2, tokens=50)))
+                assert await proxy.decode.limiter.acquire([proxy.d]) is proxy.d
+                held.enter_context(proxy.decode.limiter.releasing(proxy.d))
+            held.enter_context(proxy.d.serving(InFlightLoad(requests=2, tokens=50)))
             role = proxy.status().roles[1]
             [engine] = role.engines
             assert (role.seats_per_engine, role.waiting) == (3, 0)
@@ -137,10 +140,10 @@ def test_who_waits_for_a_place_is_counted() -> None:
     proxy = Proxy(limit=1)
 
     async def run() -> None:
-        assert await proxy.prefill.seats.take([proxy.p]) is proxy.p
+        assert await proxy.prefill.limiter.acquire([proxy.p]) is proxy.p
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(proxy.prefill.seats.take, [proxy.p])
-            while not proxy.prefill.seats.waiting:
+            tasks.start_soon(proxy.prefill.limiter.acquire, [proxy.p])
+            while not proxy.prefill.limiter.waiting:
                 await anyio.sleep(0)
             assert [role.waiting for role in proxy.status().roles] == [1, 0]
             tasks.cancel_scope.cancel()
@@ -208,13 +211,13 @@ def test_engine_that_has_not_been_well_yet_is_unknown() -> None:
 def test_failures_are_the_last_ones_newest_first() -> None:
     proxy = Proxy()
     for number in range(MAX_RECENT + 5):
-        proxy.fail(Role.PREFILL, Kind.TIMEOUT, reason=f"reason {number}")
-    proxy.fail(Role.DECODE, Kind.TRANSFER, reason="no grant\nin time " + "x" * 1000)
-    proxy.counts.retried(Role.DECODE)
+        proxy.fail(EngineRole.PREFILL, FailureKind.TIMEOUT, reason=f"reason {number}")
+    proxy.fail(EngineRole.DECODE, FailureKind.TRANSFER, reason="no grant\nin time " + "x" * 1000)
+    proxy.counts.retried(EngineRole.DECODE)
     status = proxy.status()
     assert [failure.number for failure in status.failures] == list(range(MAX_RECENT + 6, 6, -1))
     first, second = status.failures[:2]
-    assert (first.role, first.engine, first.kind) == (Role.DECODE, "http://d:1", Kind.TRANSFER)
+    assert (first.role, first.engine, first.kind) == (EngineRole.DECODE, "http://d:1", FailureKind.TRANSFER)
     assert first.reason.startswith("no grant in time xxx")
     assert len(first.reason) < 310
     assert second.reason == f"reason {MAX_RECENT + 4}"
@@ -223,7 +226,7 @@ def test_failures_are_the_last_ones_newest_first() -> None:
 
 def test_what_a_client_may_have_sent_is_not_shown() -> None:
     proxy = Proxy()
-    proxy.fail(Role.DECODE, Kind.ERROR, reason='HTTP 500: "my prompt" is bad', unquoted="HTTP 500")
+    proxy.fail(EngineRole.DECODE, FailureKind.ERROR, reason='HTTP 500: "my prompt" is bad', unquoted="HTTP 500")
     text = msgspec.json.encode(proxy.status())
     assert b"HTTP 500" in text
     assert b"prompt is bad" not in text
@@ -232,29 +235,32 @@ def test_what_a_client_may_have_sent_is_not_shown() -> None:
 
 
 def test_phases_of_a_request() -> None:
-    exchanges = Exchanges(limit=8)
+    request_table = RequestTable(limit=8)
 
-    def only(phase: Phase) -> bool:
-        phases = exchanges.phases()
-        return phases == {each: int(each is phase) for each in Phase} and sum(phases.values()) == exchanges.in_flight
+    def only(phase: RequestPhase) -> bool:
+        phases = request_table.phases()
+        return (
+            phases == {each: int(each is phase) for each in RequestPhase}
+            and sum(phases.values()) == request_table.in_flight
+        )
 
     async def run() -> None:
-        with exchanges.open(NOT_TRACED) as exchange:
-            assert only(Phase.ARRIVING)
-            with exchange.attempt(lambda: True) as attempt:
-                assert only(Phase.QUEUED)
+        with request_table.open(NOT_TRACED) as proxied:
+            assert only(RequestPhase.ARRIVING)
+            with proxied.attempt(lambda: True) as attempt:
+                assert only(RequestPhase.QUEUED)
                 attempt.engines.append("http://d:1")
-                assert only(Phase.DECODE)
+                assert only(RequestPhase.DECODE)
                 with attempt.prefill():
-                    assert only(Phase.PREFILL)
+                    assert only(RequestPhase.PREFILL)
                 attempt.prefilled_at = NOW
-                assert only(Phase.TRANSFER)
+                assert only(RequestPhase.TRANSFER)
                 with attempt.prefill():
-                    assert only(Phase.PREFILL), "the next prompt's"
+                    assert only(RequestPhase.PREFILL), "the next prompt's"
                 attempt.answering = True
-                assert only(Phase.ANSWERING)
-            with exchange.attempt(lambda: False):
-                assert only(Phase.QUEUED), "made anew"
-        assert sum(exchanges.phases().values()) == exchanges.in_flight == 0
+                assert only(RequestPhase.ANSWERING)
+            with proxied.attempt(lambda: False):
+                assert only(RequestPhase.QUEUED), "made anew"
+        assert sum(request_table.phases().values()) == request_table.in_flight == 0
 
     anyio.run(run)

@@ -24,13 +24,13 @@ from vllm_ascend_pd.proxy.routing.balance import (
     decode_costs,
     prefill_costs,
 )
-from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT, Prompt, prompt_of, prompts_of
+from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT, PromptEstimate, prompt_of, prompts_of
 
 COSTS = pytest.mark.parametrize("costs", [prefill_costs, decode_costs])
 ROOM = 100_000
 
 keys = st.lists(st.integers(0, 5), max_size=6).map(tuple)
-prompts = st.builds(Prompt, st.integers(0, 10_000), keys, st.sampled_from([0.0, 128.0]), st.integers(0, 4))
+prompts = st.builds(PromptEstimate, st.integers(0, 10_000), keys, st.sampled_from([0.0, 128.0]), st.integers(0, 4))
 loads = st.lists(
     st.builds(
         EngineLoad,
@@ -52,7 +52,7 @@ loads = st.lists(
 @settings(max_examples=40)
 @given(st.lists(st.tuples(prompts, loads), min_size=1, max_size=5))
 def test_each_engine_comes_exactly_once(
-    name: str, costs: Costs, requests: list[tuple[Prompt, list[EngineLoad]]]
+    name: str, costs: Costs, requests: list[tuple[PromptEstimate, list[EngineLoad]]]
 ) -> None:
     strategy = STRATEGIES[name](costs)
     for each, engines in requests:
@@ -64,7 +64,7 @@ def test_each_engine_comes_exactly_once(
 
 @COSTS
 @given(prompts, loads)
-def test_who_has_less_of_everything_comes_first(costs: Costs, each: Prompt, engines: list[EngineLoad]) -> None:
+def test_who_has_less_of_everything_comes_first(costs: Costs, each: PromptEstimate, engines: list[EngineLoad]) -> None:
     engines = [engine._replace(capacity=ROOM) for engine in engines]
     place = {url: number for number, url in enumerate(LeastLoad(costs).order(each, engines))}
     for one in engines:
@@ -74,7 +74,7 @@ def test_who_has_less_of_everything_comes_first(costs: Costs, each: Prompt, engi
 
 
 @given(prompts, st.integers(0, 5000), st.integers(0, 5000))
-def test_affinity_ends_where_waiting_costs_more(each: Prompt, here: int, there: int) -> None:
+def test_affinity_ends_where_waiting_costs_more(each: PromptEstimate, here: int, there: int) -> None:
     """The engine that has the prefix is asked just if that leaves less to compute before the prompt's KV is there."""
     strategy = PrefixAffinity(prefill_costs)
     strategy.sent(each, "here")
@@ -117,26 +117,26 @@ def test_prefixes_that_are_remembered_are_bounded() -> None:
 def test_decode_goes_where_the_kv_fits() -> None:
     full = EngineLoad("full", requests=1, tokens=900, capacity=1000)
     busy = EngineLoad("busy", requests=50, tokens=9_000, capacity=10_000)
-    assert LeastLoad(decode_costs).order(Prompt(200), [full, busy]) == ["busy", "full"]
-    assert LeastLoad(decode_costs).order(Prompt(50), [full, busy]) == ["full", "busy"]
+    assert LeastLoad(decode_costs).order(PromptEstimate(200), [full, busy]) == ["busy", "full"]
+    assert LeastLoad(decode_costs).order(PromptEstimate(50), [full, busy]) == ["full", "busy"]
 
 
 # --- what they are worth ----------------------------------------------------------------------------------
 
 
-def long_and_short(chance: random.Random) -> tuple[Prompt, int]:
+def long_and_short(chance: random.Random) -> tuple[PromptEstimate, int]:
     """One prompt in 16 is 30 times as long."""
     blocks = 128 if chance.random() < 1 / 16 else chance.randint(1, 8)
     return prompt(blocks * BLOCK, unique=chance.getrandbits(60)), 0
 
 
-def few_prefixes(chance: random.Random) -> tuple[Prompt, int]:
+def few_prefixes(chance: random.Random) -> tuple[PromptEstimate, int]:
     """Some of 40 long prefixes are asked for most of the time."""
     group = min(int(chance.paretovariate(0.8)), 40)
     return prompt(4096 + chance.randint(1, 4) * BLOCK, 4096, group, chance.getrandbits(60)), 0
 
 
-def long_and_short_answers(chance: random.Random) -> tuple[Prompt, int]:
+def long_and_short_answers(chance: random.Random) -> tuple[PromptEstimate, int]:
     """One request in ten has a long prompt and a long answer."""
     if chance.random() < 0.1:
         return prompt(chance.randint(100, 200) * BLOCK, unique=chance.getrandbits(60)), chance.randint(100, 800)
@@ -173,18 +173,18 @@ def test_long_answers_among_short_ones(name: str, rooms: tuple[int, ...]) -> Non
 # --- what is known of a prompt ----------------------------------------------------------------------------
 
 
-def chat(*turns: str, **fields: object) -> Prompt:
+def chat(*turns: str, **fields: object) -> PromptEstimate:
     messages = [{"role": "user", "content": turn} for turn in turns]
     body = json.dumps({"model": "m", "messages": messages, **fields}).encode()
     return prompts_of(parse_client_request(Endpoint.CHAT, body))
 
 
-def completion(given: object, **fields: object) -> Prompt:
+def completion(given: object, **fields: object) -> PromptEstimate:
     body = json.dumps({"model": "m", "prompt": given, **fields}).encode()
     return prompts_of(parse_client_request(Endpoint.COMPLETIONS, body))
 
 
-def shared(one: Prompt, other: Prompt) -> int:
+def shared(one: PromptEstimate, other: PromptEstimate) -> int:
     return next((i for i, (a, b) in enumerate(zip(one.keys, other.keys, strict=False)) if a != b), len(one.keys))
 
 
@@ -200,7 +200,7 @@ def shared(one: Prompt, other: Prompt) -> int:
         (chat("x" * 970, tools=["y" * 396]), 350, 1, 1),
     ],
 )
-def test_size_of_a_prompt(each: Prompt, tokens: int, sequences: int, blocks: int) -> None:
+def test_size_of_a_prompt(each: PromptEstimate, tokens: int, sequences: int, blocks: int) -> None:
     assert (each.tokens, each.sequences, len(each.keys)) == (tokens, sequences, blocks)
     assert 0 <= each.new_tokens(len(each.keys)) <= each.tokens
 

@@ -2,7 +2,7 @@
 """OpenAI-compatible front door for prefill and decode engines, and the metaserver that takes D's tickets.
 
 One request, file by file: `forward` takes the client's request (`bodies` parses it) and opens it on a decode
-engine (`engines`); `metaserver` takes that engine's tickets, finds the waiting request in `exchange`, and
+engine (`engines`); `metaserver` takes that engine's tickets, finds the waiting request in `request_table`, and
 runs each ticket's prefill; `forward` streams the decode engine's answer back. What failed on the way is tried again
 elsewhere (`retry`) as long as the client has got nothing (`events`), and counted (`counts`). `tracing` says what of
 this becomes a span, `otel` sends it.

@@ -32,16 +32,16 @@ from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.status import Status, snapshot
 from vllm_ascend_pd.proxy.operate.status_page import StatusPage
 from vllm_ascend_pd.proxy.operate.tracing import start_tracing
-from vllm_ascend_pd.proxy.rendezvous.exchange import Exchanges
 from vllm_ascend_pd.proxy.rendezvous.forward import Forward
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
-from vllm_ascend_pd.proxy.routing.checks import Checks
+from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestTable
+from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
 from vllm_ascend_pd.proxy.routing.discovery import Discovery
-from vllm_ascend_pd.proxy.routing.engines import EnginePool
+from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.engines_file import EnginesFile
-from vllm_ascend_pd.proxy.routing.registry import Engines, Role
-from vllm_ascend_pd.proxy.routing.seats import Seats
-from vllm_ascend_pd.proxy.routing.watch import Watch
+from vllm_ascend_pd.proxy.routing.health_checks import HealthChecks
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole
+from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 # A request with several prompts or several samples (n) has several prefills. Beyond this many per request, on
@@ -52,16 +52,16 @@ _MISSED_CHECKS = 3
 
 
 def create_app(settings: ProxySettings) -> Starlette:
-    """`app.state.exchanges.shut_down()` ends all requests; the server calls it when it is told to stop.
+    """`app.state.request_table.shut_down()` ends all requests; the server calls it when it is told to stop.
     `app.state.metaserver` is the application of the metaserver's own port, if it has one. `app.state.ended` is set when
     the proxy's background tasks have ended: without being told to when one of them failed, which uvicorn logs."""
 
-    def pool(role: Role, requests: int, per_engine: int | None, timeout: float) -> EnginePool:
-        engines = Engines(role, eject_after=settings.eject_after, return_after=settings.return_after)
+    def pool(role: EngineRole, requests: int, per_engine: int | None, timeout: float) -> EnginePool:
+        engines = EngineRegistry(role, eject_after=settings.eject_after, return_after=settings.return_after)
         return EnginePool(
             engines,
             settings.strategy,
-            Seats(per_engine, settings.queue_per_engine, settings.queue_timeout),
+            ConcurrencyLimiter(per_engine, settings.queue_per_engine, settings.queue_timeout),
             max_connections=requests,
             connect_timeout=settings.connect_timeout,
             read_timeout=timeout,
@@ -69,15 +69,15 @@ def create_app(settings: ProxySettings) -> Starlette:
         )
 
     prefills = settings.max_concurrent * _PREFILLS_PER_REQUEST
-    prefill = pool(Role.PREFILL, prefills, settings.max_per_prefill, settings.silence_timeout)
-    decode = pool(Role.DECODE, settings.max_concurrent, settings.max_per_decode, settings.silence_timeout)
-    watch = Watch(
+    prefill = pool(EngineRole.PREFILL, prefills, settings.max_per_prefill, settings.silence_timeout)
+    decode = pool(EngineRole.DECODE, settings.max_concurrent, settings.max_per_decode, settings.silence_timeout)
+    watch = StallWatch(
         decode,
         probe_timeout=settings.probe_timeout,
         stall_timeout=settings.read_timeout,
         quiet=settings.probe_timeout,
     )
-    checks = Checks(
+    checks = HealthChecks(
         (prefill.engines, decode.engines), interval=settings.check_interval, timeout=settings.health_timeout
     )
     discovery = Discovery({pool.role: pool.engines for pool in (prefill, decode)}, settings.dns_interval)
@@ -85,7 +85,7 @@ def create_app(settings: ProxySettings) -> Starlette:
     file = None
     if settings.engines_file is not None:
         file = EnginesFile(settings.engines_file, partial(discovery.listed, "the engines file"))
-    exchanges = Exchanges(settings.max_concurrent, settings.max_waiting, settings.queue_timeout)
+    request_table = RequestTable(settings.max_concurrent, settings.max_waiting, settings.queue_timeout)
     counts = Counts()
 
     def problems() -> list[str]:
@@ -93,12 +93,12 @@ def create_app(settings: ProxySettings) -> Starlette:
         return of_lists if file is None or file.problem is None else [*of_lists, file.problem]
 
     health = Health((prefill, decode), counts, problems, settings.health_timeout)
-    metrics = Metrics(exchanges, counts, (prefill, decode), health.states)
+    metrics = Metrics(request_table, counts, (prefill, decode), health.states)
     tracing = start_tracing(settings.otlp_traces_endpoint)
     forward = partial(
         Forward,
         settings=settings,
-        exchanges=exchanges,
+        request_table=request_table,
         decode=decode,
         watch=watch,
         counts=counts,
@@ -107,14 +107,14 @@ def create_app(settings: ProxySettings) -> Starlette:
     )
     secret = settings.ticket_secret()
     sign = None if secret is None else lambda ticket, attempt: resigned(ticket, secret, attempt)
-    metaserver = Metaserver(settings, exchanges, prefill, counts, metrics, sign)
+    metaserver = Metaserver(settings, request_table, prefill, counts, metrics, sign)
     token = settings.admin_token()
-    admin = [] if token is None else Admin((prefill, decode), exchanges, token).routes()
+    admin = [] if token is None else Admin((prefill, decode), request_table, token).routes()
 
     def status() -> Status:
         return snapshot(
             (prefill, decode),
-            exchanges,
+            request_table,
             counts,
             metrics,
             problems(),
@@ -144,7 +144,7 @@ def create_app(settings: ProxySettings) -> Starlette:
                 tasks.cancel_scope.cancel()
         finally:
             ended.set()
-            exchanges.shut_down()
+            request_table.shut_down()
             await prefill.aclose()
             await decode.aclose()
             await anyio.to_thread.run_sync(tracing.close)
@@ -171,7 +171,7 @@ def create_app(settings: ProxySettings) -> Starlette:
         exception_handlers={HTTPException: _http_error},
         lifespan=lifespan,
     )
-    app.state.exchanges = exchanges
+    app.state.request_table = request_table
     app.state.ended = ended
     if settings.metaserver_apart:
         app.state.metaserver = Starlette(routes=for_decode, exception_handlers={HTTPException: _http_error})

@@ -89,7 +89,7 @@ def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.s
         await asyncio.wait([*running, *ends], return_when=asyncio.FIRST_COMPLETED)
         if not told.is_set():
             log.error("the proxy ends: it could not start, or a background task of its own failed")
-        app.state.exchanges.shut_down()
+        app.state.request_table.shut_down()
         for server, _ in servers:
             server.should_exit = True
         ended = await asyncio.gather(*running, return_exceptions=True)

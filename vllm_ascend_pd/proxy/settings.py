@@ -14,7 +14,7 @@ from vllm_ascend_pd.proxy.operate.tracing import check_tracing
 from vllm_ascend_pd.proxy.routing.addresses import check_engine_urls, is_http
 from vllm_ascend_pd.proxy.routing.balance import DEFAULT_STRATEGY, STRATEGIES
 from vllm_ascend_pd.proxy.routing.engines_file import read_engines
-from vllm_ascend_pd.proxy.routing.registry import Role
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
 from vllm_ascend_pd.transport.secret_files import read_text_secret, read_ticket_secret
 
 MIB = 1024 * 1024
@@ -177,11 +177,11 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
         if scheme == "https" and not self.metaserver_url.startswith("https://"):
             raise ValueError(f"the metaserver URL {self.metaserver_url!r} must begin with https://: it is behind TLS")
 
-    def engines(self) -> dict[Role, tuple[str, ...]]:
+    def engines(self) -> dict[EngineRole, tuple[str, ...]]:
         """Those that the command line lists."""
-        lists = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        lists = {EngineRole.PREFILL: self.prefill, EngineRole.DECODE: self.decode}
         engines = {role: check_engine_urls(role.value, urls) for role, urls in lists.items()}
-        if both := sorted({*engines[Role.PREFILL]} & {*engines[Role.DECODE]}):
+        if both := sorted({*engines[EngineRole.PREFILL]} & {*engines[EngineRole.DECODE]}):
             raise ValueError(f"{both[0]} is given as a prefill and as a decode engine")
         return engines
 

@@ -18,10 +18,10 @@ from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.proxy.http.bearer import BearerToken, guarded
 from vllm_ascend_pd.proxy.http.errors import RequestRefused
 from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
-from vllm_ascend_pd.proxy.rendezvous.exchange import Exchanges
+from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestTable
 from vllm_ascend_pd.proxy.routing.addresses import check_engine_url
-from vllm_ascend_pd.proxy.routing.engines import EnginePool
-from vllm_ascend_pd.proxy.routing.registry import Engine, Engines, Full, Role
+from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole, RegisteredEngine, TooManyEnginesError
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +33,14 @@ _BODY_SECONDS = 20.0
 
 
 class _NewEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    role: Role
+    role: EngineRole
     url: str
 
 
 class Admin:
-    def __init__(self, pools: tuple[EnginePool, ...], exchanges: Exchanges, token: str) -> None:
-        self._pools: Mapping[Role, EnginePool] = {pool.role: pool for pool in pools}
-        self._exchanges = exchanges
+    def __init__(self, pools: tuple[EnginePool, ...], request_table: RequestTable, token: str) -> None:
+        self._pools: Mapping[EngineRole, EnginePool] = {pool.role: pool for pool in pools}
+        self._request_table = request_table
         self._token = BearerToken(token)
 
     def routes(self) -> list[BaseRoute]:
@@ -57,14 +57,14 @@ class Admin:
         return JSONResponse(
             {
                 "engines": [self._shown(each) for pool in self._pools.values() for each in pool.engines],
-                "waiting": {role.value: pool.seats.waiting for role, pool in self._pools.items()},
+                "waiting": {role.value: pool.limiter.waiting for role, pool in self._pools.items()},
             }
         )
 
     async def add(self, request: Request) -> Response:
         """`{"role": "prefill", "url": "http://..."}`: 201 and the engine; 400; 409 if it is there, or too many are."""
         try:
-            with self._exchanges.until_shut_down(), anyio.fail_after(_BODY_SECONDS):
+            with self._request_table.until_shut_down(), anyio.fail_after(_BODY_SECONDS):
                 body = await read_all(request.stream(), _MAX_BODY_BYTES)
             new = msgspec.json.decode(body, type=_NewEngine)
             url = check_engine_url(new.role.value, new.url, ("http", "https"))
@@ -79,7 +79,7 @@ class Admin:
             raise RequestRefused(HTTPStatus.CONFLICT, f"{new.role.value} engine {url} is there already")
         try:
             engine = engines.add(url, ADMIN)
-        except Full as full:
+        except TooManyEnginesError as full:
             raise RequestRefused(HTTPStatus.CONFLICT, str(full)) from None
         log.info("%s engine %s: added by %s", engine.role.value, url, ADMIN)
         return JSONResponse(self._shown(engine), status_code=HTTPStatus.CREATED)
@@ -111,14 +111,14 @@ class Admin:
         log.info("%s engine %s: removed by %s", engine.role.value, engine.url, ADMIN)
         return JSONResponse(shown)
 
-    def _find(self, request: Request) -> tuple[Engines, Engine]:
+    def _find(self, request: Request) -> tuple[EngineRegistry, RegisteredEngine]:
         for pool in self._pools.values():
             engine = pool.engines.by_id(request.path_params["id"])
             if engine is not None:
                 return pool.engines, engine
         raise RequestRefused(HTTPStatus.NOT_FOUND, "no engine has this id")
 
-    def _shown(self, engine: Engine) -> dict[str, object]:
+    def _shown(self, engine: RegisteredEngine) -> dict[str, object]:
         load = self._pools[engine.role].load(engine, time.monotonic())
         return {
             "id": engine.id,
@@ -132,7 +132,7 @@ class Admin:
         }
 
 
-def _state(engine: Engine) -> str:
+def _state(engine: RegisteredEngine) -> str:
     if engine.draining:
         return "draining"
     if engine.gate.ejected:

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure, Kind
-from vllm_ascend_pd.proxy.routing.registry import Role
+from vllm_ascend_pd.proxy.rendezvous.retry import Failure
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 MAX_RECENT = 50
 _MAX_REASON_CHARS = 300
@@ -26,10 +27,10 @@ class RecentFailure(msgspec.Struct, frozen=True):
     """Of all failures, from 1 on."""
     at: float
     """Seconds since 1970."""
-    role: Role
+    role: EngineRole
     engine: str
     """Its URL; empty: none was asked."""
-    kind: Kind
+    kind: FailureKind
     reason: str
     request: str
     """How the attempt's request id begins."""
@@ -37,12 +38,12 @@ class RecentFailure(msgspec.Struct, frozen=True):
 
 class Counts:
     def __init__(self) -> None:
-        self._retries: Counter[Role] = Counter()
-        self._failures: dict[Role, Counter[Kind]] = {role: Counter() for role in Role}
+        self._retries: Counter[EngineRole] = Counter()
+        self._failures: dict[EngineRole, Counter[FailureKind]] = {role: Counter() for role in EngineRole}
         self._recent: deque[RecentFailure] = deque(maxlen=MAX_RECENT)
         self._number = 0
 
-    def failed(self, role: Role, failure: Failure, request_id: str) -> None:
+    def failed(self, role: EngineRole, failure: Failure, request_id: str) -> None:
         """An attempt at an engine of `role` failed."""
         self._failures[role][failure.kind] += 1
         self._number += 1
@@ -58,13 +59,13 @@ class Counts:
             )
         )
 
-    def retried(self, role: Role) -> None:
+    def retried(self, role: EngineRole) -> None:
         self._retries[role] += 1
 
-    def retries(self) -> Mapping[Role, int]:
+    def retries(self) -> Mapping[EngineRole, int]:
         return self._retries
 
-    def failures(self) -> Mapping[Role, Mapping[Kind, int]]:
+    def failures(self) -> Mapping[EngineRole, Mapping[FailureKind, int]]:
         return self._failures
 
     def recent(self) -> Sequence[RecentFailure]:
@@ -74,7 +75,7 @@ class Counts:
     def shown(self) -> dict[str, dict[str, object]]:
         """`{"retries": {"prefill": 1, ...}, "failures": {"prefill": {"timeout": 1}, ...}}`"""
         return {
-            "retries": {role.value: self._retries[role] for role in Role},
+            "retries": {role.value: self._retries[role] for role in EngineRole},
             "failures": {
                 role.value: {kind.value: number for kind, number in counted.items()}
                 for role, counted in self._failures.items()

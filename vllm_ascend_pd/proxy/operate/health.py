@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_ascend_pd.proxy.operate.counts import Counts
-from vllm_ascend_pd.proxy.routing.engines import EnginePool
-from vllm_ascend_pd.proxy.routing.registry import Engines
+from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry
 
 # However often the proxy is asked, engines are not probed more often than this.
 _FRESH_SECONDS = 1.0
@@ -69,7 +69,7 @@ class Health:
         self._states, self._probed_at = states, time.monotonic()
 
 
-def _withheld(engines: Engines) -> dict[str, str]:
+def _withheld(engines: EngineRegistry) -> dict[str, str]:
     """Why engines get no requests, or only if no other is left."""
     reasons = {engine.url: "new: no health check was good yet" for engine in engines if not engine.gate.proven}
     reasons |= {engine.url: f"ejected: {engine.gate.reason}" for engine in engines if engine.gate.ejected}

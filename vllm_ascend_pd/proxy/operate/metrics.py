@@ -17,13 +17,13 @@ from starlette.responses import Response
 from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.operate.latency import Recent
-from vllm_ascend_pd.proxy.rendezvous.exchange import Exchanges
-from vllm_ascend_pd.proxy.rendezvous.retry import Kind
-from vllm_ascend_pd.proxy.routing.engines import EnginePool
-from vllm_ascend_pd.proxy.routing.registry import Role
+from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestTable
+from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 EngineStates = Mapping[str, Mapping[str, str]]
-"""Role -> URL -> "ok", or what is wrong."""
+"""EngineRole -> URL -> "ok", or what is wrong."""
 
 PREFIX = "vllm:kv_pd_proxy_"
 
@@ -40,7 +40,7 @@ _REQUEST_SECONDS = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0,
 class Metrics:
     def __init__(
         self,
-        exchanges: Exchanges,
+        request_table: RequestTable,
         counts: Counts,
         pools: tuple[EnginePool, ...],
         engine_states: Callable[[], Awaitable[EngineStates]],
@@ -68,11 +68,11 @@ class Metrics:
             registry=registry,
         )
         in_flight = Gauge(PREFIX + "requests_in_flight", "Client requests being served.", registry=registry)
-        in_flight.set_function(lambda: exchanges.in_flight)
+        in_flight.set_function(lambda: request_table.in_flight)
         waiting = Gauge(
             PREFIX + "requests_waiting", "Client requests that wait until fewer are served.", registry=registry
         )
-        waiting.set_function(lambda: exchanges.admission.waiting)
+        waiting.set_function(lambda: request_table.admission.waiting)
         self._first_token = Histogram(
             PREFIX + "time_to_first_token_seconds",
             "Time from a streaming request's arrival until its first token was sent on.",
@@ -156,10 +156,10 @@ class _Counted(Collector):
         failures = CounterMetricFamily(
             PREFIX + "failures", "Attempts at an engine that failed, by how.", labels=("role", "kind")
         )
-        for role in Role:
+        for role in EngineRole:
             retries.add_metric((role.value,), self._counts.retries().get(role, 0))
             of_role = self._counts.failures()[role]
-            for kind in Kind:
+            for kind in FailureKind:
                 failures.add_metric((role.value, kind.value.replace(" ", "_")), of_role.get(kind, 0))
         yield retries
         yield failures
@@ -181,7 +181,7 @@ class _Seats(Collector):
         for pool in self._pools:
             for engine in pool.engines:
                 at_engine.add_metric((pool.role.value, engine.url), engine.sent.requests)
-            waiting.add_metric((pool.role.value,), pool.seats.waiting)
+            waiting.add_metric((pool.role.value,), pool.limiter.waiting)
         yield at_engine
         yield waiting
 

@@ -32,7 +32,8 @@ from vllm_ascend_pd.proxy.operate.tracing import (
     Tracing,
     error_type,
 )
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure, Kind
+from vllm_ascend_pd.proxy.rendezvous.retry import Failure
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,9 @@ _TRACE_HEADERS = (b"traceparent", b"tracestate")
 _MAX_REASON_CHARS = 300
 _MAX_ID_CHARS = 128
 # The reasons of others may quote an engine's answer, in which a prompt may be quoted again.
-_QUOTES_NOBODY = frozenset({Kind.UNREACHABLE, Kind.LOST, Kind.TIMEOUT, Kind.TRANSFER, Kind.NO_ENGINE})
+_QUOTES_NOBODY = frozenset(
+    {FailureKind.UNREACHABLE, FailureKind.LOST, FailureKind.TIMEOUT, FailureKind.TRANSFER, FailureKind.NO_ENGINE}
+)
 _SEE_LOG = "the proxy's log has the reason"
 # Stays when the proxy stops: what an exporter says when it is cut short is of no use.
 _SILENCE = logging.NullHandler()

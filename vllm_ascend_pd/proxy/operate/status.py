@@ -12,10 +12,10 @@ from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.proxy.operate.counts import Counts, RecentFailure
 from vllm_ascend_pd.proxy.operate.latency import WINDOW_SECONDS, Percentiles
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
-from vllm_ascend_pd.proxy.rendezvous.exchange import Exchanges, Phase
-from vllm_ascend_pd.proxy.routing.engines import EnginePool
-from vllm_ascend_pd.proxy.routing.load import Snapshot
-from vllm_ascend_pd.proxy.routing.registry import Engine, Role
+from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestPhase, RequestTable
+from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.load import LoadSnapshot
+from vllm_ascend_pd.proxy.routing.registry import EngineRole, RegisteredEngine
 
 _MAX_TEXT_CHARS = 300
 
@@ -68,7 +68,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class RoleStatus(msgspec.Struct, frozen=True):
-    role: Role
+    role: EngineRole
     seats_per_engine: int | None
     waiting: int
     """Requests for which no engine has a place."""
@@ -82,7 +82,7 @@ class RequestStatus(msgspec.Struct, frozen=True):
     limit: int
     waiting: int
     """Those beyond the limit."""
-    phases: Mapping[Phase, int]
+    phases: Mapping[RequestPhase, int]
 
 
 class LatencyStatus(msgspec.Struct, frozen=True):
@@ -113,7 +113,7 @@ class Status(msgspec.Struct, frozen=True):
 
 def snapshot(
     pools: Sequence[EnginePool],
-    exchanges: Exchanges,
+    request_table: RequestTable,
     counts: Counts,
     metrics: Metrics,
     problems: Sequence[str],
@@ -129,7 +129,12 @@ def snapshot(
         wall,
         _verdict(roles, problems),
         tuple(one_line(problem, _MAX_TEXT_CHARS) for problem in problems),
-        RequestStatus(exchanges.in_flight, exchanges.admission.limit, exchanges.admission.waiting, exchanges.phases()),
+        RequestStatus(
+            request_table.in_flight,
+            request_table.admission.limit,
+            request_table.admission.waiting,
+            request_table.phases(),
+        ),
         LatencyStatus(
             WINDOW_SECONDS,
             metrics.recent_first_token.percentiles(now),
@@ -144,16 +149,16 @@ def snapshot(
 def _role(pool: EnginePool, counts: Counts, now: float) -> RoleStatus:
     return RoleStatus(
         pool.role,
-        pool.seats.limit,
-        pool.seats.waiting,
+        pool.limiter.limit,
+        pool.limiter.waiting,
         counts.retries().get(pool.role, 0),
         sum(counts.failures()[pool.role].values()),
         tuple(_engine(pool, engine, now) for engine in pool.engines),
     )
 
 
-def _engine(pool: EnginePool, engine: Engine, now: float) -> EngineStatus:
-    reported = pool.reported(engine, now) or Snapshot()
+def _engine(pool: EnginePool, engine: RegisteredEngine, now: float) -> EngineStatus:
+    reported = pool.reported(engine, now) or LoadSnapshot()
     state = _state(engine, now)
     return EngineStatus(
         engine.id,
@@ -162,7 +167,7 @@ def _engine(pool: EnginePool, engine: Engine, now: float) -> EngineStatus:
         one_line(engine.gate.reason, _MAX_TEXT_CHARS) or None if state in _CHECKS_FAIL else None,
         engine.draining,
         engine.sent.requests,
-        pool.seats.taken(engine),
+        pool.limiter.in_use(engine),
         pool.load(engine, now).tokens,
         reported.running,
         reported.waiting,
@@ -171,7 +176,7 @@ def _engine(pool: EnginePool, engine: Engine, now: float) -> EngineStatus:
     )
 
 
-def _state(engine: Engine, now: float) -> State:
+def _state(engine: RegisteredEngine, now: float) -> State:
     gate = engine.gate
     if gate.ejected:
         return State.EJECTED

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 from vllm_ascend_pd.proxy.http.headers import Headers
 from vllm_ascend_pd.proxy.http.reply import Reply
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure, Kind
+from vllm_ascend_pd.proxy.rendezvous.retry import Failure
 from vllm_ascend_pd.proxy.routing.addresses import is_http
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 
 Attributes = Mapping[str, str | int | float | Sequence[str]]
 """Never anything of a prompt, an answer or a credential: a collector is open to more people than the engines."""
@@ -78,7 +79,7 @@ class Tracing:
         """Sends what has not been sent, for a second or two at most."""
 
 
-def error_type(kind: Kind) -> str:
+def error_type(kind: FailureKind) -> str:
     """As the metric of failures labels them."""
     return kind.value.replace(" ", "_")
 

@@ -26,19 +26,13 @@ from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all, when_disconnec
 from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.tracing import Span, Tracing
-from vllm_ascend_pd.proxy.rendezvous.exchange import Attempt, Exchange, Exchanges
-from vllm_ascend_pd.proxy.rendezvous.retry import (
-    DECODE_AGAIN,
-    Failure,
-    Kind,
-    engines_to_avoid,
-    last_resorts,
-    may_follow,
-)
-from vllm_ascend_pd.proxy.routing.engines import Choice, EngineError, EnginePool
+from vllm_ascend_pd.proxy.rendezvous.proxied_request import DecodeAttempt, ProxiedRequest, RequestTable
+from vllm_ascend_pd.proxy.rendezvous.retry import DECODE_AGAIN, Failure, engines_to_avoid, last_resorts, may_follow
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRanking
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT, prompts_of
-from vllm_ascend_pd.proxy.routing.registry import Role
-from vllm_ascend_pd.proxy.routing.watch import Watch
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
+from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 log = logging.getLogger(__name__)
@@ -63,9 +57,9 @@ class Forward:
         endpoint: Endpoint | None,
         *,
         settings: ProxySettings,
-        exchanges: Exchanges,
+        request_table: RequestTable,
         decode: EnginePool,
-        watch: Watch,
+        watch: StallWatch,
         counts: Counts,
         metrics: Metrics,
         tracing: Tracing,
@@ -74,7 +68,7 @@ class Forward:
         self._endpoint = endpoint
         """None: a request that decode answers alone, without prefill."""
         self._settings = settings
-        self._exchanges = exchanges
+        self._request_table = request_table
         self._decode = decode
         self._watch = watch
         self._counts = counts
@@ -86,47 +80,47 @@ class Forward:
         reply = Reply(send, request_id=request.headers.get("x-request-id"), timeout=self._settings.read_timeout)
         traced = self._tracing.request(request.method, self._path, request.headers.raw, reply)
         with self._metrics.request(self._path, reply), traced as span:
-            await self._exchange(reply, scope, receive, span)
+            await self._proxy(reply, scope, receive, span)
 
-    async def _exchange(self, reply: Reply, scope: Scope, receive: Receive, span: Span) -> None:
+    async def _proxy(self, reply: Reply, scope: Scope, receive: Receive, span: Span) -> None:
         try:
-            async with self._exchanges.admitted(receive) as receive:
-                with self._exchanges.open(span) as exchange, exchange.scope:
-                    await self._serve(exchange, Request(scope, receive), reply)
-                if exchange.verdict is None or reply.finished:
+            async with self._request_table.admitted(receive) as receive:
+                with self._request_table.open(span) as proxied, proxied.scope:
+                    await self._serve(proxied, Request(scope, receive), reply)
+                if proxied.final_response is None or reply.finished:
                     return
                 if reply.started:
-                    await reply.break_off(error_event(self._path, bytes(exchange.verdict.body)))
+                    await reply.break_off(error_event(self._path, bytes(proxied.final_response.body)))
                 else:
-                    await exchange.verdict(scope, receive, reply.send)
+                    await proxied.final_response(scope, receive, reply.send)
         except ClientDisconnect:
             return  # it waited until then
         except RequestRefused as refused:
             self._metrics.refused(refused.status)
             await refused.response()(scope, receive, reply.send)
 
-    async def _serve(self, exchange: Exchange, request: Request, reply: Reply) -> None:
+    async def _serve(self, proxied: ProxiedRequest, request: Request, reply: Reply) -> None:
         try:
-            content = await self._prepare(exchange, request)
+            content = await self._prepare(proxied, request)
         except ClientDisconnect:
             return
         except RequestRefused as refused:
-            exchange.end(refused.response())
+            proxied.end(refused.response())
             return
 
         def client_left() -> None:
             if reply.finished:
                 return
-            log.info("request %s: the client left: stopping its engines", exchange.request_id)
-            exchange.end(None)
+            log.info("request %s: the client left: stopping its engines", proxied.request_id)
+            proxied.end(None)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(when_disconnected, request.receive, client_left)
-            await self._answer(exchange, request, content, reply)
+            await self._answer(proxied, request, content, reply)
             tasks.cancel_scope.cancel()
 
-    async def _prepare(self, exchange: Exchange, request: Request) -> bytes:
-        """Reads the body. One that has prompts to be prefilled becomes the exchange's request; any other is returned,
+    async def _prepare(self, proxied: ProxiedRequest, request: Request) -> bytes:
+        """Reads the body. One that has prompts to be prefilled becomes the proxied's request; any other is returned,
         to be sent as it is."""
         if request.method in ("GET", "HEAD"):
             return b""
@@ -144,31 +138,31 @@ class Forward:
             if self._endpoint is None:
                 read_fields(body)
                 return body
-            exchange.request = parse_client_request(self._endpoint, body)
+            proxied.request = parse_client_request(self._endpoint, body)
         except ForDecodeAlone as alone:
             return alone.body
         return b""
 
-    async def _answer(self, exchange: Exchange, request: Request, content: bytes, reply: Reply) -> None:
+    async def _answer(self, proxied: ProxiedRequest, request: Request, content: bytes, reply: Reply) -> None:
         """Asks one decode engine after the other, until the client has got something, or all that may be asked."""
         pool = self._decode
         clients_id = reply.request_id
         failures: list[Failure] = []
-        prompt = NO_PROMPT if exchange.request is None else prompts_of(exchange.request)
+        prompt = NO_PROMPT if proxied.request is None else prompts_of(proxied.request)
         choice = pool.order(prompt)
 
         def another() -> bool:
             return may_follow(pool.urls, failures, self._settings.decode_attempts, DECODE_AGAIN)
 
         while True:
-            with exchange.attempt(another) as attempt:
+            with proxied.attempt(another) as attempt:
                 reply.request_id = clients_id or attempt.request_id
-                failure = await self._attempt(exchange, attempt, choice, request, content, reply)
+                failure = await self._attempt(proxied, attempt, choice, request, content, reply)
                 if failure is not None:
                     attempt.span.failed(failure)
             if failure is None:
                 return
-            self._counts.failed(Role.DECODE, failure, attempt.request_id)
+            self._counts.failed(EngineRole.DECODE, failure, attempt.request_id)
             pool.judge(failure.url, failure.kind)
             failures.append(failure)
             avoid = engines_to_avoid(pool.urls, failures, self._settings.decode_attempts, DECODE_AGAIN)
@@ -180,12 +174,12 @@ class Forward:
                     failure.reason,
                     failure.answer.status_code,
                 )
-                exchange.span.failed(failure)
-                exchange.end(failure.answer)
+                proxied.span.failed(failure)
+                proxied.end(failure.answer)
                 return
             choice = pool.order(prompt, avoid).then(last_resorts(failures, avoid, DECODE_AGAIN)).of_one_admitted()
-            self._counts.retried(Role.DECODE)
-            exchange.span.retried(failure, choice.first)
+            self._counts.retried(EngineRole.DECODE)
+            proxied.span.retried(failure, choice.first)
             log.warning(
                 "request %s: decode at %s failed: %s: attempt %d, under another id, goes to %s",
                 attempt.request_id,
@@ -197,9 +191,9 @@ class Forward:
 
     async def _attempt(
         self,
-        exchange: Exchange,
-        attempt: Attempt,
-        choice: Choice,
+        proxied: ProxiedRequest,
+        attempt: DecodeAttempt,
+        choice: EngineRanking,
         request: Request,
         content: bytes,
         reply: Reply,
@@ -208,10 +202,10 @@ class Forward:
         attempt.prefill_headers = prefill_request_headers(headers)
         failure: Failure | None = None
         answered = False
-        if exchange.request is None:
+        if proxied.request is None:
             attempt.alone = True
         else:
-            content = decode_body(exchange.request, self._settings.metaserver_url, attempt.request_id)
+            content = decode_body(proxied.request, self._settings.metaserver_url, attempt.request_id)
         with self._watch.over(attempt), attempt.scope:
             try:
                 async with self._decode.open(
@@ -229,15 +223,15 @@ class Forward:
                         self._decode.judge(attempt.engine, None)
             except EngineError as error:
                 failure = Failure(error.kind, str(error), error.url, error_response(error.status, str(error)))
-                if answered and error.kind is Kind.LOST and self._may_be_broken_off(attempt):
+                if answered and error.kind is FailureKind.LOST and self._may_be_broken_off(attempt):
                     failure = await self._transfer_failure(attempt) or failure
             except TimeoutError:
                 log.warning("request %s: the client stopped reading: giving it up", attempt.request_id)
-                exchange.end(None)
+                proxied.end(None)
         # Cancelled for its transfer's failure, or its engine's silence, or whatever else came of that first.
         return attempt.transfer_failure or _silence(attempt) if attempt.scope.cancelled_caught else failure
 
-    async def _relay(self, attempt: Attempt, answer: Answer, reply: Reply) -> Failure | None:
+    async def _relay(self, attempt: DecodeAttempt, answer: Answer, reply: Reply) -> Failure | None:
         """Passes the answer on, unless it is a failure before anything was sent."""
         attempt.heard()
         if answer.status >= 500:
@@ -272,14 +266,14 @@ class Forward:
         await reply.finish()
         return failure
 
-    async def _begin(self, attempt: Attempt, answer: Answer, reply: Reply, first: bytes) -> None:
+    async def _begin(self, attempt: DecodeAttempt, answer: Answer, reply: Reply, first: bytes) -> None:
         # A task that is cancelled when it is about to go on anyway goes on: the client has nothing yet.
         await anyio.lowlevel.checkpoint_if_cancelled()
         attempt.answering = True
         await reply.start(answer)
         await reply.write(first)
 
-    async def _write_events(self, attempt: Attempt, reply: Reply, events: bytes) -> Failure | None:
+    async def _write_events(self, attempt: DecodeAttempt, reply: Reply, events: bytes) -> Failure | None:
         """A stream that ends by a failed transfer says so without the reason: puts it in. Returns what failed."""
         failure: Failure | None = None
         for part, status in split_errors(events):
@@ -289,24 +283,24 @@ class Forward:
             await reply.write(part if known is None else error_event(self._path, bytes(known.answer.body)))
         return failure
 
-    async def _server_error(self, attempt: Attempt, answer: Answer) -> Failure:
+    async def _server_error(self, attempt: DecodeAttempt, answer: Answer) -> Failure:
         what = f"HTTP {answer.status}"
         try:
             body = await read_all(answer.chunks(), _MAX_ERROR_BYTES)
         except TooLarge:
             reason = f"{what}, in more than {_MAX_ERROR_BYTES} bytes"
             told = error_response(_known(answer.status), f"decode engine: {reason}")
-            return await self._explained(attempt, Failure(Kind.ERROR, reason, attempt.engine, told))
+            return await self._explained(attempt, Failure(FailureKind.ERROR, reason, attempt.engine, told))
         response = Response(body, status_code=answer.status)
         response.raw_headers = client_response_headers(answer.headers)
-        own = Failure(Kind.ERROR, f"{what}: {excerpt(body)}", attempt.engine, response, what)
+        own = Failure(FailureKind.ERROR, f"{what}: {excerpt(body)}", attempt.engine, response, what)
         return await self._explained(attempt, own)
 
-    async def _explained(self, attempt: Attempt, own: Failure) -> Failure:
+    async def _explained(self, attempt: DecodeAttempt, own: Failure) -> Failure:
         """Decode answered with an error, before anything was sent on: what is known of it, or else what it says."""
         return await self._transfer_failure(attempt) or self._guess(attempt, own.answer) or own
 
-    def _guess(self, attempt: Attempt, answer: Response) -> Failure | None:
+    def _guess(self, attempt: DecodeAttempt, answer: Response) -> Failure | None:
         """For an error that names no reason, when decode could not tell it either: what is to be seen from here."""
         if attempt.alone or not names_no_reason(bytes(answer.body)):
             return None
@@ -317,13 +311,13 @@ class Forward:
         else:
             reason = f"it failed, and has not said why: see its log, request {attempt.request_id}"
         told = error_response(_known(answer.status_code), f"decode engine: {reason}")
-        return Failure(Kind.ERROR, reason, attempt.engine, told)
+        return Failure(FailureKind.ERROR, reason, attempt.engine, told)
 
-    def _may_be_broken_off(self, attempt: Attempt) -> bool:
+    def _may_be_broken_off(self, attempt: DecodeAttempt) -> bool:
         """Whether a lost connection may be an engine's way to say that a request failed."""
         return self._endpoint is not None and SHAPES[self._endpoint].breaks_off and not attempt.answering
 
-    async def _transfer_failure(self, attempt: Attempt) -> Failure | None:
+    async def _transfer_failure(self, attempt: DecodeAttempt) -> Failure | None:
         """Why KV did not come, if it did not, for an answer that is an error: waits a moment for decode to say so."""
         if attempt.tickets:
             with anyio.move_on_after(_REASON_SECONDS):
@@ -331,7 +325,7 @@ class Forward:
         return attempt.transfer_failure
 
 
-async def _chunks(attempt: Attempt, answer: Answer) -> AsyncIterator[bytes]:
+async def _chunks(attempt: DecodeAttempt, answer: Answer) -> AsyncIterator[bytes]:
     """The answer's body. Nothing is expected from the engine while the client takes what has come."""
     async for chunk in answer.chunks():
         attempt.pause()
@@ -339,7 +333,7 @@ async def _chunks(attempt: Attempt, answer: Answer) -> AsyncIterator[bytes]:
         attempt.heard()
 
 
-def _silence(attempt: Attempt) -> Failure | None:
+def _silence(attempt: DecodeAttempt) -> Failure | None:
     """The failure of an attempt that was cut short because its engine has stopped."""
     if attempt.cut is None:
         return None
@@ -355,7 +349,7 @@ def _known(status: int) -> HTTPStatus:
         return HTTPStatus.BAD_GATEWAY
 
 
-def _error_event(attempt: Attempt, events: bytes, where: str) -> Failure:
+def _error_event(attempt: DecodeAttempt, events: bytes, where: str) -> Failure:
     status, body = error_of(events)
     answer = Response(body, status_code=status, media_type="application/json")
-    return Failure(Kind.ERROR, excerpt(body), attempt.engine, answer, f"an error, {status}, {where}")
+    return Failure(FailureKind.ERROR, excerpt(body), attempt.engine, answer, f"an error, {status}, {where}")

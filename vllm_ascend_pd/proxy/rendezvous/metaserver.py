@@ -23,27 +23,27 @@ from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all, when_disconnec
 from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.tracing import ATTEMPT, PROMPT, REQUEST_ID, Attributes, Span
-from vllm_ascend_pd.proxy.rendezvous.exchange import Attempt, Exchanges, PrefillTicket, Waiting
-from vllm_ascend_pd.proxy.rendezvous.inbox import Inbox, Refused, error_answer
 from vllm_ascend_pd.proxy.rendezvous.open_tickets import OpenTickets
+from vllm_ascend_pd.proxy.rendezvous.post_reader import PostReader, PostRefused, error_answer
 from vllm_ascend_pd.proxy.rendezvous.prefill_answer import bad_gateway, failed, judge
+from vllm_ascend_pd.proxy.rendezvous.proxied_request import DecodeAttempt, RequestTable, TicketProgress, Waiting
 from vllm_ascend_pd.proxy.rendezvous.retry import (
     FINAL,
     PREFILL_AGAIN,
     PREFILL_AGAIN_ANEW,
     PREFILL_MAY_WRITE,
     Failure,
-    Kind,
     engines_to_avoid,
     summary,
     without,
 )
-from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, Posted, Sign, read_ticket
-from vllm_ascend_pd.proxy.routing.engine_run import EngineRun
-from vllm_ascend_pd.proxy.routing.engines import Choice, EngineError, EnginePool
+from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, ParsedTicket, Sign, read_ticket
+from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRanking
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import prompt_of
-from vllm_ascend_pd.proxy.routing.registry import Role
-from vllm_ascend_pd.proxy.routing.watch import Watch
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
+from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
 from vllm_ascend_pd.proxy.settings import MIB, ProxySettings
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Metaserver:
     def __init__(
         self,
         settings: ProxySettings,
-        exchanges: Exchanges,
+        request_table: RequestTable,
         prefill: EnginePool,
         counts: Counts,
         metrics: Metrics,
@@ -65,14 +65,14 @@ class Metaserver:
     ) -> None:
         """`sign`: for other attempts of signed tickets."""
         self._settings = settings
-        self._exchanges = exchanges
+        self._request_table = request_table
         self._prefill = prefill
         self._counts = counts
         self._metrics = metrics
         self._sign = sign
-        self._inbox = Inbox(settings, exchanges)
+        self._inbox = PostReader(settings, request_table)
         self.open_tickets = OpenTickets(self._inbox)
-        self.watch = Watch(
+        self.watch = StallWatch(
             prefill,
             probe_timeout=settings.probe_timeout,
             stall_timeout=settings.read_timeout,
@@ -87,12 +87,12 @@ class Metaserver:
             posted = await self._inbox.read(request, self._settings.max_ticket_bytes, read_ticket, "ticket")
             ticket = posted.ticket
             waiting = self._find(ticket.request_id)
-        except Refused as refused:
+        except PostRefused as refused:
             return refused.answer
         attempt, index = waiting.attempt, waiting.prompt
         if not ticket.ticket_id and (index or waiting.is_sample):
             return _refuse_unmatched(attempt)
-        failed_before, samples = waiting.exchange.prefill_failures(index), samples_of(waiting.request)
+        failed_before, samples = waiting.proxied.prefill_failures(index), samples_of(waiting.request)
         state = attempt.ticket(index, ticket.ticket_id, ticket.attempt, failed_before, samples)
         if state is None:
             return error_answer(HTTPStatus.CONFLICT, "this request_id has its tickets already, of other ids")
@@ -132,10 +132,10 @@ class Metaserver:
             reason,
             " and goes on or ends its own answer" if goes_on else "",
         )
-        answer, kind = bad_gateway(f"prefill failed: {reason}"), Kind.PREFILL
+        answer, kind = bad_gateway(f"prefill failed: {reason}"), FailureKind.PREFILL
         if failures[-1].kind in FINAL:
             answer, kind = failures[-1].answer, failures[-1].kind
-        elif failures[-1].kind is Kind.NO_ENGINE:
+        elif failures[-1].kind is FailureKind.NO_ENGINE:
             answer = failures[-1].answer
         unquoted = "; ".join(failure.for_all for failure in failures)
         attempt.note_transfer_failure(Failure(kind, reason, attempt.engine, answer, unquoted))
@@ -149,8 +149,8 @@ class Metaserver:
         a ticket."""
         try:
             noticed = await self._inbox.read(request, _MAX_FAILURE_BYTES, _read_failure, "failure")
-            exchange, attempt, _, index, _ = self._find(noticed.request_id)
-        except Refused as refused:
+            proxied, attempt, _, index, _ = self._find(noticed.request_id)
+        except PostRefused as refused:
             return refused.answer
         state = attempt.tickets.get((index, noticed.ticket_id))
         if state is None:
@@ -166,14 +166,14 @@ class Metaserver:
         # Once decode has its answer there is no other attempt under this ticket.
         if noticed.final or state.answered or anew:
             if run.engines and not state.given_up:
-                exchange.prefill_failed(state, failed(Kind.TRANSFER, reason, run.engine))
+                proxied.prefill_failed(state, failed(FailureKind.TRANSFER, reason, run.engine))
             state.given_up = True
             attempt.note_transfer_failure(_not_transferred(reason, attempt, self._used_up(state)))
             ends_attempt = anew or not (attempt.answering or state.recomputes)
             if ends_attempt:
-                exchange.begin_anew(attempt, index, state)
+                proxied.begin_anew(attempt, index, state)
         if under_way:
-            run.cut_short(Kind.TRANSFER, f"decode noticed: {reason}")
+            run.cut_short(FailureKind.TRANSFER, f"decode noticed: {reason}")
         elif not ends_attempt:  # else whoever goes on from there logs it
             log.warning(
                 "request %s, prompt %d: a transfer failed, says decode engine %s, which goes on without: %s",
@@ -186,41 +186,41 @@ class Metaserver:
 
     def _find(self, engine_request_id: str) -> Waiting:
         try:
-            return self._exchanges.find(engine_request_id)
+            return self._request_table.find(engine_request_id)
         except LookupError:
-            raise Refused(HTTPStatus.NOT_FOUND, "no request waits under this request_id") from None
+            raise PostRefused(HTTPStatus.NOT_FOUND, "no request waits under this request_id") from None
 
-    async def _serve(self, waiting: Waiting, posted: Posted, state: PrefillTicket) -> list[Failure]:
+    async def _serve(self, waiting: Waiting, posted: ParsedTicket, state: TicketProgress) -> list[Failure]:
         """Has one prefill engine after the other run the prompt. Returns why all failed, those asked under an earlier
         request included, or nothing."""
-        exchange, attempt, request, index, _ = waiting
+        proxied, attempt, request, index, _ = waiting
         pool = self._prefill
         prompt = prompt_of(request, index)
         failures = state.failures
         if self._used_up(state):
             return failures
 
-        def all_but(avoid: frozenset[str]) -> Choice:
-            return pool.order(prompt, without(pool.urls, avoid, exchange.failed_prefill), exchange.prefills)
+        def all_but(avoid: frozenset[str]) -> EngineRanking:
+            return pool.order(prompt, without(pool.urls, avoid, proxied.failed_prefill), proxied.prefills)
 
         choice = all_but(frozenset())
         if state.attempt != posted.ticket.attempt:  # posted again
             try:
                 posted = posted.of_attempt(state.attempt, self._sign)
             except NotRepeatableError as error:
-                return [failed(Kind.TRANSFER, f"the ticket was posted again: {error}", "")]
+                return [failed(FailureKind.TRANSFER, f"the ticket was posted again: {error}", "")]
         while True:
             failure = await self._run(waiting, state, choice, posted)
             pool.judge(state.run.engine, failure and failure.kind)
             if failure is None:
                 return []
-            self._counts.failed(Role.PREFILL, failure, attempt.request_id)
+            self._counts.failed(EngineRole.PREFILL, failure, attempt.request_id)
             if state.given_up:  # and its failure noted, where an engine had been asked
                 return failures or [failure]
-            exchange.prefill_failed(state, failure)
+            proxied.prefill_failed(state, failure)
             # A task that is cancelled when it is about to go on anyway goes on.
             if attempt.over:
-                exchange.inherit(index, state)
+                proxied.inherit(index, state)
                 return failures
             await anyio.lowlevel.checkpoint_if_cancelled()  # the ticket was posted again
             again = PREFILL_AGAIN_ANEW if attempt.may_begin_anew else PREFILL_AGAIN
@@ -229,7 +229,7 @@ class Metaserver:
                 return failures
             if attempt.may_begin_anew and failure.kind in PREFILL_MAY_WRITE:
                 attempt.note_transfer_failure(_not_prefilled(failure, attempt))
-                exchange.begin_anew(attempt, index, state)
+                proxied.begin_anew(attempt, index, state)
                 return failures
             try:
                 posted = posted.of_attempt(state.attempt + 1, self._sign)
@@ -237,7 +237,7 @@ class Metaserver:
                 return [*failures[:-1], failure._replace(reason=f"{failure.reason} (no other attempt: {error})")]
             state.attempt += 1
             choice = all_but(avoid)
-            self._counts.retried(Role.PREFILL)
+            self._counts.retried(EngineRole.PREFILL)
             attempt.span.retried(failure, choice.first)
             log.warning(
                 "request %s, prompt %d: prefill at %s failed: %s: attempt %d goes to %s",
@@ -249,14 +249,16 @@ class Metaserver:
                 choice.first,
             )
 
-    def _used_up(self, state: PrefillTicket) -> bool:
+    def _used_up(self, state: TicketProgress) -> bool:
         """Whether all prefills of a ticket's prompt have failed that there may be."""
         return len(state.failures) >= self._settings.prefill_attempts
 
-    async def _run(self, waiting: Waiting, state: PrefillTicket, choice: Choice, posted: Posted) -> Failure | None:
+    async def _run(
+        self, waiting: Waiting, state: TicketProgress, choice: EngineRanking, posted: ParsedTicket
+    ) -> Failure | None:
         """One attempt. Decode may cut it short."""
         failure: Failure | None = None
-        run = state.run = EngineRun()
+        run = state.run = EngineCall()
         begun = time.monotonic()
         about: Attributes = {REQUEST_ID: waiting.attempt.request_id, PROMPT: waiting.prompt, ATTEMPT: state.attempt}
         with waiting.attempt.span.child("prefill", about) as span:
@@ -274,7 +276,7 @@ class Metaserver:
         return failure
 
     async def _ask(
-        self, waiting: Waiting, choice: Choice, posted: Posted, asked: list[str], span: Span
+        self, waiting: Waiting, choice: EngineRanking, posted: ParsedTicket, asked: list[str], span: Span
     ) -> Failure | None:
         _, attempt, request, index, _ = waiting
         if posted.token_ids is None:
@@ -297,7 +299,7 @@ class Metaserver:
             return Failure(error.kind, str(error), error.url, refusal)
         except TooLarge:
             reason = f"the prefill engine's answer exceeds {_MAX_PREFILL_ANSWER_BYTES} bytes"
-            return failed(Kind.GARBAGE, reason, asked[-1])
+            return failed(FailureKind.GARBAGE, reason, asked[-1])
         return judge(answer.status, answer.header("Content-Type"), said, asked[-1])
 
 
@@ -305,25 +307,25 @@ def _read_failure(body: bytes) -> TransferFailure:
     return msgspec.json.decode(body, type=TransferFailure)
 
 
-def _refuse_unmatched(attempt: Attempt) -> Response:
+def _refuse_unmatched(attempt: DecodeAttempt) -> Response:
     """vllm-ascend's connector finds the request that KV is for by its id on P. P always has the id of one prompt and
     one sample: decode would wait for all others for ever."""
     reason = "the decode engines' connector takes one prompt and one sample (n) per request: send them one by one"
     log.warning("request %s: %s", attempt.request_id, reason)
     answer = error_response(HTTPStatus.BAD_REQUEST, reason)
-    attempt.note_transfer_failure(Failure(Kind.REFUSED, reason, attempt.engine, answer))
+    attempt.note_transfer_failure(Failure(FailureKind.REFUSED, reason, attempt.engine, answer))
     attempt.end()
     return error_answer(HTTPStatus.BAD_REQUEST, reason)
 
 
-def _not_transferred(reason: str, attempt: Attempt, last: bool) -> Failure:
+def _not_transferred(reason: str, attempt: DecodeAttempt, last: bool) -> Failure:
     """`last`: no other attempt may follow, at decode either."""
-    kind = Kind.PREFILL if last else Kind.TRANSFER
+    kind = FailureKind.PREFILL if last else FailureKind.TRANSFER
     return Failure(kind, reason, attempt.engine, bad_gateway(f"KV transfer failed: {reason}"))
 
 
-def _not_prefilled(failure: Failure, attempt: Attempt) -> Failure:
+def _not_prefilled(failure: Failure, attempt: DecodeAttempt) -> Failure:
     """What it means for the attempt at decode. Clients do not learn engines' addresses."""
     before = f"prefill at {failure.url} failed: "
     unquoted = before + failure.for_all
-    return Failure(Kind.TRANSFER, before + failure.reason, attempt.engine, failure.answer, unquoted)
+    return Failure(FailureKind.TRANSFER, before + failure.reason, attempt.engine, failure.answer, unquoted)

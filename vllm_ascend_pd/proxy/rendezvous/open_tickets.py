@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vllm_ascend_pd.core.metaserver import WaitingAnswer, WaitingQuestion
-from vllm_ascend_pd.proxy.rendezvous.inbox import Inbox, Refused
+from vllm_ascend_pd.proxy.rendezvous.post_reader import PostReader, PostRefused
 
 # `MAX_ASKED` ids of 64 characters, and what is around them.
 _MAX_QUESTION_BYTES = 128 * 1024
@@ -20,7 +20,7 @@ _decode = msgspec.json.Decoder(WaitingQuestion).decode
 
 
 class OpenTickets:
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: PostReader) -> None:
         self._inbox = inbox
         self._open: Counter[str] = Counter()
 
@@ -40,7 +40,7 @@ class OpenTickets:
         who have the ticket."""
         try:
             question = await self._inbox.read(request, _MAX_QUESTION_BYTES, _decode, "question")
-        except Refused as refused:
+        except PostRefused as refused:
             return refused.answer
         waiting = [ticket_id for ticket_id in question.ticket_ids if ticket_id in self._open]
         return Response(msgspec.json.encode(WaitingAnswer(waiting)), media_type="application/json")

@@ -11,7 +11,8 @@ from starlette.responses import Response
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.proxy.http.errors import error_response, excerpt
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure, Kind
+from vllm_ascend_pd.proxy.rendezvous.retry import Failure
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 
 
 class _TransferResult(msgspec.Struct, frozen=True):
@@ -26,20 +27,20 @@ def judge(status: int, content_type: str | None, body: bytes, url: str) -> Failu
     """P refuses a bad request (4xx) in words meant for the client; a failed transfer comes with HTTP 200."""
     if 400 <= status < 500:
         reason = f"HTTP {status} from the prefill engine"
-        return Failure(Kind.REFUSED, reason, url, Response(body, status_code=status, media_type=content_type))
+        return Failure(FailureKind.REFUSED, reason, url, Response(body, status_code=status, media_type=content_type))
     if not 200 <= status < 300:
         reason = f"HTTP {status} from the prefill engine"
-        return failed(Kind.ERROR, f"{reason}: {excerpt(body)}", url)._replace(unquoted=reason)
+        return failed(FailureKind.ERROR, f"{reason}: {excerpt(body)}", url)._replace(unquoted=reason)
     try:
         result = msgspec.json.decode(body, type=_PrefillAnswer).kv_transfer_params
     except UNREADABLE as error:
-        return failed(Kind.GARBAGE, f"the prefill engine's answer is no completion: {error}", url)
+        return failed(FailureKind.GARBAGE, f"the prefill engine's answer is no completion: {error}", url)
     if result is None or result.error is None:
         return None
-    return failed(Kind.TRANSFER, one_line(result.error, MAX_REASON_CHARS), url)
+    return failed(FailureKind.TRANSFER, one_line(result.error, MAX_REASON_CHARS), url)
 
 
-def failed(kind: Kind, reason: str, url: str) -> Failure:
+def failed(kind: FailureKind, reason: str, url: str) -> Failure:
     return Failure(kind, reason, url, bad_gateway(f"prefill failed: {reason}"))
 
 

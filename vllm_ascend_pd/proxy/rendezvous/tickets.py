@@ -19,7 +19,7 @@ class NotRepeatableError(Exception):
     """A ticket that only one attempt can be made with."""
 
 
-class Ticket(msgspec.Struct, frozen=True):
+class TicketHeader(msgspec.Struct, frozen=True):
     request_id: str
     remote_engine_id: str
     ticket_id: str = ""
@@ -32,16 +32,16 @@ class Ticket(msgspec.Struct, frozen=True):
             raise ValueError("request_id or remote_engine_id is too long or has unprintable characters")
 
 
-class Posted(NamedTuple):
+class ParsedTicket(NamedTuple):
     """A ticket as decode posted it, taken apart."""
 
-    ticket: Ticket
+    ticket: TicketHeader
     encoded: bytes
     """What prefill gets: byte for byte, without the token ids."""
     token_ids: msgspec.Raw | None = None
     """The prompt's, as a JSON list: they stay encoded, since an int takes more memory than its digits."""
 
-    def of_attempt(self, number: int, sign: Sign | None) -> Posted:
+    def of_attempt(self, number: int, sign: Sign | None) -> ParsedTicket:
         """Raises NotRepeatableError."""
         return self._replace(encoded=of_attempt(self.encoded, self.ticket, number, sign))
 
@@ -49,19 +49,19 @@ class Posted(NamedTuple):
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]]
 
 
-def read_ticket(body: bytes) -> Posted:
+def read_ticket(body: bytes) -> ParsedTicket:
     """Raises msgspec.DecodeError and the other `UNREADABLE` for what is no ticket."""
-    ticket = msgspec.json.decode(body, type=Ticket)
+    ticket = msgspec.json.decode(body, type=TicketHeader)
     if not ticket.ticket_id:  # another connector's: all of it is between its engines
-        return Posted(ticket, body)
+        return ParsedTicket(ticket, body)
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     token_ids = fields.pop("token_ids", None)
     if token_ids is None or not msgspec.json.decode(token_ids, type=_TokenIds):
-        return Posted(ticket, body)
-    return Posted(ticket, msgspec.json.encode(fields), token_ids)
+        return ParsedTicket(ticket, body)
+    return ParsedTicket(ticket, msgspec.json.encode(fields), token_ids)
 
 
-def of_attempt(encoded: bytes, ticket: Ticket, number: int, sign: Sign | None) -> bytes:
+def of_attempt(encoded: bytes, ticket: TicketHeader, number: int, sign: Sign | None) -> bytes:
     """The same ticket for attempt `number`. Raises NotRepeatableError."""
     if not ticket.ticket_id:
         raise NotRepeatableError("the ticket has no ticket_id")
@@ -71,6 +71,6 @@ def of_attempt(encoded: bytes, ticket: Ticket, number: int, sign: Sign | None) -
         if ticket.signature and sign is not None:
             return msgspec.json.encode(sign(msgspec.json.decode(encoded), number))
         fields = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
-    except (*UNREADABLE, ValueError) as error:  # also in what `Ticket` does not read
+    except (*UNREADABLE, ValueError) as error:  # also in what `TicketHeader` does not read
         raise NotRepeatableError(str(error)) from None
     return msgspec.json.encode({**fields, "attempt": msgspec.Raw(str(number).encode())})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
-from vllm_ascend_pd.proxy.routing.prompts import Prompt
+from vllm_ascend_pd.proxy.routing.prompts import PromptEstimate
 
 MAX_CACHED_KEYS = 32 * 1024
 """Prefix blocks remembered per engine: about 4 Mi tokens, more than an engine's cache holds; 5 MB of memory."""
@@ -27,16 +27,16 @@ class EngineLoad(NamedTuple):
     """Tokens whose KV fits; None: unknown."""
 
 
-Costs = Callable[[Prompt, Sequence[EngineLoad], Sequence[int]], list[float]]
+Costs = Callable[[PromptEstimate, Sequence[EngineLoad], Sequence[int]], list[float]]
 """What it costs to give a prompt to each of some engines, if so many of its tokens are new to each: lower is better."""
 
 
-def prefill_costs(_: Prompt, engines: Sequence[EngineLoad], new: Sequence[int]) -> list[float]:
+def prefill_costs(_: PromptEstimate, engines: Sequence[EngineLoad], new: Sequence[int]) -> list[float]:
     """Tokens that are computed until the prompt's KV is there: an engine computes one prompt after the other."""
     return [float(engine.tokens + tokens) for engine, tokens in zip(engines, new, strict=True)]
 
 
-def decode_costs(prompt: Prompt, engines: Sequence[EngineLoad], new: Sequence[int]) -> list[float]:
+def decode_costs(prompt: PromptEstimate, engines: Sequence[EngineLoad], new: Sequence[int]) -> list[float]:
     """A step of decode takes longer with each request in it, and with each token of KV that it reads. Which counts how
     much depends on model and machine, so an engine's share of all requests and its share of all KV count the same.
     The KV is that relative to an engine's room if all rooms are known; where it does not fit comes after where it does.
@@ -56,10 +56,10 @@ def decode_costs(prompt: Prompt, engines: Sequence[EngineLoad], new: Sequence[in
 
 
 class Strategy(Protocol):
-    def order(self, prompt: Prompt, engines: Sequence[EngineLoad]) -> list[str]:
+    def order(self, prompt: PromptEstimate, engines: Sequence[EngineLoad]) -> list[str]:
         """The engines' URLs, best first: each exactly once."""
 
-    def sent(self, prompt: Prompt, url: str) -> int:
+    def sent(self, prompt: PromptEstimate, url: str) -> int:
         """Notes that `prompt` goes to an engine; returns how many of its tokens are new to that."""
 
     def forget(self, url: str) -> None:
@@ -72,7 +72,7 @@ class RoundRobin:
     def __init__(self, costs: Costs = prefill_costs) -> None:
         self._turn = 0
 
-    def order(self, prompt: Prompt, engines: Sequence[EngineLoad]) -> list[str]:
+    def order(self, prompt: PromptEstimate, engines: Sequence[EngineLoad]) -> list[str]:
         return [engine.url for engine in self._rotated(engines)]
 
     def _rotated(self, engines: Sequence[EngineLoad]) -> list[EngineLoad]:
@@ -80,7 +80,7 @@ class RoundRobin:
         self._turn += 1
         return [*engines[first:], *engines[:first]]
 
-    def sent(self, prompt: Prompt, url: str) -> int:
+    def sent(self, prompt: PromptEstimate, url: str) -> int:
         return prompt.tokens
 
     def forget(self, url: str) -> None:
@@ -94,16 +94,16 @@ class LeastLoad(RoundRobin):
         super().__init__()
         self._costs = costs
 
-    def order(self, prompt: Prompt, engines: Sequence[EngineLoad]) -> list[str]:
+    def order(self, prompt: PromptEstimate, engines: Sequence[EngineLoad]) -> list[str]:
         turns = self._rotated(engines)
         costs = self._costs(prompt, turns, [self._new_tokens(prompt, engine.url) for engine in turns])
         ranked = sorted(zip(costs, self._ties(prompt, turns), turns, strict=True), key=itemgetter(0, 1))
         return [engine.url for _, _, engine in ranked]
 
-    def _new_tokens(self, prompt: Prompt, url: str) -> int:
+    def _new_tokens(self, prompt: PromptEstimate, url: str) -> int:
         return prompt.tokens
 
-    def _ties(self, prompt: Prompt, turns: Sequence[EngineLoad]) -> Sequence[int]:
+    def _ties(self, prompt: PromptEstimate, turns: Sequence[EngineLoad]) -> Sequence[int]:
         return range(len(turns))
 
 
@@ -117,7 +117,7 @@ class PrefixAffinity(LeastLoad):
         self._max_keys = max_keys
         self._cached: dict[str, OrderedDict[int, None]] = {}
 
-    def sent(self, prompt: Prompt, url: str) -> int:
+    def sent(self, prompt: PromptEstimate, url: str) -> int:
         new = self._new_tokens(prompt, url)
         cached = self._cached.setdefault(url, OrderedDict())
         # As engines do, the end of a prompt is given up before its beginning, without which it is of no use.
@@ -131,12 +131,12 @@ class PrefixAffinity(LeastLoad):
     def forget(self, url: str) -> None:
         self._cached.pop(url, None)
 
-    def _new_tokens(self, prompt: Prompt, url: str) -> int:
+    def _new_tokens(self, prompt: PromptEstimate, url: str) -> int:
         cached = self._cached.get(url, ())
         known = next((index for index, key in enumerate(prompt.keys) if key not in cached), len(prompt.keys))
         return prompt.new_tokens(known)
 
-    def _ties(self, prompt: Prompt, turns: Sequence[EngineLoad]) -> Sequence[int]:
+    def _ties(self, prompt: PromptEstimate, turns: Sequence[EngineLoad]) -> Sequence[int]:
         if not prompt.keys:
             return super()._ties(prompt, turns)
         return [_rendezvous(prompt.keys[0], engine.url) for engine in turns]

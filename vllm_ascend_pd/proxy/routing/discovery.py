@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import anyio
 
 from vllm_ascend_pd.proxy.routing.addresses import DNS_SCHEME
-from vllm_ascend_pd.proxy.routing.registry import Engines, Full, Role
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole, TooManyEnginesError
 
 log = logging.getLogger(__name__)
 
@@ -22,17 +22,19 @@ Resolve = Callable[[str], Awaitable[list[str]]]
 
 
 class Discovery:
-    def __init__(self, roles: Mapping[Role, Engines], interval: float, resolve: Resolve | None = None) -> None:
+    def __init__(
+        self, roles: Mapping[EngineRole, EngineRegistry], interval: float, resolve: Resolve | None = None
+    ) -> None:
         """`interval`: seconds from one lookup of all names to the next."""
         self._resolve = resolve or resolve_url
         self._roles = roles
         self._interval = interval
-        self._names: dict[str, dict[Role, tuple[str, ...]]] = {}
+        self._names: dict[str, dict[EngineRole, tuple[str, ...]]] = {}
         self._listed: anyio.Event | None = None
         self.problems: dict[str, str] = {}
         """By source or name: why not all of its engines are known."""
 
-    def listed(self, source: str, urls: Mapping[Role, Sequence[str]]) -> None:
+    def listed(self, source: str, urls: Mapping[EngineRole, Sequence[str]]) -> None:
         """What `source` lists now, as `check_engine_url` returns it. Names are looked up soon."""
         before = self._wanted()
         self._names[source] = {role: tuple(url for url in urls.get(role, ()) if _is_name(url)) for role in self._roles}
@@ -65,16 +67,16 @@ class Discovery:
             return
         self._use(name, {role: urls for role, wanted in self._wanted() if wanted == name})
 
-    def _wanted(self) -> set[tuple[Role, str]]:
+    def _wanted(self) -> set[tuple[EngineRole, str]]:
         return {(role, name) for names in self._names.values() for role, each in names.items() for name in each}
 
-    def _use(self, source: str, urls: Mapping[Role, Sequence[str]]) -> None:
+    def _use(self, source: str, urls: Mapping[EngineRole, Sequence[str]]) -> None:
         """These are the engines of `source` now."""
         problem = None
         for role, each in urls.items():
             try:
                 came, gone = self._roles[role].replace(source, each)
-            except Full as full:
+            except TooManyEnginesError as full:
                 problem = str(full)
                 continue
             for url in came:

@@ -20,14 +20,14 @@ import msgspec
 import yaml
 
 from vllm_ascend_pd.proxy.routing.addresses import check_engine_urls
-from vllm_ascend_pd.proxy.routing.registry import Role
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5
 _MAX_BYTES = 1 << 20
 
-Lists = Mapping[Role, Sequence[str]]
+Lists = Mapping[EngineRole, Sequence[str]]
 
 
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +44,7 @@ def parse_engines(text: bytes) -> Lists:
     except Exception as error:  # noqa: BLE001 - PyYAML's constructors raise what they meet: IndexError for `!!int ''`
         told = str(error) if isinstance(error, yaml.YAMLError | msgspec.ValidationError) else repr(error)
         raise ValueError(" ".join(told.split())) from None
-    lists = {role: check_engine_urls(role.value, getattr(content, role.value)) for role in Role}
+    lists = {role: check_engine_urls(role.value, getattr(content, role.value)) for role in EngineRole}
     if not any(lists.values()):
         raise ValueError("it lists no engine")
     return lists

@@ -24,7 +24,7 @@ _MAX_LINES = 1024
 _NONSENSE = 1e12
 
 
-class Snapshot(NamedTuple):
+class LoadSnapshot(NamedTuple):
     """Of an engine's `/metrics`, summed over its data-parallel ranks. None: it does not say."""
 
     running: int | None = None
@@ -35,7 +35,7 @@ class Snapshot(NamedTuple):
     """Computed since the engine started: prompts that are done, and what was generated."""
 
 
-def parse_metrics(text: str) -> Snapshot:
+def parse_metrics(text: str) -> LoadSnapshot:
     """vLLM 0.23's and 0.32's. Raises ValueError for what is no Prometheus text."""
     # The rest, mostly histograms' buckets, takes 100 times as long to parse.
     lines = [line for line in text.splitlines() if line.startswith(_WANTED)]
@@ -56,7 +56,7 @@ def parse_metrics(text: str) -> Snapshot:
         # Ranks have rooms of the same size.
         kv_tokens = round(min(1.0, sum(use) / len(use)) * capacity)
     tokens = [value for name in _TOKENS for value in values.get(name, ())]
-    return Snapshot(
+    return LoadSnapshot(
         _total(values.get(_RUNNING)), _total(values.get(_WAITING)), kv_tokens, capacity, _total(tokens or None)
     )
 
@@ -82,34 +82,34 @@ def _number(label: str) -> int:
     return int(label) if label.isascii() and label.isdigit() and len(label) < 16 else 0
 
 
-class Sent(NamedTuple):
+class InFlightLoad(NamedTuple):
     """What the proxy has at an engine."""
 
     requests: int = 0
     tokens: int = 0
 
 
-class Seen(NamedTuple):
+class LoadReport(NamedTuple):
     """A snapshot, and what the proxy had there when it asked for it."""
 
-    snapshot: Snapshot
-    sent: Sent
+    snapshot: LoadSnapshot
+    sent: InFlightLoad
     at: float
 
 
-def others_requests(seen: Seen) -> int:
+def others_requests(seen: LoadReport) -> int:
     """Requests of other proxies and direct clients. What was sent just before the snapshot may be missing in it."""
     running, waiting = seen.snapshot.running, seen.snapshot.waiting
     return max(0, (running or 0) + (waiting or 0) - seen.sent.requests)
 
 
-def prefill_load(url: str, sent: Sent, seen: Seen | None, mean_tokens: float) -> EngineLoad:
+def prefill_load(url: str, sent: InFlightLoad, seen: LoadReport | None, mean_tokens: float) -> EngineLoad:
     """Others' requests are taken to be as long as ours are on average: engines do not say."""
     others = 0 if seen is None else others_requests(seen)
     return EngineLoad(url, sent.requests + others, sent.tokens + round(others * mean_tokens))
 
 
-def decode_load(url: str, sent: Sent, seen: Seen | None, mean_tokens: float) -> EngineLoad:
+def decode_load(url: str, sent: InFlightLoad, seen: LoadReport | None, mean_tokens: float) -> EngineLoad:
     """What the engine holds itself, with what was sent and has ended since; never less than what it has of ours."""
     if seen is None:
         return EngineLoad(url, sent.requests, sent.tokens)

@@ -30,7 +30,7 @@ _FIELDS_OF_PROMPT = ("tools", "instructions", "system")
 """Beside the one that has the conversation: instructions of a response, system of a message."""
 
 
-class Prompt(NamedTuple):
+class PromptEstimate(NamedTuple):
     tokens: int
     """Estimated."""
     keys: tuple[int, ...] = ()
@@ -44,18 +44,18 @@ class Prompt(NamedTuple):
         return max(0, self.tokens - round(known_keys * self.tokens_per_key))
 
 
-NO_PROMPT = Prompt(0, sequences=0)
+NO_PROMPT = PromptEstimate(0, sequences=0)
 """Of a request that generates nothing."""
 
 
-def prompt_of(request: ClientRequest, index: int) -> Prompt:
-    """Prompt `index`, as a prefill engine gets it."""
+def prompt_of(request: ClientRequest, index: int) -> PromptEstimate:
+    """PromptEstimate `index`, as a prefill engine gets it."""
     text, tokens = _text_of(request, index)
     keys = _keys(_seed(request.fields), text)
-    return Prompt(tokens, keys, tokens * _BYTES_PER_KEY / len(text) if keys else 0.0)
+    return PromptEstimate(tokens, keys, tokens * _BYTES_PER_KEY / len(text) if keys else 0.0)
 
 
-def prompts_of(request: ClientRequest) -> Prompt:
+def prompts_of(request: ClientRequest) -> PromptEstimate:
     """All of a request's prompts, as a decode engine gets them: the first one stands for what they begin with."""
     if not request.prompts:
         return NO_PROMPT

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-from vllm_ascend_pd.proxy.routing.load import Seen, Sent, Snapshot
+from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadReport, LoadSnapshot
 
 MAX_ENGINES = 512
 """Of a role. Each one is polled, and costs a connection for that."""
@@ -20,12 +20,12 @@ MAX_ENGINES = 512
 _PASSED_OVER_SECONDS = 10.0
 
 
-class Role(enum.Enum):
+class EngineRole(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-class Gate:
+class HealthGate:
     """Ejects an engine after `eject_after` failed checks in a row, and lets it in after `return_after` good ones."""
 
     def __init__(self, eject_after: int, return_after: int, proven: bool = True) -> None:
@@ -67,7 +67,7 @@ class Gate:
         return not self.ejected and self._against > 0
 
 
-class Record:
+class FailureStreak:
     """Of requests, which can fail at an engine whose checks are all well. Such an engine has nothing to do, so it would
     get the next request, too: it is passed over for a while."""
 
@@ -85,10 +85,10 @@ class Record:
         return now < self._until
 
 
-class Engine:
+class RegisteredEngine:
     """One engine, and what the proxy knows of it."""
 
-    def __init__(self, role: Role, url: str, gate: Gate, record: Record) -> None:
+    def __init__(self, role: EngineRole, url: str, gate: HealthGate, record: FailureStreak) -> None:
         self.role = role
         self.url = url
         self.id = f"{role.value}-{hashlib.blake2b(url.encode(), digest_size=6).hexdigest()}"
@@ -99,12 +99,12 @@ class Engine:
         self.removed = False
         self.sources: set[str] = set()
         """Who says that it exists."""
-        self.sent = Sent()
+        self.sent = InFlightLoad()
         """In flight."""
         self.worked_at = float("-inf")
         """When it last showed that it works: it served a request, or its count of tokens had grown. Seconds of the
         clock of `served` and `note`."""
-        self._seen: Seen | None = None
+        self._seen: LoadReport | None = None
         self._same_tokens_since = float("-inf")
         """When the engine first said that it had computed as many tokens as it said last."""
 
@@ -128,7 +128,7 @@ class Engine:
             self.worked_at = now
 
     @contextmanager
-    def serving(self, sent: Sent) -> Iterator[None]:
+    def serving(self, sent: InFlightLoad) -> Iterator[None]:
         self._add(sent.requests, sent.tokens)
         try:
             yield
@@ -136,57 +136,57 @@ class Engine:
             self._add(-sent.requests, -sent.tokens)
 
     def _add(self, requests: int, tokens: int) -> None:
-        self.sent = Sent(self.sent.requests + requests, self.sent.tokens + tokens)
+        self.sent = InFlightLoad(self.sent.requests + requests, self.sent.tokens + tokens)
 
-    def note(self, snapshot: Snapshot, sent: Sent, now: float) -> None:
+    def note(self, snapshot: LoadSnapshot, sent: InFlightLoad, now: float) -> None:
         """`sent`: what was in flight when the engine was asked for the snapshot; `now`: seconds of any steady clock."""
         if self._seen is None or snapshot.tokens is None or snapshot.tokens != self._seen.snapshot.tokens:
             self._same_tokens_since = now
             if self._seen is not None and snapshot.tokens is not None:
                 self.worked_at = now
-        self._seen = Seen(snapshot, sent, now)
+        self._seen = LoadReport(snapshot, sent, now)
 
     def computed_nothing(self, since: float) -> float:
         """For how many seconds after `since` the engine is known to have computed no token, as of its last snapshot."""
         return 0.0 if self._seen is None else self._seen.at - max(since, self._same_tokens_since)
 
-    def seen(self, now: float, fresh_for: float) -> Seen | None:
+    def seen(self, now: float, fresh_for: float) -> LoadReport | None:
         """The last snapshot, unless it is older than `fresh_for` seconds."""
         return self._seen if self._seen is not None and now - self._seen.at <= fresh_for else None
 
 
-class Full(Exception):
+class TooManyEnginesError(Exception):
     """There are `MAX_ENGINES` already."""
 
 
-class Engines:
+class EngineRegistry:
     """Of one role, in the order they came; a URL is an engine."""
 
-    def __init__(self, role: Role, *, eject_after: int = 3, return_after: int = 2) -> None:
+    def __init__(self, role: EngineRole, *, eject_after: int = 3, return_after: int = 2) -> None:
         self.role = role
         self.on_gone: Callable[[str], None] = lambda url: None
         """Called with the URL of an engine that is removed, or was ejected: what it had cached may be gone."""
-        self.on_open: Callable[[Engine], None] = lambda engine: None
+        self.on_open: Callable[[RegisteredEngine], None] = lambda engine: None
         """Called with an engine that gets requests now, and did not."""
-        self.on_closed: Callable[[Engine], None] = lambda engine: None
+        self.on_closed: Callable[[RegisteredEngine], None] = lambda engine: None
         """Called with an engine that gets none any more: it is removed, or drains."""
         self.on_trial = False
         """Whether engines that come now are asked last until a check is good: those that are there when the proxy
         starts may be asked at once."""
         self._eject_after = eject_after
         self._return_after = return_after
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, RegisteredEngine] = {}
 
-    def __iter__(self) -> Iterator[Engine]:
+    def __iter__(self) -> Iterator[RegisteredEngine]:
         return iter(tuple(self._engines.values()))
 
     def __len__(self) -> int:
         return len(self._engines)
 
-    def get(self, url: str) -> Engine | None:
+    def get(self, url: str) -> RegisteredEngine | None:
         return self._engines.get(url)
 
-    def by_id(self, engine_id: str) -> Engine | None:
+    def by_id(self, engine_id: str) -> RegisteredEngine | None:
         return next((engine for engine in self if engine.id == engine_id), None)
 
     @property
@@ -194,39 +194,39 @@ class Engines:
         """Of the engines that may get requests, ejected ones among them."""
         return tuple(engine.url for engine in self if engine.open)
 
-    def add(self, url: str, source: str) -> Engine:
-        """Names one more source for an engine that is there already. Raises Full."""
+    def add(self, url: str, source: str) -> RegisteredEngine:
+        """Names one more source for an engine that is there already. Raises TooManyEnginesError."""
         engine = self._engines.get(url)
         if engine is None:
             if len(self._engines) >= MAX_ENGINES:
-                raise Full(f"there are {MAX_ENGINES} {self.role.value} engines already")
+                raise TooManyEnginesError(f"there are {MAX_ENGINES} {self.role.value} engines already")
             engine = self._engines[url] = self._new(url)
         engine.sources.add(source)
         return engine
 
-    def _new(self, url: str) -> Engine:
-        gate = Gate(self._eject_after, self._return_after, proven=not self.on_trial)
-        return Engine(self.role, url, gate, Record(self._eject_after))
+    def _new(self, url: str) -> RegisteredEngine:
+        gate = HealthGate(self._eject_after, self._return_after, proven=not self.on_trial)
+        return RegisteredEngine(self.role, url, gate, FailureStreak(self._eject_after))
 
-    def remove(self, engine: Engine) -> None:
+    def remove(self, engine: RegisteredEngine) -> None:
         if self._engines.get(engine.url) is engine:
             del self._engines[engine.url]
             engine.removed = True
             self.on_gone(engine.url)
             self.on_closed(engine)
 
-    def drain(self, engine: Engine) -> None:
+    def drain(self, engine: RegisteredEngine) -> None:
         """It gets nothing new, and keeps what it has."""
         engine.draining = True
         self.on_closed(engine)
 
-    def undrain(self, engine: Engine) -> None:
+    def undrain(self, engine: RegisteredEngine) -> None:
         engine.draining = False
         if not engine.gate.shut:
             self.on_open(engine)
 
-    def checked(self, engine: Engine, reason: str | None) -> bool:
-        """As `Gate.checked`."""
+    def checked(self, engine: RegisteredEngine, reason: str | None) -> bool:
+        """As `HealthGate.checked`."""
         was_shut = engine.gate.shut
         changed = engine.gate.checked(reason)
         if changed and not engine.removed:
@@ -236,8 +236,8 @@ class Engines:
         return changed
 
     def replace(self, source: str, urls: Collection[str]) -> tuple[list[str], list[str]]:
-        """Makes `urls` what `source` names: who came, and who went because nobody names them any more. Raises Full,
-        when some of them did not come."""
+        """Makes `urls` the engines that `source` lists. Returns those added, and those removed because no source lists
+        them any more. Raises TooManyEnginesError if some could not be added."""
         gone = []
         for engine in self:
             if source in engine.sources and engine.url not in urls:

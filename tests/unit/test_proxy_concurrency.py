@@ -9,21 +9,29 @@ from typing import Any
 import anyio
 import pytest
 
-from vllm_ascend_pd.proxy.routing.registry import Engine, Engines, Gate, Record, Role
-from vllm_ascend_pd.proxy.routing.seats import Full, Party, Seats
+from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError, RequestGroup
+from vllm_ascend_pd.proxy.routing.registry import (
+    EngineRegistry,
+    EngineRole,
+    FailureStreak,
+    HealthGate,
+    RegisteredEngine,
+)
 
 FOREVER = 60.0
 FULL = "full"
 
 
-def engine(url: str) -> Engine:
-    return Engine(Role.DECODE, url, Gate(3, 2), Record(3))
+def engine(url: str) -> RegisteredEngine:
+    return RegisteredEngine(EngineRole.DECODE, url, HealthGate(3, 2), FailureStreak(3))
 
 
-async def take(seats: Seats, engines: list[Engine], **options: Any) -> Engine | str | None:
+async def take(
+    limiter: ConcurrencyLimiter, engines: list[RegisteredEngine], **options: Any
+) -> RegisteredEngine | str | None:
     try:
-        return await seats.take(engines, **options)
-    except Full:
+        return await limiter.acquire(engines, **options)
+    except NoFreeSlotError:
         return FULL
 
 
@@ -34,45 +42,45 @@ async def settle() -> None:
 
 def test_best_free_engine_first() -> None:
     async def run() -> None:
-        a, b, seats = engine("a"), engine("b"), Seats(1, 0, FOREVER)
-        assert await seats.take([a, b]) is a
-        assert await seats.take([a, b]) is b
-        assert await take(seats, [a, b]) is FULL  # nobody may wait
-        with seats.held(a):
+        a, b, limiter = engine("a"), engine("b"), ConcurrencyLimiter(1, 0, FOREVER)
+        assert await limiter.acquire([a, b]) is a
+        assert await limiter.acquire([a, b]) is b
+        assert await take(limiter, [a, b]) is FULL  # nobody may wait
+        with limiter.releasing(a):
             pass
-        assert await seats.take([b, a]) is a
+        assert await limiter.acquire([b, a]) is a
 
     anyio.run(run)
 
 
 def test_who_waits_is_served_in_turn_at_whichever_engine_has_a_place() -> None:
     async def run() -> None:
-        a, b, seats = engine("a"), engine("b"), Seats(1, 2, FOREVER)
-        assert [await seats.take([a, b]), await seats.take([a, b])] == [a, b]
-        got: list[tuple[int, Engine | None]] = []
+        a, b, limiter = engine("a"), engine("b"), ConcurrencyLimiter(1, 2, FOREVER)
+        assert [await limiter.acquire([a, b]), await limiter.acquire([a, b])] == [a, b]
+        got: list[tuple[int, RegisteredEngine | None]] = []
 
-        async def wait(number: int, engines: list[Engine]) -> None:
-            got.append((number, await seats.take(engines)))
+        async def wait(number: int, engines: list[RegisteredEngine]) -> None:
+            got.append((number, await limiter.acquire(engines)))
 
         async with anyio.create_task_group() as tasks:
             for number, engines in enumerate(([a], [a, b], [a, b])):
                 tasks.start_soon(wait, number, engines)
                 await settle()
-            assert seats.waiting == 3
-            with seats.held(b):
+            assert limiter.waiting == 3
+            with limiter.releasing(b):
                 pass
             await settle()
-            with seats.held(a):
+            with limiter.releasing(a):
                 pass
             await settle()
             assert got == [(1, b), (0, a)]
             a.draining = True
-            with seats.held(a):
+            with limiter.releasing(a):
                 pass
             await settle()
             assert len(got) == 2
             a.draining = False
-            seats.call(a)
+            limiter.assign_slots(a)
             await settle()
             assert got[2:] == [(2, a)]
 
@@ -81,22 +89,22 @@ def test_who_waits_is_served_in_turn_at_whichever_engine_has_a_place() -> None:
 
 def test_who_had_a_place_before_is_called_before_the_line_be_it_full_or_not() -> None:
     async def run() -> None:
-        a, seats = engine("a"), Seats(1, 2, FOREVER)
-        assert await seats.take([a]) is a
+        a, limiter = engine("a"), ConcurrencyLimiter(1, 2, FOREVER)
+        assert await limiter.acquire([a]) is a
         got: list[str] = []
 
         async def wait(name: str, admitted: bool) -> None:
-            assert await seats.take([a], admitted) is a
+            assert await limiter.acquire([a], admitted) is a
             got.append(name)
 
         async with anyio.create_task_group() as tasks:
             for name, admitted in (("new", False), ("newer", False), ("again", True), ("again later", True)):
                 tasks.start_soon(wait, name, admitted)
                 await settle()
-            assert seats.waiting == 4
-            assert await take(seats, [a]) is FULL
+            assert limiter.waiting == 4
+            assert await take(limiter, [a]) is FULL
             for _ in range(4):
-                with seats.held(a):
+                with limiter.releasing(a):
                     pass
                 await settle()
         assert got == ["again", "again later", "new", "newer"]
@@ -106,13 +114,13 @@ def test_who_had_a_place_before_is_called_before_the_line_be_it_full_or_not() ->
 
 def test_parties_have_one_place_in_the_line_and_take_turns() -> None:
     async def run() -> None:
-        a, seats = engine("a"), Seats(1, 2, FOREVER)
-        first, second, third = Party(), Party(), Party()
-        assert await seats.take([a]) is a
+        a, limiter = engine("a"), ConcurrencyLimiter(1, 2, FOREVER)
+        first, second, third = RequestGroup(), RequestGroup(), RequestGroup()
+        assert await limiter.acquire([a]) is a
         got: list[str] = []
 
-        async def wait(name: str, party: Party) -> None:
-            assert await seats.take([a], party=party) is a
+        async def wait(name: str, group: RequestGroup) -> None:
+            assert await limiter.acquire([a], group=group) is a
             got.append(name)
 
         async with anyio.create_task_group() as tasks:
@@ -121,48 +129,48 @@ def test_parties_have_one_place_in_the_line_and_take_turns() -> None:
             await settle()
             tasks.start_soon(wait, "second 0", second)
             await settle()
-            assert await take(seats, [a], party=third) is FULL  # two parties wait
+            assert await take(limiter, [a], group=third) is FULL  # two parties wait
             tasks.start_soon(wait, "second 1", second)
             await settle()
-            assert seats.waiting == 5
-            with seats.held(a):
+            assert limiter.waiting == 5
+            with limiter.releasing(a):
                 pass
             await settle()
             tasks.start_soon(wait, "third", third)  # those of one that had a place do not count
             await settle()
-            assert seats.waiting == 5
+            assert limiter.waiting == 5
             for _ in range(5):
-                with seats.held(a):
+                with limiter.releasing(a):
                     pass
                 await settle()
         assert got == ["first 0", "second 0", "first 1", "third", "second 1", "first 2"]
-        assert seats.waiting == 0
+        assert limiter.waiting == 0
 
     anyio.run(run)
 
 
 def test_who_came_with_one_that_had_a_place_waits_as_long_as_it_takes() -> None:
     async def run() -> None:
-        a, seats, party = engine("a"), Seats(1, 1, 0.05), Party()
-        assert await seats.take([a]) is a
-        results: list[Engine | str | None] = []
+        a, limiter, group = engine("a"), ConcurrencyLimiter(1, 1, 0.05), RequestGroup()
+        assert await limiter.acquire([a]) is a
+        results: list[RegisteredEngine | str | None] = []
 
-        async def wait(party: Party) -> None:
-            results.append(await take(seats, [a], party=party))
+        async def wait(group: RequestGroup) -> None:
+            results.append(await take(limiter, [a], group=group))
 
         async with anyio.create_task_group() as tasks:
             for _ in range(3):
-                tasks.start_soon(wait, party)
+                tasks.start_soon(wait, group)
             await settle()
-            with seats.held(a):
+            with limiter.releasing(a):
                 pass
             await settle()
             assert results == [a]
-            tasks.start_soon(wait, Party())
+            tasks.start_soon(wait, RequestGroup())
             await anyio.sleep(0.2)
             assert results == [a, FULL]
             for _ in range(2):
-                with seats.held(a):
+                with limiter.releasing(a):
                     pass
                 await settle()
         assert results == [a, FULL, a, a]
@@ -174,24 +182,24 @@ def test_who_waits_may_go_to_an_engine_that_joins() -> None:
     """Whether it is new, or was not to be asked for a while; but not to one that failed it."""
 
     async def run() -> None:
-        a, b, seats = engine("a"), engine("b"), Seats(1, 3, FOREVER)
-        assert await seats.take([a]) is a
-        got: list[tuple[str, Engine | None]] = []
+        a, b, limiter = engine("a"), engine("b"), ConcurrencyLimiter(1, 3, FOREVER)
+        assert await limiter.acquire([a]) is a
+        got: list[tuple[str, RegisteredEngine | None]] = []
 
         async def wait(name: str, *avoid: str) -> None:
-            got.append((name, await seats.take([a], avoid=avoid)))
+            got.append((name, await limiter.acquire([a], avoid=avoid)))
 
         async with anyio.create_task_group() as tasks:
             for name, *avoid in (("failed at b", "b"), ("first",), ("second",)):
                 tasks.start_soon(wait, name, *avoid)
                 await settle()
-            seats.join(b)
+            limiter.engine_opened(b)
             await settle()
             assert got == [("first", b)]
             a.removed = True
-            with seats.held(a):
+            with limiter.releasing(a):
                 pass
-            with seats.held(b):
+            with limiter.releasing(b):
                 pass
             await settle()
             assert got[1:] == [("second", b)]
@@ -204,19 +212,19 @@ def test_who_has_no_engine_left_to_wait_for_does_not_wait() -> None:
     """Removed, or drained: both at once are gone for those in line."""
 
     async def run() -> None:
-        engines, seats = Engines(Role.DECODE), Seats(1, 3, FOREVER)
-        engines.on_closed = seats.closed
+        engines, limiter = EngineRegistry(EngineRole.DECODE), ConcurrencyLimiter(1, 3, FOREVER)
+        engines.on_closed = limiter.engine_closed
         a, b = engines.add("http://a", "a test"), engines.add("http://b", "a test")
-        party = Party()
-        assert [await seats.take([each], party=party) for each in (a, b)] == [a, b]
-        got: list[tuple[str, Engine | None]] = []
+        group = RequestGroup()
+        assert [await limiter.acquire([each], group=group) for each in (a, b)] == [a, b]
+        got: list[tuple[str, RegisteredEngine | None]] = []
 
-        async def wait(name: str, engines: list[Engine], party: Party | None = None) -> None:
-            got.append((name, await seats.take(engines, party=party)))
+        async def wait(name: str, engines: list[RegisteredEngine], group: RequestGroup | None = None) -> None:
+            got.append((name, await limiter.acquire(engines, group=group)))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait, "a alone", [a])
-            tasks.start_soon(wait, "a alone, with others", [a], party)
+            tasks.start_soon(wait, "a alone, with others", [a], group)
             tasks.start_soon(wait, "either", [a, b])
             await settle()
             engines.remove(a)
@@ -225,7 +233,7 @@ def test_who_has_no_engine_left_to_wait_for_does_not_wait() -> None:
             engines.drain(b)
             await settle()
             assert got[2:] == [("either", None)]
-        assert await seats.take([b]) is None
+        assert await limiter.acquire([b]) is None
 
     anyio.run(run)
 
@@ -233,27 +241,27 @@ def test_who_has_no_engine_left_to_wait_for_does_not_wait() -> None:
 @pytest.mark.parametrize("patience", [FOREVER, 0.05])
 def test_who_was_called_to_an_engine_that_is_removed_before_it_goes_there_waits_on(patience: float) -> None:
     async def run() -> None:
-        engines, seats = Engines(Role.DECODE), Seats(1, 3, patience)
-        engines.on_closed = seats.closed
+        engines, limiter = EngineRegistry(EngineRole.DECODE), ConcurrencyLimiter(1, 3, patience)
+        engines.on_closed = limiter.engine_closed
         a, b = engines.add("http://a", "a test"), engines.add("http://b", "a test")
-        assert [await seats.take([a]), await seats.take([b])] == [a, b]
-        got: list[Engine | str | None] = []
+        assert [await limiter.acquire([a]), await limiter.acquire([b])] == [a, b]
+        got: list[RegisteredEngine | str | None] = []
 
-        async def wait(engines: list[Engine]) -> None:
-            got.append(await take(seats, engines))
+        async def wait(engines: list[RegisteredEngine]) -> None:
+            got.append(await take(limiter, engines))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait, [a, b])
             tasks.start_soon(wait, [a])
             await settle()
-            with seats.held(a):
+            with limiter.releasing(a):
                 pass
-            assert seats.taken(a) == 1
+            assert limiter.in_use(a) == 1
             engines.remove(a)
             await settle()
-            assert (got, seats.waiting, seats.taken(a)) == ([None], 1, 0)
+            assert (got, limiter.waiting, limiter.in_use(a)) == ([None], 1, 0)
             if patience is FOREVER:
-                with seats.held(b):
+                with limiter.releasing(b):
                     pass
         assert got == [None, b if patience is FOREVER else FULL]
 
@@ -261,7 +269,7 @@ def test_who_was_called_to_an_engine_that_is_removed_before_it_goes_there_waits_
 
 
 def test_engine_whose_checks_fail_joins_when_they_are_good_not_when_it_is_let_in_again() -> None:
-    engines, joined = Engines(Role.DECODE, eject_after=1, return_after=1), []
+    engines, joined = EngineRegistry(EngineRole.DECODE, eject_after=1, return_after=1), []
     engines.on_open = joined.append
     engines.replace("a test", ["http://127.0.0.1:1"])
     [one] = engines
@@ -275,20 +283,20 @@ def test_engine_whose_checks_fail_joins_when_they_are_good_not_when_it_is_let_in
 
 def test_line_and_patience_are_bounded() -> None:
     async def run() -> None:
-        a, seats = engine("a"), Seats(1, 1, 0.05)
-        assert await seats.take([a]) is a
-        results: list[Engine | str | None] = []
+        a, limiter = engine("a"), ConcurrencyLimiter(1, 1, 0.05)
+        assert await limiter.acquire([a]) is a
+        results: list[RegisteredEngine | str | None] = []
 
         async def wait() -> None:
-            results.append(await take(seats, [a]))
+            results.append(await take(limiter, [a]))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
             await settle()
-            assert await take(seats, [a]) is FULL
+            assert await take(limiter, [a]) is FULL
             assert results == []
         assert results == [FULL]
-        assert seats.waiting == 0
+        assert limiter.waiting == 0
 
     anyio.run(run)
 
@@ -298,9 +306,9 @@ def test_no_place_is_lost_or_given_twice(seed: int) -> None:
     """Requests that come, give up at any moment, and end."""
     chance = random.Random(seed)
     engines = [engine(url) for url in "abc"]
-    seats = Seats(2, 5, 0.02)
+    limiter = ConcurrencyLimiter(2, 5, 0.02)
     now = dict.fromkeys(engines, 0)
-    parties = [Party() for _ in range(100)]
+    parties = [RequestGroup() for _ in range(100)]
     outcomes = {"served": 0, "refused": 0, "left": 0}
 
     async def request() -> None:
@@ -308,12 +316,12 @@ def test_no_place_is_lost_or_given_twice(seed: int) -> None:
         with anyio.move_on_after(chance.uniform(0, 0.04)) as scope:
             asked = chance.sample(engines, chance.randint(1, 3))
             try:
-                given = await seats.take(asked, party=chance.choice([None, *parties]))
-            except Full:
+                given = await limiter.acquire(asked, group=chance.choice([None, *parties]))
+            except NoFreeSlotError:
                 outcomes["refused"] += 1
                 return
             assert given is not None
-            with seats.held(given):
+            with limiter.releasing(given):
                 now[given] += 1
                 assert now[given] <= 2
                 try:
@@ -327,10 +335,10 @@ def test_no_place_is_lost_or_given_twice(seed: int) -> None:
         async with anyio.create_task_group() as tasks:
             for _ in range(300):
                 tasks.start_soon(request)
-        assert seats.waiting == 0
+        assert limiter.waiting == 0
         for each in engines:
-            assert [await seats.take([each]) for _ in range(2)] == [each, each]
-        assert await seats.take([]) is None
+            assert [await limiter.acquire([each]) for _ in range(2)] == [each, each]
+        assert await limiter.acquire([]) is None
 
     anyio.run(run)
     assert sum(outcomes.values()) >= 300
@@ -342,25 +350,25 @@ def test_a_free_place_is_offered_to_who_has_lost_one() -> None:
     """In one turn of the event loop: called to A, nobody to B, and A is removed."""
 
     async def run() -> None:
-        engines, seats = Engines(Role.PREFILL), Seats(1, 3, FOREVER)
-        engines.on_closed, engines.on_open = seats.closed, seats.join
+        engines, limiter = EngineRegistry(EngineRole.PREFILL), ConcurrencyLimiter(1, 3, FOREVER)
+        engines.on_closed, engines.on_open = limiter.engine_closed, limiter.engine_opened
         a, b = engines.add("http://a", "test"), engines.add("http://b", "test")
-        assert [await seats.take([a]), await seats.take([b])] == [a, b]
-        got: list[Engine | None] = []
+        assert [await limiter.acquire([a]), await limiter.acquire([b])] == [a, b]
+        got: list[RegisteredEngine | None] = []
 
         async def wait() -> None:
-            got.append(await seats.take([a, b]))
+            got.append(await limiter.acquire([a, b]))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
             await settle()
-            with seats.held(a):
+            with limiter.releasing(a):
                 pass
-            with seats.held(b):
+            with limiter.releasing(b):
                 pass
             engines.remove(a)
             await settle()
             assert got == [b]
-        assert (seats.taken(a), seats.taken(b), seats.waiting) == (0, 1, 0)
+        assert (limiter.in_use(a), limiter.in_use(b), limiter.waiting) == (0, 1, 0)
 
     anyio.run(run)

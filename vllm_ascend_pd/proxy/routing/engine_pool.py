@@ -20,12 +20,12 @@ from vllm_ascend_pd.proxy.http.engine_client import (
     ReadTimeout,
 )
 from vllm_ascend_pd.proxy.http.headers import Headers
-from vllm_ascend_pd.proxy.rendezvous.retry import DECODE_BLAMED, PREFILL_BLAMED, Kind
 from vllm_ascend_pd.proxy.routing.balance import STRATEGIES, EngineLoad, decode_costs, prefill_costs
-from vllm_ascend_pd.proxy.routing.load import Sent, Snapshot, decode_load, prefill_load
-from vllm_ascend_pd.proxy.routing.prompts import Prompt
-from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, Engine, Engines, Role
-from vllm_ascend_pd.proxy.routing.seats import Full, Party, Seats
+from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError, RequestGroup
+from vllm_ascend_pd.proxy.routing.failure_kind import DECODE_BLAMED, PREFILL_BLAMED, FailureKind
+from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadSnapshot, decode_load, prefill_load
+from vllm_ascend_pd.proxy.routing.prompts import PromptEstimate
+from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRegistry, EngineRole, RegisteredEngine
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class EngineError(Exception):
     """An engine that could not be reached, broke off or stayed silent, or none that may be asked. The message names no
     address."""
 
-    def __init__(self, kind: Kind, url: str, reason: str) -> None:
+    def __init__(self, kind: FailureKind, url: str, reason: str) -> None:
         self.kind = kind
         self.url = url
         self.status = _STATUS.get(kind, HTTPStatus.BAD_GATEWAY)
@@ -42,9 +42,9 @@ class EngineError(Exception):
 
 
 _STATUS = {
-    Kind.TIMEOUT: HTTPStatus.GATEWAY_TIMEOUT,
-    Kind.NO_ENGINE: HTTPStatus.SERVICE_UNAVAILABLE,
-    Kind.FULL: HTTPStatus.TOO_MANY_REQUESTS,
+    FailureKind.TIMEOUT: HTTPStatus.GATEWAY_TIMEOUT,
+    FailureKind.NO_ENGINE: HTTPStatus.SERVICE_UNAVAILABLE,
+    FailureKind.FULL: HTTPStatus.TOO_MANY_REQUESTS,
 }
 _UNREACHABLE = (ConnectError, ConnectTimeout)
 # The mean length of prompts: of about so many, and before there is one.
@@ -52,36 +52,36 @@ _MEAN_OF = 32
 _FIRST_MEAN = 512.0
 
 
-class Choice(NamedTuple):
+class EngineRanking(NamedTuple):
     """Who is asked for a prompt, best first."""
 
-    prompt: Prompt
+    prompt: PromptEstimate
     tiers: tuple[tuple[str, ...], ...]
     """An engine is asked, or waited for, only if none of the tiers before can be reached."""
     avoid: Collection[str] = ()
     """Who is not asked, should it come while the request waits."""
     admitted: bool = False
     """The request had a place before: it waits for another in front of those that had none."""
-    party: Party | None = None
+    group: RequestGroup | None = None
     """With whom it waits for a place."""
 
     @property
     def first(self) -> str:
         return next((url for tier in self.tiers for url in tier), "")
 
-    def then(self, urls: Sequence[str]) -> Choice:
+    def then(self, urls: Sequence[str]) -> EngineRanking:
         return self._replace(tiers=(*self.tiers, tuple(urls)))
 
-    def of_one_admitted(self) -> Choice:
+    def of_one_admitted(self) -> EngineRanking:
         return self._replace(admitted=True)
 
 
 class EnginePool:
     def __init__(
         self,
-        engines: Engines,
+        engines: EngineRegistry,
         strategy: str,
-        seats: Seats,
+        limiter: ConcurrencyLimiter,
         *,
         max_connections: int,
         connect_timeout: float,
@@ -91,14 +91,14 @@ class EnginePool:
         """`strategy`: of `balance.STRATEGIES`. `fresh_for`: seconds that what an engine said of its load counts."""
         self.engines = engines
         self.role = engines.role
-        prefills = self.role is Role.PREFILL
+        prefills = self.role is EngineRole.PREFILL
         self._load = prefill_load if prefills else decode_load
         self._blamed = PREFILL_BLAMED if prefills else DECODE_BLAMED
         self._strategy = STRATEGIES[strategy](prefill_costs if prefills else decode_costs)
-        self.seats = seats
+        self.limiter = limiter
         engines.on_gone = self._strategy.forget
-        engines.on_open = seats.join
-        engines.on_closed = seats.closed
+        engines.on_open = limiter.engine_opened
+        engines.on_closed = limiter.engine_closed
         self._fresh_for = fresh_for
         self._mean_tokens = _FIRST_MEAN
         self._client = EngineClient(
@@ -112,25 +112,27 @@ class EnginePool:
         """Of the engines that may be asked now."""
         return self.engines.urls
 
-    def order(self, prompt: Prompt, avoid: Collection[str] = (), party: Party | None = None) -> Choice:
+    def order(
+        self, prompt: PromptEstimate, avoid: Collection[str] = (), group: RequestGroup | None = None
+    ) -> EngineRanking:
         """Of all engines but those in `avoid`; those that do not look healthy are a tier of their own, the last.
-        `party`: with whom the prompt waits for a place."""
+        `group`: with whom the prompt waits for a place."""
         now = time.monotonic()
         engines = {engine.url: engine for engine in self.engines if engine.open and engine.url not in avoid}
         ranked = self._strategy.order(prompt, [self.load(engine, now) for engine in engines.values()])
         doubtful = tuple(url for url in ranked if engines[url].doubtful(now))
         tiers = (tuple(url for url in ranked if url not in doubtful), doubtful)
-        return Choice(prompt, tiers, avoid, party=party)
+        return EngineRanking(prompt, tiers, avoid, group=group)
 
-    def load(self, engine: Engine, now: float) -> EngineLoad:
+    def load(self, engine: RegisteredEngine, now: float) -> EngineLoad:
         return self._load(engine.url, engine.sent, engine.seen(now, self._fresh_for), self._mean_tokens)
 
-    def reported(self, engine: Engine, now: float) -> Snapshot | None:
+    def reported(self, engine: RegisteredEngine, now: float) -> LoadSnapshot | None:
         """What the engine itself said of its load, unless that is too old to count."""
         seen = engine.seen(now, self._fresh_for)
         return None if seen is None else seen.snapshot
 
-    def judge(self, url: str, kind: Kind | None) -> None:
+    def judge(self, url: str, kind: FailureKind | None) -> None:
         """A request to an engine ended: how it failed, or None."""
         engine = self.engines.get(url)
         if engine is not None and (kind is None or kind in self._blamed):
@@ -139,7 +141,7 @@ class EnginePool:
     @asynccontextmanager
     async def open(
         self,
-        choice: Choice,
+        choice: EngineRanking,
         method: str,
         path: str,
         *,
@@ -166,7 +168,7 @@ class EnginePool:
 
     async def _send(
         self,
-        choice: Choice,
+        choice: EngineRanking,
         method: str,
         path: str,
         headers: Headers,
@@ -176,7 +178,7 @@ class EnginePool:
         held: ExitStack,
     ) -> Answer:
         """`held` is closed when the engine has answered: until then it counts as loaded."""
-        failure = EngineError(Kind.NO_ENGINE, "", f"there is no {self.role.value} engine to ask")
+        failure = EngineError(FailureKind.NO_ENGINE, "", f"there is no {self.role.value} engine to ask")
         tried: set[str] = set()
         # A timeout may also say that this process, or the whole machine, stood still.
         late: set[str] = set()
@@ -186,7 +188,7 @@ class EnginePool:
             first_time = url not in tried
             tried.add(url)
             with ExitStack() as place:
-                place.enter_context(self.seats.held(engine))
+                place.enter_context(self.limiter.releasing(engine))
                 if failure.url:
                     self.judge(failure.url, failure.kind)  # the caller judges the last one
                 asked.append(url)
@@ -211,16 +213,18 @@ class EnginePool:
                 return answer
         raise failure
 
-    async def _place(self, choice: Choice, tried: Collection[str]) -> Engine | None:
-        """A place at the next engine to ask, for `Seats.held`; None: all were tried, or are gone. Raises EngineError
-        when all are full."""
+    async def _place(self, choice: EngineRanking, tried: Collection[str]) -> RegisteredEngine | None:
+        """Takes a slot at the next engine to ask. None: all were tried, or are gone. Raises EngineError when all are
+        full."""
         avoid = {*choice.avoid, *tried}
         begun = time.monotonic()
         tiers = choice.tiers
         while left := self._first_left(tiers, tried):
             try:
-                engine = await self.seats.take(left, choice.admitted, avoid, choice.party, time.monotonic() - begun)
-            except Full as full:
+                engine = await self.limiter.acquire(
+                    left, choice.admitted, avoid, choice.group, time.monotonic() - begun
+                )
+            except NoFreeSlotError as full:
                 raise self._full(str(full)) from None
             if engine is not None:
                 return engine
@@ -228,7 +232,7 @@ class EnginePool:
             tiers = (*self.order(choice.prompt, avoid).tiers, *choice.tiers)
         return None
 
-    def _first_left(self, tiers: Sequence[Sequence[str]], tried: Collection[str]) -> list[Engine]:
+    def _first_left(self, tiers: Sequence[Sequence[str]], tried: Collection[str]) -> list[RegisteredEngine]:
         """Of the first tier of which any engine may be asked, those that may."""
         for tier in tiers:
             known = (self.engines.get(url) for url in tier if url not in tried)
@@ -236,23 +240,23 @@ class EnginePool:
                 return left
         return []
 
-    def _count(self, prompt: Prompt, url: str) -> Sent:
+    def _count(self, prompt: PromptEstimate, url: str) -> InFlightLoad:
         """What is sent with a prompt."""
         if prompt.sequences:
             self._mean_tokens += (prompt.tokens - self._mean_tokens) / _MEAN_OF
-        return Sent(prompt.sequences, self._strategy.sent(prompt, url))
+        return InFlightLoad(prompt.sequences, self._strategy.sent(prompt, url))
 
     def _error(self, url: str, cause: HttpError) -> EngineError:
         if isinstance(cause, PoolTimeout):
             return self._full("as many requests as there may be are under way (--max-concurrent)")
         if isinstance(cause, _UNREACHABLE):
-            kind = Kind.UNREACHABLE
+            kind = FailureKind.UNREACHABLE
         else:
-            kind = Kind.TIMEOUT if isinstance(cause, ReadTimeout) else Kind.LOST
+            kind = FailureKind.TIMEOUT if isinstance(cause, ReadTimeout) else FailureKind.LOST
         return EngineError(kind, url, f"{self.role.value} engine: {cause}")
 
     def _full(self, bound: str) -> EngineError:
-        return EngineError(Kind.FULL, "", f"all {self.role.value} engines are busy: {bound}: retry later")
+        return EngineError(FailureKind.FULL, "", f"all {self.role.value} engines are busy: {bound}: retry later")
 
     async def probe(self, url: str, timeout: float) -> str:
         """ "ok", or why the engine does not look healthy."""

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 import anyio
 
-from vllm_ascend_pd.proxy.rendezvous.retry import Kind
-from vllm_ascend_pd.proxy.routing.engine_run import EngineRun
-from vllm_ascend_pd.proxy.routing.engines import EnginePool
+from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
+from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 
 _LOOK_SECONDS = 1.0
 
 
-class Watch:
+class StallWatch:
     """Looks after the engines of one role while requests wait for their bytes. A stopped process keeps its connections
     open, so only a probe tells it from one that computes."""
 
@@ -38,14 +38,14 @@ class Watch:
         self._stall_timeout = stall_timeout
         self._idle_timeout = idle_timeout
         self._quiet = quiet
-        self._runs: dict[EngineRun, int] = {}
+        self._runs: dict[EngineCall, int] = {}
         """With how many engines each had asked at the last look."""
 
-    def __contains__(self, run: EngineRun) -> bool:
+    def __contains__(self, run: EngineCall) -> bool:
         return run in self._runs
 
     @contextmanager
-    def over(self, run: EngineRun) -> Iterator[None]:
+    def over(self, run: EngineCall) -> Iterator[None]:
         self._runs[run] = 0
         try:
             yield
@@ -80,7 +80,7 @@ class Watch:
             for run in self._runs:
                 if run.engine and self._pool.idle(run.engine, run.silent_since, now) >= limit:
                     reason = f"{self._pool.role.value} engine: it served nothing for {limit:g} s (--prefill-timeout)"
-                    run.cut_short(Kind.TIMEOUT, reason)
+                    run.cut_short(FailureKind.TIMEOUT, reason)
 
     async def _look_at(self, url: str) -> None:
         asked = {run: run.silent_since for run in self._runs if run.engine == url}
@@ -97,4 +97,4 @@ class Watch:
             ]
         for run in stopped:
             if run in self._runs and run.engine == url and run.silent_since == asked[run]:
-                run.cut_short(Kind.TIMEOUT, reason)
+                run.cut_short(FailureKind.TIMEOUT, reason)

@@ -21,13 +21,14 @@ from vllm_ascend_pd.proxy.http.endpoints import prompt_number, uuid_in
 from vllm_ascend_pd.proxy.http.errors import RequestRefused
 from vllm_ascend_pd.proxy.http.headers import Headers
 from vllm_ascend_pd.proxy.operate.tracing import REQUEST_ID, Span
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure, Kind
-from vllm_ascend_pd.proxy.routing.admission import Admission
-from vllm_ascend_pd.proxy.routing.engine_run import EngineRun
-from vllm_ascend_pd.proxy.routing.seats import Party
+from vllm_ascend_pd.proxy.rendezvous.retry import Failure
+from vllm_ascend_pd.proxy.routing.concurrency import RequestGroup
+from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.request_admission import RequestAdmission
 
 
-class Phase(enum.Enum):
+class RequestPhase(enum.Enum):
     """Where a client's request is."""
 
     ARRIVING = "arriving"
@@ -44,7 +45,7 @@ class Phase(enum.Enum):
     """The client has something of the answer: without a stream, that is all of it at once."""
 
 
-class PrefillTicket:
+class TicketProgress:
     """A ticket of an attempt: who prefills it, and what became of that."""
 
     def __init__(self, attempt: int, failures: Sequence[Failure]) -> None:
@@ -56,7 +57,7 @@ class PrefillTicket:
         their own."""
         self.post: anyio.CancelScope | None = None
         """Decode's waiting for an answer."""
-        self.run = EngineRun()
+        self.run = EngineCall()
         """The last one."""
         self.answered = False
         """Decode was told that prefill has run: it waits for the KV alone."""
@@ -68,7 +69,7 @@ class PrefillTicket:
         """Decode computes the prompt itself if its KV does not come."""
 
 
-class Attempt(EngineRun):
+class DecodeAttempt(EngineCall):
     """A client's request at one decode engine."""
 
     def __init__(self, request_id: str, may_follow: Callable[[], bool], span: Span) -> None:
@@ -84,7 +85,7 @@ class Attempt(EngineRun):
         """Something of the answer has gone to the client: from here on it, good or bad, is the decode engine's."""
         self.over = False
         """It has ended, or was given up: its prefills end, too."""
-        self.tickets: dict[tuple[int, str], PrefillTicket] = {}
+        self.tickets: dict[tuple[int, str], TicketProgress] = {}
         """By the number of the prompt and the ticket's id."""
         self.prefilled_at: float | None = None
         """When a first prompt's prefill had succeeded, on `time.monotonic`'s clock."""
@@ -99,28 +100,28 @@ class Attempt(EngineRun):
         return not self._prefills
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> RequestPhase:
         if self.answering:
-            return Phase.ANSWERING
+            return RequestPhase.ANSWERING
         if not self.engines:
-            return Phase.QUEUED
+            return RequestPhase.QUEUED
         if self._prefills:
-            return Phase.PREFILL
-        return Phase.DECODE if self.prefilled_at is None else Phase.TRANSFER
+            return RequestPhase.PREFILL
+        return RequestPhase.DECODE if self.prefilled_at is None else RequestPhase.TRANSFER
 
     def ticket(
         self, prompt: int, ticket_id: str, attempt: int, failures: Sequence[Failure], samples: int
-    ) -> PrefillTicket | None:
+    ) -> TicketProgress | None:
         """Of a ticket that decode posts: for the first time, or again because it lost the connection. A prefill of
-        then is cancelled, and the next one is another attempt. `failures` as in PrefillTicket. None: the prompt has
+        then is cancelled, and the next one is another attempt. `failures` as in TicketProgress. None: the prompt has
         `samples` tickets already, all that a decode engine gives out for it."""
         if not ticket_id:
-            return PrefillTicket(attempt, failures)
+            return TicketProgress(attempt, failures)
         state = self.tickets.get((prompt, ticket_id))
         if state is None:
             if sum(of == prompt for of, _ in self.tickets) >= samples:
                 return None
-            state = self.tickets[prompt, ticket_id] = PrefillTicket(attempt, failures)
+            state = self.tickets[prompt, ticket_id] = TicketProgress(attempt, failures)
         else:
             state.attempt += 1
             state.left = False
@@ -161,21 +162,21 @@ class Attempt(EngineRun):
             scope.cancel()
 
 
-class Exchange:
+class ProxiedRequest:
     """One client request. All its work runs under `scope`; `end` is the only way to cut it short."""
 
-    def __init__(self, attempts: dict[str, tuple[Exchange, Attempt]], span: Span) -> None:
+    def __init__(self, attempts: dict[str, tuple[ProxiedRequest, DecodeAttempt]], span: Span) -> None:
         self.span = span
         self.request: ClientRequest | None = None
         """None until the body has arrived: no ticket can be meant for it before."""
         self.request_id = ""
         """Of the last attempt."""
         self.scope = anyio.CancelScope()
-        self.verdict: Response | None = None
+        self.final_response: Response | None = None
         """What the client gets instead of the decode engine's answer."""
         self.failed_prefill: set[str] = set()
         """Prefill engines that failed for it."""
-        self.prefills = Party()
+        self.prefills = RequestGroup()
         """All of its prompts and samples, under whichever attempt."""
         self._prefill_failures: dict[int, list[Failure]] = {}
         self._attempts = attempts
@@ -185,36 +186,36 @@ class Exchange:
         """Why prefills of a prompt failed before the attempt that is under way was made."""
         return self._prefill_failures.get(prompt, ())
 
-    def prefill_failed(self, state: PrefillTicket, failure: Failure) -> None:
+    def prefill_failed(self, state: TicketProgress, failure: Failure) -> None:
         state.failures.append(failure)
-        if failure.kind is not Kind.REFUSED:  # which says nothing about the engine
+        if failure.kind is not FailureKind.REFUSED:  # which says nothing about the engine
             self.failed_prefill.add(failure.url)
 
-    def begin_anew(self, attempt: Attempt, prompt: int, state: PrefillTicket) -> None:
+    def begin_anew(self, attempt: DecodeAttempt, prompt: int, state: TicketProgress) -> None:
         """Gives an attempt up because KV did not come: tickets of the one that may follow inherit that one's
         failures."""
         self.inherit(prompt, state)
         attempt.end()
 
-    def inherit(self, prompt: int, state: PrefillTicket) -> None:
+    def inherit(self, prompt: int, state: TicketProgress) -> None:
         """Tickets of the attempts that may follow get the failures of one of an earlier attempt's."""
         self._prefill_failures[prompt] = max(self._prefill_failures.get(prompt, []), state.failures, key=len)
 
-    def end(self, verdict: Response | None) -> None:
-        """Stops everything done for this request; the first verdict counts. None: nobody is there to read it."""
+    def end(self, final_response: Response | None) -> None:
+        """Stops everything done for this request; the first final_response counts. None: nobody is there to read it."""
         if not self._ended:
             self._ended = True
-            self.verdict = verdict
+            self.final_response = final_response
             self.scope.cancel()
 
     @contextmanager
-    def attempt(self, may_follow: Callable[[], bool]) -> Iterator[Attempt]:
+    def attempt(self, may_follow: Callable[[], bool]) -> Iterator[DecodeAttempt]:
         """Under an id of its own: tickets of those before match nothing any more, and their prefills are cancelled.
-        `may_follow` as in Attempt."""
+        `may_follow` as in DecodeAttempt."""
         # Never the client's own id: tickets are matched by it, so it must be unique and not guessable.
         request_id = self.request_id = str(uuid.uuid4())
         with self.span.child("decode", {REQUEST_ID: request_id}) as span:
-            attempt = Attempt(request_id, may_follow, span)
+            attempt = DecodeAttempt(request_id, may_follow, span)
             self._attempts[request_id] = (self, attempt)
             try:
                 yield attempt
@@ -230,22 +231,22 @@ class Exchange:
 class Waiting(NamedTuple):
     """Who waits for a ticket: number `prompt` of the request's."""
 
-    exchange: Exchange
-    attempt: Attempt
+    proxied: ProxiedRequest
+    attempt: DecodeAttempt
     request: ClientRequest
     prompt: int
     is_sample: bool
     """Decode asks for each of several samples under an id of its own."""
 
 
-class Exchanges:
+class RequestTable:
     """All of them, and who may begin one."""
 
     def __init__(self, limit: int, line: int = 0, patience: float = 0.0) -> None:
-        """As in Admission."""
-        self.admission = Admission(limit, line, patience)
-        self._open: set[Exchange] = set()
-        self._attempts: dict[str, tuple[Exchange, Attempt]] = {}
+        """As in RequestAdmission."""
+        self.admission = RequestAdmission(limit, line, patience)
+        self._open: set[ProxiedRequest] = set()
+        self._attempts: dict[str, tuple[ProxiedRequest, DecodeAttempt]] = {}
         self._scopes: set[anyio.CancelScope] = set()
         self._closed = False
 
@@ -253,11 +254,11 @@ class Exchanges:
     def in_flight(self) -> int:
         return len(self._open)
 
-    def phases(self) -> Mapping[Phase, int]:
+    def phases(self) -> Mapping[RequestPhase, int]:
         """How many requests are where; all of them together are `in_flight`."""
         counted = Counter(attempt.phase for _, attempt in self._attempts.values())
-        counted[Phase.ARRIVING] = len(self._open) - counted.total()
-        return {phase: counted[phase] for phase in Phase}
+        counted[RequestPhase.ARRIVING] = len(self._open) - counted.total()
+        return {phase: counted[phase] for phase in RequestPhase}
 
     @asynccontextmanager
     async def admitted(self, receive: Receive) -> AsyncIterator[Receive]:
@@ -272,21 +273,21 @@ class Exchanges:
             self.admission.leave()
 
     @contextmanager
-    def open(self, span: Span) -> Iterator[Exchange]:
+    def open(self, span: Span) -> Iterator[ProxiedRequest]:
         """Raises RequestRefused (503) when the proxy shuts down."""
         if self._closed:
             raise _shutting_down()
-        exchange = Exchange(self._attempts, span)
-        self._open.add(exchange)
+        proxied = ProxiedRequest(self._attempts, span)
+        self._open.add(proxied)
         try:
-            yield exchange
+            yield proxied
         finally:
-            self._open.discard(exchange)
-            exchange.close()
+            self._open.discard(proxied)
+            proxied.close()
 
     @contextmanager
     def until_shut_down(self) -> Iterator[None]:
-        """For what is no exchange: raises RequestRefused (503) when the proxy shuts down."""
+        """For what is no proxied: raises RequestRefused (503) when the proxy shuts down."""
         if self._closed:
             raise _shutting_down()
         with anyio.CancelScope() as scope:
@@ -300,21 +301,21 @@ class Exchanges:
 
     def find(self, engine_request_id: str) -> Waiting:
         """Who waits for a ticket. Raises LookupError when no request does under that id."""
-        exchange, attempt = self._attempts.get(uuid_in(engine_request_id), (None, None))
-        request = exchange.request if exchange else None
+        proxied, attempt = self._attempts.get(uuid_in(engine_request_id), (None, None))
+        request = proxied.request if proxied else None
         found = None if request is None else prompt_number(request.endpoint, engine_request_id)
-        if exchange is None or attempt is None or request is None or found is None:
+        if proxied is None or attempt is None or request is None or found is None:
             raise LookupError(engine_request_id)
         index, is_sample = found
         if index >= len(request.prompts):
             raise LookupError(engine_request_id)
-        return Waiting(exchange, attempt, request, index, is_sample)
+        return Waiting(proxied, attempt, request, index, is_sample)
 
     def shut_down(self) -> None:
-        """Ends every exchange, and whatever runs until then, and refuses new ones."""
+        """Ends every proxied, and whatever runs until then, and refuses new ones."""
         self._closed = True
-        for exchange in self._open:
-            exchange.end(_shutting_down().response())
+        for proxied in self._open:
+            proxied.end(_shutting_down().response())
         for scope in self._scopes:
             scope.cancel()
 

@@ -12,8 +12,8 @@ from anyio.abc import TaskGroup
 
 from vllm_ascend_pd.proxy.http.engine_client import EngineClient, HttpError
 from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
-from vllm_ascend_pd.proxy.routing.load import Snapshot, parse_metrics
-from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, Engine, Engines
+from vllm_ascend_pd.proxy.routing.load import LoadSnapshot, parse_metrics
+from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRegistry, RegisteredEngine
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +23,13 @@ _MAX_METRICS_BYTES = 16 << 20
 _LOOK_SECONDS = 0.5
 
 
-class Checks:
-    def __init__(self, roles: tuple[Engines, ...], *, interval: float, timeout: float) -> None:
+class HealthChecks:
+    def __init__(self, roles: tuple[EngineRegistry, ...], *, interval: float, timeout: float) -> None:
         """`interval`: seconds from one answer to the next question; `timeout`: seconds for each of two answers."""
         self._roles = roles
         self._interval = interval
         self._timeout = timeout
-        self._watched: set[Engine] = set()
+        self._watched: set[RegisteredEngine] = set()
         # Engines' connections for requests are not used up by this, and none is held between two checks.
         self._client = EngineClient(
             max_connections=len(roles) * MAX_ENGINES,
@@ -56,7 +56,7 @@ class Checks:
                     self._watched.add(engine)
                     tasks.start_soon(self._watch, engines, engine)
 
-    async def _watch(self, engines: Engines, engine: Engine) -> None:
+    async def _watch(self, engines: EngineRegistry, engine: RegisteredEngine) -> None:
         silent_about_load = False
         try:
             while not engine.removed:
@@ -82,7 +82,7 @@ class Checks:
         except (HttpError, TimeoutError) as error:
             return _why(error)
 
-    async def _load(self, engine: Engine) -> str | None:
+    async def _load(self, engine: RegisteredEngine) -> str | None:
         """None, or why the engine's load is unknown."""
         sent = engine.sent
         try:
@@ -98,7 +98,7 @@ class Checks:
             return f"/metrics exceeds {_MAX_METRICS_BYTES} bytes"
         except ValueError as error:
             return f"/metrics cannot be read: {type(error).__name__}"
-        if snapshot == Snapshot():
+        if snapshot == LoadSnapshot():
             return "/metrics does not say: is it vLLM's?"
         engine.note(snapshot, sent, time.monotonic())
         return None
@@ -108,7 +108,7 @@ def _why(error: Exception) -> str:
     return str(error) if isinstance(error, HttpError) else "no answer in time"
 
 
-def _log_change(engine: Engine) -> None:
+def _log_change(engine: RegisteredEngine) -> None:
     if engine.gate.ejected:
         log.warning(
             "%s engine %s is ejected: %s: it gets requests only if no other is left, until its health checks succeed",

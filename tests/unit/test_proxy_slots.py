@@ -9,19 +9,19 @@ import time
 import anyio
 import pytest
 
-from vllm_ascend_pd.proxy.rendezvous.retry import Kind
-from vllm_ascend_pd.proxy.routing.engines import EngineError, EnginePool
+from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError, RequestGroup
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT
-from vllm_ascend_pd.proxy.routing.registry import Engine, Engines, Role
-from vllm_ascend_pd.proxy.routing.seats import Full, Party, Seats
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole, RegisteredEngine
 
 FOREVER = 60.0
 
 
-def pool_of(engines: Engines, patience: float = FOREVER) -> EnginePool:
+def pool_of(engines: EngineRegistry, patience: float = FOREVER) -> EnginePool:
     """Each engine has one place."""
-    seats = Seats(1, 3, patience)
-    return EnginePool(engines, "least-load", seats, max_connections=1, connect_timeout=1, read_timeout=1, fresh_for=1)
+    limiter = ConcurrencyLimiter(1, 3, patience)
+    return EnginePool(engines, "least-load", limiter, max_connections=1, connect_timeout=1, read_timeout=1, fresh_for=1)
 
 
 async def settle() -> None:
@@ -29,22 +29,22 @@ async def settle() -> None:
         await anyio.sleep(0)
 
 
-@pytest.mark.parametrize("seated", [False, True], ids=["first", "after another prompt"])
-def test_who_waits_goes_to_an_engine_that_replaces_all_others(seated: bool) -> None:
+@pytest.mark.parametrize("started", [False, True], ids=["first", "after another prompt"])
+def test_who_waits_goes_to_an_engine_that_replaces_all_others(started: bool) -> None:
     """A list of engines that is read again names one instead of another: there is none in between."""
 
     async def run() -> None:
-        engines = Engines(Role.PREFILL)
+        engines = EngineRegistry(EngineRole.PREFILL)
         pool = pool_of(engines)
         engines.replace("file", ["http://old"])
         engines.on_trial = True
-        party = Party()
-        first = await pool._place(pool.order(NO_PROMPT, party=party if seated else Party()), set())
+        group = RequestGroup()
+        first = await pool._place(pool.order(NO_PROMPT, group=group if started else RequestGroup()), set())
         assert first is engines.get("http://old")
-        got: list[Engine | None] = []
+        got: list[RegisteredEngine | None] = []
 
         async def wait() -> None:
-            got.append(await pool._place(pool.order(NO_PROMPT, party=party), set()))
+            got.append(await pool._place(pool.order(NO_PROMPT, group=group), set()))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
@@ -61,9 +61,9 @@ def test_queue_timeout_does_not_begin_anew_with_each_engine_that_replaces_anothe
     """`at_once`: between the two there is none."""
 
     async def run() -> None:
-        engines = Engines(Role.DECODE)
+        engines = EngineRegistry(EngineRole.DECODE)
         pool = pool_of(engines, patience=0.3)
-        assert await pool.seats.take([engines.add("http://0", "file")]) is not None
+        assert await pool.limiter.acquire([engines.add("http://0", "file")]) is not None
         begun = time.monotonic()
 
         async def replace() -> None:
@@ -71,13 +71,13 @@ def test_queue_timeout_does_not_begin_anew_with_each_engine_that_replaces_anothe
                 await anyio.sleep(0.1)
                 url = f"http://{number}"
                 if not at_once:
-                    pool.seats.join(await taken(engines.add(url, "file")))
+                    pool.limiter.engine_opened(await taken(engines.add(url, "file")))
                 engines.replace("file", [url])
                 if at_once:
                     await taken(engines.add(url, "file"))
 
-        async def taken(engine: Engine) -> Engine:
-            assert await pool.seats.take([engine]) is engine  # before anybody is called
+        async def taken(engine: RegisteredEngine) -> RegisteredEngine:
+            assert await pool.limiter.acquire([engine]) is engine  # before anybody is called
             return engine
 
         async with anyio.create_task_group() as tasks:
@@ -85,7 +85,7 @@ def test_queue_timeout_does_not_begin_anew_with_each_engine_that_replaces_anothe
             await settle()
             with pytest.raises(EngineError) as raised:
                 await pool._place(pool.order(NO_PROMPT), set())
-            assert raised.value.kind is Kind.FULL
+            assert raised.value.kind is FailureKind.FULL
             assert time.monotonic() - begun < 1
             tasks.cancel_scope.cancel()
 
@@ -94,11 +94,11 @@ def test_queue_timeout_does_not_begin_anew_with_each_engine_that_replaces_anothe
 
 def test_of_the_engines_that_replace_others_a_healthy_one_is_chosen() -> None:
     async def run() -> None:
-        engines = Engines(Role.DECODE, eject_after=1)
+        engines = EngineRegistry(EngineRole.DECODE, eject_after=1)
         pool = pool_of(engines)
         old = engines.add("http://old", "test")
-        assert await pool.seats.take([old]) is old
-        got: list[Engine | None] = []
+        assert await pool.limiter.acquire([old]) is old
+        got: list[RegisteredEngine | None] = []
 
         async def wait() -> None:
             got.append(await pool._place(pool.order(NO_PROMPT), set()))
@@ -117,11 +117,11 @@ def test_of_the_engines_that_replace_others_a_healthy_one_is_chosen() -> None:
 
 def test_one_that_failed_before_is_a_last_resort_also_when_others_have_gone() -> None:
     async def run() -> None:
-        engines = Engines(Role.DECODE)
+        engines = EngineRegistry(EngineRole.DECODE)
         pool = pool_of(engines)
         failed, old = engines.add("http://failed", "test"), engines.add("http://old", "test")
-        assert await pool.seats.take([old]) is old
-        got: list[Engine | None] = []
+        assert await pool.limiter.acquire([old]) is old
+        got: list[RegisteredEngine | None] = []
 
         async def wait() -> None:
             choice = pool.order(NO_PROMPT, {failed.url}).then([failed.url])
@@ -141,20 +141,20 @@ def test_a_prompt_that_leaves_as_it_is_called_has_had_no_place() -> None:
     """So the others of its request are not waited for any longer than those of others."""
 
     async def run() -> None:
-        engines, seats, party = Engines(Role.PREFILL), Seats(1, 1, 0.05), Party()
+        engines, limiter, group = EngineRegistry(EngineRole.PREFILL), ConcurrencyLimiter(1, 1, 0.05), RequestGroup()
         a = engines.add("http://a", "test")
-        assert await seats.take([a]) is a
-        prompt = asyncio.create_task(seats.take([a], party=party))
+        assert await limiter.acquire([a]) is a
+        prompt = asyncio.create_task(limiter.acquire([a], group=group))
         await settle()
-        with seats.held(a):
+        with limiter.releasing(a):
             pass
-        assert seats.taken(a) == 1  # called ...
+        assert limiter.in_use(a) == 1  # called ...
         prompt.cancel()
         with pytest.raises(asyncio.CancelledError):
             await prompt
-        assert (party.seated, seats.taken(a)) == (False, 0)
-        assert await seats.take([a]) is a
-        with anyio.fail_after(5), pytest.raises(Full):
-            await seats.take([a], party=party)
+        assert (group.started, limiter.in_use(a)) == (False, 0)
+        assert await limiter.acquire([a]) is a
+        with anyio.fail_after(5), pytest.raises(NoFreeSlotError):
+            await limiter.acquire([a], group=group)
 
     anyio.run(run)

@@ -17,7 +17,7 @@ from vllm_ascend_pd.proxy.http.errors import RequestRefused
 _MAX_HELD_BYTES = 64 * 1024 * 1024
 
 
-class Admission:
+class RequestAdmission:
     """At most `limit` requests at a time. At most `line` others wait, in their order, for `patience` seconds."""
 
     def __init__(self, limit: int, line: int, patience: float) -> None:

@@ -8,10 +8,10 @@ import time
 
 import anyio
 
-from vllm_ascend_pd.proxy.rendezvous.retry import Kind
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 
 
-class EngineRun:
+class EngineCall:
     """One attempt at the engines of a role. All its work there runs under `scope`."""
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class EngineRun:
         """Engines that were asked; the last one has, or had, the request."""
         self.scope = anyio.CancelScope()
         """Of the request to them."""
-        self.cut: tuple[Kind, str] | None = None
+        self.cut: tuple[FailureKind, str] | None = None
         """Why that was ended from here: its engine does not say what is wrong."""
         self.silent_since = time.monotonic()
         """Since when nothing has come from the engine, on `time.monotonic`'s clock; infinity: nothing is expected."""
@@ -41,7 +41,7 @@ class EngineRun:
         """Nothing is expected from the engine until `heard` is called."""
         self.silent_since = math.inf
 
-    def cut_short(self, kind: Kind, reason: str) -> None:
+    def cut_short(self, kind: FailureKind, reason: str) -> None:
         if self.cut is None:
             self.cut = (kind, reason)
             self.scope.cancel()
