@@ -30,7 +30,7 @@ from harness.waiting import wait_until
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, RECOMPUTES_HEADER, TransferFailure
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.decode import metaserver_http
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, MetaserverError, Outcome
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, MetaserverError, PostOutcome
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 
 QUICK = MetaserverSettings(deadline_s=10, backoff_base_s=0.01, backoff_max_s=0.02)
@@ -151,8 +151,8 @@ def raw_server(answer: bytes, reset: bool = False, until_closed: bool = False) -
         yield f"http://127.0.0.1:{port}{METASERVER_PATH}", connections
 
 
-def outcomes(client: MetaserverClient, count: int, timeout_s: float = 10.0) -> list[Outcome]:
-    got: list[Outcome] = []
+def outcomes(client: MetaserverClient, count: int, timeout_s: float = 10.0) -> list[PostOutcome]:
+    got: list[PostOutcome] = []
     deadline = time.monotonic() + timeout_s
     while len(got) < count and time.monotonic() < deadline:
         got += client.poll()
@@ -164,7 +164,7 @@ def outcomes(client: MetaserverClient, count: int, timeout_s: float = 10.0) -> l
 eventually = partial(wait_until, timeout_s=20)
 
 
-def outcome_of(client: MetaserverClient, url: str, do: str) -> Outcome:
+def outcome_of(client: MetaserverClient, url: str, do: str) -> PostOutcome:
     client.post(do, url, {"id": do, "do": do})
     [outcome] = outcomes(client, 1)
     assert outcome.key == do
@@ -174,7 +174,7 @@ def outcome_of(client: MetaserverClient, url: str, do: str) -> Outcome:
 
 
 def test_success(client: MetaserverClient, metaserver: Metaserver) -> None:
-    assert outcome_of(client, metaserver.url, "ok") == Outcome("ok", ok=True)
+    assert outcome_of(client, metaserver.url, "ok") == PostOutcome("ok", ok=True)
 
 
 def test_answers_held_back_for_many_requests_at_once(client: MetaserverClient, metaserver: Metaserver) -> None:
@@ -292,7 +292,7 @@ def test_too_many_pending(metaserver: Metaserver) -> None:
     assert "2 posts wait already" in overflow.reason
     client.cancel("a")
     client.post("d", metaserver.url, {"id": "d", "do": "ok"})
-    assert outcomes(client, 1) == [Outcome("d", ok=True)]
+    assert outcomes(client, 1) == [PostOutcome("d", ok=True)]
     client.close()
 
 
@@ -303,7 +303,7 @@ def test_cancelled_post_has_no_outcome_and_frees_its_key(client: MetaserverClien
     client.cancel("key")
     client.cancel("never posted")
     client.post("key", metaserver.url, {"id": "again", "do": "ok"})
-    assert outcomes(client, 1) == [Outcome("key", ok=True)]
+    assert outcomes(client, 1) == [PostOutcome("key", ok=True)]
     time.sleep(0.1)
     assert client.poll() == []
 

@@ -21,7 +21,7 @@ from harness.certificates import Authority, Certificate
 from harness.waiting import wait_for
 from vllm_ascend_pd.core.config import TlsConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, MetaserverError, Outcome
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, MetaserverError, PostOutcome
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 
 SETTINGS = MetaserverSettings(deadline_s=60, retries=1, backoff_base_s=0.01)
@@ -62,7 +62,7 @@ def metaserver(certificate: Certificate, clients_of: Authority | None = None) ->
     assert not thread.is_alive()
 
 
-def outcome(url: str, trusted: Authority | None, own: Certificate | None = None, **settings: object) -> Outcome:
+def outcome(url: str, trusted: Authority | None, own: Certificate | None = None, **settings: object) -> PostOutcome:
     """Of posting a ticket."""
     files = {
         "ca_file": None if trusted is None else str(trusted.cert),
@@ -81,9 +81,9 @@ def outcome(url: str, trusted: Authority | None, own: Certificate | None = None,
 def test_the_right_certificate(ours: Authority) -> None:
     for host in ("IP:127.0.0.1", "IP:127.0.0.1,DNS:localhost"):
         with metaserver(ours.issue("right", host)) as (url, _):
-            assert outcome(url, ours) == Outcome("key", ok=True)
+            assert outcome(url, ours) == PostOutcome("key", ok=True)
     with metaserver(ours.issue("named", "DNS:localhost")) as (url, _):
-        assert outcome(url.replace("127.0.0.1", "localhost"), ours) == Outcome("key", ok=True)
+        assert outcome(url.replace("127.0.0.1", "localhost"), ours) == PostOutcome("key", ok=True)
 
 
 def test_certificates_that_are_refused(ours: Authority, others: Authority) -> None:
@@ -132,7 +132,7 @@ def test_tls_where_the_server_has_none() -> None:
 
 def test_mutual_tls(ours: Authority, others: Authority) -> None:
     with metaserver(ours.issue("server", "IP:127.0.0.1"), clients_of=ours) as (url, tickets):
-        assert outcome(url, ours, ours.issue("client", "DNS:decode")) == Outcome("key", ok=True)
+        assert outcome(url, ours, ours.issue("client", "DNS:decode")) == PostOutcome("key", ok=True)
         assert len(tickets) == 1
         without = outcome(url, ours)
         assert not without.ok

@@ -19,7 +19,7 @@ from proxy_cluster import COMPLETION, Cluster, beside, eventually, running_clust
 from starlette.responses import Response
 
 from harness.plain_http import PLAIN_HTTP
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, Outcome
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, PostOutcome
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 
 DEADLINE_S = 4.0
@@ -44,7 +44,7 @@ class RealClientDecode(DecodeEngine):
     def __init__(self, client: MetaserverClient) -> None:
         super().__init__()
         self.client = client
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, PostOutcome] = {}
 
     async def _prefill(self, received: Received) -> bool:
         url = received.body["kv_transfer_params"]["metaserver"]

@@ -20,7 +20,7 @@ from proxy_cluster import COMPLETION, command, eventually, running_proxy
 
 from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, Outcome
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, PostOutcome
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 
 
@@ -68,7 +68,7 @@ def test_killed_proxy_and_another_in_its_place() -> None:
         decode.needs_prefill = True
         with running_proxy(*urls, port=port):
             # The retries of the post may have ended before it came up: either way it is clear what happened.
-            outcomes: list[Outcome] = []
+            outcomes: list[PostOutcome] = []
             eventually(lambda: outcomes.extend(client.poll()) or outcomes)
             [outcome] = outcomes
             assert not outcome.ok

@@ -19,7 +19,7 @@ from proxy_cluster import COMPLETION, eventually, running_proxy
 from harness.certificates import Authority, Certificate
 from vllm_ascend_pd.cli import main
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, Outcome
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, PostOutcome
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 
 PASSWORD = "password-of-the-proxys-key"
@@ -56,7 +56,7 @@ def proxy_with(*options: str, scheme: str = "https") -> Iterator[Proxy]:
 
 def posted(
     proxy: Proxy, verify: ssl.SSLContext | bool, authority: Authority, own: Certificate | None = None
-) -> Outcome:
+) -> PostOutcome:
     """What decode's client makes of a ticket for a request that waits."""
     proxy.decode.needs_prefill = False
     proxy.decode.hangs_after_first_token = True
@@ -77,7 +77,7 @@ def posted(
             received = proxy.decode.received[-1]
             ticket = make_ticket(f"cmpl-{received.headers['x-request-id']}-0", "t")
             decode.post("key", received.body["kv_transfer_params"]["metaserver"], ticket)
-            outcomes: list[Outcome] = []
+            outcomes: list[PostOutcome] = []
             eventually(lambda: outcomes.extend(decode.poll()) or outcomes)
     finally:
         decode.close()
@@ -98,7 +98,7 @@ def test_one_port_for_all(ours: Authority, others: Authority) -> None:
             metaserver = proxy.decode.received[0].body["kv_transfer_params"]["metaserver"]
             assert metaserver == proxy.url + METASERVER_PATH
             assert proxy.decode.metaserver_answers == [(200, {"status": "ok"})]
-            assert posted(proxy, trusting(ours), ours) == Outcome("key", ok=True)
+            assert posted(proxy, trusting(ours), ours) == PostOutcome("key", ok=True)
             refused = posted(proxy, trusting(ours), others)
             assert "its certificate is refused" in refused.reason
             with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -115,7 +115,7 @@ def test_tickets_by_mutual_tls_on_a_port_of_their_own(ours: Authority, others: A
         *files(ours.issue("metaserver", "IP:127.0.0.1"), "metaserver-tls"),
     )
     with proxy_with(*options, scheme="http") as proxy:
-        assert posted(proxy, True, ours, own) == Outcome("key", ok=True)
+        assert posted(proxy, True, ours, own) == PostOutcome("key", ok=True)
         metaserver = proxy.decode.received[0].body["kv_transfer_params"]["metaserver"]
         assert metaserver.startswith("https://")
         assert httpx.URL(metaserver).port != httpx.URL(proxy.url).port
@@ -141,7 +141,7 @@ def test_both_ports_by_one_certificate_whose_key_has_a_password(ours: Authority,
     certificate = ours.issue("locked", "IP:127.0.0.1", password=PASSWORD)
     options = (*files(certificate), "--tls-key-password-file", str(password), "--metaserver-port", "0")
     with proxy_with(*options) as proxy:
-        assert posted(proxy, trusting(ours), ours) == Outcome("key", ok=True)
+        assert posted(proxy, trusting(ours), ours) == PostOutcome("key", ok=True)
         metaserver = proxy.decode.received[0].body["kv_transfer_params"]["metaserver"]
         assert httpx.URL(metaserver).port != httpx.URL(proxy.url).port
 

@@ -21,7 +21,7 @@ from harness.waiting import wait_until
 from vllm_ascend_pd.core.metaserver import WAITING_SUFFIX
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.decode import waiting_posts
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, Outcome
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, PostOutcome
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 
 DEADLINE_S = 0.8
@@ -73,8 +73,8 @@ def posted(says: Says, *keys: str, **settings: Any) -> Iterator[tuple[Metaserver
         client.close()
 
 
-def outcomes(client: MetaserverClient, count: int) -> list[Outcome]:
-    got: list[Outcome] = []
+def outcomes(client: MetaserverClient, count: int) -> list[PostOutcome]:
+    got: list[PostOutcome] = []
     wait_until(lambda: got.extend(client.poll()) or len(got) >= count, 20)
     return got
 
@@ -84,7 +84,7 @@ def test_a_ticket_that_waits_gets_its_time_again() -> None:
         time.sleep(3 * DEADLINE_S)
         assert client.poll() == []
         metaserver.released = True
-        assert outcomes(client, 1) == [Outcome("t", ok=True)]
+        assert outcomes(client, 1) == [PostOutcome("t", ok=True)]
         assert metaserver.questions.count(["t"]) == len(metaserver.questions) > 3
 
 
@@ -139,7 +139,7 @@ def test_a_ticket_answered_soon_is_not_asked_about() -> None:
     with posted(all_wait, "t", deadline_s=4.0) as (metaserver, client):
         time.sleep(0.3)
         metaserver.released = True
-        assert outcomes(client, 1) == [Outcome("t", ok=True)]
+        assert outcomes(client, 1) == [PostOutcome("t", ok=True)]
         time.sleep(1.5)
         assert metaserver.questions == []
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from vllm_ascend_pd.proxy.http.bodies import parse_client_request
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
-from vllm_ascend_pd.proxy.http.engine_client import Answer
+from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.tracing import NOT_TRACED
@@ -45,7 +45,7 @@ class Pool:
         pass
 
     @asynccontextmanager
-    async def open(self, *_: object, asked: list[str], **__: object) -> AsyncIterator[Answer]:
+    async def open(self, *_: object, asked: list[str], **__: object) -> AsyncIterator[EngineResponse]:
         url = self.urls[len(self.asked)]
         self.asked.append(url)
         asked.append(url)

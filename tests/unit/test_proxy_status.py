@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from vllm_ascend_pd.proxy.operate.counts import MAX_RECENT, Counts
 from vllm_ascend_pd.proxy.operate.metrics import EngineStates, Metrics
-from vllm_ascend_pd.proxy.operate.status import State, Status, Verdict, snapshot
+from vllm_ascend_pd.proxy.operate.status import EngineState, Status, Verdict, snapshot
 from vllm_ascend_pd.proxy.operate.tracing import NOT_TRACED
 from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure
@@ -152,7 +152,7 @@ def test_who_waits_for_a_place_is_counted() -> None:
     anyio.run(run)
 
 
-def state_of_prefill(proxy: Proxy, now: float = NOW) -> tuple[State, str | None, Verdict]:
+def state_of_prefill(proxy: Proxy, now: float = NOW) -> tuple[EngineState, str | None, Verdict]:
     status = proxy.status(now)
     [engine] = status.roles[0].engines
     return engine.state, engine.reason, status.verdict
@@ -162,23 +162,23 @@ def test_states_of_an_engine() -> None:
     proxy = Proxy()
     gate = proxy.p.gate
     gate.checked("HTTP 503")
-    assert state_of_prefill(proxy) == (State.FAILING, "HTTP 503", Verdict.DEGRADED)
+    assert state_of_prefill(proxy) == (EngineState.FAILING, "HTTP 503", Verdict.DEGRADED)
     gate.checked("no\nanswer")
-    assert state_of_prefill(proxy) == (State.EJECTED, "no answer", Verdict.UNAVAILABLE)
+    assert state_of_prefill(proxy) == (EngineState.EJECTED, "no answer", Verdict.UNAVAILABLE)
     gate.checked(None)
-    assert state_of_prefill(proxy)[0] is State.EJECTED
+    assert state_of_prefill(proxy)[0] is EngineState.EJECTED
     gate.checked(None)
-    assert state_of_prefill(proxy) == (State.HEALTHY, None, Verdict.OK)
+    assert state_of_prefill(proxy) == (EngineState.HEALTHY, None, Verdict.OK)
     for _ in range(2):
         proxy.p.served(False, NOW)
-    assert state_of_prefill(proxy) == (State.PASSED_OVER, None, Verdict.UNAVAILABLE)
-    assert state_of_prefill(proxy, NOW + 60) == (State.HEALTHY, None, Verdict.OK)
+    assert state_of_prefill(proxy) == (EngineState.PASSED_OVER, None, Verdict.UNAVAILABLE)
+    assert state_of_prefill(proxy, NOW + 60) == (EngineState.HEALTHY, None, Verdict.OK)
 
 
 def test_verdict_counts_engines_that_may_get_requests() -> None:
     proxy = Proxy()
     new = proxy.prefill.engines.add("http://p:2", "test")
-    assert proxy.status().roles[0].engines[1].state is State.UNKNOWN
+    assert proxy.status().roles[0].engines[1].state is EngineState.UNKNOWN
     assert proxy.status().verdict is Verdict.DEGRADED
     new.gate.checked(None)
     assert proxy.status().verdict is Verdict.OK
@@ -201,11 +201,11 @@ def test_engine_that_has_not_been_well_yet_is_unknown() -> None:
     proxy.prefill.engines.remove(proxy.p)
     proxy.prefill.engines.on_trial = True
     new = proxy.prefill.engines.add("http://p:2", "test")
-    assert state_of_prefill(proxy) == (State.UNKNOWN, None, Verdict.UNAVAILABLE)
+    assert state_of_prefill(proxy) == (EngineState.UNKNOWN, None, Verdict.UNAVAILABLE)
     new.gate.checked("HTTP 503")
-    assert state_of_prefill(proxy) == (State.UNKNOWN, "HTTP 503", Verdict.UNAVAILABLE)
+    assert state_of_prefill(proxy) == (EngineState.UNKNOWN, "HTTP 503", Verdict.UNAVAILABLE)
     new.gate.checked(None)
-    assert state_of_prefill(proxy) == (State.HEALTHY, None, Verdict.OK)
+    assert state_of_prefill(proxy) == (EngineState.HEALTHY, None, Verdict.OK)
 
 
 def test_failures_are_the_last_ones_newest_first() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.proxy.http.bodies import parse_client_request
-from vllm_ascend_pd.proxy.http.endpoints import SHAPES, Endpoint
+from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint
 from vllm_ascend_pd.proxy.routing.balance import (
     STRATEGIES,
     Costs,
@@ -224,7 +224,7 @@ def test_prompts_share_what_they_begin_with() -> None:
 @given(st.sampled_from(Endpoint), st.binary(max_size=50))
 def test_any_body_that_is_accepted_has_a_size(endpoint: Endpoint, noise: bytes) -> None:
     for value in (noise.hex(), list(noise), [noise.hex(), ""], {"a": 1}, None, [], [[]], 7):
-        required = dict.fromkeys(SHAPES[endpoint].required, value)
+        required = dict.fromkeys(REQUEST_FORMATS[endpoint].required, value)
         body = json.dumps({**required, "prompt": value, "messages": value, "n": value}).encode()
         request = parse_client_request(endpoint, body)
         assert prompts_of(request).tokens >= 0

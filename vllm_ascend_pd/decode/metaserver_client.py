@@ -32,7 +32,7 @@ class MetaserverError(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PostOutcome:
     """How the post of `key` ended. `reason` is one line: what, where, what to do; empty when `ok`."""
 
     key: str
@@ -55,7 +55,7 @@ class MetaserverClient:
             raise MetaserverError(str(error)) from error
         self._lock = threading.Lock()
         self._posts: dict[str, Post] = {}
-        self._outcomes: deque[Outcome] = deque()
+        self._outcomes: deque[PostOutcome] = deque()
         self._telling = 0
         self.retried = 0  # posts that were made again so far
         self._closed = False
@@ -97,7 +97,7 @@ class MetaserverClient:
                 self._posts[key] = post
                 self._loop.call_soon_threadsafe(self._begin, post)
                 return
-        self._outcomes.append(Outcome(key, ok=False, reason=reason))
+        self._outcomes.append(PostOutcome(key, ok=False, reason=reason))
 
     def cancel(self, key: str) -> None:
         """Give up the post of `key`, if one is under way: it gets no outcome and `key` is free again.
@@ -120,7 +120,7 @@ class MetaserverClient:
             self._telling += 1
             self._loop.call_soon_threadsafe(self._begin_to_tell, url, failure)
 
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[PostOutcome]:
         """The outcomes since the last call, in the order in which posts ended."""
         outcomes = []
         while self._outcomes:
@@ -193,7 +193,7 @@ class MetaserverClient:
         with self._lock:
             if self._posts.get(post.key) is post:
                 del self._posts[post.key]
-                self._outcomes.append(Outcome(post.key, ok=not reason, reason=reason))
+                self._outcomes.append(PostOutcome(post.key, ok=not reason, reason=reason))
 
     def _begin_to_tell(self, url: str, failure: TransferFailure) -> None:
         self._start(self._tell(url, failure))

@@ -19,7 +19,7 @@ import uvloop
 from starlette.applications import Starlette
 
 from vllm_ascend_pd.proxy.app import create_app
-from vllm_ascend_pd.proxy.http.door import Door
+from vllm_ascend_pd.proxy.http.connection_limiter import ConnectionLimiter
 from vllm_ascend_pd.proxy.http.sockets import take
 from vllm_ascend_pd.proxy.http.tls import Tls
 from vllm_ascend_pd.proxy.settings import ProxySettings
@@ -33,7 +33,7 @@ _GRACEFUL_SHUTDOWN_SECONDS = 3
 
 class _Loop(uvloop.Loop):
     """Behind TLS: uvicorn leaves the handshake a minute, and a connection is counted behind it; and who reads slowly
-    half a minute for what is left of an answer, where `door.py` leaves it `patience`."""
+    half a minute for what is left of an answer, where `connection_limiter.py` leaves it `patience`."""
 
     patience = 30.0  # as uvloop has it
 
@@ -67,14 +67,14 @@ def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.s
     sockets = take(settings.max_concurrent, settings.max_waiting)
     settings = msgspec.structs.replace(settings, max_concurrent=sockets.concurrent, max_waiting=sockets.waiting)
     app = create_app(settings)
-    app.state.door = Door(sockets.connections, sockets.idle, settings.read_timeout)
+    app.state.limiter = ConnectionLimiter(sockets.connections, sockets.idle, settings.read_timeout)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for each wrong request of a stranger's: counted
     if not settings.metaserver_apart and settings.metaserver_token_file is None:
         log.warning(
             "whoever reaches this port may post tickets, clients for requests of their own: "
             "--metaserver-token-file or --metaserver-port keep them from that"
         )
-    server = partial(_server, app.state.door, sockets.backlog, settings.keep_alive_timeout)
+    server = partial(_server, app.state.limiter, sockets.backlog, settings.keep_alive_timeout)
     servers = [(server(app, settings.tls, "on"), listener)]
     if for_decode is not None:
         servers.append((server(app.state.metaserver, settings.metaserver_tls, "off"), for_decode))
@@ -110,7 +110,7 @@ def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.s
 
 
 def _server(
-    door: Door,
+    limiter: ConnectionLimiter,
     backlog: int,
     keep_alive_timeout: float,
     app: Starlette,
@@ -121,7 +121,7 @@ def _server(
         uvicorn.Config(
             app,
             lifespan=lifespan,
-            http=door.protocol,
+            http=limiter.protocol,
             ws="none",
             backlog=backlog,
             timeout_keep_alive=math.ceil(keep_alive_timeout),

@@ -12,7 +12,7 @@ import msgspec
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
 from vllm_ascend_pd.proxy.http.client_json import Fields, ForDecodeAlone, bad_request, is_given, read_fields
-from vllm_ascend_pd.proxy.http.endpoints import SHAPES, Endpoint, Shape
+from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, RequestFormat
 
 MAX_PROMPTS = 4096
 """In one request. Each is a request of its own to both engines, with a ticket and a connection: more, which clients
@@ -40,10 +40,10 @@ def parse_client_request(endpoint: Endpoint, body: bytes) -> ClientRequest:
     """Raises RequestRefused (400) for what cannot be prefilled elsewhere, and ForDecodeAlone for what decode itself
     refuses."""
     fields = read_fields(body)
-    shape = SHAPES[endpoint]
-    if not shape.required <= fields.keys():
+    request_format = REQUEST_FORMATS[endpoint]
+    if not request_format.required <= fields.keys():
         raise ForDecodeAlone(body)  # an error about a missing field counts the fields that are there
-    for name, reason in shape.refused.items():
+    for name, reason in request_format.refused.items():
         if name in fields and bytes(fields[name]) not in _NOT_GIVEN:
             raise bad_request(f"{name} does not work here: {reason}", name)
     # vLLM truncates to what max_tokens leaves free, and P has another max_tokens than D: their prompts,
@@ -74,7 +74,7 @@ def parse_client_request(endpoint: Endpoint, body: bytes) -> ClientRequest:
 def samples_of(request: ClientRequest) -> int:
     """How many answers to each prompt the client wants: decode computes them as so many requests of one name. Where
     `n` is no number decode refuses the request."""
-    nested, fields = SHAPES[request.endpoint].nested, request.fields
+    nested, fields = REQUEST_FORMATS[request.endpoint].nested, request.fields
     try:
         if nested is not None:
             fields = msgspec.json.decode(fields.get(nested, b"{}"), type=Fields)
@@ -103,15 +103,18 @@ def prefill_body(request: ClientRequest, index: int, ticket: bytes, request_id: 
 
     Nobody reads more of P's answer than whether it worked. What would make P produce or return more is dropped; what
     shapes the prompt (tools, response_format, truncation, ...) stays, because P must see exactly D's tokens."""
-    shape = SHAPES[request.endpoint]
+    request_format = REQUEST_FORMATS[request.endpoint]
     fields = request.fields
-    if shape.nested is None:
-        fields = _one_token(fields, shape)
+    if request_format.nested is None:
+        fields = _one_token(fields, request_format)
     else:
-        inner = fields.get(shape.nested)
+        inner = fields.get(request_format.nested)
         try:
             params = {} if inner is None else msgspec.json.decode(inner, type=Fields)
-            fields = {**fields, shape.nested: msgspec.Raw(msgspec.json.encode(_one_token(params, shape)))}
+            fields = {
+                **fields,
+                request_format.nested: msgspec.Raw(msgspec.json.encode(_one_token(params, request_format))),
+            }
         except UNREADABLE:
             pass  # no object: P refuses it as D does
         fields = {**fields, "stream": _FALSE}
@@ -129,25 +132,31 @@ def prefill_body(request: ClientRequest, index: int, ticket: bytes, request_id: 
 def tokens_body(request: ClientRequest, token_ids: msgspec.Raw, ticket: bytes) -> bytes:
     """The body for a prompt of which decode has said the token ids: for `Endpoint.COMPLETIONS`, whatever route the
     client used. Of the client's fields those remain that choose the adapter, or prefill's queue and prefix cache."""
-    kept = {name: request.fields[name] for name in SHAPES[request.endpoint].beside_tokens if name in request.fields}
+    kept = {
+        name: request.fields[name] for name in REQUEST_FORMATS[request.endpoint].beside_tokens if name in request.fields
+    }
     if not _is_text(kept.get("cache_salt", b"null")):
         kept.pop("cache_salt", None)
-    one_token = {name: msgspec.Raw(value) for name, value in SHAPES[Endpoint.COMPLETIONS].one_token.items()}
+    one_token = {name: msgspec.Raw(value) for name, value in REQUEST_FORMATS[Endpoint.COMPLETIONS].one_token.items()}
     return msgspec.json.encode({**kept, **one_token, "prompt": token_ids, "kv_transfer_params": msgspec.Raw(ticket)})
 
 
-def _one_token(fields: Fields, shape: Shape) -> Fields:
+def _one_token(fields: Fields, request_format: RequestFormat) -> Fields:
     kept = {
-        name: _ONE if name in shape.also_limits else value
+        name: _ONE if name in request_format.also_limits else value
         for name, value in fields.items()
-        if name not in shape.not_for_prefill
+        if name not in request_format.not_for_prefill
     }
-    return {**kept, **{name: msgspec.Raw(value) for name, value in shape.one_token.items()}}
+    return {**kept, **{name: msgspec.Raw(value) for name, value in request_format.one_token.items()}}
 
 
 def _id(request: ClientRequest, request_id: str) -> Fields:
-    shape = SHAPES[request.endpoint]
-    return {} if shape.id_field is None else {shape.id_field: msgspec.Raw(shape.named(request_id))}
+    request_format = REQUEST_FORMATS[request.endpoint]
+    return (
+        {}
+        if request_format.id_field is None
+        else {request_format.id_field: msgspec.Raw(request_format.named(request_id))}
+    )
 
 
 def _split(prompt: msgspec.Raw) -> list[msgspec.Raw]:

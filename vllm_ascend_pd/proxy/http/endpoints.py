@@ -56,7 +56,7 @@ NOT_SERVED: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class RequestFormat:
     """What one route's requests look like."""
 
     engine_id: str
@@ -87,8 +87,8 @@ class Shape:
         return b'"resp_%s"' % request_id.encode()
 
 
-_openai_shape = partial(
-    Shape,
+_openai_format = partial(
+    RequestFormat,
     one_token={"stream": b"false", "max_tokens": b"1", "min_tokens": b"1", "n": b"1"},
     also_limits=frozenset({"max_completion_tokens"}),
     not_for_prefill=frozenset(
@@ -108,22 +108,22 @@ _openai_shape = partial(
 )
 _NO_STORE = "responses are not stored, by this proxy or between engines"
 
-SHAPES: Mapping[Endpoint, Shape] = {
-    Endpoint.COMPLETIONS: _openai_shape(
+REQUEST_FORMATS: Mapping[Endpoint, RequestFormat] = {
+    Endpoint.COMPLETIONS: _openai_format(
         engine_id=f"cmpl-{UUID}-(?P<prompt>[0-9]{{1,6}})",
         text="prompt",
     ),
-    Endpoint.CHAT: _openai_shape(
+    Endpoint.CHAT: _openai_format(
         engine_id=f"chatcmpl-{UUID}(?P<prompt>)",
         text="messages",
         required=frozenset({"messages"}),
     ),
-    Endpoint.CHAT_BATCH: _openai_shape(
+    Endpoint.CHAT_BATCH: _openai_format(
         engine_id=f"chatcmpl-{UUID}_(?P<prompt>[0-9]{{1,6}})",
         text="messages",
         required=frozenset({"messages"}),
     ),
-    Endpoint.RESPONSES: Shape(
+    Endpoint.RESPONSES: RequestFormat(
         # A second turn, with what a built-in tool answered, is `_1`: nobody here knows its prompt.
         engine_id=f"resp_{UUID}_0(?P<prompt>)",
         text="input",
@@ -138,14 +138,14 @@ SHAPES: Mapping[Endpoint, Shape] = {
         id_field="request_id",
         breaks_off=True,
     ),
-    Endpoint.MESSAGES: Shape(
+    Endpoint.MESSAGES: RequestFormat(
         engine_id=f"chatcmpl-{UUID}(?P<prompt>)",
         text="messages",
         required=frozenset({"model", "messages", "max_tokens"}),
         one_token={"stream": b"false", "max_tokens": b"1"},
         beside_tokens=("model", "cache_salt"),  # decode knows no priority here
     ),
-    Endpoint.GENERATE: Shape(
+    Endpoint.GENERATE: RequestFormat(
         engine_id=f"generate-tokens-{UUID}(?P<prompt>)",
         text="token_ids",
         required=frozenset({"token_ids", "sampling_params"}),
@@ -158,7 +158,7 @@ SHAPES: Mapping[Endpoint, Shape] = {
 _UUID = re.compile(UUID)
 # Of n samples each is named by its number; our decode engines leave it out.
 _SAMPLE = "(?P<sample>[0-9]{1,6}_)?"
-_ENGINE_IDS = {endpoint: re.compile(_SAMPLE + shape.engine_id) for endpoint, shape in SHAPES.items()}
+_ENGINE_IDS = {endpoint: re.compile(_SAMPLE + each.engine_id) for endpoint, each in REQUEST_FORMATS.items()}
 
 
 def uuid_in(engine_id: str) -> str:

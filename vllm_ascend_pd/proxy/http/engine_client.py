@@ -58,7 +58,7 @@ class ConnectionLost(HttpError):
     """The engine closed the connection before its answer was complete, or sent something else than HTTP."""
 
 
-class Answer:
+class EngineResponse:
     """An engine's answer whose headers have come. `close` it, whatever happens."""
 
     def __init__(self, response: aiohttp.ClientResponse, on_close: Callable[[], object]) -> None:
@@ -146,7 +146,7 @@ class EngineClient:
 
     async def send(
         self, method: str, url: str, headers: Headers, content: bytes = b"", timeout: float | None = None
-    ) -> Answer:
+    ) -> EngineResponse:
         """Sends a request; returns as soon as the answer's headers are there. `timeout`: of each step, instead of the
         client's own. Raises HttpError. Cancelled, it closes the connection."""
         await self._take_place(timeout)
@@ -159,7 +159,7 @@ class EngineClient:
                 timeout=self._timeout if timeout is None else _timeout(timeout, timeout),
                 allow_redirects=False,
             )
-            answer = Answer(response, self._places.release)
+            answer = EngineResponse(response, self._places.release)
         except _FAILURES as error:
             self._places.release()
             raise _error(error) from error
@@ -172,7 +172,7 @@ class EngineClient:
         return answer
 
     @asynccontextmanager
-    async def get(self, url: str, timeout: float | None = None) -> AsyncIterator[Answer]:
+    async def get(self, url: str, timeout: float | None = None) -> AsyncIterator[EngineResponse]:
         answer = await self.send("GET", url, [], timeout=timeout)
         try:
             yield answer

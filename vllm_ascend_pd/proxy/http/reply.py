@@ -14,7 +14,7 @@ import anyio
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
 
-from vllm_ascend_pd.proxy.http.engine_client import Answer
+from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.headers import client_response_headers
 
 # For the last words on a stream that failed: its client may have stopped reading.
@@ -52,7 +52,7 @@ class Reply:
         with anyio.fail_after(self._timeout):
             await _rest(steps, waits_for)
 
-    async def start(self, answer: Answer) -> None:
+    async def start(self, answer: EngineResponse) -> None:
         """Status and headers as the engine gave them, but for the length of an event stream."""
         self._is_event_stream = answer.is_event_stream
         headers = client_response_headers(answer.headers)

@@ -20,7 +20,7 @@ from vllm_ascend_pd.proxy.routing.registry import EngineRole, RegisteredEngine
 _MAX_TEXT_CHARS = 300
 
 
-class State(enum.Enum):
+class EngineState(enum.Enum):
     """What the proxy thinks of an engine."""
 
     UNKNOWN = "unknown"
@@ -34,7 +34,7 @@ class State(enum.Enum):
     """Its checks fail: it gets requests only if no other is left."""
 
 
-_CHECKS_FAIL = (State.UNKNOWN, State.FAILING, State.EJECTED)
+_CHECKS_FAIL = (EngineState.UNKNOWN, EngineState.FAILING, EngineState.EJECTED)
 
 
 class Verdict(enum.Enum):
@@ -48,7 +48,7 @@ class Verdict(enum.Enum):
 class EngineStatus(msgspec.Struct, frozen=True):
     id: str
     url: str
-    state: State
+    state: EngineState
     reason: str | None
     """Why its checks fail."""
     draining: bool
@@ -176,23 +176,23 @@ def _engine(pool: EnginePool, engine: RegisteredEngine, now: float) -> EngineSta
     )
 
 
-def _state(engine: RegisteredEngine, now: float) -> State:
+def _state(engine: RegisteredEngine, now: float) -> EngineState:
     gate = engine.gate
     if gate.ejected:
-        return State.EJECTED
+        return EngineState.EJECTED
     if not gate.proven:
-        return State.UNKNOWN
+        return EngineState.UNKNOWN
     if gate.failing:
-        return State.FAILING
+        return EngineState.FAILING
     if engine.passed_over(now):
-        return State.PASSED_OVER
-    return State.HEALTHY if gate.known else State.UNKNOWN
+        return EngineState.PASSED_OVER
+    return EngineState.HEALTHY if gate.known else EngineState.UNKNOWN
 
 
 def _verdict(roles: Sequence[RoleStatus], problems: Sequence[str]) -> Verdict:
-    well = (State.HEALTHY, State.FAILING)  # one check may fail
+    well = (EngineState.HEALTHY, EngineState.FAILING)  # one check may fail
     if not all(any(engine.state in well and not engine.draining for engine in role.engines) for role in roles):
         return Verdict.UNAVAILABLE
-    if problems or any(engine.state is not State.HEALTHY for role in roles for engine in role.engines):
+    if problems or any(engine.state is not EngineState.HEALTHY for role in roles for engine in role.engines):
         return Verdict.DEGRADED
     return Verdict.OK

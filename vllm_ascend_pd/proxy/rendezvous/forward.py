@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_ascend_pd.proxy.http.bodies import decode_body, parse_client_request
 from vllm_ascend_pd.proxy.http.client_json import ForDecodeAlone, read_fields
-from vllm_ascend_pd.proxy.http.endpoints import SHAPES, Endpoint, error_event
-from vllm_ascend_pd.proxy.http.engine_client import Answer
+from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, error_event
+from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.errors import RequestRefused, error_response, excerpt
 from vllm_ascend_pd.proxy.http.events import Events, Opening, error_of, names_no_reason, opening, split_errors
 from vllm_ascend_pd.proxy.http.headers import client_response_headers, decode_request_headers, prefill_request_headers
@@ -231,7 +231,7 @@ class Forward:
         # Cancelled for its transfer's failure, or its engine's silence, or whatever else came of that first.
         return attempt.transfer_failure or _silence(attempt) if attempt.scope.cancelled_caught else failure
 
-    async def _relay(self, attempt: DecodeAttempt, answer: Answer, reply: Reply) -> Failure | None:
+    async def _relay(self, attempt: DecodeAttempt, answer: EngineResponse, reply: Reply) -> Failure | None:
         """Passes the answer on, unless it is a failure before anything was sent."""
         attempt.heard()
         if answer.status >= 500:
@@ -266,7 +266,7 @@ class Forward:
         await reply.finish()
         return failure
 
-    async def _begin(self, attempt: DecodeAttempt, answer: Answer, reply: Reply, first: bytes) -> None:
+    async def _begin(self, attempt: DecodeAttempt, answer: EngineResponse, reply: Reply, first: bytes) -> None:
         # A task that is cancelled when it is about to go on anyway goes on: the client has nothing yet.
         await anyio.lowlevel.checkpoint_if_cancelled()
         attempt.answering = True
@@ -283,7 +283,7 @@ class Forward:
             await reply.write(part if known is None else error_event(self._path, bytes(known.answer.body)))
         return failure
 
-    async def _server_error(self, attempt: DecodeAttempt, answer: Answer) -> Failure:
+    async def _server_error(self, attempt: DecodeAttempt, answer: EngineResponse) -> Failure:
         what = f"HTTP {answer.status}"
         try:
             body = await read_all(answer.chunks(), _MAX_ERROR_BYTES)
@@ -315,7 +315,7 @@ class Forward:
 
     def _may_be_broken_off(self, attempt: DecodeAttempt) -> bool:
         """Whether a lost connection may be an engine's way to say that a request failed."""
-        return self._endpoint is not None and SHAPES[self._endpoint].breaks_off and not attempt.answering
+        return self._endpoint is not None and REQUEST_FORMATS[self._endpoint].breaks_off and not attempt.answering
 
     async def _transfer_failure(self, attempt: DecodeAttempt) -> Failure | None:
         """Why KV did not come, if it did not, for an answer that is an error: waits a moment for decode to say so."""
@@ -325,7 +325,7 @@ class Forward:
         return attempt.transfer_failure
 
 
-async def _chunks(attempt: DecodeAttempt, answer: Answer) -> AsyncIterator[bytes]:
+async def _chunks(attempt: DecodeAttempt, answer: EngineResponse) -> AsyncIterator[bytes]:
     """The answer's body. Nothing is expected from the engine while the client takes what has come."""
     async for chunk in answer.chunks():
         attempt.pause()

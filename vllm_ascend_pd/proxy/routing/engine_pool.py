@@ -11,10 +11,10 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from vllm_ascend_pd.proxy.http.engine_client import (
-    Answer,
     ConnectError,
     ConnectTimeout,
     EngineClient,
+    EngineResponse,
     HttpError,
     PoolTimeout,
     ReadTimeout,
@@ -149,7 +149,7 @@ class EnginePool:
         content: bytes = b"",
         request_id: str,
         asked: list[str],
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncIterator[EngineResponse]:
         """Sends the request; yields the answer as soon as its headers are there, its body still unread.
 
         An engine of `choice` that cannot be connected to is replaced by the next; after all of them, each where that
@@ -176,7 +176,7 @@ class EnginePool:
         request_id: str,
         asked: list[str],
         held: ExitStack,
-    ) -> Answer:
+    ) -> EngineResponse:
         """`held` is closed when the engine has answered: until then it counts as loaded."""
         failure = EngineError(FailureKind.NO_ENGINE, "", f"there is no {self.role.value} engine to ask")
         tried: set[str] = set()

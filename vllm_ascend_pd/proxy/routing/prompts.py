@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest, samples_of
 from vllm_ascend_pd.proxy.http.client_json import Fields
-from vllm_ascend_pd.proxy.http.endpoints import SHAPES, Endpoint
+from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint
 
 # Of text in most tokenisers, English and code; other languages take fewer. It is the same for all engines.
 _BYTES_PER_TOKEN = 4
@@ -78,7 +78,7 @@ def _text_of(request: ClientRequest, index: int) -> tuple[bytes, int]:
         else:
             tokens = len(text) // (_BYTES_PER_TOKEN if name == "prompt" else _EMBEDDING_BYTES_PER_TOKEN)
         return text, max(1, tokens)
-    text = bytes(fields.get(SHAPES[request.endpoint].text, b""))
+    text = bytes(fields.get(REQUEST_FORMATS[request.endpoint].text, b""))
     if request.endpoint is Endpoint.GENERATE:
         return text, max(1, _token_ids(text))
     others = sum(len(bytes(fields.get(name, b""))) for name in _FIELDS_OF_PROMPT)

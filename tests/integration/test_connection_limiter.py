@@ -19,8 +19,8 @@ from proxy_cluster import eventually, running_proxy
 from starlette.types import Receive, Scope, Send
 
 from harness.ports import reserve_port
-from vllm_ascend_pd.proxy.http import door as door_module
-from vllm_ascend_pd.proxy.http.door import Door
+from vllm_ascend_pd.proxy.http import connection_limiter as limiter_module
+from vllm_ascend_pd.proxy.http.connection_limiter import ConnectionLimiter
 
 PARSERS = pytest.mark.parametrize("parser", ["httptools", "h11"])
 
@@ -60,14 +60,14 @@ class App:
 @contextmanager
 def serving(
     app: App, parser: str, patience: float = 60.0, limit: int = 100, idle: int = 100
-) -> Iterator[tuple[Door, int]]:
+) -> Iterator[tuple[ConnectionLimiter, int]]:
     with pytest.MonkeyPatch.context() as patch:
         if parser == "h11":
-            patch.setattr(door_module, "HttpToolsProtocol", None)
-        door = Door(limit, idle, patience)
+            patch.setattr(limiter_module, "HttpToolsProtocol", None)
+        limiter = ConnectionLimiter(limit, idle, patience)
         config = uvicorn.Config(
             app,
-            http=door.protocol,
+            http=limiter.protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -80,7 +80,7 @@ def serving(
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            yield door, listener.getsockname()[1]
+            yield limiter, listener.getsockname()[1]
         finally:
             app.go.set()
             server.should_exit = True
@@ -124,12 +124,12 @@ def rest_of(connection: socket.socket) -> bytes:
 def test_answer_that_nobody_reads_is_given_up(parser: str, size: int, closes: bool) -> None:
     """One that the server takes whole, and one at which it makes the application wait."""
     app = App(size)
-    with serving(app, parser, patience=0.5) as (door, port), closing(connect(port, receive_buffer=1)) as connection:
+    with serving(app, parser, patience=0.5) as (limiter, port), closing(connect(port, receive_buffer=1)) as connection:
         connection.sendall(get("/", b"Connection: close\r\n" if closes else b""))
         eventually(lambda: app.begun)
-        eventually(lambda: door.connections == 0)
+        eventually(lambda: limiter.connections == 0)
         assert len(rest_of(connection)) < size
-        assert not door.refused
+        assert not limiter.refused
 
 
 @PARSERS
@@ -217,7 +217,7 @@ def test_nobody_gets_a_tunnel() -> None:
 def test_client_that_leaves_is_noticed_behind_the_body_of_a_request_ahead(parser: str, size: int) -> None:
     """Whole, or not: uvicorn reads no further than 64 KiB of it."""
     app = App()
-    with serving(app, parser) as (door, port):
+    with serving(app, parser) as (limiter, port):
         with closing(connect(port)) as connection:
             connection.sendall(get("/held"))
             eventually(lambda: app.begun)
@@ -225,19 +225,19 @@ def test_client_that_leaves_is_noticed_behind_the_body_of_a_request_ahead(parser
             connection.sendall(head + bytes(size))
             time.sleep(0.2)  # until it is read
         eventually(app.left.is_set, timeout_s=5)
-        assert not door.refused
+        assert not limiter.refused
 
 
 @PARSERS
 def test_a_request_ahead_that_is_larger_is_refused(parser: str) -> None:
     app = App()
-    with serving(app, parser) as (door, port), closing(connect(port)) as connection:
+    with serving(app, parser) as (limiter, port), closing(connect(port)) as connection:
         connection.sendall(get("/held"))
         eventually(lambda: app.begun)
         with suppress(ConnectionError):
             connection.sendall(b"POST /second HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + bytes(10**6))
         eventually(app.left.is_set, timeout_s=5)
-        assert door.refused == {HTTPStatus.BAD_REQUEST: 1}
+        assert limiter.refused == {HTTPStatus.BAD_REQUEST: 1}
 
 
 @PARSERS
@@ -258,24 +258,24 @@ def test_who_still_reads_its_answer_makes_no_room_for_others(parser: str) -> Non
 @PARSERS
 def test_idle_connection_is_kept_beyond_the_time_for_headers(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first byte of another request on, there is as much time as for the first."""
-    monkeypatch.setattr(door_module, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(limiter_module, "_PATIENCE_SECONDS", 1.0)
     app = App()
-    with serving(app, parser) as (door, port), closing(connect(port)) as connection:
+    with serving(app, parser) as (limiter, port), closing(connect(port)) as connection:
         for _ in range(2):
             connection.sendall(get("/"))
             assert answered(connection)
             time.sleep(2.0)
-        assert (len(app.ended), door.connections) == (2, 1)
+        assert (len(app.ended), limiter.connections) == (2, 1)
         connection.sendall(b"GET / HTTP/1.1\r\n")
-        eventually(lambda: door.connections == 0, timeout_s=10)
-        assert door.refused == {HTTPStatus.REQUEST_TIMEOUT: 1}
+        eventually(lambda: limiter.connections == 0, timeout_s=10)
+        assert limiter.refused == {HTTPStatus.REQUEST_TIMEOUT: 1}
 
 
 @PARSERS
 @pytest.mark.parametrize("bound", [{"limit": 2}, {"idle": 2}], ids=["all", "idle"])
 def test_the_connection_that_is_idle_longest_makes_room(parser: str, bound: dict[str, int]) -> None:
     with ExitStack() as stack:
-        door, port = stack.enter_context(serving(App(), parser, **bound))
+        limiter, port = stack.enter_context(serving(App(), parser, **bound))
         clients = []
         for _ in range(2):
             clients.append(stack.enter_context(closing(connect(port))))
@@ -289,33 +289,33 @@ def test_the_connection_that_is_idle_longest_makes_room(parser: str, bound: dict
         assert rest_of(clients[1]) == b""
         clients[0].sendall(get("/"))
         assert answered(clients[0])
-        assert door.connections == 2
+        assert limiter.connections == 2
 
 
 @PARSERS
 def test_idle_connections_stay_bounded_when_many_requests_end(parser: str) -> None:
     app = App()
-    with serving(app, parser, idle=2) as (door, port), ExitStack() as stack:
+    with serving(app, parser, idle=2) as (limiter, port), ExitStack() as stack:
         for number in range(5):
             client = stack.enter_context(closing(connect(port)))
             client.sendall(get("/held"))
             eventually(lambda number=number: len(app.begun) > number)
-        assert door.connections == 5
+        assert limiter.connections == 5
         app.go.set()
         eventually(lambda: len(app.ended) == 5)
-        eventually(lambda: door.connections == 2)
+        eventually(lambda: limiter.connections == 2)
 
 
 @PARSERS
 def test_requests_ahead_without_end_are_not_kept(parser: str) -> None:
-    with serving(App(), parser) as (door, port), closing(connect(port)) as connection:
+    with serving(App(), parser) as (limiter, port), closing(connect(port)) as connection:
         reader = threading.Thread(target=rest_of, args=(connection,))
         reader.start()
         with pytest.raises(ConnectionError):
             connection.sendall(get("/") * 400_000)
         reader.join(30)
         assert not reader.is_alive()
-        assert door.refused.total() == 1
+        assert limiter.refused.total() == 1
 
 
 def test_proxy_lets_a_client_go_that_does_not_read() -> None:

@@ -48,7 +48,7 @@ class _Phase(enum.Enum):
 _WITHOUT_REQUEST = (_Phase.IDLE, _Phase.HEAD)
 
 
-class Door:
+class ConnectionLimiter:
     """At most `limit` connections, at most `idle` of them without a request. A further one takes the place of the one
     that has longest had no request, and has read its answers, its own if there is no other. `refused` counts what never
     came to be an HTTP request, by the status it was refused with."""
@@ -60,37 +60,37 @@ class Door:
         self.patience = patience
         self._limit = limit
         self._idle = idle
-        self._without_request: dict[_Guest, None] = {}
+        self._without_request: dict[GuardedConnection, None] = {}
 
     @property
     def protocol(self) -> Any:
         """uvicorn's `http`."""
-        return partial(_H11Guest if HttpToolsProtocol is None else _HttpToolsGuest, self)
+        return partial(_GuardedH11 if HttpToolsProtocol is None else _GuardedHttpTools, self)
 
     def enter(self) -> None:
         self.connections += 1
 
-    def wait(self, guest: _Guest) -> None:
-        self._without_request[guest] = None
+    def wait(self, connection: GuardedConnection) -> None:
+        self._without_request[connection] = None
         if self.connections > self._limit or len(self._without_request) > self._idle:
             idle = (each for each in self._without_request if not each.transport.get_write_buffer_size())
             if (longest := next(idle, None)) is not None:
                 longest.refuse(HTTPStatus.SERVICE_UNAVAILABLE)
 
-    def busy(self, guest: _Guest) -> None:
-        self._without_request.pop(guest, None)
+    def busy(self, connection: GuardedConnection) -> None:
+        self._without_request.pop(connection, None)
 
-    def leave(self, guest: _Guest) -> None:
+    def leave(self, connection: GuardedConnection) -> None:
         self.connections -= 1
-        self.busy(guest)
+        self.busy(connection)
 
 
-class _Guest:
+class GuardedConnection:
     """A connection: what uvicorn's two protocols need besides. A mixin before either."""
 
-    def __init__(self, door: Door, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, limiter: ConnectionLimiter, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._door = door
+        self._limiter = limiter
         self._phase = _Phase.HEAD
         self._since = 0.0
         self._received = 0
@@ -107,7 +107,7 @@ class _Guest:
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[misc]
-        self._door.enter()
+        self._limiter.enter()
         self._enter(_Phase.HEAD)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -136,14 +136,14 @@ class _Guest:
         if self._is_answering:
             self.refuse(HTTPStatus.BAD_REQUEST)
             return
-        self._door.refused[HTTPStatus.BAD_REQUEST] += 1
+        self._limiter.refused[HTTPStatus.BAD_REQUEST] += 1
         super().send_400_response(message)  # type: ignore[misc]
 
     def refuse(self, status: HTTPStatus) -> None:
         if self._left:
             return
         self._leave()
-        self._door.refused[status] += 1
+        self._limiter.refused[status] += 1
         # Between requests nobody waits for it.
         if self.cycle is None or (self._phase is _Phase.BODY and not self._is_answering):
             self.transport.write(
@@ -162,7 +162,7 @@ class _Guest:
         """Counts no more, although uvicorn may take a moment to let it go."""
         if not self._left:
             self._left = True
-            self._door.leave(self)
+            self._limiter.leave(self)
             self._stop_timer()
 
     def _stop_timer(self) -> None:
@@ -190,10 +190,10 @@ class _Guest:
         self._received = 0
         self._stop_timer()
         self._timer = self.loop.call_at(self._deadline(), self._look)
-        (self._door.wait if phase in _WITHOUT_REQUEST else self._door.busy)(self)
+        (self._limiter.wait if phase in _WITHOUT_REQUEST else self._limiter.busy)(self)
 
     def _deadline(self) -> float:
-        now, patience = self.loop.time(), self._door.patience
+        now, patience = self.loop.time(), self._limiter.patience
         if self._unread_since is not None:  # the application waits as long, and says what it gives up
             return self._unread_since + patience + _LINGER_SECONDS
         if self._phase is _Phase.ANSWER:
@@ -224,7 +224,7 @@ class _Guest:
 _HAS_REQUEST = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]
 
 
-class _H11Guest(_Guest, H11Protocol):
+class _GuardedH11(GuardedConnection, H11Protocol):
     """Behind a request, uvicorn reads no more: not even that the client has left."""
 
     def data_received(self, data: bytes) -> None:
@@ -238,7 +238,7 @@ class _H11Guest(_Guest, H11Protocol):
 
 if HttpToolsProtocol is not None:
 
-    class _HttpToolsGuest(_Guest, HttpToolsProtocol):
+    class _GuardedHttpTools(GuardedConnection, HttpToolsProtocol):
         """httptools keeps headers of any length, and uvicorn the requests that it has parsed; while it does, it reads
         no more, and of a client that leaves it tells the last request alone."""
 
@@ -304,9 +304,9 @@ if HttpToolsProtocol is not None:
         """httptools reads no body of a request that offers another protocol, and uvicorn, which declines all offers
         (RFC 9110, section 7.8), would take it for the next request."""
 
-        def __init__(self, guest: _HttpToolsGuest) -> None:
-            super().__init__(guest)
-            self._guest = guest
+        def __init__(self, connection: _GuardedHttpTools) -> None:
+            super().__init__(connection)
+            self._connection = connection
             with contextlib.suppress(AttributeError):  # as uvicorn sets it, and where
                 self.set_dangerous_leniencies(lenient_data_after_close=True)
 
@@ -314,4 +314,4 @@ if HttpToolsProtocol is not None:
             try:
                 super().feed_data(data)
             except httptools.HttpParserUpgrade as stopped:
-                self._guest.decline_offer(bytes(data[stopped.args[0] :]))
+                self._connection.decline_offer(bytes(data[stopped.args[0] :]))
