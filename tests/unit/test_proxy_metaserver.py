@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
@@ -17,10 +16,8 @@ from starlette.requests import Request
 from vllm_ascend_pd.proxy.http.bodies import parse_client_request
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
-from vllm_ascend_pd.proxy.operate.counts import Counts
-from vllm_ascend_pd.proxy.operate.metrics import Metrics
-from vllm_ascend_pd.proxy.operate.tracing import NOT_TRACED
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
+from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED, Observer
 from vllm_ascend_pd.proxy.rendezvous.proxied_request import DecodeAttempt, ProxiedRequest, RequestTable
 from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, TicketHeader, of_attempt
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRanking
@@ -77,10 +74,9 @@ def posted_again(_: ProxiedRequest, attempt: DecodeAttempt) -> None:
 @pytest.mark.parametrize("happens", [attempt_ends, posted_again])
 def test_no_other_prefill_for_who_does_not_wait(happens: Callable[[ProxiedRequest, DecodeAttempt], None]) -> None:
     """But what failed counts."""
-    request_table, pool, counts = RequestTable(1), Pool(), Counts()
+    request_table, pool = RequestTable(1), Pool()
     settings = ProxySettings(prefill=pool.urls, decode=("http://d",), metaserver_url="http://m", prefill_attempts=3)
-    metrics = cast(Metrics, SimpleNamespace(ticket_waits=lambda: NOT_TRACED.child("", {})))
-    metaserver = Metaserver(settings, request_table, cast(EnginePool, pool), counts, metrics)
+    metaserver = Metaserver(settings, request_table, cast(EnginePool, pool), Observer())
 
     async def run() -> None:
         statuses: list[int] = []

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from vllm_ascend_pd.proxy.operate.counts import MAX_RECENT, Counts
 from vllm_ascend_pd.proxy.operate.metrics import EngineStates, Metrics
 from vllm_ascend_pd.proxy.operate.status import EngineState, Status, Verdict, snapshot
-from vllm_ascend_pd.proxy.operate.tracing import NOT_TRACED
+from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED
 from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter

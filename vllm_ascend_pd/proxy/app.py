@@ -29,6 +29,7 @@ from vllm_ascend_pd.proxy.operate.admin import COMMAND_LINE, Admin
 from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.operate.health import Health
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
+from vllm_ascend_pd.proxy.operate.observer import OperatorObserver
 from vllm_ascend_pd.proxy.operate.status import Status, snapshot
 from vllm_ascend_pd.proxy.operate.status_page import StatusPage
 from vllm_ascend_pd.proxy.operate.tracing import start_tracing
@@ -95,19 +96,18 @@ def create_app(settings: ProxySettings) -> Starlette:
     health = Health((prefill, decode), counts, problems, settings.health_timeout)
     metrics = Metrics(request_table, counts, (prefill, decode), health.states)
     tracing = start_tracing(settings.otlp_traces_endpoint)
+    observer = OperatorObserver(counts, metrics, tracing)
     forward = partial(
         Forward,
         settings=settings,
         request_table=request_table,
         decode=decode,
         watch=watch,
-        counts=counts,
-        metrics=metrics,
-        tracing=tracing,
+        observer=observer,
     )
     secret = settings.ticket_secret()
     sign = None if secret is None else lambda ticket, attempt: resigned(ticket, secret, attempt)
-    metaserver = Metaserver(settings, request_table, prefill, counts, metrics, sign)
+    metaserver = Metaserver(settings, request_table, prefill, observer, sign)
     token = settings.admin_token()
     admin = [] if token is None else Admin((prefill, decode), request_table, token).routes()
 
@@ -156,7 +156,16 @@ def create_app(settings: ProxySettings) -> Starlette:
     ]
     for_clients = (*(each.value for each in Endpoint), *DECODE_ALONE_GET, *DECODE_ALONE_POST, *NOT_SERVED)
     app = Starlette(
-        middleware=[Middleware(CrossOrigin, settings, for_clients)],
+        middleware=[
+            Middleware(
+                CrossOrigin,
+                paths=for_clients,
+                allow_origins=settings.allowed_origins,
+                allow_methods=settings.allowed_methods,
+                allow_headers=settings.allowed_headers,
+                allow_credentials=settings.allow_credentials,
+            )
+        ],
         routes=[
             *(Route(each.value, forward(each.value, each), methods=["POST"]) for each in Endpoint),
             *(Route(path, forward(path, None), methods=["GET"]) for path in DECODE_ALONE_GET),

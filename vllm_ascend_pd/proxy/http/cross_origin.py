@@ -3,25 +3,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
-
-from vllm_ascend_pd.proxy.settings import ProxySettings
 
 
 class CrossOrigin(CORSMiddleware):
     """For the routes that clients use. No page of another origin gets at the others: those of operators and of decode
     engines, and the status page."""
 
-    def __init__(self, app: ASGIApp, settings: ProxySettings, paths: Collection[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        paths: Collection[str],
+        allow_origins: Sequence[str],
+        allow_methods: Sequence[str],
+        allow_headers: Sequence[str],
+        allow_credentials: bool,
+    ) -> None:
         super().__init__(
             app,
-            allow_origins=settings.allowed_origins,
-            allow_methods=settings.allowed_methods,
-            allow_headers=settings.allowed_headers,
-            allow_credentials=settings.allow_credentials,
+            allow_origins=allow_origins,
+            allow_methods=allow_methods,
+            allow_headers=allow_headers,
+            allow_credentials=allow_credentials,
         )
         self._paths = frozenset(paths)
 

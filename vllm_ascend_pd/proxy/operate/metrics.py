@@ -160,7 +160,7 @@ class _Counted(Collector):
             retries.add_metric((role.value,), self._counts.retries().get(role, 0))
             of_role = self._counts.failures()[role]
             for kind in FailureKind:
-                failures.add_metric((role.value, kind.value.replace(" ", "_")), of_role.get(kind, 0))
+                failures.add_metric((role.value, kind.label), of_role.get(kind, 0))
         yield retries
         yield failures
 

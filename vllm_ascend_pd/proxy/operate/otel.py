@@ -22,16 +22,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.proxy.http.headers import Headers
 from vllm_ascend_pd.proxy.http.reply import Reply
-from vllm_ascend_pd.proxy.operate.tracing import (
-    ERROR,
-    FIRST_TOKEN_SECONDS,
-    GRPC,
-    REQUEST_ID,
-    Attributes,
-    Span,
-    Tracing,
-    error_type,
-)
+from vllm_ascend_pd.proxy.operate.tracing import FIRST_TOKEN_SECONDS, GRPC, Tracing
+from vllm_ascend_pd.proxy.rendezvous.observer import ERROR, REQUEST_ID, Attributes, Span
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure
 from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 
@@ -80,7 +72,7 @@ class OtelSpan(Span):
         self._span.add_event(name, attributes)
 
     def failed(self, failure: Failure) -> None:
-        self.fail(error_type(failure.kind), failure.for_all if failure.kind in _QUOTES_NOBODY else _SEE_LOG)
+        self.fail(failure.kind.label, failure.for_all if failure.kind in _QUOTES_NOBODY else _SEE_LOG)
 
     def fail(self, kind: str, reason: str = "") -> None:
         if not self._has_failed:

@@ -5,65 +5,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from vllm_ascend_pd.proxy.http.headers import Headers
 from vllm_ascend_pd.proxy.http.reply import Reply
-from vllm_ascend_pd.proxy.rendezvous.retry import Failure
+from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED, Span
 from vllm_ascend_pd.proxy.routing.addresses import is_http
-from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 
-Attributes = Mapping[str, str | int | float | Sequence[str]]
-"""Never anything of a prompt, an answer or a credential: a collector is open to more people than the engines."""
-
-# The names that vLLM gives its own span of a request.
-REQUEST_ID = "gen_ai.request.id"
 FIRST_TOKEN_SECONDS = "gen_ai.latency.time_to_first_token"
-ENGINE = "kv_pd.engine"
-UNREACHABLE = "kv_pd.unreachable_engines"
-ATTEMPT = "kv_pd.attempt"
-PROMPT = "kv_pd.prompt"
-ERROR = "error.type"
+"""vLLM uses the same name in its own span of a request."""
 
 # As vLLM reads it: which protocol the collector speaks.
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 GRPC, HTTP = "grpc", "http/protobuf"
-
-
-class Span:
-    """A part of a request's work. This one is not traced."""
-
-    def onto(self, headers: Headers) -> Headers:
-        """Headers for an engine, whose own spans become children of this one. Not traced: the client's as they are."""
-        return headers
-
-    @contextmanager
-    def child(self, name: str, attributes: Attributes) -> Iterator[Span]:
-        yield self
-
-    def note(self, attributes: Attributes) -> None:
-        pass
-
-    def asked(self, engines: Sequence[str]) -> None:
-        """Which engines were tried in turn; only the last one could be connected to, if any."""
-        if engines:
-            self.note({ENGINE: engines[-1]})
-        if len(engines) > 1:
-            self.note({UNREACHABLE: list(engines[:-1])})
-
-    def event(self, name: str, attributes: Attributes) -> None:
-        pass
-
-    def failed(self, failure: Failure) -> None:
-        """The first failure counts: what comes after it is a consequence."""
-
-    def retried(self, failure: Failure, engine: str) -> None:
-        """A part of this one failed, and is tried again, at `engine` first."""
-        self.event("retry", {ERROR: error_type(failure.kind), ENGINE: engine})
-
-
-NOT_TRACED = Span()
 
 
 class Tracing:
@@ -77,11 +32,6 @@ class Tracing:
 
     def close(self) -> None:
         """Sends what has not been sent, for a second or two at most."""
-
-
-def error_type(kind: FailureKind) -> str:
-    """As the metric of failures labels them."""
-    return kind.value.replace(" ", "_")
 
 
 def check_tracing(endpoint: str) -> None:

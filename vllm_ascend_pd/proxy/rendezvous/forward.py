@@ -23,9 +23,7 @@ from vllm_ascend_pd.proxy.http.events import Events, Opening, error_of, names_no
 from vllm_ascend_pd.proxy.http.headers import client_response_headers, decode_request_headers, prefill_request_headers
 from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all, when_disconnected
-from vllm_ascend_pd.proxy.operate.counts import Counts
-from vllm_ascend_pd.proxy.operate.metrics import Metrics
-from vllm_ascend_pd.proxy.operate.tracing import Span, Tracing
+from vllm_ascend_pd.proxy.rendezvous.observer import Observer, Span
 from vllm_ascend_pd.proxy.rendezvous.proxied_request import DecodeAttempt, ProxiedRequest, RequestTable
 from vllm_ascend_pd.proxy.rendezvous.retry import DECODE_AGAIN, Failure, engines_to_avoid, last_resorts, may_follow
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRanking
@@ -60,9 +58,7 @@ class Forward:
         request_table: RequestTable,
         decode: EnginePool,
         watch: StallWatch,
-        counts: Counts,
-        metrics: Metrics,
-        tracing: Tracing,
+        observer: Observer,
     ) -> None:
         self._path = path
         self._endpoint = endpoint
@@ -71,15 +67,12 @@ class Forward:
         self._request_table = request_table
         self._decode = decode
         self._watch = watch
-        self._counts = counts
-        self._metrics = metrics
-        self._tracing = tracing
+        self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
         reply = Reply(send, request_id=request.headers.get("x-request-id"), timeout=self._settings.read_timeout)
-        traced = self._tracing.request(request.method, self._path, request.headers.raw, reply)
-        with self._metrics.request(self._path, reply), traced as span:
+        with self._observer.request(request.method, self._path, request.headers.raw, reply) as span:
             await self._proxy(reply, scope, receive, span)
 
     async def _proxy(self, reply: Reply, scope: Scope, receive: Receive, span: Span) -> None:
@@ -96,7 +89,7 @@ class Forward:
         except ClientDisconnect:
             return  # it waited until then
         except RequestRefused as refused:
-            self._metrics.refused(refused.status)
+            self._observer.request_refused(refused.status)
             await refused.response()(scope, receive, reply.send)
 
     async def _serve(self, proxied: ProxiedRequest, request: Request, reply: Reply) -> None:
@@ -162,7 +155,7 @@ class Forward:
                     attempt.span.failed(failure)
             if failure is None:
                 return
-            self._counts.failed(EngineRole.DECODE, failure, attempt.request_id)
+            self._observer.attempt_failed(EngineRole.DECODE, failure, attempt.request_id)
             pool.judge(failure.url, failure.kind)
             failures.append(failure)
             avoid = engines_to_avoid(pool.urls, failures, self._settings.decode_attempts, DECODE_AGAIN)
@@ -178,7 +171,7 @@ class Forward:
                 proxied.end(failure.answer)
                 return
             choice = pool.order(prompt, avoid).then(last_resorts(failures, avoid, DECODE_AGAIN)).of_one_admitted()
-            self._counts.retried(EngineRole.DECODE)
+            self._observer.attempt_retried(EngineRole.DECODE)
             proxied.span.retried(failure, choice.first)
             log.warning(
                 "request %s: decode at %s failed: %s: attempt %d, under another id, goes to %s",
@@ -258,7 +251,7 @@ class Forward:
                 break
         await self._begin(attempt, answer, reply, b"")
         if attempt.prefilled_at is not None:
-            self._metrics.first_token_after_prefill(time.monotonic() - attempt.prefilled_at)
+            self._observer.first_token_after_prefill(time.monotonic() - attempt.prefilled_at)
         failure = await self._write_events(attempt, reply, held)
         async for chunk in chunks:
             failure = await self._write_events(attempt, reply, events.feed(chunk)) or failure

@@ -20,9 +20,7 @@ from vllm_ascend_pd.proxy.http.bodies import prefill_body, samples_of, tokens_bo
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.errors import error_response
 from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all, when_disconnected
-from vllm_ascend_pd.proxy.operate.counts import Counts
-from vllm_ascend_pd.proxy.operate.metrics import Metrics
-from vllm_ascend_pd.proxy.operate.tracing import ATTEMPT, PROMPT, REQUEST_ID, Attributes, Span
+from vllm_ascend_pd.proxy.rendezvous.observer import ATTEMPT, PROMPT, REQUEST_ID, Attributes, Observer, Span
 from vllm_ascend_pd.proxy.rendezvous.open_tickets import OpenTickets
 from vllm_ascend_pd.proxy.rendezvous.post_reader import PostReader, PostRefused, error_answer
 from vllm_ascend_pd.proxy.rendezvous.prefill_answer import bad_gateway, failed, judge
@@ -59,16 +57,14 @@ class Metaserver:
         settings: ProxySettings,
         request_table: RequestTable,
         prefill: EnginePool,
-        counts: Counts,
-        metrics: Metrics,
+        observer: Observer,
         sign: Sign | None = None,
     ) -> None:
         """`sign`: for other attempts of signed tickets."""
         self._settings = settings
         self._request_table = request_table
         self._prefill = prefill
-        self._counts = counts
-        self._metrics = metrics
+        self._observer = observer
         self._sign = sign
         self._inbox = PostReader(settings, request_table)
         self.open_tickets = OpenTickets(self._inbox)
@@ -99,7 +95,7 @@ class Metaserver:
         state.recomputes = request.headers.get(RECOMPUTES_HEADER) == "1"
 
         failures: list[Failure] = []
-        with attempt.prefill() as scope, self._metrics.ticket_waits(), self.open_tickets.held(ticket.ticket_id):
+        with attempt.prefill() as scope, self._observer.ticket_waits(), self.open_tickets.held(ticket.ticket_id):
             state.post = scope
 
             def decode_left() -> None:
@@ -214,7 +210,7 @@ class Metaserver:
             pool.judge(state.run.engine, failure and failure.kind)
             if failure is None:
                 return []
-            self._counts.failed(EngineRole.PREFILL, failure, attempt.request_id)
+            self._observer.attempt_failed(EngineRole.PREFILL, failure, attempt.request_id)
             if state.given_up:  # and its failure noted, where an engine had been asked
                 return failures or [failure]
             proxied.prefill_failed(state, failure)
@@ -237,7 +233,7 @@ class Metaserver:
                 return [*failures[:-1], failure._replace(reason=f"{failure.reason} (no other attempt: {error})")]
             state.attempt += 1
             choice = all_but(avoid)
-            self._counts.retried(EngineRole.PREFILL)
+            self._observer.attempt_retried(EngineRole.PREFILL)
             attempt.span.retried(failure, choice.first)
             log.warning(
                 "request %s, prompt %d: prefill at %s failed: %s: attempt %d goes to %s",
@@ -272,7 +268,7 @@ class Metaserver:
             if failure is not None:
                 span.failed(failure)
         if failure is None:
-            self._metrics.prefilled(time.monotonic() - begun)
+            self._observer.prefilled(time.monotonic() - begun)
         return failure
 
     async def _ask(

@@ -20,7 +20,7 @@ from vllm_ascend_pd.proxy.http.bodies import ClientRequest
 from vllm_ascend_pd.proxy.http.endpoints import prompt_number, uuid_in
 from vllm_ascend_pd.proxy.http.errors import RequestRefused
 from vllm_ascend_pd.proxy.http.headers import Headers
-from vllm_ascend_pd.proxy.operate.tracing import REQUEST_ID, Span
+from vllm_ascend_pd.proxy.rendezvous.observer import REQUEST_ID, Span
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure
 from vllm_ascend_pd.proxy.routing.concurrency import RequestGroup
 from vllm_ascend_pd.proxy.routing.engine_call import EngineCall

@@ -30,6 +30,11 @@ class FailureKind(enum.Enum):
     REFUSED = "refused"
     """The engine answered with HTTP 4xx. Every other engine would answer the same."""
 
+    @property
+    def label(self) -> str:
+        """The kind's name in metrics and traces."""
+        return self.value.replace(" ", "_")
+
 
 DECODE_BLAMED = frozenset(
     {FailureKind.UNREACHABLE, FailureKind.LOST, FailureKind.TIMEOUT, FailureKind.ERROR, FailureKind.GARBAGE}
