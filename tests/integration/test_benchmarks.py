@@ -87,7 +87,7 @@ def test_token_ids() -> None:
 
 def test_proxy_overhead() -> None:
     """All streams get through."""
-    _, program = documented("docs/operations.md", "python benchmarks/proxy_overhead.py")
+    _, program = documented("docs/performance.md", "python benchmarks/proxy_overhead.py")
     options = ["--requests", "3", "--rate", "40", "--seconds", "1", "--streams", str(STREAMS)]
     first_token, cpu, streams = results(program, *options)
     assert first_token["measure"] == "first token"

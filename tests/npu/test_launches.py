@@ -42,7 +42,7 @@ def test_torch_npus_operators_take_more() -> None:
 
 
 def test_vllm_ascends_layerwise_connector() -> None:
-    """What ours is compared with; when this fails, vllm-ascend has changed and README's numbers are old."""
+    """What ours is compared with; when this fails, vllm-ascend has changed: see docs/performance.md."""
     count = launches.count("reference", TOKENS)
     assert (count.launches, count.passes) == (11, 5)
 

@@ -178,4 +178,6 @@ def test_dense_attention_is_quantized_on_decode_alone(
     layer = torch.nn.Module()
     with set_current_vllm_config(engine_config(dense_model, kv_role=role)):
         AscendC8KVCacheAttentionMethod({}, "model.layers.0").create_weights(layer)
-    assert getattr(layer, "kv_cache_torch_dtype", None) is stored, "both sides keep the same now: say so in README"
+    assert getattr(layer, "kv_cache_torch_dtype", None) is stored, (
+        "both sides keep the same now: say so in docs/support-matrix.md"
+    )

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links, anchors and paths in the documents lead somewhere, and the first pages stay short."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.documented import PAGES, REPOSITORY
+
+PACKAGE = REPOSITORY / "vllm_ascend_pd"
+SIZES = {"README.md": 10_000, "docs/design.md": 60_500, "docs/structure.md": 7_000, "docs/concepts.md": 5_000}
+"""Bytes that a page may have."""
+
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+FOLDERS = "docs|tests|scripts|examples|benchmarks|vllm_ascend_pd|csrc|requirements"
+PATH = re.compile(rf"`((?:{FOLDERS})/[^\s`*{{<]+)`")
+MODULE = re.compile(r"`([a-z_]+/[a-z_/0-9]+\.py)(?=[`,: ])")
+
+
+def prose(page: Path) -> str:
+    """Without fences."""
+    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    found: set[str] = set()
+    for title in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower()
+        anchor = re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-")
+        while anchor in found:
+            anchor += "-1"
+        found.add(anchor)
+    return found
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for target, anchor in LINK.findall(prose(page)):
+        if "://" in target:
+            continue
+        file = (page.parent / target).resolve() if target else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(f"{target}#{anchor}")
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_a_link_without_a_target_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `title`, twice\n\n[1](#a-title-twice) [2](#gone) [3](page.md#a-title-twice) [4](gone.md)\n")
+    assert broken_links(page) == ["#gone", "gone.md#"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_paths_are_there(page: Path) -> None:
+    """Whole ones, and those of modules below `vllm_ascend_pd/`."""
+    assert [path for path in PATH.findall(prose(page)) if not (REPOSITORY / path).exists()] == []
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    modules = [path for path in MODULE.findall(prose(page)) if path.partition("/")[0] in rooms]
+    assert [path for path in modules if not (PACKAGE / path).exists()] == []
+
+
+@pytest.mark.parametrize(("page", "limit"), SIZES.items())
+def test_the_first_pages_stay_short(page: str, limit: int) -> None:
+    assert len((REPOSITORY / page).read_bytes()) < limit
+
+
+def test_the_readme_begins_with_what_was_not_tried() -> None:
+    first = " ".join((REPOSITORY / "README.md").read_text().splitlines()[:3])
+    assert "has not run on Ascend hardware" in first
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, new = set(), [REPOSITORY / "README.md"]
+    while new:
+        page = new.pop()
+        reached.add(page)
+        targets = ((page.parent / target).resolve() for target, _ in LINK.findall(page.read_text()) if target)
+        new += [file for file in targets if file.suffix == ".md" and file.exists() and file not in reached]
+    assert {
+        str(page.relative_to(REPOSITORY)) for page in (REPOSITORY / "docs").glob("*.md") if page not in reached
+    } == set()
