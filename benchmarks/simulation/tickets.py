@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.decode_ticket import DecodeTicket, State
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
 from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
-from vllm_ascend_pd.core.protocol import Granted, GrantRequest, RankDescription, Report, Writer
+from vllm_ascend_pd.core.protocol import Granted, GrantRequest, RankDescription, WriteReport, WriterId
 
 from .clock import Clock
 from .exchange import Exchange
@@ -71,8 +71,8 @@ class Transfer:
         else:
             self._waits.append(action)
 
-    def _writer(self, rank: int) -> Writer:
-        return Writer(self._engine, 0, rank, 1)
+    def _writer(self, rank: int) -> WriterId:
+        return WriterId(self._engine, 0, rank, 1)
 
     def _ask(self) -> None:
         """For grants, or to renew them."""
@@ -87,7 +87,7 @@ class Transfer:
     def _asked(self, due: list[int], asked_at: float) -> None:
         common, consumer = self._common, self._consumer
         now = common.clock.now
-        if not consumer.engine_known and consumer.state is State.OPEN:
+        if not consumer.engine_known and consumer.state is TicketState.OPEN:
             consumer.expect(self._engine, common.sharding, common.expected(self._lane))
         answers = [
             consumer.grant(
@@ -135,7 +135,7 @@ class Transfer:
             state.tell(now)
             assert state.next_round().keys() == {_KEY}
             reports.append(
-                Report(
+                WriteReport(
                     self._id,
                     0,
                     self._writer(rank),
@@ -147,14 +147,14 @@ class Transfer:
             )
         common.clock.after(common.control_s, self._reported, reports)
 
-    def _reported(self, reports: list[Report]) -> None:
+    def _reported(self, reports: list[WriteReport]) -> None:
         common, consumer = self._common, self._consumer
         now = common.clock.now
         for report in reports:
             consumer.report(report, now)
         consumer.tick(now)
         ranks = common.exchange.decode.tp
-        received = consumer.state is State.RECEIVED
+        received = consumer.state is TicketState.RECEIVED
         self._ended(received, consumer.num_bytes * ranks, consumer.bytes_before_end * ranks)
         common.clock.after(common.control_s, self._acknowledged)
 

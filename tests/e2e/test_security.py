@@ -28,8 +28,7 @@ from harness.failures import wait_all_blocks_free
 from harness.metaserver import metaserver
 from harness.pool import ClusterPool, Reference
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.transport.side_channel import Client as SideChannelClient
-from vllm_ascend_pd.transport.side_channel import SideChannelError
+from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -15,7 +15,7 @@ from harness.client import at_once
 from harness.models import TINY
 from harness.waiting import wait_until
 from harness.wire import Fault, Rule
-from vllm_ascend_pd.core.protocol import Acknowledged, Describe, EngineDescription, Granted, GrantRequest, Report
+from vllm_ascend_pd.core.protocol import Acknowledged, Describe, EngineDescription, Granted, GrantRequest, WriteReport
 
 SOON_S = 60.0
 """Within which something that must happen does."""
@@ -83,7 +83,7 @@ def pushing(world: World, requests: int = 12) -> Volley:
 # 1. Prefill is killed, or stands still.
 
 
-def kill_prefill_holding(world: World, kind: type[GrantRequest | Report]) -> list[Answer]:
+def kill_prefill_holding(world: World, kind: type[GrantRequest | WriteReport]) -> list[Answer]:
     requests = world.requests()
     with world.channel.ruled(Rule(kind, "hold")):
         volley = world.send(requests)
@@ -112,7 +112,7 @@ def kill_while_pushing(world: World) -> list[Answer]:
 
 @scenario(1, "prefill killed before its final reports")
 def kill_before_report(world: World) -> list[Answer]:
-    return kill_prefill_holding(world, Report)
+    return kill_prefill_holding(world, WriteReport)
 
 
 @scenario(1, "prefill stopped while it pushes, goes on after decode's deadline")
@@ -229,7 +229,7 @@ def reset_proxy_connections(world: World) -> list[Answer]:
 
 # 5. The side channel.
 
-EVERY_KIND = (Describe, EngineDescription, GrantRequest, Granted, Report, Acknowledged)
+EVERY_KIND = (Describe, EngineDescription, GrantRequest, Granted, WriteReport, Acknowledged)
 
 
 def side_channel(world: World, *rules: Rule) -> list[Answer]:
@@ -247,7 +247,7 @@ def lose_messages(world: World) -> list[Answer]:
 
 @scenario(5, "all reports lost")
 def lose_reports(world: World) -> list[Answer]:
-    return side_channel(world, Rule(Report, "lose"))
+    return side_channel(world, Rule(WriteReport, "lose"))
 
 
 @scenario(5, "all grants lost")
@@ -257,7 +257,7 @@ def lose_grants(world: World) -> list[Answer]:
 
 @scenario(5, "messages delayed by 0.4 s, overtaken by others", absorbed=True)
 def delay_messages(world: World) -> list[Answer]:
-    return side_channel(world, *(Rule(kind, "late", seconds=0.4) for kind in (GrantRequest, Granted, Report)))
+    return side_channel(world, *(Rule(kind, "late", seconds=0.4) for kind in (GrantRequest, Granted, WriteReport)))
 
 
 @scenario(5, "every message twice", short=True, absorbed=True)
@@ -278,7 +278,7 @@ def replay_messages(world: World) -> list[Answer]:
 @scenario(5, "connections reset in the middle of messages", short=True, absorbed=True)
 def reset_in_messages(world: World) -> list[Answer]:
     return side_channel(
-        world, *(Rule(kind, "reset", times=2) for kind in (GrantRequest, Granted, Report, Acknowledged))
+        world, *(Rule(kind, "reset", times=2) for kind in (GrantRequest, Granted, WriteReport, Acknowledged))
     )
 
 

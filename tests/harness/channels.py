@@ -7,8 +7,13 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
-from vllm_ascend_pd.core.protocol import Describe, Message, Refused
-from vllm_ascend_pd.transport.side_channel import Client, Peer, Server, SideChannelError
+from vllm_ascend_pd.core.protocol import Describe, GrantRefused, Message
+from vllm_ascend_pd.transport.side_channel import (
+    ClientConnection,
+    SideChannelClient,
+    SideChannelError,
+    SideChannelServer,
+)
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0
@@ -18,20 +23,20 @@ Answer = Message | SideChannelError
 MakeSocket = Callable[..., "zmq.Socket[bytes]"]
 
 
-def echo(message: Message, peer: Peer) -> Message:
+def echo(message: Message, peer: ClientConnection) -> Message:
     """A server's handler."""
     assert isinstance(message, Describe)
-    return Refused(message.engine_id, retry=False)
+    return GrantRefused(message.engine_id, retry=False)
 
 
-def ask(client: Client, endpoint: str, text: str = "hello", timeout_s: float = PATIENCE_S) -> Answer:
+def ask(client: SideChannelClient, endpoint: str, text: str = "hello", timeout_s: float = PATIENCE_S) -> Answer:
     answers: queue.Queue[Answer] = queue.Queue()
     client.request(endpoint, Describe(text), timeout_s, answers.put)
     return answers.get(timeout=PATIENCE_S)
 
 
-def assert_works(client: Client, server: Server) -> None:
-    assert ask(client, server.endpoint, "still there") == Refused("still there", retry=False)
+def assert_works(client: SideChannelClient, server: SideChannelServer) -> None:
+    assert ask(client, server.endpoint, "still there") == GrantRefused("still there", retry=False)
 
 
 @contextlib.contextmanager

@@ -10,17 +10,17 @@ from vllm_ascend_pd.core.protocol import (
     Describe,
     EngineDescription,
     Granted,
+    GrantRefused,
     GrantRequest,
     Problem,
     RankDescription,
-    Refused,
-    Report,
     Revoke,
-    Writer,
+    WriteReport,
+    WriterId,
 )
 from vllm_ascend_pd.core.topology import sharding
 
-WRITER = Writer("prefill-0", 0, 1)
+WRITER = WriterId("prefill-0", 0, 1)
 GEOMETRY = Geometry(0, Order.TOKEN_MAJOR, "bfloat16", 16, 32768, 4, 8, 256)
 CACHES = RankCaches(
     (GEOMETRY, msgspec.structs.replace(GEOMETRY, share=TokenShare(2, 1, 8))),
@@ -32,9 +32,9 @@ MESSAGES = (
     EngineDescription("decode-0", "a model", 2, 1, (RANK, RANK), 2, 8, {"rope_theta": "10000"}),
     GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4, 2, 16), (0, 1, 2), 5.0, weights="0123456789abcdef"),
     Granted(20.0, ClockReading("0" * 16, 1.5, 2.5)),
-    Refused("not yet", retry=True),
-    Report("0" * 32, 0, WRITER, None, 1000, 10, 1.5, "f" * 32),
-    Report("0" * 32, 1, WRITER, "it failed"),
+    GrantRefused("not yet", retry=True),
+    WriteReport("0" * 32, 0, WRITER, None, 1000, 10, 1.5, "f" * 32),
+    WriteReport("0" * 32, 1, WRITER, "it failed"),
     Acknowledged(),
     Revoke("0" * 32, 0, WRITER, "the client left", "f" * 32),
     Problem("unreadable"),

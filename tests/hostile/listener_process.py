@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 import psutil
 from examples import LARGE
 
-from vllm_ascend_pd.core.protocol import Refused
+from vllm_ascend_pd.core.protocol import GrantRefused
 from vllm_ascend_pd.decode.listener import DescriptionListener
-from vllm_ascend_pd.transport.side_channel import Server
+from vllm_ascend_pd.transport.side_channel import SideChannelServer
 
 HOST = "127.0.0.1"
 LIMIT = 1000
@@ -34,7 +34,9 @@ def serve(pipe: Connection, kind: str) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4 * LIMIT), hard))  # what `default_limit` goes by
     if kind == "ranks":
-        server = Server(HOST, 0, lambda message, peer: Refused(getattr(message, "engine_id", ""), retry=False))
+        server = SideChannelServer(
+            HOST, 0, lambda message, peer: GrantRefused(getattr(message, "engine_id", ""), retry=False)
+        )
         endpoint, close = server.endpoint, server.close
     else:
         listener = DescriptionListener(LARGE, HOST, 0)

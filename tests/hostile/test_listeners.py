@@ -23,8 +23,8 @@ from mutate import hostile_bytes, msgpack
 
 from harness import waiting
 from harness.channels import plain_sockets
-from vllm_ascend_pd.core.protocol import Describe, Message, Refused, decode
-from vllm_ascend_pd.transport.side_channel import Client, SideChannelError
+from vllm_ascend_pd.core.protocol import Describe, GrantRefused, Message, decode
+from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
 
 pytestmark = pytest.mark.timeout(3600)  # the long form
 
@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 MAX_GROWTH_BYTES = 32 << 20
 """Of resident memory."""
 MAX_GROWTH_MEANWHILE_BYTES = 512 << 20
-"""The same while an attack goes on: some looks' worth of a link's full speed (`Gate`), 4096 connections."""
+"""The same while an attack goes on: some looks' worth of a link's full speed (`SocketLimiter`), 4096 connections."""
 MAX_GROWTH_UNREAD_BYTES = 40 << 20
 """The same while 10 connections read nothing: 8 descriptions for each, of 0.3 MB, or 1024 short answers."""
 
@@ -47,7 +47,7 @@ class Listener:
         self._process.start()
         self.endpoint = self._take()
         self.port = int(self.endpoint.rpartition(":")[2])
-        self._client = Client()
+        self._client = SideChannelClient()
 
     def _take(self) -> Any:
         assert self._pipe.poll(PATIENCE_S), "the listener's process does not answer"
@@ -57,10 +57,10 @@ class Listener:
         self._pipe.send("state")
         return self._take()
 
-    def serves(self, client: Client | None = None) -> None:
+    def serves(self, client: SideChannelClient | None = None) -> None:
         """A peer gets its answer. It asks again, as peers do."""
         question = Describe("decode-0")
-        right = LARGE if self.kind == "descriptions" else Refused("decode-0", retry=False)
+        right = LARGE if self.kind == "descriptions" else GrantRefused("decode-0", retry=False)
         answers: queue.Queue[Message | SideChannelError] = queue.Queue()
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -72,7 +72,7 @@ class Listener:
             assert time.monotonic() < deadline, answer
 
     def serves_newcomers(self) -> None:
-        client = Client()
+        client = SideChannelClient()
         try:
             self.serves(client)
         finally:

@@ -21,9 +21,9 @@ from vllm_ascend_pd.core.protocol import (
     PROTOCOL_VERSION,
     EngineDescription,
     GrantRequest,
-    Report,
     Revoke,
-    Writer,
+    WriteReport,
+    WriterId,
     decode,
     encode,
 )
@@ -60,7 +60,7 @@ def test_a_decode_rank_asked_for_anything(pair: Pair, inputs: int, fuzz_seed: in
     bait = prompts(pair, [64])
     tickets = pair.announce(bait)
     [ticket] = tickets.values()
-    writer = Writer("prefill", 0, 0)
+    writer = WriterId("prefill", 0, 0)
     shapes = [sharding(2), sharding(1024), sharding(7), sharding(8, 2, 16), sharding(2, pcp=512)]
     made = answered = 0
     with plain_sockets() as make:
@@ -72,13 +72,13 @@ def test_a_decode_rank_asked_for_anything(pair: Pair, inputs: int, fuzz_seed: in
                 ticket_id,
                 chance.choice((0, 1, -1, 2**63 - 1)),
                 chance.choice((ticket.digest(), "")),
-                chance.choice((writer, Writer("", -(2**63), 2**63 - 1), Writer("prefill", 2**40, -1))),
+                chance.choice((writer, WriterId("", -(2**63), 2**63 - 1), WriterId("prefill", 2**40, -1))),
                 chance.choice(shapes),
                 chance.choice(((), (0, 1, 2), (-1, 2**62), tuple(range(5000)), (0,) * 100)),
                 chance.choice((0.0, 5.0, 3600.0)),
                 chance.choice(("", "a draft")),
             )
-            report = Report(
+            report = WriteReport(
                 ticket_id,
                 chance.choice((1, -1, 2**40)),  # another attempt's
                 grant.writer,
@@ -103,7 +103,7 @@ def test_a_decode_rank_asked_for_anything(pair: Pair, inputs: int, fuzz_seed: in
     works(pair)
 
 
-NOBODY = Writer("nobody", 0, 0)
+NOBODY = WriterId("nobody", 0, 0)
 UNASKED = (
     b"",
     b"\xc1" * 100,

@@ -13,7 +13,7 @@ from harness.channels import HOST, MakeSocket, echo, plain_sockets
 from harness.models import TINY, make_model
 from harness.processes import interrupt_on_sigterm
 from vllm_ascend_pd.transport.curve import Keys
-from vllm_ascend_pd.transport.side_channel import Client, Server
+from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelServer
 
 
 def pytest_configure() -> None:
@@ -37,15 +37,15 @@ def keys() -> Keys | None:
 
 
 @pytest.fixture
-def server(keys: Keys | None) -> Iterator[Server]:
-    server = Server(HOST, 0, echo, keys=keys)
+def server(keys: Keys | None) -> Iterator[SideChannelServer]:
+    server = SideChannelServer(HOST, 0, echo, keys=keys)
     yield server
     server.close()
 
 
 @pytest.fixture
-def client(keys: Keys | None) -> Iterator[Client]:
-    client = Client(keys=keys)
+def client(keys: Keys | None) -> Iterator[SideChannelClient]:
+    client = SideChannelClient(keys=keys)
     yield client
     client.close()
 

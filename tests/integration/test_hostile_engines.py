@@ -11,9 +11,9 @@ from harness.channels import HOST, PATIENCE_S
 from harness.kv import Model, Side
 from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, prefill, prompts
-from vllm_ascend_pd.core.protocol import Message, Problem, Revoke, Writer
+from vllm_ascend_pd.core.protocol import Message, Problem, Revoke, WriterId
 from vllm_ascend_pd.core.step import PrefillStep
-from vllm_ascend_pd.transport.side_channel import Peer, Server
+from vllm_ascend_pd.transport.side_channel import ClientConnection, SideChannelServer
 
 CONFIG = {"grant_timeout_s": 5.0, "control_timeout_s": 2.0, "queue_timeout_s": 20.0, "transfer_timeout_s": 20.0}
 
@@ -38,7 +38,7 @@ def test_an_engine_whose_ranks_are_outside_the_allow_list(pair: Pair) -> None:
     assert "not in decode_allowlist" not in failed["request-0"], "prefill did not go there, not even to say so"
 
 
-def writer_of(rank: PrefillRank, ticket_id: str) -> Writer:
+def writer_of(rank: PrefillRank, ticket_id: str) -> WriterId:
     peers = rank.worker._peers
     [number] = [number for number, transfer in peers._transfers.items() if transfer.ticket.ticket_id == ticket_id]
     return peers._writer(number)
@@ -46,16 +46,16 @@ def writer_of(rank: PrefillRank, ticket_id: str) -> Writer:
 
 @pytest.mark.parametrize("pair", [{}], indirect=True, ids=["private"])
 def test_another_engine_cannot_take_a_ticket_back(pair: Pair) -> None:
-    contacts: queue.Queue[Peer] = queue.Queue()
+    contacts: queue.Queue[ClientConnection] = queue.Queue()
 
-    def handle(message: Message, peer: Peer) -> Message:
+    def handle(message: Message, peer: ClientConnection) -> Message:
         contacts.put(peer)
         return Problem("I am busy with other things")
 
     requests = prompts(pair, [96, 64])
     meddled, elsewhere = requests
     tickets = pair.announce([meddled])
-    meddler = Server(HOST, 0, handle)
+    meddler = SideChannelServer(HOST, 0, handle)
     try:
         port = int(meddler.endpoint.rpartition(":")[2])
         decoy = msgspec.structs.replace(pair.ticket(elsewhere), remote_engine_id="meddler", remote_port=port)

@@ -14,27 +14,27 @@ from vllm_ascend_pd.core.protocol import (
     Acknowledged,
     Describe,
     Granted,
+    GrantRefused,
     GrantRequest,
     Message,
     Problem,
-    Refused,
-    Report,
     Revoke,
-    Writer,
+    WriteReport,
+    WriterId,
 )
 from vllm_ascend_pd.core.ticket import MAX_TP, Ticket
 from vllm_ascend_pd.core.topology import Sharding, sharding
-from vllm_ascend_pd.transport.side_channel import Client
+from vllm_ascend_pd.transport.side_channel import SideChannelClient
 
 SIZE = 2
-HONEST = Writer("prefill", 0, 0)
+HONEST = WriterId("prefill", 0, 0)
 
 
 class Stranger:
     """Connects to a decode rank as a prefill rank does."""
 
     def __init__(self, pair: Pair) -> None:
-        self._client = Client()
+        self._client = SideChannelClient()
         self._endpoint = pair.descriptions[0].control
 
     def say(self, message: Message) -> object:
@@ -80,27 +80,27 @@ def asks(ticket: Ticket, **changes: object) -> GrantRequest:
 
 def test_reports_from_who_has_not_got_the_ticket_end_nothing(pair: Pair, stranger: Stranger) -> None:
     requests, tickets, ticket = expected(pair)
-    for writer in (HONEST, Writer("prefill", 0, 1), Writer("stranger", 0, 0)):
+    for writer in (HONEST, WriterId("prefill", 0, 1), WriterId("stranger", 0, 0)):
         for reason in (None, "I say that it failed"):
             for digest in ("", "0" * 32, ticket.digest()[:-1]):
-                report = Report(ticket.ticket_id, 0, writer, reason, digest=digest)
+                report = WriteReport(ticket.ticket_id, 0, writer, reason, digest=digest)
                 assert stranger.say(report) == Acknowledged(), "an answer tells nothing"
     arrives(pair, requests, tickets)
 
 
 def test_who_has_not_got_the_ticket_does_not_decide_who_writes(pair: Pair, stranger: Stranger) -> None:
     requests, tickets, ticket = expected(pair)
-    mine = Writer("stranger", 0, 0)
+    mine = WriterId("stranger", 0, 0)
     for changes in ({"digest": "0" * 32}, {"digest": ""}, {"digest": "0" * 32, "attempt": 1}):
         for shape in (sharding(SIZE), sharding(1)):
             refused = stranger.say(asks(ticket, writer=mine, sharding=shape, **changes))
-            assert isinstance(refused, Refused)
+            assert isinstance(refused, GrantRefused)
             assert not refused.retry
     arrives(pair, requests, tickets)
 
 
 LIES = {
-    "a-rank-outside": {"writer": Writer("prefill", 0, SIZE)},
+    "a-rank-outside": {"writer": WriterId("prefill", 0, SIZE)},
     "too-many-ranks": {"sharding": Sharding(1, (0,) * (MAX_TP + 1))},
     "no-such-heads": {"sharding": sharding(3)},
     "tp-without-end": {"sharding": Sharding(2**31 - 1, (0,) * 8)},
@@ -116,11 +116,11 @@ def test_lies_of_who_has_the_ticket(pair: Pair, stranger: Stranger, lie: dict[st
     """They may cost it its own ticket, nothing else: the rank answers, and serves the next."""
     _, _, ticket = expected(pair)
     answer = stranger.say(asks(ticket, **lie))
-    assert isinstance(answer, Refused | Granted)
+    assert isinstance(answer, GrantRefused | Granted)
     if isinstance(answer, Granted):
         assert lie.get("covers") == ()
-    assert isinstance(stranger.say(asks(ticket, digest="0" * 32)), Refused)
-    failure = Report(ticket.ticket_id, 0, HONEST, "the test ends it", digest=ticket.digest())
+    assert isinstance(stranger.say(asks(ticket, digest="0" * 32)), GrantRefused)
+    failure = WriteReport(ticket.ticket_id, 0, HONEST, "the test ends it", digest=ticket.digest())
     assert stranger.say(failure) == Acknowledged()
     if isinstance(answer, Granted):
         assert stranger.say(failure) == Acknowledged()
@@ -135,7 +135,7 @@ def test_what_a_decode_rank_is_not_asked(pair: Pair, stranger: Stranger) -> None
     for message in (Describe("decode"), Revoke(ticket.ticket_id, 0, HONEST, "mine now"), Acknowledged(), Granted(1.0)):
         assert isinstance(stranger.say(message), Problem)
     arrives(pair, requests, tickets)
-    client = Client()
+    client = SideChannelClient()
     try:
         answer = ask(client, pair.listener.endpoint, "another engine")
     finally:

@@ -20,7 +20,7 @@ from vllm_ascend_pd.prefill.peers import Peers
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.transport import loop
-from vllm_ascend_pd.transport.side_channel import Client
+from vllm_ascend_pd.transport.side_channel import SideChannelClient
 
 GRANT_TIMEOUT_S = 1.0
 TICKET = make_ticket(10, [1])
@@ -30,13 +30,13 @@ TICKET = make_ticket(10, [1])
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Where the clients of a test sent theirs."""
     sent: list[str] = []
-    request = Client.request
+    request = SideChannelClient.request
 
-    def counted(client: Client, endpoint: str, *args: Any) -> None:
+    def counted(client: SideChannelClient, endpoint: str, *args: Any) -> None:
         sent.append(endpoint)
         request(client, endpoint, *args)
 
-    monkeypatch.setattr(Client, "request", counted)
+    monkeypatch.setattr(SideChannelClient, "request", counted)
     return sent
 
 

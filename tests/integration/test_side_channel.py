@@ -16,18 +16,23 @@ from harness.waiting import wait_until
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
     Describe,
+    GrantRefused,
     Message,
     Problem,
-    Refused,
     Revoke,
-    Writer,
+    WriterId,
     decode,
     encode,
 )
 from vllm_ascend_pd.transport.loop import TICK_S
-from vllm_ascend_pd.transport.side_channel import Client, Peer, Server, SideChannelError
+from vllm_ascend_pd.transport.side_channel import (
+    ClientConnection,
+    SideChannelClient,
+    SideChannelError,
+    SideChannelServer,
+)
 
-WRITER = Writer("prefill-0", 0, 0)
+WRITER = WriterId("prefill-0", 0, 0)
 
 
 @pytest.fixture
@@ -40,7 +45,7 @@ def free_port() -> Iterator[int]:
 def test_a_request_is_answered(client, server):
     assert server.endpoint.startswith(f"tcp://{HOST}:")
     assert [ask(client, server.endpoint, str(n)) for n in range(20)] == [
-        Refused(str(n), retry=False) for n in range(20)
+        GrantRefused(str(n), retry=False) for n in range(20)
     ]
     assert server.rejected == 0
 
@@ -48,12 +53,12 @@ def test_a_request_is_answered(client, server):
 def test_messages_do_not_make_ticks():
     """Each looks at all that is open. On a machine that takes long for a message this asks for less."""
     ticks: list[list[float]] = [[], []]
-    server = Server(HOST, 0, echo, tick=ticks[0].append)
-    client = Client(tick=ticks[1].append)
+    server = SideChannelServer(HOST, 0, echo, tick=ticks[0].append)
+    client = SideChannelClient(tick=ticks[1].append)
     try:
         began = time.monotonic()
         for n in range(300):
-            assert ask(client, server.endpoint, str(n)) == Refused(str(n), retry=False)
+            assert ask(client, server.endpoint, str(n)) == GrantRefused(str(n), retry=False)
         wait_until(lambda: all(ticks), PATIENCE_S)
         most = 2 + (time.monotonic() - began) / TICK_S
         assert all(sum(tick >= began for tick in found) <= most for found in ticks)
@@ -63,8 +68,8 @@ def test_messages_do_not_make_ticks():
 
 
 def test_several_servers_and_clients(server):
-    other = Server(HOST, 0, lambda message, peer: Acknowledged())
-    clients = [Client(), Client()]
+    other = SideChannelServer(HOST, 0, lambda message, peer: Acknowledged())
+    clients = [SideChannelClient(), SideChannelClient()]
     try:
         for client in clients:
             assert_works(client, server)
@@ -95,8 +100,8 @@ def test_an_answer_that_comes_too_late_is_dropped(client, raw):
     seq, message = decode(request)
     assert message == Describe("in time")
     for _ in range(2):  # the second one is of a request that has ended
-        slow.send_multipart([peer, encode(seq, Refused("yes", retry=True))])
-    assert answers.get(timeout=PATIENCE_S) == Refused("yes", retry=True)
+        slow.send_multipart([peer, encode(seq, GrantRefused("yes", retry=True))])
+    assert answers.get(timeout=PATIENCE_S) == GrantRefused("yes", retry=True)
     assert ask(client, endpoint_of(slow), timeout_s=0.1).__class__ is SideChannelError
     assert answers.empty()
 
@@ -111,8 +116,8 @@ def test_an_answer_counts_only_from_where_it_was_asked(client, raw):
     meddler.send_multipart([meddlers_peer, encode(decode(second)[0], Problem("forged"))])
     meddler.send_multipart([meddlers_peer, encode(decode(first)[0], Acknowledged())])
     assert answers.get(timeout=PATIENCE_S) == Acknowledged()
-    asked.send_multipart([peer, encode(decode(second)[0], Refused("genuine", retry=False))])
-    assert answers.get(timeout=PATIENCE_S) == Refused("genuine", retry=False)
+    asked.send_multipart([peer, encode(decode(second)[0], GrantRefused("genuine", retry=False))])
+    assert answers.get(timeout=PATIENCE_S) == GrantRefused("genuine", retry=False)
 
 
 @pytest.mark.parametrize("endpoint", ["", "nonsense", "tcp://127.0.0.1", "gopher://x:1"])
@@ -124,11 +129,11 @@ def test_an_endpoint_that_cannot_be(client, server, endpoint):
 
 
 def test_a_server_that_goes_and_comes_back(client, free_port):
-    server = Server(HOST, free_port, echo)
+    server = SideChannelServer(HOST, free_port, echo)
     assert_works(client, server)
     server.close()
     assert isinstance(ask(client, server.endpoint, timeout_s=0.2), SideChannelError)
-    again = Server(HOST, free_port, echo)
+    again = SideChannelServer(HOST, free_port, echo)
     try:
         assert again.endpoint == server.endpoint
         assert_works(client, again)
@@ -139,9 +144,9 @@ def test_a_server_that_goes_and_comes_back(client, free_port):
 def test_a_server_that_comes_late(client, free_port):
     answers: queue.Queue[Answer] = queue.Queue()
     client.request(f"tcp://{HOST}:{free_port}", Describe("early"), PATIENCE_S, answers.put)
-    server = Server(HOST, free_port, echo)
+    server = SideChannelServer(HOST, free_port, echo)
     try:
-        assert answers.get(timeout=PATIENCE_S) == Refused("early", retry=False)
+        assert answers.get(timeout=PATIENCE_S) == GrantRefused("early", retry=False)
     finally:
         server.close()
 
@@ -164,15 +169,15 @@ class Talk:
     """A client that has asked a server, which can answer unasked since then."""
 
     def __init__(self) -> None:
-        peers: queue.Queue[Peer] = queue.Queue()
+        peers: queue.Queue[ClientConnection] = queue.Queue()
 
-        def handle(message: Message, peer: Peer) -> Message:
+        def handle(message: Message, peer: ClientConnection) -> Message:
             peers.put(peer)
             return Acknowledged()
 
         self.unasked: queue.Queue[tuple[str, Message]] = queue.Queue()
-        self.server = Server(HOST, 0, handle)
-        self.client = Client(lambda endpoint, message: self.unasked.put((endpoint, message)))
+        self.server = SideChannelServer(HOST, 0, handle)
+        self.client = SideChannelClient(lambda endpoint, message: self.unasked.put((endpoint, message)))
         assert ask(self.client, self.server.endpoint) == Acknowledged()
         self.peer = peers.get()
 
@@ -223,7 +228,7 @@ def test_messages_that_nobody_asked_for(talk):
         assert talk.unasked.get(timeout=PATIENCE_S) == (endpoint, Revoke("0" * 32, 0, WRITER, reason))
     talk.client.close()
     peer.send(Revoke("0" * 32, 0, WRITER, "to nobody"))
-    talk.client = Client()
+    talk.client = SideChannelClient()
     assert ask(talk.client, endpoint) == Acknowledged()
     talk.close()
     peer.send(Revoke("0" * 32, 0, WRITER, "from a closed server"))
@@ -231,17 +236,17 @@ def test_messages_that_nobody_asked_for(talk):
 
 def test_a_message_to_a_peer_whose_connection_is_closed(caplog):
     """It is told from one that does not read; the answer to a request that is too late is dropped without a word."""
-    peers: queue.Queue[Peer] = queue.Queue()
+    peers: queue.Queue[ClientConnection] = queue.Queue()
     answer_now = threading.Event()
 
-    def handle(message: Message, peer: Peer) -> Message:
+    def handle(message: Message, peer: ClientConnection) -> Message:
         peers.put(peer)
         answer_now.wait(PATIENCE_S)
         return Acknowledged()
 
     gone = threading.Event()
-    server = Server(HOST, 0, handle)
-    client = Client()
+    server = SideChannelServer(HOST, 0, handle)
+    client = SideChannelClient()
     try:
         client.request(server.endpoint, Describe("x"), PATIENCE_S, lambda answer: None)
         peer = peers.get(timeout=PATIENCE_S)
@@ -251,7 +256,7 @@ def test_a_message_to_a_peer_whose_connection_is_closed(caplog):
         while not gone.wait(0.05) and time.monotonic() < deadline:
             peer.send(Revoke("0" * 32, 0, WRITER, "to nobody"), gone.set)
         assert gone.is_set()
-        other = Client()
+        other = SideChannelClient()
         client = other
         assert ask(other, server.endpoint) == Acknowledged()
         gone.clear()
@@ -264,15 +269,15 @@ def test_a_message_to_a_peer_whose_connection_is_closed(caplog):
 
 def test_a_peer_that_does_not_read_is_not_gone():
     """Its process is stopped, say: its host answers for it, whatever piles up here."""
-    peers: queue.Queue[Peer] = queue.Queue()
+    peers: queue.Queue[ClientConnection] = queue.Queue()
 
-    def handle(message: Message, peer: Peer) -> Message:
+    def handle(message: Message, peer: ClientConnection) -> Message:
         peers.put(peer)
         return Acknowledged()
 
-    server = Server(HOST, 0, handle)
+    server = SideChannelServer(HOST, 0, handle)
     stuck = threading.Event()
-    client = Client(lambda endpoint, message: stuck.wait(PATIENCE_S))
+    client = SideChannelClient(lambda endpoint, message: stuck.wait(PATIENCE_S))
     gone = threading.Event()
     try:
         assert ask(client, server.endpoint) == Acknowledged()
@@ -281,7 +286,7 @@ def test_a_peer_that_does_not_read_is_not_gone():
             for _ in range(1000):
                 peer.send(Revoke("0" * 32, 0, WRITER, "x" * 1000), gone.set)
             time.sleep(0.02)
-        other = Client()
+        other = SideChannelClient()
         assert ask(other, server.endpoint) == Acknowledged()
         other.close()
         assert not gone.is_set()
@@ -292,14 +297,14 @@ def test_a_peer_that_does_not_read_is_not_gone():
 
 
 def test_what_nobody_reads_is_dropped_and_logged_ever_less_often(client, raw, caplog):
-    server = Server(HOST, 0, lambda message, peer: Refused("x" * 1000, retry=False), unread_replies=4)
+    server = SideChannelServer(HOST, 0, lambda message, peer: GrantRefused("x" * 1000, retry=False), unread_replies=4)
     deaf = raw(zmq.DEALER)
     deaf.setsockopt(zmq.RCVHWM, 1)
     deaf.connect(server.endpoint)
     try:
         while server.dropped < 100:
             deaf.send(encode(1, Describe("x")))
-        assert ask(client, server.endpoint) == Refused("x" * 1000, retry=False)
+        assert ask(client, server.endpoint) == GrantRefused("x" * 1000, retry=False)
     finally:
         deaf.close(linger=0)  # first: libzmq may wait for ever for a connection that broke with answers unread
         server.close()
@@ -309,7 +314,7 @@ def test_what_nobody_reads_is_dropped_and_logged_ever_less_often(client, raw, ca
 
 def test_a_thread_that_does_not_end_is_not_waited_for(caplog):
     """Nor are its sockets closed under it: that is for the thread itself, when it comes to it."""
-    client, begun, may_end = Client(name="pd-test-busy"), threading.Event(), threading.Event()
+    client, begun, may_end = SideChannelClient(name="pd-test-busy"), threading.Event(), threading.Event()
 
     def busy() -> None:
         begun.set()
@@ -334,8 +339,8 @@ def test_nothing_is_left_after_close(raw):
     silent = raw(zmq.ROUTER)
 
     def use_and_close() -> None:
-        server = Server(HOST, 0, echo, name="pd-test-server")
-        clients = [Client(name="pd-test-client") for _ in range(3)]
+        server = SideChannelServer(HOST, 0, echo, name="pd-test-server")
+        clients = [SideChannelClient(name="pd-test-client") for _ in range(3)]
         for client in clients:
             assert_works(client, server)
             client.request(endpoint_of(silent), Describe("under way"), PATIENCE_S, lambda answer: None)
@@ -366,11 +371,11 @@ def test_a_port_that_is_taken(server):
     port = int(server.endpoint.rpartition(":")[2])
     before = psutil.Process().num_fds()
     with pytest.raises(SideChannelError, match=f"cannot listen on {HOST}:{port}: Address already in use"):
-        Server(HOST, port, echo)
+        SideChannelServer(HOST, port, echo)
     assert psutil.Process().num_fds() <= before
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
 def test_a_host_that_is_not_this_one(host):
     with pytest.raises(SideChannelError, match=f"cannot listen on {host}:0"):
-        Server(host, 0, echo)
+        SideChannelServer(host, 0, echo)

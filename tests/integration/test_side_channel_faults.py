@@ -18,15 +18,20 @@ from vllm_ascend_pd.core.protocol import (
     Acknowledged,
     Describe,
     EngineDescription,
+    GrantRefused,
     Message,
     Problem,
-    Refused,
     Revoke,
-    Writer,
+    WriterId,
     decode,
     encode,
 )
-from vllm_ascend_pd.transport.side_channel import Client, Peer, Server, SideChannelError
+from vllm_ascend_pd.transport.side_channel import (
+    ClientConnection,
+    SideChannelClient,
+    SideChannelError,
+    SideChannelServer,
+)
 
 BODY = msgspec.msgpack.encode(Describe("x"))
 
@@ -55,7 +60,7 @@ def test_what_cannot_be_read_is_answered_and_counted(client, server, raw, frames
         assert complaint in answer.reason
     assert server.rejected == 3
     dealer.send(encode(9, Describe("after all")))
-    assert decode(dealer.recv()) == (9, Refused("after all", retry=False))
+    assert decode(dealer.recv()) == (9, GrantRefused("after all", retry=False))
     assert_works(client, server)
     assert server.rejected == 3
 
@@ -92,7 +97,7 @@ def test_a_message_that_is_too_long_costs_only_its_sender_the_connection(client,
     assert events.poll(PATIENCE_S * 1000)
     assert_works(client, server)
     dealer.send(encode(2, Describe("reconnected")))
-    assert decode(dealer.recv()) == (2, Refused("reconnected", retry=False))
+    assert decode(dealer.recv()) == (2, GrantRefused("reconnected", retry=False))
     assert server.rejected == 0
 
 
@@ -128,7 +133,9 @@ def test_every_request_ends_once(client, server, raw):
 
             def done(answer: Answer, key: tuple[int, int] = (thread, n), served: bool = served) -> None:
                 ended[key] += 1
-                right.append((answer == Refused(str(key), retry=False)) if served else type(answer) is SideChannelError)
+                right.append(
+                    (answer == GrantRefused(str(key), retry=False)) if served else type(answer) is SideChannelError
+                )
                 all_ended.release()
 
             client.request(endpoint, Describe(str((thread, n))), PATIENCE_S if served else 0.3, done)
@@ -167,12 +174,12 @@ def test_an_unasked_message_whose_handling_raises(raw):
         raise RuntimeError("a defect")
 
     other_side = raw(zmq.ROUTER)
-    client = Client(broken)
+    client = SideChannelClient(broken)
     try:
         answers: queue.Queue[Answer] = queue.Queue()
         client.request(endpoint_of(other_side), Describe("x"), PATIENCE_S, answers.put)
         peer, request = other_side.recv_multipart()
-        other_side.send_multipart([peer, encode(0, Revoke("0" * 32, 0, Writer("prefill-0", 0, 0), "x"))])
+        other_side.send_multipart([peer, encode(0, Revoke("0" * 32, 0, WriterId("prefill-0", 0, 0), "x"))])
         other_side.send_multipart([peer, encode(decode(request)[0], Acknowledged())])
         assert answers.get(timeout=PATIENCE_S) == Acknowledged()
         assert seen.is_set()
@@ -183,7 +190,7 @@ def test_an_unasked_message_whose_handling_raises(raw):
 def test_a_handler_that_raises_does_not_end_the_server(client):
     ticks = threading.Semaphore(0)
 
-    def handle(message: Message, peer: Peer) -> Message:
+    def handle(message: Message, peer: ClientConnection) -> Message:
         if message == Describe("defect"):
             raise RuntimeError("a defect")
         return Acknowledged()
@@ -192,7 +199,7 @@ def test_a_handler_that_raises_does_not_end_the_server(client):
         ticks.release()
         raise RuntimeError("a defect")
 
-    server = Server(HOST, 0, handle, tick)
+    server = SideChannelServer(HOST, 0, handle, tick)
     try:
         assert isinstance(ask(client, server.endpoint, "defect"), Problem)
         assert ask(client, server.endpoint) == Acknowledged()
@@ -203,7 +210,9 @@ def test_a_handler_that_raises_does_not_end_the_server(client):
         server.close()
 
 
-@pytest.mark.parametrize("make", [lambda tick: Server(HOST, 0, echo, tick), lambda tick: Client(tick=tick)])
+@pytest.mark.parametrize(
+    "make", [lambda tick: SideChannelServer(HOST, 0, echo, tick), lambda tick: SideChannelClient(tick=tick)]
+)
 def test_time_passes_without_messages(make):
     times: queue.Queue[float] = queue.Queue()
     channel = make(times.put)

@@ -15,10 +15,10 @@ import zmq
 from harness.channels import HOST, PATIENCE_S, MakeSocket, ask, assert_works, echo, endpoint_of
 from harness.kv import Model, Side
 from harness.ranks import Pair, prompts, run
-from vllm_ascend_pd.core.protocol import Describe, Refused, encode
+from vllm_ascend_pd.core.protocol import Describe, GrantRefused, encode
 from vllm_ascend_pd.transport.curve import Keys, load_keys, new_key_file
 from vllm_ascend_pd.transport.secret_files import write_new
-from vllm_ascend_pd.transport.side_channel import Client, Server, SideChannelError
+from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError, SideChannelServer
 
 SHORT_S = 1.5
 """For what is never answered; what is, takes milliseconds."""
@@ -36,24 +36,24 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     return make_keys(tmp_path_factory.mktemp("keys") / "keys")
 
 
-def test_who_has_the_keys_is_answered(client: Client, server: Server) -> None:
+def test_who_has_the_keys_is_answered(client: SideChannelClient, server: SideChannelServer) -> None:
     for n in range(20):
-        assert ask(client, server.endpoint, str(n)) == Refused(str(n), retry=False)
+        assert ask(client, server.endpoint, str(n)) == GrantRefused(str(n), retry=False)
     assert server.rejected == 0
 
 
-def test_what_travels_cannot_be_read(keys: Keys, client: Client, server: Server) -> None:
+def test_what_travels_cannot_be_read(keys: Keys, client: SideChannelClient, server: SideChannelServer) -> None:
     """Through a relay that keeps what passes."""
     relay = _Relay(int(server.endpoint.rpartition(":")[2]))
     try:
         words = "nobody else may read this"
-        assert ask(client, relay.endpoint, words) == Refused(words, retry=False)
+        assert ask(client, relay.endpoint, words) == GrantRefused(words, retry=False)
         assert len(relay.seen) > 500
         assert words.encode() not in relay.seen
-        plain_server, plain_client = Server(HOST, 0, echo), Client()
+        plain_server, plain_client = SideChannelServer(HOST, 0, echo), SideChannelClient()
         plain = _Relay(int(plain_server.endpoint.rpartition(":")[2]))
         try:
-            assert ask(plain_client, plain.endpoint, words) == Refused(words, retry=False)
+            assert ask(plain_client, plain.endpoint, words) == GrantRefused(words, retry=False)
             assert words.encode() in plain.seen, "this test would not see what can be read"
         finally:
             plain.close()
@@ -63,8 +63,8 @@ def test_what_travels_cannot_be_read(keys: Keys, client: Client, server: Server)
         relay.close()
 
 
-def test_a_plain_client_gets_nothing(client: Client, server: Server) -> None:
-    plain = Client()
+def test_a_plain_client_gets_nothing(client: SideChannelClient, server: SideChannelServer) -> None:
+    plain = SideChannelClient()
     try:
         answer = ask(plain, server.endpoint, timeout_s=SHORT_S)
         assert isinstance(answer, SideChannelError)
@@ -73,7 +73,9 @@ def test_a_plain_client_gets_nothing(client: Client, server: Server) -> None:
         plain.close()
 
 
-def test_a_plain_socket_gets_not_even_a_problem(client: Client, server: Server, raw: MakeSocket) -> None:
+def test_a_plain_socket_gets_not_even_a_problem(
+    client: SideChannelClient, server: SideChannelServer, raw: MakeSocket
+) -> None:
     dealer = raw(zmq.DEALER, server.endpoint)
     dealer.send(encode(1, Describe("x")))
     dealer.send(b"garbage")
@@ -84,7 +86,12 @@ def test_a_plain_socket_gets_not_even_a_problem(client: Client, server: Server, 
 
 @pytest.mark.parametrize("half", ["none-of-ours", "our-public-key"])
 def test_a_client_with_other_keys_gets_nothing(
-    keys: Keys, client: Client, server: Server, raw: MakeSocket, half: str, caplog: pytest.LogCaptureFixture
+    keys: Keys,
+    client: SideChannelClient,
+    server: SideChannelServer,
+    raw: MakeSocket,
+    half: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Not even with the server's public key, which is no secret."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -108,8 +115,8 @@ def test_a_client_with_other_keys_gets_nothing(
         assert warnings == []
 
 
-def test_another_clusters_client_is_told_what_to_look_at(server: Server, tmp_path: Path) -> None:
-    other = Client(keys=make_keys(tmp_path / "other"))
+def test_another_clusters_client_is_told_what_to_look_at(server: SideChannelServer, tmp_path: Path) -> None:
+    other = SideChannelClient(keys=make_keys(tmp_path / "other"))
     try:
         answer = ask(other, server.endpoint, timeout_s=SHORT_S)
         assert str(answer) == "no answer in time; does it have the same side_channel_key_file?"
@@ -117,7 +124,9 @@ def test_another_clusters_client_is_told_what_to_look_at(server: Server, tmp_pat
         other.close()
 
 
-def test_a_plain_server_gets_nothing_from_who_has_keys(client: Client, server: Server, raw: MakeSocket) -> None:
+def test_a_plain_server_gets_nothing_from_who_has_keys(
+    client: SideChannelClient, server: SideChannelServer, raw: MakeSocket
+) -> None:
     plain = raw(zmq.ROUTER)
     answer = ask(client, endpoint_of(plain), "a secret", timeout_s=SHORT_S)
     assert isinstance(answer, SideChannelError)
@@ -130,7 +139,7 @@ def test_a_server_cannot_be_reached_before_its_guard_is_there(keys: Keys) -> Non
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         keys.protect_server(router)
         router.bind(f"tcp://{HOST}:*")
-        client = Client(keys=keys)
+        client = SideChannelClient(keys=keys)
         try:
             assert isinstance(ask(client, endpoint_of(router), timeout_s=SHORT_S), SideChannelError)
             assert not router.poll(0)
@@ -138,10 +147,12 @@ def test_a_server_cannot_be_reached_before_its_guard_is_there(keys: Keys) -> Non
             client.close()
 
 
-def test_two_servers_in_one_process(keys: Keys, client: Client, server: Server, tmp_path: Path) -> None:
+def test_two_servers_in_one_process(
+    keys: Keys, client: SideChannelClient, server: SideChannelServer, tmp_path: Path
+) -> None:
     """Each asks its own guard."""
     others = make_keys(tmp_path / "other")
-    other_server, other_client = Server(HOST, 0, echo, keys=others), Client(keys=others)
+    other_server, other_client = SideChannelServer(HOST, 0, echo, keys=others), SideChannelClient(keys=others)
     try:
         assert_works(client, server)
         assert_works(other_client, other_server)
@@ -154,8 +165,8 @@ def test_two_servers_in_one_process(keys: Keys, client: Client, server: Server, 
 
 def test_nothing_is_left_after_close(keys: Keys) -> None:
     def use_and_close() -> None:
-        server = Server(HOST, 0, echo, name="pd-test-server", keys=keys)
-        clients = [Client(name="pd-test-client", keys=keys), Client(name="pd-test-client")]
+        server = SideChannelServer(HOST, 0, echo, name="pd-test-server", keys=keys)
+        clients = [SideChannelClient(name="pd-test-client", keys=keys), SideChannelClient(name="pd-test-client")]
         assert_works(clients[0], server)
         clients[1].request(server.endpoint, Describe("x"), PATIENCE_S, lambda answer: None)
         time.sleep(0.05)
@@ -184,7 +195,7 @@ def test_ranks_with_keys_send_and_receive(tmp_path: Path) -> None:
         assert pair.wait_arrivals(2) == ({"request-0", "request-1"}, {})
         assert pair.wait_sent(2) == {}
         assert pair.differences(requests) == []
-        plain = Client()
+        plain = SideChannelClient()
         try:
             for endpoint in (pair.listener.endpoint, pair.descriptions[0].control):
                 assert isinstance(ask(plain, endpoint, timeout_s=SHORT_S), SideChannelError)

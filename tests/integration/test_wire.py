@@ -11,9 +11,9 @@ import pytest
 from harness.channels import HOST, PATIENCE_S, ask, assert_works, echo
 from harness.wire import Fault, Relay, Rule, SideChannel, Wire
 from harness.zmtp import Stream
-from vllm_ascend_pd.core.protocol import Describe, Refused
+from vllm_ascend_pd.core.protocol import Describe, GrantRefused
 from vllm_ascend_pd.transport import loop
-from vllm_ascend_pd.transport.side_channel import Client, Server, SideChannelError
+from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError, SideChannelServer
 
 
 @pytest.fixture
@@ -108,28 +108,28 @@ def channel(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> SideChannel:
 def test_messages_of_a_side_channel(channel: SideChannel) -> None:
     heard: list[str] = []
 
-    def handle(message: Describe, peer: object) -> Refused:
+    def handle(message: Describe, peer: object) -> GrantRefused:
         heard.append(message.engine_id)
         return echo(message, peer)  # type: ignore[arg-type,return-value]
 
-    server, client = Server(HOST, 0, handle), Client()  # type: ignore[arg-type]
+    server, client = SideChannelServer(HOST, 0, handle), SideChannelClient()  # type: ignore[arg-type]
     try:
         assert_works(client, server)
         with channel.ruled(Rule(Describe, "lose", times=1)):
             assert isinstance(ask(client, server.endpoint, "lost", timeout_s=0.5), SideChannelError)
-            assert ask(client, server.endpoint, "next") == Refused("next", retry=False)
-        with channel.ruled(Rule(Refused, "lose", times=1)):
+            assert ask(client, server.endpoint, "next") == GrantRefused("next", retry=False)
+        with channel.ruled(Rule(GrantRefused, "lose", times=1)):
             assert isinstance(ask(client, server.endpoint, "unanswered", timeout_s=0.5), SideChannelError)
         with channel.ruled(Rule(Describe, "twice")):
-            assert ask(client, server.endpoint, "twice") == Refused("twice", retry=False)
+            assert ask(client, server.endpoint, "twice") == GrantRefused("twice", retry=False)
         with channel.ruled(Rule(Describe, "hold")):
             assert isinstance(ask(client, server.endpoint, "held", timeout_s=0.3), SideChannelError)
             assert "held" not in heard
-        assert ask(client, server.endpoint, "behind") == Refused("behind", retry=False)
+        assert ask(client, server.endpoint, "behind") == GrantRefused("behind", retry=False)
         with channel.ruled(Rule(Describe, "reset", times=1)):
             assert isinstance(ask(client, server.endpoint, "cut", timeout_s=0.5), SideChannelError)
         channel.record()
-        assert ask(client, server.endpoint, "again") == Refused("again", retry=False)
+        assert ask(client, server.endpoint, "again") == GrantRefused("again", retry=False)
         assert channel.replay() == 1
         assert_works(client, server)
     finally:

@@ -177,7 +177,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_the_message_for_an_engine_that_does_not_start() -> None:
-    reason = ascend.why_not_started([ascend.Finding("hccn.conf is empty")], {})
+    reason = ascend.why_not_started([ascend.AscendProblem("hccn.conf is empty")], {})
     assert "hccn.conf is empty" in reason
     assert "set_env.sh" in reason
     assert "set_env.sh" not in ascend.why_not_started([], {"ASCEND_HOME_PATH": "/usr/local/Ascend"})

@@ -9,7 +9,7 @@ import pytest
 from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.config import parse_config
 from vllm_ascend_pd.core.identity import RankInfo
-from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Kind, Order, RankCaches
+from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry, Order, RankCaches
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import sharding
@@ -84,7 +84,7 @@ def test_another_model():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"kind": Kind.STATE}, "kind is state on prefill, tokens on decode"),
+        ({"kind": BlockKind.STATE}, "kind is state on prefill, tokens on decode"),
         ({"dtype": "int8"}, "dtype is int8 on prefill, bfloat16 on decode"),
         ({"total_heads": 8}, "total_heads is 8 on prefill, 4 on decode"),
         ({"head_bytes": 64}, "head_bytes is 64 on prefill, 32 on decode"),

@@ -26,7 +26,7 @@ from vllm_ascend_pd.tools.doctor.loopback_process import Checked, Sent, Task, co
 from vllm_ascend_pd.tools.doctor.mooncake_engine import Installed
 from vllm_ascend_pd.tools.doctor.pair import api_key
 from vllm_ascend_pd.tools.doctor.tools import MAX_OUTPUT_BYTES, Ran, run_tool
-from vllm_ascend_pd.transport.gate import FILES_WANTED
+from vllm_ascend_pd.transport.socket_limiter import FILES_WANTED
 
 
 def run(program: str, timeout_s: float = 30) -> Ran:

@@ -17,13 +17,13 @@ from vllm_ascend_pd.core.layout import CacheTensor, RankCaches
 from vllm_ascend_pd.core.protocol import (
     MAX_REASON_CHARS,
     EngineDescription,
+    GrantRefused,
     Problem,
     ProtocolError,
     RankDescription,
-    Refused,
-    Report,
     Revoke,
-    Writer,
+    WriteReport,
+    WriterId,
     decode,
     encode,
 )
@@ -152,9 +152,9 @@ HOSTILE_TEXT = "\x1b[31mred\nfake log line\x00\u202e" + "x" * 100_000
     "message",
     [
         Problem(HOSTILE_TEXT),
-        Refused(HOSTILE_TEXT, retry=False),
-        Revoke("0" * 32, 0, Writer("prefill", 0, 0), HOSTILE_TEXT),
-        Report("0" * 32, 0, Writer("prefill", 0, 0), HOSTILE_TEXT),
+        GrantRefused(HOSTILE_TEXT, retry=False),
+        Revoke("0" * 32, 0, WriterId("prefill", 0, 0), HOSTILE_TEXT),
+        WriteReport("0" * 32, 0, WriterId("prefill", 0, 0), HOSTILE_TEXT),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -176,7 +176,7 @@ def test_writers_have_names_and_numbers(changes):
         and values["engine_id"].isprintable()
         and all(isinstance(values[n], int) and 0 <= values[n] < 2**20 for n in ("pp_rank", "rank"))
     )
-    report = msgspec.to_builtins(Report("0" * 32, 0, Writer("prefill", 0, 0), None))
+    report = msgspec.to_builtins(WriteReport("0" * 32, 0, WriterId("prefill", 0, 0), None))
     try:
         frame = msgspec.msgpack.encode((1, 0, report | {"writer": list(values.values())}))
     except (OverflowError, UnicodeEncodeError):

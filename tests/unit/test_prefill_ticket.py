@@ -6,7 +6,7 @@ import pytest
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
-from vllm_ascend_pd.core.protocol import Complete, Granted, Problem, RankDescription, Refused
+from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused, Problem, RankDescription
 
 LEFT, RIGHT = (0, 0), (0, 1)
 GRANT_DEADLINE = 20.0
@@ -98,13 +98,13 @@ def test_asks_again_soon_without_a_grant_and_rarely_with_one():
     assert state.due(0.0) == [LEFT, RIGHT]
     state.asked(LEFT, 0.0)
     assert state.due(100.0) == [RIGHT]  # one question at a time
-    state.answered(LEFT, 0.0, Refused("not known here", retry=True))
+    state.answered(LEFT, 0.0, GrantRefused("not known here", retry=True))
     state.asked(RIGHT, 0.0)
     state.answered(RIGHT, 0.0, Granted(LEASE_S))
     assert (state.due(0.0), state.due(0.1), state.due(LEASE_S / 3)) == ([], [LEFT], [LEFT, RIGHT])
 
 
-@pytest.mark.parametrize("answer", [Refused("later", retry=True), Problem("?"), TimeoutError()])
+@pytest.mark.parametrize("answer", [GrantRefused("later", retry=True), Problem("?"), TimeoutError()])
 def test_what_is_neither_yes_nor_no_may_pass(answer):
     state = contacted()
     state.asked(LEFT, 0.0)
@@ -115,7 +115,7 @@ def test_what_is_neither_yes_nor_no_may_pass(answer):
 def test_a_refusal_ends_the_writing_everywhere():
     state = granted()
     state.asked(LEFT, 3.0)
-    assert state.answered(LEFT, 3.0, Refused("cancelled", retry=False))
+    assert state.answered(LEFT, 3.0, GrantRefused("cancelled", retry=False))
     assert state.failure == "decode rank (0, 0) refused: cancelled"
     assert (state.may_write(RIGHT, 3.0), state.due(9.0), state.finish(3.0)) == (False, [], False)
     assert state.holds(RIGHT, 3.0)  # what has begun may end
@@ -197,7 +197,7 @@ def test_decode_may_ask_for_patience():
     state = contacted()
     for at in (0.0, 16.0, 19.0):
         state.asked(LEFT, at)
-        state.answered(LEFT, at, Refused("another attempt may still write", retry=True, wait_s=5.0))
+        state.answered(LEFT, at, GrantRefused("another attempt may still write", retry=True, wait_s=5.0))
     assert state.may_write(LEFT, 23.9) is None
     assert state.may_write(LEFT, 24.0) is False
 
@@ -208,7 +208,7 @@ def test_patience_ends():
     state.patience_ends = 20.0
     for at in (0.0, 8.0, 16.0, 19.0):
         state.asked(LEFT, at)
-        state.answered(LEFT, at, Refused("another attempt may still write", retry=True, wait_s=5.0))
+        state.answered(LEFT, at, GrantRefused("another attempt may still write", retry=True, wait_s=5.0))
     assert state.may_write(LEFT, 19.9) is None
     assert state.may_write(LEFT, 20.0) is False
     assert state.cause is PushFailure.NO_GRANT

@@ -20,26 +20,26 @@ from vllm_ascend_pd.core.protocol import (
     Describe,
     EngineDescription,
     Granted,
+    GrantRefused,
     GrantRequest,
     Message,
     Problem,
     ProtocolError,
     RankDescription,
-    Refused,
-    Report,
     Revoke,
-    Writer,
+    WriteReport,
+    WriterId,
     decode,
     encode,
 )
 from vllm_ascend_pd.core.topology import Sharding, sharding
 
-WRITER = Writer("prefill-0", 1, 3)
+WRITER = WriterId("prefill-0", 1, 3)
 CACHES = RankCaches(
     (Geometry(0, Order.TOKEN_MAJOR, "bfloat16", 128, 32768, 2, 8, 128),),
     (CacheTensor("model.layers.0.attn", 0, 2**47, 1000, 0), CacheTensor("model.layers.0.attn", 1, 2**48, 1000, 0)),
 )
-WROTE = Report("0" * 32, 0, WRITER, None, num_bytes=2**40, bytes_before_end=2**39, cached_tokens=2**20)
+WROTE = WriteReport("0" * 32, 0, WRITER, None, num_bytes=2**40, bytes_before_end=2**39, cached_tokens=2**20)
 EXAMPLES = [
     Describe("decode-0"),
     EngineDescription(
@@ -47,10 +47,10 @@ EXAMPLES = [
     ),
     GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0),
     Granted(10.0),
-    Refused("the ticket is not known", retry=True),
-    Refused("attempt 0 may still write", retry=True, wait_s=5.0),
+    GrantRefused("the ticket is not known", retry=True),
+    GrantRefused("attempt 0 may still write", retry=True, wait_s=5.0),
     WROTE,
-    Report("0" * 32, 1, WRITER, "the transfer engine failed", settle_s=2.5),
+    WriteReport("0" * 32, 1, WRITER, "the transfer engine failed", settle_s=2.5),
     Complete(),
     Acknowledged(),
     Revoke("0" * 32, 1, WRITER, "the request was aborted"),
@@ -94,7 +94,7 @@ COUNTS = st.integers(0, 2**63 - 1)
 BYTES = st.integers(0, 2**41 - 1)
 RANK_COUNTS = st.integers(1, 1024)
 SETTLE = st.floats(0, 3600)
-WRITERS = st.builds(Writer, NAMES, RANK_NUMBERS, RANK_NUMBERS, INTS)
+WRITERS = st.builds(WriterId, NAMES, RANK_NUMBERS, RANK_NUMBERS, INTS)
 INDICES, SIZES, ADDRESSES = st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1), st.integers(0, 2**62 - 1)
 SHARDINGS = st.builds(Sharding, SIZES, st.lists(INDICES, min_size=1, max_size=5).map(tuple), SIZES)
 GEOMETRIES = st.builds(Geometry, INDICES, st.sampled_from(Order), TEXT, SIZES, SIZES, SIZES, SIZES, SIZES)
@@ -134,9 +134,9 @@ MESSAGES = st.one_of(
         NAMES.filter(lambda name: len(name) <= 64),
     ),
     st.builds(Granted, st.floats(0, 86400, exclude_min=True)),
-    st.builds(Refused, TEXT, st.booleans(), SETTLE),
+    st.builds(GrantRefused, TEXT, st.booleans(), SETTLE),
     st.builds(Complete),
-    st.builds(Report, IDS, INTS, WRITERS, st.none() | TEXT, BYTES, BYTES, SETTLE, IDS, st.none() | INDICES),
+    st.builds(WriteReport, IDS, INTS, WRITERS, st.none() | TEXT, BYTES, BYTES, SETTLE, IDS, st.none() | INDICES),
     st.builds(Acknowledged),
     st.builds(Revoke, IDS, INTS, WRITERS, TEXT, IDS),
     st.builds(Problem, TEXT),

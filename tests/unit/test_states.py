@@ -12,9 +12,9 @@ import torch
 
 from vllm_ascend_pd.core.caches import LayerSpec, RegisteredCaches, StateSpec, describe
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
-from vllm_ascend_pd.core.layout import Kind, LayoutError, Order
+from vllm_ascend_pd.core.layout import BlockKind, LayoutError, Order
 from vllm_ascend_pd.core.plan import Regroup, descriptors, make_route
-from vllm_ascend_pd.core.states import Section, State, StatePartition, partition_states
+from vllm_ascend_pd.core.states import LayerState, Section, StatePartition, partition_states
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.core.units import Units
 
@@ -51,7 +51,7 @@ class Model:
         """The rank's caches, all zero, and views of each state in them, `[num_blocks, ...]`."""
         shapes = [state.shape for state in self.states_of(rank, tp, conv_axis)]
         dealt = partition_states(StatePartition(self.kind, tp, self.groups, conv_axis), shapes)
-        states = tuple(State(shape, "float32", 4, axis, s) for shape, (axis, s) in zip(shapes, dealt, strict=True))
+        states = tuple(LayerState(shape, "float32", 4, axis, s) for shape, (axis, s) in zip(shapes, dealt, strict=True))
         page = sum(state.nbytes for state in states) + SLACK
         memory = torch.zeros(NUM_BLOCKS, 1, 1, page, dtype=torch.int8)
         views, offset = [], 0
@@ -118,7 +118,7 @@ def _copy(destination: int, source: int, nbytes: int) -> None:
 def test_a_state_is_a_block_of_one_token() -> None:
     registered, _ = MAMBA2.rank(0, 2, 1, together=True)
     for geometry in registered.description.geometries:
-        assert (geometry.kind, geometry.order, geometry.block_size) == (Kind.STATE, Order.HEAD_MAJOR, 1)
+        assert (geometry.kind, geometry.order, geometry.block_size) == (BlockKind.STATE, Order.HEAD_MAJOR, 1)
     assert len(registered.layers["mamba"]) == 3 * ROWS + 1
 
 
@@ -139,7 +139,7 @@ def test_states_of_an_unknown_kind_fit_equal_sizes_only() -> None:
 )
 def test_blocks_that_do_not_hold_the_states(tensors: tuple[torch.Tensor, ...], complaint: str) -> None:
     shapes = [(3, 10), (8, 4, 5)]
-    states = tuple(State(shape, "float32", 4, 0, (Section(shape[0], shape[0], 1),)) for shape in shapes)
+    states = tuple(LayerState(shape, "float32", 4, 0, (Section(shape[0], shape[0], 1),)) for shape in shapes)
     with pytest.raises(LayoutError, match=f"mamba: {complaint}"):
         describe({"mamba": tensors}, {"mamba": StateSpec(0, states)}, heads_first=True)
 

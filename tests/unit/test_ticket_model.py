@@ -10,7 +10,7 @@ from explore import Wrong, explore
 from ticket_model import TicketModel
 from ticket_ranks import Bounds
 
-from vllm_ascend_pd.core.decode_ticket import DecodeTicket, State
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket
 
@@ -132,7 +132,7 @@ class ReleasesAtOnce(DecodeTicket):
     """What has ended is not kept for its writers."""
 
     def quiet(self, now):
-        return self.state in (State.RECEIVED, State.FAILED)
+        return self.state in (TicketState.RECEIVED, TicketState.FAILED)
 
 
 class TakesOneForAll(DecodeTicket):
@@ -162,7 +162,7 @@ class TrustsLeases(DecodeTicket):
 
     def quiet(self, now):
         over = all(lease.settled or now >= lease.until for lease in self._leases.values())
-        return self.state in (State.RECEIVED, State.FAILED) and over
+        return self.state in (TicketState.RECEIVED, TicketState.FAILED) and over
 
 
 class TrustsTheFirstReport(DecodeTicket):
@@ -170,7 +170,7 @@ class TrustsTheFirstReport(DecodeTicket):
 
     def quiet(self, now):
         over = all(lease.is_over(now) or (lease.reported and now >= lease.until) for lease in self._leases.values())
-        return self.state in (State.RECEIVED, State.FAILED) and over
+        return self.state in (TicketState.RECEIVED, TicketState.FAILED) and over
 
 
 class SettlesAtTheFirstReport(DecodeTicket):

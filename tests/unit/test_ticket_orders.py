@@ -24,8 +24,8 @@ from tickets import (
     wrote,
 )
 
-from vllm_ascend_pd.core.decode_ticket import State
-from vllm_ascend_pd.core.protocol import Complete, Granted, Refused, Report, Writer
+from vllm_ascend_pd.core.decode_ticket import TicketState
+from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused, WriteReport, WriterId
 from vllm_ascend_pd.core.topology import sharding
 
 
@@ -50,7 +50,7 @@ COVERED = st.sampled_from([None, None, None, (0,), (2,), (), (0, 1), (1,), (0, 2
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, SETTLE_S, LEASE_S - 1, LEASE_S, LEASE_S + SETTLE_S, 25.0])
 SETTLING = st.sampled_from([0.0, 0.5, SETTLE_S, 2 * SETTLE_S])
 LONGEST_SETTLE_S = 2 * SETTLE_S
-ENDED = (State.RECEIVED, State.FAILED)
+ENDED = (TicketState.RECEIVED, TicketState.FAILED)
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -62,13 +62,13 @@ class AnyOrder(RuleBasedStateMachine):
         self.ticket = opened(queue_deadline, transfer_s)
         self.now = 0.0
         self.attempt = 0
-        self.leases: dict[Writer, Lease] = {}
-        self.reported: set[Writer] = set()
+        self.leases: dict[WriterId, Lease] = {}
+        self.reported: set[WriterId] = set()
         self.believed: set[tuple[int, int]] = set()  # pairs in reports of success that were believed
         self.something_failed = False
         self.was_quiet = False
         self.settle_by: float | None = None
-        self.ended: tuple[State, str] | None = None
+        self.ended: tuple[TicketState, str] | None = None
 
     def of_attempt(self, writer):
         return msgspec.structs.replace(writer, transfer=self.attempt)
@@ -79,9 +79,9 @@ class AnyOrder(RuleBasedStateMachine):
         writer = request.writer
         answer = self.ticket.grant(request, self.now)
         if isinstance(answer, Complete):
-            assert self.ticket.state is State.RECEIVED
+            assert self.ticket.state is TicketState.RECEIVED
             return
-        if isinstance(answer, Refused):
+        if isinstance(answer, GrantRefused):
             assert not answer.retry
             return
         assert answer == Granted(LEASE_S)
@@ -106,8 +106,8 @@ class AnyOrder(RuleBasedStateMachine):
         )
         answer = self.ticket.admit(request, self.now)
         if answer is not None:
-            assert isinstance(answer, Refused | Complete)
-            if isinstance(answer, Refused) and answer.retry:
+            assert isinstance(answer, GrantRefused | Complete)
+            if isinstance(answer, GrantRefused) and answer.retry:
                 self.something_failed = True
             return
         assert not any(lease.can_write(self.now) for lease in self.leases.values())
@@ -125,12 +125,12 @@ class AnyOrder(RuleBasedStateMachine):
     )
     def ask_wrongly(self, writer, wrong):
         request = asks(writer, **{"attempt": self.attempt, "writer": self.of_attempt(writer), **wrong})
-        assert isinstance(self.ticket.grant(request, self.now), Refused | Complete)
+        assert isinstance(self.ticket.grant(request, self.now), GrantRefused | Complete)
 
     @rule(writer=WRITERS)
     def report_success(self, writer):
         writer = self.of_attempt(writer)
-        open_before = self.ticket.state is State.OPEN
+        open_before = self.ticket.state is TicketState.OPEN
         believed = self.ticket.report(msgspec.structs.replace(wrote(writer), attempt=self.attempt), self.now)
         assert believed == (writer in self.leases)
         if believed:
@@ -143,7 +143,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(writer=WRITERS, settle_s=SETTLING)
     def report_failure(self, writer, settle_s):
         writer = self.of_attempt(writer)
-        open_before = self.ticket.state is State.OPEN
+        open_before = self.ticket.state is TicketState.OPEN
         report = msgspec.structs.replace(failed(writer, settle_s=settle_s), attempt=self.attempt)
         assert self.ticket.report(report, self.now)
         first = writer not in self.reported
@@ -156,7 +156,7 @@ class AnyOrder(RuleBasedStateMachine):
                 self.leases[writer].until = self.now + settle_s
         if first:
             if open_before:
-                assert self.ticket.state is State.FENCING
+                assert self.ticket.state is TicketState.FENCING
             self.something_failed = True
 
     @rule(writer=WRITERS)
@@ -172,13 +172,15 @@ class AnyOrder(RuleBasedStateMachine):
     def report_of_another_attempt(self, writer, attempt, reason):
         """By number, or by the transfer it is of."""
         other = msgspec.structs.replace(writer, transfer=self.attempt + attempt)
-        assert not self.ticket.report(Report(TICKET_ID, self.attempt + attempt, writer, reason), self.now)
+        assert not self.ticket.report(WriteReport(TICKET_ID, self.attempt + attempt, writer, reason), self.now)
         if self.leases.keys() & {self.of_attempt(writer)}:
-            assert not self.ticket.report(Report(TICKET_ID, self.attempt, other, reason), self.now)
+            assert not self.ticket.report(WriteReport(TICKET_ID, self.attempt, other, reason), self.now)
 
     @rule(reason=st.sampled_from([None, "it broke"]), settle_s=SETTLING)
     def report_of_a_stranger(self, reason, settle_s):
-        assert not self.ticket.report(Report(TICKET_ID, self.attempt, STRANGER, reason, settle_s=settle_s), self.now)
+        assert not self.ticket.report(
+            WriteReport(TICKET_ID, self.attempt, STRANGER, reason, settle_s=settle_s), self.now
+        )
 
     @rule(seconds=SECONDS)
     def prefill_ends(self, seconds):
@@ -197,19 +199,19 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def tick(self):
         self.ticket.tick(self.now)
-        if self.ticket.state is State.OPEN:
+        if self.ticket.state is TicketState.OPEN:
             assert self.now < self.ticket.deadline
             assert all(writer in self.reported or self.now < lease.ends for writer, lease in self.leases.items())
-        if self.ticket.state is State.FENCING:
+        if self.ticket.state is TicketState.FENCING:
             assert self.now < self.ticket.deadline
             self.something_failed = True
 
     @invariant()
     def received_means_received(self):
         """R1, and its reverse: nothing that is complete is held up."""
-        if self.ticket.state is State.RECEIVED:
+        if self.ticket.state is TicketState.RECEIVED:
             assert self.believed == EXPECTED
-        if self.ticket.state is State.OPEN:
+        if self.ticket.state is TicketState.OPEN:
             assert self.believed < EXPECTED
             assert not self.something_failed
 
@@ -234,14 +236,14 @@ class AnyOrder(RuleBasedStateMachine):
             assert (self.ticket.state, self.ticket.reason) == self.ended
         elif self.ticket.state in ENDED:
             self.ended = (self.ticket.state, self.ticket.reason)
-            assert bool(self.ticket.reason) == (self.ticket.state is State.FAILED)
+            assert bool(self.ticket.reason) == (self.ticket.state is TicketState.FAILED)
 
     def teardown(self):
         """R4: whatever happened, it ends, and its blocks can be released when its writers have ended."""
         if not hasattr(self, "ticket"):
             return
         self.ticket.tick(max(self.now, self.ticket.deadline))
-        if self.ticket.state is State.FENCING:
+        if self.ticket.state is TicketState.FENCING:
             self.ticket.tick(max(self.now, self.ticket.deadline))
         assert self.ticket.state in ENDED
         for writer in self.leases:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.core.protocol import ClockReading, Granted, GrantRequest, ProtocolError, Writer, decode, encode
+from vllm_ascend_pd.core.protocol import ClockReading, Granted, GrantRequest, ProtocolError, WriterId, decode, encode
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.observe import events
 from vllm_ascend_pd.observe.clock import HOST_CLOCK, measured_offset
@@ -82,7 +82,7 @@ def test_a_peers_clock_is_checked_where_it_is_read(clock: tuple[str, float, floa
 
 
 def test_engines_without_clocks_understand_those_with_and_the_other_way_round() -> None:
-    request = GrantRequest("0" * 32, 0, "f" * 32, Writer("p", 0, 0), sharding(1), (0,), 1.0, wants_clock=True)
+    request = GrantRequest("0" * 32, 0, "f" * 32, WriterId("p", 0, 0), sharding(1), (0,), 1.0, wants_clock=True)
     old = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
     del old["wants_clock"]
     assert decode(msgspec.msgpack.encode((1, 7, old))) == (7, msgspec.structs.replace(request, wants_clock=False))

@@ -46,10 +46,10 @@ from ticket_world import (
     put,
 )
 
-from vllm_ascend_pd.core.decode_ticket import DecodeTicket, State
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket
-from vllm_ascend_pd.core.protocol import Complete, Granted, Refused
+from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused
 
 
 class TicketModel(Ranks):
@@ -146,11 +146,11 @@ class TicketModel(Ranks):
         at = self._reader_of(message)
         consumer, producer = world.consumers[at], world.producers[transfer]
         if isinstance(message, Ask):
-            answer = Complete() if consumer == RECEIVED else Refused("no", retry=False)
+            answer = Complete() if consumer == RECEIVED else GrantRefused("no", retry=False)
             if consumer >= 0:
                 after, answer = self._decided(consumer, transfer)
                 world = self._consumed(world, at, after)
-            said = "later" if isinstance(answer, Refused) and answer.retry else type(answer).__name__
+            said = "later" if isinstance(answer, GrantRefused) and answer.retry else type(answer).__name__
             return self._sent(world, Answer(transfer, reader, message.age, said))
         if isinstance(message, Told):
             if consumer >= 0:
@@ -161,9 +161,9 @@ class TicketModel(Ranks):
             destination = (state.destinations or {})[0, reader]
             if state.phase not in ASKING or not destination.asking or -destination.asked_at != message.age:
                 return world  # no longer waited for
-            later = Refused("not yet", retry=True)
+            later = GrantRefused("not yet", retry=True)
             answers = {"Granted": Granted(LEASE_S), "Complete": Complete(), "later": later}
-            answered = answers.get(message.said, Refused("no", retry=False))
+            answered = answers.get(message.said, GrantRefused("no", retry=False))
             after, _ = self._answer(producer, (0, reader), message.age, answered)
             return self._produced(world, transfer, after)
         if isinstance(message, Heard):
@@ -310,7 +310,7 @@ class TicketModel(Ranks):
                 continue
             if not self.bounds.fine:
                 world = self._consumed(world, at, self._ticked(world, number)[0])
-            if (number := world.consumers[at]) >= 0 and self._consumers[number].state is not State.OPEN:
+            if (number := world.consumers[at]) >= 0 and self._consumers[number].state is not TicketState.OPEN:
                 world = self._revoked(world, at % self.bounds.readers, self._consumers[number])
         yield "time passes", world
 

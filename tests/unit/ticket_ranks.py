@@ -34,11 +34,19 @@ from ticket_world import (
 )
 from tickets import DIGEST, P_TP, TICKET_ID
 
-from vllm_ascend_pd.core.decode_ticket import DecodeTicket, State
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket, RankKey
-from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRequest, RankDescription, Refused, Report, Writer
+from vllm_ascend_pd.core.protocol import (
+    Complete,
+    Granted,
+    GrantRefused,
+    GrantRequest,
+    RankDescription,
+    WriteReport,
+    WriterId,
+)
 
 Moves = Iterator[tuple[str, World]]
 
@@ -133,7 +141,10 @@ class Ranks:
                 after, quiet = self._ticked(world, number)
                 if after != number or quiet:
                     yield f"{who}: looks at the clock", self._consumed(world, first + reader, after)
-                if ticket in world.cancelled and self._consumers[number].state in (State.OPEN, State.FENCING):
+                if ticket in world.cancelled and self._consumers[number].state in (
+                    TicketState.OPEN,
+                    TicketState.FENCING,
+                ):
                     after, _ = self._consumers.after(number, "cancel", lambda c: c.fail("cancelled"))
                     yield f"{who}: is cancelled", self._consumed(world, first + reader, after)
             following = self.bounds.at_reader(ticket + 1, 0)
@@ -152,7 +163,7 @@ class Ranks:
 
         def tick(ticket: DecodeTicket) -> bool:
             ticket.tick(0)
-            if ticket.state is not State.OPEN:
+            if ticket.state is not TicketState.OPEN:
                 for writer, transfer in dead:
                     ticket.gone(_writer(writer, transfer), 0)
             return ticket.quiet(0)
@@ -164,22 +175,22 @@ class Ranks:
         ticket, reader = divmod(at, self.bounds.readers)
         before = self._consumers[world.consumers[at]]
         now = self._consumers[after]
-        if now.state is not before.state and now.state in (State.FENCING, State.FAILED):
+        if now.state is not before.state and now.state in (TicketState.FENCING, TicketState.FAILED):
             world = self._revoked(world, reader, now)
-        if now.state is State.FAILED and before.state is not State.FAILED:
+        if now.state is TicketState.FAILED and before.state is not TicketState.FAILED:
             world = world._replace(cancelled=world.cancelled | {ticket})
-        if now.state is State.RECEIVED and before.state is State.OPEN:
+        if now.state is TicketState.RECEIVED and before.state is TicketState.OPEN:
             for transfer in self.bounds.transfers:
                 serving = self.bounds.of(transfer)
                 served = (serving.ticket, serving.attempt) == (ticket, now.attempt)
                 if served and (transfer, reader) not in world.landed:
                     return world._replace(wrong=f"R1: decode {reader} counts as received what {serving.process} lacks")
         if self._consumers.ask(after, "quiet", lambda c: c.quiet(0)):
-            after = FAILED if now.state is State.FAILED else RECEIVED
+            after = FAILED if now.state is TicketState.FAILED else RECEIVED
         return world._replace(consumers=put(world.consumers, at, after))
 
     def _revoked(self, world: World, reader: int, ticket: DecodeTicket) -> World:
-        live = [] if ticket.state is State.RECEIVED else ticket.live_writers()
+        live = [] if ticket.state is TicketState.RECEIVED else ticket.live_writers()
         return world._replace(
             network=world.network | {Revoked(writer.transfer, reader) for writer in {*live, *ticket.overdue(0)}}
         )
@@ -190,7 +201,7 @@ class Ranks:
         writer = serving.writer
         request = GrantRequest(TICKET_ID, serving.attempt, DIGEST, _writer(writer, transfer), P_TP, (writer,), SETTLE_S)
 
-        def decide(ticket: DecodeTicket) -> Granted | Refused | Complete:
+        def decide(ticket: DecodeTicket) -> Granted | GrantRefused | Complete:
             refused = ticket.admit(request, 0)
             if refused is not None:
                 return refused
@@ -205,7 +216,7 @@ class Ranks:
         serving = self.bounds.of(message.transfer)
         reason = None if message.success else "it broke"
         writer = _writer(serving.writer, message.transfer)
-        report = Report(TICKET_ID, serving.attempt, writer, reason, settle_s=message.settle_s)
+        report = WriteReport(TICKET_ID, serving.attempt, writer, reason, settle_s=message.settle_s)
         return self._consumers.after(number, ("report", *message), lambda c: c.report(report, 0))[0]
 
     # Prefill.
@@ -370,8 +381,8 @@ class Ranks:
         return world._replace(senders=put(world.senders, transfer, sender))
 
 
-def _writer(rank: int, transfer: int) -> Writer:
-    return Writer("prefill", 0, rank, transfer)
+def _writer(rank: int, transfer: int) -> WriterId:
+    return WriterId("prefill", 0, rank, transfer)
 
 
 def _follow(nobody_awaited: bool) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from vllm_ascend_pd.core.decode_ticket import DecodeTicket, State
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
 from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket
 
 LEASE_S, SETTLE_S, GRANT_S, CONTROL_S = 2, 1, 2, 1
@@ -130,9 +130,9 @@ def consumer_key(ticket: DecodeTicket) -> Any:
     )
     key = (ticket.state, ticket.attempt, leases)
     dates = (ticket.queue_deadline, ticket._begun_at)
-    if ticket.state is State.OPEN:
+    if ticket.state is TicketState.OPEN:
         return *key, dates, ticket.engine_known, frozenset(ticket._missing)
-    return (*key, dates, ticket._next) if ticket.state is State.FENCING else key
+    return (*key, dates, ticket._next) if ticket.state is TicketState.FENCING else key
 
 
 def producer_key(state: PrefillTicket) -> Any:

@@ -4,7 +4,7 @@
 import msgspec
 
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket
-from vllm_ascend_pd.core.protocol import GrantRequest, Report, Writer
+from vllm_ascend_pd.core.protocol import GrantRequest, WriteReport, WriterId
 from vllm_ascend_pd.core.topology import sharding
 
 TICKET_ID = "0123456789abcdef" * 2
@@ -15,12 +15,12 @@ DIGEST = "d" * 32
 P_TP = sharding(2)
 
 # Two prefill stages of two ranks would be four writers; two suffice: one brings tensors 0 and 2, the other 1 and 2.
-LEFT = Writer("prefill-0", 0, 0)
-RIGHT = Writer("prefill-0", 1, 1)
-TWIN = Writer("prefill-0", 1, 0)  # LEFT's tensor-parallel rank in the other stage
+LEFT = WriterId("prefill-0", 0, 0)
+RIGHT = WriterId("prefill-0", 1, 1)
+TWIN = WriterId("prefill-0", 1, 0)  # LEFT's tensor-parallel rank in the other stage
 COVERS = {LEFT: (0, 2), RIGHT: (1, 2), TWIN: (2,)}
 EXPECTED = frozenset({(0, 0), (2, 0), (1, 1), (2, 1)})
-STRANGER = Writer("prefill-9", 0, 0)
+STRANGER = WriterId("prefill-9", 0, 0)
 
 
 def opened(queue_deadline: float = DEADLINE, transfer_s: float = DEADLINE) -> DecodeTicket:
@@ -31,14 +31,14 @@ def opened(queue_deadline: float = DEADLINE, transfer_s: float = DEADLINE) -> De
     return ticket
 
 
-def asks(writer: Writer, covers: tuple[int, ...] | None = None, /, **changes: object) -> GrantRequest:
+def asks(writer: WriterId, covers: tuple[int, ...] | None = None, /, **changes: object) -> GrantRequest:
     request = GrantRequest(TICKET_ID, 0, DIGEST, writer, P_TP, COVERS[writer] if covers is None else covers, SETTLE_S)
     return msgspec.structs.replace(request, **changes)
 
 
-def wrote(writer: Writer, num_bytes: int = 0, bytes_before_end: int = 0) -> Report:
-    return Report(TICKET_ID, 0, writer, None, num_bytes, bytes_before_end)
+def wrote(writer: WriterId, num_bytes: int = 0, bytes_before_end: int = 0) -> WriteReport:
+    return WriteReport(TICKET_ID, 0, writer, None, num_bytes, bytes_before_end)
 
 
-def failed(writer: Writer, reason: str = "it broke", settle_s: float = 0.0) -> Report:
-    return Report(TICKET_ID, 0, writer, reason, settle_s=settle_s)
+def failed(writer: WriterId, reason: str = "it broke", settle_s: float = 0.0) -> WriteReport:
+    return WriteReport(TICKET_ID, 0, writer, reason, settle_s=settle_s)

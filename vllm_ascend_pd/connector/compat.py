@@ -20,7 +20,7 @@ from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.caches import LayerSpec, StateSpec
 from vllm_ascend_pd.core.groups import CacheGroup, StateGroup, TokenGroup
 from vllm_ascend_pd.core.layout import ALL_TOKENS, LayoutError, TokenShare
-from vllm_ascend_pd.core.states import State, StatePartition, partition_states
+from vllm_ascend_pd.core.states import LayerState, StatePartition, partition_states
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -326,7 +326,7 @@ def _holds_state(spec: Any) -> bool:
     return hasattr(spec, "mamba_type") or any(map(_holds_state, getattr(spec, "kv_cache_specs", {}).values()))
 
 
-def _states(layer: str, spec: Any, vllm_config: "VllmConfig") -> tuple[State, ...]:
+def _states(layer: str, spec: Any, vllm_config: "VllmConfig") -> tuple[LayerState, ...]:
     if spec.mamba_cache_mode != "none":
         raise LayoutError(
             f"{layer}: its states are kept in mamba_cache_mode {spec.mamba_cache_mode!r}, for prefix caching, which is "
@@ -340,7 +340,7 @@ def _states(layer: str, spec: Any, vllm_config: "VllmConfig") -> tuple[State, ..
     groups = next((getattr(config, name) for name in _GROUPS_OF_B_AND_C if hasattr(config, name)), None)
     dealing = StatePartition(spec.mamba_type.name, tp, groups, conv_axis=0 if is_conv_state_dim_first() else 1)
     return tuple(
-        State(tuple(shape), str(dtype).removeprefix("torch."), dtype.itemsize, axis, sections)
+        LayerState(tuple(shape), str(dtype).removeprefix("torch."), dtype.itemsize, axis, sections)
         for shape, dtype, (axis, sections) in zip(
             spec.shapes, spec.dtypes, partition_states(dealing, spec.shapes), strict=True
         )

@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.layout import (
     block_geometry,
 )
 from vllm_ascend_pd.core.regions import Region, merge
-from vllm_ascend_pd.core.states import State, state_geometries
+from vllm_ascend_pd.core.states import LayerState, state_geometries
 
 _SMALL_GAP = 4096
 """Bytes between two regions of a storage that are registered along with them, as vllm-ascend does: the number of
@@ -53,7 +53,7 @@ class StateSpec:
     """What a block of a Mamba or linear attention layer holds: its cache group, and states one after the other."""
 
     group: int
-    states: tuple[State, ...]
+    states: tuple[LayerState, ...]
 
 
 class Alike(NamedTuple):

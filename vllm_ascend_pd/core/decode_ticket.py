@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRequest, Refused, Report, Writer
+from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused, GrantRequest, WriteReport, WriterId
 from vllm_ascend_pd.core.topology import Sharding
 
 # What a rank remembers of tickets it has closed, so that late requests are refused, not asked to retry.
@@ -38,7 +38,7 @@ _WAITED = "no prefill engine began within queue_timeout_s: the prompt waited in 
 _WAITS_S = 5.0
 
 
-class State(enum.Enum):
+class TicketState(enum.Enum):
     OPEN = "open"
     FENCING = "fencing"
     RECEIVED = "received"
@@ -86,7 +86,7 @@ class DecodeTicket:
     queue_deadline: float
     transfer_s: float
     lease_s: float
-    state: State = State.OPEN
+    state: TicketState = TicketState.OPEN
     reason: str = ""
     num_bytes: int = 0
     bytes_before_end: int = 0
@@ -96,7 +96,7 @@ class DecodeTicket:
     _asked_at: float = -math.inf  # when a higher attempt last did
     _prefill_end: _PrefillEnd | None = None
     _engine: tuple[str, Sharding] | None = None
-    _leases: dict[Writer, _Lease] = field(default_factory=dict)
+    _leases: dict[WriterId, _Lease] = field(default_factory=dict)
     _missing: frozenset[tuple[int, int]] = frozenset()  # which tickets of equal shapes share until a writer reports
 
     @property
@@ -111,65 +111,67 @@ class DecodeTicket:
 
     def expect(self, engine_id: str, sharding: Sharding, expected: frozenset[tuple[int, int]]) -> None:
         """Fixes who must write what: pairs (index of our tensor, rank of the writer in its pipeline stage)."""
-        assert self.state is State.OPEN
+        assert self.state is TicketState.OPEN
         assert self._engine is None
         self._engine = (engine_id, sharding)
         self._missing = expected
 
-    def admit(self, request: GrantRequest, now: float) -> Refused | Complete | None:
+    def admit(self, request: GrantRequest, now: float) -> GrantRefused | Complete | None:
         """Whether the request's attempt may write at all: None, or the answer. A higher attempt than the one that
         writes has its turn when no writer of that can write any more."""
         self.tick(now)
         if request.digest != self.digest:
-            return Refused("the ticket was altered", retry=False)
-        if self.state is State.RECEIVED:
+            return GrantRefused("the ticket was altered", retry=False)
+        if self.state is TicketState.RECEIVED:
             return Complete()
-        if self.state is State.FAILED:
-            return Refused(f"the ticket is failed: {self.reason}", retry=False)
+        if self.state is TicketState.FAILED:
+            return GrantRefused(f"the ticket is failed: {self.reason}", retry=False)
         if request.attempt >= MAX_ATTEMPTS:
-            return Refused(f"attempt {request.attempt}: a ticket has at most {MAX_ATTEMPTS}", retry=False)
-        if self.state is State.OPEN:
+            return GrantRefused(f"attempt {request.attempt}: a ticket has at most {MAX_ATTEMPTS}", retry=False)
+        if self.state is TicketState.OPEN:
             if request.attempt == self.attempt:
                 self._begun_at = now if self._begun_at is None else self._begun_at
                 return None
             if request.attempt > self.attempt:
                 self._fence(f"attempt {request.attempt} began before it had ended")
         if request.attempt < self._next:
-            return Refused(f"attempt {request.attempt} is over: {self.reason}", retry=False)
+            return GrantRefused(f"attempt {request.attempt} is over: {self.reason}", retry=False)
         self._next, self._asked_at = request.attempt, now
         if not self._silent(now):
-            return Refused(f"attempt {self.attempt} may still write: {self.reason}", retry=True, wait_s=_WAITS_S)
+            return GrantRefused(f"attempt {self.attempt} may still write: {self.reason}", retry=True, wait_s=_WAITS_S)
         self._begin(request.attempt, now)
         return None
 
-    def grant(self, request: GrantRequest, now: float) -> Granted | Refused | Complete:
+    def grant(self, request: GrantRequest, now: float) -> Granted | GrantRefused | Complete:
         """Decides a grant request, or a renewal. `expect` must have been called for the request's attempt."""
         if (answer := self.admit(request, now)) is not None:
             return answer
         writer = request.writer
         if self._engine != (writer.engine_id, request.sharding):
-            return Refused("another prefill engine is writing for this ticket", retry=False)
+            return GrantRefused("another prefill engine is writing for this ticket", retry=False)
         lease = self._leases.get(writer)
         if lease is not None and lease.reported:
-            return Refused("this writer has already reported", retry=False)
+            return GrantRefused("this writer has already reported", retry=False)
         covers = frozenset(request.covers)
         if lease is not None and lease.covers != covers:
-            return Refused("a renewal must cover what the grant covered", retry=False)
+            return GrantRefused("a renewal must cover what the grant covered", retry=False)
         ends = now + self.lease_s
         until = ends + request.settle_s
         if lease is None:
             if self._has_other(writer) or len(self._leases) == MAX_WRITERS:
-                return Refused("this prefill rank is or was writing for the ticket in another transfer", retry=False)
+                return GrantRefused(
+                    "this prefill rank is or was writing for the ticket in another transfer", retry=False
+                )
             claimed = {(t, w.rank) for w, other in self._leases.items() for t in other.covers}
             if not {(tensor, writer.rank) for tensor in covers} <= self._missing - claimed:
-                return Refused("the writer covers tensors that are not its to write", retry=False)
+                return GrantRefused("the writer covers tensors that are not its to write", retry=False)
             self._leases[writer] = _Lease(covers, request.settle_s, ends, until)
         else:
             lease.ends, lease.until, lease.settle_s = ends, until, request.settle_s
             lease.gone = False
         return Granted(self.lease_s)
 
-    def report(self, report: Report, now: float) -> bool:
+    def report(self, report: WriteReport, now: float) -> bool:
         """A writer has stopped; with `settle_s`, it reports again when nothing of it is on its way any more. Returns
         False for a report that is not to be believed.
 
@@ -192,7 +194,7 @@ class DecodeTicket:
             lease.settled = True
         elif first:
             lease.until = now + report.settle_s
-        if not first or self.state is not State.OPEN:
+        if not first or self.state is not TicketState.OPEN:
             return True
         if report.reason is not None:
             self._fence(f"prefill rank {report.writer.rank}: {report.reason}")
@@ -201,10 +203,10 @@ class DecodeTicket:
         self.bytes_before_end += report.bytes_before_end
         self._missing -= {(tensor, report.writer.rank) for tensor in lease.covers}
         if not self._missing:
-            self.state = State.RECEIVED
+            self.state = TicketState.RECEIVED
         return True
 
-    def gone(self, writer: Writer, now: float) -> None:
+    def gone(self, writer: WriterId, now: float) -> None:
         """A writer's connection is closed. Its process has ended; else it says so by what it sends next. It may have
         been stopped until just before, so what it sent last is given its time from now on."""
         lease = self._leases.get(writer)
@@ -214,8 +216,8 @@ class DecodeTicket:
 
     def fail(self, reason: str) -> None:
         """Final unless the ticket already ended. Why an attempt was given up explains more than what came of it."""
-        if self.state in (State.OPEN, State.FENCING):
-            self.state = State.FAILED
+        if self.state in (TicketState.OPEN, TicketState.FENCING):
+            self.state = TicketState.FAILED
             self.reason = self.reason or reason
 
     def prefill_has_ended(self, now: float, settle_s: float) -> None:
@@ -225,7 +227,7 @@ class DecodeTicket:
     def tick(self, now: float) -> None:
         """Lets time pass: a writer whose lease ran out is lost, and so is a ticket past its deadline."""
         end = self._prefill_end
-        if self.state is State.OPEN:
+        if self.state is TicketState.OPEN:
             lost = [w for w, lease in self._leases.items() if not lease.reported and now >= lease.ends]
             if lost:
                 self._fence(f"prefill rank {lost[0].rank} of engine {lost[0].engine_id} went silent")
@@ -233,7 +235,7 @@ class DecodeTicket:
                 self.fail(_WAITED if self._begun_at is None else "the transfer took too long")
             elif end is not None and now >= end.at + end.settle_s and not self.live_writers():
                 self.fail("prefill ended without writing everything")
-        if self.state is State.FENCING:
+        if self.state is TicketState.FENCING:
             # Ranks of another attempt ask when it begins, and go on asking: none does, so prefill ended with this one.
             over = end is not None and now >= end.at + min(end.settle_s, _WAITS_S)
             if now >= self.deadline or (over and now >= self._asked_at + _WAITS_S):
@@ -241,25 +243,25 @@ class DecodeTicket:
 
     def quiet(self, now: float) -> bool:
         """The ticket has ended, and nothing that was granted under it can write any more."""
-        return self.state in (State.RECEIVED, State.FAILED) and self._silent(now)
+        return self.state in (TicketState.RECEIVED, TicketState.FAILED) and self._silent(now)
 
-    def live_writers(self) -> list[Writer]:
+    def live_writers(self) -> list[WriterId]:
         """Those that may begin a write, as far as they have said."""
         return [w for w, lease in self._leases.items() if not lease.reported]
 
-    def overdue(self, now: float) -> list[Writer]:
+    def overdue(self, now: float) -> list[WriterId]:
         """Those whose time has passed, but whose process may go on where it was stopped."""
         return [w for w, lease in self._leases.items() if now >= lease.until and not lease.is_over(now)]
 
     def _silent(self, now: float) -> bool:
         return all(lease.is_over(now) for lease in self._leases.values())
 
-    def _has_other(self, writer: Writer) -> bool:
+    def _has_other(self, writer: WriterId) -> bool:
         """Whether the same rank was granted something in another transfer of this attempt."""
         rank = (writer.engine_id, writer.pp_rank, writer.rank)
         return any((w.engine_id, w.pp_rank, w.rank) == rank for w in self._leases if w != writer)
 
-    def _note_cached(self, report: Report) -> None:
+    def _note_cached(self, report: WriteReport) -> None:
         if report.cached_tokens is None and report.reason is not None:  # perhaps of a transfer that P has forgotten
             return
         tokens = report.cached_tokens or 0
@@ -267,15 +269,15 @@ class DecodeTicket:
 
     def _fence(self, reason: str) -> None:
         """The attempt has failed: what it was granted is taken back."""
-        if self.state is State.OPEN:
-            self.state = State.FENCING
+        if self.state is TicketState.OPEN:
+            self.state = TicketState.FENCING
             self.reason = reason
             self._begun_at = None
             self._next = self.attempt + 1
 
     def _begin(self, attempt: int, now: float) -> None:
         """Everything is to be written again, by whoever comes."""
-        self.state, self.attempt, self.reason = State.OPEN, attempt, ""
+        self.state, self.attempt, self.reason = TicketState.OPEN, attempt, ""
         self._begun_at = now
         self.num_bytes = self.bytes_before_end = 0
         self._engine = None

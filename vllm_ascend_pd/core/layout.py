@@ -30,7 +30,7 @@ class Order(enum.Enum):
     TOKEN_MAJOR = "token_major"
 
 
-class Kind(enum.Enum):
+class BlockKind(enum.Enum):
     """What a block holds: some tokens' KV, or a request's state after some token (`core/states.py`), which then
     counts as one token."""
 
@@ -89,7 +89,7 @@ class Geometry(msgspec.Struct, frozen=True):
     heads: _Size
     total_heads: _Size
     head_bytes: _Size
-    kind: Kind = Kind.TOKENS
+    kind: BlockKind = BlockKind.TOKENS
     share: TokenShare = ALL_TOKENS
     draft: str = ""
 

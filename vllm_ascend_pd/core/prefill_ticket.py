@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 
 from vllm_ascend_pd.core.failure import PushFailure
-from vllm_ascend_pd.core.protocol import Complete, Granted, Message, RankDescription, Refused
+from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused, Message, RankDescription
 
 RankKey = tuple[int, int]  # (pp_rank, tp_rank)
 
@@ -130,9 +130,9 @@ class PrefillTicket:
         elif isinstance(answer, Complete):
             destination.complete = True
             self.withdrawals += 1
-        elif isinstance(answer, Refused) and answer.retry:
+        elif isinstance(answer, GrantRefused) and answer.retry:
             self.grant_deadline = max(self.grant_deadline, min(asked_at + answer.wait_s, self.patience_ends))
-        elif isinstance(answer, Refused):
+        elif isinstance(answer, GrantRefused):
             self.fail(f"decode rank {key} refused: {answer.reason}", PushFailure.REFUSED)
             return True
         return False

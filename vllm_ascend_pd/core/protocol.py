@@ -4,8 +4,8 @@
 Three conversations (P: prefill rank, D: decode side):
 
     P -> D's listener (engine core)   Describe      -> EngineDescription
-    P -> D's rank                     GrantRequest  -> Granted | Refused | Complete
-    P -> D's rank                     Report        -> Acknowledged
+    P -> D's rank                     GrantRequest  -> Granted | GrantRefused | Complete
+    P -> D's rank                     WriteReport        -> Acknowledged
     D's rank -> P, unasked            Revoke
 
 A frame is `[version, seq, body]` in msgpack; a reply carries the `seq` of its request, an unasked message 0.
@@ -59,7 +59,7 @@ class ClockReading(msgspec.Struct, frozen=True, array_like=True):
     sent_s: Annotated[float, msgspec.Meta(ge=0, le=1e10)]
 
 
-class Writer(msgspec.Struct, frozen=True, array_like=True):
+class WriterId(msgspec.Struct, frozen=True, array_like=True):
     """A prefill rank's transfer, as decode ranks know it: `rank` of pipeline stage `pp_rank`, as `Sharding` counts.
     `transfer` tells it from others of the same ticket and rank; nobody else knows it."""
 
@@ -127,7 +127,7 @@ class GrantRequest(msgspec.Struct, frozen=True, tag=True):
     ticket_id: _Id
     attempt: int
     digest: _Id
-    writer: Writer
+    writer: WriterId
     sharding: Sharding
     covers: _Covers
     settle_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
@@ -147,7 +147,7 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
     clock: ClockReading | None = None
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class GrantRefused(msgspec.Struct, frozen=True, tag="Refused"):
     """No. With `retry` not yet: the ticket is not known, or another attempt may still write; asking on
     for the latter is worth it for `wait_s` at least."""
 
@@ -163,7 +163,7 @@ class Complete(msgspec.Struct, frozen=True, tag=True):
     """The decode rank has received everything for this ticket, from another attempt: there is nothing to write."""
 
 
-class Report(msgspec.Struct, frozen=True, tag=True):
+class WriteReport(msgspec.Struct, frozen=True, tag="Report"):
     """The writer has stopped writing for this ticket, for good: everything it covers is written (`reason` is
     None), or not. It wrote `num_bytes` to whom it tells, `bytes_before_end` of them before prefill's last layer
     ended. After a failure, bytes already on their way may arrive for `settle_s` seconds more; then it reports once
@@ -172,7 +172,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
     ticket_id: _Id
     attempt: int
-    writer: Writer
+    writer: WriterId
     reason: str | None
     num_bytes: _Bytes = 0
     bytes_before_end: _Bytes = 0
@@ -194,7 +194,7 @@ class Revoke(msgspec.Struct, frozen=True, tag=True):
 
     ticket_id: _Id
     attempt: int
-    writer: Writer
+    writer: WriterId
     reason: str
     digest: _Id = ""
 
@@ -216,9 +216,9 @@ Message = (
     | EngineDescription
     | GrantRequest
     | Granted
-    | Refused
+    | GrantRefused
     | Complete
-    | Report
+    | WriteReport
     | Acknowledged
     | Revoke
     | Problem
@@ -230,7 +230,7 @@ def _check_name(name: str) -> None:
         raise ValueError("a name that is too long or has unprintable characters")
 
 
-def _shorten_reason(message: Refused | Report | Revoke | Problem) -> None:
+def _shorten_reason(message: GrantRefused | WriteReport | Revoke | Problem) -> None:
     if message.reason is not None:
         msgspec.structs.force_setattr(message, "reason", one_line(message.reason, MAX_REASON_CHARS))
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_ascend_pd.core.layout import Geometry, Kind, Order
+from vllm_ascend_pd.core.layout import BlockKind, Geometry, Order
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class State:
+class LayerState:
     """One of a layer's states on this rank. `axis`: the dimension of `shape` that the sections divide."""
 
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ def partition_states(
     return [(0, (Section(1, tp, shape[0]),)) for shape in shapes]
 
 
-def state_geometries(state: State, group: int, block_stride: int) -> list[tuple[int, Geometry]]:
+def state_geometries(state: LayerState, group: int, block_stride: int) -> list[tuple[int, Geometry]]:
     """Each run of bytes that moves by itself: its offset from the state's first byte, and how it lies in blocks
     `block_stride` bytes apart."""
     rows = math.prod(state.shape[: state.axis])
@@ -109,7 +109,7 @@ def state_geometries(state: State, group: int, block_stride: int) -> list[tuple[
                 heads=section.heads,
                 total_heads=section.total_heads,
                 head_bytes=section.width * channel_bytes,
-                kind=Kind.STATE,
+                kind=BlockKind.STATE,
             )
             runs.append((channel * channel_bytes, geometry))
             channel += section.channels

@@ -3,8 +3,8 @@
 
 from vllm_ascend_pd.core.protocol import Describe, EngineDescription, Message, Problem
 from vllm_ascend_pd.transport.curve import Keys
-from vllm_ascend_pd.transport.gate import default_limit
-from vllm_ascend_pd.transport.side_channel import Peer, Server
+from vllm_ascend_pd.transport.side_channel import ClientConnection, SideChannelServer
+from vllm_ascend_pd.transport.socket_limiter import default_limit
 
 # Descriptions are large, and a prefill rank asks once: more wait for nobody who reads. With 1 or 2 libzmq drops even
 # what is read: it learns late that there is room again.
@@ -18,7 +18,7 @@ class DescriptionListener:
 
     def __init__(self, description: EngineDescription, host: str, port: int, keys: Keys | None = None) -> None:
         self._description = description
-        self._server = Server(
+        self._server = SideChannelServer(
             host,
             port,
             self._handle,
@@ -29,7 +29,7 @@ class DescriptionListener:
         )
         self.endpoint = self._server.endpoint
 
-    def _handle(self, message: Message, peer: Peer) -> Message:
+    def _handle(self, message: Message, peer: ClientConnection) -> Message:
         if not isinstance(message, Describe):
             return Problem(f"this port answers Describe, not {type(message).__name__}")
         if message.engine_id != self._description.engine_id:

@@ -18,21 +18,21 @@ import msgspec
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.decode_ticket import MAX_TOMBSTONES, DecodeTicket, State
+from vllm_ascend_pd.core.decode_ticket import MAX_TOMBSTONES, DecodeTicket, TicketState
 from vllm_ascend_pd.core.identity import RankInfo
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
     ClockReading,
     Complete,
     Granted,
+    GrantRefused,
     GrantRequest,
     Message,
     Problem,
     RankDescription,
-    Refused,
-    Report,
     Revoke,
-    Writer,
+    WriteReport,
+    WriterId,
 )
 from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
 from vllm_ascend_pd.core.ticket import MAX_TP, salt_of
@@ -43,7 +43,7 @@ from vllm_ascend_pd.observe.clock import HOST_CLOCK
 from vllm_ascend_pd.observe.decode import rank_trace
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.side_channel import Peer, Server
+from vllm_ascend_pd.transport.side_channel import ClientConnection, SideChannelServer
 from vllm_ascend_pd.transport.wakeup import WakeupSender
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,8 @@ class _Entry:
     ticket: DecodeTicket
     vacated: Event
     weights_version: int | None = None
-    peers: dict[Writer, Peer] = field(default_factory=dict)
-    revoked: dict[Writer, float] = field(default_factory=dict)
+    peers: dict[WriterId, ClientConnection] = field(default_factory=dict)
+    revoked: dict[WriterId, float] = field(default_factory=dict)
     given_up: int = -1
     lost: bool = False
     warn_at: float = -math.inf
@@ -80,7 +80,7 @@ class _Closed:
     """How a ticket ended, for who comes late."""
 
     digest: str
-    state: State
+    state: TicketState
     reason: str
 
 
@@ -126,7 +126,7 @@ class DecodeWorker:
         self._brought = False  # the last step something that had ended
         self._trace = rank_trace(config, identity)
         keys = load_keys(config.side_channel_key_file)
-        self._server = Server(identity.host, 0, self._handle, self._tick, name="pd-grants", keys=keys)
+        self._server = SideChannelServer(identity.host, 0, self._handle, self._tick, name="pd-grants", keys=keys)
         self.description = RankDescription(
             identity.pp_rank, identity.tp_rank, self._server.endpoint, engine.session, self._caches, engine.transport
         )
@@ -173,7 +173,7 @@ class DecodeWorker:
             ended, self._ended = self._ended, []
             lost, self._lost = self._lost, set()
             self._brought = bool(ended or lost)
-        failed = [entry for entry in ended if entry.ticket.state is State.FAILED]
+        failed = [entry for entry in ended if entry.ticket.state is TicketState.FAILED]
         return Arrivals(
             {entry.expect.request_id for entry in ended},
             {entry.expect.request_id for entry in failed},
@@ -193,7 +193,7 @@ class DecodeWorker:
 
     # On the side channel's thread.
 
-    def _handle(self, message: Message, peer: Peer) -> Message:
+    def _handle(self, message: Message, peer: ClientConnection) -> Message:
         now = time.monotonic()
         with self._changed:
             if isinstance(message, GrantRequest):
@@ -201,7 +201,7 @@ class DecodeWorker:
                 if entry := self._entries.get(message.ticket_id):
                     self._settle(entry, now)  # a higher attempt that asks ends the one before
                 return answer
-            if isinstance(message, Report):
+            if isinstance(message, WriteReport):
                 entry = self._entries.get(message.ticket_id)
                 if entry and message.reason is None and self._updated_since_grant(entry):
                     reason = "decode's weights were updated before all KV was here"
@@ -215,15 +215,15 @@ class DecodeWorker:
                 return Acknowledged()
         return Problem(f"a decode rank does not serve {type(message).__name__}")
 
-    def _grant(self, request: GrantRequest, peer: Peer, now: float) -> Granted | Refused | Complete:
+    def _grant(self, request: GrantRequest, peer: ClientConnection, now: float) -> Granted | GrantRefused | Complete:
         entry = self._entries.get(request.ticket_id)
         if entry is None:
             ended = self._closed.get(request.ticket_id)
             if ended is None:
-                return Refused("the ticket is not known here", retry=True)
-            if ended.state is State.RECEIVED and ended.digest == request.digest:
+                return GrantRefused("the ticket is not known here", retry=True)
+            if ended.state is TicketState.RECEIVED and ended.digest == request.digest:
                 return Complete()
-            return Refused(f"the ticket is closed: {ended.reason or ended.state.value}", retry=False)
+            return GrantRefused(f"the ticket is closed: {ended.reason or ended.state.value}", retry=False)
         ticket = entry.ticket
         attempt = ticket.attempt
         refused = ticket.admit(request, now)
@@ -237,22 +237,22 @@ class DecodeWorker:
             return refused
         if entry.expect.cached_tokens and entry.weights_version != self._loaded.current.version:
             ticket.fail("decode's weights were updated, and a part of the prompt was cached before")
-            return Refused(ticket.reason, retry=False)
+            return GrantRefused(ticket.reason, retry=False)
         if (refused := self._other_weights(request)) is not None:
             return refused
         # vLLM gives the blocks of a request that has ended to the next one while a step that still computes for the
         # first may be queued, which is right for what runs after that on the same stream: these writes do not.
         if not entry.vacated.is_done():
-            return Refused("steps queued before the ticket may still write to its blocks", retry=True)
+            return GrantRefused("steps queued before the ticket may still write to its blocks", retry=True)
         ranks = len(request.sharding.shares)
         if ranks > MAX_TP or request.writer.rank >= ranks:
-            return Refused(f"rank {request.writer.rank} of {ranks} ranks in a pipeline stage", retry=False)
+            return GrantRefused(f"rank {request.writer.rank} of {ranks} ranks in a pipeline stage", retry=False)
         # Only who has the ticket decides which engine writes for it.
         if not ticket.engine_known and (request.attempt, request.digest) == (ticket.attempt, ticket.digest):
             try:
                 expected = self._expected_from(request.sharding, salt_of(request.ticket_id), request.draft)
             except topology.TopologyError as error:
-                return Refused(str(error), retry=False)
+                return GrantRefused(str(error), retry=False)
             ticket.expect(request.writer.engine_id, request.sharding, expected)
         answer = ticket.grant(request, now)
         if not isinstance(answer, Granted):
@@ -267,16 +267,16 @@ class DecodeWorker:
             return msgspec.structs.replace(answer, clock=reading)
         return answer
 
-    def _other_weights(self, request: GrantRequest) -> Refused | None:
+    def _other_weights(self, request: GrantRequest) -> GrantRefused | None:
         """Why KV that prefill computes with its weights is of no use here (R8). Asked at every renewal, since either
         side's may be updated."""
         current = self._loaded.current
         if current.loading:
-            return Refused("weights are being loaded here", retry=True)
+            return GrantRefused("weights are being loaded here", retry=True)
         theirs, ours = request.weights, current.fingerprint
         if self._config.allow_other_model or not (theirs and ours) or theirs == ours:
             return None
-        return Refused(
+        return GrantRefused(
             f"prefill computed with weights {theirs}, this engine has {ours}: the engines loaded other checkpoints, or "
             "one was updated",
             retry=False,
@@ -315,10 +315,10 @@ class DecodeWorker:
         """Revokes a ticket that failed, and ends one that nobody can write to any more. Under the lock; only the entry
         that a message was about, so that one costs the same however many tickets are open."""
         ticket = entry.ticket
-        if ticket.state is State.OPEN:
+        if ticket.state is TicketState.OPEN:
             return
         ticket_id, request_id = ticket.ticket_id, entry.expect.request_id
-        if ticket.state is State.FENCING and entry.given_up < ticket.attempt:
+        if ticket.state is TicketState.FENCING and entry.given_up < ticket.attempt:
             entry.given_up = ticket.attempt
             logger.warning(
                 "request %s: attempt %d failed: %s: it waits for another prefill engine",
@@ -327,7 +327,7 @@ class DecodeWorker:
                 ticket.reason,
             )
             self._report.given_up[ticket_id] = (ticket.attempt, ticket.reason)
-        if ticket.state is State.FAILED and not entry.lost:
+        if ticket.state is TicketState.FAILED and not entry.lost:
             entry.lost = True
             logger.warning(
                 "request %s: no KV received: %s: it ends, or is computed here (kv_load_failure_policy)",
@@ -344,9 +344,9 @@ class DecodeWorker:
         self._closed[ticket_id] = _Closed(ticket.digest, ticket.state, ticket.reason)
         while len(self._closed) > MAX_TOMBSTONES:
             self._closed.popitem(last=False)
-        how = events.RECEIVED if ticket.state is State.RECEIVED else events.FAILED
+        how = events.RECEIVED if ticket.state is TicketState.RECEIVED else events.FAILED
         self._trace.mark(how, request_id, ticket_id)
-        if ticket.state is State.RECEIVED:
+        if ticket.state is TicketState.RECEIVED:
             self._report.received[ticket_id] = (ticket.num_bytes, ticket.bytes_before_end)
             self._report.cached[ticket_id] = ticket.cached_tokens or 0
         self._ended.append(entry)
@@ -363,7 +363,7 @@ class DecodeWorker:
         """Tells writers to stop, again and again until they have, or their processes have ended."""
         ticket = entry.ticket
         overdue = ticket.overdue(now)
-        live = [] if ticket.state is State.RECEIVED else ticket.live_writers()
+        live = [] if ticket.state is TicketState.RECEIVED else ticket.live_writers()
         for writer in {*live, *overdue}:
             if now - entry.revoked.get(writer, -math.inf) >= _REVOKE_EVERY_S:
                 entry.revoked[writer] = now
@@ -381,7 +381,7 @@ class DecodeWorker:
                 )
             entry.warn_at = now + (_WARN_EVERY_S if entry.warn_at > -math.inf else 2 * _REVOKE_EVERY_S)
 
-    def _on_gone(self, entry: _Entry, writer: Writer, peer: Peer) -> None:
+    def _on_gone(self, entry: _Entry, writer: WriterId, peer: ClientConnection) -> None:
         """Nobody listens where the writer was heard last."""
         with self._changed:
             if entry.peers.get(writer) == peer:

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.protocol import Writer
+from vllm_ascend_pd.core.protocol import WriterId
 from vllm_ascend_pd.observe.events import Mark, MarkEvent, fingerprint, short_name
 from vllm_ascend_pd.observe.prefill import process_of
 from vllm_ascend_pd.observe.trace_file import TraceFile
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class DecodeTrace:
     """Nothing is traced."""
 
-    def mark(self, what: str, request_id: str, ticket_id: str, writer: Writer | None = None) -> None:
+    def mark(self, what: str, request_id: str, ticket_id: str, writer: WriterId | None = None) -> None:
         """`what` of `observe/events.py` happens to a request now; `writer`: the prefill rank concerned."""
 
     def close(self, timeout_s: float) -> None:
@@ -34,7 +34,7 @@ class TracedDecode(DecodeTrace):
         self._file = file
         self._lane = file.lane("requests")
 
-    def mark(self, what: str, request_id: str, ticket_id: str, writer: Writer | None = None) -> None:
+    def mark(self, what: str, request_id: str, ticket_id: str, writer: WriterId | None = None) -> None:
         about = "" if writer is None else short_name(f"{writer.pp_rank}/{writer.rank} of {writer.engine_id}")
         args = Mark(short_name(request_id), fingerprint(ticket_id), about)
         self._file.put(MarkEvent(name=what, ph="i", ts=time.monotonic() * 1e6, tid=self._lane, args=args))

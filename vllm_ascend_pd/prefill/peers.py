@@ -20,13 +20,13 @@ from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, RankK
 from vllm_ascend_pd.core.protocol import (
     Describe,
     EngineDescription,
+    GrantRefused,
     GrantRequest,
     Message,
     Problem,
-    Refused,
-    Report,
     Revoke,
-    Writer,
+    WriteReport,
+    WriterId,
 )
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.ticket import Ticket
@@ -37,7 +37,7 @@ from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.own_networks import own_networks
-from vllm_ascend_pd.transport.side_channel import Client, SideChannelError
+from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Peers:
         self._retired: list[Sender] = []  # of engines forgotten, until they have ended
         self._tidy_at = 0.0
         keys = load_keys(config.side_channel_key_file)
-        self._client = Client(self._on_unasked, self._on_tick, name="pd-control", keys=keys)
+        self._client = SideChannelClient(self._on_unasked, self._on_tick, name="pd-control", keys=keys)
 
     def acquire(self, ticket: Ticket) -> Sender:
         """The sender that writes to the engine that issued `ticket`; it takes tasks until `release`."""
@@ -273,7 +273,7 @@ class Peers:
             refused = state.answered(key, asked_at, answer)
         if refused:
             self._revoked(transfer)
-        elif isinstance(answer, Refused):
+        elif isinstance(answer, GrantRefused):
             self._client.tick_within(GRANT_RETRY_S)
 
     def _on_unasked(self, endpoint: str, message: Message) -> None:
@@ -296,13 +296,15 @@ class Peers:
         self._disclaimed.add(number)
         self._client.request(
             endpoint,
-            Report(revoke.ticket_id, revoke.attempt, revoke.writer, "the transfer has ended", digest=revoke.digest),
+            WriteReport(
+                revoke.ticket_id, revoke.attempt, revoke.writer, "the transfer has ended", digest=revoke.digest
+            ),
             self._config.control_timeout_s,
             lambda answer: self._disclaimed.discard(number),
         )
 
-    def _writer(self, number: int) -> Writer:
-        return Writer(self._identity.engine_id, self._identity.pp_rank, self._identity.rank, number)
+    def _writer(self, number: int) -> WriterId:
+        return WriterId(self._identity.engine_id, self._identity.pp_rank, self._identity.rank, number)
 
     def _on_tick(self, now: float) -> None:
         self._running_time()

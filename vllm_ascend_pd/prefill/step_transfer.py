@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm_ascend_pd.core.failure import PushFailure
-from vllm_ascend_pd.core.layout import Geometry, Kind, TokenShare
+from vllm_ascend_pd.core.layout import BlockKind, Geometry, TokenShare
 from vllm_ascend_pd.core.plan import (
     NULL_BLOCK,
     Descriptors,
@@ -49,7 +49,7 @@ class Item:
 
     def tokens(self, geometry: Geometry) -> tuple[int, int]:
         """(start, stop) as blocks of `geometry` count: the state, if it is sent, is one token."""
-        if geometry.kind is Kind.STATE:
+        if geometry.kind is BlockKind.STATE:
             return 0, len(self.blocks[geometry.group])
         return self.start, self.stop
 

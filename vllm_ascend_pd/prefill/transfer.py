@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RankKey
-from vllm_ascend_pd.core.protocol import Report, Writer
+from vllm_ascend_pd.core.protocol import WriteReport, WriterId
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.weights import NOTHING_KNOWN, Weights
 from vllm_ascend_pd.device.base import Event
@@ -76,10 +76,10 @@ class Transfer:
         total, before = self.written.get(key, (0, 0))
         self.written[key] = (total + num_bytes, before + early)
 
-    def report(self, writer: Writer, key: RankKey, reason: str | None, settle_s: float) -> Report:
-        """Tells decode rank `key` how the transfer ended: `reason` and `settle_s` as in `Report`."""
+    def report(self, writer: WriterId, key: RankKey, reason: str | None, settle_s: float) -> WriteReport:
+        """Tells decode rank `key` how the transfer ended: `reason` and `settle_s` as in `WriteReport`."""
         total, early = self.written.get(key, (0, 0))
-        return Report(
+        return WriteReport(
             self.ticket.ticket_id,
             self.ticket.attempt,
             writer,

@@ -61,7 +61,7 @@ _CLASSES = (b"AscendDirectTransport", b"HcclTransport")
 
 
 @dataclass(frozen=True)
-class Finding:
+class AscendProblem:
     """What is wrong, and what to do about it. `fatal`: nothing can be transferred like this."""
 
     message: str
@@ -127,23 +127,25 @@ def settle_s(timeout_s: int, environment: Mapping[str, str], transport: Transpor
     return _ATTEMPTS * (_METADATA_S + connections * _CONNECT_STEPS * step + transfer + _DISCONNECT_S)
 
 
-def check() -> list[Finding]:
+def check() -> list[AscendProblem]:
     """What is wrong for the NPU that is current in this thread. Without one nothing can be registered."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "npu"):
         reason = "protocol 'ascend' moves memory of NPUs, and torch_npu is not loaded: set transfer_protocol to tcp"
-        return [Finding(reason, fatal=True)]
+        return [AscendProblem(reason, fatal=True)]
     device = torch.npu.current_device()
     physical = physical_device(device)
     if physical is None:
-        return [Finding(f"ACL does not say which NPU of this machine number {device} is: {HCCN_CONF} is not checked")]
+        return [
+            AscendProblem(f"ACL does not say which NPU of this machine number {device} is: {HCCN_CONF} is not checked")
+        ]
     has_tool = HCCN_TOOL.exists() or shutil.which("hccn_tool") is not None
     return check_address(HCCN_CONF, physical, has_tool)
 
 
-def why_not_started(findings: Sequence[Finding], environment: Mapping[str, str]) -> str:
+def why_not_started(problems: Sequence[AscendProblem], environment: Mapping[str, str]) -> str:
     """What may keep an engine from starting. The transport's library needs some of CANN's."""
-    reasons = [finding.message for finding in findings]
+    reasons = [problem.message for problem in problems]
     if not environment.get("ASCEND_HOME_PATH"):
         reasons.append("CANN's environment is not loaded (libllm_datadist.so): `source` its set_env.sh first")
     return "; ".join([*reasons, "its log on standard error may say more"])
@@ -173,7 +175,7 @@ def chip_name() -> str:
     return (name() or b"").decode(errors="replace")
 
 
-def check_address(hccn_conf: Path, device: int, has_tool: bool) -> list[Finding]:
+def check_address(hccn_conf: Path, device: int, has_tool: bool) -> list[AscendProblem]:
     """What `hccn_conf` says of the physical `device`. `has_tool`: `hccn_tool` can be asked where there is no file."""
     try:
         text = hccn_conf.read_text(errors="replace")
@@ -182,13 +184,15 @@ def check_address(hccn_conf: Path, device: int, has_tool: bool) -> list[Finding]
             f"{hccn_conf} does not exist and there is no hccn_tool, so NPU {device} has no address: it reaches others "
             f"over HCCS alone, if at all. In a container, mount the host's {hccn_conf}"
         )
-        return [] if has_tool else [Finding(reason)]
+        return [] if has_tool else [AscendProblem(reason)]
     except OSError as error:
-        return [Finding(f"{hccn_conf} cannot be read ({error.strerror}): make it readable for this user", fatal=True)]
-    return [] if (finding := check_entry(text, device)) is None else [finding]
+        return [
+            AscendProblem(f"{hccn_conf} cannot be read ({error.strerror}): make it readable for this user", fatal=True)
+        ]
+    return [] if (problem := check_entry(text, device)) is None else [problem]
 
 
-def check_entry(hccn_conf: str, device: int) -> Finding | None:
+def check_entry(hccn_conf: str, device: int) -> AscendProblem | None:
     """What is wrong with the physical `device`'s entry in the text of hccn.conf."""
     repair = f"set it with `hccn_tool -i {device} -ip -s address ADDRESS netmask MASK`"
     for key in (f"address_{device}=", f"IPv6address_{device}="):
@@ -197,9 +201,11 @@ def check_entry(hccn_conf: str, device: int) -> Finding | None:
                 try:
                     ipaddress.ip_address(line.removeprefix(key))
                 except ValueError:
-                    return Finding(f"hccn.conf has {line!r}, which is no address: {repair}", fatal=True)
+                    return AscendProblem(f"hccn.conf has {line!r}, which is no address: {repair}", fatal=True)
                 return None
-    return Finding(f"hccn.conf has no address_{device}: NPU {device} reaches others over HCCS alone; for RoCE {repair}")
+    return AscendProblem(
+        f"hccn.conf has no address_{device}: NPU {device} reaches others over HCCS alone; for RoCE {repair}"
+    )
 
 
 def is_loaded(maps: str) -> bool:

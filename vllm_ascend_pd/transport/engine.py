@@ -53,8 +53,8 @@ class TransferEngine:
 
         Settings that the environment already holds win over those of `limits`. For "ascend", set the device first.
         """
-        findings = ascend.check() if protocol == "ascend" else []
-        if fatal := [finding.message for finding in findings if finding.fatal]:
+        problems = ascend.check() if protocol == "ascend" else []
+        if fatal := [problem.message for problem in problems if problem.fatal]:
             raise TransferError(host, "; ".join(fatal), retryable=False)
         if existing is not None:
             existing.export_settings()
@@ -71,13 +71,13 @@ class TransferEngine:
         except RuntimeError as error:
             reason = str(error)
             if protocol == "ascend":
-                reason += f": {ascend.why_not_started(findings, os.environ)}"
+                reason += f": {ascend.why_not_started(problems, os.environ)}"
             raise TransferError(host, reason, retryable=False) from error
         if protocol == "ascend" and not ascend.is_loaded(Path("/proc/self/maps").read_text()):
             reason = f"this Mooncake has no Ascend transport and would use TCP: {ascend.INSTALL}"
             raise TransferError(host, reason, retryable=False)
-        for finding in findings:
-            logger.warning("%s", finding.message)
+        for problem in problems:
+            logger.warning("%s", problem.message)
         self._session = authority(host, self._engine.get_rpc_port())
         self._transport = describe_transport(protocol)
         chip = ascend.chip_name() if protocol == "ascend" else None

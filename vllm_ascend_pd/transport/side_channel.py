@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The side channel: small typed messages between engines, over ZMQ.
 
-`Server` answers on one thread; `Client` talks to any number of servers from one thread. Neither ever blocks
-its caller on the network, every request ends in exactly one callback, and a callback must not block either.
+`SideChannelServer` answers on one thread. `SideChannelClient` talks to any number of servers from one thread. Neither
+blocks its caller on the network. Every request ends in exactly one callback. A callback must not block either.
 """
 
 import itertools
@@ -23,8 +23,8 @@ from vllm_ascend_pd.core.protocol import (
     encode,
 )
 from vllm_ascend_pd.transport.curve import Guard, Keys
-from vllm_ascend_pd.transport.gate import Gate, default_limit
 from vllm_ascend_pd.transport.loop import Loop
+from vllm_ascend_pd.transport.socket_limiter import SocketLimiter, default_limit
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +45,12 @@ class SideChannelError(RuntimeError):
     """A side channel that could not be opened, or a request that got no usable answer."""
 
 
-class Peer:
+class ClientConnection:
     """Where a server's message came from: lets it send something unasked later."""
 
     __slots__ = ("_identity", "_server")
 
-    def __init__(self, server: "Server", identity: bytes) -> None:
+    def __init__(self, server: "SideChannelServer", identity: bytes) -> None:
         self._server = server
         self._identity = identity
 
@@ -61,19 +61,22 @@ class Peer:
 
     def __eq__(self, other: object) -> bool:
         """Whether both are the same connection."""
-        return isinstance(other, Peer) and (other._server, other._identity) == (self._server, self._identity)
+        return isinstance(other, ClientConnection) and (other._server, other._identity) == (
+            self._server,
+            self._identity,
+        )
 
     def __hash__(self) -> int:
         return hash(self._identity)
 
 
-class Server(Loop):
+class SideChannelServer(Loop):
     """Listens on `host`, answers each message with what `handle(message, peer)` returns.
 
     `port` 0 picks a free one. `tick(now)` is called 20 times a second, on the same thread: with all state touched only
     from `handle` and `tick`, a server needs no locks. With `keys`, clients that have other ones or none get nothing.
     `unread_replies`: how many wait for a peer that does not read; further ones are `dropped`, which counts them.
-    `max_connections`: `gate.default_limit()` if None. `rejected` counts messages that could not be read,
+    `max_connections`: `socket_limiter.default_limit()` if None. `rejected` counts messages that could not be read,
     `refused_connections` connections that were no peer's or too many. Raises SideChannelError when it cannot listen.
     """
 
@@ -81,7 +84,7 @@ class Server(Loop):
         self,
         host: str,
         port: int,
-        handle: Callable[[Message, Peer], Message],
+        handle: Callable[[Message, ClientConnection], Message],
         tick: Callable[[float], None] = lambda now: None,
         name: str = "pd-side-channel",
         keys: Keys | None = None,
@@ -110,7 +113,7 @@ class Server(Loop):
         endpoint = self._router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.endpoint = endpoint.decode().rstrip("\0")
-        self._gate = Gate(self._router, max_connections or default_limit(), MAX_MESSAGE_BYTES)
+        self._limiter = SocketLimiter(self._router, max_connections or default_limit(), MAX_MESSAGE_BYTES)
         self._poller.register(self._router, zmq.POLLIN)
         if self._guard is not None:
             self._poller.register(self._guard.socket, zmq.POLLIN)
@@ -118,7 +121,7 @@ class Server(Loop):
 
     @property
     def refused_connections(self) -> int:
-        return self._gate.refused
+        return self._limiter.refused
 
     def _post(self, identity: bytes, message: Message, gone: Callable[[], None]) -> None:
         def send() -> None:
@@ -146,7 +149,7 @@ class Server(Loop):
         return True
 
     def _on_ready(self, ready: dict["zmq.Socket[bytes]", int]) -> None:
-        self._gate.turn(time.monotonic())
+        self._limiter.turn(time.monotonic())
         if self._guard is not None:
             self._guard.attend()
         if self._router not in ready:
@@ -158,14 +161,14 @@ class Server(Loop):
                 return
             identity, payload = frames[0].bytes, frames[-1].bytes
             source = _source(frames[-1])
-            self._gate.delivered(source, readable=False)
+            self._limiter.delivered(source, readable=False)
             seq = 0
             try:
                 if len(frames) != 2:
                     raise ProtocolError(f"{len(frames) - 1} frames, expected 1")
                 seq, message = decode(payload)
-                self._gate.delivered(source, readable=True)
-                reply = self._handle(message, Peer(self, identity))
+                self._limiter.delivered(source, readable=True)
+                reply = self._handle(message, ClientConnection(self, identity))
             except ProtocolError as error:
                 self.rejected += 1
                 reply = Problem(str(error))
@@ -175,7 +178,7 @@ class Server(Loop):
             self._send(identity, seq, reply)
 
     def _on_close(self) -> None:
-        self._gate.close()
+        self._limiter.close()
 
 
 def _source(frame: zmq.Frame) -> int:
@@ -193,7 +196,7 @@ class _Pending:
     done: Callable[[Message | SideChannelError], None]
 
 
-class Client(Loop):
+class SideChannelClient(Loop):
     """Sends requests to servers. `unasked(endpoint, message)` gets what servers send on their own;
     `tick(now)` is called 20 times a second on the same thread; `rejected` counts what could not be read. With
     `keys`, only servers that have them get anything."""

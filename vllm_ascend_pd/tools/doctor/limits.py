@@ -7,7 +7,7 @@ import os
 import resource
 
 from vllm_ascend_pd.tools.doctor.finding import Finding, ok, warning
-from vllm_ascend_pd.transport.gate import FILES_WANTED, connections_for
+from vllm_ascend_pd.transport.socket_limiter import FILES_WANTED, connections_for
 
 SHM = "/dev/shm"
 SHM_BYTES = 256 << 20

@@ -54,7 +54,7 @@ class _Connection:
     cut: bool = False
 
 
-class Gate:
+class SocketLimiter:
     """Beyond `limit` connections the oldest that never sent a readable message is cut, so that a flood does not keep
     others out. `refused` counts connections that ended without such a message, or were cut."""
 
