@@ -93,10 +93,10 @@ def our_side(
     slot_bytes = 2 * layer.num_blocks * BLOCK * geometry.token_bytes
     ring: StagingRing[StepTransfer] = StagingRing(device.allocate(slot_bytes), slot_bytes, 1, RunningTime())
     group = device.new_groups([route.ranks], timeout_s)[route.ranks]
-    exchange = ExchangeGroup(device, route.ranks, str(route.ranks), group, rank, timeout_s)
+    exchange = ExchangeGroup(route.ranks, group)
     regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s, timeout_s)
     offsets = torch.tensor(layer.blocks()) * geometry.block_stride
     chunk = Chunk(0, layer.num_blocks, offsets.to(caches[0].device))
     nobody = np.empty(0, dtype=np.int64)
     shipment = StepTransfer(route, geometry, [], Units(nobody, nobody), nobody, nobody, [chunk])
-    return lambda: regrouper.run(shipment, chunk, registered.tensors, step=1), ring
+    return lambda: regrouper.run(shipment, chunk, registered.tensors), ring

@@ -98,6 +98,10 @@ REGROUP_WAIT_SECONDS = Histogram(
 )
 PUSH_QUEUE_DEPTH = Gauge("push_queue_depth", "Layers that wait for the ones before them to be written.")
 GRANTS_WAITING = Gauge("grants_waiting", "Transfers that wait for a decode engine's grants.")
+RESTART_NEEDED = Gauge(
+    "restart_needed",
+    "1 where a rank's device or its exchange of KV heads has failed for good: the engine must be restarted.",
+)
 OVERLAP_RATIO = Histogram(
     "overlap_ratio",
     "Share of a request's bytes that were written before prefill had computed its last layer, for each rank.",
@@ -131,6 +135,7 @@ PREFILL_METRICS: tuple[Metric, ...] = (
     REGROUP_WAIT_SECONDS,
     PUSH_QUEUE_DEPTH,
     GRANTS_WAITING,
+    RESTART_NEEDED,
     OVERLAP_RATIO,
     WRITE_RETRIES,
     PUSH_FAILURES,

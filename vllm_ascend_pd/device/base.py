@@ -49,6 +49,9 @@ class Device(ABC):
     """Mooncake's protocol for memory of this device: "ascend" or "tcp"."""
     collective_backend: str
     """torch.distributed's backend for tensors of this device: "hccl" or "gloo"."""
+    failure: str | None = None
+    """Why the device does no more work, and the engine must be restarted; None while it works. Written once, by
+    whichever thread sees the failure first. Any thread reads it."""
 
     @abstractmethod
     def record_event(self) -> Event:
@@ -89,16 +92,6 @@ class Device(ABC):
         A collective in such a group fails after `timeout_s` seconds; the group is unusable from then on.
         Raises `DeviceError` when the ranks of a group have not connected within `timeout_s` seconds.
         """
-
-    def group_store(self, ranks: tuple[int, ...]) -> dist.Store | None:
-        """Where those `ranks` of the default world can agree on a new group when theirs has failed; None where there
-        can be none, because a failed collective takes the stream with it."""
-        return None
-
-    def connect(self, ranks: tuple[int, ...], generation: int, timeout_s: float) -> Group:
-        """A new group of these global `ranks` (this one's among them), apart from those of other generations. Needs no
-        other ranks, and waits for its own `timeout_s` seconds at most."""
-        raise DeviceError(f"a group that has failed cannot be replaced on {self.name}")
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, group: Group) -> None:
         """Send the j-th of `inp`'s equal parts to rank j of `group`; part i of `out` comes from rank i.

@@ -83,25 +83,19 @@ class CpuDevice(Device):
         return aligned_buffer(nbytes, PAGE_BYTES, self.name)
 
     def new_groups(self, rank_lists: Sequence[tuple[int, ...]], timeout_s: float) -> dict[tuple[int, ...], Group]:
-        """As everywhere, but not in torch's tables: a group ends, and closes its connections, with its last holder."""
+        """As in `Device`. The groups are not in torch's tables: whoever drops the last reference closes the
+        connections."""
         dist.barrier()  # connecting has a deadline, and ranks may be here at different times
-        mine = [ranks for ranks in dict.fromkeys(rank_lists) if dist.get_rank() in ranks]
-        return {ranks: self.connect(ranks, 0, timeout_s) for ranks in mine}
-
-    def group_store(self, ranks: tuple[int, ...]) -> dist.Store | None:
-        """With a connection of its own: a store's client serves one thread after another, and may wait for long."""
-        return dist.PrefixStore(f"vllm-ascend-pd/{ranks}", _get_default_store().clone())
-
-    def connect(self, ranks: tuple[int, ...], generation: int, timeout_s: float) -> Group:
-        store = self.group_store(ranks)
-        assert store is not None
-        place = ranks.index(dist.get_rank())
-        try:
-            return ProcessGroupGloo(
-                dist.PrefixStore(str(generation), store), place, len(ranks), timedelta(seconds=timeout_s)
-            )
-        except RuntimeError as error:
-            raise DeviceError(f"ranks {ranks} did not connect: {error}") from error
+        rank, timeout = dist.get_rank(), timedelta(seconds=timeout_s)
+        groups: dict[tuple[int, ...], Group] = {}
+        for ranks in dict.fromkeys(rank_lists):
+            if rank in ranks:
+                store = dist.PrefixStore(f"vllm-ascend-pd/{ranks}", _get_default_store())
+                try:
+                    groups[ranks] = ProcessGroupGloo(store, ranks.index(rank), len(ranks), timeout)
+                except RuntimeError as error:
+                    raise DeviceError(f"ranks {ranks} did not connect: {error}") from error
+        return groups
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, group: Group) -> None:
         group.alltoall_base(out, inp, [], []).wait()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -16,6 +17,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from vllm_ascend_pd.core.communicator import hccl_config
 from vllm_ascend_pd.device.base import Device, DeviceError, Event, Group, aligned_buffer
+
+logger = logging.getLogger(__name__)
 
 REGISTRATION_BYTES = 2 * 1024 * 1024
 """Memory registered for HCCS transfers begins and ends at a multiple of 2 MiB (Mooncake's Ascend transport)."""
@@ -32,10 +35,6 @@ def _group_options(ranks: Sequence[int]) -> Any:
     options = ProcessGroupHCCL.Options()
     options.hccl_config = hccl_config(ranks, torch.npu.get_device_name())
     return options
-
-
-def _device_failed(error: RuntimeError) -> DeviceError:
-    return DeviceError(f"the NPU reported an error, and its stream does no more work (restart this engine): {error}")
 
 
 class NpuEvent(Event):
@@ -68,7 +67,7 @@ class NpuEvent(Event):
         try:
             return bool(self.event.query())
         except RuntimeError as error:
-            raise _device_failed(error) from error
+            raise self._device.failed(error) from error
 
 
 class NpuDevice(Device):
@@ -88,6 +87,14 @@ class NpuDevice(Device):
         self._submitted: deque[tuple[NpuEvent, Callable[[], None]]] = deque()  # until its end is seen
         self._meetings = 0  # with the world's other ranks
         self._closed = False
+
+    def failed(self, error: RuntimeError) -> DeviceError:
+        """What to raise for an error that torch_npu reports: CANN ends a stream in which work has failed."""
+        failure = f"the NPU reported an error, and its stream does no more work (restart this engine): {error}"
+        if self.failure is None:
+            self.failure = failure
+            logger.error("Restart this engine: %s", failure)
+        return DeviceError(failure)
 
     def bind_thread(self) -> None:
         """Make this NPU current in the calling thread: a new thread has none, or number 0."""
@@ -137,7 +144,7 @@ class NpuDevice(Device):
             # which is the step before this one. Pinning looks at earlier copies' events, and raises what they say.
             return host.pin_memory(f"npu:{self._index}").to(f"npu:{self._index}", non_blocking=True)
         except RuntimeError as error:
-            raise _device_failed(error) from error
+            raise self.failed(error) from error
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         whole = -(-nbytes // REGISTRATION_BYTES) * REGISTRATION_BYTES

@@ -122,7 +122,7 @@ class Planner:
         try:
             shipment = StepTransfer.build(route, geometry, served, self._device, chunk_units)
         except DeviceError as error:  # the side stream is broken
-            self.missed(route, self._steps, error)
+            self.missed(route, error)
             for item in served:
                 item.transfer.fail(str(error), PushFailure.DEVICE)
             return None
@@ -158,8 +158,8 @@ class Planner:
         covers = layout.covers(self._caches.description.tensors, served)
         return {key: Destination(rank, indices) for key, (rank, indices) in covers.items()}
 
-    def missed(self, route: Route, step: int, error: DeviceError) -> None:
-        """This rank does not take part in a collective of the route's in the `step`-th step."""
+    def missed(self, route: Route, error: DeviceError) -> None:
+        """This rank does not take part in a collective of the route's."""
         if route.ranks:
             assert self._regrouper is not None
-            self._regrouper.missed(route.ranks, step, str(error))
+            self._regrouper.missed(route.ranks, str(error))

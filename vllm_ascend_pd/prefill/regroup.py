@@ -2,8 +2,8 @@
 """Brings KV into decode's layout on its way: gather + all-to-all + interleave, or split.
 
 Everything here runs in order on the device's side stream. Every rank of a group runs the same chunks in the same
-order whatever became of the requests in them, so collectives stay aligned (R5); after one has failed, from the step
-on that they agree on (`prefill/exchange_group.py`).
+order whatever became of the requests in them, so collectives stay aligned (R5). After one has failed, its group runs
+no more of them (R9, `prefill/exchange_group.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -54,30 +54,30 @@ class Regrouper:
         self._received = device.allocate(ring.slot_bytes)
         self._exchanged = (self._received, self._send)  # as much of them as was exchanged last: alike for all layers
 
-    def missed(self, ranks: tuple[int, ...], step: int, reason: str) -> None:
-        """This rank does not take part in a collective of the step."""
-        self._groups[ranks].missed(step, reason)
+    def missed(self, ranks: tuple[int, ...], reason: str) -> None:
+        """This rank does not take part in a collective of the group of `ranks`, which breaks the group."""
+        self._groups[ranks].fail(f"an all-to-all was missed: {reason}")
 
-    def generations(self) -> list[int | None]:
-        """Of each group, see `ExchangeGroup.generation`."""
-        return [group.generation for group in self._groups.values()]
+    @property
+    def failure(self) -> str | None:
+        """Why a group of this rank is broken; None while all work."""
+        return next((group.failure for group in self._groups.values() if group.failure is not None), None)
 
-    def close(self, timeout_s: float) -> None:
+    def close(self) -> None:
         for group in self._groups.values():
-            group.close(timeout_s)
+            group.close()
 
-    def run(self, shipment: StepTransfer, chunk: Chunk, tensors: Sequence[torch.Tensor], step: int) -> Slot:
-        """Returns the slot it filled with tensor after tensor, each `[planes, units, staged_bytes]`. `step`: the number
-        of the step, alike on all ranks."""
+    def run(self, shipment: StepTransfer, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
+        """Returns the slot it filled with tensor after tensor, each `[planes, units, staged_bytes]`."""
         if shipment.route.regroup is Regroup.GATHER:
-            return self._gather(shipment, chunk, tensors, step)
+            return self._gather(shipment, chunk, tensors)
         return self._split(shipment, chunk, tensors)
 
     def release(self, slot: Slot) -> None:
         """A slot that `run` has filled for nobody."""
         self._ring.release(slot)
 
-    def _gather(self, shipment: StepTransfer, chunk: Chunk, tensors: Sequence[torch.Tensor], step: int) -> Slot:
+    def _gather(self, shipment: StepTransfer, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
         route = shipment.route
         assert chunk.unit_offsets is not None
         ratio = len(route.ranks)
@@ -88,7 +88,7 @@ class Regrouper:
         try:
             ops.gather_slices(tensors, chunk.unit_offsets, ratio, slice_bytes, self._send, 0, section, per_rank)
         finally:  # what the others get is not used when this rank's part fails, but they need the collective
-            self._exchange(route.ranks, step, per_rank * ratio)
+            self._exchange(route.ranks, per_rank * ratio)
         # Tensor after tensor on both sides: to this op they are one run of tokens.
         all_tokens, out = len(tensors) * chunk.count * tokens, self._ring.buffer
         # Only now: a rank that finds no slot has still taken part in the collective.
@@ -99,10 +99,10 @@ class Regrouper:
             ),
         )
 
-    def _exchange(self, ranks: tuple[int, ...], step: int, num_bytes: int) -> None:
+    def _exchange(self, ranks: tuple[int, ...], num_bytes: int) -> None:
         if self._exchanged[0].numel() != num_bytes:
             self._exchanged = (self._received[:num_bytes], self._send[:num_bytes])
-        self._groups[ranks].run(step, partial(self._device.all_to_all, *self._exchanged))
+        self._groups[ranks].run(partial(self._device.all_to_all, *self._exchanged))
 
     def _split(self, shipment: StepTransfer, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
         route, units = shipment.route, chunk.unit_offsets
@@ -180,8 +180,7 @@ def make_regrouper(
     for ranks in wanted:
         if identity.rank in ranks:
             world = tuple(identity.stage_ranks[rank] for rank in ranks)
-            place = ranks.index(identity.rank)
-            mine[ranks] = ExchangeGroup(device, world, str(ranks), groups[world], place, config.collective_timeout_s)
+            mine[ranks] = ExchangeGroup(ranks, groups[world])
     ring: StagingRing[StepTransfer] = StagingRing(buffer, size, slots, running_time)
     # A slot may have to rest.
     slot_timeout_s = config.write_timeout_s + engine.limits.rest_s

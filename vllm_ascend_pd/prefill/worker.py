@@ -233,7 +233,12 @@ class PrefillWorker:
     def _gauges(self) -> dict[stats.Gauge, int]:
         self._ungranted = self._still_ungranted()
         queued = sum(sender.queued for sender in self._in_use)
-        return {stats.PUSH_QUEUE_DEPTH: queued, stats.GRANTS_WAITING: len(self._ungranted)}
+        failure = self._device.failure or (self._regrouper and self._regrouper.failure)
+        return {
+            stats.PUSH_QUEUE_DEPTH: queued,
+            stats.GRANTS_WAITING: len(self._ungranted),
+            stats.RESTART_NEEDED: int(failure is not None),
+        }
 
     def _still_ungranted(self) -> list[Transfer]:
         """Of those that waited when last asked: who has all grants keeps them."""
@@ -244,7 +249,7 @@ class PrefillWorker:
             transfer.fail("prefill shuts down", PushFailure.ABORTED)
         self._peers.close(timeout_s)
         if self._regrouper is not None:
-            self._regrouper.close(timeout_s)
+            self._regrouper.close()
         self._trace.close(timeout_s)
 
     # Pushing.
@@ -268,20 +273,20 @@ class PrefillWorker:
             staged_bytes = route.planes * chunk.count * route.staged_bytes
             push = LayerPush(layer, shipment, chunk, alike.described, computed, computed, staged_bytes=staged_bytes)
             try:
-                push.ready = self._device.submit(self._regrouping(push, alike.tensors, self._plan.number), computed)
+                push.ready = self._device.submit(self._regrouping(push, alike.tensors), computed)
             except DeviceError as error:
-                self._planner.missed(route, self._plan.number, error)
+                self._planner.missed(route, error)
                 push.fail(f"layer {layer} could not be regrouped: {error}", PushFailure.DEVICE)
                 continue
             self._trace.regroups(push)
             yield push
 
-    def _regrouping(self, push: LayerPush, tensors: Sequence[torch.Tensor], step: int) -> Callable[[], None]:
+    def _regrouping(self, push: LayerPush, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         regrouper = self._regrouper
         assert regrouper is not None
 
         def work() -> None:
-            slot = regrouper.run(push.shipment, push.chunk, tensors, step)
+            slot = regrouper.run(push.shipment, push.chunk, tensors)
             if not push.filled(slot):  # the sender has waited for as long as it may
                 regrouper.release(slot)
 
