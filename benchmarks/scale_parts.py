@@ -139,7 +139,7 @@ class Configs:
 
     def identity(self, engine_id: str) -> Any:
         from vllm_ascend_pd.connector import compat
-        from vllm_ascend_pd.core.identity import RankInfo
+        from vllm_ascend_pd.core.rank_info import RankInfo
         from vllm_ascend_pd.core.topology import sharding
 
         return RankInfo(engine_id, compat.model_summary(self._config), HOST, 0, sharding(1), 0, 1, (0,))

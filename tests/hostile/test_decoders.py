@@ -97,11 +97,11 @@ def _parsed_ticket(data: bytes) -> None:
 def _use(ticket: Ticket) -> None:
     """What a parsed ticket is asked for."""
     assert len(ticket.digest()) == 32
-    assert ticket.salt >= 0
+    assert ticket.replica_hash >= 0
     assert ticket.endpoint.startswith("tcp://")
     assert len(ticket.sharding.shares) == ticket.remote_tp_size <= 1024
     with contextlib.suppress(TopologyError):
-        writers_to(0, ticket.sharding, sharding(4), 8, ticket.salt)
+        writers_to(0, ticket.sharding, sharding(4), 8, ticket.replica_hash)
 
 
 def _client_request(endpoint: Endpoint, data: bytes) -> None:

@@ -10,8 +10,8 @@ import pytest
 from harness.scheduling import make_ticket
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.identity import RankInfo
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
+from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.stats import Stats
 from vllm_ascend_pd.core.topology import sharding

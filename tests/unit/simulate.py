@@ -112,7 +112,7 @@ class Request:
     p_blocks: tuple[int, ...]
     d_blocks: tuple[int, ...]
     cached: int = 0
-    salt: int = 0
+    replica_hash: int = 0
     steps: tuple[int, ...] = ()
 
 
@@ -280,7 +280,9 @@ def _push(
         at = rank.caches.by_name()[name]
         geometry = rank.caches.geometry_of(rank.caches.tensors[at])
         route = make_route(geometry, rank.rank, case.prefill.sharding, case.decode.sharding, case.decode.block_size)
-        mine = [i for i, (start, stop) in enumerate(ranges) if start < stop and route.serves(case.requests[i].salt)]
+        mine = [
+            i for i, (start, stop) in enumerate(ranges) if start < stop and route.serves(case.requests[i].replica_hash)
+        ]
         routes.append(route)
         served.append(mine)
         # A unit has one place on this rank if this rank holds it, else none.

@@ -23,20 +23,20 @@ def run(case: Case) -> tuple[int, ...]:
         for d_rank in range(decode.tp):
             wrote = result.writers.get((i, d_rank), set())
             nothing_to_send = request.cached == request.num_tokens
-            expected = writers_to(d_rank, decode, prefill, case.model.heads, request.salt)
+            expected = writers_to(d_rank, decode, prefill, case.model.heads, request.replica_hash)
             assert wrote == (set() if nothing_to_send else {*expected})
     return result.copies
 
 
 # --- named configurations ------------------------------------------------------------------------------------
 
-SCATTERED = Request(num_tokens=11, p_blocks=(5, 2, 3), d_blocks=(1, 6, 4), salt=5)
+SCATTERED = Request(num_tokens=11, p_blocks=(5, 2, 3), d_blocks=(1, 6, 4), replica_hash=5)
 CHUNKED = dataclasses.replace(SCATTERED, steps=(3, 4, 9))
 PREFIX_CACHED_ON_D = dataclasses.replace(SCATTERED, cached=4, steps=(6,))
 ALL_CACHED_ON_D = Request(num_tokens=8, p_blocks=(0, 1), d_blocks=(0, 2), cached=8)
-OTHER = Request(num_tokens=7, p_blocks=(0, 1), d_blocks=(3, 0), salt=2, steps=(7,))
+OTHER = Request(num_tokens=7, p_blocks=(0, 1), d_blocks=(3, 0), replica_hash=2, steps=(7,))
 # Prefill has the same prompt prefix in the same blocks; decode keeps its own copy.
-SAME_PREFIX = Request(num_tokens=10, p_blocks=(5, 2, 7), d_blocks=(2, 5, 7), salt=6)
+SAME_PREFIX = Request(num_tokens=10, p_blocks=(5, 2, 7), d_blocks=(2, 5, 7), replica_hash=6)
 
 FINER_BLOCKS_ON_P = Request(11, p_blocks=(5, 2, 3, 8, 0, 7), d_blocks=(1, 6, 4), cached=4, steps=(6,))
 FINER_BLOCKS_ON_D = Request(11, p_blocks=(1, 6, 4), d_blocks=(5, 2, 3, 8, 0, 7), cached=4, steps=(6,))
@@ -64,9 +64,9 @@ def case(
 
 
 SHARED = (
-    Request(29, p_blocks=tuple(range(8)), d_blocks=(9, 3, 5, 0, 1, 2, 7, 8), salt=3, steps=(3, 17)),
-    Request(1, p_blocks=(9,), d_blocks=(10,), salt=4),  # most shares have none of it
-    Request(30, p_blocks=tuple(range(10, 18)), d_blocks=tuple(range(18, 10, -1)), cached=24, salt=5),
+    Request(29, p_blocks=tuple(range(8)), d_blocks=(9, 3, 5, 0, 1, 2, 7, 8), replica_hash=3, steps=(3, 17)),
+    Request(1, p_blocks=(9,), d_blocks=(10,), replica_hash=4),  # most shares have none of it
+    Request(30, p_blocks=tuple(range(10, 18)), d_blocks=tuple(range(18, 10, -1)), cached=24, replica_hash=5),
 )
 
 
@@ -142,8 +142,8 @@ def test_named_configuration(name):
 def test_every_combination_of_sizes(heads, order):
     for p_tp in sizes(heads):
         for d_tp in sizes(heads):
-            for salt in range(max(1, p_tp // heads)):
-                request = dataclasses.replace(CHUNKED, salt=salt)
+            for replica_hash in range(max(1, p_tp // heads)):
+                request = dataclasses.replace(CHUNKED, replica_hash=replica_hash)
                 run(case(heads, p_tp, d_tp, request, part_bytes=(2,), order=order))
 
 
@@ -222,7 +222,7 @@ def cases(draw: st.DrawFn) -> Case:
                 tuple(p_blocks),
                 tuple(d_blocks),
                 cached=draw(st.integers(0, num_tokens // decode.span)) * decode.span,
-                salt=draw(st.integers(0, 2**32 - 1)),
+                replica_hash=draw(st.integers(0, 2**32 - 1)),
                 steps=tuple(sorted(draw(st.sets(st.integers(1, num_tokens), max_size=3)))),
             )
         )

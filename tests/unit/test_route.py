@@ -68,19 +68,19 @@ def test_writers_are_those_whose_routes_lead_to_the_rank():
         for order in Order:
             own = geometry(max(1, heads // p_tp), heads, order=order)
             routes = [make_route(own, rank, sharding(p_tp), sharding(d_tp), 4) for rank in range(p_tp)]
-            for salt in range(p_tp + 1):
+            for replica_hash in range(p_tp + 1):
                 for d_rank in range(d_tp):
                     lead_there = tuple(
                         rank
                         for rank, route in enumerate(routes)
-                        if route.serves(salt) and any(t.tp_rank == d_rank for t in route.targets)
+                        if route.serves(replica_hash) and any(t.tp_rank == d_rank for t in route.targets)
                     )
-                    assert writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, salt) == lead_there
+                    assert writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, replica_hash) == lead_there
 
 
 def test_replicas_share_the_requests():
     routes = [make_route(geometry(1, 2), rank, sharding(8), sharding(1), 4) for rank in range(8)]
-    served = [[salt for salt in range(8) if route.serves(salt)] for route in routes]
+    served = [[replica_hash for replica_hash in range(8) if route.serves(replica_hash)] for route in routes]
     assert served == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
 
 

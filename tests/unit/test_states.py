@@ -80,8 +80,10 @@ MAMBA1 = Model("MAMBA1", [(32, 1)], (32, STATE_WIDTH))
 @pytest.mark.parametrize("conv_axis", [0, 1], ids=["channels first", "channels last"])
 @pytest.mark.parametrize(("p_tp", "d_tp"), TP_SIZES)
 @pytest.mark.parametrize("model", [MAMBA2, ONE_GROUP, TWO_GROUPS, GATED_DELTA, MAMBA1])
-@pytest.mark.parametrize("salt", [0, 5])
-def test_each_byte_arrives(model: Model, p_tp: int, d_tp: int, conv_axis: int, together: bool, salt: int) -> None:
+@pytest.mark.parametrize("replica_hash", [0, 5])
+def test_each_byte_arrives(
+    model: Model, p_tp: int, d_tp: int, conv_axis: int, together: bool, replica_hash: int
+) -> None:
     from_block, to_block = 2, 3
     decode = [model.rank(rank, d_tp, conv_axis, together) for rank in range(d_tp)]
     for p_rank in range(p_tp):
@@ -92,7 +94,7 @@ def test_each_byte_arrives(model: Model, p_tp: int, d_tp: int, conv_axis: int, t
             source = prefill.description.geometry_of(tensor)
             route = make_route(source, p_rank, sharding(p_tp), sharding(d_tp), 1)
             assert route.regroup is Regroup.NONE
-            if not route.serves(salt):
+            if not route.serves(replica_hash):
                 continue
             units = Units.of(route.unit, [(0, 1)])
             src = units.offsets(np.array([from_block]), source)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
-from vllm_ascend_pd.core.ticket import MAX_TP, Ticket, TicketError, parse_ticket, salt_of
+from vllm_ascend_pd.core.ticket import MAX_TP, Ticket, TicketError, parse_ticket, replica_hash_of
 
 TICKET_ID = "0123456789abcdef" * 2
 PARAMS = {
@@ -204,7 +204,7 @@ def test_whatever_passes_can_be_used(changes, replaces):
     except TicketError:
         return
     assert len(ticket.digest()) == 32
-    assert ticket.salt >= 0
+    assert ticket.replica_hash >= 0
 
 
 @pytest.mark.parametrize(
@@ -279,5 +279,5 @@ def test_a_digest_of_the_prompt_comes_back_as_it_was_sent_and_new_parts_are_left
 
 
 def test_salt_is_drawn_from_the_ticket_id():
-    assert salt_of("00000010" + "f" * 24) == 16
-    assert Ticket(**PARAMS).salt == salt_of(TICKET_ID) == 0x01234567
+    assert replica_hash_of("00000010" + "f" * 24) == 16
+    assert Ticket(**PARAMS).replica_hash == replica_hash_of(TICKET_ID) == 0x01234567

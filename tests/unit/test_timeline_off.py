@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ascend_pd.core.config import ConfigError, parse_config
-from vllm_ascend_pd.core.identity import RankInfo
+from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.cpu import CpuEvent
 from vllm_ascend_pd.observe.decode import UNTRACED, rank_trace, scheduler_trace

@@ -66,7 +66,7 @@ def test_sizes_that_do_not_fit(tp, heads):
 
 
 @pytest.mark.parametrize(
-    ("heads", "p_tp", "d_tp", "salt", "writers"),
+    ("heads", "p_tp", "d_tp", "replica_hash", "writers"),
     [
         (4, 2, 2, 0, [(0,), (1,)]),
         (4, 4, 2, 0, [(0, 1), (2, 3)]),
@@ -80,8 +80,10 @@ def test_sizes_that_do_not_fit(tp, heads):
         (2, 4, 8, 1, [(1,)] * 4 + [(3,)] * 4),
     ],
 )
-def test_writers_to(heads, p_tp, d_tp, salt, writers):
-    assert [writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, salt) for d_rank in range(d_tp)] == writers
+def test_writers_to(heads, p_tp, d_tp, replica_hash, writers):
+    assert [
+        writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, replica_hash) for d_rank in range(d_tp)
+    ] == writers
 
 
 @pytest.mark.parametrize("heads", range(1, 9))
@@ -90,12 +92,12 @@ def test_each_head_has_one_writer(heads):
     fitting = [tp for tp, h in FITTING if h == heads]
     for p_tp in fitting:
         for d_tp in fitting:
-            for salt in range(p_tp):
+            for replica_hash in range(p_tp):
                 for d_rank in range(d_tp):
                     needed = owned_heads(d_rank, d_tp, heads)
                     brought = [
                         head
-                        for writer in writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, salt)
+                        for writer in writers_to(d_rank, sharding(d_tp), sharding(p_tp), heads, replica_hash)
                         for head in owned_heads(writer, p_tp, heads)
                         if head in needed
                     ]
@@ -104,9 +106,9 @@ def test_each_head_has_one_writer(heads):
 
 @pytest.mark.parametrize(("tp", "heads"), FITTING)
 def test_replicas_take_turns(tp, heads):
-    """Over as many consecutive salts as there are replicas, every prefill rank writes exactly once."""
-    lanes = range(replicas(tp, heads))
-    turns = [rank for salt in lanes for rank in writers_to(0, sharding(1), sharding(tp), heads, salt)]
+    """Over as many consecutive hashes as there are replicas, every prefill rank writes exactly once."""
+    hashes = range(replicas(tp, heads))
+    turns = [rank for each in hashes for rank in writers_to(0, sharding(1), sharding(tp), heads, each)]
     assert sorted(turns) == [*range(tp)]
 
 
@@ -173,7 +175,7 @@ def test_replicas_hold_the_same_heads_of_the_same_tokens(dealt, heads, replicas,
     assert dealt.replicas(heads) == replicas
     for (head, share), ranks in holders.items():
         assert dealt.holders(head, heads, share) == ranks
-        assert [dealt.lane(rank, heads) for rank in ranks] == [*range(replicas)]
+        assert [dealt.replica_index(rank, heads) for rank in ranks] == [*range(replicas)]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_tokens_that_are_not_shared_evenly(dealt, heads):
 
 
 @pytest.mark.parametrize(
-    ("heads", "prefill", "decode", "salt", "writers"),
+    ("heads", "prefill", "decode", "replica_hash", "writers"),
     [
         (1, sharding(2, dcp=2, interleave=16), sharding(1), 0, [(0, 1)]),
         (1, sharding(4, dcp=2, interleave=16), sharding(1), 0, [(0, 1)]),
@@ -214,8 +216,8 @@ def test_tokens_that_are_not_shared_evenly(dealt, heads):
         (2, sharding(1, pcp=2, interleave=16), sharding(4, dcp=2, interleave=16), 0, [(0,), (1,), (0,), (1,)]),
     ],
 )
-def test_writers_hold_tokens_of_the_decode_ranks(heads, prefill, decode, salt, writers):
-    assert [writers_to(rank, decode, prefill, heads, salt) for rank in range(decode.tp)] == writers
+def test_writers_hold_tokens_of_the_decode_ranks(heads, prefill, decode, replica_hash, writers):
+    assert [writers_to(rank, decode, prefill, heads, replica_hash) for rank in range(decode.tp)] == writers
 
 
 def test_ranks_that_exchange_heads_hold_the_same_tokens():

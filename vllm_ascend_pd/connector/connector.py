@@ -34,8 +34,8 @@ from vllm_ascend_pd.connector.shared_engine import SharedEngine
 from vllm_ascend_pd.connector.unsupported import unsupported, unsupported_weights
 from vllm_ascend_pd.core.caches import KVCache, RegisteredCaches, describe
 from vllm_ascend_pd.core.config import ConfigError, parse_config
-from vllm_ascend_pd.core.identity import RankInfo
 from vllm_ascend_pd.core.protocol import EngineDescription
+from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.decode.listener import DescriptionListener
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler

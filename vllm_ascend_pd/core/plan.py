@@ -57,14 +57,15 @@ class Route:
 
     `unit`: tokens. `staged_bytes`: what a unit takes in each of the `planes` of the staging buffer (0 when
     nothing is staged). `ranks`: the all-to-all group in the order of its heads, `index`: our place in it.
-    A rank that is one of several holding the same serves the tickets whose salt falls on its `lane`.
+    Of the `replicas` ranks that hold the same, this one serves the tickets whose `replica_hash` falls on its
+    `replica_index`.
     """
 
     regroup: Regroup
     unit: int
     targets: tuple[Target, ...]
-    lane: int = 0
-    lanes: int = 1
+    replica_index: int = 0
+    replicas: int = 1
     staged_bytes: int = 0
     planes: int = 1
     ranks: tuple[int, ...] = ()
@@ -77,8 +78,8 @@ class Route:
         one."""
         return max((target.rows for target in self.targets), default=0)
 
-    def serves(self, salt: int) -> bool:
-        return salt % self.lanes == self.lane
+    def serves(self, replica_hash: int) -> bool:
+        return replica_hash % self.replicas == self.replica_index
 
 
 def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding, d_block_size: int) -> Route:
@@ -87,7 +88,7 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
     Raises LayoutError or TopologyError where the two sides cannot fit.
     """
     total = source.total_heads
-    lanes, lane = prefill.replicas(total), prefill.lane(rank, total)
+    copies, replica = prefill.replicas(total), prefill.replica_index(rank, total)
     decode.replicas(total)  # raises
     d_heads = len(decode.heads(0, total))
     unit = _common_unit(source, decode, d_block_size)
@@ -103,8 +104,8 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
             # As many heads are on no other decode rank, so this one has all tokens.
             target = Target(tp_rank=owner // ratio, nbytes=staged, dst_offset=index * staged)
             share = prefill.shares[rank]
-            ranks = tuple(prefill.holders(o * source.heads, total, share)[lane] for o in range(first, first + ratio))
-            return Route(Regroup.GATHER, unit, (target,), lane, lanes, staged, 1, ranks, index, source.token_bytes)
+            ranks = tuple(prefill.holders(o * source.heads, total, share)[replica] for o in range(first, first + ratio))
+            return Route(Regroup.GATHER, unit, (target,), replica, copies, staged, 1, ranks, index, source.token_bytes)
     if source.order is Order.TOKEN_MAJOR and source.heads > d_heads and source.heads % d_heads == 0:
         row = d_heads * token
         targets = tuple(
@@ -113,14 +114,14 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
             for d_rank in holders(own[plane * d_heads], decode.tp, total)
             if source.share.meets(decode.share(d_rank))
         )
-        return Route(Regroup.SPLIT, unit, targets, lane, lanes, unit * row, source.heads // d_heads, row_bytes=row)
+        return Route(Regroup.SPLIT, unit, targets, replica, copies, unit * row, source.heads // d_heads, row_bytes=row)
     overlaps = (
         _overlap(source, unit, own, d_rank, decode.heads(d_rank, total))
         for d_rank in range(decode.tp)
         if source.share.meets(decode.share(d_rank))
     )
     targets = tuple(target for target in overlaps if target is not None)
-    return Route(Regroup.NONE, unit, targets, lane, lanes)
+    return Route(Regroup.NONE, unit, targets, replica, copies)
 
 
 def regroupable(geometries: Iterable[Geometry]) -> list[Geometry]:

@@ -74,9 +74,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
         return self.remote_block_size[group] * self.remote_dcp_size
 
     @property
-    def salt(self) -> int:
+    def replica_hash(self) -> int:
         """A number that spreads tickets over replicas, the same on both sides."""
-        return salt_of(self.ticket_id)
+        return replica_hash_of(self.ticket_id)
 
     @property
     def endpoint(self) -> str:
@@ -105,7 +105,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
         return hashlib.blake2b(msgspec.msgpack.encode(content), digest_size=16).hexdigest()
 
 
-def salt_of(ticket_id: str) -> int:
+def replica_hash_of(ticket_id: str) -> int:
     return int(ticket_id[:8], 16)
 
 

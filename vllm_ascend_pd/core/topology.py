@@ -85,8 +85,8 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
         owners = holders(head, self.tp, total)
         return tuple(rank for rank, held in enumerate(self.shares) if held == share and rank % self.tp in owners)
 
-    def lane(self, rank: int, total: int) -> int:
-        """The place of `rank` among its replicas."""
+    def replica_index(self, rank: int, total: int) -> int:
+        """Returns the place of `rank` among the ranks that hold the same heads and tokens."""
         return self.holders(self.heads(rank, total).start, total, self.shares[rank]).index(rank)
 
 
@@ -100,29 +100,29 @@ def sharding(tp: int, dcp: int = 1, interleave: int = 1, pcp: int = 1) -> Shardi
     return Sharding(tp, shares, interleave if dcp * pcp > 1 else 1)
 
 
-def writers_to(d_rank: int, decode: Sharding, prefill: Sharding, total: int, salt: int) -> tuple[int, ...]:
-    """The prefill ranks that write to decode's `d_rank`, ascending: those with heads and tokens of its own, in
-    whatever prompt. One that has none of a short prompt's tokens still reports.
+def writers_to(d_rank: int, decode: Sharding, prefill: Sharding, total: int, replica_hash: int) -> tuple[int, ...]:
+    """Returns the prefill ranks that write to decode's `d_rank`, ascending.
 
-    Where several prefill ranks hold the same, `salt` (a number drawn from the ticket) picks which of them serves
-    this request, so that the load spreads over requests.
+    They are those that hold some of its heads and of its tokens, in a prompt that is long enough. One that has none
+    of a short prompt's tokens still reports. Where several prefill ranks hold the same heads and tokens,
+    `Ticket.replica_hash` picks one of them, so that requests spread over them.
     """
-    lane = salt % prefill.replicas(total)
+    replica_index = replica_hash % prefill.replicas(total)
     heads = decode.heads(d_rank, total)
     wanted = decode.share(d_rank)
     shares = [share for share in range(prefill.parts) if prefill.part(share).meets(wanted)]
-    return tuple(sorted({prefill.holders(head, total, share)[lane] for head in heads for share in shares}))
+    return tuple(sorted({prefill.holders(head, total, share)[replica_index] for head in heads for share in shares}))
 
 
 def regroup_groups(prefill: Sharding, total: int) -> list[tuple[int, ...]]:
     """Every set of prefill ranks that may have to exchange heads with an all-to-all, whatever decode's size.
 
-    One group per ratio that divides the ranks holding different heads, per share of the tokens and lane of replicas;
-    the list is the same on every rank, as creating process groups requires. Ranks in a group are in the order of
-    their heads.
+    There is one group per ratio that divides the ranks holding different heads, per share of the tokens, and per
+    replica. Ranks in a group are in the order of their heads. The list is the same on every rank, as creating
+    process groups requires.
     """
     owners = prefill.tp // replicas(prefill.tp, total)
-    lanes = prefill.replicas(total)
+    copies = prefill.replicas(total)
     heads = total // owners  # of each: replicas are of single heads
     groups = []
     for ratio in range(2, owners + 1):
@@ -131,5 +131,5 @@ def regroup_groups(prefill: Sharding, total: int) -> list[tuple[int, ...]]:
         for first in range(0, owners, ratio):
             for share in range(prefill.parts):
                 held = [prefill.holders(owner * heads, total, share) for owner in range(first, first + ratio)]
-                groups += [tuple(ranks[lane] for ranks in held) for lane in range(lanes)]
+                groups += [tuple(ranks[copy] for ranks in held) for copy in range(copies)]
     return groups

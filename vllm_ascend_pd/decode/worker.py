@@ -19,7 +19,6 @@ from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import MAX_TOMBSTONES, DecodeTicket, TicketState
-from vllm_ascend_pd.core.identity import RankInfo
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
     ClockReading,
@@ -34,8 +33,9 @@ from vllm_ascend_pd.core.protocol import (
     WriteReport,
     WriterId,
 )
+from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
-from vllm_ascend_pd.core.ticket import MAX_TP, salt_of
+from vllm_ascend_pd.core.ticket import MAX_TP, replica_hash_of
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
 from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.observe import events
@@ -58,7 +58,7 @@ _WARN_EVERY_S = 60.0
 
 
 @dataclass
-class _Entry:
+class _OpenTicket:
     """`vacated`: the end of what was queued here when the ticket came; `weights_version`: of this engine's weights
     when the attempt's first grant was given, or the ticket came if some of its prompt is cached; `peers`: where each
     writer was heard last; `revoked`: when it was last told to stop; `given_up`: the last attempt that was; `warn_at`:
@@ -114,10 +114,10 @@ class DecodeWorker:
         self._device = device
         self._caches = caches.description
         self._changed = threading.Condition()
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _OpenTicket] = {}
         self._closed: OrderedDict[str, _Closed] = OrderedDict()  # by ticket id
         self._expected: dict[tuple[topology.Sharding, int, str], frozenset[tuple[int, int]]] = {}
-        self._ended: list[_Entry] = []
+        self._ended: list[_OpenTicket] = []
         self._lost: set[int] = set()
         self._report = WorkerReport()
         self._wait_s = 0.0
@@ -152,7 +152,7 @@ class DecodeWorker:
                 if expect.cached_tokens:
                     stale = self._updates.are_unknown_to(step.weight_updates)
                     version = -1 if stale else self._loaded.current.version  # -1: refused when prefill asks
-                self._entries[expect.ticket_id] = _Entry(expect, ticket, vacated, version)
+                self._entries[expect.ticket_id] = _OpenTicket(expect, ticket, vacated, version)
                 self._trace.mark(events.EXPECTED, expect.request_id, expect.ticket_id)
             for ticket_id in step.prefilled:
                 if entry := self._entries.get(ticket_id):
@@ -250,7 +250,7 @@ class DecodeWorker:
         # Only who has the ticket decides which engine writes for it.
         if not ticket.engine_known and (request.attempt, request.digest) == (ticket.attempt, ticket.digest):
             try:
-                expected = self._expected_from(request.sharding, salt_of(request.ticket_id), request.draft)
+                expected = self._expected_from(request.sharding, replica_hash_of(request.ticket_id), request.draft)
             except topology.TopologyError as error:
                 return GrantRefused(str(error), retry=False)
             ticket.expect(request.writer.engine_id, request.sharding, expected)
@@ -282,14 +282,14 @@ class DecodeWorker:
             retry=False,
         )
 
-    def _updated_since_grant(self, entry: _Entry) -> bool:
+    def _updated_since_grant(self, entry: _OpenTicket) -> bool:
         version = self._loaded.current.version
         return not self._config.allow_other_model and entry.weights_version not in (None, version)
 
-    def _expected_from(self, prefill: topology.Sharding, salt: int, draft: str) -> frozenset[tuple[int, int]]:
+    def _expected_from(self, prefill: topology.Sharding, replica_hash: int, draft: str) -> frozenset[tuple[int, int]]:
         """(index of our tensor, prefill rank that must write to it), in each of prefill's pipeline stages. Our draft
         layers get nothing unless `draft`, what drafts on prefill, is the same as here."""
-        key = (prefill, salt % len(prefill.shares), draft if draft == self._caches.draft else "")
+        key = (prefill, replica_hash % len(prefill.shares), draft if draft == self._caches.draft else "")
         if key not in self._expected:
             if len(self._expected) >= _MAX_SHAPES:
                 self._expected.clear()
@@ -311,7 +311,7 @@ class DecodeWorker:
                 entry.ticket.tick(now)
                 self._settle(entry, now)
 
-    def _settle(self, entry: _Entry, now: float) -> None:
+    def _settle(self, entry: _OpenTicket, now: float) -> None:
         """Revokes a ticket that failed, and ends one that nobody can write to any more. Under the lock; only the entry
         that a message was about, so that one costs the same however many tickets are open."""
         ticket = entry.ticket
@@ -359,7 +359,7 @@ class DecodeWorker:
         else:
             self._ringer.ring(self._doorbell)
 
-    def _revoke(self, entry: _Entry, now: float) -> None:
+    def _revoke(self, entry: _OpenTicket, now: float) -> None:
         """Tells writers to stop, again and again until they have, or their processes have ended."""
         ticket = entry.ticket
         overdue = ticket.overdue(now)
@@ -381,7 +381,7 @@ class DecodeWorker:
                 )
             entry.warn_at = now + (_WARN_EVERY_S if entry.warn_at > -math.inf else 2 * _REVOKE_EVERY_S)
 
-    def _on_gone(self, entry: _Entry, writer: WriterId, peer: ClientConnection) -> None:
+    def _on_gone(self, entry: _OpenTicket, writer: WriterId, peer: ClientConnection) -> None:
         """Nobody listens where the writer was heard last."""
         with self._changed:
             if entry.peers.get(writer) == peer:

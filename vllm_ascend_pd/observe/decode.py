@@ -13,7 +13,7 @@ from vllm_ascend_pd.observe.prefill import process_of
 from vllm_ascend_pd.observe.trace_file import TraceFile
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.core.identity import RankInfo
+    from vllm_ascend_pd.core.rank_info import RankInfo
 
 
 class DecodeTrace:

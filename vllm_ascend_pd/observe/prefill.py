@@ -41,8 +41,8 @@ from vllm_ascend_pd.observe.stopwatch import Stopwatch, moment
 from vllm_ascend_pd.observe.trace_file import TraceFile
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.core.identity import RankInfo
     from vllm_ascend_pd.core.plan import Offsets
+    from vllm_ascend_pd.core.rank_info import RankInfo
     from vllm_ascend_pd.core.step import Send
     from vllm_ascend_pd.prefill.sender import LayerPush
     from vllm_ascend_pd.prefill.transfer import Transfer

@@ -15,7 +15,6 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.description import unsound
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.hosts import decode_hosts
-from vllm_ascend_pd.core.identity import RankInfo
 from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, RankKey
 from vllm_ascend_pd.core.protocol import (
     Describe,
@@ -28,6 +27,7 @@ from vllm_ascend_pd.core.protocol import (
     WriteReport,
     WriterId,
 )
+from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.observe.prefill import PrefillTrace

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.failure import PushFailure
-from vllm_ascend_pd.core.identity import RankInfo
 from vllm_ascend_pd.core.plan import Regroup, Route, make_route, why_slow
 from vllm_ascend_pd.core.prefill_ticket import Destination, RankKey
+from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import Sharding
@@ -110,7 +110,7 @@ class Planner:
             for item in items:
                 item.transfer.fail(str(error), PushFailure.UNFIT)
             return None
-        served = [item for item in items if route.serves(item.transfer.ticket.salt)]
+        served = [item for item in items if route.serves(item.transfer.ticket.replica_hash)]
         if not served:
             return None
         chunk_units = 0
@@ -154,7 +154,7 @@ class Planner:
             for index, geometry in enumerate(self._geometries)
             if geometry.is_known_to(ticket.remote_draft)
         )
-        served = tuple((index, route) for index, route in routes if route.serves(ticket.salt))
+        served = tuple((index, route) for index, route in routes if route.serves(ticket.replica_hash))
         covers = layout.covers(self._caches.description.tensors, served)
         return {key: Destination(rank, indices) for key, (rank, indices) in covers.items()}
 

@@ -15,8 +15,8 @@ import torch
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.identity import RankInfo
 from vllm_ascend_pd.core.plan import Regroup, regroupable, slot_bytes
+from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.device import ops, ops_fallback
 from vllm_ascend_pd.device.base import Device

@@ -15,9 +15,9 @@ from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.caches import Alike, RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.failure import PushFailure
-from vllm_ascend_pd.core.identity import RankInfo
 from vllm_ascend_pd.core.plan import Regroup
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
+from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates

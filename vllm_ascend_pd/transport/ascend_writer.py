@@ -54,7 +54,7 @@ class AscendWriter:
     def has_room(self, session: str, batch: Batch) -> bool:
         return self._slots.is_free(session)
 
-    def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> _Flight:
+    def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> _AscendFlight:
         """As `Writer.begin`. Waits up to `limits.timeout_s` for a slot."""
         self._reach.await_answer(session)
         if not self._slots.take(session, self._limits.timeout_s):
@@ -69,7 +69,7 @@ class AscendWriter:
         except BaseException:
             self._slots.give_back(session)
             raise
-        flight = _Flight(self, session, batch[2], time.monotonic())
+        flight = _AscendFlight(self, session, batch[2], time.monotonic())
         try:
             flight.batch_id = int(self._mooncake.batch_transfer_async_write(session, *batch))
         except Exception as error:
@@ -83,7 +83,7 @@ class AscendWriter:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _AscendFlight:
     writer: AscendWriter
     session: str
     lengths: list[int]

@@ -44,7 +44,7 @@ class TcpWriter:
             peer = self._peers.get(session)
         return peer is None or peer.queue.has_room(len(batch[2]))
 
-    def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> _Flight | None:
+    def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> _TcpFlight | None:
         """As `Writer.begin`. Blocks while `peer_queue.BATCHES` batches to this peer are under way."""
         self._reach.await_answer(session)
         peer, started, lengths = self._peer(session), time.monotonic(), batch[2]
@@ -58,7 +58,7 @@ class TcpWriter:
         except BaseException:
             peer.queue.leave(len(lengths), failed=False)
             raise
-        flight = _Flight(self._mooncake, self._reach, peer, session, lengths, started)
+        flight = _TcpFlight(self._mooncake, self._reach, peer, session, lengths, started)
         try:
             flight.batch_id = int(self._mooncake.batch_transfer_async_write(session, *batch))
             if flight.batch_id != 0:
@@ -83,7 +83,7 @@ class TcpWriter:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _TcpFlight:
     mooncake: Any
     reach: Reach
     peer: _Peer

@@ -141,7 +141,7 @@ def _flows(
         Flow(
             source=source,
             target=Rank(d_stage, tp_rank),
-            lane=routes[0].lane,
+            lane=routes[0].replica_index,
             first_layer=min(sent.layers),
             last_layer=max(sent.layers),
             layers=len(set(sent.layers)),
@@ -196,8 +196,8 @@ def _sender(rank: int, tp: int, model: Model, layout: Layout, routes: Sequence[R
         tp_rank=rank,
         first_head=heads.start,
         stop_head=heads.stop,
-        lane=first.lane,
-        lanes=first.lanes,
+        lane=first.replica_index,
+        lanes=first.replicas,
         regroup=first.regroup.value,
         exchanges_with=first.ranks,
         pieces=tuple(
