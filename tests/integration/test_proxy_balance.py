@@ -93,6 +93,32 @@ def test_ejection_and_return() -> None:
         assert sick.received
 
 
+def test_a_prefill_engine_that_must_be_restarted_is_avoided() -> None:
+    """Its `/health` stays good: its metrics say it."""
+    broken = PrefillEngine()
+    broken.metrics = metrics(0, 0, 0.0)
+    with beside(broken, eject_after=10_000, return_after=2, **OFTEN) as cluster:
+        eventually(lambda: withheld(cluster) == {"prefill": {}, "decode": {}})
+        broken.metrics += 'vllm:kv_pd_restart_needed{engine="0",rank="0/0"} 0.0\n'
+        broken.metrics += 'vllm:kv_pd_restart_needed{engine="0",rank="0/1"} 1.0\n'
+        eventually(lambda: len(withheld(cluster)["prefill"]) == 1)
+        [(url, why)] = withheld(cluster)["prefill"].items()
+        assert why.startswith("ejected: it must be restarted")
+        eventually(lambda: "must be restarted" in cluster.client.get("/health").json()["prefill"][url])
+        assert f'vllm:kv_pd_proxy_engine_up{{engine="{url}",role="prefill"}} 0.0' in cluster.client.get("/metrics").text
+        [shown] = [e for e in cluster.client.get("/status.json").json()["roles"][0]["engines"] if e["url"] == url]
+        assert (shown["state"], "must be restarted" in shown["reason"]) == ("ejected", True)
+        for _ in range(3):
+            assert cluster.complete().status_code == 200
+        assert broken.received == []
+        # It is better than none.
+        cluster.prefill.refusal = (503, {"error": {"message": "shutting down"}})
+        assert cluster.complete().status_code == 200
+        assert len(broken.received) == 1
+        broken.metrics = metrics(0, 0, 0.0)  # it was restarted
+        eventually(lambda: withheld(cluster) == {"prefill": {}, "decode": {}})
+
+
 def test_engine_that_fails_every_request_is_not_the_least_loaded() -> None:
     broken = PrefillEngine()
     broken.transfer_error = "no device"

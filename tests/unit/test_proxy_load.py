@@ -70,6 +70,12 @@ vllm:cache_config_info{block_size="128",engine="0",num_gpu_blocks="1000",sliding
             'vllm:generation_tokens_total{engine="1"} 9\nvllm:prompt_tokens_created{engine="0"} 1.7e9\n',
             LoadSnapshot(tokens=21),
         ),
+        (
+            'vllm:kv_pd_restart_needed{engine="0",rank="0/0"} 1.0\n'
+            'vllm:kv_pd_restart_needed{engine="0",rank="0/1"} 0.0\n'
+            'vllm:kv_pd_restart_needed{engine="1",rank="0/0"} 1.0\n',
+            LoadSnapshot(broken_ranks=2),
+        ),
         ("vllm:num_requests_running 1e308\nvllm:num_requests_waiting +Inf\n", LoadSnapshot()),
         ("vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\n", LoadSnapshot()),
         ("vllm:kv_cache_usage_perc 0.5\n", LoadSnapshot()),
@@ -186,6 +192,26 @@ def test_ejection_and_return(eject_after: int, return_after: int, results: list[
         else:
             assert not changed
         assert gate.ejected is ejected
+
+
+def test_an_engine_that_says_that_it_is_broken_is_ejected_at_once_and_returns_as_others_do() -> None:
+    gate = HealthGate(eject_after=3, return_after=2)
+    assert gate.checked("it must be restarted", at_once=True)
+    assert gate.ejected
+    assert not gate.checked("it must be restarted", at_once=True)
+    assert gate.ejected
+    assert [gate.checked(None), gate.checked(None)] == [False, True]
+    assert not gate.ejected
+
+
+def test_an_engine_is_broken_by_its_last_metrics() -> None:
+    engine = EngineRegistry(EngineRole.PREFILL).add("u", "test")
+    assert engine.broken is None
+    engine.note(LoadSnapshot(broken_ranks=2), InFlightLoad(), 0.0)
+    assert engine.broken is not None
+    assert "must be restarted" in engine.broken
+    engine.note(LoadSnapshot(running=1), InFlightLoad(), 1.0)  # it was restarted
+    assert engine.broken is None
 
 
 def test_engine_that_comes_later_has_to_be_well_once() -> None:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.routing.registry import EngineRegistry
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, RegisteredEngine
 
 # However often the proxy is asked, engines are not probed more often than this.
 _FRESH_SECONDS = 1.0
@@ -58,14 +58,15 @@ class Health:
     async def _probe_all(self) -> None:
         states: dict[str, dict[str, str]] = {pool.role.value: {} for pool in self._pools}
 
-        async def probe(pool: EnginePool, url: str) -> None:
-            states[pool.role.value][url] = await pool.probe(url, self._timeout)
+        async def probe(pool: EnginePool, engine: RegisteredEngine) -> None:
+            state = await pool.probe(engine.url, self._timeout)
+            states[pool.role.value][engine.url] = engine.broken or state if state == "ok" else state
 
         async with anyio.create_task_group() as tasks:
             for pool in self._pools:
                 for engine in pool.engines:
                     states[pool.role.value][engine.url] = ""  # in the engines' order
-                    tasks.start_soon(probe, pool, engine.url)
+                    tasks.start_soon(probe, pool, engine)
         self._states, self._probed_at = states, time.monotonic()
 
 

@@ -61,13 +61,14 @@ class HealthChecks:
         try:
             while not engine.removed:
                 reason = await self._health(engine.url)
-                if engines.checked(engine, reason):
-                    _log_change(engine)
                 if reason is None:
                     problem = await self._load(engine)
                     if problem is not None and not silent_about_load:
                         log.warning("%s engine %s: its load is unknown: %s", engine.role.value, engine.url, problem)
                     silent_about_load = problem is not None
+                broken = engine.broken if reason is None else None
+                if engines.checked(engine, reason or broken, at_once=broken is not None):
+                    _log_change(engine)
                 # Not all engines, by all proxies, at the same time.
                 await anyio.sleep(self._interval * random.uniform(0.9, 1.1))
         finally:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_ascend_pd.core.stats import PREFIX, RESTART_NEEDED
 from vllm_ascend_pd.proxy.routing.balance import EngineLoad
 
 _RUNNING = "vllm:num_requests_running"
@@ -17,7 +18,8 @@ _KV_USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 """vLLM's name since 0.10, and the one before."""
 _CACHE_INFO = "vllm:cache_config_info"
 _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
-_WANTED = (_RUNNING, _WAITING, *_KV_USE, _CACHE_INFO, *_TOKENS)
+_RESTART_NEEDED = PREFIX + RESTART_NEEDED.name
+_WANTED = (_RUNNING, _WAITING, *_KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED)
 _MAX_LINES = 1024
 """Of what is wanted: one per name and data-parallel engine is usual. Parsing takes 20 us each."""
 
@@ -33,6 +35,8 @@ class LoadSnapshot(NamedTuple):
     capacity: int | None = None
     tokens: int | None = None
     """Computed since the engine started: prompts that are done, and what was generated."""
+    broken_ranks: int | None = None
+    """Ranks whose metric `restart_needed` is 1."""
 
 
 def parse_metrics(text: str) -> LoadSnapshot:
@@ -57,7 +61,12 @@ def parse_metrics(text: str) -> LoadSnapshot:
         kv_tokens = round(min(1.0, sum(use) / len(use)) * capacity)
     tokens = [value for name in _TOKENS for value in values.get(name, ())]
     return LoadSnapshot(
-        _total(values.get(_RUNNING)), _total(values.get(_WAITING)), kv_tokens, capacity, _total(tokens or None)
+        _total(values.get(_RUNNING)),
+        _total(values.get(_WAITING)),
+        kv_tokens,
+        capacity,
+        _total(tokens or None),
+        _total(values.get(_RESTART_NEEDED)),
     )
 
 

@@ -40,8 +40,10 @@ class HealthGate:
         self._limits = {False: eject_after, True: return_after}
         self._against = 0
 
-    def checked(self, reason: str | None) -> bool:
-        """A check ended: None for good, else why not. Whether that ejected the engine or let it in."""
+    def checked(self, reason: str | None, at_once: bool = False) -> bool:
+        """Counts a check: `reason` is None for a good one. Returns whether that ejected the engine or let it in.
+
+        `at_once`: a single check is enough, because the engine itself says that it is broken."""
         self.known = True
         if reason is None:
             self.proven = True
@@ -51,7 +53,7 @@ class HealthGate:
             self._against = 0
             return False
         self._against += 1
-        if self._against < self._limits[self.ejected]:
+        if self._against < self._limits[self.ejected] and not at_once:
             return False
         self.ejected, self._against = not self.ejected, 0
         return True
@@ -146,6 +148,12 @@ class RegisteredEngine:
                 self.worked_at = now
         self._seen = LoadReport(snapshot, sent, now)
 
+    @property
+    def broken(self) -> str | None:
+        """Why the engine must be restarted, by its own metrics when last read; None if they say nothing of the kind."""
+        ranks = 0 if self._seen is None else self._seen.snapshot.broken_ranks or 0
+        return f"it must be restarted: KV exchange has failed for good on {ranks} rank(s)" if ranks else None
+
     def computed_nothing(self, since: float) -> float:
         """For how many seconds after `since` the engine is known to have computed no token, as of its last snapshot."""
         return 0.0 if self._seen is None else self._seen.at - max(since, self._same_tokens_since)
@@ -225,10 +233,10 @@ class EngineRegistry:
         if not engine.gate.shut:
             self.on_open(engine)
 
-    def checked(self, engine: RegisteredEngine, reason: str | None) -> bool:
+    def checked(self, engine: RegisteredEngine, reason: str | None, at_once: bool = False) -> bool:
         """As `HealthGate.checked`."""
         was_shut = engine.gate.shut
-        changed = engine.gate.checked(reason)
+        changed = engine.gate.checked(reason, at_once)
         if changed and not engine.removed:
             self.on_gone(engine.url)
         if was_shut and not engine.gate.shut:
