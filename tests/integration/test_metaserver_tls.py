@@ -21,8 +21,9 @@ from harness.certificates import Authority, Certificate
 from harness.waiting import wait_for
 from vllm_ascend_pd.core.config import TlsConfig
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, MetaserverError, PostOutcome
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, MetaserverError
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.decode.pending_posts import PostOutcome
 
 SETTINGS = MetaserverSettings(deadline_s=60, retries=1, backoff_base_s=0.01)
 PATIENCE_S = 60.0
@@ -171,7 +172,7 @@ def test_a_key_with_a_password_and_a_token_stay_secret(
             outcome(url, ours, own, key_password=PASSWORD, token_file=str(token))
         shown.append(str(error.value))
     shown += [record.getMessage() for record in caplog.records]
-    assert len(caplog.records) > 10, "httpx and asyncio log at this level"
+    assert caplog.records, "asyncio logs at this level"
     for line in shown:
         assert PASSWORD not in line
         assert TOKEN not in line

@@ -20,8 +20,9 @@ from proxy_cluster import COMPLETION, command, eventually, running_proxy
 
 from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, PostOutcome
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.decode.pending_posts import PostOutcome
 
 
 def test_idle_connections_go_without_another_request() -> None:

@@ -21,8 +21,9 @@ from harness.waiting import wait_until
 from vllm_ascend_pd.core.metaserver import WAITING_SUFFIX
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.decode import waiting_posts
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, PostOutcome
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.decode.pending_posts import PostOutcome
 
 DEADLINE_S = 0.8
 SETTINGS = MetaserverSettings(deadline_s=DEADLINE_S, backoff_base_s=0.01, backoff_max_s=0.02)
@@ -147,8 +148,8 @@ def test_a_ticket_answered_soon_is_not_asked_about() -> None:
 def test_a_deadline_that_is_prolonged_too_late_is_no_success() -> None:
     """The post is being ended at that moment."""
     with posted(lambda _: Response(status_code=404), "t", deadline_s=2.0) as (_, client):
-        wait_until(lambda: client._posts["t"].limit, 20)
-        post, loop = client._posts["t"], client._loop
+        [post], loop = client._pending.snapshot(), client._loop.loop
+        wait_until(lambda: post.limit, 20)
 
         def too_late() -> None:
             time.sleep(max(0.0, post.deadline - loop.time()) + 0.01)

@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import httpx
+import yarl
 
 from vllm_ascend_pd.core.hosts import is_host, is_loopback, looks_numeric, normal_host
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
-_DEFAULT_PORTS = {"http": 80, "https": 443}
+_SCHEMES = ("http", "https")
 _MAX_URL_CHARS = 2048
 
 
@@ -61,16 +61,16 @@ class _Target:
             if character in url:
                 raise ValueError(f"contains {character!r}")
         try:
-            parsed = httpx.URL(url)
-        except httpx.InvalidURL as error:
+            parsed = yarl.URL(url)
+            port = parsed.port
+        except ValueError as error:
             raise ValueError(f"not a URL: {error}") from error
-        if parsed.scheme not in _DEFAULT_PORTS:
+        if parsed.scheme not in _SCHEMES:
             raise ValueError("not http or https")
-        host = parsed.raw_host.decode("ascii")
+        host = parsed.raw_host or ""
         if not is_host(host) or looks_numeric(host):
             raise ValueError("its host is neither an address nor a name")
-        port = _DEFAULT_PORTS[parsed.scheme] if parsed.port is None else parsed.port
-        if not 0 < port < 65536:
+        if port is None or not 0 < port < 65536:
             raise ValueError(f"port {port} does not exist")
         path = parsed.path if "/" in url.partition("://")[2] else ""
         return cls(parsed.scheme, normal_host(host), port, path)

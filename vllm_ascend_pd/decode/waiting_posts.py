@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Until when a posted ticket may go without an answer.
+"""How long a posted ticket may wait for its answer.
 
-The metaserver answers a ticket when its prefill has ended, and time in a queue for prefill does not count. So the
-client asks at an interval which tickets still wait. A ticket that does gets its whole time again. No answer, or one
-of a metaserver that does not know the question, changes nothing: the ticket's deadline stands.
+The metaserver answers a ticket when its prefill ends, and time in a queue for prefill does not count. So this engine
+asks at an interval which tickets still wait. A ticket that waits gets its full time again. Without an answer, and from
+a metaserver without this endpoint, the ticket keeps its deadline.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 logger = logging.getLogger(__name__)
 
 _URLS_AT_ONCE = 8
-"""Metaservers that are asked at the same time: fewer than there are connections for messages beside posts."""
+"""Metaservers that are asked at the same time: fewer than `metaserver_http` sends messages beside posts."""
 
 
 @dataclass(eq=False)
 class Post:
-    """A ticket on its way to an answer. All fields but the first three change on the event loop only."""
+    """A ticket that was posted and has no answer yet. The event loop's thread owns all fields but the first three."""
 
     key: str
     url: str
@@ -35,22 +35,21 @@ class Post:
     posted_at: float
     """On the event loop's clock, which is `time.monotonic`."""
     deadline: float
-    """Ends the post, on the same clock."""
+    """When the post ends, on the same clock."""
     latest: float
-    """What `deadline` may become."""
+    """The largest value that `deadline` may get."""
     extended: bool = False
-    """Whether the metaserver ever said that it waits."""
+    """True once the metaserver said that the ticket waits."""
     has_connection: bool = False
-    """False: it waits for one of ours, so the metaserver does not know the ticket."""
+    """False while the post waits for a connection of this engine: the metaserver does not have the ticket yet."""
     limit: anyio.CancelScope | None = None
-    """Once it has begun: what `deadline` ends."""
-    scope: anyio.CancelScope | None = None
-    """Once it has begun. It ends by its scope, not by `Task.cancel`: from that httpx's shields do not protect it, and
-    connections that it was just closing would stay open until the garbage collector runs."""
+    """Enforces `deadline` once the post runs."""
+    task: asyncio.Task[None] | None = None
+    """Runs the post."""
 
     def extend(self, deadline: float) -> None:
         if self.limit is not None and self.limit.cancel_called:
-            return  # it has ended, and is about to say so
+            return  # its deadline has passed
         self.extended = True
         self.deadline = max(self.deadline, min(deadline, self.latest))
         if self.limit is not None:
@@ -58,15 +57,15 @@ class Post:
 
     @property
     def is_at_its_longest(self) -> bool:
-        """Whether nothing the metaserver says can extend it any more."""
+        """Whether the deadline cannot be extended any more."""
         return self.extended and self.deadline >= self.latest
 
 
 class WaitingPosts:
-    """Asks about posts that have no answer, and moves their deadlines. Used on one event loop."""
+    """Asks about posts without an answer, and extends their deadlines. The thread of one event loop owns it."""
 
     def __init__(self, settings: MetaserverSettings, http: MetaserverHttp, posts: Callable[[], Iterable[Post]]) -> None:
-        """`posts`: those without an outcome."""
+        """`posts` returns the posts without an outcome."""
         self._deadline_s = settings.deadline_s
         self._every_s = min(settings.ask_every_s, settings.deadline_s / 4)
         self._http = http
@@ -75,7 +74,7 @@ class WaitingPosts:
         self._free = asyncio.Semaphore(_URLS_AT_ONCE)
 
     async def run(self) -> None:
-        """Until cancelled. One question about each URL is under way at a time."""
+        """Runs until it is cancelled. Sends at most one question per URL at a time."""
         async with anyio.create_task_group() as tasks:
             while True:
                 await asyncio.sleep(self._every_s)
@@ -104,7 +103,7 @@ class WaitingPosts:
                 return
             for key in waiting.intersection(some):
                 posts[key].extend(asked_at + self._deadline_s)
-            if not first:  # it answers, so those that wait here will get their turn
+            if not first:  # the metaserver works, so posts that wait for a connection will get one
                 for post in posts.values():
                     if not post.has_connection:
                         post.extend(asked_at + self._deadline_s)

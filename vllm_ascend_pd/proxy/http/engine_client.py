@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import re
 import socket
@@ -14,14 +13,11 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import anyio
-from aiohttp.connector import Connection
 from aiohttp.http_exceptions import HttpProcessingError
 
-from vllm_ascend_pd.core.http_pool import IDLE_CONNECTION_S
 from vllm_ascend_pd.proxy.http.headers import Headers
+from vllm_ascend_pd.transport.http_session import TimedBody, open_session, time_limits
 
-# Of one header, or of the status line, in an engine's answer.
-_MAX_HEADER_BYTES = 64 * 1024
 # What aiohttp would add to a request that has none: a proxy's requests are the client's.
 _NOT_ADDED = ("Content-Type", "User-Agent")
 # A client that did not ask for compression must not get it.
@@ -140,7 +136,8 @@ class EngineClient:
         without a byte from the engine, or to send it the request."""
         self._places = anyio.Semaphore(max_connections)
         self._connect_timeout = connect_timeout
-        self._timeout = _timeout(connect_timeout, read_timeout)
+        self._read_timeout = read_timeout
+        self._timeout = time_limits(connect_timeout, read_timeout)
         self._reuse_connections = reuse_connections
         self._opened: aiohttp.ClientSession | None = None
 
@@ -155,8 +152,8 @@ class EngineClient:
                 method,
                 url,
                 headers=_encoded(headers),
-                data=content or None,
-                timeout=self._timeout if timeout is None else _timeout(timeout, timeout),
+                data=TimedBody(content, self._read_timeout if timeout is None else timeout) if content else None,
+                timeout=self._timeout if timeout is None else time_limits(timeout, timeout),
                 allow_redirects=False,
             )
             answer = EngineResponse(response, self._places.release)
@@ -197,41 +194,8 @@ class EngineClient:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._opened is None:  # it needs a running loop
-            connector = aiohttp.TCPConnector(
-                limit=0,  # `_places` is the bound: it can say what a request waited for
-                force_close=not self._reuse_connections,
-                keepalive_timeout=IDLE_CONNECTION_S if self._reuse_connections else None,
-                resolver=aiohttp.ThreadedResolver(),
-                use_dns_cache=False,
-            )
-            self._opened = aiohttp.ClientSession(
-                connector=connector,
-                response_class=_Response,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                skip_auto_headers=_NOT_ADDED,
-                auto_decompress=False,
-                trust_env=False,  # engines are reached directly, whatever HTTP_PROXY or ~/.netrc say
-                max_line_size=_MAX_HEADER_BYTES,
-                max_field_size=_MAX_HEADER_BYTES,
-            )
+            self._opened = open_session(not_added=_NOT_ADDED, reuse_connections=self._reuse_connections)
         return self._opened
-
-
-class _Response(aiohttp.ClientResponse):
-    async def start(self, connection: Connection) -> aiohttp.ClientResponse:
-        if connection.protocol is not None:
-            connection.protocol.start_timeout()  # aiohttp waits without end for a peer that does not take the request
-        return await super().start(connection)
-
-    def close(self) -> None:
-        """At once: aiohttp would first wait until the peer has taken what is not sent yet."""
-        if self.connection is not None and self.connection.transport is not None:
-            self.connection.transport.abort()
-        super().close()
-
-
-def _timeout(connect: float, read: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(connect=connect, sock_read=read, ceil_threshold=math.inf)
 
 
 def _encoded(headers: Headers) -> list[tuple[str, str]]:
