@@ -384,7 +384,7 @@ def main() -> NoReturn:
 def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Their lines hold every request, and at debug level headers with clients' keys.
-    for name in ("httpx", "httpcore", "aiohttp", "uvicorn"):
+    for name in ("aiohttp", "uvicorn"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 

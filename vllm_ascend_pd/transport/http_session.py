@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP sessions of decode's metaserver client and of the proxy: aiohttp, set up the same way for both."""
+"""HTTP sessions of decode's metaserver client, the proxy and the doctor: aiohttp, set up the same way for all."""
 
 from __future__ import annotations
 
@@ -78,6 +78,6 @@ def open_session(
     )
 
 
-def time_limits(connect: float, read: float | None) -> aiohttp.ClientTimeout:
+def time_limits(connect: float | None, read: float | None) -> aiohttp.ClientTimeout:
     """Seconds to open a connection, and without a byte from the server. None: no limit."""
     return aiohttp.ClientTimeout(connect=connect, sock_read=read, ceil_threshold=math.inf)

@@ -7,14 +7,18 @@ import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import aiohttp
 import anyio
-import httpx
+import yarl
+from aiohttp.http_exceptions import HttpProcessingError
 
 from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.transport.http_session import time_limits
 
 TIMEOUT_S = 5.0
 MAX_BODY_BYTES = 1 << 20
 _CHARS = 200
+_NO_LIMITS = time_limits(None, None)  # TIMEOUT_S bounds the whole
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,8 @@ def root_url(text: str) -> str:
     try:
         parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text.isascii()
-        httpx.URL(text)
-    except (ValueError, httpx.InvalidURL):  # a port that is no number, or an unclosed bracket
+        yarl.URL(text)
+    except ValueError:  # a port that is no number, or an unclosed bracket
         usable = False
     if not usable:
         raise ValueError(f"{one_line(text, _CHARS)!r} is not a URL such as http://10.0.0.1:8100")
@@ -44,23 +48,26 @@ def root_url(text: str) -> str:
     return text.rstrip("/")
 
 
-async def get(client: httpx.AsyncClient, url: str, max_bytes: int = MAX_BODY_BYTES) -> Answer:
+async def get(session: aiohttp.ClientSession, url: str, max_bytes: int = MAX_BODY_BYTES) -> Answer:
     """Never raises for what a server does."""
     sent = time.time()
     body = bytearray()
     try:
         with anyio.fail_after(TIMEOUT_S):
-            async with client.stream("GET", url) as response:
+            response = await session.get(url, allow_redirects=False, timeout=_NO_LIMITS)
+            try:
                 received = time.time()
-                async for piece in response.aiter_bytes():
+                while piece := await response.content.readany():
                     body += piece
                     if len(body) > max_bytes:
                         return Answer(0, b"", None, sent, received, f"sent more than {max_bytes >> 10} KiB")
-        return Answer(response.status_code, bytes(body), response.headers.get("date"), sent, received)
-    except (TimeoutError, httpx.TimeoutException):
+            finally:
+                response.close()
+        return Answer(response.status, bytes(body), response.headers.get("date"), sent, received)
+    except TimeoutError:
         problem = f"did not answer within {TIMEOUT_S:g} s"
-    except httpx.ConnectError as failure:
+    except aiohttp.ClientConnectorError as failure:
         problem = f"cannot be connected to: {one_line(str(failure), _CHARS) or type(failure).__name__}"
-    except httpx.HTTPError as failure:
+    except (aiohttp.ClientError, HttpProcessingError, OSError) as failure:
         problem = f"broke off: {one_line(str(failure), _CHARS) or type(failure).__name__}"
     return Answer(0, b"", None, sent, time.time(), problem)

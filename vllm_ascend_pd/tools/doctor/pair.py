@@ -10,7 +10,6 @@ from itertools import product
 from typing import TypeVar
 
 import anyio
-import httpx
 import msgspec
 
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
@@ -20,6 +19,7 @@ from vllm_ascend_pd.tools.doctor.http_get import MAX_BODY_BYTES, Answer, get
 from vllm_ascend_pd.tools.doctor.roles import Kind
 from vllm_ascend_pd.tools.doctor.stacks import VLLM
 from vllm_ascend_pd.tools.doctor.versions import release
+from vllm_ascend_pd.transport.http_session import open_session
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 """vLLM's own: the key that its API server asks for."""
@@ -86,13 +86,8 @@ async def ask(
 ) -> list[Server]:
     """`urls`: root URLs by role; `trusted`: whose certificates. Raises ValueError as `api_key` does."""
     key = api_key(environment)
-    # Engines are reached directly, whatever HTTP_PROXY or ~/.netrc say.
-    client = httpx.AsyncClient(
-        trust_env=False,
-        verify=trusted or True,
-        headers={"Authorization": f"Bearer {key}"} if key else None,
-        timeout=None,
-    )
+    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    session = open_session(headers=headers, ssl_context=trusted)
     servers = [Server(role, n, url, {}) for role, each in urls.items() for n, url in enumerate(each)]
     answers: dict[tuple[str, int], dict[str, Answer]] = {(server.role, server.number): {} for server in servers}
     limit = anyio.Semaphore(_AT_ONCE)
@@ -100,10 +95,10 @@ async def ask(
     async def fetch(server: Server, path: str) -> None:
         async with limit:
             answers[server.role, server.number][path] = await get(
-                client, server.url + path, _MAX_BYTES.get(path, MAX_BODY_BYTES)
+                session, server.url + path, _MAX_BYTES.get(path, MAX_BODY_BYTES)
             )
 
-    async with client, anyio.create_task_group() as tasks:
+    async with session, anyio.create_task_group() as tasks:
         for server, path in product(servers, _PATHS):
             if (server.role, path) != ("proxy", "/version"):
                 tasks.start_soon(fetch, server, path)
