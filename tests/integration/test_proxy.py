@@ -244,7 +244,7 @@ def test_engine_that_takes_too_long_to_connect_to_gets_a_second_chance(caplog: p
         # SYN packets are sent again after 1 s and after 3 s.
         with running_cluster(only_prefill=(url,), connect_timeout=4.0) as cluster:
             answer = client.submit(cluster.complete)
-            eventually(lambda: "(ConnectTimeout): trying the next one" in caplog.text)
+            eventually(lambda: "(ConnectTimeout): trying the next engine" in caplog.text)
             servers.start(lambda _: cluster.prefill.app, listener)
             assert answer.result(30).status_code == 200
 

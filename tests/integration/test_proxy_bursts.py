@@ -49,7 +49,7 @@ def test_full_line_is_answered_429_and_named() -> None:
         eventually(lambda: waiting(cluster) == 1)
         refused = cluster.complete()
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        reason = "the proxy serves 1 requests, and 1 wait, which is the most: retry later"
+        reason = "the proxy serves 1 requests, 1 more wait, which is the limit: retry later"
         assert refused.json()["error"]["message"] == reason
         cluster.prefill.holds = False
         assert [first.result().status_code, second.result().status_code] == [200, 200]
@@ -62,7 +62,7 @@ def test_who_has_waited_too_long_is_answered_429_and_told_how_long() -> None:
         assert cluster.decode.working.wait(10)
         refused = cluster.complete()
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        reason = "the proxy serves 1 requests, 0 wait, and this one has waited for 0.5 s: retry later"
+        reason = "the proxy serves 1 requests, 0 more wait, and this one has waited 0.5 s: retry later"
         assert refused.json()["error"]["message"] == reason
         cluster.prefill.holds = False
         assert first.result().status_code == 200

@@ -78,7 +78,7 @@ def test_a_silent_prefill() -> None:
         cluster.prefill.hangs = True
         response = cluster.complete()
         assert response.status_code == 502
-        said = "prefill engine: it served nothing for 0.3 s (--prefill-timeout)"
+        said = "prefill engine: it served no request for 0.3 s (--prefill-timeout)"
         assert said in response.json()["error"]["message"]
         assert cluster.prefill.cancelled.wait(5)
         assert cluster.decode.cancelled.wait(5)

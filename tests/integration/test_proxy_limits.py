@@ -48,7 +48,7 @@ def test_no_place_for_a_prefill_in_time_is_429(stream: dict[str, object]) -> Non
         cluster.decode.hangs_when_prefill_fails = True
         refused = cluster.complete(**stream)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        bound = "none had a place within 0.2 s (--queue-timeout)"
+        bound = "no slot became free within 0.2 s (--queue-timeout)"
         said = f"prefill failed: all prefill engines are busy: {bound}: retry later"
         assert refused.json()["error"]["message"] == said
         assert cluster.decode.cancelled.wait(10)
@@ -143,7 +143,7 @@ def test_who_waits_for_engines_that_are_all_gone_is_told_at_once(tmp_path: Path,
         assert cluster.client.request(method, path, headers=headers).status_code == 200
         refused = second.result(timeout=10)
         assert refused.status_code == 503
-        assert refused.json()["error"]["message"] == "there is no decode engine to ask"
+        assert refused.json()["error"]["message"] == "no decode engine is available"
         cluster.prefill.holds = False
         assert first.result().status_code == 200
 

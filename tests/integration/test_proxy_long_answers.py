@@ -109,7 +109,7 @@ def test_a_lost_request_names_its_reason() -> None:
         cluster.decode.metrics = computed(5, running=0)
         answer = cluster.complete()
         assert answer.status_code == 504
-        reason = "decode engine: it computed nothing for 1 s, by its own metrics"
+        reason = "decode engine: its metrics show no new token for 1 s"
         assert answer.json()["error"]["message"] == reason
 
 
@@ -155,5 +155,5 @@ def test_stopped_decode_engine_is_noticed_in_a_stream() -> None:
             assert b"token0" in next(events)
             process.send_signal(signal.SIGSTOP)
             rest = b"".join(events)
-        assert b"decode engine: no answer to a health probe for 0.3 s" in rest
+        assert b"decode engine: no answer to a health probe within 0.3 s" in rest
         assert not cluster.decode.received

@@ -18,8 +18,8 @@ from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestTable
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
-from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole
+from vllm_ascend_pd.proxy.routing.engine_pool import make_pool
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SECTIONS = {
@@ -79,17 +79,16 @@ async def _exposed() -> str:
     async def send(_: Message) -> None:
         pass
 
-    engines = EngineRegistry(EngineRole.PREFILL)
-    engines.add("http://10.0.0.1:8100", "test")
-    pool = EnginePool(
-        engines,
-        "least-load",
-        ConcurrencyLimiter(1, 1, 1.0),
+    pool = make_pool(
+        EngineRole.PREFILL,
+        strategy="least-load",
+        limiter=ConcurrencyLimiter(1, 1, 1.0),
         max_connections=1,
         connect_timeout=1.0,
         read_timeout=1.0,
         fresh_for=1.0,
     )
+    pool.engines.add("http://10.0.0.1:8100", "test")
     metrics = Metrics(RequestTable(limit=1), Counts(), (pool,), states)
     reply = Reply(send, request_id=None, timeout=1.0)
     with metrics.request("/v1/completions", reply):

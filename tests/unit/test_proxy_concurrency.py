@@ -8,15 +8,11 @@ from typing import Any
 
 import anyio
 import pytest
+from registry_listener import RegistryListener
 
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError, RequestGroup
-from vllm_ascend_pd.proxy.routing.registry import (
-    EngineRegistry,
-    EngineRole,
-    FailureStreak,
-    HealthGate,
-    RegisteredEngine,
-)
+from vllm_ascend_pd.proxy.routing.health_gate import FailureStreak, HealthGate
+from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole, RegisteredEngine
 
 FOREVER = 60.0
 FULL = "full"
@@ -212,8 +208,8 @@ def test_who_has_no_engine_left_to_wait_for_does_not_wait() -> None:
     """Removed, or drained: both at once are gone for those in line."""
 
     async def run() -> None:
-        engines, limiter = EngineRegistry(EngineRole.DECODE), ConcurrencyLimiter(1, 3, FOREVER)
-        engines.on_closed = limiter.engine_closed
+        limiter = ConcurrencyLimiter(1, 3, FOREVER)
+        engines = EngineRegistry(EngineRole.DECODE, slots=limiter)
         a, b = engines.add("http://a", "a test"), engines.add("http://b", "a test")
         group = RequestGroup()
         assert [await limiter.acquire([each], group=group) for each in (a, b)] == [a, b]
@@ -241,8 +237,8 @@ def test_who_has_no_engine_left_to_wait_for_does_not_wait() -> None:
 @pytest.mark.parametrize("patience", [FOREVER, 0.05])
 def test_who_was_called_to_an_engine_that_is_removed_before_it_goes_there_waits_on(patience: float) -> None:
     async def run() -> None:
-        engines, limiter = EngineRegistry(EngineRole.DECODE), ConcurrencyLimiter(1, 3, patience)
-        engines.on_closed = limiter.engine_closed
+        limiter = ConcurrencyLimiter(1, 3, patience)
+        engines = EngineRegistry(EngineRole.DECODE, slots=limiter)
         a, b = engines.add("http://a", "a test"), engines.add("http://b", "a test")
         assert [await limiter.acquire([a]), await limiter.acquire([b])] == [a, b]
         got: list[RegisteredEngine | str | None] = []
@@ -269,16 +265,16 @@ def test_who_was_called_to_an_engine_that_is_removed_before_it_goes_there_waits_
 
 
 def test_engine_whose_checks_fail_joins_when_they_are_good_not_when_it_is_let_in_again() -> None:
-    engines, joined = EngineRegistry(EngineRole.DECODE, eject_after=1, return_after=1), []
-    engines.on_open = joined.append
+    listener = RegistryListener()
+    engines = EngineRegistry(EngineRole.DECODE, eject_after=1, return_after=1, slots=listener)
     engines.replace("a test", ["http://127.0.0.1:1"])
     [one] = engines
     engines.checked(one, "it does not answer")
     engines.drain(one)
     engines.undrain(one)
-    assert joined == []
+    assert listener.opened == []
     engines.checked(one, None)
-    assert joined == [one]
+    assert listener.opened == [one]
 
 
 def test_line_and_patience_are_bounded() -> None:
@@ -350,8 +346,8 @@ def test_a_free_place_is_offered_to_who_has_lost_one() -> None:
     """In one turn of the event loop: called to A, nobody to B, and A is removed."""
 
     async def run() -> None:
-        engines, limiter = EngineRegistry(EngineRole.PREFILL), ConcurrencyLimiter(1, 3, FOREVER)
-        engines.on_closed, engines.on_open = limiter.engine_closed, limiter.engine_opened
+        limiter = ConcurrencyLimiter(1, 3, FOREVER)
+        engines = EngineRegistry(EngineRole.PREFILL, slots=limiter)
         a, b = engines.add("http://a", "test"), engines.add("http://b", "test")
         assert [await limiter.acquire([a]), await limiter.acquire([b])] == [a, b]
         got: list[RegisteredEngine | None] = []

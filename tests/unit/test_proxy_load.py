@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from registry_listener import RegistryListener
 
 from vllm_ascend_pd.proxy.routing.balance import EngineLoad
+from vllm_ascend_pd.proxy.routing.health_gate import FailureStreak, HealthGate
 from vllm_ascend_pd.proxy.routing.load import (
     InFlightLoad,
     LoadReport,
@@ -24,8 +26,6 @@ from vllm_ascend_pd.proxy.routing.registry import (
     MAX_ENGINES,
     EngineRegistry,
     EngineRole,
-    FailureStreak,
-    HealthGate,
     RegisteredEngine,
     TooManyEnginesError,
 )
@@ -152,10 +152,10 @@ def test_others_requests_count() -> None:
 
 def test_old_snapshots_are_ignored() -> None:
     engine = RegisteredEngine(EngineRole.DECODE, "u", HealthGate(1, 1), FailureStreak(1))
-    assert engine.seen(0.0, 3.0) is None
+    assert engine.report(0.0, 3.0) is None
     engine.note(LoadSnapshot(1), InFlightLoad(), 10.0)
-    assert engine.seen(13.0, 3.0) is not None
-    assert engine.seen(13.1, 3.0) is None
+    assert engine.report(13.0, 3.0) is not None
+    assert engine.report(13.1, 3.0) is None
 
 
 def test_an_engine_computes_nothing_while_it_names_the_same_tokens() -> None:
@@ -215,10 +215,10 @@ def test_an_engine_is_broken_by_its_last_metrics() -> None:
 
 
 def test_engine_that_comes_later_has_to_be_well_once() -> None:
-    engines, opened = EngineRegistry(EngineRole.DECODE, eject_after=2), []
-    engines.on_open = opened.append
+    listener = RegistryListener()
+    engines = EngineRegistry(EngineRole.DECODE, eject_after=2, slots=listener)
     first = engines.add("first", "test")
-    engines.on_trial = True
+    engines.require_checks()
     engines.replace("dns", ["later"])
     later = engines.get("later")
     assert later is not None
@@ -226,38 +226,39 @@ def test_engine_that_comes_later_has_to_be_well_once() -> None:
     engines.checked(later, "silent")
     engines.checked(first, "silent")
     assert [engine.doubtful(0.0) for engine in (first, later)] == [False, True]
-    assert opened == []
+    assert listener.opened == []
     engines.checked(later, None)
     engines.checked(first, None)
     assert not later.doubtful(0.0)
     engines.checked(later, "silent")
     assert not later.doubtful(0.0)
-    assert opened == [later]
+    assert listener.opened == [later]
 
 
 def test_engine_that_fails_all_its_requests_is_passed_over_for_a_while() -> None:
-    record = FailureStreak(patience=3)
+    streak = FailureStreak(limit=3)
     for now in (0.0, 1.0):
-        record.ended(False, now)
-        assert not record.bad(now)
-    record.ended(False, 2.0)
-    assert record.bad(11.9)
-    assert not record.bad(12.0)
-    record.ended(False, 13.0)
-    assert record.bad(14.0)
-    record.ended(True, 15.0)
-    assert not record.bad(15.0)
+        streak.ended(False, now)
+        assert not streak.avoided(now)
+    streak.ended(False, 2.0)
+    assert streak.avoided(11.9)
+    assert not streak.avoided(12.0)
+    streak.ended(False, 13.0)
+    assert streak.avoided(14.0)
+    streak.ended(True, 15.0)
+    assert not streak.avoided(15.0)
 
 
 def test_engines_come_and_go_by_what_their_sources_say() -> None:
-    engines, gone = EngineRegistry(EngineRole.PREFILL), []
-    engines.on_gone = gone.append
+    listener = RegistryListener()
+    engines = EngineRegistry(EngineRole.PREFILL, slots=listener, caches=listener)
     assert engines.replace("file", ["a", "b"]) == (["a", "b"], [])
     assert engines.replace("dns", ["b", "c"]) == (["c"], [])
     assert engines.replace("file", ["a"]) == ([], [])
     assert engines.replace("dns", []) == ([], ["b", "c"])
     assert engines.urls == ("a",)
-    assert gone == ["b", "c"]
+    assert listener.forgotten == ["b", "c"]
+    assert [engine.url for engine in listener.closed] == ["b", "c"]
     [engine] = engines
     with engine.serving(InFlightLoad(1, 100)):
         engines.remove(engine)

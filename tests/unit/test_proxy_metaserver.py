@@ -20,9 +20,11 @@ from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED, Observer
 from vllm_ascend_pd.proxy.rendezvous.proxied_request import DecodeAttempt, ProxiedRequest, RequestTable
 from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, TicketHeader, of_attempt
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRanking
+from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRequest
 from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT
+from vllm_ascend_pd.proxy.routing.ranking import EngineRanking
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 
@@ -34,18 +36,19 @@ class Pool:
     def __init__(self) -> None:
         self.breaks_off = anyio.Event()
         self.asked: list[str] = []
+        self.ranker = self
 
-    def order(self, *_: object) -> EngineRanking:
+    def rank(self, *_: object) -> EngineRanking:
         return EngineRanking(NO_PROMPT, (self.urls,))
 
     def judge(self, *_: object) -> None:
         pass
 
     @asynccontextmanager
-    async def open(self, *_: object, asked: list[str], **__: object) -> AsyncIterator[EngineResponse]:
+    async def open(self, _: EngineRanking, __: EngineRequest, call: EngineCall) -> AsyncIterator[EngineResponse]:
         url = self.urls[len(self.asked)]
         self.asked.append(url)
-        asked.append(url)
+        call.engines.append(url)
         await self.breaks_off.wait()
         raise EngineError(FailureKind.LOST, url, "it broke off")
         yield

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError, RequestGroup
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, make_pool
 from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole, RegisteredEngine
@@ -18,10 +18,18 @@ from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole, Re
 FOREVER = 60.0
 
 
-def pool_of(engines: EngineRegistry, patience: float = FOREVER) -> EnginePool:
-    """Each engine has one place."""
-    limiter = ConcurrencyLimiter(1, 3, patience)
-    return EnginePool(engines, "least-load", limiter, max_connections=1, connect_timeout=1, read_timeout=1, fresh_for=1)
+def pool_of(role: EngineRole, timeout: float = FOREVER, eject_after: int = 3) -> EnginePool:
+    """Each engine has one slot."""
+    return make_pool(
+        role,
+        strategy="least-load",
+        limiter=ConcurrencyLimiter(1, 3, timeout),
+        max_connections=1,
+        connect_timeout=1,
+        read_timeout=1,
+        fresh_for=1,
+        eject_after=eject_after,
+    )
 
 
 async def settle() -> None:
@@ -34,17 +42,17 @@ def test_who_waits_goes_to_an_engine_that_replaces_all_others(started: bool) -> 
     """A list of engines that is read again names one instead of another: there is none in between."""
 
     async def run() -> None:
-        engines = EngineRegistry(EngineRole.PREFILL)
-        pool = pool_of(engines)
+        pool = pool_of(EngineRole.PREFILL)
+        engines = pool.engines
         engines.replace("file", ["http://old"])
-        engines.on_trial = True
+        engines.require_checks()
         group = RequestGroup()
-        first = await pool._place(pool.order(NO_PROMPT, group=group if started else RequestGroup()), set())
+        first = await pool.acquire(pool.ranker.rank(NO_PROMPT, group=group if started else RequestGroup()), set())
         assert first is engines.get("http://old")
         got: list[RegisteredEngine | None] = []
 
         async def wait() -> None:
-            got.append(await pool._place(pool.order(NO_PROMPT, group=group), set()))
+            got.append(await pool.acquire(pool.ranker.rank(NO_PROMPT, group=group), set()))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
@@ -61,8 +69,8 @@ def test_queue_timeout_does_not_begin_anew_with_each_engine_that_replaces_anothe
     """`at_once`: between the two there is none."""
 
     async def run() -> None:
-        engines = EngineRegistry(EngineRole.DECODE)
-        pool = pool_of(engines, patience=0.3)
+        pool = pool_of(EngineRole.DECODE, timeout=0.3)
+        engines = pool.engines
         assert await pool.limiter.acquire([engines.add("http://0", "file")]) is not None
         begun = time.monotonic()
 
@@ -84,7 +92,7 @@ def test_queue_timeout_does_not_begin_anew_with_each_engine_that_replaces_anothe
             tasks.start_soon(replace)
             await settle()
             with pytest.raises(EngineError) as raised:
-                await pool._place(pool.order(NO_PROMPT), set())
+                await pool.acquire(pool.ranker.rank(NO_PROMPT), set())
             assert raised.value.kind is FailureKind.FULL
             assert time.monotonic() - begun < 1
             tasks.cancel_scope.cancel()
@@ -94,14 +102,14 @@ def test_queue_timeout_does_not_begin_anew_with_each_engine_that_replaces_anothe
 
 def test_of_the_engines_that_replace_others_a_healthy_one_is_chosen() -> None:
     async def run() -> None:
-        engines = EngineRegistry(EngineRole.DECODE, eject_after=1)
-        pool = pool_of(engines)
+        pool = pool_of(EngineRole.DECODE, eject_after=1)
+        engines = pool.engines
         old = engines.add("http://old", "test")
         assert await pool.limiter.acquire([old]) is old
         got: list[RegisteredEngine | None] = []
 
         async def wait() -> None:
-            got.append(await pool._place(pool.order(NO_PROMPT), set()))
+            got.append(await pool.acquire(pool.ranker.rank(NO_PROMPT), set()))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
@@ -117,15 +125,15 @@ def test_of_the_engines_that_replace_others_a_healthy_one_is_chosen() -> None:
 
 def test_one_that_failed_before_is_a_last_resort_also_when_others_have_gone() -> None:
     async def run() -> None:
-        engines = EngineRegistry(EngineRole.DECODE)
-        pool = pool_of(engines)
+        pool = pool_of(EngineRole.DECODE)
+        engines = pool.engines
         failed, old = engines.add("http://failed", "test"), engines.add("http://old", "test")
         assert await pool.limiter.acquire([old]) is old
         got: list[RegisteredEngine | None] = []
 
         async def wait() -> None:
-            choice = pool.order(NO_PROMPT, {failed.url}).then([failed.url])
-            got.append(await pool._place(choice, set()))
+            choice = pool.ranker.rank(NO_PROMPT, {failed.url}).then([failed.url])
+            got.append(await pool.acquire(choice, set()))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)

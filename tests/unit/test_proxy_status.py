@@ -17,10 +17,10 @@ from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED
 from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestPhase, RequestTable
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
-from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool, make_pool
 from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadSnapshot
-from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 NOW, WALL = 1000.0, 1.8e9
 FRESH_SECONDS = 5.0
@@ -45,9 +45,16 @@ class Proxy:
 
     @staticmethod
     def _pool(role: EngineRole, limit: int | None) -> EnginePool:
-        engines = EngineRegistry(role, eject_after=2, return_after=2)
         timeouts = {"connect_timeout": 1.0, "read_timeout": 1.0, "fresh_for": FRESH_SECONDS}
-        return EnginePool(engines, "least-load", ConcurrencyLimiter(limit, 4, 1.0), max_connections=1, **timeouts)
+        return make_pool(
+            role,
+            strategy="least-load",
+            limiter=ConcurrencyLimiter(limit, 4, 1.0),
+            max_connections=1,
+            eject_after=2,
+            return_after=2,
+            **timeouts,
+        )
 
     def fail(
         self, role: EngineRole, kind: FailureKind = FailureKind.LOST, reason: str = "why", unquoted: str | None = None
@@ -199,7 +206,7 @@ def test_verdict_counts_engines_that_may_get_requests() -> None:
 def test_engine_that_has_not_been_well_yet_is_unknown() -> None:
     proxy = Proxy()
     proxy.prefill.engines.remove(proxy.p)
-    proxy.prefill.engines.on_trial = True
+    proxy.prefill.engines.require_checks()
     new = proxy.prefill.engines.add("http://p:2", "test")
     assert state_of_prefill(proxy) == (EngineState.UNKNOWN, None, Verdict.UNAVAILABLE)
     new.gate.checked("HTTP 503")

@@ -38,10 +38,10 @@ from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestTable
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
 from vllm_ascend_pd.proxy.routing.discovery import Discovery
-from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
+from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool, make_pool
 from vllm_ascend_pd.proxy.routing.engines_file import EnginesFile
 from vllm_ascend_pd.proxy.routing.health_checks import HealthChecks
-from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
 from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
@@ -58,11 +58,12 @@ def create_app(settings: ProxySettings) -> Starlette:
     the proxy's background tasks have ended: without being told to when one of them failed, which uvicorn logs."""
 
     def pool(role: EngineRole, requests: int, per_engine: int | None, timeout: float) -> EnginePool:
-        engines = EngineRegistry(role, eject_after=settings.eject_after, return_after=settings.return_after)
-        return EnginePool(
-            engines,
-            settings.strategy,
-            ConcurrencyLimiter(per_engine, settings.queue_per_engine, settings.queue_timeout),
+        return make_pool(
+            role,
+            strategy=settings.strategy,
+            limiter=ConcurrencyLimiter(per_engine, settings.queue_per_engine, settings.queue_timeout),
+            eject_after=settings.eject_after,
+            return_after=settings.return_after,
             max_connections=requests,
             connect_timeout=settings.connect_timeout,
             read_timeout=timeout,
@@ -132,7 +133,7 @@ def create_app(settings: ProxySettings) -> Starlette:
                 await file.start()
             await discovery.look()
             for each in (prefill, decode):
-                each.engines.on_trial = True
+                each.engines.require_checks()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(discovery.run)
                 if file is not None:

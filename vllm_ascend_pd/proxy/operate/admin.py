@@ -119,7 +119,7 @@ class Admin:
         raise RequestRefused(HTTPStatus.NOT_FOUND, "no engine has this id")
 
     def _shown(self, engine: RegisteredEngine) -> dict[str, object]:
-        load = self._pools[engine.role].load(engine, time.monotonic())
+        load = self._pools[engine.role].ranker.load(engine, time.monotonic())
         return {
             "id": engine.id,
             "role": engine.role.value,

@@ -158,7 +158,7 @@ def _role(pool: EnginePool, counts: Counts, now: float) -> RoleStatus:
 
 
 def _engine(pool: EnginePool, engine: RegisteredEngine, now: float) -> EngineStatus:
-    reported = pool.reported(engine, now) or LoadSnapshot()
+    reported = pool.ranker.reported(engine, now) or LoadSnapshot()
     state = _state(engine, now)
     return EngineStatus(
         engine.id,
@@ -168,7 +168,7 @@ def _engine(pool: EnginePool, engine: RegisteredEngine, now: float) -> EngineSta
         engine.draining,
         engine.sent.requests,
         pool.limiter.in_use(engine),
-        pool.load(engine, now).tokens,
+        pool.ranker.load(engine, now).tokens,
         reported.running,
         reported.waiting,
         reported.kv_tokens,

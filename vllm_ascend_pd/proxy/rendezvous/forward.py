@@ -26,9 +26,10 @@ from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all, when_disconnec
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer, Span
 from vllm_ascend_pd.proxy.rendezvous.proxied_request import DecodeAttempt, ProxiedRequest, RequestTable
 from vllm_ascend_pd.proxy.rendezvous.retry import DECODE_AGAIN, Failure, engines_to_avoid, last_resorts, may_follow
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRanking
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRequest
 from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT, prompts_of
+from vllm_ascend_pd.proxy.routing.ranking import EngineRanking
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
 from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
 from vllm_ascend_pd.proxy.settings import ProxySettings
@@ -142,7 +143,7 @@ class Forward:
         clients_id = reply.request_id
         failures: list[Failure] = []
         prompt = NO_PROMPT if proxied.request is None else prompts_of(proxied.request)
-        choice = pool.order(prompt)
+        choice = pool.ranker.rank(prompt)
 
         def another() -> bool:
             return may_follow(pool.urls, failures, self._settings.decode_attempts, DECODE_AGAIN)
@@ -170,7 +171,7 @@ class Forward:
                 proxied.span.failed(failure)
                 proxied.end(failure.answer)
                 return
-            choice = pool.order(prompt, avoid).then(last_resorts(failures, avoid, DECODE_AGAIN)).of_one_admitted()
+            choice = pool.ranker.rank(prompt, avoid).then(last_resorts(failures, avoid, DECODE_AGAIN)).of_one_admitted()
             self._observer.attempt_retried(EngineRole.DECODE)
             proxied.span.retried(failure, choice.first)
             log.warning(
@@ -201,15 +202,8 @@ class Forward:
             content = decode_body(proxied.request, self._settings.metaserver_url, attempt.request_id)
         with self._watch.over(attempt), attempt.scope:
             try:
-                async with self._decode.open(
-                    choice,
-                    request.method,
-                    self._path,
-                    headers=headers,
-                    content=content,
-                    request_id=attempt.request_id,
-                    asked=attempt.engines,
-                ) as answer:
+                sent = EngineRequest(request.method, self._path, headers, content, attempt.request_id)
+                async with self._decode.open(choice, sent, attempt) as answer:
                     answered = True
                     failure = await self._relay(attempt, answer, reply)
                     if failure is None:

@@ -37,9 +37,10 @@ from vllm_ascend_pd.proxy.rendezvous.retry import (
 )
 from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, ParsedTicket, Sign, read_ticket
 from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRanking
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRequest
 from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import prompt_of
+from vllm_ascend_pd.proxy.routing.ranking import EngineRanking
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
 from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
 from vllm_ascend_pd.proxy.settings import MIB, ProxySettings
@@ -197,7 +198,7 @@ class Metaserver:
             return failures
 
         def all_but(avoid: frozenset[str]) -> EngineRanking:
-            return pool.order(prompt, without(pool.urls, avoid, proxied.failed_prefill), proxied.prefills)
+            return pool.ranker.rank(prompt, without(pool.urls, avoid, proxied.failed_prefill), proxied.prefills)
 
         choice = all_but(frozenset())
         if state.attempt != posted.ticket.attempt:  # posted again
@@ -260,7 +261,7 @@ class Metaserver:
         with waiting.attempt.span.child("prefill", about) as span:
             try:
                 with self.watch.over(run), run.scope:
-                    failure = await self._ask(waiting, choice, posted, run.engines, span)
+                    failure = await self._ask(waiting, choice, posted, run, span)
             finally:
                 span.asked(run.engines)
             if run.cut is not None:
@@ -272,7 +273,7 @@ class Metaserver:
         return failure
 
     async def _ask(
-        self, waiting: Waiting, choice: EngineRanking, posted: ParsedTicket, asked: list[str], span: Span
+        self, waiting: Waiting, choice: EngineRanking, posted: ParsedTicket, run: EngineCall, span: Span
     ) -> Failure | None:
         _, attempt, request, index, _ = waiting
         if posted.token_ids is None:
@@ -280,23 +281,16 @@ class Metaserver:
         else:
             path, body = Endpoint.COMPLETIONS.value, tokens_body(request, posted.token_ids, posted.encoded)
         try:
-            async with self._prefill.open(
-                choice,
-                "POST",
-                path,
-                headers=span.onto(attempt.prefill_headers),
-                content=body,
-                request_id=attempt.request_id,
-                asked=asked,
-            ) as answer:
+            sent = EngineRequest("POST", path, span.onto(attempt.prefill_headers), body, attempt.request_id)
+            async with self._prefill.open(choice, sent, run) as answer:
                 said = await read_all(answer.chunks(), _MAX_PREFILL_ANSWER_BYTES)
         except EngineError as error:
             refusal = error_response(error.status, f"prefill failed: {error}")
             return Failure(error.kind, str(error), error.url, refusal)
         except TooLarge:
             reason = f"the prefill engine's answer exceeds {_MAX_PREFILL_ANSWER_BYTES} bytes"
-            return failed(FailureKind.GARBAGE, reason, asked[-1])
-        return judge(answer.status, answer.header("Content-Type"), said, asked[-1])
+            return failed(FailureKind.GARBAGE, reason, run.engine)
+        return judge(answer.status, answer.header("Content-Type"), said, run.engine)
 
 
 def _read_failure(body: bytes) -> TransferFailure:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where engines are, as the operator writes it."""
+"""Checks the URLs of engines as an operator writes them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 DNS_SCHEME = "dns+http"
-"""`dns+http://NAME:PORT`: an engine at each address that the name resolves to, now and later."""
+"""`dns+http://NAME:PORT` stands for one engine at each address to which the name resolves, now and later."""
 _EXAMPLE = "http://10.0.0.1:8100"
 _LABEL = re.compile("[A-Za-z0-9_-]{1,63}")
 
 
 def check_engine_url(role: str, url: str, schemes: Sequence[str] = ("http", "https", DNS_SCHEME)) -> str:
-    """The root URL, to which a path can be appended. Raises ValueError, in words meant for the operator."""
+    """Returns the URL without a trailing slash, so that a path can be appended. Raises ValueError with a message for
+    the operator."""
     if not url.isprintable() or not _has_host(url, schemes):
         raise ValueError(f"{role} engine {url!r} is not a URL such as {_EXAMPLE}")
     parts = urlsplit(url)
@@ -27,7 +28,7 @@ def check_engine_url(role: str, url: str, schemes: Sequence[str] = ("http", "htt
 
 
 def check_engine_urls(role: str, urls: Sequence[str]) -> tuple[str, ...]:
-    """As `check_engine_url`; no two may be the same."""
+    """Checks each URL by `check_engine_url`, and that no two are the same. Raises ValueError."""
     roots = tuple(check_engine_url(role, url) for url in urls)
     if len(set(roots)) < len(roots):
         raise ValueError(f"the same {role} engine is given twice")
@@ -35,6 +36,7 @@ def check_engine_urls(role: str, urls: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_http(url: str) -> bool:
+    """Whether a URL is `http` or `https` and has a usable host."""
     return _has_host(url, ("http", "https"))
 
 
@@ -42,12 +44,12 @@ def _has_host(url: str, schemes: Sequence[str]) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in schemes and _is_host(parts.hostname or "") and parts.port != 0
-    except ValueError:  # a port that is no number, or an unclosed bracket
+    except ValueError:  # the port is no number, or a bracket is not closed
         return False
 
 
 def _is_host(host: str) -> bool:
-    """An address, or a name that can be looked up: the resolver fails on others in ways of its own."""
+    """Whether a host is an address or a name that resolvers accept. They fail in various ways on other text."""
     if ":" in host:
         ipaddress.IPv6Address(host)
         return "%" not in host

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine serves a request: strategies behind one interface, chosen by name. They see figures, and do no I/O."""
+"""Routing strategies: which engine gets a prompt. They compute with numbers only and do no I/O."""
 
 from __future__ import annotations
 
@@ -12,65 +12,75 @@ from typing import NamedTuple, Protocol
 from vllm_ascend_pd.proxy.routing.prompts import PromptEstimate
 
 MAX_CACHED_KEYS = 32 * 1024
-"""Prefix blocks remembered per engine: about 4 Mi tokens, more than an engine's cache holds; 5 MB of memory."""
+"""Prefix blocks remembered per engine. They cover about 4 Mi tokens, more than an engine's cache holds, in 5 MB."""
 
 
 class EngineLoad(NamedTuple):
-    """What an engine has to do, as well as it is known."""
+    """The estimated load of an engine."""
 
     url: str
+    """The engine's."""
     requests: int = 0
-    """Running and waiting."""
+    """Requests running and waiting there."""
     tokens: int = 0
-    """Prefill: prompt tokens not yet computed. Decode: tokens whose KV it holds, or will."""
+    """Prefill: prompt tokens not yet computed. Decode: tokens whose KV the engine holds or will hold."""
     capacity: int | None = None
-    """Tokens whose KV fits; None: unknown."""
+    """How many tokens of KV fit. None: unknown."""
 
 
 Costs = Callable[[PromptEstimate, Sequence[EngineLoad], Sequence[int]], list[float]]
-"""What it costs to give a prompt to each of some engines, if so many of its tokens are new to each: lower is better."""
+"""Returns the cost of giving a prompt to each engine; lower is better.
+
+Arguments: the prompt, the engines, and for each engine how many of the prompt's tokens it has not cached."""
 
 
 def prefill_costs(_: PromptEstimate, engines: Sequence[EngineLoad], new: Sequence[int]) -> list[float]:
-    """Tokens that are computed until the prompt's KV is there: an engine computes one prompt after the other."""
+    """The tokens that each engine computes before the prompt's KV is complete. Engines compute prompts one by one."""
     return [float(engine.tokens + tokens) for engine, tokens in zip(engines, new, strict=True)]
 
 
 def decode_costs(prompt: PromptEstimate, engines: Sequence[EngineLoad], new: Sequence[int]) -> list[float]:
-    """A step of decode takes longer with each request in it, and with each token of KV that it reads. Which counts how
-    much depends on model and machine, so an engine's share of all requests and its share of all KV count the same.
-    The KV is that relative to an engine's room if all rooms are known; where it does not fit comes after where it does.
+    """The sum of each engine's share of all requests and its share of all KV.
+
+    A decode step takes longer with each request in it, and with each token of KV that it reads. How much each counts
+    depends on the model and the machine, so both shares weigh the same. If all capacities are known, KV is measured
+    relative to the engine's capacity. Engines where the prompt does not fit cost more than all others.
     """
     requests = [float(engine.requests + prompt.sequences) for engine in engines]
     held = [float(engine.tokens + tokens) for engine, tokens in zip(engines, new, strict=True)]
-    rooms = [engine.capacity for engine in engines if engine.capacity]
-    too_much = [bool(engine.capacity) and kv > (engine.capacity or 0) for engine, kv in zip(engines, held, strict=True)]
-    if len(rooms) == len(engines):
-        held = [kv / room for kv, room in zip(held, rooms, strict=True)]
+    capacities = [engine.capacity for engine in engines if engine.capacity]
+    overflows = [
+        bool(engine.capacity) and kv > (engine.capacity or 0) for engine, kv in zip(engines, held, strict=True)
+    ]
+    if len(capacities) == len(engines):
+        held = [kv / capacity for kv, capacity in zip(held, capacities, strict=True)]
     all_requests, all_held = sum(requests) or 1.0, sum(held) or 1.0
-    # Shares are at most 1 each, so 2 outweighs both.
+    # Each share is at most 1, so 2 outweighs both.
     return [
-        number / all_requests + kv / all_held + 2.0 * full
-        for number, kv, full in zip(requests, held, too_much, strict=True)
+        number / all_requests + kv / all_held + 2.0 * overflow
+        for number, kv, overflow in zip(requests, held, overflows, strict=True)
     ]
 
 
 class Strategy(Protocol):
+    """A way to choose engines."""
+
     def order(self, prompt: PromptEstimate, engines: Sequence[EngineLoad]) -> list[str]:
-        """The engines' URLs, best first: each exactly once."""
+        """Returns the URL of each engine once, best first."""
 
     def sent(self, prompt: PromptEstimate, url: str) -> int:
-        """Notes that `prompt` goes to an engine; returns how many of its tokens are new to that."""
+        """Notes that a prompt goes to an engine. Returns how many of its tokens that engine has not cached."""
 
     def forget(self, url: str) -> None:
-        """An engine is gone, or was restarted: nothing is cached there."""
+        """Notes that an engine is gone or was restarted, so nothing is cached there."""
 
 
 class RoundRobin:
-    """One after the other, whatever they have to do."""
+    """Uses the engines in turn, whatever their load."""
 
     def __init__(self, costs: Costs = prefill_costs) -> None:
         self._turn = 0
+        """Number of rankings so far."""
 
     def order(self, prompt: PromptEstimate, engines: Sequence[EngineLoad]) -> list[str]:
         return [engine.url for engine in self._rotated(engines)]
@@ -88,7 +98,7 @@ class RoundRobin:
 
 
 class LeastLoad(RoundRobin):
-    """The engine where it costs least; of equal ones, one after the other."""
+    """Prefers the engine with the lowest cost. Engines with equal costs are used in turn."""
 
     def __init__(self, costs: Costs) -> None:
         super().__init__()
@@ -108,19 +118,23 @@ class LeastLoad(RoundRobin):
 
 
 class PrefixAffinity(LeastLoad):
-    """As `LeastLoad`, and tokens that an engine has computed lately cost nothing there. So requests that share a prefix
-    stay together as long as that is less work than what waits before them. Where nothing is known and nothing waits,
-    the prompt's beginning decides (rendezvous hashing), so that several proxies decide alike."""
+    """As `LeastLoad`, but tokens that an engine has computed lately cost nothing there.
+
+    Requests with a common prefix so go to the same engine, unless the work that waits there costs more than computing
+    the prefix elsewhere. Engines with equal costs are ordered by rendezvous hashing of the prompt's first block, so
+    that several proxies choose the same.
+    """
 
     def __init__(self, costs: Costs, max_keys: int = MAX_CACHED_KEYS) -> None:
         super().__init__(costs)
         self._max_keys = max_keys
         self._cached: dict[str, OrderedDict[int, None]] = {}
+        """Keys of the prefix blocks that an engine has computed, by its URL; least recently used first."""
 
     def sent(self, prompt: PromptEstimate, url: str) -> int:
         new = self._new_tokens(prompt, url)
         cached = self._cached.setdefault(url, OrderedDict())
-        # As engines do, the end of a prompt is given up before its beginning, without which it is of no use.
+        # Later blocks are forgotten before earlier ones, as in engines: without its beginning a prefix is useless.
         for key in reversed(prompt.keys[: self._max_keys]):
             cached[key] = None
             cached.move_to_end(key)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many requests an engine has at a time, and who waits for a place there."""
+"""Limits how many requests each engine has at a time, and queues the others. No I/O.
+
+All of it runs in the event loop. Only methods of `ConcurrencyLimiter` change a `RequestGroup` or a `_Waiter`.
+"""
 
 from __future__ import annotations
 
@@ -13,50 +16,49 @@ from vllm_ascend_pd.proxy.routing.registry import RegisteredEngine
 
 
 class NoFreeSlotError(Exception):
-    """There was no place in the line, or none at an engine in time. Its text says which bound that was."""
+    """The queue is full, or no slot became free in time. The message names the limit."""
 
 
 class RequestGroup:
-    """The prefills of one client's request. In a line they have one place together, and take turns with those of
-    others."""
+    """The prefills of one client request. They hold one place in the queue, and take turns with other groups."""
 
     def __init__(self) -> None:
-        self.slots = 0
-        """Those that they have had at engines."""
+        self.granted = 0
+        """Slots at engines that its members have been given so far."""
 
     @property
     def started(self) -> bool:
-        return self.slots > 0
+        return self.granted > 0
 
 
 class ConcurrencyLimiter:
-    """At most `limit` requests at each engine of a role (None: any number). Those for which no engine has a place wait
-    in one line, in which there are `line` places for each engine that they could go to, for `patience` seconds."""
+    """Gives requests slots at the engines of one role, and queues requests for which no engine has a free slot."""
 
-    def __init__(self, limit: int | None, line: int, patience: float) -> None:
+    def __init__(self, limit: int | None, queue_per_engine: int, timeout: float) -> None:
+        """
+        Args:
+            limit: slots per engine; None: no limit.
+            queue_per_engine: how many groups may wait, for each engine that they could use.
+            timeout: seconds that a group waits before it is refused.
+        """
         self.limit = limit
-        self._length = line
-        self._patience = patience
-        self._taken: Counter[RegisteredEngine] = Counter()
-        self._returning: dict[_Waiting, None] = {}
-        """Those who had a place before. They come first."""
-        self._line: dict[RequestGroup, dict[_Waiting, None]] = {}
-        """Whose turn is next comes first."""
+        self._queue_per_engine = queue_per_engine
+        self._timeout = timeout
+        self._used: Counter[RegisteredEngine] = Counter()
+        """Slots in use. Engines without any have no entry: they may have been removed."""
+        self._readmitted: dict[_Waiter, None] = {}
+        """Requests that had a slot before, in order. They are served before the queue."""
+        self._queue: dict[RequestGroup, dict[_Waiter, None]] = {}
+        """Groups in the order of their turns, each with its waiting members in order."""
 
     @property
     def waiting(self) -> int:
-        return sum(1 for _ in self._everyone())
+        """Requests that wait for a slot."""
+        return sum(1 for _ in self._waiters())
 
     def in_use(self, engine: RegisteredEngine) -> int:
-        return self._taken[engine]
-
-    @contextmanager
-    def releasing(self, engine: RegisteredEngine) -> Iterator[None]:
-        """For who was given `engine` by `take`: gives the place to the next in line."""
-        try:
-            yield
-        finally:
-            self._release(engine)
+        """Slots in use at an engine."""
+        return self._used[engine]
 
     async def acquire(
         self,
@@ -66,123 +68,146 @@ class ConcurrencyLimiter:
         group: RequestGroup | None = None,
         waited: float = 0.0,
     ) -> RegisteredEngine | None:
-        """A place at the first of some engines that has one, or gets one; also at one that joins meanwhile, unless it
-        is in `avoid`. None: none of all these may get requests any more. Raises NoFreeSlotError.
+        """Takes a slot at one of `engines`, and waits for one if none is free. Give it back by `releasing`.
 
-        `admitted`: the request had a place before, so it comes before the line, be that full or not. `group`: whom it
-        came with; None: nobody. A group as a whole is refused, or served: once one of it has had a place, the others
-        do not count in the line, and wait for any time. `waited`: for how many seconds it has, at engines that are
-        gone."""
+        Engines that become available while the request waits are used too.
+
+        Args:
+            engines: in order of preference.
+            admitted: whether the request had a slot before. It then waits before the queue, even if that is full.
+            avoid: URLs of engines not to use, should they become available meanwhile.
+            group: what the request belongs to; None: it is a group of its own. A group is refused as a whole or not
+                at all: once a member has had a slot, the others count in no limit and wait without a timeout.
+            waited: seconds that the request has waited already, for engines that are gone.
+
+        Returns:
+            The engine, or None if none of the engines may get requests any more.
+
+        Raises:
+            NoFreeSlotError: the queue is full, or the timeout has passed.
+        """
         group = group or RequestGroup()
         for engine in engines:
-            if engine.open and self._is_free(engine):
+            if engine.open and self._has_free_slot(engine):
                 self._occupy(group, engine)
                 return engine
-        waiting = _Waiting(engines, avoid, group)
-        if not waiting.has_hope:
+        waiter = _Waiter(engines, avoid, group)
+        if not waiter.has_open_engine:
             return None
         if not (admitted or self._may_wait(group, len(engines))):
-            raise NoFreeSlotError(f"{self._length * len(engines)} requests wait for one already (--queue-per-engine)")
-        line = self._returning if admitted else self._line.setdefault(group, {})
-        line[waiting] = None
+            raise NoFreeSlotError(f"{self._queue_per_engine * len(engines)} requests already wait (--queue-per-engine)")
+        queue = self._readmitted if admitted else self._queue.setdefault(group, {})
+        queue[waiter] = None
         try:
-            with anyio.move_on_after(self._patience - waited):
-                await waiting.over()
-            if waiting.engine is None and group.started:
-                await waiting.over()
+            with anyio.move_on_after(self._timeout - waited):
+                await waiter.wait()
+            if waiter.engine is None and group.started:
+                await waiter.wait()
         except BaseException:
-            if waiting.engine is not None:
-                group.slots -= 1
-                self._release(waiting.engine)
+            if waiter.engine is not None:
+                group.granted -= 1
+                self._release(waiter.engine)
             raise
         finally:
-            line.pop(waiting)
-            if not (line or admitted):
-                del self._line[group]
-        if waiting.engine is None and waiting.has_hope:
-            raise NoFreeSlotError(f"none had a place within {self._patience:g} s (--queue-timeout)")
-        return waiting.engine
+            queue.pop(waiter)
+            if not (queue or admitted):
+                del self._queue[group]
+        if waiter.engine is None and waiter.has_open_engine:
+            raise NoFreeSlotError(f"no slot became free within {self._timeout:g} s (--queue-timeout)")
+        return waiter.engine
 
-    def _may_wait(self, group: RequestGroup, engines: int) -> bool:
-        if group.started or group in self._line:
-            return True
-        return sum(not other.started for other in self._line) < self._length * engines
-
-    def _is_free(self, engine: RegisteredEngine) -> bool:
-        return self.limit is None or self._taken[engine] < self.limit
-
-    def _occupy(self, group: RequestGroup, engine: RegisteredEngine) -> None:
-        self._taken[engine] += 1
-        group.slots += 1
-
-    def _release(self, engine: RegisteredEngine) -> None:
-        self._taken[engine] -= 1
-        if not self._taken[engine]:
-            del self._taken[engine]  # it may be gone
-        self.assign_slots(engine)
+    @contextmanager
+    def releasing(self, engine: RegisteredEngine) -> Iterator[None]:
+        """Gives back a slot from `acquire` at the end of the `with` block."""
+        try:
+            yield
+        finally:
+            self._release(engine)
 
     def engine_opened(self, engine: RegisteredEngine) -> None:
-        """An engine gets requests now that did not: those that wait already may go there, too."""
-        for waiting in self._everyone():
-            if engine.url not in waiting.avoid:
-                waiting.engines.add(engine)
+        """Lets waiting requests use an engine that may get requests from now on."""
+        for waiter in self._waiters():
+            if engine.url not in waiter.avoid:
+                waiter.engines.add(engine)
         self.assign_slots(engine)
 
     def engine_closed(self, engine: RegisteredEngine) -> None:
-        """An engine gets no requests any more: who waits for no other one need not go on, and who was given a place
-        there just now, and is not on the way yet, waits on."""
+        """Ends waits for an engine that gets no more requests, if it was the only one. A request that was given a slot
+        there but has not resumed yet waits on for another engine."""
         others: set[RegisteredEngine] = set()
-        for waiting in self._everyone():
-            if waiting.engine is engine:
-                waiting.engine = None
-                waiting.group.slots -= 1
+        for waiter in self._waiters():
+            if waiter.engine is engine:
+                waiter.engine = None
+                waiter.group.granted -= 1
                 self._release(engine)
-                others |= waiting.engines
-            if engine in waiting.engines:
-                waiting.called.set()
-        for other in others:  # which nobody was called to meanwhile
+                others |= waiter.engines
+            if engine in waiter.engines:
+                waiter.changed.set()
+        for other in others:  # their slots may have become free while the request held one here
             self.assign_slots(other)
 
     def assign_slots(self, engine: RegisteredEngine) -> None:
-        """Gives the free places of an engine to those who wait for one."""
-        while engine.open and self._is_free(engine) and (waiting := self._next(engine)) is not None:
-            self._occupy(waiting.group, engine)
-            waiting.engine = engine
-            waiting.called.set()
+        """Gives an engine's free slots to requests that wait for it."""
+        while engine.open and self._has_free_slot(engine) and (waiter := self._next_waiter(engine)) is not None:
+            self._occupy(waiter.group, engine)
+            waiter.engine = engine
+            waiter.changed.set()
 
-    def _next(self, engine: RegisteredEngine) -> _Waiting | None:
-        """Whose turn it is, of those who may go to an engine. The next turn is another group's."""
-        for waiting in self._everyone():
-            if waiting.engine is None and engine in waiting.engines:
-                if waiting.group in self._line:
-                    self._line[waiting.group] = self._line.pop(waiting.group)
-                return waiting
+    def _next_waiter(self, engine: RegisteredEngine) -> _Waiter | None:
+        """The request whose turn it is at an engine. Its group goes to the end of the queue."""
+        for waiter in self._waiters():
+            if waiter.engine is None and engine in waiter.engines:
+                if waiter.group in self._queue:
+                    self._queue[waiter.group] = self._queue.pop(waiter.group)
+                return waiter
         return None
 
-    def _everyone(self) -> Iterator[_Waiting]:
-        yield from self._returning
-        for group in self._line.values():
-            yield from group
+    def _may_wait(self, group: RequestGroup, engines: int) -> bool:
+        if group.started or group in self._queue:
+            return True
+        return sum(not other.started for other in self._queue) < self._queue_per_engine * engines
+
+    def _has_free_slot(self, engine: RegisteredEngine) -> bool:
+        return self.limit is None or self._used[engine] < self.limit
+
+    def _occupy(self, group: RequestGroup, engine: RegisteredEngine) -> None:
+        self._used[engine] += 1
+        group.granted += 1
+
+    def _release(self, engine: RegisteredEngine) -> None:
+        self._used[engine] -= 1
+        if not self._used[engine]:
+            del self._used[engine]
+        self.assign_slots(engine)
+
+    def _waiters(self) -> Iterator[_Waiter]:
+        """All waiting requests, in the order in which they get slots."""
+        yield from self._readmitted
+        for members in self._queue.values():
+            yield from members
 
 
-class _Waiting:
-    """One in line, and the engine it was given."""
+class _Waiter:
+    """One waiting request."""
 
     def __init__(self, engines: Sequence[RegisteredEngine], avoid: Collection[str], group: RequestGroup) -> None:
         self.engines = set(engines)
+        """Engines that it may use."""
         self.avoid = avoid
+        """URLs of engines that it must not use, should they become available."""
         self.group = group
         self.engine: RegisteredEngine | None = None
-        self.called = anyio.Event()
-        """Set when it is to look again."""
+        """The engine at which it was given a slot."""
+        self.changed = anyio.Event()
+        """Set when `engine` or the state of `engines` has changed. Replaced at each wait."""
 
     @property
-    def has_hope(self) -> bool:
-        """Whether there is an engine to wait for."""
+    def has_open_engine(self) -> bool:
+        """Whether any of its engines may still get requests."""
         return any(engine.open for engine in self.engines)
 
-    async def over(self) -> None:
-        """It was given an engine, or there is none to wait for."""
-        while self.engine is None and self.has_hope:
-            self.called = anyio.Event()
-            await self.called.wait()
+    async def wait(self) -> None:
+        """Returns when it was given a slot, or has no engine left to wait for."""
+        while self.engine is None and self.has_open_engine:
+            self.changed = anyio.Event()
+            await self.changed.wait()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request has at an engine: a run that can be cut short from here."""
+"""One request of the proxy to the engines of a role, which other parts of the proxy can end."""
 
 from __future__ import annotations
 
@@ -12,36 +12,41 @@ from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 
 
 class EngineCall:
-    """One attempt at the engines of a role. All its work there runs under `scope`."""
+    """A request that is in flight at an engine, or waits for one. All its work runs under `scope`.
+
+    `EnginePool.open` fills `engines`. `StallWatch` and the metaserver may end the call by `cut_short`.
+    """
 
     def __init__(self) -> None:
         self.engines: list[str] = []
-        """Engines that were asked; the last one has, or had, the request."""
+        """URLs of the engines asked so far. The last one has the request, or had it."""
         self.scope = anyio.CancelScope()
-        """Of the request to them."""
+        """Cancelled to end the call."""
         self.cut: tuple[FailureKind, str] | None = None
-        """Why that was ended from here: its engine does not say what is wrong."""
+        """Why `cut_short` ended the call: kind and reason."""
         self.silent_since = time.monotonic()
-        """Since when nothing has come from the engine, on `time.monotonic`'s clock; infinity: nothing is expected."""
+        """When the engine last sent something, on `time.monotonic`'s clock. Infinity: nothing is expected from it."""
 
     @property
     def engine(self) -> str:
+        """URL of the engine asked last; empty if none was."""
         return self.engines[-1] if self.engines else ""
 
     @property
     def may_stall(self) -> bool:
-        """Whether the engine itself has to compute something for this run."""
+        """Whether the engine itself has to compute something for this call now."""
         return True
 
     def heard(self) -> None:
-        """Something has come from the engine, and more is expected."""
+        """Notes that the engine sent something, and that more is expected."""
         self.silent_since = time.monotonic()
 
     def pause(self) -> None:
-        """Nothing is expected from the engine until `heard` is called."""
+        """Expects nothing from the engine until `heard` is called."""
         self.silent_since = math.inf
 
     def cut_short(self, kind: FailureKind, reason: str) -> None:
+        """Ends the call as failed. Only the first reason counts."""
         if self.cut is None:
             self.cut = (kind, reason)
             self.scope.cancel()

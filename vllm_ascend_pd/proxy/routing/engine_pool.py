@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of one role: which one gets a request, and HTTP to it with every wait bounded."""
+"""Sends requests to the engines of one role: picks an engine, waits for a slot, and bounds every wait on HTTP."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from vllm_ascend_pd.proxy.http.engine_client import (
     ReadTimeout,
 )
 from vllm_ascend_pd.proxy.http.headers import Headers
-from vllm_ascend_pd.proxy.routing.balance import STRATEGIES, EngineLoad, decode_costs, prefill_costs
-from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError, RequestGroup
+from vllm_ascend_pd.proxy.routing.balance import STRATEGIES, decode_costs, prefill_costs
+from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError
+from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
 from vllm_ascend_pd.proxy.routing.failure_kind import DECODE_BLAMED, PREFILL_BLAMED, FailureKind
-from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadSnapshot, decode_load, prefill_load
-from vllm_ascend_pd.proxy.routing.prompts import PromptEstimate
+from vllm_ascend_pd.proxy.routing.ranking import EngineRanker, EngineRanking
 from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRegistry, EngineRole, RegisteredEngine
 
 log = logging.getLogger(__name__)
 
 
 class EngineError(Exception):
-    """An engine that could not be reached, broke off or stayed silent, or none that may be asked. The message names no
-    address."""
+    """No engine could be asked, or an engine could not be reached, broke off or stayed silent. The message names no
+    address: clients get it."""
 
     def __init__(self, kind: FailureKind, url: str, reason: str) -> None:
         self.kind = kind
         self.url = url
+        """The engine's; empty if none was asked."""
         self.status = _STATUS.get(kind, HTTPStatus.BAD_GATEWAY)
+        """For the client."""
         super().__init__(reason)
 
 
@@ -47,161 +49,94 @@ _STATUS = {
     FailureKind.FULL: HTTPStatus.TOO_MANY_REQUESTS,
 }
 _UNREACHABLE = (ConnectError, ConnectTimeout)
-# The mean length of prompts: of about so many, and before there is one.
-_MEAN_OF = 32
-_FIRST_MEAN = 512.0
 
 
-class EngineRanking(NamedTuple):
-    """Who is asked for a prompt, best first."""
+class EngineRequest(NamedTuple):
+    """An HTTP request to whichever engine gets it."""
 
-    prompt: PromptEstimate
-    tiers: tuple[tuple[str, ...], ...]
-    """An engine is asked, or waited for, only if none of the tiers before can be reached."""
-    avoid: Collection[str] = ()
-    """Who is not asked, should it come while the request waits."""
-    admitted: bool = False
-    """The request had a place before: it waits for another in front of those that had none."""
-    group: RequestGroup | None = None
-    """With whom it waits for a place."""
-
-    @property
-    def first(self) -> str:
-        return next((url for tier in self.tiers for url in tier), "")
-
-    def then(self, urls: Sequence[str]) -> EngineRanking:
-        return self._replace(tiers=(*self.tiers, tuple(urls)))
-
-    def of_one_admitted(self) -> EngineRanking:
-        return self._replace(admitted=True)
+    method: str
+    path: str
+    headers: Headers
+    content: bytes
+    request_id: str
+    """For the log."""
 
 
 class EnginePool:
+    """The engines of one role as the rest of the proxy uses them."""
+
     def __init__(
-        self,
-        engines: EngineRegistry,
-        strategy: str,
-        limiter: ConcurrencyLimiter,
-        *,
-        max_connections: int,
-        connect_timeout: float,
-        read_timeout: float,
-        fresh_for: float,
+        self, engines: EngineRegistry, ranker: EngineRanker, limiter: ConcurrencyLimiter, client: EngineClient
     ) -> None:
-        """`strategy`: of `balance.STRATEGIES`. `fresh_for`: seconds that what an engine said of its load counts."""
         self.engines = engines
         self.role = engines.role
-        prefills = self.role is EngineRole.PREFILL
-        self._load = prefill_load if prefills else decode_load
-        self._blamed = PREFILL_BLAMED if prefills else DECODE_BLAMED
-        self._strategy = STRATEGIES[strategy](prefill_costs if prefills else decode_costs)
+        self.ranker = ranker
         self.limiter = limiter
-        engines.on_gone = self._strategy.forget
-        engines.on_open = limiter.engine_opened
-        engines.on_closed = limiter.engine_closed
-        self._fresh_for = fresh_for
-        self._mean_tokens = _FIRST_MEAN
-        self._client = EngineClient(
-            max_connections=max_connections + MAX_ENGINES,  # one for each engine's health probe
-            connect_timeout=connect_timeout,
-            read_timeout=read_timeout,
-        )
+        self._client = client
+        self._blamed = PREFILL_BLAMED if self.role is EngineRole.PREFILL else DECODE_BLAMED
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Of the engines that may be asked now."""
+        """URLs of the engines that may get requests now."""
         return self.engines.urls
 
-    def order(
-        self, prompt: PromptEstimate, avoid: Collection[str] = (), group: RequestGroup | None = None
-    ) -> EngineRanking:
-        """Of all engines but those in `avoid`; those that do not look healthy are a tier of their own, the last.
-        `group`: with whom the prompt waits for a place."""
-        now = time.monotonic()
-        engines = {engine.url: engine for engine in self.engines if engine.open and engine.url not in avoid}
-        ranked = self._strategy.order(prompt, [self.load(engine, now) for engine in engines.values()])
-        doubtful = tuple(url for url in ranked if engines[url].doubtful(now))
-        tiers = (tuple(url for url in ranked if url not in doubtful), doubtful)
-        return EngineRanking(prompt, tiers, avoid, group=group)
-
-    def load(self, engine: RegisteredEngine, now: float) -> EngineLoad:
-        return self._load(engine.url, engine.sent, engine.seen(now, self._fresh_for), self._mean_tokens)
-
-    def reported(self, engine: RegisteredEngine, now: float) -> LoadSnapshot | None:
-        """What the engine itself said of its load, unless that is too old to count."""
-        seen = engine.seen(now, self._fresh_for)
-        return None if seen is None else seen.snapshot
-
     def judge(self, url: str, kind: FailureKind | None) -> None:
-        """A request to an engine ended: how it failed, or None."""
+        """Records how a request to an engine ended. None: well."""
         engine = self.engines.get(url)
         if engine is not None and (kind is None or kind in self._blamed):
             engine.served(kind is None, time.monotonic())
 
     @asynccontextmanager
     async def open(
-        self,
-        choice: EngineRanking,
-        method: str,
-        path: str,
-        *,
-        headers: Headers,
-        content: bytes = b"",
-        request_id: str,
-        asked: list[str],
+        self, ranking: EngineRanking, request: EngineRequest, call: EngineCall
     ) -> AsyncIterator[EngineResponse]:
-        """Sends the request; yields the answer as soon as its headers are there, its body still unread.
+        """Sends a request; yields the response as soon as its headers have arrived, with the body still unread.
 
-        An engine of `choice` that cannot be connected to is replaced by the next; after all of them, each where that
-        took too long is tried once more. Once anything may have been sent there is no second try here: the engine may
-        be working on it. `asked` gets the URL of each engine as its turn comes. Raises EngineError, also for what goes
-        wrong while the body is read inside the `async with`.
+        If an engine of `ranking` cannot be connected to, the next one is asked. Engines where connecting took too long
+        are then tried once more. Once anything may have been sent, no other engine is asked: the first one may be
+        working on the request.
+
+        Raises EngineError, also for what goes wrong while the body is read inside the `async with`.
         """
         with ExitStack() as held:
-            answer = await self._send(choice, method, path, headers, content, request_id, asked, held)
+            response = await self._send(ranking, request, call, held)
             try:
-                yield answer
+                yield response
             except HttpError as error:
-                raise self._error(asked[-1], error) from error
+                raise self._error(call.engine, error) from error
             finally:
-                answer.close()
+                response.close()
 
     async def _send(
-        self,
-        choice: EngineRanking,
-        method: str,
-        path: str,
-        headers: Headers,
-        content: bytes,
-        request_id: str,
-        asked: list[str],
-        held: ExitStack,
+        self, ranking: EngineRanking, request: EngineRequest, call: EngineCall, held: ExitStack
     ) -> EngineResponse:
-        """`held` is closed when the engine has answered: until then it counts as loaded."""
-        failure = EngineError(FailureKind.NO_ENGINE, "", f"there is no {self.role.value} engine to ask")
+        """`held` gets the slot and the load of the engine that answers, which both last until it is closed."""
+        failure = EngineError(FailureKind.NO_ENGINE, "", f"no {self.role.value} engine is available")
         tried: set[str] = set()
-        # A timeout may also say that this process, or the whole machine, stood still.
+        # Engines that took too long to connect to. This process, or the whole machine, may have been stopped meanwhile.
         late: set[str] = set()
-        while (engine := await self._place(choice, tried) or await self._place(choice, tried - late)) is not None:
+        while (engine := await self.acquire(ranking, tried) or await self.acquire(ranking, tried - late)) is not None:
             url = engine.url
             late.discard(url)
             first_time = url not in tried
             tried.add(url)
-            with ExitStack() as place:
-                place.enter_context(self.limiter.releasing(engine))
+            with ExitStack() as slot:
+                slot.enter_context(self.limiter.releasing(engine))
                 if failure.url:
-                    self.judge(failure.url, failure.kind)  # the caller judges the last one
-                asked.append(url)
-                place.enter_context(engine.serving(self._count(choice.prompt, url)))
+                    self.judge(failure.url, failure.kind)  # the caller judges the last engine
+                call.engines.append(url)
+                slot.enter_context(engine.serving(self.ranker.count_sent(ranking.prompt, url)))
                 try:
-                    answer = await self._client.send(method, url + path, headers, content)
+                    response = await self._client.send(
+                        request.method, url + request.path, request.headers, request.content
+                    )
                 except _UNREACHABLE as error:
                     if first_time and isinstance(error, ConnectTimeout):
                         late.add(url)
                     failure = self._error(url, error)
                     log.warning(
-                        "request %s: no connection to %s engine %s (%s): trying the next one, if there is any",
-                        request_id,
+                        "request %s: cannot connect to %s engine %s (%s): trying the next engine, if there is one",
+                        request.request_id,
                         self.role.value,
                         url,
                         error,
@@ -209,46 +144,39 @@ class EnginePool:
                     continue
                 except HttpError as error:
                     raise self._error(url, error) from error
-                held.push(place.pop_all())
-                return answer
+                held.push(slot.pop_all())
+                return response
         raise failure
 
-    async def _place(self, choice: EngineRanking, tried: Collection[str]) -> RegisteredEngine | None:
-        """Takes a slot at the next engine to ask. None: all were tried, or are gone. Raises EngineError when all are
-        full."""
-        avoid = {*choice.avoid, *tried}
+    async def acquire(self, ranking: EngineRanking, tried: Collection[str]) -> RegisteredEngine | None:
+        """Takes a slot at the next engine to ask. Returns None if all engines were tried or are gone. Raises
+        EngineError if all are full."""
+        avoid = {*ranking.avoid, *tried}
         begun = time.monotonic()
-        tiers = choice.tiers
-        while left := self._first_left(tiers, tried):
+        tiers = ranking.tiers
+        while candidates := self._first_open(tiers, tried):
+            waited = time.monotonic() - begun
             try:
-                engine = await self.limiter.acquire(
-                    left, choice.admitted, avoid, choice.group, time.monotonic() - begun
-                )
+                engine = await self.limiter.acquire(candidates, ranking.admitted, avoid, ranking.group, waited)
             except NoFreeSlotError as full:
                 raise self._full(str(full)) from None
             if engine is not None:
                 return engine
-            # They have all gone. Others may have come, and are asked as strategy and health say.
-            tiers = (*self.order(choice.prompt, avoid).tiers, *choice.tiers)
+            # All candidates have gone meanwhile. Engines that were added are ranked as usual.
+            tiers = (*self.ranker.rank(ranking.prompt, avoid).tiers, *ranking.tiers)
         return None
 
-    def _first_left(self, tiers: Sequence[Sequence[str]], tried: Collection[str]) -> list[RegisteredEngine]:
-        """Of the first tier of which any engine may be asked, those that may."""
+    def _first_open(self, tiers: Sequence[Sequence[str]], tried: Collection[str]) -> list[RegisteredEngine]:
+        """The untried engines that may get requests, of the first tier that has any."""
         for tier in tiers:
             known = (self.engines.get(url) for url in tier if url not in tried)
-            if left := [engine for engine in known if engine is not None and engine.open]:
-                return left
+            if candidates := [engine for engine in known if engine is not None and engine.open]:
+                return candidates
         return []
-
-    def _count(self, prompt: PromptEstimate, url: str) -> InFlightLoad:
-        """What is sent with a prompt."""
-        if prompt.sequences:
-            self._mean_tokens += (prompt.tokens - self._mean_tokens) / _MEAN_OF
-        return InFlightLoad(prompt.sequences, self._strategy.sent(prompt, url))
 
     def _error(self, url: str, cause: HttpError) -> EngineError:
         if isinstance(cause, PoolTimeout):
-            return self._full("as many requests as there may be are under way (--max-concurrent)")
+            return self._full("too many requests are in flight (--max-concurrent)")
         if isinstance(cause, _UNREACHABLE):
             kind = FailureKind.UNREACHABLE
         else:
@@ -259,31 +187,55 @@ class EnginePool:
         return EngineError(FailureKind.FULL, "", f"all {self.role.value} engines are busy: {bound}: retry later")
 
     async def probe(self, url: str, timeout: float) -> str:
-        """ "ok", or why the engine does not look healthy."""
+        """Asks an engine for its health. Returns "ok", or why it does not look healthy."""
         try:
-            async with self._client.get(f"{url}/health", timeout) as answer:
-                return "ok" if answer.is_success else f"HTTP {answer.status}"
+            async with self._client.get(f"{url}/health", timeout) as response:
+                return "ok" if response.is_success else f"HTTP {response.status}"
         except HttpError as error:
             return str(error)
 
     async def is_silent(self, url: str, timeout: float) -> bool:
-        """Whether an engine neither answers a health probe nor refuses to: one that breaks off shows it elsewhere."""
+        """Whether an engine neither answers a health probe nor refuses it. An engine that breaks the connection off is
+        not silent: its requests end by themselves."""
         try:
             async with self._client.get(f"{url}/health", timeout):
                 return False
         except HttpError as error:
             return isinstance(error, (ConnectTimeout, ReadTimeout))
 
-    def computed_nothing(self, url: str, since: float) -> float:
-        """For how many seconds after `since` an engine's own metrics say that it computed no token; 0: they do not
-        say."""
-        engine = self.engines.get(url)
-        return 0.0 if engine is None else engine.computed_nothing(since)
-
-    def idle(self, url: str, since: float, now: float) -> float:
-        """For how many seconds after `since` an engine has served no request, and its metrics show no other work."""
-        engine = self.engines.get(url)
-        return now - (since if engine is None else max(since, engine.worked_at))
-
     async def aclose(self) -> None:
         await self._client.aclose()
+
+
+def make_pool(
+    role: EngineRole,
+    *,
+    strategy: str,
+    limiter: ConcurrencyLimiter,
+    max_connections: int,
+    connect_timeout: float,
+    read_timeout: float,
+    fresh_for: float,
+    eject_after: int = 3,
+    return_after: int = 2,
+) -> EnginePool:
+    """Builds a pool without engines.
+
+    Args:
+        strategy: a name of `balance.STRATEGIES`.
+        limiter: slots and queue of this pool alone.
+        max_connections: requests in flight.
+        connect_timeout: seconds to open a connection.
+        read_timeout: seconds without a byte from the engine.
+        fresh_for: as in EngineRanker.
+        eject_after: as in EngineRegistry.
+        return_after: as in EngineRegistry.
+    """
+    chosen = STRATEGIES[strategy](prefill_costs if role is EngineRole.PREFILL else decode_costs)
+    engines = EngineRegistry(role, eject_after=eject_after, return_after=return_after, slots=limiter, caches=chosen)
+    client = EngineClient(
+        max_connections=max_connections + MAX_ENGINES,  # one more for each engine's health probe
+        connect_timeout=connect_timeout,
+        read_timeout=read_timeout,
+    )
+    return EnginePool(engines, EngineRanker(engines, chosen, fresh_for=fresh_for), limiter, client)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A YAML file that lists engines, read again when it changes:
+"""Reads a YAML file that lists engines, and reads it again when it changes. For example:
 
 prefill:
   - http://10.0.0.1:8100
@@ -28,6 +28,7 @@ _LOOK_SECONDS = 0.5
 _MAX_BYTES = 1 << 20
 
 Lists = Mapping[EngineRole, Sequence[str]]
+"""URLs by role."""
 
 
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,12 +37,12 @@ class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_engines(text: bytes) -> Lists:
-    """Raises ValueError for what lists no engines, or wrong ones."""
+    """Reads the file's text. Raises ValueError if it lists no engine, or a wrong one."""
     if len(text) > _MAX_BYTES:
         raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
     try:
         content = msgspec.convert(yaml.safe_load(text), _Content)
-    except Exception as error:  # noqa: BLE001 - PyYAML's constructors raise what they meet: IndexError for `!!int ''`
+    except Exception as error:  # noqa: BLE001 - PyYAML's constructors let any exception through: IndexError for `!!int ''`
         told = str(error) if isinstance(error, yaml.YAMLError | msgspec.ValidationError) else repr(error)
         raise ValueError(" ".join(told.split())) from None
     lists = {role: check_engine_urls(role.value, getattr(content, role.value)) for role in EngineRole}
@@ -51,9 +52,9 @@ def parse_engines(text: bytes) -> Lists:
 
 
 def read_engines(path: str) -> Lists:
-    """Raises ValueError."""
+    """Reads the file at `path`. Raises ValueError if it cannot be used."""
     try:
-        if not Path(path).is_file():  # not to wait for the other end of a pipe
+        if not Path(path).is_file():  # opening a pipe would wait for its other end
             raise ValueError("No such file")
         with Path(path).open("rb") as file:
             return parse_engines(file.read(_MAX_BYTES + 1))
@@ -62,21 +63,25 @@ def read_engines(path: str) -> Lists:
 
 
 class EnginesFile:
+    """Watches the file and passes on what it lists."""
+
     def __init__(self, path: str, use: Callable[[Lists], None]) -> None:
-        """`use` gets what the file lists, each time it has changed."""
+        """`use` is called with the lists at the start and after each change."""
         self._path = path
         self._use = use
         self._used: object = None
+        """State of the file when it was last read."""
         self.problem: str | None = None
-        """Why the file as it is now cannot be used: what it listed before goes on."""
+        """Why the file cannot be used now. The lists read before stay in use. None: it can."""
 
     async def start(self) -> None:
-        """Reads it for the first time."""
+        """Reads the file for the first time."""
         self._used = await anyio.to_thread.run_sync(self._state)
         await self._read()
 
     async def run(self) -> None:
-        """Until cancelled. A file that is being written is left alone until it is the same at two looks."""
+        """Watches the file until cancelled. A changed file is read once two looks in a row find it the same: until
+        then it may still be written."""
         before: object = None
         while True:
             now = await anyio.to_thread.run_sync(self._state)
@@ -87,7 +92,7 @@ class EnginesFile:
             await anyio.sleep(_LOOK_SECONDS)
 
     def _state(self) -> tuple[int, ...]:
-        """What is different after a change; () if it cannot be known."""
+        """Returns what differs after a change of the file: time, size and inode. () if the file cannot be examined."""
         try:
             status = os.stat(self._path)
         except OSError:
@@ -99,7 +104,7 @@ class EnginesFile:
             lists = await anyio.to_thread.run_sync(read_engines, self._path)
         except ValueError as error:
             self.problem = f"the engines file {self._path} cannot be used: {error}"
-            log.error("%s: the engines stay as they were", self.problem)
+            log.error("%s: the engines do not change", self.problem)
             return
         self.problem = None
         self._use(lists)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks each engine at an interval whether it is well and what it has to do."""
+"""Asks each engine for its health and its load, at an interval."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ log = logging.getLogger(__name__)
 
 # vLLM's metrics are about 100 KiB per data-parallel rank.
 _MAX_METRICS_BYTES = 16 << 20
-# How soon an engine that was added is asked.
+# Limit of the time until a new engine is asked.
 _LOOK_SECONDS = 0.5
 
 
 class HealthChecks:
+    """Runs one loop per engine, for as long as the engine is registered."""
+
     def __init__(self, roles: tuple[EngineRegistry, ...], *, interval: float, timeout: float) -> None:
-        """`interval`: seconds from one answer to the next question; `timeout`: seconds for each of two answers."""
+        """`interval`: seconds between two checks of an engine. `timeout`: seconds for each of its two answers."""
         self._roles = roles
         self._interval = interval
         self._timeout = timeout
         self._watched: set[RegisteredEngine] = set()
-        # Engines' connections for requests are not used up by this, and none is held between two checks.
+        """Engines that have a loop."""
+        # A client of its own, so that checks take no connections from requests. It keeps none open between checks.
         self._client = EngineClient(
             max_connections=len(roles) * MAX_ENGINES,
             connect_timeout=timeout,
@@ -39,7 +42,7 @@ class HealthChecks:
         )
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Checks all engines until cancelled."""
         try:
             async with anyio.create_task_group() as tasks:
                 while True:
@@ -69,13 +72,13 @@ class HealthChecks:
                 broken = engine.broken if reason is None else None
                 if engines.checked(engine, reason or broken, at_once=broken is not None):
                     _log_change(engine)
-                # Not all engines, by all proxies, at the same time.
+                # At random, so that not all proxies check all engines at the same time.
                 await anyio.sleep(self._interval * random.uniform(0.9, 1.1))
         finally:
             self._watched.discard(engine)
 
     async def _health(self, url: str) -> str | None:
-        """None, or why the engine does not look healthy."""
+        """Returns None, or why the engine does not look healthy."""
         try:
             with anyio.fail_after(self._timeout):
                 async with self._client.get(f"{url}/health") as answer:
@@ -84,7 +87,7 @@ class HealthChecks:
             return _why(error)
 
     async def _load(self, engine: RegisteredEngine) -> str | None:
-        """None, or why the engine's load is unknown."""
+        """Reads and notes the engine's load. Returns None, or why it is unknown."""
         sent = engine.sent
         try:
             with anyio.fail_after(self._timeout):
@@ -100,7 +103,7 @@ class HealthChecks:
         except ValueError as error:
             return f"/metrics cannot be read: {type(error).__name__}"
         if snapshot == LoadSnapshot():
-            return "/metrics does not say: is it vLLM's?"
+            return "/metrics has no figures of load: is it vLLM's?"
         engine.note(snapshot, sent, time.monotonic())
         return None
 
@@ -112,10 +115,10 @@ def _why(error: Exception) -> str:
 def _log_change(engine: RegisteredEngine) -> None:
     if engine.gate.ejected:
         log.warning(
-            "%s engine %s is ejected: %s: it gets requests only if no other is left, until its health checks succeed",
+            "%s engine %s is ejected: %s: it gets requests only if no other engine is left, until its checks are good",
             engine.role.value,
             engine.url,
             engine.gate.reason,
         )
     else:
-        log.info("%s engine %s is healthy again: it gets requests", engine.role.value, engine.url)
+        log.info("%s engine %s is healthy again and gets requests", engine.role.value, engine.url)

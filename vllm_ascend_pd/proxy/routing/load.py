@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine says of its load, and what the proxy knows besides: what it has sent there itself."""
+"""Estimates an engine's load from its own metrics and from what this proxy has sent there."""
 
 from __future__ import annotations
 
@@ -15,49 +15,54 @@ from vllm_ascend_pd.proxy.routing.balance import EngineLoad
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
 _KV_USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-"""vLLM's name since 0.10, and the one before."""
+"""The name since vLLM 0.10, and the name before."""
 _CACHE_INFO = "vllm:cache_config_info"
 _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _RESTART_NEEDED = PREFIX + RESTART_NEEDED.name
 _WANTED = (_RUNNING, _WAITING, *_KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED)
 _MAX_LINES = 1024
-"""Of what is wanted: one per name and data-parallel engine is usual. Parsing takes 20 us each."""
+"""Limit of lines to parse, at 20 us each. There is usually one line per metric and data-parallel rank."""
 
 _NONSENSE = 1e12
+"""Larger values are ignored."""
 
 
 class LoadSnapshot(NamedTuple):
-    """Of an engine's `/metrics`, summed over its data-parallel ranks. None: it does not say."""
+    """Load figures of an engine's `/metrics`, summed over its data-parallel ranks. None: not reported."""
 
     running: int | None = None
+    """Requests being computed."""
     waiting: int | None = None
+    """Requests in the engine's queue."""
     kv_tokens: int | None = None
+    """Tokens whose KV the engine holds."""
     capacity: int | None = None
+    """Tokens whose KV fits."""
     tokens: int | None = None
-    """Computed since the engine started: prompts that are done, and what was generated."""
+    """Tokens computed since the engine started: finished prompts and generated tokens."""
     broken_ranks: int | None = None
     """Ranks whose metric `restart_needed` is 1."""
 
 
 def parse_metrics(text: str) -> LoadSnapshot:
-    """vLLM 0.23's and 0.32's. Raises ValueError for what is no Prometheus text."""
-    # The rest, mostly histograms' buckets, takes 100 times as long to parse.
+    """Reads the metrics of vLLM 0.23 and 0.32. Raises ValueError if the text is not in Prometheus' format."""
+    # All other lines, mostly buckets of histograms, would take 100 times as long to parse.
     lines = [line for line in text.splitlines() if line.startswith(_WANTED)]
     if len(lines) > _MAX_LINES:
         raise ValueError(f"{len(lines)} lines of metrics about load")
     values: dict[str, list[float]] = {}
-    rooms: list[int] = []
+    capacities: list[int] = []
     for family in _families("\n".join(lines) + "\n"):
         for sample in family.samples:
             if sample.name == _CACHE_INFO:
-                rooms.append(_room(sample.labels))
-            elif 0 <= sample.value < _NONSENSE:  # false for NaN, too
+                capacities.append(_capacity(sample.labels))
+            elif 0 <= sample.value < _NONSENSE:  # also False for NaN
                 values.setdefault(sample.name, []).append(sample.value)
     use = next((values[name] for name in _KV_USE if name in values), [])
-    capacity = sum(rooms) if rooms and all(rooms) else None
+    capacity = sum(capacities) if capacities and all(capacities) else None
     kv_tokens = None
     if capacity is not None and use:
-        # Ranks have rooms of the same size.
+        # All ranks have the same capacity.
         kv_tokens = round(min(1.0, sum(use) / len(use)) * capacity)
     tokens = [value for name in _TOKENS for value in values.get(name, ())]
     return LoadSnapshot(
@@ -73,7 +78,7 @@ def parse_metrics(text: str) -> LoadSnapshot:
 def _families(text: str) -> Iterable[Metric]:
     try:
         return list(text_string_to_metric_families(text))
-    except Exception as error:  # noqa: BLE001 - the parser raises what it meets: IndexError for `{a="b", =c="d"}`
+    except Exception as error:  # noqa: BLE001 - the parser lets any exception through: IndexError for `{a="b", =c="d"}`
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
@@ -81,8 +86,10 @@ def _total(values: list[float] | None) -> int | None:
     return None if values is None else round(sum(values))
 
 
-def _room(labels: dict[str, str]) -> int:
-    """Tokens; 0: unknown. Of several cache groups only `kv_cache_size_tokens` is right; vLLM 0.23 does not say it."""
+def _capacity(labels: dict[str, str]) -> int:
+    """Returns how many tokens fit; 0: unknown.
+
+    With several cache groups only `kv_cache_size_tokens` is right. vLLM 0.23 does not report it."""
     tokens = _number(labels.get("kv_cache_size_tokens", ""))
     return tokens or _number(labels.get("num_gpu_blocks", "")) * _number(labels.get("block_size", ""))
 
@@ -92,34 +99,41 @@ def _number(label: str) -> int:
 
 
 class InFlightLoad(NamedTuple):
-    """What the proxy has at an engine."""
+    """What this proxy has in flight at an engine."""
 
     requests: int = 0
+    """Prefill: prompts. Decode: sequences."""
     tokens: int = 0
+    """Prefill: prompt tokens not cached there. Decode: tokens whose KV the engine holds or will hold."""
 
 
 class LoadReport(NamedTuple):
-    """A snapshot, and what the proxy had there when it asked for it."""
+    """An engine's load figures at one time."""
 
     snapshot: LoadSnapshot
+    """What the engine reported."""
     sent: InFlightLoad
+    """What this proxy had in flight there when it asked."""
     at: float
+    """When the report came, in seconds of a steady clock."""
 
 
 def others_requests(seen: LoadReport) -> int:
-    """Requests of other proxies and direct clients. What was sent just before the snapshot may be missing in it."""
+    """Requests of other proxies and of direct clients. Requests sent just before the snapshot may be missing in it, so
+    the difference may be negative: that counts as 0."""
     running, waiting = seen.snapshot.running, seen.snapshot.waiting
     return max(0, (running or 0) + (waiting or 0) - seen.sent.requests)
 
 
 def prefill_load(url: str, sent: InFlightLoad, seen: LoadReport | None, mean_tokens: float) -> EngineLoad:
-    """Others' requests are taken to be as long as ours are on average: engines do not say."""
+    """The load of a prefill engine. Engines do not report lengths: requests of others count with our mean length."""
     others = 0 if seen is None else others_requests(seen)
     return EngineLoad(url, sent.requests + others, sent.tokens + round(others * mean_tokens))
 
 
 def decode_load(url: str, sent: InFlightLoad, seen: LoadReport | None, mean_tokens: float) -> EngineLoad:
-    """What the engine holds itself, with what was sent and has ended since; never less than what it has of ours."""
+    """The load of a decode engine: its own report, corrected by what this proxy has sent, and seen end, since then. It
+    is never less than what this proxy has in flight there."""
     if seen is None:
         return EngineLoad(url, sent.requests, sent.tokens)
     others = others_requests(seen)

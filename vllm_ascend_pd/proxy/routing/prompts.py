@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a request's prompts before anybody has tokenised them: about how long, and what they begin with."""
+"""Estimates prompts before they are tokenised: their length, and keys of their prefixes."""
 
 from __future__ import annotations
 
@@ -10,53 +10,56 @@ from vllm_ascend_pd.proxy.http.bodies import ClientRequest, samples_of
 from vllm_ascend_pd.proxy.http.client_json import Fields
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint
 
-# Of text in most tokenisers, English and code; other languages take fewer. It is the same for all engines.
 _BYTES_PER_TOKEN = 4
+"""Typical of English text and code in most tokenisers. The error is the same for all engines."""
 _BYTES_PER_KEY = 512
-"""About 128 tokens, vllm-ascend's block: less than a block is cached by no engine."""
+"""About 128 tokens, which is vllm-ascend's block size. Engines cache whole blocks only."""
 _MAX_KEYS = 1024
-"""About 128 Ki tokens; hashing them takes 2 ms."""
+"""Limit per prompt, about 128 Ki tokens. Hashing them takes 2 ms."""
 _DATA_URL = b'"data:'
 _TOKENS_PER_IMAGE = 1024
-"""Of an image (or sound) inside a chat: of the order of what vision models make of one, whatever its bytes."""
+"""Tokens per image or sound in a chat, whatever its size: the order of magnitude of vision models."""
 _EMBEDDING_BYTES_PER_TOKEN = 8192
-"""Of `prompt_embeds`: 3,072 elements of two bytes in base64, a hidden size as good as any other."""
-# Prompts that differ in one of these share nothing in an engine's prefix cache.
+"""Bytes of `prompt_embeds` per token: 3,072 elements of two bytes in base64, as a typical hidden size."""
+# Fields that take part in an engine's prefix cache keys: prompts that differ in one of them share no block.
 _SEED_FIELDS = (
     *("model", "cache_salt", "tools", "chat_template", "chat_template_kwargs", "mm_processor_kwargs"),
     *("instructions", "system"),
 )
 _FIELDS_OF_PROMPT = ("tools", "instructions", "system")
-"""Beside the one that has the conversation: instructions of a response, system of a message."""
+"""Fields whose text is part of the prompt, beside the field with the conversation."""
 
 
 class PromptEstimate(NamedTuple):
+    """What routing uses of a prompt, or of all prompts of a request together."""
+
     tokens: int
-    """Estimated."""
+    """Estimated length."""
     keys: tuple[int, ...] = ()
-    """Number `i` stands for its first `i + 1` blocks. A prompt shorter than a block has none."""
+    """Key `i` identifies the first `i + 1` blocks. A prompt shorter than a block has no keys."""
     tokens_per_key: float = 0.0
+    """Estimated tokens per block."""
     sequences: int = 1
-    """That decode generates from it."""
+    """How many sequences decode generates from it."""
 
     def new_tokens(self, known_keys: int) -> int:
-        """That an engine computes which has its first `known_keys` blocks."""
+        """How many tokens an engine computes if it has the first `known_keys` blocks."""
         return max(0, self.tokens - round(known_keys * self.tokens_per_key))
 
 
 NO_PROMPT = PromptEstimate(0, sequences=0)
-"""Of a request that generates nothing."""
+"""For requests that generate nothing."""
 
 
 def prompt_of(request: ClientRequest, index: int) -> PromptEstimate:
-    """PromptEstimate `index`, as a prefill engine gets it."""
+    """Estimates prompt number `index` as a prefill engine gets it."""
     text, tokens = _text_of(request, index)
     keys = _keys(_seed(request.fields), text)
     return PromptEstimate(tokens, keys, tokens * _BYTES_PER_KEY / len(text) if keys else 0.0)
 
 
 def prompts_of(request: ClientRequest) -> PromptEstimate:
-    """All of a request's prompts, as a decode engine gets them: the first one stands for what they begin with."""
+    """Estimates all prompts of a request together, as a decode engine gets them. The keys are the first one's."""
     if not request.prompts:
         return NO_PROMPT
     others = sum(_text_of(request, index)[1] for index in range(1, len(request.prompts)))
@@ -68,7 +71,7 @@ def prompts_of(request: ClientRequest) -> PromptEstimate:
 
 
 def _text_of(request: ClientRequest, index: int) -> tuple[bytes, int]:
-    """A prompt as it came, and its estimated tokens."""
+    """Returns a prompt's JSON text, and its estimated number of tokens."""
     fields = {**request.fields, **request.prompts[index]}
     if request.endpoint is Endpoint.COMPLETIONS:
         [(name, value)] = request.prompts[index].items()
@@ -90,7 +93,7 @@ def _token_ids(text: bytes) -> int:
 
 
 def _text_tokens(text: bytes) -> int:
-    """Of JSON text, in which data URLs stand for something that is no text."""
+    """Estimates the tokens of JSON text. Each data URL counts as one image."""
     images, letters, at = 0, len(text), text.find(_DATA_URL)
     while at >= 0:
         end = text.find(b'"', at + len(_DATA_URL))
@@ -109,7 +112,7 @@ def _seed(fields: Fields) -> bytes:
 
 
 def _keys(seed: bytes, text: bytes) -> tuple[int, ...]:
-    """Each block's digest covers all before it. The same in every proxy."""
+    """Returns one key per whole block. Each covers all blocks before it, and is the same in every proxy."""
     digest, keys = seed, []
     whole = min(len(text), _MAX_KEYS * _BYTES_PER_KEY) // _BYTES_PER_KEY * _BYTES_PER_KEY
     for start in range(0, whole, _BYTES_PER_KEY):

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of one role as they are now: they come, drain and go while requests are in flight. No I/O.
+"""The engines of one role that exist now. Engines are added, drained and removed while requests are in flight. No I/O.
 
-An engine that is removed gets nothing new; what it is answering goes on, since that needs no entry here.
+A removed engine gets no new requests. Requests that it already has continue: they need no entry here.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
+from vllm_ascend_pd.proxy.routing.health_gate import FailureStreak, HealthGate
 from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadReport, LoadSnapshot
 
 MAX_ENGINES = 512
-"""Of a role. Each one is polled, and costs a connection for that."""
-
-# Then one more failure is enough for as long again.
-_PASSED_OVER_SECONDS = 10.0
+"""Engines per role. Each one is polled, which takes a connection."""
 
 
 class EngineRole(enum.Enum):
@@ -25,90 +24,31 @@ class EngineRole(enum.Enum):
     DECODE = "decode"
 
 
-class HealthGate:
-    """Ejects an engine after `eject_after` failed checks in a row, and lets it in after `return_after` good ones."""
-
-    def __init__(self, eject_after: int, return_after: int, proven: bool = True) -> None:
-        """`proven`: no good check is needed at first."""
-        self.proven = proven
-        """Whether any check was good, or none was needed."""
-        self.ejected = False
-        self.known = False
-        """Whether any check has ended."""
-        self.reason = ""
-        """Of the last failed check."""
-        self._limits = {False: eject_after, True: return_after}
-        self._against = 0
-
-    def checked(self, reason: str | None, at_once: bool = False) -> bool:
-        """Counts a check: `reason` is None for a good one. Returns whether that ejected the engine or let it in.
-
-        `at_once`: a single check is enough, because the engine itself says that it is broken."""
-        self.known = True
-        if reason is None:
-            self.proven = True
-        else:
-            self.reason = reason
-        if (reason is None) is not self.ejected:
-            self._against = 0
-            return False
-        self._against += 1
-        if self._against < self._limits[self.ejected] and not at_once:
-            return False
-        self.ejected, self._against = not self.ejected, 0
-        return True
-
-    @property
-    def shut(self) -> bool:
-        """Whether the engine gets requests only if no other is left."""
-        return self.ejected or not self.proven
-
-    @property
-    def failing(self) -> bool:
-        """Whether the last check failed, and the engine is not ejected, or not yet."""
-        return not self.ejected and self._against > 0
-
-
-class FailureStreak:
-    """Of requests, which can fail at an engine whose checks are all well. Such an engine has nothing to do, so it would
-    get the next request, too: it is passed over for a while."""
-
-    def __init__(self, patience: int) -> None:
-        """`patience`: failures in a row."""
-        self._patience = patience
-        self._failures = 0
-        self._until = float("-inf")
-
-    def ended(self, well: bool, now: float) -> None:
-        self._failures = 0 if well else self._failures + 1
-        self._until = now + _PASSED_OVER_SECONDS if self._failures >= self._patience else float("-inf")
-
-    def bad(self, now: float) -> bool:
-        return now < self._until
-
-
 class RegisteredEngine:
-    """One engine, and what the proxy knows of it."""
+    """One engine, and what the proxy knows about it."""
 
-    def __init__(self, role: EngineRole, url: str, gate: HealthGate, record: FailureStreak) -> None:
+    def __init__(self, role: EngineRole, url: str, gate: HealthGate, streak: FailureStreak) -> None:
         self.role = role
         self.url = url
         self.id = f"{role.value}-{hashlib.blake2b(url.encode(), digest_size=6).hexdigest()}"
-        """The same in each proxy and after each start."""
+        """The same in every proxy and after every start."""
         self.gate = gate
-        self._record = record
+        """State of its health checks. Only `EngineRegistry.checked` changes it."""
+        self._streak = streak
         self.draining = False
+        """Whether an operator drains it. Only the registry changes it."""
         self.removed = False
+        """Whether it has been removed. Only the registry changes it."""
         self.sources: set[str] = set()
-        """Who says that it exists."""
+        """Who lists it: the command line, a file, a DNS name, the admin API. Only the registry changes it."""
         self.sent = InFlightLoad()
-        """In flight."""
+        """What this proxy has in flight there. Only `serving` changes it."""
         self.worked_at = float("-inf")
-        """When it last showed that it works: it served a request, or its count of tokens had grown. Seconds of the
-        clock of `served` and `note`."""
-        self._seen: LoadReport | None = None
+        """When it last served a request, or its token count last grew. On the clock of `served` and `note`."""
+        self._report: LoadReport | None = None
+        """The last load report."""
         self._same_tokens_since = float("-inf")
-        """When the engine first said that it had computed as many tokens as it said last."""
+        """When the engine first reported the token count of its last report."""
 
     @property
     def open(self) -> bool:
@@ -116,21 +56,22 @@ class RegisteredEngine:
         return not (self.draining or self.removed)
 
     def doubtful(self, now: float) -> bool:
-        """Whether others should be asked first."""
+        """Whether healthy engines should be asked first."""
         return self.gate.shut or self.passed_over(now)
 
     def passed_over(self, now: float) -> bool:
-        """Whether so many requests have failed there that others are asked first."""
-        return self._record.bad(now)
+        """Whether other engines are asked first because many requests in a row failed here."""
+        return self._streak.avoided(now)
 
     def served(self, well: bool, now: float) -> None:
-        """A request ended, and it says something about the engine."""
-        self._record.ended(well, now)
+        """Records the end of a request. Failures that are not the engine's fault are not recorded."""
+        self._streak.ended(well, now)
         if well:
             self.worked_at = now
 
     @contextmanager
     def serving(self, sent: InFlightLoad) -> Iterator[None]:
+        """Counts a request as in flight for the time of the `with` block."""
         self._add(sent.requests, sent.tokens)
         try:
             yield
@@ -141,49 +82,92 @@ class RegisteredEngine:
         self.sent = InFlightLoad(self.sent.requests + requests, self.sent.tokens + tokens)
 
     def note(self, snapshot: LoadSnapshot, sent: InFlightLoad, now: float) -> None:
-        """`sent`: what was in flight when the engine was asked for the snapshot; `now`: seconds of any steady clock."""
-        if self._seen is None or snapshot.tokens is None or snapshot.tokens != self._seen.snapshot.tokens:
+        """Records what the engine reports of its load.
+
+        `sent`: what this proxy had in flight there when it asked. `now`: seconds of a steady clock.
+        """
+        if self._report is None or snapshot.tokens is None or snapshot.tokens != self._report.snapshot.tokens:
             self._same_tokens_since = now
-            if self._seen is not None and snapshot.tokens is not None:
+            if self._report is not None and snapshot.tokens is not None:
                 self.worked_at = now
-        self._seen = LoadReport(snapshot, sent, now)
+        self._report = LoadReport(snapshot, sent, now)
 
     @property
     def broken(self) -> str | None:
-        """Why the engine must be restarted, by its own metrics when last read; None if they say nothing of the kind."""
-        ranks = 0 if self._seen is None else self._seen.snapshot.broken_ranks or 0
+        """Why the engine must be restarted, by its last metrics. None: they report no such thing."""
+        ranks = 0 if self._report is None else self._report.snapshot.broken_ranks or 0
         return f"it must be restarted: KV exchange has failed for good on {ranks} rank(s)" if ranks else None
 
     def computed_nothing(self, since: float) -> float:
-        """For how many seconds after `since` the engine is known to have computed no token, as of its last snapshot."""
-        return 0.0 if self._seen is None else self._seen.at - max(since, self._same_tokens_since)
+        """Seconds after `since` in which the engine computed no token, by its own metrics; 0 if it has sent none."""
+        return 0.0 if self._report is None else self._report.at - max(since, self._same_tokens_since)
 
-    def seen(self, now: float, fresh_for: float) -> LoadReport | None:
-        """The last snapshot, unless it is older than `fresh_for` seconds."""
-        return self._seen if self._seen is not None and now - self._seen.at <= fresh_for else None
+    def idle(self, since: float, now: float) -> float:
+        """Seconds after `since` in which the engine served no request and its metrics show no other work."""
+        return now - max(since, self.worked_at)
+
+    def report(self, now: float, fresh_for: float) -> LoadReport | None:
+        """The last load report, unless it is older than `fresh_for` seconds."""
+        return self._report if self._report is not None and now - self._report.at <= fresh_for else None
 
 
 class TooManyEnginesError(Exception):
-    """There are `MAX_ENGINES` already."""
+    """There are `MAX_ENGINES` engines of the role already."""
+
+
+class SlotListener(Protocol):
+    """Hears which engines may get requests: whoever lets requests wait for an engine."""
+
+    def engine_opened(self, engine: RegisteredEngine) -> None:
+        """An engine may get requests now and could not before."""
+
+    def engine_closed(self, engine: RegisteredEngine) -> None:
+        """An engine was removed or drains: it gets no more requests."""
+
+
+class CacheListener(Protocol):
+    """Hears when an engine's prefix cache may be lost: whoever remembers what engines have cached."""
+
+    def forget(self, url: str) -> None:
+        """An engine was removed or ejected, so it may have been restarted."""
+
+
+class _NoListener:
+    def engine_opened(self, engine: RegisteredEngine) -> None:
+        pass
+
+    def engine_closed(self, engine: RegisteredEngine) -> None:
+        pass
+
+    def forget(self, url: str) -> None:
+        pass
+
+
+_NO_LISTENER = _NoListener()
 
 
 class EngineRegistry:
-    """Of one role, in the order they came; a URL is an engine."""
+    """The engines of one role, in the order in which they were added. There is one engine per URL."""
 
-    def __init__(self, role: EngineRole, *, eject_after: int = 3, return_after: int = 2) -> None:
+    def __init__(
+        self,
+        role: EngineRole,
+        *,
+        eject_after: int = 3,
+        return_after: int = 2,
+        slots: SlotListener = _NO_LISTENER,
+        caches: CacheListener = _NO_LISTENER,
+    ) -> None:
+        """`eject_after` and `return_after`: as in HealthGate. `eject_after` also limits failed requests in a row."""
         self.role = role
-        self.on_gone: Callable[[str], None] = lambda url: None
-        """Called with the URL of an engine that is removed, or was ejected: what it had cached may be gone."""
-        self.on_open: Callable[[RegisteredEngine], None] = lambda engine: None
-        """Called with an engine that gets requests now, and did not."""
-        self.on_closed: Callable[[RegisteredEngine], None] = lambda engine: None
-        """Called with an engine that gets none any more: it is removed, or drains."""
-        self.on_trial = False
-        """Whether engines that come now are asked last until a check is good: those that are there when the proxy
-        starts may be asked at once."""
         self._eject_after = eject_after
         self._return_after = return_after
+        self._slots = slots
+        self._caches = caches
+        self._new_need_check = False
+        """Whether engines added from now on are asked last until a check is good."""
         self._engines: dict[str, RegisteredEngine] = {}
+        """By URL."""
 
     def __iter__(self) -> Iterator[RegisteredEngine]:
         return iter(tuple(self._engines.values()))
@@ -199,11 +183,16 @@ class EngineRegistry:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Of the engines that may get requests, ejected ones among them."""
+        """URLs of the engines that may get requests, ejected ones included."""
         return tuple(engine.url for engine in self if engine.open)
 
+    def require_checks(self) -> None:
+        """Engines added from now on are asked last until a health check is good. Those listed when the proxy starts
+        may be asked at once."""
+        self._new_need_check = True
+
     def add(self, url: str, source: str) -> RegisteredEngine:
-        """Names one more source for an engine that is there already. Raises TooManyEnginesError."""
+        """Adds an engine, or one more source to an engine that exists. Raises TooManyEnginesError."""
         engine = self._engines.get(url)
         if engine is None:
             if len(self._engines) >= MAX_ENGINES:
@@ -213,47 +202,50 @@ class EngineRegistry:
         return engine
 
     def _new(self, url: str) -> RegisteredEngine:
-        gate = HealthGate(self._eject_after, self._return_after, proven=not self.on_trial)
+        gate = HealthGate(self._eject_after, self._return_after, proven=not self._new_need_check)
         return RegisteredEngine(self.role, url, gate, FailureStreak(self._eject_after))
 
     def remove(self, engine: RegisteredEngine) -> None:
         if self._engines.get(engine.url) is engine:
             del self._engines[engine.url]
             engine.removed = True
-            self.on_gone(engine.url)
-            self.on_closed(engine)
+            self._caches.forget(engine.url)
+            self._slots.engine_closed(engine)
 
     def drain(self, engine: RegisteredEngine) -> None:
-        """It gets nothing new, and keeps what it has."""
+        """Stops new requests to an engine. It finishes those that it has."""
         engine.draining = True
-        self.on_closed(engine)
+        self._slots.engine_closed(engine)
 
     def undrain(self, engine: RegisteredEngine) -> None:
         engine.draining = False
         if not engine.gate.shut:
-            self.on_open(engine)
+            self._slots.engine_opened(engine)
 
     def checked(self, engine: RegisteredEngine, reason: str | None, at_once: bool = False) -> bool:
-        """As `HealthGate.checked`."""
+        """Records a health check. Arguments and result: as for `HealthGate.checked`."""
         was_shut = engine.gate.shut
         changed = engine.gate.checked(reason, at_once)
         if changed and not engine.removed:
-            self.on_gone(engine.url)
+            self._caches.forget(engine.url)
         if was_shut and not engine.gate.shut:
-            self.on_open(engine)
+            self._slots.engine_opened(engine)
         return changed
 
     def replace(self, source: str, urls: Collection[str]) -> tuple[list[str], list[str]]:
-        """Makes `urls` the engines that `source` lists. Returns those added, and those removed because no source lists
-        them any more. Raises TooManyEnginesError if some could not be added."""
-        gone = []
+        """Makes `urls` the engines that `source` lists.
+
+        Returns the URLs that were added, and those that were removed because no source lists them any more. Raises
+        TooManyEnginesError if some could not be added.
+        """
+        removed = []
         for engine in self:
             if source in engine.sources and engine.url not in urls:
                 engine.sources.discard(source)
                 if not engine.sources:
                     self.remove(engine)
-                    gone.append(engine.url)
-        came = [url for url in urls if url not in self._engines]
+                    removed.append(engine.url)
+        added = [url for url in urls if url not in self._engines]
         for url in urls:
             self.add(url, source)
-        return came, gone
+        return added, removed
