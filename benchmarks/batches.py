@@ -29,8 +29,8 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cann_on_host")]
 
-from plan_sides import Ours, Reference  # noqa: E402
-from plan_step import BLOCK, HEAD_SIZE, PARTS, Case, Decode, layer_names, thread_cpu_s  # noqa: E402
+from helpers.plan_sides import Ours, Reference  # noqa: E402
+from helpers.plan_step import BLOCK, HEAD_SIZE, PARTS, Case, Decode, layer_names, thread_cpu_s  # noqa: E402
 
 import cann_on_host  # noqa: E402
 

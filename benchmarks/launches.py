@@ -29,9 +29,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", "npu", "cann_on_host", "ascendc_twin"))]
 
-import vllm_ascend_producer  # noqa: E402
+from helpers import vllm_ascend_producer  # noqa: E402
+from helpers.regroup_layer import BLOCK, HEAD_SIZE, HEADS, LAYER, Layer, check_bytes, our_side  # noqa: E402
 from make_toolkit import build_kernels, make_toolkit  # noqa: E402
-from regroup_layer import BLOCK, HEAD_SIZE, HEADS, LAYER, Layer, check_bytes, our_side  # noqa: E402
 
 import cann_on_host  # noqa: E402
 from harness.rank_processes import run_ranks  # noqa: E402

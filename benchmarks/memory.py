@@ -29,8 +29,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests")]
 
-from memory_rank import CountingRank  # noqa: E402
-from report import line, need_emulated_npu  # noqa: E402
+from helpers.memory_rank import CountingRank  # noqa: E402
+from helpers.report import line, need_emulated_npu  # noqa: E402
 
 from harness.kv import Model as SmallModel  # noqa: E402
 from harness.kv import Side  # noqa: E402

@@ -35,8 +35,8 @@ from statistics import median
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests")]
 
-from push_pair import FIRST_LAYER_S, Cache, PushPair, Times  # noqa: E402
-from report import line, need_emulated_npu  # noqa: E402
+from helpers.push_pair import FIRST_LAYER_S, Cache, PushPair, Times  # noqa: E402
+from helpers.report import line, need_emulated_npu  # noqa: E402
 
 from harness.kv import Prompt  # noqa: E402
 

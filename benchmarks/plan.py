@@ -14,7 +14,7 @@ ours       `PrefillWorker` with all of its threads, a decode rank's `DecodeWorke
 reference  `start_load_kv`, `save_kv_layer` and the running KVCacheSendingLayerThread of the installed vllm-ascend; it
            is given decode's addresses, and does not tell decode that a request is done, which ours does
 floor      what no connector can do without that pushes layer by layer from a thread of its own: events, streams, one
-           hand-over, as many addresses and calls as ours (plan_floor.py). `less` is how far below the reference that is
+           hand-over, as many addresses and calls as ours (helpers/plan_floor.py). `less`: how far below the reference
 
 Mooncake's engine is one that does nothing, at Mooncake's interface, on both sides. Ours gives it as much in one call as
 over protocol "ascend": 8192 descriptors and 1 GiB at most (the reference: all of a layer). Nothing is computed, so what
@@ -47,10 +47,10 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "tests")]
 
-from plan_floor import Floor  # noqa: E402
-from plan_sides import Ours, Reference, reference_without_kernels  # noqa: E402
-from plan_step import BLOCK, HEAD_SIZE, PARTS, Case, Cost, Decode, Handed, layer_names  # noqa: E402
-from report import quartiles  # noqa: E402
+from helpers.plan_floor import Floor  # noqa: E402
+from helpers.plan_sides import Ours, Reference, reference_without_kernels  # noqa: E402
+from helpers.plan_step import BLOCK, HEAD_SIZE, PARTS, Case, Cost, Decode, Handed, layer_names  # noqa: E402
+from helpers.report import quartiles  # noqa: E402
 
 MODEL_BAR_MS = 0.2
 DEFAULT = (

@@ -4,11 +4,11 @@
 $ python benchmarks/proxy_overhead.py [--requests 300] [--rate 100] [--seconds 10] [--streams 2000] [--json]
 
 Client, proxy, a prefill and a decode engine are processes of their own on 127.0.0.1; the engines compute nothing
-(stub_engine.py). Four ways to the same decode engine take turns, one request at a time:
+(helpers/stub_engine.py). Four ways to the same decode engine take turns, one request at a time:
 
 direct   the decode engine posts its ticket straight to the prefill engine, which answers at once
 bare     the decode engine needs no prefill
-floor    a relay in the proxy's place that does the same exchanges and nothing else (relay_floor.py)
+floor    a relay in the proxy's place that does the same exchanges and nothing else (helpers/relay_floor.py)
 proxy    the decode engine posts its ticket to the proxy, which has the prefill engine run the prompt
 
 `added` is proxy - direct: what the proxy adds where there must be a ticket anyhow. proxy - bare has the stubs' own work
@@ -34,7 +34,7 @@ from typing import Any
 
 import aiohttp
 import psutil
-from report import line
+from helpers.report import line
 
 HERE = Path(__file__).resolve().parent
 MAX_ADDED_MS, MAX_CPU_SHARE = 3.0, 0.10
@@ -177,13 +177,13 @@ class Setup:
 def running(max_concurrent: int) -> Iterator[Setup]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stub = [sys.executable, str(HERE / "stub_engine.py")]
+        stub = [sys.executable, str(HERE / "helpers" / "stub_engine.py")]
         stubs = [stack.enter_context(process([*stub, role], folder / role)) for role in ("prefill", "decode")]
         prefill, decode = (f"http://127.0.0.1:{port}" for _, port in stubs)
         command = [sys.executable, "-m", "vllm_ascend_pd.cli", "proxy", "--port", "0"]
         options = ["--prefill", prefill, "--decode", decode, "--max-concurrent", str(max_concurrent)]
         proxy, port = stack.enter_context(process([*command, *options], folder / "proxy"))
-        relay = [sys.executable, str(HERE / "relay_floor.py"), "--prefill", prefill, "--decode", decode]
+        relay = [sys.executable, str(HERE / "helpers" / "relay_floor.py"), "--prefill", prefill, "--decode", decode]
         floor, floor_port = stack.enter_context(process(relay, folder / "floor"))
         pids = [psutil.Process(running.pid) for running in (proxy, floor, stubs[1][0])]
         urls = [f"http://127.0.0.1:{each}" for each in (port, floor_port)]

@@ -20,7 +20,7 @@ each by themselves, so a descriptor is one block of K or V; a contiguous one's a
 before anything is measured. A GB is 10^9 bytes.
 
 With --npu, on emulated CANN libraries, one step's work is counted, and nothing timed, at prefill TP 1 and 2: calls and
-descriptors that Mooncake gets, and what prefill's NPUs have to do beside the model's work (push_counts.py). The
+descriptors that Mooncake gets, and what prefill's NPUs have to do beside the model's work (helpers/push_counts.py). The
 regrouping kernels are those of tests/ascendc_twin.
 
 Exits with 1, with --check, where ours is slower than MIN_OF_BEST of Mooncake at its best for BIG_MIB or more; with
@@ -40,9 +40,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests")]
 
-from push_floor import BATCH, Floors  # noqa: E402
-from push_pair import FIRST_LAYER_S, Cache, PushPair, Times  # noqa: E402
-from report import line, need_emulated_npu, quartiles  # noqa: E402
+from helpers.push_floor import BATCH, Floors  # noqa: E402
+from helpers.push_pair import FIRST_LAYER_S, Cache, PushPair, Times  # noqa: E402
+from helpers.report import line, need_emulated_npu, quartiles  # noqa: E402
 
 from vllm_ascend_pd.transport.limits import TransferLimits  # noqa: E402
 
@@ -166,7 +166,7 @@ def results(args: argparse.Namespace) -> Iterator[Result]:
 
 
 def npu_results(args: argparse.Namespace) -> Iterator[Any]:
-    import push_counts
+    from helpers import push_counts
     from launches import kernels_on_the_twin
 
     if not args.json:

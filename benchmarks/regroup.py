@@ -36,8 +36,8 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests")]
 
 import ops as ops_benchmark  # noqa: E402
-from regroup_layer import BLOCK, HEAD_SIZE, HEADS, Layer, check_bytes, our_side  # noqa: E402
-from report import line  # noqa: E402
+from helpers.regroup_layer import BLOCK, HEAD_SIZE, HEADS, Layer, check_bytes, our_side  # noqa: E402
+from helpers.report import line  # noqa: E402
 
 from harness.rank_processes import run_ranks  # noqa: E402
 from vllm_ascend_pd.device.cpu import CpuDevice  # noqa: E402

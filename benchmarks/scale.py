@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from scale_parts import BLOCKS, HOST, TIMEOUT_S, Configs, Memory, find_tests
+from helpers.scale_parts import BLOCKS, HOST, TIMEOUT_S, Configs, Memory, find_tests
 
 find_tests()
 
@@ -172,8 +172,8 @@ class Bench:
     """`known`: numbers of decode engines; for each there is a prefill engine that knows so many."""
 
     def __init__(self, layers: int, most_requests: int, known: list[int], stack: ExitStack) -> None:
-        from scale_decode import DecodeEngines
-        from scale_prefill import Prefill
+        from helpers.scale_decode import DecodeEngines
+        from helpers.scale_prefill import Prefill
 
         from harness.metaserver import metaserver
         from harness.models import TINY, make_model

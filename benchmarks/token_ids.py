@@ -34,7 +34,7 @@ import msgspec
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from report import line
+from helpers.report import line
 
 from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_tokens
 from vllm_ascend_pd.core.ticket import Ticket

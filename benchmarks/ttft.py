@@ -6,7 +6,7 @@ $ python benchmarks/ttft.py [--quick] [--models small wide] [--pairs 1/1 2/1] [-
       [--folder DIR [--traces]] [--check] [--json]
 $ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/ttft.py --npu [--sides ours layerwise v1 bare] ...
 
-Real engines on vLLM's CPU backend, Llamas of random weights (ttft_sides.py), float32, streamed through the proxy.
+Real engines on vLLM's CPU backend, Llamas of random weights (helpers/ttft_sides.py), float32, streamed by the proxy.
 A pair is prefill's and decode's tensor-parallel size; the single instance has prefill's. Each side takes turns with
 the single instance, which is what its figures are divided by; who is not in turn is stopped (SIGSTOP). A round is one
 request of every prompt length at either; new prompts each time, the same for both, and all tokens must be equal. Then
@@ -14,17 +14,17 @@ the load: --requests requests of 512 + 16 tokens, 8 at a time, in turns again. M
 least and the most of the rounds' own ratios, and their first and third quartile.
 
 ours      LayerwisePushConnector behind `vllm-ascend-pd proxy`
-mooncake  vLLM's MooncakeConnector behind pull_proxy.py, over TCP as ours
-nixl      vLLM's NixlConnector behind pull_proxy.py (needs `pip install nixl`)
-bare      no connector behind pull_proxy.py: decode gets each prompt's last token alone, answers wrongly, and shows what
-          two engines cost without any transfer
+mooncake  vLLM's MooncakeConnector behind helpers/pull_proxy.py, over TCP as ours
+nixl      vLLM's NixlConnector behind helpers/pull_proxy.py (needs `pip install nixl`)
+bare      no connector behind helpers/pull_proxy.py: decode gets each prompt's last token alone, answers wrongly, and
+          shows what two engines cost without any transfer
 
 With --npu, vllm-ascend on emulated CANN libraries, which is no NPU's speed: what the connectors do is compared, while
 each operator takes as long as a slow processor does. Engines compute in bfloat16 there, so tokens that are a near-tie
 may differ. The peers are
 
 layerwise vllm-ascend's MooncakeLayerwiseConnector behind our proxy
-v1        vllm-ascend's MooncakeConnectorV1 behind pull_proxy.py
+v1        vllm-ascend's MooncakeConnectorV1 behind helpers/pull_proxy.py
 
 A side that does not start, or does not give the single instance's tokens, has a row that says why, and the exit code is
 1. --check exits with 1, too, where a bar is missed or could not be measured.
@@ -46,8 +46,8 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "tests")]
 
-from report import quartiles  # noqa: E402
-from ttft_sides import MODELS, ON_CPU, ON_NPU, SIDES, Pair, Setting, Side, SideFailedError, single  # noqa: E402
+from helpers.report import quartiles  # noqa: E402
+from helpers.ttft_sides import MODELS, ON_CPU, ON_NPU, SIDES, Pair, Setting, Side, SideFailedError, single  # noqa: E402
 
 from harness import agreement  # noqa: E402
 from harness.client import Completion, at_once, random_prompt  # noqa: E402

@@ -21,7 +21,7 @@ import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import COMPLETION, STREAM, Cluster, eventually, running_cluster, running_proxy
 
-STUB = Path(__file__).resolve().parents[2] / "benchmarks" / "stub_engine.py"
+STUB = Path(__file__).resolve().parents[2] / "benchmarks" / "helpers" / "stub_engine.py"
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 
 

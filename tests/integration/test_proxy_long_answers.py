@@ -19,7 +19,7 @@ from proxy_cluster import STREAM, Cluster, beside, counted, eventually, running_
 SHORT = {"read_timeout": 1.0, "probe_timeout": 0.3, "check_interval": 0.1}
 LONG_S = 3.5
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
-STUB = Path(__file__).resolve().parents[2] / "benchmarks" / "stub_engine.py"
+STUB = Path(__file__).resolve().parents[2] / "benchmarks" / "helpers" / "stub_engine.py"
 
 
 def computed(tokens: int, running: int = 1) -> str:

@@ -13,7 +13,7 @@ from harness.documented import REPOSITORY, documented
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import plan
-import plan_step
+from helpers import plan_step
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated, pytest.mark.timeout(600)]
 

@@ -13,8 +13,8 @@ from harness.documented import REPOSITORY, documented
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import push_counts
-from push_pair import Cache
+from helpers import push_counts
+from helpers.push_pair import Cache
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated, pytest.mark.timeout(600)]
 

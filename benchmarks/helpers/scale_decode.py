@@ -5,7 +5,7 @@ rank and its threads, and a listener."""
 from collections import Counter
 from typing import Any
 
-from scale_parts import TIMEOUT_S, TOKENS, Blocks, Configs, Memory, Meter, blocks_of, find_tests
+from helpers.scale_parts import TIMEOUT_S, TOKENS, Blocks, Configs, Memory, Meter, blocks_of, find_tests
 
 find_tests()
 

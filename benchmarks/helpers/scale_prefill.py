@@ -3,7 +3,8 @@
 
 from typing import Any
 
-from scale_parts import (
+from harness.waiting import wait_until
+from helpers.scale_parts import (
     BLOCKS,
     STEPS,
     TIMEOUT_S,
@@ -13,8 +14,6 @@ from scale_parts import (
     Meter,
     blocks_of,
 )
-
-from harness.waiting import wait_until
 
 PER_STEP = TOKENS // STEPS
 

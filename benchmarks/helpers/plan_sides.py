@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import vllm_ascend_producer
-from plan_step import (
+from helpers import vllm_ascend_producer
+from helpers.plan_step import (
     BLOCK,
     HEAD_SIZE,
     KV_HEADS,

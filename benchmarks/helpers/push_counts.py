@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from launches import MAX_LAUNCHES, MAX_PASSES
-from push_pair import Cache, PushPair
 
 from harness.rank_programs import PrefillRank
+from helpers.push_pair import Cache, PushPair
 from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.writer import Flight

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from plan_step import TIMEOUT_S, Case, Cost, Handed, Stopwatch
+
+from helpers.plan_step import TIMEOUT_S, Case, Cost, Handed, Stopwatch
 
 _LOOK_S = 50e-6
 _LAYER_BYTES = 1 << 30  # from a layer's addresses to the next one's: any will do

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
-import vllm_ascend_producer
+
+from helpers import vllm_ascend_producer
 
 BLOCK = 128
 KV_HEADS, HEAD_SIZE = 8, 128  # of the model, which decode's one rank has all of
@@ -158,12 +159,11 @@ class Decode:
 
     def __init__(self, layers: int, case: Case, on: str = "cpu") -> None:
         """`on`: "cpu", with caches that are never touched, or "npu"."""
-        from plan_decode import UntouchedDecodeRank
-
         from harness.kv import Model, Side
         from harness.ports import reserve_port
         from harness.rank_hosts import Rank
         from harness.rank_programs import HOST, MODEL, DecodeRank
+        from helpers.plan_decode import UntouchedDecodeRank
         from vllm_ascend_pd.core.protocol import EngineDescription
         from vllm_ascend_pd.core.transports import TransportInfo
         from vllm_ascend_pd.decode.listener import DescriptionListener

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from vllm_ascend_producer import NoTransfer
+from helpers.vllm_ascend_producer import NoTransfer
 
 HOST = "127.0.0.1"
 BLOCK, HEADS, PARTS = 128, 1, 2  # K and V; no byte moves, so what a block has does not matter
@@ -183,5 +183,5 @@ class Memory:
 
 
 def find_tests() -> None:
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     sys.path += [path for path in (str(root), str(root / "tests")) if path not in sys.path]
