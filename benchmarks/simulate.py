@@ -7,7 +7,7 @@ $ python benchmarks/simulate.py --validate [--check] [--json]
 Simulated are discrete events: requests come at random times (Poisson), wait, are computed, and their KV shares links.
 Real are our planner (which ranks write how many bytes to which, in how many descriptors), our tickets' state machines
 on both sides (grants, leases, reports) and the proxy's strategies. How long things take is given by options;
-docs/performance.md says where the defaults are from.
+docs/simulator.md says where the defaults are from.
 
 --clusters P:D ...  so many prefill engines to so many decode deployments (of --decode-dp engines each)
 --loads             relative to what the side that is full first could serve; or --rate in requests per second

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models, and how fast a rank is taken to compute them; docs/performance.md says where each number is from."""
+"""Models, and how fast a rank is taken to compute them; docs/simulator.md says where each number is from."""
 
 from __future__ import annotations
 

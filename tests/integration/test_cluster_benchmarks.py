@@ -37,9 +37,9 @@ def test_scale() -> None:
 def test_simulate() -> None:
     """The documented clusters, with less traffic. Requests get through all of it, in its order."""
     commands = [
-        documented("docs/performance.md", "python benchmarks/simulate.py --loads"),
-        documented("docs/performance.md", "python benchmarks/simulate.py --clusters"),
-        documented("docs/performance.md", "python benchmarks/simulate.py --model"),
+        documented("docs/simulator.md", "python benchmarks/simulate.py --loads"),
+        documented("docs/simulator.md", "python benchmarks/simulate.py --clusters"),
+        documented("docs/simulator.md", "python benchmarks/simulate.py --model"),
     ]
     for (_, program, *options), seconds in zip(commands, ("60", "30", "0.2"), strict=True):
         found = results(program, *options, "--seconds", seconds)
@@ -57,7 +57,7 @@ def test_simulate() -> None:
 @pytest.mark.long
 def test_simulate_validation() -> None:
     """Real workers have moved all requests' KV; how near the simulator is depends on who else uses the machine."""
-    _, program, *options = documented("docs/performance.md", "python benchmarks/simulate.py --validate")
+    _, program, *options = documented("docs/simulator.md", "python benchmarks/simulate.py --validate")
     *alone, one, two, three, four = results(program, *options, "--requests", "10", "--rounds", "1")
     assert [each["measure"] for each in alone] == ["alone", "alone"]
     assert all(each["bytes_per_s"] > 0 for each in alone)
