@@ -84,7 +84,7 @@ def our_side(
     from vllm_ascend_pd.prefill.exchange_group import ExchangeGroup
     from vllm_ascend_pd.prefill.regroup import Regrouper
     from vllm_ascend_pd.prefill.staging import StagingRing
-    from vllm_ascend_pd.prefill.step_transfer import Chunk, StepTransfer
+    from vllm_ascend_pd.prefill.step_transfer import StepTransfer
 
     spec = LayerSpec(group=0, block_size=BLOCK, heads=layer.heads, total_heads=HEADS)
     registered = describe({LAYER: tuple(caches)}, {LAYER: spec}, heads_first=False)
@@ -96,7 +96,7 @@ def our_side(
     exchange = ExchangeGroup(route.ranks, group)
     regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s, timeout_s)
     offsets = torch.tensor(layer.blocks()) * geometry.block_stride
-    chunk = Chunk(0, layer.num_blocks, offsets.to(caches[0].device))
     nobody = np.empty(0, dtype=np.int64)
-    shipment = StepTransfer(route, geometry, [], Units(nobody, nobody), nobody, nobody, [chunk])
-    return lambda: regrouper.run(shipment, chunk, registered.tensors), ring
+    units = Units(nobody, nobody)
+    step_transfer = StepTransfer(route, geometry, [], units, nobody, nobody, offsets.to(caches[0].device))
+    return lambda: regrouper.run(step_transfer, registered.tensors), ring

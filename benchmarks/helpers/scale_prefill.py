@@ -81,7 +81,7 @@ class Prefill:
         """All blocks are sent; what the wave has cost."""
         from harness.scheduling import make_output
 
-        wait_until(lambda: all(t.ended for t in self._worker._transfers.values()), TIMEOUT_S, "KV is sent")
+        wait_until(lambda: all(t.ended for t in self._worker._transfers), TIMEOUT_S, "KV is sent")
         self._step(make_output())
         left = len(self._worker._transfers) + len(self._connector._scheduler._awaiting)
         if left:
@@ -125,4 +125,4 @@ class Prefill:
         meter.timed("update_connector_output", self._connector.update_connector_output, news)
 
     def _is_granted(self) -> bool:
-        return not any(transfer.state.waits_for_grant for transfer in self._worker._transfers.values())
+        return not any(transfer.state.waits_for_grant for transfer in self._worker._transfers)

@@ -238,7 +238,7 @@ class PrefillRank(_RankBase):
 
     def is_granted(self) -> bool:
         """Whether decode has described itself and granted every request's writing."""
-        contacted = [transfer.state.destinations for transfer in self.worker._transfers.values()]
+        contacted = [transfer.state.destinations for transfer in self.worker._transfers]
         return all(d is not None and all(rank.granted for rank in d.values()) for d in contacted)
 
     def has_grants(self, request_id: str) -> bool:
@@ -248,7 +248,7 @@ class PrefillRank(_RankBase):
 
     def open_failures(self) -> list[str]:
         """Why those of its transfers have failed that have."""
-        return [t.failure for t in self.worker._transfers.values() if t.failure is not None]
+        return [t.failure for t in self.worker._transfers if t.failure is not None]
 
     def slow_down(self, seconds: float) -> None:
         """From now on every write takes that much longer."""

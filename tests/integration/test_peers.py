@@ -59,6 +59,7 @@ def make_peers() -> Iterator[Callable[[], Peers]]:
                 PrefillTrace(),
                 queue_size=1,
                 ready_timeout_s=1.0,
+                grant_wait_s=1.0,
             )
 
         peers = Peers(

@@ -56,8 +56,8 @@ class StateSpec:
     states: tuple[LayerState, ...]
 
 
-class Alike(NamedTuple):
-    """Tensors of one layer that lie alike."""
+class LayerTensors(NamedTuple):
+    """Tensors of one layer that have one geometry: their descriptions, and the tensors."""
 
     described: tuple[CacheTensor, ...]
     tensors: tuple[torch.Tensor, ...]
@@ -85,15 +85,15 @@ class RegisteredCaches:
         return [region for regions in by_storage.values() for region in merge(regions, gap=_SMALL_GAP)]
 
     @functools.cached_property
-    def layers_by_geometry(self) -> dict[str, dict[int, Alike]]:
+    def layers_by_geometry(self) -> dict[str, dict[int, LayerTensors]]:
         """layer -> index of a geometry -> the layer's tensors that lie so."""
-        grouped: dict[str, dict[int, Alike]] = {}
+        grouped: dict[str, dict[int, LayerTensors]] = {}
         for layer, indices in self.layers.items():
             alike = grouped[layer] = {}
             for index in indices:
                 described, tensor = self.description.tensors[index], self.tensors[index]
-                known = alike.get(described.geometry, Alike((), ()))
-                alike[described.geometry] = Alike((*known.described, described), (*known.tensors, tensor))
+                known = alike.get(described.geometry, LayerTensors((), ()))
+                alike[described.geometry] = LayerTensors((*known.described, described), (*known.tensors, tensor))
         return grouped
 
 

@@ -47,6 +47,10 @@ class Units:
     def where(self, mask: Mask) -> Units:
         return Units(self.tokens[mask], self.owner[mask])
 
+    def cut(self, at: slice) -> Units:
+        """Returns the units at these places."""
+        return Units(self.tokens[at], self.owner[at])
+
     def held(self, share: TokenShare) -> Mask:
         """Which are in a rank's share. A unit is in one share only."""
         held: Mask = self.tokens // share.interleave % share.ranks == share.rank

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.core.plan import Offsets
     from vllm_ascend_pd.core.rank_info import RankInfo
     from vllm_ascend_pd.core.step import Send
-    from vllm_ascend_pd.prefill.sender import LayerPush
+    from vllm_ascend_pd.prefill.layer_push import LayerPush
     from vllm_ascend_pd.prefill.transfer import Transfer
 
 _CLOSE_SHARE = 3  # of the time to close: two stopwatches and the file
@@ -65,7 +65,7 @@ class PrefillTrace:
         """`computed`: its KV is in the cache."""
 
     def regroups(self, push: LayerPush) -> None:
-        """A push's regrouping was submitted, with its `computed` and `ready`."""
+        """A push's regrouping was submitted, with its `staged.computed` and `ready`."""
 
     def step_ended(self, computed: Event | None) -> None:
         """The forward pass is over, or will be at `computed`, if prompts end in it."""
@@ -156,17 +156,17 @@ class TracedPrefill(PrefillTrace):
         self._computing.put(record, self._begun_at, time.monotonic() if computed is None else moment(computed))
 
     def regroups(self, push: LayerPush) -> None:
-        assert push.computed is not None
-        transfers = tuple(_transfer(item.transfer) for item in push.shipment.items)
+        assert push.staged is not None
+        transfers = tuple(map(_transfer, push.step_transfer.transfers))
         args = Regrouping(short_name(push.layer), transfers)
 
         def record(begin: float, end: float) -> None:
             self._span(RegroupEvent(name=f"regroup {args.layer}", tid=self._regroup_lane, args=args), begin, end)
 
-        self._regrouping.put(record, moment(push.computed), moment(push.ready))
+        self._regrouping.put(record, moment(push.staged.computed), moment(push.ready))
 
     def pushed(self, push: LayerPush, key: RankKey, begun: float, num_bytes: Offsets, delivered: Sequence[int]) -> None:
-        to, transfers = f"{key[0]}/{key[1]}", push.shipment.transfers
+        to, transfers = f"{key[0]}/{key[1]}", push.step_transfer.transfers
         written = {_transfer(transfers[i]): int(num_bytes[i]) for i in delivered}
         args = Push(short_name(push.layer), to, written)
         lane = self._file.lane(f"push to decode rank {to}")

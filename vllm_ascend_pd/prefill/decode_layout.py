@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefill rank knows of a decode engine: where each of its tensors lies."""
+"""Where each cache tensor of a decode engine lies, as the engine described itself."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ from vllm_ascend_pd.core.ticket import Ticket
 
 
 @dataclass(frozen=True)
-class Remote:
-    """A decode tensor: its rank, its index there, itself and how it lies in memory."""
+class DecodeTensor:
+    """One cache tensor of a decode rank."""
 
     rank: RankDescription
+    # Its index among the rank's tensors.
     index: int
     tensor: CacheTensor
     geometry: Geometry
@@ -26,98 +27,106 @@ class Remote:
         return (self.rank.pp_rank, self.rank.tp_rank)
 
 
-Part: TypeAlias = tuple[Target, Geometry]
-"""What of every unit goes into one tensor of a decode rank, and how that lies in memory."""
-
 Routes: TypeAlias = tuple[tuple[int, Route], ...]
-"""Some of our geometries, by index, and how they travel."""
+"""Some of our geometries, by index, and how their units travel."""
 
 Cover: TypeAlias = tuple[RankDescription, tuple[int, ...]]
-"""A decode rank, and which of its tensors are filled."""
+"""A decode rank, and the indices of its tensors that this rank fills."""
+
+
+@dataclass(frozen=True, eq=False)
+class WriteShape:
+    """What of each unit a write takes, apart from addresses. Compared by identity: `DecodeLayout` makes one object for
+    all layers that have the same parts."""
+
+    # For each tensor that is written: the share of a unit, and how the decode tensor lies in memory.
+    parts: tuple[tuple[Target, Geometry], ...]
 
 
 @dataclass(frozen=True)
-class Course:
-    """What of a layer's tensors goes to one decode rank. `parts[n]` is of our tensor `sources[n]`, and goes to one of
-    decode's whose block 0 is at `bases[n]`."""
+class LayerTarget:
+    """Where some tensors of one layer go on one decode rank."""
 
     key: RankKey
+    # The decode rank's Mooncake session.
     session: str
+    shape: WriteShape
+    # For each part of the shape: the index of our tensor that it reads.
     sources: tuple[int, ...]
-    parts: tuple[Part, ...]
+    # For each part of the shape: the address of the decode tensor's block 0.
     bases: tuple[int, ...]
 
 
 class DecodeLayout:
-    """Finds decode's tensors by name. A layer lives on one pipeline stage, on each tensor-parallel rank of it."""
+    """Finds a decode engine's tensors by name. A layer lives on one pipeline stage, on each tensor-parallel rank of it.
+
+    Immutable but for two caches: the control thread owns that of `covers`, the sender's thread that of `targets`.
+    """
 
     def __init__(self, description: EngineDescription) -> None:
         self.description = description
-        self._remotes: dict[tuple[str, int, int], Remote] = {}
-        self._courses: dict[tuple[str, int], tuple[Route, list[Course]]] = {}
-        self._parts: dict[tuple[Part, ...], tuple[Part, ...]] = {}
+        self._tensors: dict[tuple[str, int, int], DecodeTensor] = {}
+        self._targets: dict[tuple[str, int], tuple[Route, tuple[LayerTarget, ...]]] = {}
+        self._shapes: dict[tuple[tuple[Target, Geometry], ...], WriteShape] = {}
         self._covers: dict[Routes, dict[RankKey, Cover]] = {}
-        # What tickets must fit: of each group, by block size, the tensor with the fewest blocks.
-        self._tightest: dict[tuple[int, int], Remote] = {}
+        # The tensor with the fewest blocks, by cache group and block size. Every ticket must fit it.
+        self._smallest: dict[tuple[int, int], DecodeTensor] = {}
         for rank in description.ranks:
             for index, tensor in enumerate(rank.caches.tensors):
-                remote = Remote(rank, index, tensor, rank.caches.geometry_of(tensor))
-                self._remotes[tensor.layer, tensor.part, rank.tp_rank] = remote
-                of = (remote.geometry.group, remote.geometry.block_size)
-                if of not in self._tightest or tensor.num_blocks < self._tightest[of].tensor.num_blocks:
-                    self._tightest[of] = remote
-
-    def locate(self, tensor: CacheTensor, tp_rank: int) -> Remote:
-        """Where the KV of our `tensor` goes on decode's tensor-parallel rank `tp_rank`."""
-        return self._remotes[tensor.layer, tensor.part, tp_rank]
+                found = DecodeTensor(rank, index, tensor, rank.caches.geometry_of(tensor))
+                self._tensors[tensor.layer, tensor.part, rank.tp_rank] = found
+                kind = (found.geometry.group, found.geometry.block_size)
+                if kind not in self._smallest or tensor.num_blocks < self._smallest[kind].tensor.num_blocks:
+                    self._smallest[kind] = found
 
     def covers(self, tensors: Sequence[CacheTensor], routes: Routes) -> dict[RankKey, Cover]:
-        """What all our `tensors` of these geometries fill. For the control thread. Raises KeyError for one that decode
-        does not have."""
+        """Returns what all our `tensors` of the routes' geometries fill, by decode rank.
+
+        Raises KeyError for a tensor that decode does not have.
+        """
         known = self._covers.get(routes)
         if known is None:
             known = self._covers[routes] = {
-                key: (goes[0][2].rank, tuple(dict.fromkeys(remote.index for _, _, remote in goes)))
-                for key, goes in self._by_rank(tensors, dict(routes)).items()
+                key: (found[0][2].rank, tuple(dict.fromkeys(remote.index for _, _, remote in found)))
+                for key, found in self._by_rank(tensors, dict(routes)).items()
             }
         return known
 
-    def courses(self, tensors: Sequence[CacheTensor], route: Route) -> list[Course]:
-        """Where `tensors` of a layer, which lie alike, go by their geometry's `route`. For the sender's thread."""
+    def targets(self, tensors: Sequence[CacheTensor], route: Route) -> tuple[LayerTarget, ...]:
+        """Returns where `tensors` go, which are one layer's tensors of the route's geometry."""
         at = (tensors[0].layer, tensors[0].part)
-        known = self._courses.get(at)
+        known = self._targets.get(at)
         if known is None or known[0] is not route:
-            courses = [
-                Course(
+            targets = tuple(
+                LayerTarget(
                     key,
-                    goes[0][2].rank.session,
-                    tuple(n for n, _, _ in goes),
-                    self._shared(tuple((target, remote.geometry) for _, target, remote in goes)),
-                    tuple(remote.tensor.base for _, _, remote in goes),
+                    found[0][2].rank.session,
+                    self._shape(tuple((target, remote.geometry) for _, target, remote in found)),
+                    tuple(n for n, _, _ in found),
+                    tuple(remote.tensor.base for _, _, remote in found),
                 )
-                for key, goes in self._by_rank(tensors, {tensors[0].geometry: route}).items()
-            ]
-            known = self._courses[at] = route, courses
+                for key, found in self._by_rank(tensors, {tensors[0].geometry: route}).items()
+            )
+            known = self._targets[at] = route, targets
         return known[1]
 
-    def _shared(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-        """One object for all layers that have the same `parts`: they are compared for every layer."""
-        return self._parts.setdefault(parts, parts)
+    def _shape(self, parts: tuple[tuple[Target, Geometry], ...]) -> WriteShape:
+        return self._shapes.setdefault(parts, WriteShape(parts))
 
     def _by_rank(
         self, tensors: Sequence[CacheTensor], routes: Mapping[int, Route]
-    ) -> dict[RankKey, list[tuple[int, Target, Remote]]]:
-        """Of each decode rank: which of `tensors` go there by their geometries' routes, what of them, and where."""
-        goes: dict[RankKey, list[tuple[int, Target, Remote]]] = {}
+    ) -> dict[RankKey, list[tuple[int, Target, DecodeTensor]]]:
+        """Returns for each decode rank: the index of our tensor, the share of its units, and decode's tensor."""
+        found: dict[RankKey, list[tuple[int, Target, DecodeTensor]]] = {}
         for n, tensor in enumerate(tensors):
             if tensor.geometry in routes:
                 for target in routes[tensor.geometry].targets:
-                    remote = self.locate(tensor, target.tp_rank)
-                    goes.setdefault(remote.key, []).append((n, target, remote))
-        return goes
+                    remote = self._tensors[tensor.layer, tensor.part, target.tp_rank]
+                    found.setdefault(remote.key, []).append((n, target, remote))
+        return found
 
     def unfit(self, ticket: Ticket) -> str | None:
-        """Why `ticket` cannot come from this engine (R6); None if it can."""
+        """Returns why `ticket` cannot come from this engine (R6), or None."""
         description = self.description
         if ticket.remote_tp_size != description.tp:
             return f"the ticket says decode's tp is {ticket.remote_tp_size}, decode says {description.tp}"
@@ -127,7 +136,7 @@ class DecodeLayout:
                 f"{ticket.remote_interleave_size}; decode says {description.dcp}, by {description.interleave}"
             )
         highest = [max(blocks, default=-1) for blocks in ticket.remote_block_ids]
-        for remote in self._tightest.values():
+        for remote in self._smallest.values():
             group = remote.geometry.group
             if group >= len(highest) or highest[group] >= remote.tensor.num_blocks:
                 return f"the ticket names blocks that {remote.tensor.layer} on decode does not have"

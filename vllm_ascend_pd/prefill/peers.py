@@ -204,7 +204,8 @@ class Peers:
             reason = answer.reason if isinstance(answer, Problem) else f"unexpected answer {type(answer).__name__}"
         if reason is None:
             assert isinstance(answer, EngineDescription)
-            peer.layout = peer.sender.layout = DecodeLayout(answer)
+            peer.layout = DecodeLayout(answer)
+            peer.sender.engine_described(peer.layout)
         else:
             logger.error("decode engine %s at %s: %s: waiting requests fail", peer.engine_id, peer.endpoint, reason)
             layout = DecodeLayout(answer) if isinstance(answer, EngineDescription) else None

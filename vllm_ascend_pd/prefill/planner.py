@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a step of the scheduler's to shipments: once per step, before the first layer."""
+"""Plan: from one step of the scheduler to step transfers, once per step, before the first layer."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,34 +11,48 @@ from vllm_ascend_pd.core.plan import Regroup, Route, make_route, why_slow
 from vllm_ascend_pd.core.prefill_ticket import Destination, RankKey
 from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.step import Send
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.device.base import Device, DeviceError
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.regroup import Regrouper
 from vllm_ascend_pd.prefill.sender import Sender
-from vllm_ascend_pd.prefill.step_transfer import Item, StepTransfer
+from vllm_ascend_pd.prefill.step_transfer import RequestSlice, StepTransfer, plan_transfers
 from vllm_ascend_pd.prefill.transfer import Transfer
+from vllm_ascend_pd.prefill.transfers import Transfers
+from vllm_ascend_pd.prefill.write_plan import StepWrites
 
 logger = logging.getLogger(__name__)
 
 
-# Decode engines of that many different shapes, times our geometries; tickets from outside name the shapes.
+# Decode engines of that many shapes, times our geometries. Tickets name the shapes, and come from outside.
 _MAX_ROUTES = 4096
 
 
-@dataclass
-class StepPlan:
-    """What this rank does in one step, whose `number` is the same on all ranks: shipments by the geometry they read,
-    layers that still have to be pushed, transfers whose prompt ends."""
+class Planned(NamedTuple):
+    """A step transfer, who sends it, and its write plans."""
 
+    sender: Sender
+    step_transfer: StepTransfer
+    writes: StepWrites
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What this rank does in one step. The model's thread owns it."""
+
+    # The number of the step, which is the same on all ranks.
     number: int = 0
-    shipments: dict[int, list[tuple[Sender, StepTransfer]]] = field(default_factory=dict)
-    unsaved: dict[str, None] = field(default_factory=dict)  # an ordered set
+    # By the index of the geometry that is read.
+    transfers: dict[int, list[Planned]] = field(default_factory=dict)
+    # Layers that have still to be pushed, in order.
+    unsaved: dict[str, None] = field(default_factory=dict)
+    # Transfers whose prompt ends in this step.
     last: list[Transfer] = field(default_factory=list)
 
 
-class _Addressee(NamedTuple):
+class TicketShape(NamedTuple):
     """A decode engine as its tickets describe it, not as it answered: every rank must arrive at the same plan, whatever
     it has learnt so far (R5)."""
 
@@ -49,85 +62,84 @@ class _Addressee(NamedTuple):
     draft: str
 
     @classmethod
-    def of(cls, ticket: Ticket) -> "_Addressee":
+    def of(cls, ticket: Ticket) -> "TicketShape":
         return cls(ticket.issuer, ticket.sharding, tuple(ticket.remote_block_size), ticket.remote_draft)
 
 
 class Planner:
-    """`regrouper`: None where the layout never needs it."""
+    """Plans steps. The model's thread calls `plan`, the control thread `destinations`. They share known routes."""
 
     def __init__(
         self, identity: RankInfo, caches: RegisteredCaches, device: Device, regrouper: Regrouper | None
     ) -> None:
+        """`regrouper`: None where the layout never needs it."""
         self._identity = identity
         self._caches = caches
         self._geometries = caches.description.geometries
         self._device = device
         self._regrouper = regrouper
-        alike = caches.layers_by_geometry.values()
-        # How many tensors of a layer lie alike at most, by geometry.
-        self._parts = [
-            max((len(of[g].tensors) for of in alike if g in of), default=0) for g in range(len(self._geometries))
+        layers = caches.layers_by_geometry.values()
+        # By geometry: how many tensors of it a layer has at most.
+        self._tensors_of_a_layer = [
+            max((len(of[g].described) for of in layers if g in of), default=0) for g in range(len(self._geometries))
         ]
-        self._layers = [sum(g in of for of in alike) for g in range(len(self._geometries))]
-        self._steps = 0  # all ranks get the same ones from the scheduler
+        # By geometry: how many layers have tensors of it.
+        self._layers = [sum(g in of for of in layers) for g in range(len(self._geometries))]
+        # How many steps there were. All ranks get the same ones from the scheduler.
+        self._steps = 0
+        # By geometry and decode's shape. Both threads may find a route missing and make it: they make the same one.
         self._routes: dict[tuple[int, Sharding, tuple[int, ...]], Route] = {}
         self._warned_of_pieces = False
 
-    def plan(self, sends: list[Send], transfers: Mapping[str, Transfer], senders: Mapping[str, Sender]) -> StepPlan:
-        """The plan of a step that completes `sends`. `transfers` by request id, `senders` by ticket id."""
+    @owned
+    def plan(self, sends: list[Send], transfers: Transfers) -> StepPlan:
+        """Returns the plan of a step that completes `sends`."""
         self._steps += 1
         plan = StepPlan(self._steps)
         if not sends:
             return plan
-        plan.unsaved = dict.fromkeys(self._caches.layers)
-        items: dict[_Addressee, list[Item]] = {}
+        plan.unsaved.update(dict.fromkeys(self._caches.layers))
+        slices: dict[TicketShape, list[RequestSlice]] = {}
         for send in sends:
             transfer = transfers[send.request_id]
             if send.last:
                 plan.last.append(transfer)
-            if send.start >= send.stop:
-                continue
-            ticket = transfer.ticket
-            items.setdefault(_Addressee.of(ticket), []).append(Item(transfer, send.start, send.stop, send.blocks))
-        for decode, group in items.items():
-            sender = senders[group[0].transfer.ticket.ticket_id]
+            if send.start < send.stop:
+                shape = TicketShape.of(transfer.ticket)
+                slices.setdefault(shape, []).append(RequestSlice(transfer, send.start, send.stop, send.blocks))
+        for decode, group in slices.items():
+            sender = transfers.sender_of(group[0].transfer)
             for index, geometry in enumerate(self._geometries):
-                if not geometry.is_known_to(decode.draft):
-                    continue
-                shipment = self._make_shipment(index, decode.sharding, decode.block_sizes, group)
-                if shipment is not None:
-                    plan.shipments.setdefault(index, []).append((sender, shipment))
+                if geometry.is_known_to(decode.draft):
+                    for step_transfer in self._plan_geometry(index, decode, group):
+                        planned = Planned(sender, step_transfer, StepWrites(step_transfer, self._layers[index]))
+                        plan.transfers.setdefault(index, []).append(planned)
         return plan
 
-    def _make_shipment(
-        self, index: int, decode: Sharding, d_block_sizes: tuple[int, ...], items: list[Item]
-    ) -> StepTransfer | None:
-        geometry = self._geometries[index]
+    def _plan_geometry(self, index: int, decode: TicketShape, slices: list[RequestSlice]) -> list[StepTransfer]:
         try:
-            route = self._route(index, decode, d_block_sizes)
+            route = self._route(index, decode.sharding, decode.block_sizes)
         except ValueError as error:  # the two sides cannot fit
-            for item in items:
-                item.transfer.fail(str(error), PushFailure.UNFIT)
-            return None
-        served = [item for item in items if route.serves(item.transfer.ticket.replica_hash)]
+            for each in slices:
+                each.transfer.fail(str(error), PushFailure.UNFIT)
+            return []
+        served = [each for each in slices if route.serves(each.transfer.ticket.replica_hash)]
         if not served:
-            return None
-        chunk_units = 0
+            return []
+        slot_units = 0
         if route.regroup is not Regroup.NONE:
             assert self._regrouper is not None
-            per_unit = self._parts[index] * route.planes * route.staged_bytes
-            chunk_units = self._regrouper.slot_bytes // per_unit
-            assert chunk_units > 0
+            unit_bytes = self._tensors_of_a_layer[index] * route.planes * route.staged_bytes
+            slot_units = self._regrouper.slot_bytes // unit_bytes
+            assert slot_units > 0
         try:
-            shipment = StepTransfer.build(route, geometry, served, self._device, chunk_units)
+            return plan_transfers(route, self._geometries[index], served, self._device, slot_units)
         except DeviceError as error:  # the side stream is broken
-            self.missed(route, error)
-            for item in served:
-                item.transfer.fail(str(error), PushFailure.DEVICE)
-            return None
-        shipment.pushes = self._layers[index] * len(shipment.chunks)
-        return shipment if len(shipment.src_units) > 0 else None
+            if self._regrouper is not None:
+                self._regrouper.missed(route.ranks, str(error))
+            for each in served:
+                each.transfer.fail(str(error), PushFailure.DEVICE)
+            return []
 
     def _route(self, index: int, decode: Sharding, d_block_sizes: tuple[int, ...]) -> Route:
         key = (index, decode, d_block_sizes)
@@ -146,7 +158,7 @@ class Planner:
         return route
 
     def destinations(self, layout: DecodeLayout, transfer: Transfer) -> dict[RankKey, Destination]:
-        """The decode ranks this rank writes to for the ticket, and which of their tensors it covers."""
+        """Returns the decode ranks that this rank writes to for the ticket, and which of their tensors it covers."""
         ticket = transfer.ticket
         block_sizes = tuple(ticket.remote_block_size)
         routes = (
@@ -157,9 +169,3 @@ class Planner:
         served = tuple((index, route) for index, route in routes if route.serves(ticket.replica_hash))
         covers = layout.covers(self._caches.description.tensors, served)
         return {key: Destination(rank, indices) for key, (rank, indices) in covers.items()}
-
-    def missed(self, route: Route, error: DeviceError) -> None:
-        """This rank does not take part in a collective of the route's."""
-        if route.ranks:
-            assert self._regrouper is not None
-            self._regrouper.missed(route.ranks, str(error))

@@ -19,10 +19,11 @@ from vllm_ascend_pd.core.plan import Regroup, regroupable, slot_bytes
 from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.device import ops, ops_fallback
-from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.prefill.exchange_group import ExchangeGroup
+from vllm_ascend_pd.prefill.layer_push import StagedLayer
 from vllm_ascend_pd.prefill.staging import Slot, StagingRing
-from vllm_ascend_pd.prefill.step_transfer import Chunk, StepTransfer
+from vllm_ascend_pd.prefill.step_transfer import StepTransfer
 from vllm_ascend_pd.transport.engine import TransferEngine
 
 
@@ -55,8 +56,9 @@ class Regrouper:
         self._exchanged = (self._received, self._send)  # as much of them as was exchanged last: alike for all layers
 
     def missed(self, ranks: tuple[int, ...], reason: str) -> None:
-        """This rank does not take part in a collective of the group of `ranks`, which breaks the group."""
-        self._groups[ranks].fail(f"an all-to-all was missed: {reason}")
+        """This rank misses a collective of the group of `ranks`, which breaks the group. Without ranks: nothing."""
+        if ranks:
+            self._groups[ranks].fail(f"an all-to-all was missed: {reason}")
 
     @property
     def failure(self) -> str | None:
@@ -67,33 +69,47 @@ class Regrouper:
         for group in self._groups.values():
             group.close()
 
-    def run(self, shipment: StepTransfer, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
-        """Returns the slot it filled with tensor after tensor, each `[planes, units, staged_bytes]`."""
-        if shipment.route.regroup is Regroup.GATHER:
-            return self._gather(shipment, chunk, tensors)
-        return self._split(shipment, chunk, tensors)
+    def submit(self, step_transfer: StepTransfer, tensors: Sequence[torch.Tensor], staged: StagedLayer) -> Event:
+        """Queues the regrouping of a layer on the side stream, into a slot for `staged`. Returns its end.
 
-    def release(self, slot: Slot) -> None:
-        """A slot that `run` has filled for nobody."""
-        self._ring.release(slot)
+        Raises DeviceError if it cannot be queued: then no collective of the group runs any more. On the model's thread.
+        """
 
-    def _gather(self, shipment: StepTransfer, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
-        route = shipment.route
-        assert chunk.unit_offsets is not None
-        ratio = len(route.ranks)
+        def regroup() -> None:
+            slot = self.run(step_transfer, tensors)
+            if not staged.fill(slot):  # the sender has waited for as long as it may
+                self._ring.release(slot)
+
+        try:
+            return self._device.submit(regroup, staged.computed)
+        except DeviceError as error:
+            self.missed(step_transfer.route.ranks, str(error))
+            raise
+
+    def run(self, step_transfer: StepTransfer, tensors: Sequence[torch.Tensor]) -> Slot:
+        """Returns the slot that it filled, tensor after tensor, each `[planes, units, staged_bytes]`. On the side
+        stream."""
+        if step_transfer.route.regroup is Regroup.GATHER:
+            return self._gather(step_transfer, tensors)
+        return self._split(step_transfer, tensors)
+
+    def _gather(self, step_transfer: StepTransfer, tensors: Sequence[torch.Tensor]) -> Slot:
+        route, offsets = step_transfer.route, step_transfer.unit_offsets
+        assert offsets is not None
+        count, ratio = len(offsets), len(route.ranks)
         tokens = route.unit // ratio  # of every unit, per rank
         slice_bytes = tokens * route.row_bytes
-        section = chunk.count * slice_bytes  # one tensor's share for one rank
+        section = count * slice_bytes  # one tensor's share for one rank
         per_rank = section * len(tensors)
         try:
-            ops.gather_slices(tensors, chunk.unit_offsets, ratio, slice_bytes, self._send, 0, section, per_rank)
+            ops.gather_slices(tensors, offsets, ratio, slice_bytes, self._send, 0, section, per_rank)
         finally:  # what the others get is not used when this rank's part fails, but they need the collective
             self._exchange(route.ranks, per_rank * ratio)
         # Tensor after tensor on both sides: to this op they are one run of tokens.
-        all_tokens, out = len(tensors) * chunk.count * tokens, self._ring.buffer
+        all_tokens, out = len(tensors) * count * tokens, self._ring.buffer
         # Only now: a rank that finds no slot has still taken part in the collective.
         return self._filled(
-            shipment,
+            step_transfer,
             lambda slot: ops.interleave_heads(
                 self._received, 0, per_rank, out, slot.offset, ratio, all_tokens, route.row_bytes
             ),
@@ -104,15 +120,15 @@ class Regrouper:
             self._exchanged = (self._received[:num_bytes], self._send[:num_bytes])
         self._groups[ranks].run(partial(self._device.all_to_all, *self._exchanged))
 
-    def _split(self, shipment: StepTransfer, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> Slot:
-        route, units = shipment.route, chunk.unit_offsets
-        assert units is not None
-        plane, out = chunk.count * route.staged_bytes, self._ring.buffer
+    def _split(self, step_transfer: StepTransfer, tensors: Sequence[torch.Tensor]) -> Slot:
+        route, offsets = step_transfer.route, step_transfer.unit_offsets
+        assert offsets is not None
+        plane, out = len(offsets) * route.staged_bytes, self._ring.buffer
         return self._filled(
-            shipment,
+            step_transfer,
             lambda slot: ops.split_heads(
                 tensors,
-                units,
+                offsets,
                 route.planes,
                 route.unit,
                 route.row_bytes,
@@ -123,9 +139,9 @@ class Regrouper:
             ),
         )
 
-    def _filled(self, shipment: StepTransfer, fill: Callable[[Slot], None]) -> Slot:
+    def _filled(self, step_transfer: StepTransfer, fill: Callable[[Slot], None]) -> Slot:
         """A slot that is kept unless filling it fails."""
-        slot = self._acquire(shipment)
+        slot = self._acquire(step_transfer)
         try:
             fill(slot)
         except BaseException:
@@ -133,23 +149,23 @@ class Regrouper:
             raise
         return slot
 
-    def _acquire(self, shipment: StepTransfer) -> Slot:
+    def _acquire(self, step_transfer: StepTransfer) -> Slot:
         """Waits for a slot. What has no grant yet keeps its slots, and when no other is left, the model stands still
         (on a CPU, all regrouping does). So for a decode engine's grants others wait `grant_patience_s` once; if that
         was in vain, then what waits for its grants loses its slots at once, until it has granted something."""
-        if self._tried_patience and not shipment.waits_for_grant:
-            self._tried_patience.discard(shipment.decode_engine)
-        if (slot := self._ring.take(shipment)) is not None:
+        if self._tried_patience and not step_transfer.waits_for_grant:
+            self._tried_patience.discard(step_transfer.decode_engine)
+        if (slot := self._ring.take(step_transfer)) is not None:
             return slot
         waiting = {holder.decode_engine for holder in self._ring.holders if holder.waits_for_grant}
         if not waiting & self._tried_patience:
             with suppress(TimeoutError):
-                return self._ring.acquire(shipment, self._grant_patience_s)
+                return self._ring.acquire(step_transfer, self._grant_patience_s)
         for holder in self._ring.holders:
             if holder.waits_for_grant:
                 self._tried_patience.add(holder.decode_engine)
                 holder.give_up_ungranted("no grant came while all staging slots were taken: other requests need them")
-        return self._ring.acquire(shipment, self._slot_timeout_s)
+        return self._ring.acquire(step_transfer, self._slot_timeout_s)
 
 
 def make_regrouper(

@@ -6,7 +6,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -150,36 +150,3 @@ class Transfer:
                 self.patience.rewarded()
             self._count(before)
             return answer
-
-
-class Leave:
-    """Leave to write to decode rank `key`, for several transfers at once (R2), which share `withdrawals`.
-
-    It remembers until when all of them hold a lease, so that most questions take one comparison and no lock: leases
-    only get longer."""
-
-    def __init__(self, transfers: Sequence[Transfer], key: RankKey) -> None:
-        self._transfers = transfers
-        self.key = key
-        self._withdrawals = transfers[0].withdrawals if transfers else Withdrawals()
-        self._withdrawn = -1
-        self._until = -math.inf
-
-    def is_plain(self) -> bool:
-        """May a write for all of them be planned, without asking them one by one? Asked for every layer, so they are
-        looked at only when a lease may have ended or one may have been withdrawn."""
-        withdrawn = self._withdrawals.count
-        if withdrawn != self._withdrawn or time.monotonic() >= self._until:
-            until = min(transfer.state.leave(self.key) for transfer in self._transfers)
-            self._until = max(self._until, until)
-            if time.monotonic() >= until:
-                return False
-            self._withdrawn = withdrawn
-        return True
-
-    def holds(self) -> bool:
-        """May bytes of all of them leave now? Asked before each batch."""
-        if time.monotonic() < self._until:
-            return True
-        self._until = min(transfer.state.lease(self.key) for transfer in self._transfers)
-        return time.monotonic() < self._until

@@ -11,7 +11,8 @@ from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
 from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused, Message, RankDescription
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.prefill.transfer import Leave, Transfer, Withdrawals
+from vllm_ascend_pd.prefill.lease_check import LeaseCheck
+from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 
 KEY = (0, 0)
 RANK = RankDescription(*KEY, "", "", RankCaches((), ()))
@@ -57,7 +58,7 @@ def test_many_are_asked_like_one_after_the_other(events: list[tuple[int, Message
     withdrawals = Withdrawals()
     transfers = [Transfer(str(i), TICKET, PrefillTicket(NEVER), withdrawals) for i in range(3)]
     states = [transfer.state for transfer in transfers]
-    now, leave, asked_again = 0.0, None, Leave(transfers, KEY)
+    now, check, asked_again = 0.0, None, LeaseCheck(transfers, KEY)
     leases = [float("-inf")] * len(states)
     with mock.patch("time.monotonic", side_effect=lambda: now):
         for which, event, seconds in events:
@@ -65,14 +66,14 @@ def test_many_are_asked_like_one_after_the_other(events: list[tuple[int, Message
                 with transfers[which].changing() as state:
                     happen(state, event, now)
             now += seconds
-            plain = Leave(transfers, KEY).is_plain()
+            plain = LeaseCheck(transfers, KEY).may_plan()
             assert plain == all(s.destinations is not None and s.leave(KEY) > now for s in states)
             if all(state.phase is Phase.WRITING for state in states):  # nothing is asked for a transfer that has ended
-                assert asked_again.is_plain() == plain
+                assert asked_again.may_plan() == plain
             if plain:
                 assert all(state.may_write(KEY, now) for state in states)
             if all(state.destinations is not None for state in states):
-                leave = leave or Leave(transfers, KEY)  # kept, as if for a long write
-                assert leave.holds() == all(state.holds(KEY, now) for state in states)
+                check = check or LeaseCheck(transfers, KEY)  # kept, as if for a long write
+                assert check.may_begin() == all(state.holds(KEY, now) for state in states)
                 assert all(state.lease(KEY) >= before for state, before in zip(states, leases, strict=True))
                 leases = [state.lease(KEY) for state in states]

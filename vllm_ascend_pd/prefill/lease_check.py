@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""May bytes of several requests leave for one decode rank now (R2)? One comparison, most of the time.
+
+The sender's thread owns a check. It reads the requests' tickets without their locks, as `PrefillTicket` allows.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+
+from vllm_ascend_pd.core.prefill_ticket import RankKey
+from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
+
+
+class LeaseCheck:
+    """Checks the leases of `transfers` for decode rank `key`. The transfers share one `Withdrawals`.
+
+    It keeps the earliest end of their leases, because a lease never gets shorter: asking each of 32 requests for every
+    layer doubles the time that the sender's thread takes for it.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer], key: RankKey) -> None:
+        self._transfers = transfers
+        self._key = key
+        self._withdrawals = transfers[0].withdrawals if transfers else Withdrawals()
+        # The count of withdrawals at which all transfers could be written.
+        self._withdrawn = -1
+        # Until when all leases run.
+        self._until = -math.inf
+
+    def may_plan(self) -> bool:
+        """Whether a write for all of them may be planned. If not, `Transfer.await_grant` says for which it may.
+
+        Looks at the transfers only if a lease may have ended or a permission may have been withdrawn since.
+        """
+        withdrawn = self._withdrawals.count
+        if withdrawn != self._withdrawn or time.monotonic() >= self._until:
+            until = min(transfer.state.leave(self._key) for transfer in self._transfers)
+            self._until = max(self._until, until)
+            if time.monotonic() >= until:
+                return False
+            self._withdrawn = withdrawn
+        return True
+
+    def may_begin(self) -> bool:
+        """Whether bytes of all of them may leave now. Asked before each batch."""
+        if time.monotonic() < self._until:
+            return True
+        self._until = min(transfer.state.lease(self._key) for transfer in self._transfers)
+        return time.monotonic() < self._until
