@@ -72,6 +72,14 @@ def prefill(
     pair.each(pair.p_ranks, "step", PrefillStep(finished=dict.fromkeys(by_id)), by_id)
 
 
+def send_step(pair: "Pair", requests: list[Prompt]) -> None:
+    """One step that prefills all requests: handed to the ranks, which are not waited for."""
+    tickets = pair.announce(requests)
+    sends = [Send(p.request_id, 0, p.num_tokens, (p.p_blocks,), last=True) for p in requests]
+    for rank in pair.p_ranks:
+        rank.send("step", PrefillStep(tickets=tickets, sends=sends), {p.request_id: p for p in requests})
+
+
 def prompts(pair: "Pair", lengths: list[int], cached: int = 0, seed: int = 0) -> list[Prompt]:
     """Requests with random, disjoint blocks on either side, never the null block. `cached`: tokens decode has;
     `seed`: of the first one's KV."""

@@ -15,10 +15,10 @@ import pytest
 from harness.kv import Model, Prompt, Side, layer_name
 from harness.rank_hosts import Rank, start_afresh
 from harness.rank_programs import PrefillRank, refuse_work
-from harness.ranks import Pair, expect_delivery, prompts, run
+from harness.ranks import Pair, expect_delivery, prompts, run, send_step
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.stats import RESTART_NEEDED
-from vllm_ascend_pd.core.step import PrefillStep, Send
+from vllm_ascend_pd.core.step import PrefillStep
 
 GQA = Model()
 IMPATIENT = {"collective_timeout_s": 1.5, "control_timeout_s": 1.0}
@@ -80,14 +80,6 @@ def restarts_needed(pair: Pair) -> list[int]:
 
 def _restart_needed(rank: PrefillRank) -> int:
     return rank.worker._gauges()[RESTART_NEEDED]
-
-
-def send_step(pair: Pair, requests: list[Prompt]) -> None:
-    """One step that prefills all requests: handed to the ranks, which are not waited for."""
-    tickets = pair.announce(requests)
-    sends = [Send(p.request_id, 0, p.num_tokens, (p.p_blocks,), last=True) for p in requests]
-    for rank in pair.p_ranks:
-        rank.send("step", PrefillStep(tickets=tickets, sends=sends), {p.request_id: p for p in requests})
 
 
 def end(pair: Pair, requests: list[Prompt]) -> set[str]:

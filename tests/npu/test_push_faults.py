@@ -12,6 +12,7 @@ import cann_on_host
 from harness.kv import Model, Side, layer_name
 from harness.rank_programs import PrefillRank, refuse_work
 from harness.ranks import Pair, prompts, run
+from vllm_ascend_pd.core.stats import RESTART_NEEDED
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -83,6 +84,11 @@ def fail_hccl_once(rank: PrefillRank) -> None:
     inject_before_pushing(rank, 1, "hccl:fail")
 
 
+def restart_needed(rank: PrefillRank) -> int:
+    """The metric of that name."""
+    return rank.worker._gauges()[RESTART_NEEDED]
+
+
 def compute_nothing(rank: PrefillRank) -> None:
     """From now on a step finds its KV in the cache; a device whose compute stream has failed computes no more."""
     rank._values = lambda *_: []  # type: ignore[method-assign]
@@ -119,6 +125,7 @@ def test_a_side_stream_that_fails(work: str) -> None:
         for _ in range(2):
             run(pair, requests)
             expect_failure(pair, STREAM_FAILED, 2)
+        assert pair.p_ranks[0].call("do", restart_needed) == 1
 
 
 @pytest.mark.parametrize("miss", [fail_hccl_once, refuse_work])
@@ -133,6 +140,7 @@ def test_a_collective_that_one_rank_misses(miss: Callable[[PrefillRank], None]) 
         assert received == set(), pair.differences(requests)
         assert failed.keys() == {request.request_id for request in requests}
         assert pair.wait_sent(4).keys() == failed.keys()
+        assert [rank.call("do", restart_needed) for rank in pair.p_ranks] == [1, 1]
 
 
 def test_an_hccl_call_that_hangs() -> None:
