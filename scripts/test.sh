@@ -167,6 +167,7 @@ case $mode in
     stage "ruff check" "$VENV/bin/ruff" check
     stage "ruff format" "$VENV/bin/ruff" format --check
     stage "mypy" "$VENV/bin/mypy"
+    stage "import-linter" env PYTHONPATH="$root" "$VENV/bin/lint-imports" --no-cache
     tests_at_once "unit tests" tests/unit
     tests "NPU kernels on a CPU twin of AscendC" tests/ascendc_twin
     tests_at_once "integration tests" tests/integration -m "not long"

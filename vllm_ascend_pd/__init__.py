@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill/decode KV connector for vLLM on Ascend NPUs: prefill pushes KV layer by layer into decode's cache."""
 
+import importlib
+
 __version__ = "0.1.0"
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`: makes `LayerwisePushConnector` known to vLLM, and patches what it needs
-    before models are built. Safe to call twice."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    """Entry point of `vllm.general_plugins`: registers the connector with vLLM. May be called again.
 
-    from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_32_weight_loading import install
-
-    if "LayerwisePushConnector" not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(
-            "LayerwisePushConnector", "vllm_ascend_pd.connector.connector", "LayerwisePushConnector"
-        )
-    install()
+    The import is by name: parts of this package that run without vLLM import the package itself.
+    """
+    importlib.import_module("vllm_ascend_pd.connector.registration").register()

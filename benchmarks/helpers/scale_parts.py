@@ -138,11 +138,11 @@ class Configs:
         return LayerwisePushConnector(config, KVConnectorRole.SCHEDULER, self._groups)
 
     def identity(self, engine_id: str) -> Any:
-        from vllm_ascend_pd.connector import compat
+        from vllm_ascend_pd.connector.model_summary import model_summary
         from vllm_ascend_pd.core.rank_info import RankInfo
         from vllm_ascend_pd.core.topology import sharding
 
-        return RankInfo(engine_id, compat.model_summary(self._config), HOST, 0, sharding(1), 0, 1, (0,))
+        return RankInfo(engine_id, model_summary(self._config), HOST, 0, sharding(1), 0, 1, (0,))
 
     def engine(self) -> Any:
         """Mooncake's is one that does nothing, at Mooncake's interface."""

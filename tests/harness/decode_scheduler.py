@@ -22,8 +22,10 @@ from vllm.v1.request import Request, RequestStatus
 import vllm_ascend_pd
 from harness.ports import reserve_port
 from harness.scheduling import remembered
-from vllm_ascend_pd.connector import build, compat
+from vllm_ascend_pd.connector import build_scheduler
+from vllm_ascend_pd.connector.cache_specs import lost_blocks_say_all
 from vllm_ascend_pd.connector.metadata import ReportMetadata
+from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.transport.idle_wait import IdleWait
 
@@ -89,7 +91,7 @@ class EngineScheduler:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "MetaserverClient", SilentMetaserver)
+            patch.setattr(build_scheduler, "MetaserverClient", SilentMetaserver)
             self.vllm = scheduler_class(
                 vllm_config=config,
                 kv_cache_config=caches,
@@ -98,8 +100,8 @@ class EngineScheduler:
                 hash_block_size=BLOCK,
             )
         self.connector: Any = self.vllm.connector
-        self.connector._scheduler._idle.close()
-        self.connector._scheduler._idle = IdleWait(0.0, 1)
+        self.connector._role.scheduler._idle.close()
+        self.connector._role.scheduler._idle = IdleWait(0.0, 1)
         if max_loras is not None:
             self.vllm.lora_config = SimpleNamespace(max_loras=max_loras)
         self._steps_under_way = 1 if scheduler_class is Scheduler else 2
@@ -202,7 +204,7 @@ class EngineScheduler:
     def close(self) -> None:
         assert self.free == self.all_free, self.state()
         assert not self.vllm.requests
-        assert not remembered(self.connector._scheduler)
+        assert not remembered(self.connector._role.scheduler)
         self.connector.shutdown()
 
     def _computed(self, scheduled: Any) -> list[list[int]]:
@@ -245,7 +247,7 @@ class EngineScheduler:
 
     def _lost(self, failed: set[str]) -> dict[str, Any]:
         """How the connector tells vLLM of requests whose transfer has failed."""
-        if compat.HAS_TRANSFER_RESULTS and not compat.lost_blocks_say_all(self.vllm.kv_cache_config):
+        if HAS_TRANSFER_RESULTS and not lost_blocks_say_all(self.vllm.kv_cache_config):
             return {"failed_recving": failed}
         return {"invalid_block_ids": {block for name in failed for block in self.expected[name].blocks}}
 

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_ascend_pd.connector import compat
+from vllm_ascend_pd.connector import cache_specs, vllm_versions
 from vllm_ascend_pd.connector.cache_kinds import check_kinds
 from vllm_ascend_pd.core.layout import LayoutError
 
@@ -75,12 +75,12 @@ def test_each_kind_of_cache_of_this_vllm_is_understood_or_refused_by_name(kind: 
     for layer, config in (("layer.1", caches(made(FullAttentionSpec), spec)), ("layer.inner", caches(wrapped(spec)))):
         if kind in UNDERSTOOD:
             check_kinds(config)
-            assert len(compat.cache_groups(config)) == len(config.kv_cache_groups)
+            assert len(cache_specs.cache_groups(config)) == len(config.kv_cache_groups)
             continue
         with pytest.raises(LayoutError, match=rf"{layer}: caches of kind {kind} are not supported: serve this model"):
-            compat.cache_groups(config)
+            cache_specs.cache_groups(config)
         with pytest.raises(LayoutError, match=rf"{layer}: caches of kind {kind} are not supported"):
-            compat.layer_specs(config, None)
+            cache_specs.layer_specs(config, None)
 
 
 def test_this_vllm_has_all_kinds_that_are_understood() -> None:
@@ -90,7 +90,7 @@ def test_this_vllm_has_all_kinds_that_are_understood() -> None:
 def test_a_kind_derived_elsewhere_is_another_kind() -> None:
     derived = type("FullAttentionSpec", (FullAttentionSpec,), {"__module__": "plugin"})
     with pytest.raises(LayoutError, match=r"caches of kind plugin\.FullAttentionSpec are not supported"):
-        compat.cache_groups(caches(made(derived)))
+        cache_specs.cache_groups(caches(made(derived)))
 
 
 @pytest.mark.parametrize("kind", [FullAttentionSpec, MLAAttentionSpec])
@@ -101,7 +101,7 @@ def test_an_entry_of_several_tokens_is_refused_whatever_the_field_is_called(kind
     object.__setattr__(spec, field, ratio)
     for config in (caches(spec), caches(wrapped(spec))):
         with pytest.raises(LayoutError, match="caches that keep one entry for several tokens"):
-            compat.cache_groups(config)
+            cache_specs.cache_groups(config)
 
 
 def test_a_field_that_is_not_known_must_have_its_default() -> None:
@@ -110,9 +110,9 @@ def test_a_field_that_is_not_known_must_have_its_default() -> None:
         tokens_apart: int = 1
 
     Later.__module__, Later.__qualname__ = FullAttentionSpec.__module__, "FullAttentionSpec"
-    compat.cache_groups(caches(made(Later)))
+    cache_specs.cache_groups(caches(made(Later)))
     with pytest.raises(LayoutError, match="caches of kind FullAttentionSpec with tokens_apart 2 are not supported"):
-        compat.cache_groups(caches(made(Later, tokens_apart=2)))
+        cache_specs.cache_groups(caches(made(Later, tokens_apart=2)))
 
 
 MODES = [mode.name for mode in interface.KVQuantMode]
@@ -122,10 +122,10 @@ MODES = [mode.name for mode in interface.KVQuantMode]
 def test_quantized_caches_with_scales_or_packing_of_their_own_are_refused(mode: str) -> None:
     config = caches(made(FullAttentionSpec, kv_quant_mode=interface.KVQuantMode[mode]))
     if mode in ("NONE", "FP8_PER_TENSOR"):
-        compat.cache_groups(config)
+        cache_specs.cache_groups(config)
         return
     with pytest.raises(LayoutError, match=rf"layer\.0: caches quantized as {mode} \(--kv-cache-dtype\) are not"):
-        compat.cache_groups(config)
+        cache_specs.cache_groups(config)
 
 
 HAS = {field.name for kind in KINDS.values() for field in dataclasses.fields(kind)}
@@ -133,22 +133,22 @@ HAS = {field.name for kind in KINDS.values() for field in dataclasses.fields(kin
 
 @pytest.mark.skipif("num_head_slots" not in HAS, reason="this vLLM packs no heads")
 def test_heads_that_are_packed_otherwise_are_refused() -> None:
-    compat.cache_groups(caches(made(FullAttentionSpec, num_head_slots=2)))
+    cache_specs.cache_groups(caches(made(FullAttentionSpec, num_head_slots=2)))
     with pytest.raises(LayoutError, match="caches that keep 2 KV heads in 4 slots are not supported"):
-        compat.cache_groups(caches(made(FullAttentionSpec, num_head_slots=4)))
+        cache_specs.cache_groups(caches(made(FullAttentionSpec, num_head_slots=4)))
 
 
 @pytest.mark.skipif("bounded_replay" not in HAS, reason="this vLLM replays no prefixes")
 def test_windows_whose_prefix_is_computed_again_are_refused() -> None:
     with pytest.raises(LayoutError, match="SlidingWindowMLASpec with bounded_replay True"):
-        compat.cache_groups(caches(made(interface.SlidingWindowMLASpec, bounded_replay=True)))
+        cache_specs.cache_groups(caches(made(interface.SlidingWindowMLASpec, bounded_replay=True)))
 
 
 @pytest.mark.parametrize(("field", "value"), [("host_resident", True), ("enable_kv_transfer", False)])
 def test_a_group_that_is_not_to_be_transferred_is_refused(field: str, value: bool) -> None:
-    compat.cache_groups(caches(made(FullAttentionSpec), made(FullAttentionSpec), **{field: not value}))
+    cache_specs.cache_groups(caches(made(FullAttentionSpec), made(FullAttentionSpec), **{field: not value}))
     with pytest.raises(LayoutError, match=r"layer\.1: caches that vLLM keeps in host memory or excludes"):
-        compat.cache_groups(caches(made(FullAttentionSpec), made(FullAttentionSpec), **{field: value}))
+        cache_specs.cache_groups(caches(made(FullAttentionSpec), made(FullAttentionSpec), **{field: value}))
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -159,4 +159,4 @@ def test_copies_on_prefill_ranks_are_told_by_what_vllm_does(monkeypatch: pytest.
     else:
         monkeypatch.delattr(ParallelConfig, "pcp_shard_decode_requests", raising=False)
     shares_in_023 = not hasattr(interface.KVCacheSpec, "tokens_per_state")
-    assert compat.prefill_ranks_hold_copies() is not shares_in_023
+    assert vllm_versions.prefill_ranks_hold_copies() is not shares_in_023

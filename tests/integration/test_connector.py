@@ -25,8 +25,9 @@ from vllm.v1.kv_cache_interface import (
 
 import vllm_ascend_pd
 from harness.ports import reserve_port
-from vllm_ascend_pd.connector.compat import external_request_id, gives_blocks_away, layer_specs
-from vllm_ascend_pd.connector.connector import _own_host
+from vllm_ascend_pd.connector.cache_specs import gives_blocks_away, layer_specs
+from vllm_ascend_pd.connector.engine_setup import own_host
+from vllm_ascend_pd.connector.vllm_requests import external_request_id
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.transport.idle_wait import PAUSE_S
@@ -77,11 +78,11 @@ def test_a_host_that_does_not_know_its_address(
 ) -> None:
     """vLLM then says 0.0.0.0: tickets would name it, and listeners listen everywhere."""
     monkeypatch.delenv("VLLM_HOST_IP", raising=False)
-    monkeypatch.setattr("vllm_ascend_pd.connector.connector.get_ip", lambda: "0.0.0.0")
+    monkeypatch.setattr("vllm_ascend_pd.connector.engine_setup.get_ip", lambda: "0.0.0.0")
     with pytest.raises(ConfigError, match="set VLLM_HOST_IP"):
-        _own_host()
+        own_host()
     monkeypatch.setenv("VLLM_HOST_IP", "0.0.0.0")
-    assert _own_host() == "0.0.0.0"
+    assert own_host() == "0.0.0.0"
 
 
 @pytest.mark.parametrize(

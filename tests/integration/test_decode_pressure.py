@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, EngineScheduler
-from vllm_ascend_pd.connector import compat
+from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.config import ConfigError
 
 MakeScheduler = Callable[..., EngineScheduler]
@@ -147,7 +147,7 @@ def test_a_request_gets_all_blocks_there_are(make: MakeScheduler, drafts: bool, 
     decode.run(100)
 
 
-@pytest.mark.skipif(compat.HAS_TRANSFER_RESULTS, reason="vLLM itself counts its own block")
+@pytest.mark.skipif(HAS_TRANSFER_RESULTS, reason="vLLM itself counts its own block")
 def test_an_engine_with_one_block_less_than_a_request_takes_does_not_start(make_any: MakeScheduler) -> None:
     """vLLM 0.23 would start, and a request of that length wait for ever."""
     with pytest.raises(ConfigError, match=f"has {LONGEST} blocks.*--max-model-len {MAX_MODEL_LEN}"):

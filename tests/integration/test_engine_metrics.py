@@ -26,9 +26,9 @@ from harness.engines import Role
 from harness.kv import Model, Side
 from harness.multi_connector import transfer_config
 from harness.ranks import Pair, expect_delivery, prefill, prompts
-from vllm_ascend_pd.connector.compat import ASKS_SCHEDULER_FOR_STATS
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 from vllm_ascend_pd.connector.metrics import LayerwisePushStats
+from vllm_ascend_pd.connector.vllm_versions import ASKS_SCHEDULER_FOR_STATS
 from vllm_ascend_pd.core.stats import (
     DECODE_METRICS,
     GRANTS_WAITING,

@@ -2,7 +2,7 @@
 """What a forward pass that failed did not compute is not delivered (R1), told by vLLM's own model runner."""
 
 import enum
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 from vllm_ascend_pd.connector.metadata import StepMetadata
+from vllm_ascend_pd.connector.roles.prefill_worker import PrefillWorkerRole
 from vllm_ascend_pd.core.step import PrefillStep, Send
 
 
@@ -31,7 +32,8 @@ class Runner(enum.Enum):
 def runs_out_of_memory(rank: PrefillRank, runner: Runner, step: PrefillStep, by_id: dict[str, Prompt]) -> str:
     """After the first layer. What vLLM's runner raises."""
     connector: Any = object.__new__(LayerwisePushConnector)  # around this rank's worker
-    vars(connector).update(_worker=rank.worker, _connector_metadata=None, _brings_stats=False, _lost_blocks=set())
+    role = PrefillWorkerRole(rank.worker, ExitStack(), always_has_stats=False)
+    vars(connector).update(_role=role, _connector_metadata=None)
     output = SchedulerOutput.make_empty()
     output.kv_connector_metadata = metadata = StepMetadata(step)
     kv_transfer_state._KV_CONNECTOR_AGENT = connector

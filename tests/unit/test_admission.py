@@ -5,6 +5,7 @@ import msgspec
 import pytest
 from vllm.v1.request import Request
 
+from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
 from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.hosts import AnyHost, HostList, decode_hosts
@@ -12,9 +13,7 @@ from vllm_ascend_pd.core.signing import CLOCK_SKEW_S, Secret, signed
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.prefill import ticket_admission as admission_module
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
-from vllm_ascend_pd.prefill.ticket_admission import Admission
-from vllm_ascend_pd.transport.idle_wait import IdleWait
+from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 
 SECRET = Secret(b"a secret of this test, long enough")
 OTHER = Secret(b"another secret, of another cluster")
@@ -46,8 +45,8 @@ class Prefill:
 
     def __init__(self, capacity: int = 100, hosts: HostList = ANYWHERE, secret: Secret | None = SECRET) -> None:
         self.now = NOW
-        self.admission = Admission(hosts, secret, capacity, clock=lambda: self.now)
-        self.scheduler = PrefillScheduler([TokenGroup(4)], IdleWait(0.05, in_flight=2), self.admission)
+        self.admission = TicketAdmission(hosts, secret, capacity, clock=lambda: self.now)
+        self.scheduler = prefill_scheduler([TokenGroup(4)], self.admission)
         self.requests = 0
 
     def error(self, params: Ticket | dict) -> str | None:

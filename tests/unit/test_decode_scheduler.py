@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from vllm.v1.request import RequestStatus
 
+from harness.schedulers import decode_scheduler
 from harness.scheduling import FOR_A_PULLING_CONNECTOR, make_request, remembered
 from harness.waiting import wait_until
 from vllm_ascend_pd.core import stats
@@ -24,13 +25,13 @@ from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler, Listener, Signer
-from vllm_ascend_pd.transport.idle_wait import IdleWait
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer
 
 BLOCK = 4
 PROMPT = 10
 BLOCKS = ([7, 1, 5],)
-LISTENER = Listener("decode-0", "10.0.0.1", 5555, 2)
+ENGINE = EngineInfo("decode-0", "10.0.0.1", 5555, 2)
 SETTINGS = MetaserverSettings(deadline_s=20, retries=0)
 
 
@@ -80,9 +81,7 @@ def metaserver() -> Iterator[Metaserver]:
 
 @pytest.fixture
 def scheduler() -> Iterator[DecodeScheduler]:
-    scheduler = DecodeScheduler(
-        LISTENER, [TokenGroup(BLOCK)], MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05, in_flight=2)
-    )
+    scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], MetaserverClient(SETTINGS, own_host="127.0.0.1"))
     yield scheduler
     scheduler.close()
 
@@ -90,9 +89,7 @@ def scheduler() -> Iterator[DecodeScheduler]:
 def test_tickets_are_signed_for_as_long_as_they_may_wait(metaserver):
     secret = Secret(b"a secret of this test, long enough")
     client = MetaserverClient(SETTINGS, own_host="127.0.0.1")
-    scheduler = DecodeScheduler(
-        LISTENER, [TokenGroup(BLOCK)], client, IdleWait(0.05, in_flight=2), Signer(secret, 480.0)
-    )
+    scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], client, Signer(secret, 480.0))
     try:
         before = time.time()
         scheduler.allocated(wanting(metaserver.url), BLOCKS, PROMPT)
@@ -179,9 +176,7 @@ def test_decodes_cached_prefix_is_not_asked_for(scheduler, metaserver):
 
 def test_a_state_is_asked_for_without_the_last_token(metaserver):
     groups = [TokenGroup(4), StateGroup(4096)]
-    scheduler = DecodeScheduler(
-        LISTENER, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05, in_flight=2)
-    )
+    scheduler = decode_scheduler(ENGINE, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"))
     try:
         request = wanting(metaserver.url)
         assert scheduler.matched_tokens(request, 0) == PROMPT - 1
@@ -198,9 +193,7 @@ def test_a_state_is_asked_for_without_the_last_token(metaserver):
 def test_a_window_is_asked_for_without_the_last_token(metaserver):
     """vLLM keeps of it what the token after the received ones sees, and that is the one that decode computes."""
     groups = [TokenGroup(BLOCK), TokenGroup(BLOCK, windowed=True)]
-    scheduler = DecodeScheduler(
-        LISTENER, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05, in_flight=2)
-    )
+    scheduler = decode_scheduler(ENGINE, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"))
     try:
         request = wanting(metaserver.url)
         assert scheduler.matched_tokens(request, 4) == PROMPT - 1 - 4
@@ -217,11 +210,9 @@ def test_logprobs_of_the_prompt_are_decodes_own_to_compute(scheduler, metaserver
 
 
 def test_blocks_that_stand_for_a_block_on_each_of_several_ranks(metaserver):
-    listener = dataclasses.replace(LISTENER, dcp=2, interleave=BLOCK)
+    engine = dataclasses.replace(ENGINE, dcp=2, interleave=BLOCK)
     groups = [TokenGroup(BLOCK, ranks=2)]
-    scheduler = DecodeScheduler(
-        listener, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05, in_flight=2)
-    )
+    scheduler = decode_scheduler(engine, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"))
     try:
         request = wanting(metaserver.url)
         assert scheduler.matched_tokens(request, 8) == 2
@@ -237,11 +228,10 @@ def test_blocks_that_stand_for_a_block_on_each_of_several_ranks(metaserver):
 
 
 def test_cache_groups(metaserver):
-    scheduler = DecodeScheduler(
-        LISTENER,
+    scheduler = decode_scheduler(
+        ENGINE,
         [TokenGroup(4), TokenGroup(8)],
         MetaserverClient(SETTINGS, own_host="127.0.0.1"),
-        IdleWait(0.05, in_flight=2),
     )
     try:
         [expect] = issue(scheduler, wanting(metaserver.url), ([7, 1, 5], [20, 30]), computed=8).expects
@@ -255,9 +245,7 @@ def test_cache_groups(metaserver):
 def test_the_first_cache_group_may_hold_nothing_of_a_prompt(metaserver):
     """Chunked attention, and a chunk ends where decode begins: a failure is known by the other groups' blocks."""
     groups = [TokenGroup(BLOCK, windowed=True), TokenGroup(BLOCK)]
-    scheduler = DecodeScheduler(
-        LISTENER, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"), IdleWait(0.05, in_flight=2)
-    )
+    scheduler = decode_scheduler(ENGINE, groups, MetaserverClient(SETTINGS, own_host="127.0.0.1"))
     try:
         [expect] = issue(scheduler, wanting(metaserver.url, num_tokens=9), ([0, 0], [7, 1])).expects
         assert expect.blocks == [7, 1]
@@ -526,7 +514,7 @@ def test_what_becomes_of_tickets_is_counted(scheduler, metaserver):
     """Once for each request, however many ranks say so, and in whatever order."""
     for request_id, ticket_url in (("ok", metaserver.url), ("late", metaserver.url), ("lost", None)):
         issue(scheduler, wanting(ticket_url, request_id))
-    tickets = {request_id: issued.ticket.ticket_id for request_id, issued in scheduler._by_request.items()}
+    tickets = {request_id: issued.ticket.ticket_id for request_id, issued in scheduler._transfers.items()}
     scheduler.update(WorkerReport(given_up={tickets["ok"]: (0, "a rank went silent")}), set())
     scheduler.update(WorkerReport(given_up={tickets["ok"]: (0, "so says another")}), set())
     scheduler.update(WorkerReport(received={tickets["ok"]: (10, 5)}), {"ok"})

@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
+from harness.schedulers import prefill_scheduler
 from harness.scheduling import FOR_A_PULLING_CONNECTOR, Scheduled, make_output, make_request, remembered
-from vllm_ascend_pd.connector import compat
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
 from vllm_ascend_pd.core.step import Send, WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
-from vllm_ascend_pd.transport.idle_wait import IdleWait
 
 BLOCK = 4
 PROMPT = 10
@@ -56,7 +54,7 @@ def goes_on(scheduler, request, computed, tokens, blocks=None):
 
 @pytest.fixture
 def scheduler():
-    return PrefillScheduler([TokenGroup(BLOCK)], IdleWait(0.05, in_flight=2))
+    return prefill_scheduler([TokenGroup(BLOCK)])
 
 
 def test_a_prompt_in_one_step(scheduler):
@@ -132,7 +130,7 @@ def test_a_prefix_on_decode_that_ends_within_a_block_of_prefill(scheduler):
 
 def test_blocks_that_stand_for_a_block_on_each_of_several_ranks():
     """Prefill's block ids stand for 8 tokens, decode's for 12: parts end where both end, blocks are named once."""
-    scheduler = PrefillScheduler([TokenGroup(BLOCK, ranks=2)], IdleWait(0.05, in_flight=2))
+    scheduler = prefill_scheduler([TokenGroup(BLOCK, ranks=2)])
     request = ticketed(num_tokens=50, dcp=3)
     step = starts(scheduler, request, 30, ([7, 1, 5, 3],))
     assert step.sends == [Send("r", 0, 24, ([7, 1, 5],), last=False)]
@@ -141,14 +139,14 @@ def test_blocks_that_stand_for_a_block_on_each_of_several_ranks():
 
 
 def test_a_prefix_on_decode_with_blocks_on_several_ranks():
-    scheduler = PrefillScheduler([TokenGroup(BLOCK, ranks=2)], IdleWait(0.05, in_flight=2))
+    scheduler = prefill_scheduler([TokenGroup(BLOCK, ranks=2)])
     request = ticketed(num_tokens=30, cached=12, dcp=3)
     step = starts(scheduler, request, 30, ([7, 1, 5, 3],))
     assert step.sends == [Send("r", 12, 30, ([1, 5, 3],), last=True)]
 
 
 def test_cache_groups_have_their_own_blocks():
-    scheduler = PrefillScheduler([TokenGroup(4), TokenGroup(8)], IdleWait(0.05, in_flight=2))
+    scheduler = prefill_scheduler([TokenGroup(4), TokenGroup(8)])
     request = ticketed(num_tokens=18, block_sizes=(4, 8))
     step = starts(scheduler, request, 12, ([7, 1, 5], [20, 30]))
     assert step.sends == [Send("r", 0, 8, ([7, 1], [20]), last=False)]
@@ -158,7 +156,7 @@ def test_cache_groups_have_their_own_blocks():
 
 def with_states():
     """Attention's blocks, and a group whose blocks hold a state: here one block for the longest prompt."""
-    return PrefillScheduler([TokenGroup(BLOCK), StateGroup(4096)], IdleWait(0.05, in_flight=2))
+    return prefill_scheduler([TokenGroup(BLOCK), StateGroup(4096)])
 
 
 def wants_a_state(num_tokens=PROMPT):
@@ -220,8 +218,8 @@ def test_a_state_stays_as_it_is_while_it_is_sent(max_tokens, complaint):
     assert complaint is None or params["error"].startswith(complaint)
 
 
-def test_preemptions_that_the_scheduler_does_not_name_are_seen_once(scheduler, monkeypatch):
-    monkeypatch.setattr(compat, "NAMES_ALL_PREEMPTED", False)
+def test_preemptions_that_the_scheduler_does_not_name_are_seen_once():
+    scheduler = prefill_scheduler([TokenGroup(BLOCK)], names_all_preempted=False)
     request, other = ticketed(), make_request("other", PROMPT, None)
 
     def preempted_when_another_goes_on(named=()):
@@ -311,9 +309,9 @@ def test_preempted_and_aborted_before_the_next_step(scheduler):
     assert (step.preempted, step.finished) == ({"r"}, {"r": None})
 
 
-def test_preempted_and_aborted_before_the_next_step_where_vllm_names_nobody(scheduler, monkeypatch):
+def test_preempted_and_aborted_before_the_next_step_where_vllm_names_nobody():
     """vLLM 0.23: a reset of its prefix cache frees the blocks, and no step's output says so."""
-    monkeypatch.setattr(compat, "NAMES_ALL_PREEMPTED", False)
+    scheduler = prefill_scheduler([TokenGroup(BLOCK)], names_all_preempted=False)
     request, other = ticketed(), make_request("other", PROMPT, None)
     starts(scheduler, request, PROMPT)
     request.num_preemptions += 1
@@ -322,9 +320,9 @@ def test_preempted_and_aborted_before_the_next_step_where_vllm_names_nobody(sche
     assert (step.preempted, step.finished) == ({"r"}, {"r": None})
 
 
-def test_preempted_in_a_step_without_tokens_and_aborted_before_the_next(scheduler, monkeypatch):
+def test_preempted_in_a_step_without_tokens_and_aborted_before_the_next():
     """vllm-ascend's SchedulerDynamicBatch, which does not count it either."""
-    monkeypatch.setattr(compat, "NAMES_ALL_PREEMPTED", False)
+    scheduler = prefill_scheduler([TokenGroup(BLOCK)], names_all_preempted=False)
     request, other = ticketed(), make_request("other", PROMPT, None)
     starts(scheduler, request, PROMPT)
     request.status = RequestStatus.PREEMPTED
@@ -454,7 +452,7 @@ def test_any_schedule_sends_every_token_once(data):
     d_blocks = [data.draw(st.sampled_from([2, 4, 8]), label="decode's block size") for _ in sizes]
     # Context parallelism: a block id stands for a block on each of several ranks.
     ranks, dcp = (data.draw(st.sampled_from([1, 2, 3]), label=f"{who}'s ranks") for who in ("prefill", "decode"))
-    scheduler = PrefillScheduler([TokenGroup(size, ranks) for size in sizes], IdleWait(0.05, in_flight=2))
+    scheduler = prefill_scheduler([TokenGroup(size, ranks) for size in sizes])
     sizes, d_sizes = [size * ranks for size in sizes], [size * dcp for size in d_blocks]
     total = data.draw(st.integers(1, 80), label="prompt tokens")
     cached = math.lcm(*d_sizes) * data.draw(st.integers(0, total // math.lcm(*d_sizes)), label="cached on decode")

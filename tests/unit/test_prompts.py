@@ -14,14 +14,14 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
+from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output
-from vllm_ascend_pd.connector import compat, prompts
+from vllm_ascend_pd.connector import prompts
+from vllm_ascend_pd.connector.model_summary import media_hashing as hashing_of
 from vllm_ascend_pd.connector.prompts import Prompts, text_alone
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler, Listener
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
-from vllm_ascend_pd.transport.idle_wait import IdleWait
+from vllm_ascend_pd.decode.ticket_issuer import EngineInfo
 
 BLOCK = 16
 URL = "http://127.0.0.1:1/v1/metaserver"
@@ -61,10 +61,8 @@ def request(params, tokens=TOKENS, **fields):
 def posted_by_decode(groups=None, media_hashing=HASHING, wants=True, **fields):
     """The ticket of a request on decode, as the metaserver gets it."""
     metaserver = Metaserver()
-    scheduler = DecodeScheduler(
-        Listener("decode-0", "127.0.0.1", 5555, 1), groups or [TokenGroup(BLOCK)], metaserver,
-        IdleWait(0.05, in_flight=2), prompts=Prompts(media_hashing),
-    )  # fmt: skip
+    engine = EngineInfo("decode-0", "127.0.0.1", 5555, 1)
+    scheduler = decode_scheduler(engine, groups or [TokenGroup(BLOCK)], metaserver, media_hashing=media_hashing)
     params = {"do_remote_prefill": True, "metaserver": URL, **({"wants_token_ids": True} if wants else {})}
     asked = request(params, **fields)
     blocks = BLOCKS if groups is None else tuple([1, 2, 3][: 1 if group.holds_state else 3] for group in groups)
@@ -76,9 +74,7 @@ def posted_by_decode(groups=None, media_hashing=HASHING, wants=True, **fields):
 
 def refusal_of_prefill(posted, groups=None, media_hashing=HASHING, **fields):
     """What prefill says to the request with that ticket; None: it sends its KV."""
-    scheduler = PrefillScheduler(
-        groups or [TokenGroup(BLOCK)], IdleWait(0.05, in_flight=2), prompts=Prompts(media_hashing)
-    )
+    scheduler = prefill_scheduler(groups or [TokenGroup(BLOCK)], media_hashing=media_hashing)
     asked = request({name: value for name, value in posted.items() if name != "token_ids"}, **fields)
     scheduler.prepare(asked)
     blocks = BLOCKS if groups is None else tuple([1, 2, 3][: 1 if group.holds_state else 3] for group in groups)
@@ -164,11 +160,11 @@ def test_how_images_are_hashed():
         cache_config = SimpleNamespace(enable_prefix_caching=prefix_caching)
         return SimpleNamespace(model_config=model_config, cache_config=cache_config)
 
-    assert compat.media_hashing(config()).endswith(" blake3 /models/vision")
-    assert compat.media_hashing(config(cache_gb=0)) == compat.media_hashing(config(prefix_caching=False)) != ""
-    assert compat.media_hashing(config(cache_gb=0, prefix_caching=False)) == ""
-    assert compat.media_hashing(config(multimodal=False)) == ""
-    assert compat.media_hashing(config()) != compat.media_hashing(config(model="/mnt/vision"))
+    assert hashing_of(config()).endswith(" blake3 /models/vision")
+    assert hashing_of(config(cache_gb=0)) == hashing_of(config(prefix_caching=False)) != ""
+    assert hashing_of(config(cache_gb=0, prefix_caching=False)) == ""
+    assert hashing_of(config(multimodal=False)) == ""
+    assert hashing_of(config()) != hashing_of(config(model="/mnt/vision"))
 
 
 def test_other_embeddings_are_refused():

@@ -12,18 +12,19 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
-from vllm_ascend_pd.connector import spans as transfer_span
 from vllm_ascend_pd.connector.spans import TransferSpan
 from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler, Listener
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.decode.ticket_issuer import EngineInfo
+from vllm_ascend_pd.observe import span_names
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
-from vllm_ascend_pd.proxy.operate import tracing
-from vllm_ascend_pd.transport.idle_wait import IdleWait
+from vllm_ascend_pd.proxy.rendezvous import observer
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -70,15 +71,13 @@ def spans(exporter: InMemorySpanExporter) -> InMemorySpanExporter:
 
 @pytest.fixture
 def prefill() -> PrefillScheduler:
-    return PrefillScheduler([TokenGroup(BLOCK)], IdleWait(0.05, in_flight=2))
+    return prefill_scheduler([TokenGroup(BLOCK)])
 
 
 @pytest.fixture
 def decode() -> Iterator[DecodeScheduler]:
     client = MetaserverClient(MetaserverSettings(retries=0), own_host="127.0.0.1")
-    scheduler = DecodeScheduler(
-        Listener("decode-0", "10.0.0.1", 5555, 1), [TokenGroup(BLOCK)], client, IdleWait(0.05, in_flight=2)
-    )
+    scheduler = decode_scheduler(EngineInfo("decode-0", "10.0.0.1", 5555, 1), [TokenGroup(BLOCK)], client)
     yield scheduler
     scheduler.close()
 
@@ -191,7 +190,7 @@ def test_what_is_not_sampled_is_not_recorded(spans: InMemorySpanExporter) -> Non
     assert not spans.get_finished_spans()
 
 
-@pytest.mark.parametrize("module", [tracing, transfer_span])
+@pytest.mark.parametrize("module", [observer, span_names])
 def test_attributes_are_documented(module: ModuleType) -> None:
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().partition("\n## Traces\n")[2]
     prefixes = ("kv_pd.", "gen_ai.", "error.")

@@ -4,6 +4,7 @@
 import dataclasses
 import hashlib
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -23,13 +24,14 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
+from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request, remembered
-from vllm_ascend_pd.connector import compat
-from vllm_ascend_pd.connector.connector import LayerwisePushConnector
+from vllm_ascend_pd.connector import patches
+from vllm_ascend_pd.connector.cache_specs import cache_groups, lost_blocks_say_all
+from vllm_ascend_pd.connector.roles.decode_worker import DecodeWorkerRole
+from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.worker import Arrivals, DecodeWorker
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
-from vllm_ascend_pd.transport.idle_wait import IdleWait
 
 BLOCK = 4
 OF_A_BLOCK: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
@@ -46,7 +48,7 @@ class Engine:
     def __init__(self, *specs: Any, block: int = BLOCK, caching: bool = False) -> None:
         groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
         self.config = KVCacheConfig(num_blocks=40, kv_cache_tensors=[], kv_cache_groups=groups)
-        self.groups = compat.cache_groups(self.config)
+        self.groups = cache_groups(self.config)
         self.manager = KVCacheManager(
             self.config, max_model_len=64, scheduler_block_size=block, hash_block_size=block, enable_caching=caching
         )
@@ -92,8 +94,7 @@ class Prefill(Engine):
         super().__init__(FullAttentionSpec(**OF_A_BLOCK), spec)
         ticket = ticket_of(Engine(FullAttentionSpec(**OF_A_BLOCK), spec), prompt)
         self.wanted_numbers = [n for n, block in enumerate(ticket.remote_block_ids[WINDOWED]) if block]
-        self.scheduler = PrefillScheduler(self.groups, IdleWait(0.05, in_flight=2))
-        self.scheduler.bind(self.pool)
+        self.scheduler = prefill_scheduler(self.groups, pool=self.pool)
         self.request = make_request("p", prompt, msgspec.to_builtins(ticket))
         self.sent: set[int] = set()
 
@@ -151,8 +152,7 @@ def test_blocks_are_held_while_decodes_longer_ones_fill_up() -> None:
     prefill = Engine(narrow)
     prefill.pool.get_new_blocks(prefill.all_free - 7)  # others': of what is given away, blocks soon come again
     free = prefill.pool.get_num_free_blocks()
-    scheduler = PrefillScheduler(prefill.groups, IdleWait(0.05, in_flight=2))
-    scheduler.bind(prefill.pool)
+    scheduler = prefill_scheduler(prefill.groups, pool=prefill.pool)
     request = make_request("p", prompt, msgspec.to_builtins(ticket))
     computed: dict[int, int] = {}  # block id -> its number, of what was computed last
     request.num_computed_tokens = done = 0
@@ -179,7 +179,7 @@ def test_blocks_are_held_while_decodes_longer_ones_fill_up() -> None:
 
 def test_no_block_is_of_two_groups_where_some_are_cached() -> None:
     """Of decode: new blocks of one group, for tokens from prefill, and cached ones of the next."""
-    compat.keep_cached_blocks_until_all_groups_have_theirs()
+    patches.install_for_decode_scheduler()
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
     window = SlidingWindowSpec(**OF_A_BLOCK, sliding_window=12)
@@ -249,8 +249,7 @@ def test_what_decode_wants_is_there_though_prefill_knows_the_prompt(
     before.num_computed_tokens = prompt
     prefill.manager.free(before)
     request.kv_transfer_params = msgspec.to_builtins(ticket)
-    scheduler = PrefillScheduler(prefill.groups, IdleWait(0.05, in_flight=2))
-    scheduler.bind(prefill.pool)
+    scheduler = prefill_scheduler(prefill.groups, pool=prefill.pool)
     scheduler.arrived(request)
     hit, known = prefill.manager.get_computed_blocks(request)[:2]
     assert not (known and d_block > p_block)
@@ -282,15 +281,15 @@ def test_a_preempted_request_gets_all_blocks_back(spec: Any) -> None:
 )
 def test_what_is_lost_is_computed_again_from_the_start(specs: tuple[Any, ...]) -> None:
     """By decode, whose vLLM is to recompute: before a window it has no blocks, and has computed nothing either."""
-    compat.accept_lost_blocks_of_any_groups()
+    patches.install_for_decode_scheduler()
     decode = Engine(*specs)
     request = make_request("d", 24, None)
     request.num_computed_tokens, request.status = 23, RequestStatus.WAITING_FOR_REMOTE_KVS
     blocks = decode.allocate(request, 0, num_external_computed_tokens=23, delay_cache_blocks=True)
     worker: Any = object.__new__(DecodeWorker)
     worker.take_arrivals = lambda: Arrivals({"d"}, {"d"}, {block for ids in blocks for block in ids if block})
-    connector: Any = object.__new__(LayerwisePushConnector)
-    vars(connector).update(_worker=worker, _kv_cache_config=decode.config, _lost_blocks=set())
+    by_request = HAS_TRANSFER_RESULTS and not lost_blocks_say_all(decode.config)
+    role = DecodeWorkerRole(worker, {}, by_request, ExitStack(), always_has_stats=False)
     scheduler: Any = object.__new__(Scheduler)
     vars(scheduler).update(
         recompute_kv_load_failures=True,
@@ -303,10 +302,10 @@ def test_what_is_lost_is_computed_again_from_the_start(specs: tuple[Any, ...]) -
         kv_holding_waiting=[request],
         skipped_waiting=[request],
     )
-    arrivals = connector._take_arrivals()
-    if arrivals.failed:
-        scheduler._handle_failed_recving(arrivals.failed)
-    if lost := connector.get_block_ids_with_load_errors():
+    results = role.take_results(None)
+    if results.failed:
+        scheduler._handle_failed_recving(results.failed)
+    if lost := role.take_lost_blocks():
         scheduler._handle_invalid_blocks(lost, {})
     assert request.num_computed_tokens == 0
     assert scheduler.failed_recving_kv_req_ids == {"d"}

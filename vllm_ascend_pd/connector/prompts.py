@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheduler says of a request's prompt: its digest, and its token ids where the prompt is text alone."""
+"""The digest of a request's prompt, and its token ids if the prompt is nothing but text."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -23,18 +23,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EMBEDDING_COLUMNS = 64
-"""Elements of each token's embedding that its digest covers, evenly spread: 128 Ki tokens take 20 ms."""
+"""How many elements of each token's embedding the digest covers, evenly spread. 128 Ki tokens take 20 ms."""
 
 
 class Prompts:
-    """`media_hashing`: how this engine hashes images, sounds and videos, where it is by content (`compat`)."""
+    """Digests prompts on decode and compares them on prefill.
+
+    `media_hashing`: how this engine hashes images, sounds and videos by content (`model_summary.py`); "": it does not.
+    """
 
     def __init__(self, media_hashing: str = "") -> None:
         self._media_hashing = media_hashing
         self._said_not_compared = False
 
     def digest(self, request: "Request", num_tokens: int, ticket_id: str) -> PromptDigest:
-        """Of the first `num_tokens` tokens."""
+        """Returns the digest of the first `num_tokens` tokens and of what comes with them."""
         token_ids, embeddings, salt = request.prompt_token_ids, request.prompt_embeds, request.cache_salt
         media = [name for one in request.mm_features for name in (one.modality, one.mm_hash or one.identifier)]
         compared = bool(media and self._media_hashing)
@@ -49,8 +52,10 @@ class Prompts:
         )
 
     def check(self, request: "Request", ticket: Ticket) -> None:
-        """On prefill: raises TicketError if the ticket is for another prompt than the request's, and says in what they
-        differ. A ticket without a digest, of an older decode engine, is for any prompt of its length."""
+        """Raises TicketError if the ticket is for another prompt than the request's, and names the differences.
+
+        A ticket of an older decode engine has no digest: it is for any prompt of its length.
+        """
         if ticket.prompt is None:
             return
         ours = self.digest(request, ticket.num_tokens, ticket.ticket_id)
@@ -65,7 +70,7 @@ class Prompts:
 
 
 def text_alone(request: "Request") -> list[int] | None:
-    """The prompt's token ids if they are all there is of it, else None."""
+    """Returns the prompt's token ids if they are all there is of it, else None."""
     if request.mm_features or request.prompt_embeds is not None:
         return None
     token_ids: list[int] | None = request.prompt_token_ids

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of KV transfers, where vLLM has tracing on: in the trace that a request's headers name, beside vLLM's own."""
+"""Spans of KV transfers, in the trace that a request's headers name. vLLM's tracing must be on."""
 
 import time
 from typing import TYPE_CHECKING
@@ -13,17 +13,12 @@ if TYPE_CHECKING:
 
 _MAX_REASON_CHARS = 300
 
-REQUEST_ID = "gen_ai.request.id"
-TOKENS = "kv_pd.tokens"
-CACHED_TOKENS = "kv_pd.cached_tokens"
-DECODE_ENGINE = "kv_pd.decode_engine"
-RECEIVED_BYTES = "kv_pd.received_bytes"
-EARLY_BYTES = "kv_pd.bytes_before_prefill_end"
-
 
 class TransferSpan:
-    """Begins when it is made. vLLM keeps a request's trace headers only where tracing is on: without them nothing is
-    recorded. Ending it puts it into a queue; another thread sends it."""
+    """A span that begins when it is made. Ending it puts it into a queue, and another thread sends it.
+
+    Nothing is recorded for a request without trace headers. vLLM keeps these only if tracing is on.
+    """
 
     def __init__(self, name: str, request: "Request") -> None:
         self._name = name
@@ -31,8 +26,10 @@ class TransferSpan:
         self._begun_ns = time.time_ns()
 
     def end(self, attributes: dict[str, str | int], error: str | None = None, reason: str = "") -> None:
-        """`error`: how it failed, in a word. Neither it nor `reason` may quote what a client or another engine said of
-        a prompt."""
+        """Ends the span. `error`: how the transfer failed, in a word; None: it did not.
+
+        Neither `error` nor `reason` may quote a client's or another engine's words about a prompt.
+        """
         if not self._headers:
             return
         context = extract_trace_context(self._headers)
@@ -41,8 +38,8 @@ class TransferSpan:
         from opentelemetry import trace
 
         if not trace.get_current_span(context).get_span_context().is_valid:
-            return  # it would be a trace of its own
-        # The provider is vLLM's, which it has made for this process.
+            return  # the span would begin a trace of its own
+        # vLLM has made the provider for this process.
         span = trace.get_tracer("vllm_ascend_pd").start_span(
             self._name, context, attributes=attributes, start_time=self._begun_ns
         )

@@ -21,7 +21,7 @@ rank."""
 _MAX_PROVEN = 4096
 
 
-class Admission:
+class TicketAdmission:
     """`clock` gives unix seconds."""
 
     def __init__(

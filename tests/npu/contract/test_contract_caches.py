@@ -10,7 +10,7 @@ import torch
 from vllm_ascend_contract import BLOCK, Event, engine_config, only, recorded
 
 from harness.models import TINY, for_npu
-from vllm_ascend_pd.connector import compat
+from vllm_ascend_pd.connector import cache_specs
 from vllm_ascend_pd.core.caches import describe
 
 pytestmark = pytest.mark.npu
@@ -62,7 +62,7 @@ def test_specs_have_what_we_read(prefill_events: tuple[Event, ...]) -> None:
     for layer, spec in registered["specs"].items():
         assert spec["num_kv_heads"] == heads, f"{layer}: {spec['kind']}.num_kv_heads is {spec['num_kv_heads']}"
         assert spec["block_size"] == BLOCK, f"{layer}: blocks of {spec['block_size']}, although P/D has 128 only"
-        assert ("MLA" in spec["kind"]) == mla, f"compat.layer_specs tells MLA by the name, which is {spec['kind']}"
+        assert ("MLA" in spec["kind"]) == mla, f"cache_specs.layer_specs tells MLA by the name, which is {spec['kind']}"
     assert set(map(tuple, registered["ours"].values())) == {(0, BLOCK, heads, heads)}
 
 
@@ -95,7 +95,7 @@ def test_quantized_caches_of_sparse_attention(
     tensors = tuple(torch.zeros((4, BLOCK, 1, width), dtype=dtype) for width, dtype in parts)
     assert spec.page_size_bytes == sum(tensor[0].nbytes for tensor in tensors), "vllm-ascend makes other tensors"
     groups = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    specs = compat.layer_specs(groups, engine_config(mla_model))
+    specs = cache_specs.layer_specs(groups, engine_config(mla_model))
     described = describe({"layer": tensors}, specs, heads_first=False).description
     geometries = [described.geometry_of(tensor) for tensor in described.tensors]
     assert [(g.dtype, g.head_bytes, g.total_heads) for g in geometries] == [
@@ -158,7 +158,7 @@ def test_blocks_beside_states_are_several_of_the_kernels(plugins: None) -> None:
     tensors = itself._reshape_kv_cache_tensors(caches, itself._allocate_kv_cache_tensors(caches))
     k, v = tensors["attention.0"]
     assert k.shape == v.shape == (blocks * block_size // BLOCK, BLOCK, heads, head_size), "kernels' blocks are others"
-    registered = describe(tensors, compat.layer_specs(caches, config), heads_first=False)
+    registered = describe(tensors, cache_specs.layer_specs(caches, config), heads_first=False)
     geometry = registered.description.geometries[
         registered.description.tensors[registered.layers["attention.0"][0]].geometry
     ]

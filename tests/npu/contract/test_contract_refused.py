@@ -11,7 +11,7 @@ import torch
 from vllm_ascend_contract import BLOCK, cache_config, connector_class, engine_config
 
 from harness.models import TINY
-from vllm_ascend_pd.connector import compat
+from vllm_ascend_pd.connector import cache_specs
 from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.core.layout import LayoutError
 
@@ -112,7 +112,7 @@ def test_compressed_caches(plugins: None) -> None:
     assert len(manager.req_to_blocks["request"]) < 5, "blocks are of `block_size` tokens now"
     caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     with pytest.raises(LayoutError, match="layer: caches that keep one entry for several tokens"):
-        compat.cache_groups(caches)
+        cache_specs.cache_groups(caches)
 
 
 def test_vllm_ascends_own_kinds_of_caches_are_understood(plugins: None) -> None:
@@ -130,7 +130,7 @@ def test_vllm_ascends_own_kinds_of_caches_are_understood(plugins: None) -> None:
         own["AscendSlidingWindowMLASpec"](**of, sliding_window=128),
     ):
         caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-        assert len(compat.cache_groups(caches)) == 1
+        assert len(cache_specs.cache_groups(caches)) == 1
 
 
 def test_the_models_here_are_not_refused(plugins: None, dense_model: Path, mla_model: Path) -> None:

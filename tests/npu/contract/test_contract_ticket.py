@@ -72,12 +72,12 @@ def test_our_ticket_has_the_fields_of_vllm_ascends(posted: dict[str, Any]) -> No
 
 
 def test_their_ticket_means_what_ours_does(posted: dict[str, Any]) -> None:
-    from vllm_ascend_pd.connector import compat
+    from vllm_ascend_pd.connector.vllm_requests import external_request_id
 
     assert posted["url"] == "http://192.0.2.2:9000/v1/metaserver", "the ticket goes elsewhere than the request says"
     body = json.loads(json.dumps(posted["json"]))
     ticket = parse_ticket({**body, "ticket_id": 32 * "0", "attempt": 0, "num_tokens": 300}, 300, 1)
-    assert ticket.request_id == compat.external_request_id(REQUEST_ID), "another id for the proxy"
+    assert ticket.request_id == external_request_id(REQUEST_ID), "another id for the proxy"
     assert (ticket.do_remote_prefill, ticket.do_remote_decode) == (False, True)
     assert (ticket.remote_block_ids, ticket.remote_block_size) == ([[5, 6, 7]], [BLOCK])
     assert (ticket.remote_engine_id, ticket.remote_host, ticket.remote_port) == ("decode", "192.0.2.1", 20001)

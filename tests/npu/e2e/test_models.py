@@ -54,6 +54,6 @@ def test_only_the_window_of_sliding_layers_is_sent(client: Client, tokens: int) 
 
 @pytest.mark.parametrize("cluster", [SLIDING_TP1], ids=str, indirect=True)
 def test_a_request_of_several_cache_groups_fails_alone(cluster: Cluster, client: Client, reference) -> None:
-    """vLLM 0.23, which vllm-ascend builds on, does not know how by itself: see `vllm_ascend_pd/connector/compat.py`."""
+    """vLLM 0.23, which vllm-ascend builds on, needs `connector/patches/vllm_0_23_lost_blocks.py` for this."""
     assert poisoned_fails_alone(client, reference, [300, POISONED_TOKENS + 1, 1000], 1).status_code == 502
     wait_all_blocks_free(cluster)

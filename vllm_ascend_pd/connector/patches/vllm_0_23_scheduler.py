@@ -2,15 +2,15 @@
 """Patch of vLLM 0.23's scheduler on decode: a request whose KV has arrived can always run.
 
 Requests that wait for KV, or whose KV has arrived, hold blocks and cannot be preempted. If none of them can start and
-nothing runs, nothing ever frees a block. vLLM 0.23 gets there in two ways, which 0.32 avoids:
+nothing runs, no block is ever freed. vLLM 0.23 deadlocks like this in two ways, which 0.32 avoids:
 
-- A transfer gets blocks for its tokens only. The first step needs more: blocks for the tokens that drafts are to have,
-  or for a last prompt token that is not transferred. Several such requests may each wait for a block of another one.
-- The first request in line that does not fit ends the scheduler's pass. It may hold nothing yet (its grammar has just
-  been compiled, its priority is higher) and stand before requests whose KV has arrived.
+- A transfer gets blocks for its tokens only. The first step needs more: for the tokens of drafts, or for a last prompt
+  token that is not transferred. Several such requests may each wait for a block of another one.
+- The first waiting request that does not fit ends the scheduler's pass. It may hold no blocks yet (its grammar has just
+  been compiled, or its priority is higher) and come before requests whose KV has arrived.
 
-Here a transfer gets all blocks of its first step with its own, and requests whose KV has arrived are scheduled before
-those that hold nothing. Both versions share a third way: see `connector/patches/vllm_0_32_scheduler.py`.
+With the patch, a transfer gets all blocks of its first step together with its own, and requests whose KV has arrived
+are scheduled before those that hold no blocks. A third deadlock is in both versions: see `vllm_0_32_scheduler.py`.
 
 vllm-ascend's schedulers call the patched methods from their own `schedule()`, too, so the patch holds for all of them.
 """
@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd.connector.compat import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.connector.patches.vllm_0_32_scheduler import has_blocks, release_reservations_of_failed_transfers
+from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _LOOKAHEAD = "lookahead_of_first_steps"
-"""Attribute of a scheduler's `KVCacheManager`: for how many tokens behind its last one a step needs blocks."""
+"""Attribute of a scheduler's `KVCacheManager`: how many tokens behind its last one a step needs blocks for."""
 
 
 class _Candidate:
-    """Stands for a queue whose next request is `request`, from anywhere in `queue`."""
+    """A queue whose next request is `request`, which may be anywhere in `queue`."""
 
     def __init__(self, queue: Any, request: "Request") -> None:
         self._queue = queue
@@ -44,8 +44,8 @@ class _Candidate:
         return self._request
 
 
-def let_arrived_requests_run() -> None:
-    """Installs the patch, in vLLM 0.23 only. Safe to call twice."""
+def install() -> None:
+    """Patches vLLM 0.23; does nothing in 0.32. May be called again."""
     if HAS_TRANSFER_RESULTS:
         return
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -75,7 +75,7 @@ def _schedule_arrived_requests_first(scheduler: Any) -> None:
         arrived = [request for request in self.skipped_waiting if _has_arrived(self, request)]
         if arrived:
             return _Candidate(self.skipped_waiting, arrived[0] if by_arrival else min(arrived))
-        # Else requests with grammars overtake all others for as long as new ones come.
+        # Otherwise requests with grammars overtake all others for as long as new ones come.
         if by_arrival and self.waiting and self.waiting.peek_request().arrival_time < head.arrival_time:
             return self.waiting
         return queue
@@ -84,7 +84,7 @@ def _schedule_arrived_requests_first(scheduler: Any) -> None:
 
 
 def _is_skipped(scheduler: Any, request: "Request") -> bool:
-    """Whether the scheduler's pass goes on behind the request, which cannot run yet."""
+    """Whether the request cannot run yet, so that the scheduler's pass skips it."""
     match request.status:
         case RequestStatus.WAITING_FOR_REMOTE_KVS:
             return request.request_id not in scheduler.finished_recving_kv_req_ids
@@ -98,8 +98,10 @@ def _is_skipped(scheduler: Any, request: "Request") -> bool:
 
 
 def _has_arrived(scheduler: Any, request: "Request") -> bool:
-    """Whether the request holds all blocks of its first step. A session whose input goes on (`resumable`) may need
-    further ones."""
+    """Whether the request's KV has arrived, and it holds all blocks of its first step.
+
+    A session whose input goes on (`resumable`) may need more blocks.
+    """
     if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         return request.request_id in scheduler.finished_recving_kv_req_ids
     if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED) or request.resumable:

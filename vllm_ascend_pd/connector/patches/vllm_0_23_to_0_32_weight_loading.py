@@ -2,12 +2,12 @@
 """Patch of vLLM 0.23 to 0.32: every model that is built has its loaded weights recorded (`core/weights.py`).
 
 What is patched, and why there:
-- `model_loader.utils.record_metadata_for_reloading`, which `initialize_model` calls with each new model, whichever
-  loader asked for it. The model gets a `load_weights` of its own, which all loads and updates in checkpoint format end
-  in: at the start, `reload_weights`, weight transfer, and a trainer's own calls.
-- `update_weights` and `reload_weights` of the worker, for updates that write to parameters directly.
+- `model_loader.utils.record_metadata_for_reloading`: `initialize_model` calls it with each new model, for any loader.
+  The patch gives the model a `load_weights` of its own. All loads and updates in checkpoint format call that: the first
+  load, `reload_weights`, weight transfer, and a trainer's own calls.
+- `update_weights` and `reload_weights` of the worker: for updates that write to parameters directly.
 
-A trainer that writes to parameters by code of its own is not noticed.
+Trainers that write to parameters with their own code go unnoticed.
 """
 
 import functools
@@ -35,8 +35,10 @@ _records: "WeakKeyDictionary[torch.nn.Module, LoadedWeights]" = WeakKeyDictionar
 
 
 def install() -> None:
-    """Patches vLLM now, or as soon as it imports what builds models: processes without a model never do. May be called
-    again."""
+    """Patches vLLM now, or as soon as it imports the module that builds models. May be called again.
+
+    Processes without a model never import that module.
+    """
     if _LOADER in sys.modules:
         _patch_loader(sys.modules[_LOADER])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -44,8 +46,10 @@ def install() -> None:
 
 
 def weights_of(layers: Collection[torch.nn.Module], load_format: str = "auto") -> LoadedWeights | None:
-    """The record of the model that these attention layers belong to; None if there is none: the plugin was not loaded,
-    or vLLM has changed. `load_format`: as in vLLM's `LoadConfig`."""
+    """Returns the record of the model that these attention layers belong to.
+
+    None if the plugin was not loaded, or vLLM has changed. `load_format`: as in vLLM's `LoadConfig`.
+    """
     containing = [model for model in _records if not {*map(id, layers)} - {*map(id, model.modules())}]
     # A model may consist of models, each with a record.
     whole = max(containing, key=lambda model: sum(1 for _ in model.modules()), default=None)
@@ -57,7 +61,7 @@ def weights_of(layers: Collection[torch.nn.Module], load_format: str = "auto") -
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself, and has the loader's module patched once it has been executed."""
+    """Patches the loader's module when it is imported. Finds no modules itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -126,7 +130,7 @@ def _patch_workers() -> None:
 
 
 def _noticing(update: Callable[..., Any]) -> Callable[..., Any]:
-    """`update`, which counts as an unseen one for every model if no model saw it."""
+    """Returns `update`, changed so that an update without a recorded load counts as one for every model."""
 
     @functools.wraps(update)
     def noticed(*args: Any, **kwargs: Any) -> Any:

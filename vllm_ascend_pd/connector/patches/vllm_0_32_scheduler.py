@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of vLLM 0.32's scheduler on decode: no transfer waits for ever for blocks that are kept free for nobody.
+"""Patch of vLLM 0.32's scheduler on decode: no transfer waits forever for blocks that no request needs.
 
-Before a transfer starts, as many blocks must be free beyond its own as drafts and other requests are going to need.
-vLLM counts too many in two cases:
+Before a transfer starts, vLLM wants more free blocks than its own: those that drafts and other requests will need. It
+counts too many in two cases:
 
-- A request whose transfer failed has lost its blocks and waits like any other. It still counts, so a transfer that is
-  before it in line may never start, and neither may what is behind.
-- A prompt with drafts that needs all blocks there are. No block can be free beyond those, and none is needed: a request
+- A request whose transfer failed has lost its blocks and waits like any other. It still counts, so a transfer before it
+  in the queue may never start, nor may requests behind that transfer.
+- A prompt with drafts may need all blocks that exist. Then no other block can be free, and none is needed: a request
   takes no more blocks than `max_model_len` tokens have.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.connector.compat import HAS_TRANSFER_RESULTS
+from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def let_transfers_start() -> None:
-    """Installs the patch, in vLLM 0.32 only. Safe to call twice."""
+def install() -> None:
+    """Patches vLLM 0.32; does nothing in 0.23. May be called again."""
     if not HAS_TRANSFER_RESULTS:
         return
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -31,7 +31,7 @@ def let_transfers_start() -> None:
 
 
 def release_reservations_of_failed_transfers(scheduler: Any) -> None:
-    """Takes a request that has lost its blocks out of those that blocks are reserved for."""
+    """Reserves no blocks for a request that has lost its own."""
     by_vllm = scheduler._update_waiting_for_remote_kv
 
     def update_waiting_for_remote_kv(self: Any, request: "Request") -> None:

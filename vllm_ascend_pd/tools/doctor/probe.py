@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A child of the doctor: loads what an engine loads, in its order, and says how far it came.
 
-Importing is the test that versions fit: compiled parts find their libraries, `compat.py` finds vLLM's insides.
+Importing is the test that versions fit: compiled parts find their libraries, the connector finds vLLM's internals.
 """
 
 from __future__ import annotations

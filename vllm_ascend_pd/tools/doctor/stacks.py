@@ -10,7 +10,7 @@ MIN_PYTHON = (3, 11)
 """As `requires-python` in pyproject.toml."""
 
 VLLM = ("0.23.0", "0.32.0")
-"""What `connector/compat.py` knows the insides of."""
+"""The versions that `connector/vllm_versions.py` is for."""
 
 CANN = "9.1.0"
 """What vllm-ascend 0.23.0 is built for."""

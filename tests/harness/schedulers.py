@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedulers of both sides, as the connector builds them, without a connector."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_ascend_pd.connector.prompts import Prompts
+from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
+from vllm_ascend_pd.connector.vllm_requests import VllmRequests
+from vllm_ascend_pd.connector.vllm_versions import NAMES_ALL_PREEMPTED
+from vllm_ascend_pd.core.groups import CacheGroup
+from vllm_ascend_pd.core.hosts import AnyHost
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
+from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
+from vllm_ascend_pd.transport.idle_wait import IdleWait
+
+
+def prefill_scheduler(
+    groups: Sequence[CacheGroup],
+    admission: TicketAdmission | None = None,
+    *,
+    pool: Any = None,
+    media_hashing: str = "",
+    names_all_preempted: bool = NAMES_ALL_PREEMPTED,
+) -> PrefillScheduler:
+    """A prefill engine's scheduler. It serves every ticket unless `admission` says otherwise."""
+    requests = VllmRequests(Prompts(media_hashing), names_all_preempted)
+    admission = admission or TicketAdmission(AnyHost())
+    return PrefillScheduler(groups, requests, blocks_of(pool), IdleWait(0.05, in_flight=2), admission)
+
+
+def decode_scheduler(
+    engine: EngineInfo,
+    groups: Sequence[CacheGroup],
+    metaserver: Any,
+    signer: Signer | None = None,
+    *,
+    media_hashing: str = "",
+) -> DecodeScheduler:
+    """A decode engine's scheduler. `metaserver`: the client, which the scheduler closes."""
+    requests = VllmRequests(Prompts(media_hashing))
+    issuer = TicketIssuer(engine, groups, requests, signer)
+    return DecodeScheduler(issuer, requests, VllmBlocks(), metaserver, IdleWait(0.05, in_flight=2))
+
+
+def blocks_of(pool: Any) -> VllmBlocks:
+    """vLLM's blocks, with a block pool unless that is None."""
+    blocks = VllmBlocks()
+    if pool is not None:
+        blocks.bind(pool)
+    return blocks

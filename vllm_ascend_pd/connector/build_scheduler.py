@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the connector of an engine's scheduler."""
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from vllm_ascend_pd.connector import patches
+from vllm_ascend_pd.connector.cache_specs import cache_groups, gives_blocks_away, lacks_a_block
+from vllm_ascend_pd.connector.engine_setup import EngineSetup
+from vllm_ascend_pd.connector.known_faults import warn_of_known_faults
+from vllm_ascend_pd.connector.model_summary import draft_summary, media_hashing
+from vllm_ascend_pd.connector.parallel_ranks import sharding
+from vllm_ascend_pd.connector.prompts import Prompts
+from vllm_ascend_pd.connector.role import Role
+from vllm_ascend_pd.connector.roles.decode_scheduler import DecodeSchedulerRole
+from vllm_ascend_pd.connector.roles.prefill_scheduler import PrefillSchedulerRole
+from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
+from vllm_ascend_pd.connector.vllm_requests import VllmRequests
+from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, TlsConfig
+from vllm_ascend_pd.core.groups import CacheGroup
+from vllm_ascend_pd.core.hosts import decode_hosts
+from vllm_ascend_pd.core.signing import Secret
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
+from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
+from vllm_ascend_pd.observe.decode import scheduler_trace
+from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
+from vllm_ascend_pd.transport.curve import load_keys
+from vllm_ascend_pd.transport.idle_wait import IdleWait
+from vllm_ascend_pd.transport.own_networks import own_networks
+from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret
+from vllm_ascend_pd.transport.wakeup import WakeupSocket
+
+# vLLM shows what its own loggers and their children log while an engine starts.
+logger = logging.getLogger(f"vllm.{__name__}")
+
+_T = TypeVar("_T")
+
+
+def build_scheduler_role(setup: EngineSetup) -> Role:
+    """Builds the scheduler's role. Raises ConfigError or LayoutError for what is not supported."""
+    vllm_config = setup.vllm_config
+    groups = cache_groups(setup.caches, sharding(vllm_config).parts)
+    if lacks_a_block(vllm_config, setup.caches):
+        raise ConfigError(
+            f"the KV cache has {setup.caches.num_blocks} blocks, one of which vLLM keeps for itself: a request of "
+            f"--max-model-len {vllm_config.model_config.max_model_len} tokens would wait for ever for the last one. "
+            "Lower --max-model-len by a block's tokens, or give the cache more memory"
+        )
+    _read(load_keys, setup.config.side_channel_key_file)  # raises before models are loaded
+    secret = _read(read_ticket_secret, setup.config.ticket_secret_file)
+    requests = VllmRequests(Prompts(media_hashing(vllm_config)))
+    build = _prefill if setup.prefills else _decode
+    return build(setup, groups, requests, secret)
+
+
+def _prefill(
+    setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests, secret: Secret | None
+) -> PrefillSchedulerRole:
+    hosts = decode_hosts(setup.config.decode_allowlist, setup.host, secret is not None, own_networks())
+    logger.info("decode engines are served at: %s; tickets for other hosts are refused", hosts.admitted)
+    blocks = VllmBlocks()
+    scheduler = PrefillScheduler(groups, requests, blocks, _idle_wait(setup), TicketAdmission(hosts, secret))
+    return PrefillSchedulerRole(scheduler, blocks)
+
+
+def _decode(
+    setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests, secret: Secret | None
+) -> DecodeSchedulerRole:
+    config, vllm_config = setup.config, setup.vllm_config
+    parallel = vllm_config.parallel_config
+    warn_of_known_faults(parallel.data_parallel_size)
+    recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    if recomputes and gives_blocks_away(setup.caches):
+        raise ConfigError(
+            "kv_load_failure_policy is recompute, for a model with sliding windows or chunked attention: where blocks "
+            "run out, vLLM would wait for ever for what a request computed again needs beyond its transfer. Set it to "
+            "fail: the proxy tries again"
+        )
+    patches.install_for_decode_scheduler()
+    ranks = sharding(vllm_config)
+    engine = EngineInfo(
+        setup.started_as, setup.host, setup.port, ranks.tp, ranks.parts, ranks.interleave, draft_summary(vllm_config)
+    )
+    signer = None if secret is None else Signer(secret, config.queue_timeout_s)
+    # On the CPU backend a single rank has a process of its own, too.
+    wakeup = None if parallel.distributed_executor_backend == "uni" else WakeupSocket()
+    blocks = VllmBlocks()
+    scheduler = DecodeScheduler(
+        TicketIssuer(engine, groups, requests, signer),
+        requests,
+        blocks,
+        MetaserverClient(_metaserver_settings(config, recomputes), own_host=setup.host),
+        _idle_wait(setup, wakeup),
+        scheduler_trace(config, setup.started_as),
+    )
+    return DecodeSchedulerRole(setup, scheduler, blocks)
+
+
+def _idle_wait(setup: EngineSetup, wakeup: WakeupSocket | None = None) -> IdleWait:
+    # Data-parallel engines step together.
+    in_lockstep = setup.vllm_config.parallel_config.data_parallel_size > 1
+    longest_s = 0.0 if in_lockstep else setup.config.idle_wait_s
+    return IdleWait(longest_s, setup.vllm_config.max_concurrent_batches, wakeup)
+
+
+def _read(reader: Callable[[str], _T], path: str | None) -> _T | None:
+    """Returns the secret that `reader` finds in a file. Raises ConfigError."""
+    try:
+        return None if path is None else reader(path)
+    except SecretFileError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+
+
+def _metaserver_settings(config: ConnectorConfig, recomputes: bool) -> MetaserverSettings:
+    tls = config.tls_config or TlsConfig()
+    password = _read(read_text_secret, tls.ssl_keyfile_password_file) or tls.ssl_keyfile_password
+    return MetaserverSettings(
+        allowlist=config.metaserver_allowlist,
+        connect_timeout_s=config.metaserver_connect_timeout_s,
+        deadline_s=config.transfer_timeout_s,
+        longest_s=config.queue_timeout_s + config.transfer_timeout_s,
+        max_connections=config.metaserver_max_connections,
+        max_pending=config.max_pending_tickets,
+        retries=config.metaserver_retries,
+        ca_file=tls.ssl_ca_certs,
+        cert_file=tls.ssl_certfile,
+        key_file=tls.ssl_keyfile,
+        key_password=password,
+        token_file=config.metaserver_token_file,
+        recomputes=recomputes,
+    )

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the connector of a rank, once vLLM has allocated its KV caches."""
+
+import logging
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from vllm.distributed.parallel_state import get_pp_group
+
+from vllm_ascend_pd.connector import parallel_ranks
+from vllm_ascend_pd.connector.cache_specs import layer_specs, lost_blocks_say_all
+from vllm_ascend_pd.connector.engine_setup import EngineSetup
+from vllm_ascend_pd.connector.environment import device_type
+from vllm_ascend_pd.connector.model_settings import model_settings
+from vllm_ascend_pd.connector.model_summary import draft_summary, model_summary
+from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_32_weight_loading import weights_of
+from vllm_ascend_pd.connector.role import CLOSE_TIMEOUT_S, Role
+from vllm_ascend_pd.connector.roles.decode_worker import DecodeWorkerRole
+from vllm_ascend_pd.connector.roles.prefill_worker import PrefillWorkerRole
+from vllm_ascend_pd.connector.shared_engine import SharedEngine
+from vllm_ascend_pd.connector.unsupported import unsupported_weights
+from vllm_ascend_pd.connector.vllm_versions import ASKS_SCHEDULER_FOR_STATS, HAS_TRANSFER_RESULTS
+from vllm_ascend_pd.core.caches import KVCache, RegisteredCaches, describe
+from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig
+from vllm_ascend_pd.core.rank_info import RankInfo
+from vllm_ascend_pd.core.weights import LoadedWeights
+from vllm_ascend_pd.decode.worker import DecodeWorker
+from vllm_ascend_pd.device import make_device
+from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.limits import TransferLimits
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+
+def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Role:
+    """Builds this rank's role and registers its KV caches. `kv_caches`: the tensors of each layer, by its name.
+
+    Raises ConfigError, LayoutError or what Mooncake raises. Nothing stays open then.
+    """
+    vllm_config, config = setup.vllm_config, setup.config
+    if not setup.prefills and (reason := unsupported_weights(vllm_config)) is not None:
+        raise ConfigError(reason)
+    with ExitStack() as opened:
+        device = make_device(device_type())
+        opened.callback(device.close)
+        rank = _rank_info(setup)
+        is_first = (rank.pp_rank, rank.rank) == (0, 0)
+        specs = layer_specs(setup.caches, vllm_config, rank.share)
+        caches = describe(kv_caches, specs, heads_first=device.name == "cpu")
+        _check_declared_sizes(config, "prefill" if setup.prefills else "decode", rank)
+        protocol = config.transfer_protocol or device.transfer_protocol
+        limits = TransferLimits.over(
+            protocol, config.max_batch_descriptors, config.max_batch_bytes, config.write_timeout_s
+        )
+        engine = TransferEngine(setup.host, protocol, limits, SharedEngine.find(protocol))
+        opened.callback(engine.close)
+        engine.register(caches.regions(), of_caches=True)
+        weights = _loaded_weights(vllm_config, caches, is_first)
+        always_has_stats = not ASKS_SCHEDULER_FOR_STATS and is_first
+        if setup.prefills:
+            step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            prefill = PrefillWorker(rank, config, device, engine, caches, step_tokens, weights)
+            opened.callback(prefill.close, CLOSE_TIMEOUT_S)
+            return PrefillWorkerRole(prefill, opened.pop_all(), always_has_stats)
+        decode = DecodeWorker(rank, config, device, engine, caches, weights)
+        opened.callback(decode.close, CLOSE_TIMEOUT_S)
+        fails_by_request = HAS_TRANSFER_RESULTS and not lost_blocks_say_all(setup.caches)
+        return DecodeWorkerRole(decode, rank.settings, fails_by_request, opened.pop_all(), always_has_stats)
+
+
+def _rank_info(setup: EngineSetup) -> RankInfo:
+    stage = get_pp_group()
+    rank, stage_ranks = parallel_ranks.place_in_stage()
+    return RankInfo(
+        engine_id=setup.engine_id,
+        model=model_summary(setup.vllm_config),
+        host=setup.host,
+        rank=rank,
+        sharding=parallel_ranks.sharding(setup.vllm_config),
+        pp_rank=stage.rank_in_group,
+        pp=stage.world_size,
+        stage_ranks=stage_ranks,
+        draft=draft_summary(setup.vllm_config),
+        settings=model_settings(setup.vllm_config),
+    )
+
+
+def _check_declared_sizes(config: ConnectorConfig, side: str, rank: RankInfo) -> None:
+    """Raises ConfigError if the engine's own parallel sizes are declared, and others."""
+    declared = getattr(config, side)
+    for name, actual in (("tp_size", rank.tp), ("pp_size", rank.pp)):
+        if declared is not None and getattr(declared, name) not in (None, actual):
+            raise ConfigError(
+                f"kv_connector_extra_config: {side}.{name} is {getattr(declared, name)}, this engine's is {actual}"
+            )
+
+
+def _loaded_weights(vllm_config: "VllmConfig", caches: RegisteredCaches, logs: bool) -> LoadedWeights | None:
+    """Returns the record of the weights of the model that has `caches`, without its draft. None: they are not known.
+
+    `logs`: whether this rank logs which weights it has.
+    """
+    described, modules = caches.description, vllm_config.compilation_config.static_forward_context
+    names = {tensor.layer for tensor in described.tensors if not described.geometry_of(tensor).draft}
+    load_format = str(vllm_config.load_config.load_format)
+    loaded = weights_of([modules[name] for name in sorted(names) if name in modules], load_format)
+    if not logs:
+        return loaded
+    if loaded is not None and loaded.current.fingerprint:
+        logger.info("the model's weights are %s", loaded.current.fingerprint)
+    else:
+        logger.warning(
+            "which weights this engine has is not known (%s): they are not compared with the other engines'",
+            "the plugin vllm_ascend_pd was not loaded: see VLLM_PLUGINS"
+            if loaded is None
+            else f"load format {load_format} hands ranks no whole tensors of a checkpoint",
+        )
+    return loaded

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of vLLM 0.23's scheduler on decode: a request fails by its lost blocks in any cache group, as in 0.32.
+
+Version 0.23 learns of failures by block ids only. For a model with several cache groups, its engine ends when it gets
+any. All groups share one block pool, so a block that was not cached before belongs to one request, whatever the group.
+"""
+
+from typing import Any
+
+from vllm_ascend_pd.connector.cache_specs import lost_blocks_say_all
+from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
+
+
+def install() -> None:
+    """Patches vLLM 0.23; does nothing in 0.32. May be called again."""
+    if HAS_TRANSFER_RESULTS:
+        return
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import RequestStatus
+
+    by_vllm = Scheduler._handle_invalid_blocks
+    if by_vllm.__module__ == __name__:
+        return
+
+    def handle_invalid_blocks(self: Any, lost: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
+        if lost_blocks_say_all(self.kv_cache_config):
+            failed: set[str] = by_vllm(self, lost, num_scheduled_tokens)
+            return failed
+        waiting = [r for r in self.skipped_waiting if r.status == RequestStatus.WAITING_FOR_REMOTE_KVS]
+        hit = [r for r in waiting if any(map(lost.intersection, self.kv_cache_manager.get_block_ids(r.request_id)))]
+        failed = {request.request_id for request in hit}
+        if not self.recompute_kv_load_failures:
+            return failed
+        for request in hit:
+            request.num_computed_tokens = 0
+        self.failed_recving_kv_req_ids |= failed
+        return set()
+
+    Scheduler._handle_invalid_blocks = handle_invalid_blocks

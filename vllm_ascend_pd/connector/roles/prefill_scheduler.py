@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector in the scheduler of a prefill engine."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd.connector.role import Role
+from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
+from vllm_ascend_pd.core.stats import Data
+from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
+from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class PrefillSchedulerRole(Role):
+    def __init__(self, scheduler: PrefillScheduler, blocks: VllmBlocks) -> None:
+        self.scheduler = scheduler
+        self._blocks = blocks
+
+    def bind_block_pool(self, pool: "BlockPool") -> None:
+        self._blocks.bind(pool)
+
+    def arrived(self, request: "Request") -> None:
+        self.scheduler.arrived(request)
+
+    def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int:
+        self.scheduler.prepare(request)
+        return 0
+
+    def allocated(self, request: "Request", blocks: tuple[list[int], ...], num_external_tokens: int) -> None:
+        self.scheduler.allocated(request, blocks)
+
+    def build_step(self, output: "SchedulerOutput") -> PrefillStep:
+        return self.scheduler.build_step(output)
+
+    def update(self, report: WorkerReport | None, sent: set[str], received: set[str]) -> None:
+        self.scheduler.update(report, sent)
+
+    def finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request)
+
+    def has_pending_pushes(self) -> bool:
+        return self.scheduler.has_pending_pushes
+
+    def take_stats(self) -> Data | None:
+        return self.scheduler.take_stats() or None

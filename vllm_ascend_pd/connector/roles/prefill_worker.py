@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector in a rank of a prefill engine."""
+
+from contextlib import ExitStack
+
+from vllm_ascend_pd.connector.role import Role, TransferResults
+from vllm_ascend_pd.core.stats import Data
+from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
+from vllm_ascend_pd.prefill.worker import PrefillWorker
+
+
+class PrefillWorkerRole(Role):
+    """`closing`: closes the worker and what it uses. `always_has_stats`: whether there are statistics in every step."""
+
+    def __init__(self, worker: PrefillWorker, closing: ExitStack, always_has_stats: bool) -> None:
+        self._worker = worker
+        self._closing = closing
+        self._always_has_stats = always_has_stats
+
+    def preempted(self, step: PrefillStep) -> None:
+        self._worker.preempted(step.preempted)
+
+    def start_step(self, step: PrefillStep) -> None:
+        self._worker.start_step(step)
+
+    def layer_written(self, layer: str) -> None:
+        self._worker.layer_written(layer)
+
+    def layer_computed(self, layer: str) -> None:
+        self._worker.layer_computed(layer)
+
+    def end_step(self, error: BaseException | None) -> None:
+        self._worker.forward_ended(error)
+        self._worker.end_step()
+
+    def take_results(self, error: BaseException | None) -> TransferResults:
+        self._worker.forward_ended(error)
+        return TransferResults(sent=self._worker.take_sent())
+
+    def take_report(self) -> WorkerReport | None:
+        return self._worker.take_report()
+
+    def take_stats(self) -> Data | None:
+        return self._worker.take_stats() or ({} if self._always_has_stats else None)
+
+    def close(self) -> None:
+        self._closing.close()

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's KV blocks and prefix cache, for the schedulers of both sides.
+
+vLLM does not empty the prefix cache when weights change: it leaves that to whoever changes them. Here the cache is
+emptied as soon as a rank reports an update.
+"""
+
+import logging
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashListWithBlockSize
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+logger = logging.getLogger(__name__)
+
+_HASH_BYTES = 32
+
+
+class VllmBlocks:
+    """Implements `EngineBlocks`. Used by the scheduler's thread alone."""
+
+    def __init__(self) -> None:
+        # Blocks of all cache groups. None until vLLM hands it over.
+        self._pool: BlockPool | None = None
+        # Rank -> its latest weight update after which the cache was emptied.
+        self._updates: dict[str, int] = {}
+        # Requests that have had blocks, for as long as vLLM keeps them.
+        self._with_blocks: WeakSet[Any] = WeakSet()
+
+    def bind(self, pool: "BlockPool") -> None:
+        """vLLM hands over its block pool, after it has built the connector."""
+        self._pool = pool
+
+    @property
+    def weight_updates(self) -> dict[str, int]:
+        return dict(self._updates)
+
+    def allocated(self, request: Any) -> None:
+        self._with_blocks.add(request)
+
+    def weights_updated(self, updates: dict[str, int]) -> None:
+        if all(self._updates.get(rank) == count for rank, count in updates.items()):
+            return
+        self._updates.update(updates)
+        for request in self._with_blocks:
+            _make_unfindable(request)
+        self._with_blocks.clear()
+        dropped = 0
+        if self._pool is not None:
+            cached = {block.block_id for block in self._pool.blocks if block.block_hash is not None}
+            self._pool.evict_blocks(cached)
+            dropped = len(cached)
+        logger.info("weights were updated: %d blocks were dropped from the prefix cache", dropped)
+
+    def are_cached(self, request: Any, group: int, span: int, first: int, stop: int) -> bool:
+        pool = self._pool
+        if pool is None or span % pool.hash_block_size:  # prefix caching is off
+            return False
+        hashes = BlockHashListWithBlockSize(request.block_hashes, pool.hash_block_size, span)
+        return stop <= len(hashes) and all(
+            pool.get_cached_block(hashes[number], [group]) is not None for number in range(first, stop)
+        )
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        assert self._pool is not None
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        assert self._pool is not None
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+
+
+def _make_unfindable(request: Any) -> None:
+    """Gives the request's blocks hashes that no other request has.
+
+    Some of its blocks hold KV of the old weights. Later blocks attend to those, and vLLM will cache them. Each hash
+    depends on the one before it, and the first one on the salt.
+    """
+    request.cache_salt = secrets.token_hex(_HASH_BYTES)
+    request.block_hashes[:] = [BlockHash(secrets.token_bytes(_HASH_BYTES)) for _ in request.block_hashes]

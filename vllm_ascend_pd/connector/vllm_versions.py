@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between the supported versions of vLLM: 0.23.0 and 0.32.0."""
+
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+# From 0.32 on a worker reports completions and failed requests in one object. Before, it reports completions, and
+# failed blocks beside them.
+HAS_TRANSFER_RESULTS = hasattr(base, "KVConnectorTransferResults")
+
+# From 0.32 on a step's output names every request that was preempted. Before, it leaves out those of a prefix cache
+# reset. vllm-ascend's SchedulerDynamicBatch names none.
+NAMES_ALL_PREEMPTED = HAS_TRANSFER_RESULTS
+
+# From 0.32 on vLLM asks the scheduler for statistics in every step. Before, it asks only if a rank has some, be they
+# empty.
+ASKS_SCHEDULER_FOR_STATS = hasattr(KVConnectorStats, "to_dict")
+
+# From 0.32 on vLLM counts cached tokens by their source: these came from another engine. None before.
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+    FROM_ANOTHER_ENGINE = None
+else:
+    FROM_ANOTHER_ENGINE = CacheHitSource.P2P
+
+
+def transfer_results(sent: Collection[str] = (), received: Collection[str] = (), failed: Collection[str] = ()) -> Any:
+    """What a worker reports to vLLM from 0.32 on: request ids. `failed`: those of `received` that have no KV."""
+    return base.KVConnectorTransferResults(set(sent), set(received), set(failed))
+
+
+def prefill_ranks_hold_copies() -> bool:
+    """Whether all ranks of prefill context parallelism hold the same KV.
+
+    They do from 0.30 on. In 0.23 they share a request's tokens, so each has memory for its part of the longest
+    request. That memory is what this function compares.
+    """
+    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=2)
+    config: Any = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(max_model_len=2))
+    one_token = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=1, dtype=torch.uint8)
+    return bool(one_token.max_memory_usage_bytes(config) == 2 * one_token.page_size_bytes)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the schedulers of both sides ask of the engine that they run in.
+
+`connector/vllm_requests.py` and `connector/vllm_blocks.py` answer for vLLM.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from vllm_ascend_pd.core.prompt_digest import PromptDigest
+from vllm_ascend_pd.core.ticket import Ticket
+
+
+class EngineRequest(Protocol):
+    """A request of the engine: the fields that the schedulers read."""
+
+    request_id: str
+    # From outside: of any type and content.
+    kv_transfer_params: Any
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    # Whether the engine computes the whole prompt, whatever its prefix cache has.
+    skip_reading_prefix_cache: bool
+
+
+class Span(Protocol):
+    """A span of the request's trace. It begins when it is made."""
+
+    def end(self, attributes: dict[str, str | int], error: str | None = None, reason: str = "") -> None:
+        """Ends the span. `error`: how the transfer failed, in a word; None: it did not."""
+
+
+class EngineRequests(Protocol):
+    """Questions about requests, and the few changes that the schedulers make to them."""
+
+    names_all_preempted: bool
+    """Whether a step's output names every request that was preempted."""
+
+    def external_id(self, request: EngineRequest) -> str:
+        """The id that the API server gave the request, which is how a proxy knows it."""
+
+    def ended_in_error(self, request: EngineRequest) -> bool:
+        """Whether the engine itself ended the request, with an error."""
+
+    def preemptions(self, request: EngineRequest) -> tuple[int, bool]:
+        """How often the request was preempted, and whether it is preempted now."""
+
+    def cached_tokens(self, request: EngineRequest) -> int:
+        """How many tokens of its prompt were cached when it was last scheduled from the beginning."""
+
+    def set_cached_tokens(self, request: EngineRequest, tokens: int) -> None:
+        """Prefill delivered the prompt and had `tokens` of it in its cache: reports these as cached to the client."""
+
+    def keep_own_cached_tokens(self, request: EngineRequest) -> None:
+        """Prefill delivered nothing: reports only what this engine had cached itself."""
+
+    def digest(self, request: EngineRequest, num_tokens: int, ticket_id: str) -> PromptDigest:
+        """The digest of the first `num_tokens` tokens of the prompt."""
+
+    def check_prompt(self, request: EngineRequest, ticket: Ticket) -> None:
+        """Raises TicketError if the ticket is for another prompt than the request's."""
+
+    def token_ids(self, request: EngineRequest) -> list[int] | None:
+        """The prompt's token ids if they are all there is of it, else None."""
+
+    def drop_last_prompt_token(self, request: EngineRequest) -> None:
+        """Shortens the prompt by a token. Call it before the request is allocated."""
+
+    def span(self, name: str, request: EngineRequest) -> Span:
+        """Begins a span."""
+
+
+class EngineBlocks(Protocol):
+    """The engine's KV blocks and its prefix cache."""
+
+    @property
+    def weight_updates(self) -> dict[str, int]:
+        """Rank -> number of its latest weight update after which the prefix cache was emptied."""
+
+    def weights_updated(self, updates: dict[str, int]) -> None:
+        """Ranks report their numbers of weight updates. Empties the prefix cache if one of them is new."""
+
+    def allocated(self, request: EngineRequest) -> None:
+        """The request has blocks. After the next weight update no later request may find them."""
+
+    def are_cached(self, request: EngineRequest, group: int, span: int, first: int, stop: int) -> bool:
+        """Whether the prefix cache has the prompt's blocks `[first, stop)` of a cache group.
+
+        `span`: tokens per block. False if prefix caching is off.
+        """
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Keeps the blocks from being reused until `release`."""
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Undoes one `hold` of each block."""
