@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that do not read their answers, or ask without end: real connections, by either of uvicorn's parsers."""
+"""Clients that do not read their answers, or ask without end: over real connections."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from starlette.types import Receive, Scope, Send
 from harness.ports import reserve_port
 from vllm_ascend_pd.proxy.http import connection_limiter as limiter_module
 from vllm_ascend_pd.proxy.http.connection_limiter import ConnectionLimiter
-
-PARSERS = pytest.mark.parametrize("parser", ["httptools", "h11"])
 
 
 class App:
@@ -59,21 +57,18 @@ class App:
 
 @contextmanager
 def serving(
-    app: App, parser: str, patience: float = 60.0, limit: int = 100, idle: int = 100
+    app: App, unread_timeout: float = 60.0, limit: int = 100, idle: int = 100
 ) -> Iterator[tuple[ConnectionLimiter, int]]:
-    with pytest.MonkeyPatch.context() as patch:
-        if parser == "h11":
-            patch.setattr(limiter_module, "HttpToolsProtocol", None)
-        limiter = ConnectionLimiter(limit, idle, patience)
-        config = uvicorn.Config(
-            app,
-            http=limiter.protocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            timeout_graceful_shutdown=1,
-            timeout_keep_alive=60,
-        )
+    limiter = ConnectionLimiter(limit, idle, unread_timeout)
+    config = uvicorn.Config(
+        app,
+        http=limiter.protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=60,
+    )
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel takes some KB of an answer
@@ -118,13 +113,12 @@ def rest_of(connection: socket.socket) -> bytes:
     return received
 
 
-@PARSERS
 @pytest.mark.parametrize("closes", [False, True], ids=["keep-alive", "close"])
 @pytest.mark.parametrize("size", [60_000, 1_000_000])
-def test_answer_that_nobody_reads_is_given_up(parser: str, size: int, closes: bool) -> None:
+def test_answer_that_nobody_reads_is_given_up(size: int, closes: bool) -> None:
     """One that the server takes whole, and one at which it makes the application wait."""
     app = App(size)
-    with serving(app, parser, patience=0.5) as (limiter, port), closing(connect(port, receive_buffer=1)) as connection:
+    with serving(app, unread_timeout=0.5) as (limiter, port), closing(connect(port, receive_buffer=1)) as connection:
         connection.sendall(get("/", b"Connection: close\r\n" if closes else b""))
         eventually(lambda: app.begun)
         eventually(lambda: limiter.connections == 0)
@@ -132,10 +126,9 @@ def test_answer_that_nobody_reads_is_given_up(parser: str, size: int, closes: bo
         assert not limiter.refused
 
 
-@PARSERS
-def test_slow_reader_gets_all_of_its_answer(parser: str) -> None:
+def test_slow_reader_gets_all_of_its_answer() -> None:
     size = 1_000_000
-    with serving(App(size), parser, patience=30.0) as (_, port), closing(connect(port, 4096)) as connection:
+    with serving(App(size), unread_timeout=30.0) as (_, port), closing(connect(port, 4096)) as connection:
         connection.sendall(get("/"))
         received = b""
         while len(received) < size:
@@ -143,10 +136,9 @@ def test_slow_reader_gets_all_of_its_answer(parser: str) -> None:
         assert received.count(b"\0") == size
 
 
-@PARSERS
-def test_one_request_may_be_sent_ahead(parser: str) -> None:
+def test_one_request_may_be_sent_ahead() -> None:
     app = App()
-    with serving(app, parser) as (_, port), closing(connect(port)) as connection:
+    with serving(app) as (_, port), closing(connect(port)) as connection:
         connection.sendall(get("/held") + get("/second"))
         eventually(lambda: app.begun)
         app.go.set()
@@ -156,11 +148,10 @@ def test_one_request_may_be_sent_ahead(parser: str) -> None:
         assert app.begun == ["/held", "/second"]
 
 
-@PARSERS
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_client_that_leaves_is_noticed(parser: str, ahead: int) -> None:
+def test_client_that_leaves_is_noticed(ahead: int) -> None:
     app = App()
-    with serving(app, parser) as (_, port):
+    with serving(app) as (_, port):
         with closing(connect(port)) as connection:
             connection.sendall(get("/held") + get("/second") * ahead)
             eventually(lambda: app.begun)
@@ -171,10 +162,9 @@ OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings:
 NO_REQUEST = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-@PARSERS
 @pytest.mark.parametrize("apart", [False, True], ids=["at once", "in pieces"])
 @pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
-def test_who_offers_another_protocol_is_answered_by_this_one(parser: str, chunked: bool, apart: bool) -> None:
+def test_who_offers_another_protocol_is_answered_by_this_one(chunked: bool, apart: bool) -> None:
     """As JDK's HttpClient does by default: the body is its own, and the next request too."""
     app = App()
     length = b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % len(NO_REQUEST)
@@ -183,7 +173,7 @@ def test_who_offers_another_protocol_is_answered_by_this_one(parser: str, chunke
     pieces = [request + get("/second", OFFER)]
     if apart:
         pieces = [request[at : at + 30] for at in range(0, len(request), 30)] + [get("/second", OFFER)]
-    with serving(app, parser) as (_, port), closing(connect(port)) as connection:
+    with serving(app) as (_, port), closing(connect(port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for piece in pieces:
             connection.sendall(piece)
@@ -192,10 +182,9 @@ def test_who_offers_another_protocol_is_answered_by_this_one(parser: str, chunke
         assert (app.begun, app.body) == (["/first", "/second"], NO_REQUEST)
 
 
-@PARSERS
-def test_client_that_offers_another_protocol_and_leaves_is_noticed(parser: str) -> None:
+def test_client_that_offers_another_protocol_and_leaves_is_noticed() -> None:
     app = App()
-    with serving(app, parser) as (_, port):
+    with serving(app) as (_, port):
         with closing(connect(port)) as connection:
             connection.sendall(get("/held", OFFER))
             eventually(lambda: app.begun)
@@ -206,18 +195,17 @@ def test_client_that_offers_another_protocol_and_leaves_is_noticed(parser: str) 
 
 def test_nobody_gets_a_tunnel() -> None:
     app = App()
-    with serving(app, "httptools") as (_, port), closing(connect(port)) as connection:
+    with serving(app) as (_, port), closing(connect(port)) as connection:
         connection.sendall(b"CONNECT /first HTTP/1.1\r\nHost: x\r\nContent-Length: 38\r\n\r\n" + NO_REQUEST)
         assert rest_of(connection).startswith(b"HTTP/1.1 400 ")
         assert app.begun == []
 
 
-@PARSERS
 @pytest.mark.parametrize("size", [100_000, 400_000])
-def test_client_that_leaves_is_noticed_behind_the_body_of_a_request_ahead(parser: str, size: int) -> None:
+def test_client_that_leaves_is_noticed_behind_the_body_of_a_request_ahead(size: int) -> None:
     """Whole, or not: uvicorn reads no further than 64 KiB of it."""
     app = App()
-    with serving(app, parser) as (limiter, port):
+    with serving(app) as (limiter, port):
         with closing(connect(port)) as connection:
             connection.sendall(get("/held"))
             eventually(lambda: app.begun)
@@ -228,10 +216,9 @@ def test_client_that_leaves_is_noticed_behind_the_body_of_a_request_ahead(parser
         assert not limiter.refused
 
 
-@PARSERS
-def test_a_request_ahead_that_is_larger_is_refused(parser: str) -> None:
+def test_a_request_ahead_that_is_larger_is_refused() -> None:
     app = App()
-    with serving(app, parser) as (limiter, port), closing(connect(port)) as connection:
+    with serving(app) as (limiter, port), closing(connect(port)) as connection:
         connection.sendall(get("/held"))
         eventually(lambda: app.begun)
         with suppress(ConnectionError):
@@ -240,10 +227,9 @@ def test_a_request_ahead_that_is_larger_is_refused(parser: str) -> None:
         assert limiter.refused == {HTTPStatus.BAD_REQUEST: 1}
 
 
-@PARSERS
-def test_who_still_reads_its_answer_makes_no_room_for_others(parser: str) -> None:
+def test_who_still_reads_its_answer_makes_no_room_for_others() -> None:
     app = App(size := 300_000)
-    with serving(app, parser, limit=1) as (_, port), closing(connect(port, 4096)) as reader:
+    with serving(app, limit=1) as (_, port), closing(connect(port, 4096)) as reader:
         reader.sendall(get("/"))
         received = b""
         while not app.ended:  # from here on the server has the rest of the answer
@@ -255,12 +241,11 @@ def test_who_still_reads_its_answer_makes_no_room_for_others(parser: str) -> Non
         assert received.count(b"\0") == size
 
 
-@PARSERS
-def test_idle_connection_is_kept_beyond_the_time_for_headers(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connection_is_kept_beyond_the_time_for_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first byte of another request on, there is as much time as for the first."""
-    monkeypatch.setattr(limiter_module, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(limiter_module, "_REQUEST_SECONDS", 1.0)
     app = App()
-    with serving(app, parser) as (limiter, port), closing(connect(port)) as connection:
+    with serving(app) as (limiter, port), closing(connect(port)) as connection:
         for _ in range(2):
             connection.sendall(get("/"))
             assert answered(connection)
@@ -271,11 +256,10 @@ def test_idle_connection_is_kept_beyond_the_time_for_headers(parser: str, monkey
         assert limiter.refused == {HTTPStatus.REQUEST_TIMEOUT: 1}
 
 
-@PARSERS
 @pytest.mark.parametrize("bound", [{"limit": 2}, {"idle": 2}], ids=["all", "idle"])
-def test_the_connection_that_is_idle_longest_makes_room(parser: str, bound: dict[str, int]) -> None:
+def test_the_connection_that_is_idle_longest_makes_room(bound: dict[str, int]) -> None:
     with ExitStack() as stack:
-        limiter, port = stack.enter_context(serving(App(), parser, **bound))
+        limiter, port = stack.enter_context(serving(App(), **bound))
         clients = []
         for _ in range(2):
             clients.append(stack.enter_context(closing(connect(port))))
@@ -292,10 +276,9 @@ def test_the_connection_that_is_idle_longest_makes_room(parser: str, bound: dict
         assert limiter.connections == 2
 
 
-@PARSERS
-def test_idle_connections_stay_bounded_when_many_requests_end(parser: str) -> None:
+def test_idle_connections_stay_bounded_when_many_requests_end() -> None:
     app = App()
-    with serving(app, parser, idle=2) as (limiter, port), ExitStack() as stack:
+    with serving(app, idle=2) as (limiter, port), ExitStack() as stack:
         for number in range(5):
             client = stack.enter_context(closing(connect(port)))
             client.sendall(get("/held"))
@@ -306,9 +289,8 @@ def test_idle_connections_stay_bounded_when_many_requests_end(parser: str) -> No
         eventually(lambda: limiter.connections == 2)
 
 
-@PARSERS
-def test_requests_ahead_without_end_are_not_kept(parser: str) -> None:
-    with serving(App(), parser) as (limiter, port), closing(connect(port)) as connection:
+def test_requests_ahead_without_end_are_not_kept() -> None:
+    with serving(App()) as (limiter, port), closing(connect(port)) as connection:
         reader = threading.Thread(target=rest_of, args=(connection,))
         reader.start()
         with pytest.raises(ConnectionError):

@@ -159,7 +159,7 @@ def test_failed_background_task_ends_the_process(tmp_path: Path) -> None:
             _, log = process.communicate(timeout=30)
         assert process.returncode == 1
         assert "ZeroDivisionError" in log
-        assert "the proxy ends" in log
+        assert "the proxy stops" in log
         assert decode.cancelled.wait(5)
 
 
@@ -169,7 +169,7 @@ def test_proxy_that_cannot_start_ends() -> None:
     run = subprocess.run(command(*options, before=breaks), capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 1
     assert "ZeroDivisionError" in run.stderr
-    assert "the proxy ends" in run.stderr
+    assert "the proxy stops" in run.stderr
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_proxy_says_who_may_post_tickets(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             return process.communicate(timeout=30)[1]
 
-    warning = "WARNING vllm_ascend_pd.proxy.server: whoever reaches this port may post tickets"
+    warning = "WARNING vllm_ascend_pd.proxy.server: any client that reaches this port may post tickets"
     assert warning in log()
     assert warning not in log("--metaserver-token-file", str(token))
     assert warning not in log("--metaserver-port", "0")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the proxy until it is told to stop."""
+"""Serves the proxy's ports until SIGINT or SIGTERM."""
 
 from __future__ import annotations
 
@@ -27,31 +27,34 @@ from vllm_ascend_pd.proxy.settings import ProxySettings
 log = logging.getLogger(__name__)
 
 _HANDSHAKE_SECONDS = 5.0
-# Requests end at once when the proxy stops; this bounds the wait for clients that do not read their ends.
+"""For a TLS handshake. `connection_limiter.py` counts a connection only after it."""
 _GRACEFUL_SHUTDOWN_SECONDS = 3
+"""When the proxy stops, it ends all requests at once. This bounds the wait for clients that do not read those ends."""
 
 
 class _Loop(uvloop.Loop):
-    """Behind TLS: uvicorn leaves the handshake a minute, and a connection is counted behind it; and who reads slowly
-    half a minute for what is left of an answer, where `connection_limiter.py` leaves it `patience`."""
+    """An event loop whose TLS timeouts fit the proxy. uvloop's are a minute for a handshake, and 30 s for a slow client
+    to read the rest of its answer."""
 
-    patience = 30.0  # as uvloop has it
+    def __init__(self, unread_timeout: float) -> None:
+        super().__init__()
+        self._unread_timeout = unread_timeout
 
     async def create_server(self, *args: Any, **options: Any) -> Any:
         if options.get("ssl") is not None:
             options["ssl_handshake_timeout"] = _HANDSHAKE_SECONDS
-            options["ssl_shutdown_timeout"] = self.patience
+            options["ssl_shutdown_timeout"] = self._unread_timeout
         return await super().create_server(*args, **options)
 
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn would wait for running requests, however long they take: `serve` handles signals instead."""
+        """Leaves signals to `serve`. uvicorn would wait until all requests end."""
         yield
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        with contextlib.suppress(SystemExit):  # it could not start, and has logged why
+        with contextlib.suppress(SystemExit):  # it could not start, and uvicorn has logged why
             await super().serve(sockets)
 
 
@@ -62,48 +65,47 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.socket | None = None) -> bool:
-    """Blocks until SIGINT or SIGTERM; by then every client has its answer or an error. False: it could not start, or a
-    background task failed; the log says why. `for_decode`: the metaserver's own port."""
+    """Blocks until SIGINT or SIGTERM, and until every client has its answer or an error. Returns False if the proxy
+    could not start or a background task failed; the log has the reason. `for_decode`: the metaserver's own port."""
     sockets = take(settings.max_concurrent, settings.max_waiting)
     settings = msgspec.structs.replace(settings, max_concurrent=sockets.concurrent, max_waiting=sockets.waiting)
     app = create_app(settings)
-    app.state.limiter = ConnectionLimiter(sockets.connections, sockets.idle, settings.read_timeout)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for each wrong request of a stranger's: counted
+    limiter = ConnectionLimiter(sockets.connections, sockets.idle, settings.read_timeout)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it logs each malformed request
     if not settings.metaserver_apart and settings.metaserver_token_file is None:
         log.warning(
-            "whoever reaches this port may post tickets, clients for requests of their own: "
-            "--metaserver-token-file or --metaserver-port keep them from that"
+            "any client that reaches this port may post tickets for its own requests: "
+            "--metaserver-token-file or --metaserver-port prevent that"
         )
-    server = partial(_server, app.state.limiter, sockets.backlog, settings.keep_alive_timeout)
+    server = partial(_server, limiter, sockets.backlog, settings.keep_alive_timeout)
     servers = [(server(app, settings.tls, "on"), listener)]
     if for_decode is not None:
         servers.append((server(app.state.metaserver, settings.metaserver_tls, "off"), for_decode))
 
     async def run() -> bool:
         loop = asyncio.get_running_loop()
-        told = asyncio.Event()
+        stopped = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, told.set)
+            loop.add_signal_handler(number, stopped.set)
         running = [asyncio.create_task(server.serve(sockets=[own])) for server, own in servers]
-        ends = [asyncio.create_task(event.wait()) for event in (told, app.state.ended)]
+        ends = [asyncio.create_task(event.wait()) for event in (stopped, app.state.ended)]
         await asyncio.wait([*running, *ends], return_when=asyncio.FIRST_COMPLETED)
-        if not told.is_set():
-            log.error("the proxy ends: it could not start, or a background task of its own failed")
+        if not stopped.is_set():
+            log.error("the proxy stops: it could not start, or one of its background tasks failed")
         app.state.request_table.shut_down()
         for server, _ in servers:
             server.should_exit = True
         ended = await asyncio.gather(*running, return_exceptions=True)
         errors = [error for error in ended if isinstance(error, BaseException)]
         for error in errors:
-            log.error("the proxy's server ended by an error", exc_info=error)
+            log.error("the proxy's server failed", exc_info=error)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        return told.is_set() and not errors
+        return stopped.is_set() and not errors
 
-    with contextlib.closing(_Loop()) as loop:
-        loop.patience = settings.read_timeout
+    with contextlib.closing(_Loop(settings.read_timeout)) as loop:
         well = loop.run_until_complete(run())
         loop.run_until_complete(loop.shutdown_default_executor())
     return well
