@@ -36,6 +36,7 @@ class Ours:
         from vllm_ascend_pd.core.config import parse_config
         from vllm_ascend_pd.core.rank_info import RankInfo
         from vllm_ascend_pd.core.topology import sharding
+        from vllm_ascend_pd.observe.listeners import PrefillStats
         from vllm_ascend_pd.prefill.worker import PrefillWorker
         from vllm_ascend_pd.transport.engine import TransferEngine
         from vllm_ascend_pd.transport.limits import TransferLimits
@@ -52,7 +53,8 @@ class Ours:
         identity = RankInfo("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))
         self._device = device_without_kernels()
         config = parse_config({})
-        self._worker = PrefillWorker(identity, config, self._device, engine, caches, step_tokens=case.tokens)
+        measured = PrefillStats(identity, engine.transport)
+        self._worker = PrefillWorker(identity, config, self._device, engine, caches, case.tokens, observer=measured)
         self._p_blocks, self._d_blocks = case.block_ids(1), case.block_ids(2)
 
     def step(self) -> Cost:

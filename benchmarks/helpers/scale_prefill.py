@@ -22,6 +22,7 @@ class Prefill:
     def __init__(self, configs: Configs, engine_id: str) -> None:
         from vllm_ascend_pd.core.config import parse_config
         from vllm_ascend_pd.device.cpu import CpuDevice
+        from vllm_ascend_pd.observe.listeners import PrefillStats
         from vllm_ascend_pd.prefill.worker import PrefillWorker
 
         self.meter = Meter("pd-control", "pd-sender")
@@ -29,13 +30,16 @@ class Prefill:
         self._layers = list(configs.caches.layers)
         with self.meter.owning():
             self._connector = configs.scheduler("kv_producer", engine_id, 0)
+            identity, engine = configs.identity(engine_id), configs.engine()
+            self._measured = PrefillStats(identity, engine.transport)
             self._worker = PrefillWorker(
-                configs.identity(engine_id),
+                identity,
                 parse_config({}),
                 self._device,
-                configs.engine(),
+                engine,
                 configs.caches,
                 step_tokens=TOKENS,
+                observer=self._measured,
             )
         self._requests: list[Any] = []
 
@@ -118,7 +122,7 @@ class Prefill:
         sent = meter.timed("rank", worker.take_sent)
         report = meter.timed("rank", worker.take_report)
         metadata = meter.carried("up", None if report is None else ReportMetadata(report))
-        meter.timed("rank", worker.take_stats)
+        meter.timed("rank", self._measured.take, worker.status)
         if report is not None and report.failed:
             raise RuntimeError(f"prefill failed: {report.failed}")
         news = KVConnectorOutput(finished_sending=sent or None, kv_connector_worker_meta=metadata)

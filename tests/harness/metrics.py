@@ -10,7 +10,7 @@ from harness.client import Client, at_once, random_prompt
 from harness.clusters import Cluster
 from harness.plain_http import PLAIN_HTTP
 from harness.waiting import wait_for
-from vllm_ascend_pd.core.stats import PREFIX
+from vllm_ascend_pd.observe.stats import PREFIX
 
 Metrics = dict[str, float]
 

@@ -22,6 +22,7 @@ from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device.base import DeviceError, Event
+from vllm_ascend_pd.observe.listeners import PrefillStats, decode_observer, prefill_observer
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import TransferEngine
@@ -168,8 +169,16 @@ class _RankBase:
 class PrefillRank(_RankBase):
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.measured = PrefillStats(self.identity, self.engine.transport)
         self.worker = PrefillWorker(
-            self.identity, self.parsed, self.device, self.engine, self.registered, self.side.step_tokens, self.loaded
+            self.identity,
+            self.parsed,
+            self.device,
+            self.engine,
+            self.registered,
+            self.side.step_tokens,
+            self.loaded,
+            prefill_observer(self.parsed, self.identity, self.measured),
         )
 
     def step(self, step: Any, prompts: dict[str, Prompt], hooks: Hooks = ONCE) -> None:
@@ -231,7 +240,7 @@ class PrefillRank(_RankBase):
 
     def stats(self) -> dict[str, Any]:
         """What the worker has counted since the last time."""
-        return self.worker.take_stats()
+        return self.measured.take(self.worker.status)
 
     def open_transfers(self) -> int:
         return len(self.worker._transfers)
@@ -314,7 +323,10 @@ class DecodeRank(_RankBase):
         self.received_bytes = 0
         self.cached_tokens: dict[str, int] = {}
         """By ticket: what prefill had of the prompt, as it says."""
-        self.worker = DecodeWorker(self.identity, self.parsed, self.device, self.engine, self.registered, self.loaded)
+        observer = decode_observer(self.parsed, self.identity)
+        self.worker = DecodeWorker(
+            self.identity, self.parsed, self.device, self.engine, self.registered, self.loaded, observer
+        )
 
     def own_ports(self) -> set[int]:
         return {int(self.worker.description.control.rpartition(":")[2])}

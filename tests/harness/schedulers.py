@@ -10,8 +10,10 @@ from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.connector.vllm_versions import NAMES_ALL_PREEMPTED
 from vllm_ascend_pd.core.groups import CacheGroup
 from vllm_ascend_pd.core.hosts import AnyHost
+from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
+from vllm_ascend_pd.observe.listeners import DecodeSchedulerStats
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.transport.idle_wait import IdleWait
@@ -22,13 +24,14 @@ def prefill_scheduler(
     admission: TicketAdmission | None = None,
     *,
     pool: Any = None,
+    observer: PrefillSchedulerObserver | None = None,
     media_hashing: str = "",
     names_all_preempted: bool = NAMES_ALL_PREEMPTED,
 ) -> PrefillScheduler:
     """A prefill engine's scheduler. It serves every ticket unless `admission` says otherwise."""
     requests = VllmRequests(Prompts(media_hashing), names_all_preempted)
     admission = admission or TicketAdmission(AnyHost())
-    return PrefillScheduler(groups, requests, blocks_of(pool), IdleWait(0.05, in_flight=2), admission)
+    return PrefillScheduler(groups, requests, blocks_of(pool), IdleWait(0.05, in_flight=2), admission, observer)
 
 
 def decode_scheduler(
@@ -38,11 +41,13 @@ def decode_scheduler(
     signer: Signer | None = None,
     *,
     media_hashing: str = "",
+    observer: DecodeSchedulerObserver | None = None,
 ) -> DecodeScheduler:
-    """A decode engine's scheduler. `metaserver`: the client, which the scheduler closes."""
+    """A decode engine's scheduler. `metaserver`: the client, which the scheduler closes. It counts by default."""
+    observer = observer or DecodeSchedulerStats()
     requests = VllmRequests(Prompts(media_hashing))
     issuer = TicketIssuer(engine, groups, requests, signer)
-    return DecodeScheduler(issuer, requests, VllmBlocks(), metaserver, IdleWait(0.05, in_flight=2))
+    return DecodeScheduler(issuer, requests, VllmBlocks(), metaserver, IdleWait(0.05, in_flight=2), observer)
 
 
 def blocks_of(pool: Any) -> VllmBlocks:

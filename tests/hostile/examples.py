@@ -14,6 +14,7 @@ from vllm_ascend_pd.core.protocol import (
     GrantRequest,
     Problem,
     RankDescription,
+    ReadClock,
     Revoke,
     WriteReport,
     WriterId,
@@ -31,12 +32,14 @@ MESSAGES = (
     Describe("decode-0"),
     EngineDescription("decode-0", "a model", 2, 1, (RANK, RANK), 2, 8, {"rope_theta": "10000"}),
     GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4, 2, 16), (0, 1, 2), 5.0, weights="0123456789abcdef"),
-    Granted(20.0, ClockReading("0" * 16, 1.5, 2.5)),
+    Granted(20.0),
     GrantRefused("not yet", retry=True),
     WriteReport("0" * 32, 0, WRITER, None, 1000, 10, 1.5, "f" * 32),
     WriteReport("0" * 32, 1, WRITER, "it failed"),
     Acknowledged(),
     Revoke("0" * 32, 0, WRITER, "the client left", "f" * 32),
+    ReadClock("0" * 32, "f" * 32),
+    ClockReading("0" * 16, 1.5, 2.5),
     Problem("unreadable"),
 )
 PLAIN = tuple(msgspec.to_builtins(message) for message in MESSAGES)

@@ -17,7 +17,6 @@ from harness.rank_hosts import Rank, start_afresh
 from harness.rank_programs import PrefillRank, refuse_work
 from harness.ranks import Pair, expect_delivery, prompts, run, send_step
 from harness.waiting import wait_until
-from vllm_ascend_pd.core.stats import RESTART_NEEDED
 from vllm_ascend_pd.core.step import PrefillStep
 
 GQA = Model()
@@ -79,7 +78,7 @@ def restarts_needed(pair: Pair) -> list[int]:
 
 
 def _restart_needed(rank: PrefillRank) -> int:
-    return rank.worker._gauges()[RESTART_NEEDED]
+    return int(rank.worker.status().restart_needed)
 
 
 def end(pair: Pair, requests: list[Prompt]) -> set[str]:

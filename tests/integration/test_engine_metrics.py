@@ -29,7 +29,8 @@ from harness.ranks import Pair, expect_delivery, prefill, prompts
 from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 from vllm_ascend_pd.connector.metrics import LayerwisePushStats
 from vllm_ascend_pd.connector.vllm_versions import ASKS_SCHEDULER_FOR_STATS
-from vllm_ascend_pd.core.stats import (
+from vllm_ascend_pd.core.transports import TransportInfo
+from vllm_ascend_pd.observe.stats import (
     DECODE_METRICS,
     GRANTS_WAITING,
     LAYER_PUSH_SECONDS,
@@ -49,7 +50,6 @@ from vllm_ascend_pd.core.stats import (
     Stats,
     merged,
 )
-from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.tools.doctor import roles, transports
 from vllm_ascend_pd.tools.doctor.roles import Kind
 

@@ -28,9 +28,10 @@ from starlette.routing import Route
 from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, RECOMPUTES_HEADER, TransferFailure
+from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.decode import metaserver_http
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient, MetaserverError
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.decode.pending_posts import PostOutcome
 from vllm_ascend_pd.transport import http_session
@@ -123,9 +124,21 @@ def metaserver() -> Iterator[Metaserver]:
     metaserver.stop()
 
 
+class Retries(DecodeSchedulerObserver):
+    count = 0
+
+    def post_retried(self) -> None:
+        self.count += 1
+
+
 @pytest.fixture
-def client() -> Iterator[MetaserverClient]:
-    client = MetaserverClient(QUICK, own_host="127.0.0.1")
+def retries() -> Retries:
+    return Retries()
+
+
+@pytest.fixture
+def client(retries: Retries) -> Iterator[MetaserverClient]:
+    client = MetaserverClient(QUICK, "127.0.0.1", retries)
     yield client
     client.close()
 
@@ -197,11 +210,13 @@ def test_answers_held_back_for_many_requests_at_once(client: MetaserverClient, m
         ("redirect", 1, False, "redirects are not followed"),
     ],
 )
-def test_answers(client: MetaserverClient, metaserver: Metaserver, do: str, attempts: int, ok: bool, text: str) -> None:
+def test_answers(
+    client: MetaserverClient, metaserver: Metaserver, retries: Retries, do: str, attempts: int, ok: bool, text: str
+) -> None:
     outcome = outcome_of(client, metaserver.url, do)
     assert outcome.ok is ok
     assert text in outcome.reason
-    assert metaserver.attempts[do] == client.retried + 1 == attempts
+    assert metaserver.attempts[do] == retries.count + 1 == attempts
 
 
 @pytest.mark.parametrize(
@@ -564,24 +579,3 @@ def test_close_is_quick_and_leaves_no_thread(metaserver: Metaserver) -> None:
     assert set(threading.enumerate()) <= before
     client.post("late", metaserver.url, {})
     assert "shutting down" in client.poll()[0].reason
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        MetaserverSettings(allowlist=("proxy:8000",)),
-        MetaserverSettings(allowlist=("http://user@proxy",)),
-        MetaserverSettings(token_file="/nonexistent/token"),
-        MetaserverSettings(ca_file="/nonexistent/ca.pem"),
-    ],
-)
-def test_unusable_settings(settings: MetaserverSettings) -> None:
-    before = threading.active_count()
-    with pytest.raises(MetaserverError):
-        MetaserverClient(settings, own_host="127.0.0.1")
-    assert threading.active_count() == before
-
-
-def test_impossible_settings() -> None:
-    with pytest.raises(ValueError, match="deadline_s must be positive"):
-        MetaserverSettings(deadline_s=0)

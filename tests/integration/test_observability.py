@@ -31,7 +31,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 import vllm_ascend_pd
 from harness.documented import documented
 from harness.ports import release_port, reserve_port
-from vllm_ascend_pd.core.stats import PREFIX
+from vllm_ascend_pd.observe.stats import PREFIX
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "examples" / "observability"

@@ -10,12 +10,11 @@ import pytest
 from harness.scheduling import make_ticket
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
 from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.running_time import RunningTime
-from vllm_ascend_pd.core.stats import Stats
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.observe.prefill import PrefillTrace
 from vllm_ascend_pd.prefill.peers import Peers
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.transfer import Transfer
@@ -55,8 +54,7 @@ def make_peers() -> Iterator[Callable[[], Peers]]:
                 None,
                 lambda transfer: None,
                 running_time,
-                Stats(),
-                PrefillTrace(),
+                PrefillObserver(),
                 queue_size=1,
                 ready_timeout_s=1.0,
                 grant_wait_s=1.0,
@@ -74,7 +72,7 @@ def make_peers() -> Iterator[Callable[[], Peers]]:
             told=lambda transfer: None,
             ended=lambda transfer: None,
             forget_sessions=lambda sessions: None,
-            trace=PrefillTrace(),
+            observer=PrefillObserver(),
         )
         made.append(peers)
         return peers

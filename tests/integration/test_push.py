@@ -11,8 +11,8 @@ from harness.kv import Model, Side
 from harness.rank_programs import Hooks
 from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.core.layout import Order
-from vllm_ascend_pd.core.stats import OVERLAP_RATIO, merged
 from vllm_ascend_pd.core.step import PrefillStep, Send
+from vllm_ascend_pd.observe.stats import OVERLAP_RATIO, merged
 
 GQA = Model()
 TWO_HEADS = Model(heads=2)

@@ -18,8 +18,8 @@ from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, expect_delivery, prefill, prompts, run
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.layout import Order
-from vllm_ascend_pd.core.stats import PUSH_FAILURES, WRITE_RETRIES, merged
 from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, Send
+from vllm_ascend_pd.observe.stats import PUSH_FAILURES, WRITE_RETRIES, merged
 
 GQA = Model()
 HEAD_MAJOR = Model(order=Order.HEAD_MAJOR, widths=(64,))

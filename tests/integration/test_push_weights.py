@@ -10,9 +10,9 @@ from harness.kv import Model, Side
 from harness.rank_programs import DecodeRank
 from harness.ranks import Pair, expect_delivery, prefill, prompts, run
 from harness.waiting import wait_until
-from vllm_ascend_pd.core.stats import PUSH_FAILURES
 from vllm_ascend_pd.core.step import PrefillStep, Send
 from vllm_ascend_pd.core.weights import Weights
+from vllm_ascend_pd.observe.stats import PUSH_FAILURES
 
 GQA = Model()
 ALLOWED = {"allow_other_model": True}

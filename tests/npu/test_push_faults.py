@@ -12,7 +12,6 @@ import cann_on_host
 from harness.kv import Model, Side, layer_name
 from harness.rank_programs import PrefillRank, refuse_work
 from harness.ranks import Pair, prompts, run
-from vllm_ascend_pd.core.stats import RESTART_NEEDED
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -86,7 +85,7 @@ def fail_hccl_once(rank: PrefillRank) -> None:
 
 def restart_needed(rank: PrefillRank) -> int:
     """The metric of that name."""
-    return rank.worker._gauges()[RESTART_NEEDED]
+    return int(rank.worker.status().restart_needed)
 
 
 def compute_nothing(rank: PrefillRank) -> None:

@@ -15,7 +15,6 @@ from vllm.v1.request import RequestStatus
 from harness.schedulers import decode_scheduler
 from harness.scheduling import FOR_A_PULLING_CONNECTOR, make_request, remembered
 from harness.waiting import wait_until
-from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
 from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_tokens
@@ -27,6 +26,7 @@ from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer
+from vllm_ascend_pd.observe import stats
 
 BLOCK = 4
 PROMPT = 10
@@ -416,7 +416,7 @@ def test_a_request_that_vllm_ends_because_its_kv_is_lost(scheduler, metaserver):
     eventually(lambda: metaserver.failures)
     assert [(told["reason"], told["final"]) for told in metaserver.failures] == [(why, True)]
     assert scheduler.build_step(computes=False).cancelled == {expect.ticket_id: why}
-    assert scheduler.take_stats()["counters"] == {stats.RECEIVE_FAILURES.name: {"transfer": 1}}
+    assert scheduler._observer.take()["counters"] == {stats.RECEIVE_FAILURES.name: {"transfer": 1}}
     scheduler.update(WorkerReport({expect.ticket_id: why}), {"r"})
     assert remembered(scheduler) == {}
 
@@ -429,7 +429,7 @@ def test_a_request_that_vllm_ends_because_prefill_failed(scheduler, metaserver):
     request.status = RequestStatus.FINISHED_ERROR
     assert scheduler.finished(request) == {"error": why}
     scheduler.update(WorkerReport({expect.ticket_id: why}), {"r"})
-    assert scheduler.take_stats()["counters"] == {stats.RECEIVE_FAILURES.name: {"prefill": 1}}
+    assert scheduler._observer.take()["counters"] == {stats.RECEIVE_FAILURES.name: {"prefill": 1}}
     assert remembered(scheduler) == {}
 
 
@@ -520,7 +520,7 @@ def test_what_becomes_of_tickets_is_counted(scheduler, metaserver):
     scheduler.update(WorkerReport(received={tickets["ok"]: (10, 5)}), {"ok"})
     scheduler.update(WorkerReport(failed={tickets["late"]: "no grant"}), set())
     scheduler.update(WorkerReport(failed={tickets["late"]: "so says another"}), {"late", "lost"})
-    said = scheduler.take_stats()
+    said = scheduler._observer.take()
     assert said["counters"] == {
         stats.ATTEMPTS_GIVEN_UP.name: {"": 1},
         stats.RECEIVE_FAILURES.name: {"transfer": 1, "not_posted": 1},
@@ -528,4 +528,4 @@ def test_what_becomes_of_tickets_is_counted(scheduler, metaserver):
     counts, sums = said["histograms"][stats.TICKET_TO_READY_SECONDS.name]
     assert sum(counts) == 1
     assert 0 < sum(sums) < 60
-    assert scheduler.take_stats() == {}
+    assert scheduler._observer.take() == {}

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.core.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, TRANSPORT_INFO, Metric
+from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, TRANSPORT_INFO, Metric
 from vllm_ascend_pd.proxy.operate import metrics as proxy_metrics
 from vllm_ascend_pd.tools.doctor import clock
 from vllm_ascend_pd.tools.doctor.clock import Offset

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
-from vllm_ascend_pd.core.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, Counter, Info, Metric
+from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, Counter, Info, Metric
 from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.operate.metrics import Metrics

@@ -26,6 +26,7 @@ from vllm_ascend_pd.core.protocol import (
     Problem,
     ProtocolError,
     RankDescription,
+    ReadClock,
     Revoke,
     WriteReport,
     WriterId,
@@ -55,7 +56,8 @@ EXAMPLES = [
     Acknowledged(),
     Revoke("0" * 32, 1, WRITER, "the request was aborted"),
     Problem("malformed message"),
-    Granted(10.0, ClockReading("0" * 16, 1.5, 2.5)),
+    ReadClock("0" * 32, "f" * 32),
+    ClockReading("0" * 16, 1.5, 2.5),
     EngineDescription("decode-0", "llama", 1, 1, (), settings={"rope_theta": "10000"}),
     GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0, weights="0123456789abcdef"),
 ]
@@ -130,7 +132,6 @@ MESSAGES = st.one_of(
         tuples(INDICES, max_size=20),
         SETTLE,
         NAMES,
-        st.booleans(),
         NAMES.filter(lambda name: len(name) <= 64),
     ),
     st.builds(Granted, st.floats(0, 86400, exclude_min=True)),
@@ -139,6 +140,8 @@ MESSAGES = st.one_of(
     st.builds(WriteReport, IDS, INTS, WRITERS, st.none() | TEXT, BYTES, BYTES, SETTLE, IDS, st.none() | INDICES),
     st.builds(Acknowledged),
     st.builds(Revoke, IDS, INTS, WRITERS, TEXT, IDS),
+    st.builds(ReadClock, IDS, IDS),
+    st.builds(ClockReading, st.just("0123456789abcdef"), st.floats(0, 1e10), st.floats(0, 1e10)),
     st.builds(Problem, TEXT),
 )
 

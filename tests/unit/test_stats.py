@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.core.stats import (
+from vllm_ascend_pd.observe.stats import (
     DECODE_METRICS,
     GRANTS_WAITING,
     LAYER_PUSH_SECONDS,

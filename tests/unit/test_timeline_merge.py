@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.core.protocol import ClockReading, Granted, GrantRequest, ProtocolError, WriterId, decode, encode
+from vllm_ascend_pd.core.host_clock import HOST_CLOCK
+from vllm_ascend_pd.core.protocol import ClockReading, Granted, GrantRequest, ProtocolError, WriterId, decode
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.observe import events
-from vllm_ascend_pd.observe.clock import HOST_CLOCK, measured_offset
+from vllm_ascend_pd.observe.clock import measured_offset
 from vllm_ascend_pd.observe.events import (
     Finished,
     FinishedEvent,
@@ -76,19 +77,19 @@ def test_a_reading_that_cannot_be_right_is_not_used(received: float, sent: float
     [("<script>", 1.0, 2.0), (CLOCK, -1.0, 2.0), (CLOCK, 1.0, 1e300), (CLOCK, math.nan, 1.0), ("0" * 17, 1.0, 2.0)],
 )
 def test_a_peers_clock_is_checked_where_it_is_read(clock: tuple[str, float, float]) -> None:
-    frame = msgspec.msgpack.encode((1, 1, {"type": "Granted", "lease_s": 1.0, "clock": clock}))
+    fields = dict(zip(("clock", "received_s", "sent_s"), clock, strict=True))
+    frame = msgspec.msgpack.encode((1, 1, {"type": "ClockReading", **fields}))
     with pytest.raises(ProtocolError, match="malformed"):
         decode(frame)
 
 
 def test_engines_without_clocks_understand_those_with_and_the_other_way_round() -> None:
-    request = GrantRequest("0" * 32, 0, "f" * 32, WriterId("p", 0, 0), sharding(1), (0,), 1.0, wants_clock=True)
-    old = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
-    del old["wants_clock"]
-    assert decode(msgspec.msgpack.encode((1, 7, old))) == (7, msgspec.structs.replace(request, wants_clock=False))
-    assert decode(msgspec.msgpack.encode((1, 7, {"type": "Granted", "lease_s": 2.0}))) == (7, Granted(2.0))
-    answer = Granted(2.0, ClockReading(HOST_CLOCK, 1.0, 2.0))
-    assert decode(encode(7, answer)) == (7, answer)
+    """Earlier versions exchanged clocks in grants. What they still send there is ignored."""
+    request = GrantRequest("0" * 32, 0, "f" * 32, WriterId("p", 0, 0), sharding(1), (0,), 1.0)
+    old = {**msgspec.msgpack.decode(msgspec.msgpack.encode(request)), "wants_clock": True}
+    assert decode(msgspec.msgpack.encode((1, 7, old))) == (7, request)
+    old = {"type": "Granted", "lease_s": 2.0, "clock": (HOST_CLOCK, 1.0, 2.0)}
+    assert decode(msgspec.msgpack.encode((1, 7, old))) == (7, Granted(2.0))
 
 
 def test_clocks_are_aligned_along_the_best_measurements() -> None:

@@ -10,9 +10,11 @@ import pytest
 from vllm_ascend_pd.core.config import ConfigError, parse_config
 from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.device.cpu import CpuEvent
-from vllm_ascend_pd.observe.decode import UNTRACED, rank_trace, scheduler_trace
-from vllm_ascend_pd.observe.prefill import PrefillTrace, prefill_trace
+from vllm_ascend_pd.observe.decode_trace import rank_trace, scheduler_trace
+from vllm_ascend_pd.observe.listeners import PrefillStats, prefill_observer
+from vllm_ascend_pd.observe.prefill_trace import prefill_trace
 from vllm_ascend_pd.observe.stopwatch import Stopwatch, moment
 
 IDENTITY = RankInfo("engine", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
@@ -21,15 +23,18 @@ IDENTITY = RankInfo("engine", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
 def test_off_is_decided_once() -> None:
     off = parse_config({})
     before = threading.active_count()
-    assert type(prefill_trace(off, IDENTITY)) is PrefillTrace
-    assert not prefill_trace(off, IDENTITY).wants_clock
-    assert rank_trace(off, IDENTITY) is scheduler_trace(off, "engine") is UNTRACED
+    assert prefill_trace(off, IDENTITY) is None
+    assert not prefill_observer(off, IDENTITY, PrefillStats(IDENTITY, TransportInfo())).wants_clock
+    assert rank_trace(off, IDENTITY) is scheduler_trace(off, "engine") is None
     assert threading.active_count() == before
 
 
 def test_on_makes_a_file_each(tmp_path: Path) -> None:
     on = parse_config({"trace_dir": str(tmp_path / "traces")})
-    for trace in (prefill_trace(on, IDENTITY), rank_trace(on, IDENTITY), scheduler_trace(on, "engine")):
+    prefill = prefill_observer(on, IDENTITY, PrefillStats(IDENTITY, TransportInfo()))
+    assert prefill.wants_clock
+    for trace in (prefill, rank_trace(on, IDENTITY), scheduler_trace(on, "engine")):
+        assert trace is not None
         trace.close(6.0)
     assert len(list((tmp_path / "traces").iterdir())) == 3
 

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
-from vllm_ascend_pd.connector.spans import TransferSpan
+from vllm_ascend_pd.connector.spans import PushSpans, ReceiveSpans, TransferSpan
 from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
 from vllm_ascend_pd.core.step import WorkerReport
@@ -71,13 +71,14 @@ def spans(exporter: InMemorySpanExporter) -> InMemorySpanExporter:
 
 @pytest.fixture
 def prefill() -> PrefillScheduler:
-    return prefill_scheduler([TokenGroup(BLOCK)])
+    return prefill_scheduler([TokenGroup(BLOCK)], observer=PushSpans())
 
 
 @pytest.fixture
 def decode() -> Iterator[DecodeScheduler]:
     client = MetaserverClient(MetaserverSettings(retries=0), own_host="127.0.0.1")
-    scheduler = decode_scheduler(EngineInfo("decode-0", "10.0.0.1", 5555, 1), [TokenGroup(BLOCK)], client)
+    engine = EngineInfo("decode-0", "10.0.0.1", 5555, 1)
+    scheduler = decode_scheduler(engine, [TokenGroup(BLOCK)], client, observer=ReceiveSpans())
     yield scheduler
     scheduler.close()
 
@@ -181,12 +182,12 @@ def test_why_prefill_failed_is_not_quoted(decode: DecodeScheduler, spans: InMemo
 
 @pytest.mark.parametrize("headers", [None, {}, {"tracestate": "a=1"}, {"traceparent": "00-zz"}])
 def test_without_a_trace_there_is_no_span(headers: object, spans: InMemorySpanExporter) -> None:
-    TransferSpan("kv_push", request(TICKET, headers)).end({}, "write")
+    TransferSpan("kv_push", headers).end({}, "write")
     assert not spans.get_finished_spans()
 
 
 def test_what_is_not_sampled_is_not_recorded(spans: InMemorySpanExporter) -> None:
-    TransferSpan("kv_push", request(TICKET, {"traceparent": f"00-{TRACE}-{PARENT}-00"})).end({})
+    TransferSpan("kv_push", {"traceparent": f"00-{TRACE}-{PARENT}-00"}).end({})
     assert not spans.get_finished_spans()
 
 

@@ -15,17 +15,24 @@ from vllm_ascend_pd.connector.prompts import Prompts
 from vllm_ascend_pd.connector.role import Role
 from vllm_ascend_pd.connector.roles.decode_scheduler import DecodeSchedulerRole
 from vllm_ascend_pd.connector.roles.prefill_scheduler import PrefillSchedulerRole
+from vllm_ascend_pd.connector.spans import PushSpans, ReceiveSpans
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.groups import CacheGroup
 from vllm_ascend_pd.core.hosts import decode_hosts
+from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
 from vllm_ascend_pd.core.signing import Secret
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
-from vllm_ascend_pd.observe.decode import scheduler_trace
+from vllm_ascend_pd.observe.listeners import (
+    DecodeSchedulerStats,
+    PrefillSchedulerStats,
+    decode_scheduler_observer,
+    tell_all,
+)
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.transport.curve import load_keys
@@ -63,8 +70,11 @@ def _prefill(
     hosts = decode_hosts(setup.config.decode_allowlist, setup.host, secret is not None, own_networks())
     logger.info("decode engines are served at: %s; tickets for other hosts are refused", hosts.admitted)
     blocks = VllmBlocks()
-    scheduler = PrefillScheduler(groups, requests, blocks, _idle_wait(setup), TicketAdmission(hosts, secret))
-    return PrefillSchedulerRole(scheduler, blocks)
+    measured = PrefillSchedulerStats()
+    observer = tell_all(PrefillSchedulerObserver, measured, PushSpans())
+    admission = TicketAdmission(hosts, secret)
+    scheduler = PrefillScheduler(groups, requests, blocks, _idle_wait(setup), admission, observer)
+    return PrefillSchedulerRole(scheduler, blocks, measured)
 
 
 def _decode(
@@ -89,15 +99,17 @@ def _decode(
     # On the CPU backend a single rank has a process of its own, too.
     wakeup = None if parallel.distributed_executor_backend == "uni" else WakeupSocket()
     blocks = VllmBlocks()
+    measured = DecodeSchedulerStats()
+    observer = decode_scheduler_observer(config, setup.started_as, measured, ReceiveSpans())
     scheduler = DecodeScheduler(
         TicketIssuer(engine, groups, requests, signer),
         requests,
         blocks,
-        MetaserverClient(_metaserver_settings(config, recomputes), own_host=setup.host),
+        MetaserverClient(_metaserver_settings(config, recomputes), setup.host, observer),
         _idle_wait(setup, wakeup),
-        scheduler_trace(config, setup.started_as),
+        observer,
     )
-    return DecodeSchedulerRole(setup, scheduler, blocks)
+    return DecodeSchedulerRole(setup, scheduler, blocks, measured)
 
 
 def _idle_wait(setup: EngineSetup, wakeup: WakeupSocket | None = None) -> IdleWait:

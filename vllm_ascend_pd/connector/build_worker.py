@@ -26,6 +26,7 @@ from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device import make_device
+from vllm_ascend_pd.observe.listeners import PrefillStats, decode_observer, prefill_observer
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.limits import TransferLimits
@@ -63,10 +64,12 @@ def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Role
         always_has_stats = not ASKS_SCHEDULER_FOR_STATS and is_first
         if setup.prefills:
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-            prefill = PrefillWorker(rank, config, device, engine, caches, step_tokens, weights)
+            measured = PrefillStats(rank, engine.transport)
+            observer = prefill_observer(config, rank, measured)
+            prefill = PrefillWorker(rank, config, device, engine, caches, step_tokens, weights, observer)
             opened.callback(prefill.close, CLOSE_TIMEOUT_S)
-            return PrefillWorkerRole(prefill, opened.pop_all(), always_has_stats)
-        decode = DecodeWorker(rank, config, device, engine, caches, weights)
+            return PrefillWorkerRole(prefill, measured, opened.pop_all(), always_has_stats)
+        decode = DecodeWorker(rank, config, device, engine, caches, weights, decode_observer(config, rank))
         opened.callback(decode.close, CLOSE_TIMEOUT_S)
         fails_by_request = HAS_TRANSFER_RESULTS and not lost_blocks_say_all(setup.caches)
         return DecodeWorkerRole(decode, rank.settings, fails_by_request, opened.pop_all(), always_has_stats)

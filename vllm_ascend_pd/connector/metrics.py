@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's metrics on vLLM's `/metrics` and in its log: `core/stats.py` in the classes vLLM has for them.
+"""The connector's metrics on vLLM's `/metrics` and in its log: `observe/stats.py` in the classes vLLM has for them.
 
 vLLM adds up what the ranks of a step and the scheduler say, and hands it to the process that serves HTTP.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from vllm_ascend_pd.core.stats import (
+from vllm_ascend_pd.observe.stats import (
     DECODE_METRICS,
     PREFILL_METRICS,
     PREFIX,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LayerwisePushStats(KVConnectorStats):
-    """`data` as `core/stats.py` describes it."""
+    """`data` as `observe/stats.py` describes it."""
 
     data: Data
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.core.stats import Data
 from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, WorkerReport
+from vllm_ascend_pd.observe.stats import Data
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata

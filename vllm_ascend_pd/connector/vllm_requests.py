@@ -8,7 +8,6 @@ import vllm.envs as envs
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.connector.prompts import Prompts, text_alone
-from vllm_ascend_pd.connector.spans import TransferSpan
 from vllm_ascend_pd.connector.vllm_versions import NAMES_ALL_PREEMPTED
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.ticket import Ticket
@@ -71,9 +70,6 @@ class VllmRequests:
         if request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-1]
         request.num_prompt_tokens -= 1
-
-    def span(self, name: str, request: "Request") -> TransferSpan:
-        return TransferSpan(name, request)
 
 
 def external_request_id(request_id: str) -> str:

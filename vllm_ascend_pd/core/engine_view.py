@@ -4,7 +4,7 @@
 `connector/vllm_requests.py` and `connector/vllm_blocks.py` answer for vLLM.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
@@ -22,13 +22,8 @@ class EngineRequest(Protocol):
     max_tokens: int
     # Whether the engine computes the whole prompt, whatever its prefix cache has.
     skip_reading_prefix_cache: bool
-
-
-class Span(Protocol):
-    """A span of the request's trace. It begins when it is made."""
-
-    def end(self, attributes: dict[str, str | int], error: str | None = None, reason: str = "") -> None:
-        """Ends the span. `error`: how the transfer failed, in a word; None: it did not."""
+    # The trace that the request belongs to. None if the engine does not trace.
+    trace_headers: Mapping[str, str] | None
 
 
 class EngineRequests(Protocol):
@@ -66,9 +61,6 @@ class EngineRequests(Protocol):
 
     def drop_last_prompt_token(self, request: EngineRequest) -> None:
         """Shortens the prompt by a token. Call it before the request is allocated."""
-
-    def span(self, name: str, request: EngineRequest) -> Span:
-        """Begins a span."""
 
 
 class EngineBlocks(Protocol):

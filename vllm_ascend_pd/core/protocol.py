@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message between prefill and decode engines, and its encoding.
 
-Three conversations (P: prefill rank, D: decode side):
+The conversations (P: prefill rank, D: decode side):
 
     P -> D's listener (engine core)   Describe      -> EngineDescription
     P -> D's rank                     GrantRequest  -> Granted | GrantRefused | Complete
-    P -> D's rank                     WriteReport        -> Acknowledged
+    P -> D's rank                     WriteReport   -> Acknowledged
+    P -> D's rank                     ReadClock     -> ClockReading
     D's rank -> P, unasked            Revoke
 
 A frame is `[version, seq, body]` in msgpack; a reply carries the `seq` of its request, an unasked message 0.
@@ -49,14 +50,6 @@ _Covers = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], 
 
 class ProtocolError(ValueError):
     """A frame that is malformed, too new or too old."""
-
-
-class ClockReading(msgspec.Struct, frozen=True, array_like=True):
-    """When a decode rank took a request and when it answered, in seconds of the clock so named: for traces."""
-
-    clock: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-    received_s: Annotated[float, msgspec.Meta(ge=0, le=1e10)]
-    sent_s: Annotated[float, msgspec.Meta(ge=0, le=1e10)]
 
 
 class WriterId(msgspec.Struct, frozen=True, array_like=True):
@@ -119,9 +112,8 @@ class GrantRequest(msgspec.Struct, frozen=True, tag=True):
 
     `digest` is the ticket's content as the writer has it, `sharding` the prefill engine's, `covers` the indices of
     the decode rank's tensors that this writer will fill, `settle_s` how long bytes of a write that was given up
-    may go on arriving, `draft` what drafts on the prefill engine (`Geometry.draft`). `wants_clock`: it traces, and
-    wants to know how far the two clocks are apart. `weights`: the fingerprint of the weights that it computes with, ""
-    if it does not know.
+    may go on arriving, `draft` what drafts on the prefill engine (`Geometry.draft`). `weights`: the fingerprint of the
+    weights that it computes with, "" if it does not know.
     """
 
     ticket_id: _Id
@@ -132,7 +124,6 @@ class GrantRequest(msgspec.Struct, frozen=True, tag=True):
     covers: _Covers
     settle_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
     draft: str = ""
-    wants_clock: bool = False
     weights: _Id = ""
 
     def __post_init__(self) -> None:
@@ -141,10 +132,9 @@ class GrantRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """The writer may write for `lease_s` seconds, counted from when it sent its request. `clock`: if it asked."""
+    """The writer may write for `lease_s` seconds, counted from when it sent its request."""
 
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
-    clock: ClockReading | None = None
 
 
 class GrantRefused(msgspec.Struct, frozen=True, tag="Refused"):
@@ -202,6 +192,21 @@ class Revoke(msgspec.Struct, frozen=True, tag=True):
         _shorten_reason(self)
 
 
+class ReadClock(msgspec.Struct, frozen=True, tag=True):
+    """Asks a decode rank for its time, for traces. Only who has an open ticket gets it: `digest` is the ticket's."""
+
+    ticket_id: _Id
+    digest: _Id
+
+
+class ClockReading(msgspec.Struct, frozen=True, tag=True):
+    """When a decode rank received the question and when it answered, in seconds of its monotonic clock."""
+
+    clock: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]  # the clock's name (core/host_clock.py)
+    received_s: Annotated[float, msgspec.Meta(ge=0, le=1e10)]
+    sent_s: Annotated[float, msgspec.Meta(ge=0, le=1e10)]
+
+
 class Problem(msgspec.Struct, frozen=True, tag=True):
     """The message could not be read or served."""
 
@@ -221,6 +226,8 @@ Message = (
     | WriteReport
     | Acknowledged
     | Revoke
+    | ReadClock
+    | ClockReading
     | Problem
 )
 

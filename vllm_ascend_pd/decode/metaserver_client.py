@@ -8,6 +8,7 @@ import time
 import msgspec
 
 from vllm_ascend_pd.core.metaserver import TransferFailure
+from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.decode.metaserver_http import MetaserverHttp, clean
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
@@ -24,7 +25,9 @@ class MetaserverError(Exception):
 class MetaserverClient:
     """Any thread may call its methods. None of them waits for the network, except `close`."""
 
-    def __init__(self, settings: MetaserverSettings, own_host: str) -> None:
+    def __init__(
+        self, settings: MetaserverSettings, own_host: str, observer: DecodeSchedulerObserver | None = None
+    ) -> None:
         """Raises `MetaserverError` for an allow-list entry, certificate or token that cannot be used."""
         self._settings = settings
         try:
@@ -36,12 +39,7 @@ class MetaserverClient:
         except (OSError, SecretFileError) as error:  # ssl.SSLError is an OSError
             raise MetaserverError(f"a certificate or token of the metaserver cannot be read: {error}") from error
         self._pending = PendingPosts(settings.max_pending)
-        self._loop = PostLoop(settings, http, self._pending)
-
-    @property
-    def retried(self) -> int:
-        """Posts that were sent again, since the start."""
-        return self._loop.retried
+        self._loop = PostLoop(settings, http, self._pending, observer or DecodeSchedulerObserver())
 
     def check(self, url: str) -> str | None:
         """Why `url` must not be posted to, or None if it may."""

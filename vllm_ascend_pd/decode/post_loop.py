@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 import anyio
 
 from vllm_ascend_pd.core.metaserver import TransferFailure
+from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.decode.metaserver_http import FinalError, MetaserverHttp, RetryableError, clean, no_answer
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.decode.pending_posts import PendingPosts
@@ -25,7 +26,13 @@ class PostLoop:
 
     The private methods run on the loop's own thread, which owns all that has no lock."""
 
-    def __init__(self, settings: MetaserverSettings, http: MetaserverHttp, pending: PendingPosts) -> None:
+    def __init__(
+        self,
+        settings: MetaserverSettings,
+        http: MetaserverHttp,
+        pending: PendingPosts,
+        observer: DecodeSchedulerObserver,
+    ) -> None:
         """Starts the thread."""
         self._settings = settings
         self._http = http
@@ -35,8 +42,7 @@ class PostLoop:
         """Failure reports on their way; under the lock."""
         self._closed = False
         """Under the lock. No call gets to the loop once it is set."""
-        self.retried = 0
-        """Posts that were sent again. The loop's thread changes it, any thread may read it."""
+        self._observer = observer
         self.loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._connections = asyncio.Semaphore(settings.max_connections)
@@ -129,7 +135,7 @@ class PostLoop:
             except RetryableError as error:
                 failure = error
             if attempt < settings.retries:
-                self.retried += 1
+                self._observer.post_retried()
                 ceiling = min(settings.backoff_max_s, settings.backoff_base_s * 2**attempt)
                 await asyncio.sleep(random.uniform(ceiling / 2, ceiling))
         raise FinalError(f"metaserver {post.url} {failure} ({settings.retries + 1} attempts)")

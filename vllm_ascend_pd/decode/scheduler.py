@@ -11,22 +11,19 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.core import stats
-from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequest, EngineRequests, Span
+from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequest, EngineRequests
 from vllm_ascend_pd.core.failure import ReceiveFailure
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, TransferFailure
+from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, ReceiveEnding
 from vllm_ascend_pd.core.protocol import RankDescription
 from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket, wants_ticket, wants_token_ids
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.ticket_issuer import TicketIssuer
 from vllm_ascend_pd.decode.who_computes import decode_computes
-from vllm_ascend_pd.observe import events
-from vllm_ascend_pd.observe.decode import UNTRACED, DecodeTrace
-from vllm_ascend_pd.observe.span_names import EARLY_BYTES, RECEIVED_BYTES, REQUEST_ID, TOKENS
 from vllm_ascend_pd.transport.idle_wait import IdleWait
 
-_CLOSE_TRACE_S = 2.0
+_CLOSE_OBSERVER_S = 2.0
 _ABORTED = "the request was aborted"
 
 
@@ -39,8 +36,6 @@ class _IncomingTransfer:
 
     request_id: str
     ticket: Ticket
-    # The transfer's part of the request's trace.
-    span: Span
     # Where the ticket is posted. None: nowhere, as the request names no metaserver that it may be posted to.
     url: str | None = None
     # The prompt's token ids, if the metaserver wants them.
@@ -69,7 +64,7 @@ class DecodeScheduler:
     requests, blocks: answer questions about the engine's requests and KV blocks.
     metaserver: the client that posts tickets. The scheduler closes it.
     idle: decides how long steps wait for KV. The scheduler closes it.
-    trace: gets the transfers' milestones. The scheduler closes it.
+    observer: is told of the transfers' milestones. The scheduler closes it.
     """
 
     def __init__(
@@ -79,20 +74,18 @@ class DecodeScheduler:
         blocks: EngineBlocks,
         metaserver: MetaserverClient,
         idle: IdleWait,
-        trace: DecodeTrace = UNTRACED,
+        observer: DecodeSchedulerObserver | None = None,
     ) -> None:
         self._issuer = issuer
         self._requests = requests
         self._blocks = blocks
         self._metaserver = metaserver
         self._idle = idle
-        self._trace = trace
+        self._observer = observer or DecodeSchedulerObserver()
         self._transfers: dict[str, _IncomingTransfer] = {}  # by request id
         self._by_ticket: dict[str, _IncomingTransfer] = {}  # the same, by ticket id
         self._to_post: dict[str, _IncomingTransfer] = {}  # by ticket id: they leave with the next step
         self._step = DecodeStep()  # the next one
-        self._stats = stats.Stats()
-        self._counted_retries = 0  # of the metaserver client
 
     def matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> int:
         """Returns how many tokens of the prompt prefill will deliver. Has no side effects.
@@ -122,10 +115,10 @@ class DecodeScheduler:
         if num_external_tokens == 0:
             return
         ticket = self._issuer.issue(request, blocks, num_external_tokens)
-        transfer = _IncomingTransfer(request.request_id, ticket, self._requests.span("kv_receive", request))
+        transfer = _IncomingTransfer(request.request_id, ticket)
         self._transfers[request.request_id] = self._by_ticket[ticket.ticket_id] = transfer
         self._step.expects.append(self._issuer.expect(request.request_id, ticket, blocks))
-        self._trace.mark(events.ISSUED, ticket.request_id, ticket.ticket_id)
+        self._observer.ticket_issued(request.request_id, ticket, request.trace_headers)
         params = request.kv_transfer_params or {}
         url = params.get("metaserver")
         if not isinstance(url, str):
@@ -188,7 +181,7 @@ class DecodeScheduler:
             transfer = self._by_ticket.get(ticket_id)
             if transfer is not None and (transfer.given_up is None or transfer.given_up[0] < attempt):
                 transfer.given_up = (attempt, reason)
-                self._stats.add(stats.ATTEMPTS_GIVEN_UP)
+                self._observer.attempt_given_up()
                 if ticket_id not in report.failed:
                     self._tell_metaserver(transfer, attempt, reason, final=False)
         for ticket_id, reason in report.failed.items():
@@ -211,13 +204,12 @@ class DecodeScheduler:
     def _transfer_ended(self, transfer: _IncomingTransfer) -> None:
         """All ranks have reported the transfer's end."""
         transfer.ranks_ended = True
-        ticket = transfer.ticket
-        if transfer.failure is None:
-            self._trace.mark(events.READY, ticket.request_id, ticket.ticket_id)
-            self._stats.observe(stats.TICKET_TO_READY_SECONDS, time.monotonic() - transfer.issued_at)
-        else:
-            self._trace.mark(events.FAILED, ticket.request_id, ticket.ticket_id)
-        _end_span(transfer)
+        lasted_s = time.monotonic() - transfer.issued_at
+        num_bytes, early_bytes = transfer.received
+        ending = ReceiveEnding(
+            transfer.ticket, lasted_s, num_bytes, early_bytes, transfer.cause, transfer.failure or ""
+        )
+        self._observer.transfer_ended(transfer.request_id, ending)
         self._forget_if_over(transfer)
 
     def finished(self, request: EngineRequest) -> dict[str, Any] | None:
@@ -239,23 +231,13 @@ class DecodeScheduler:
 
     def described(self, ranks: Iterable[RankDescription]) -> None:
         """Takes the descriptions of this engine's ranks, once they have started."""
-        for rank in ranks:
-            facts = msgspec.structs.astuple(rank.transport)
-            self._stats.state(stats.TRANSPORT_INFO, facts, f"{rank.pp_rank}/{rank.tp_rank}")
-
-    def take_stats(self) -> stats.Data:
-        """Returns what was counted since the last call."""
-        retried = self._metaserver.retried
-        if retried > self._counted_retries:
-            self._stats.add(stats.TICKET_POST_RETRIES, retried - self._counted_retries)
-            self._counted_retries = retried
-        return self._stats.take()
+        self._observer.ranks_described(list(ranks))
 
     def close(self) -> None:
-        """Closes what the scheduler was given to close. Waits 2 s at most for the trace."""
+        """Closes what the scheduler was given to close. Waits 2 s at most for the observer."""
         self._metaserver.close()
         self._idle.close()
-        self._trace.close(_CLOSE_TRACE_S)
+        self._observer.close(_CLOSE_OBSERVER_S)
 
     def _tell_metaserver(self, transfer: _IncomingTransfer, attempt: int, reason: str, final: bool) -> None:
         """Tells the metaserver what a rank noticed.
@@ -273,7 +255,7 @@ class DecodeScheduler:
         if transfer.ranks_ended or transfer.failure is not None:
             return
         transfer.failure, transfer.cause = reason, cause
-        self._stats.add(stats.RECEIVE_FAILURES, reason=cause.value)
+        self._observer.transfer_failed(cause)
         ticket_id = transfer.ticket.ticket_id
         self._to_post.pop(ticket_id, None)
         self._metaserver.cancel(ticket_id)
@@ -292,16 +274,3 @@ class DecodeScheduler:
         if transfer.request_ended and transfer.ranks_ended:
             del self._transfers[transfer.request_id]
             del self._by_ticket[transfer.ticket.ticket_id]
-
-
-def _end_span(transfer: _IncomingTransfer) -> None:
-    ticket, cause = transfer.ticket, transfer.cause
-    attributes: dict[str, str | int] = {
-        REQUEST_ID: ticket.request_id,
-        TOKENS: ticket.num_tokens - ticket.remote_cached_tokens,
-        RECEIVED_BYTES: transfer.received[0],
-        EARLY_BYTES: transfer.received[1],
-    }
-    # The metaserver's reason for a failed prefill may quote an engine's words about a prompt: it stays out of spans.
-    reason = "" if cause is ReceiveFailure.PREFILL else transfer.failure or ""
-    transfer.span.end(attributes, None if cause is None else cause.value, reason)

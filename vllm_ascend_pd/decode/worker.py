@@ -19,6 +19,8 @@ from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import MAX_TOMBSTONES, DecodeTicket, TicketState
+from vllm_ascend_pd.core.host_clock import HOST_CLOCK
+from vllm_ascend_pd.core.observer import DecodeObserver
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
     ClockReading,
@@ -29,6 +31,7 @@ from vllm_ascend_pd.core.protocol import (
     Message,
     Problem,
     RankDescription,
+    ReadClock,
     Revoke,
     WriteReport,
     WriterId,
@@ -38,9 +41,6 @@ from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
 from vllm_ascend_pd.core.ticket import MAX_TP, replica_hash_of
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
 from vllm_ascend_pd.device.base import Device, Event
-from vllm_ascend_pd.observe import events
-from vllm_ascend_pd.observe.clock import HOST_CLOCK
-from vllm_ascend_pd.observe.decode import rank_trace
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.side_channel import ClientConnection, SideChannelServer
@@ -50,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 # Prefill engines of that many different shapes at once; of more, what they must write is worked out again.
 _MAX_SHAPES = 1024
-
-
 # How often a writer is told again to stop, which is also how it is found out that its process has ended.
 _REVOKE_EVERY_S = 1.0
 _WARN_EVERY_S = 60.0
@@ -106,6 +104,7 @@ class DecodeWorker:
         engine: TransferEngine,
         caches: RegisteredCaches,
         loaded: LoadedWeights | None = None,
+        observer: DecodeObserver | None = None,
     ) -> None:
         self._identity = identity
         self._loaded = loaded or LoadedWeights()
@@ -124,7 +123,7 @@ class DecodeWorker:
         self._waiting = False
         self._ringer, self._doorbell = WakeupSender(), ""
         self._brought = False  # the last step something that had ended
-        self._trace = rank_trace(config, identity)
+        self._observer = observer or DecodeObserver()
         keys = load_keys(config.side_channel_key_file)
         self._server = SideChannelServer(identity.host, 0, self._handle, self._tick, name="pd-grants", keys=keys)
         self.description = RankDescription(
@@ -153,7 +152,7 @@ class DecodeWorker:
                     stale = self._updates.are_unknown_to(step.weight_updates)
                     version = -1 if stale else self._loaded.current.version  # -1: refused when prefill asks
                 self._entries[expect.ticket_id] = _OpenTicket(expect, ticket, vacated, version)
-                self._trace.mark(events.EXPECTED, expect.request_id, expect.ticket_id)
+                self._observer.ticket_received(expect.request_id, expect.ticket_id)
             for ticket_id in step.prefilled:
                 if entry := self._entries.get(ticket_id):
                     entry.ticket.prefill_has_ended(now, self._config.settle_timeout_s)
@@ -189,7 +188,7 @@ class DecodeWorker:
     def close(self, timeout_s: float) -> None:
         self._server.close(timeout_s)
         self._ringer.close()
-        self._trace.close(timeout_s)
+        self._observer.close(timeout_s)
 
     # On the side channel's thread.
 
@@ -210,9 +209,14 @@ class DecodeWorker:
                 if entry and message.digest == entry.ticket.digest and entry.ticket.report(message, now):
                     if message.writer in entry.peers:
                         entry.peers[message.writer] = peer
-                    self._trace.mark(events.REPORTED, entry.expect.request_id, message.ticket_id, message.writer)
+                    self._observer.report_received(entry.expect.request_id, message.ticket_id, message.writer)
                     self._settle(entry, now)
                 return Acknowledged()
+            if isinstance(message, ReadClock):
+                entry = self._entries.get(message.ticket_id)
+                if entry is None or entry.ticket.digest != message.digest:
+                    return Problem("the ticket is not open here")
+                return ClockReading(HOST_CLOCK, now, time.monotonic())
         return Problem(f"a decode rank does not serve {type(message).__name__}")
 
     def _grant(self, request: GrantRequest, peer: ClientConnection, now: float) -> Granted | GrantRefused | Complete:
@@ -258,13 +262,10 @@ class DecodeWorker:
         if not isinstance(answer, Granted):
             return answer
         if request.writer not in entry.peers:
-            self._trace.mark(events.GRANTED, entry.expect.request_id, request.ticket_id, request.writer)
+            self._observer.grant_sent(entry.expect.request_id, request.ticket_id, request.writer)
         entry.peers[request.writer] = peer
         if entry.weights_version is None:
             entry.weights_version = self._loaded.current.version
-        if request.wants_clock:
-            reading = ClockReading(HOST_CLOCK, now, time.monotonic())
-            return msgspec.structs.replace(answer, clock=reading)
         return answer
 
     def _other_weights(self, request: GrantRequest) -> GrantRefused | None:
@@ -344,8 +345,7 @@ class DecodeWorker:
         self._closed[ticket_id] = _Closed(ticket.digest, ticket.state, ticket.reason)
         while len(self._closed) > MAX_TOMBSTONES:
             self._closed.popitem(last=False)
-        how = events.RECEIVED if ticket.state is TicketState.RECEIVED else events.FAILED
-        self._trace.mark(how, request_id, ticket_id)
+        self._observer.ticket_ended(request_id, ticket_id, ticket.state is TicketState.RECEIVED)
         if ticket.state is TicketState.RECEIVED:
             self._report.received[ticket_id] = (ticket.num_bytes, ticket.bytes_before_end)
             self._report.cached[ticket_id] = ticket.cached_tokens or 0

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.failure import PushFailure
+from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.device.base import DeviceError
-from vllm_ascend_pd.observe.prefill import PrefillTrace
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, LayerTarget
 from vllm_ascend_pd.prefill.layer_push import LayerPush
 from vllm_ascend_pd.prefill.lease_check import LeaseCheck
@@ -56,8 +55,7 @@ class LayerExecutor:
         engine: TransferEngine,
         ring: StagingRing[StepTransfer] | None,
         running_time: RunningTime,
-        measured: stats.Stats,
-        trace: PrefillTrace,
+        observer: PrefillObserver,
         ready_timeout_s: float,
     ) -> None:
         """`ready_timeout_s`: how long a layer's bytes may take until they can be read."""
@@ -65,8 +63,7 @@ class LayerExecutor:
         self._pipeline = Pipeline(engine)
         self._ring = ring
         self._running_time = running_time
-        self._stats = measured
-        self._trace = trace
+        self._observer = observer
         self._ready_timeout_s = ready_timeout_s
         # The control thread sets it before any transfer's destinations; this thread reads it after those.
         self._layout: DecodeLayout | None = None
@@ -138,7 +135,7 @@ class LayerExecutor:
             push.ready.wait(max(0.0, deadline - computed_at))
             waited_s = time.monotonic() - computed_at
         if push.staged is not None:
-            self._stats.observe(stats.REGROUP_WAIT_SECONDS, waited_s)
+            self._observer.regroup_waited(waited_s)
 
     def _written(self, write: _Write, error: TransferError | None) -> None:
         """Counts a write once nothing of it is under way, or tries each of its requests after an error."""
@@ -146,11 +143,11 @@ class LayerExecutor:
             delivered = write.live if error is None else self._write_apart(write, error)
             plan = write.plan
             write.push.writes.arrived(plan, delivered)
-            all_of_it = len(delivered) == len(plan.transfers)
-            self._stats.add(
-                stats.PUSHED_BYTES, plan.total_bytes if all_of_it else int(plan.num_bytes[list(delivered)].sum())
-            )
-            self._trace.pushed(write.push, plan.key, write.begun, plan.num_bytes, delivered)
+            ticket_ids, num_bytes, total = write.push.step_transfer.ticket_ids, plan.num_bytes, plan.total_bytes
+            if len(delivered) < len(plan.transfers):
+                ticket_ids, num_bytes = [ticket_ids[i] for i in delivered], num_bytes[list(delivered)]
+                total = int(num_bytes.sum())
+            self._observer.write_ended(write.push.layer, plan.key, write.begun, ticket_ids, num_bytes, total)
         except Exception as unexpected:  # noqa: BLE001 - told to those it belongs to
             _fail(write.push, unexpected)
 
@@ -158,7 +155,7 @@ class LayerExecutor:
         """No write of the layer is under way."""
         push.writes.layer_ended()
         if push.begun:
-            self._stats.observe(stats.LAYER_PUSH_SECONDS, time.monotonic() - push.begun)
+            self._observer.layer_written(time.monotonic() - push.begun)
         if push.staged is not None and (slot := push.staged.take_back()) is not None:
             assert self._ring is not None
             self._ring.release(slot, push.settled_at)
@@ -175,7 +172,7 @@ class LayerExecutor:
             transfer = write.plan.transfers[i]
             if not transfer.await_grant(key):
                 continue
-            self._stats.add(stats.WRITE_RETRIES)
+            self._observer.write_retried()
             try:
                 self._write_twice(write, i)
             except TransferError as final:
@@ -203,7 +200,7 @@ class LayerExecutor:
             self._mark_in_flight(write, (request,), error)
             time.sleep(_RETRY_PAUSE_S)
             if transfer.await_grant(target.key):
-                self._stats.add(stats.WRITE_RETRIES)
+                self._observer.write_retried()
                 once()
 
     def _mark_in_flight(self, write: _Write, requests: Sequence[int], error: TransferError) -> None:

@@ -15,14 +15,18 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.description import unsound
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.hosts import decode_hosts
+from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, RankKey
 from vllm_ascend_pd.core.protocol import (
+    ClockReading,
     Describe,
     EngineDescription,
+    Granted,
     GrantRefused,
     GrantRequest,
     Message,
     Problem,
+    ReadClock,
     Revoke,
     WriteReport,
     WriterId,
@@ -30,7 +34,6 @@ from vllm_ascend_pd.core.protocol import (
 from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.observe.prefill import PrefillTrace
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.peer_state import Peer
 from vllm_ascend_pd.prefill.sender import Sender
@@ -68,7 +71,7 @@ class Peers:
         told: Callable[[Transfer], None],
         ended: Callable[[Transfer], None],
         forget_sessions: Callable[[Collection[str]], None],
-        trace: PrefillTrace,
+        observer: PrefillObserver,
     ) -> None:
         self._config = config
         self._identity = identity
@@ -81,7 +84,7 @@ class Peers:
         self._told = told
         self._ended = ended
         self._forget_sessions = forget_sessions
-        self._trace = trace
+        self._observer = observer
         signed = config.ticket_secret_file is not None
         self._hosts = decode_hosts(config.decode_allowlist, identity.host, signed, own_networks())
         # Guards the two maps, and `waiting` and `users` of peers; all else in them belongs to the channel's thread.
@@ -260,8 +263,7 @@ class Peers:
             destination.covers,
             self._settle_s,
             self._identity.draft,
-            self._trace.wants_clock,
-            transfer.weights.fingerprint,
+            weights=transfer.weights.fingerprint,
         )
         answered = functools.partial(self._on_grant, transfer, key, asked_at, destination.granted)
         self._client.request(destination.rank.control, request, self._config.control_timeout_s, answered)
@@ -269,13 +271,27 @@ class Peers:
     def _on_grant(
         self, transfer: Transfer, key: RankKey, asked_at: float, renewal: bool, answer: Message | SideChannelError
     ) -> None:
-        self._trace.answered(transfer, key, asked_at, answer, renewal)
+        self._observer.grant_answered(transfer.ticket, key, asked_at, renewal, type(answer).__name__)
+        if self._observer.wants_clock and isinstance(answer, Granted):
+            self._read_clock(transfer, key)
         with transfer.changing() as state:
             refused = state.answered(key, asked_at, answer)
         if refused:
             self._revoked(transfer)
         elif isinstance(answer, GrantRefused):
             self._client.tick_within(GRANT_RETRY_S)
+
+    def _read_clock(self, transfer: Transfer, key: RankKey) -> None:
+        """Asks a decode rank what time it is. Engines that do not know the question answer with a `Problem`."""
+        rank = (transfer.state.destinations or {})[key].rank
+        asked_at = time.monotonic()
+
+        def on_answer(answer: Message | SideChannelError) -> None:
+            if isinstance(answer, ClockReading):
+                self._observer.clock_read(asked_at, answer)
+
+        question = ReadClock(transfer.ticket.ticket_id, transfer.digest)
+        self._client.request(rank.control, question, self._config.control_timeout_s, on_answer)
 
     def _on_unasked(self, endpoint: str, message: Message) -> None:
         if not isinstance(message, Revoke) or message.writer != self._writer(message.writer.transfer):

@@ -11,14 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.core import stats
-from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequest, EngineRequests, Span
-from vllm_ascend_pd.core.failure import PushFailure
+from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequest, EngineRequests
 from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
+from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket
-from vllm_ascend_pd.observe.span_names import CACHED_TOKENS, DECODE_ENGINE, REQUEST_ID, TOKENS
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.transport.idle_wait import IdleWait
 
@@ -37,8 +35,6 @@ class _OutgoingTransfer:
 
     request: EngineRequest
     ticket: Ticket
-    # The transfer's part of the request's trace.
-    span: Span
     # Ids of the request's blocks, per cache group.
     blocks: list[list[int]]
     # Tokens: each part of the prompt but the last one ends at a multiple of this.
@@ -62,15 +58,6 @@ class _OutgoingTransfer:
     # Why the prompt was not sent whole. None: nothing has failed.
     failure: str | None = None
 
-    def end_span(self) -> None:
-        attributes: dict[str, str | int] = {
-            REQUEST_ID: self.ticket.request_id,
-            DECODE_ENGINE: self.ticket.remote_engine_id,
-            TOKENS: self.ticket.num_tokens - self.ticket.remote_cached_tokens,
-            CACHED_TOKENS: self.ticket.remote_cached_tokens,
-        }
-        self.span.end(attributes, None if self.failure is None else "not_delivered", self.failure or "")
-
 
 class PrefillScheduler:
     """Turns vLLM's steps into steps for the ranks.
@@ -88,6 +75,7 @@ class PrefillScheduler:
         blocks: EngineBlocks,
         idle: IdleWait,
         admission: TicketAdmission,
+        observer: PrefillSchedulerObserver | None = None,
     ) -> None:
         self._groups = list(groups)
         self._requests = requests
@@ -100,7 +88,7 @@ class PrefillScheduler:
         self._refused: dict[str, str] = {}  # requests whose tickets are not served -> why
         self._served: set[str] = set()  # ids of the tickets of all transfers
         self._step = PrefillStep()  # the next one
-        self._stats = stats.Stats()
+        self._observer = observer or PrefillSchedulerObserver()
 
     @property
     def has_pending_pushes(self) -> bool:
@@ -138,7 +126,7 @@ class PrefillScheduler:
             return
         if not carries_ticket(request.kv_transfer_params) or request.request_id in self._refused:
             return
-        span = self._requests.span("kv_push", request)
+        self._observer.transfer_began(request.request_id, request.trace_headers)
         try:
             ticket = self._admitted_ticket(request)
         except TicketError as error:
@@ -146,15 +134,13 @@ class PrefillScheduler:
             host = str(request.kv_transfer_params.get("remote_host"))[:_MAX_HOST_CHARS]
             logger.warning("request %s: no KV will be sent to %r: %s", request.request_id, host, error)
             self._refused[request.request_id] = str(error)
-            self._stats.add(stats.PUSH_FAILURES, reason=PushFailure.TICKET.value)
-            span.end({}, PushFailure.TICKET.value, str(error))
+            self._observer.ticket_refused(request.request_id, str(error))
             return
         own_spans = [group.span for group in self._groups if isinstance(group, TokenGroup)]
         self._served.add(ticket.ticket_id)
         self._transfers[request.request_id] = _OutgoingTransfer(
             request,
             ticket,
-            span,
             [list(ids) for ids in blocks],
             align=math.lcm(*own_spans, *(ticket.span(group) for group in range(len(self._groups)))),
             sent=ticket.remote_cached_tokens,
@@ -326,8 +312,4 @@ class PrefillScheduler:
         del self._transfers[transfer.request.request_id]
         self._served.discard(transfer.ticket.ticket_id)
         self._admission.ended(transfer.ticket, delivered=transfer.failure is None)
-        transfer.end_span()
-
-    def take_stats(self) -> stats.Data:
-        """Returns what was counted since the last call."""
-        return self._stats.take()
+        self._observer.transfer_ended(transfer.request.request_id, transfer.ticket, transfer.failure)

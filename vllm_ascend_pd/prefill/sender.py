@@ -12,10 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.failure import PushFailure
+from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.running_time import RunningTime
-from vllm_ascend_pd.observe.prefill import PrefillTrace
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.executor import LayerExecutor
 from vllm_ascend_pd.prefill.grant_wait import GrantWaitLimit
@@ -38,8 +37,7 @@ class Sender:
         ring: StagingRing[StepTransfer] | None,
         finished: Callable[[Sequence[Transfer]], None],
         running_time: RunningTime,
-        measured: stats.Stats,
-        trace: PrefillTrace,
+        observer: PrefillObserver,
         *,
         queue_size: int,
         ready_timeout_s: float,
@@ -51,7 +49,7 @@ class Sender:
         `ready_timeout_s`: how long a layer's bytes may take until they can be read. `grant_wait_s`: how long a transfer
         without a grant may keep others waiting.
         """
-        self._executor = LayerExecutor(engine, ring, running_time, measured, trace, ready_timeout_s)
+        self._executor = LayerExecutor(engine, ring, running_time, observer, ready_timeout_s)
         self._ring = ring
         self._finished = finished
         self.grant_wait = GrantWaitLimit(grant_wait_s, self._others_wait)

@@ -59,6 +59,11 @@ class StepTransfer:
         """By index into `slices`."""
         return [each.transfer for each in self.slices]
 
+    @cached_property
+    def ticket_ids(self) -> list[str]:
+        """By index into `slices`."""
+        return [each.transfer.ticket.ticket_id for each in self.slices]
+
     @property
     def waits_for_grant(self) -> bool:
         return any(transfer.state.waits_for_grant for transfer in self.transfers)

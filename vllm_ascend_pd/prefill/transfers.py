@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.failure import PushFailure
+from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus
 from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket, RankKey
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.rank_info import RankInfo
@@ -22,7 +22,6 @@ from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.weights import LoadedWeights
-from vllm_ascend_pd.observe.prefill import PrefillTrace
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.peers import Peers
 from vllm_ascend_pd.prefill.sender import Sender
@@ -45,16 +44,14 @@ class Transfers:
         ring: StagingRing[StepTransfer] | None,
         running_time: RunningTime,
         loaded: LoadedWeights,
-        measured: stats.Stats,
-        trace: PrefillTrace,
+        observer: PrefillObserver,
         check: Callable[[EngineDescription], str | None],
         destinations: Callable[[DecodeLayout, Transfer], dict[RankKey, Destination]],
     ) -> None:
         """`check` and `destinations` are as in `Peers`."""
         self._config = config
         self._loaded = loaded
-        self._stats = measured
-        self._trace = trace
+        self._observer = observer
         # The model's thread changes both; others take copies.
         self._by_request: dict[str, Transfer] = {}
         self._senders: dict[str, Sender] = {}  # by ticket id
@@ -74,8 +71,7 @@ class Transfers:
             ring=ring,
             finished=self._on_finished,
             running_time=running_time,
-            measured=measured,
-            trace=trace,
+            observer=observer,
             queue_size=config.push_queue_size,
             ready_timeout_s=config.collective_timeout_s + config.write_timeout_s,
             grant_wait_s=config.control_timeout_s,
@@ -92,7 +88,7 @@ class Transfers:
             told=self._on_told,
             ended=self._on_ended,
             forget_sessions=engine.forget,
-            trace=trace,
+            observer=observer,
         )
 
     def __getitem__(self, request_id: str) -> Transfer:
@@ -173,10 +169,11 @@ class Transfers:
             failed, self._failed = self._failed, {}
         return failed
 
-    def gauges(self) -> dict[stats.Gauge, int]:
+    def status(self, restart_needed: bool) -> PrefillStatus:
+        """How the rank is now, with `restart_needed` as the caller says."""
         self._ungranted = self._still_ungranted()
         queued = sum(sender.queued for sender in self._senders_in_use())
-        return {stats.PUSH_QUEUE_DEPTH: queued, stats.GRANTS_WAITING: len(self._ungranted)}
+        return PrefillStatus(queued, len(self._ungranted), restart_needed)
 
     def close(self, timeout_s: float) -> None:
         for transfer in self:  # so that nobody waits for its grants any more
@@ -219,11 +216,9 @@ class Transfers:
             for transfer in together:
                 self._check_weights(transfer)
                 transfer.finish()
-                self._trace.finished(transfer)
-                if (cause := transfer.state.cause) is not None:
-                    self._stats.add(stats.PUSH_FAILURES, reason=cause.value)
-                elif (num_bytes := transfer.num_bytes) > 0:
-                    self._stats.observe(stats.OVERLAP_RATIO, transfer.bytes_at_end / num_bytes)
+                self._observer.transfer_ended(
+                    transfer.ticket, transfer.num_bytes, transfer.bytes_at_end, transfer.state.cause
+                )
             self.peers.report(together)
 
     def _check_weights(self, transfer: Transfer) -> None:
@@ -239,7 +234,7 @@ class Transfers:
 
     def _on_told(self, transfer: Transfer) -> None:
         """Decode knows how it ended, or cannot be reached."""
-        self._trace.told(transfer)
+        self._observer.transfer_reported(transfer.ticket)
         if transfer.failure is not None:
             logger.warning(
                 "request %s: KV was not delivered to decode engine %s at %s:%d: %s: its answer says so",

@@ -4,12 +4,10 @@
 import time
 from functools import partial
 
-import msgspec
-
-from vllm_ascend_pd.core import stats
 from vllm_ascend_pd.core.caches import LayerTensors, RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.failure import PushFailure
+from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus, StepPart
 from vllm_ascend_pd.core.plan import Regroup
 from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.running_time import RunningTime
@@ -17,7 +15,6 @@ from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
-from vllm_ascend_pd.observe.prefill import prefill_trace
 from vllm_ascend_pd.prefill.fit import misfit
 from vllm_ascend_pd.prefill.layer_push import LayerPush, StagedLayer
 from vllm_ascend_pd.prefill.planner import Planned, Planner, StepPlan
@@ -39,6 +36,7 @@ class PrefillWorker:
         caches: RegisteredCaches,
         step_tokens: int,
         loaded: LoadedWeights | None = None,
+        observer: PrefillObserver | None = None,
     ) -> None:
         """`step_tokens`: most tokens one step computes, which sizes the staging ring. `loaded`: the model's weights,
         None if they are not known."""
@@ -52,9 +50,7 @@ class PrefillWorker:
             identity, config, device, engine, caches, step_tokens, self._running_time
         )
         self._planner = Planner(identity, caches, device, self._regrouper)
-        self._stats = stats.Stats(f"{identity.pp_rank}/{identity.rank}")
-        self._stats.state(stats.TRANSPORT_INFO, msgspec.structs.astuple(engine.transport))
-        self._trace = prefill_trace(config, identity)
+        self._observer = observer or PrefillObserver()
         self._transfers = Transfers(
             identity,
             config,
@@ -62,8 +58,7 @@ class PrefillWorker:
             self._ring,
             self._running_time,
             loaded,
-            self._stats,
-            self._trace,
+            self._observer,
             check=partial(misfit, identity, config, caches.description, engine.transport),
             destinations=self._planner.destinations,
         )
@@ -93,7 +88,8 @@ class PrefillWorker:
         self._plan = self._planner.plan(step.sends, self._transfers)
         self._forward_ended = False
         self._written = None
-        self._trace.step_began(self._plan.number, ((send, self._transfers[send.request_id]) for send in step.sends))
+        parts = [StepPart(self._transfers[send.request_id].ticket, send.start, send.stop) for send in step.sends]
+        self._observer.step_began(self._plan.number, parts)
 
     @owned
     def layer_written(self, layer: str) -> None:
@@ -137,7 +133,7 @@ class PrefillWorker:
             for layer in list(plan.unsaved):
                 self._push_layer(plan, layer, event)
         computed = self._device.record_event() if plan.last else None
-        self._trace.step_ended(computed)
+        self._observer.step_ended(computed)
         if computed is not None:
             for transfer in plan.last:
                 transfer.computed = computed
@@ -171,18 +167,16 @@ class PrefillWorker:
         return report or None
 
     @owned
-    def take_stats(self) -> stats.Data:
-        return self._stats.take(self._gauges)
+    def status(self) -> PrefillStatus:
+        """How this rank is now."""
+        failure = self._device.failure or (self._regrouper and self._regrouper.failure)
+        return self._transfers.status(restart_needed=failure is not None)
 
     def close(self, timeout_s: float) -> None:
         self._transfers.close(timeout_s)
         if self._regrouper is not None:
             self._regrouper.close()
-        self._trace.close(timeout_s)
-
-    def _gauges(self) -> dict[stats.Gauge, int]:
-        failure = self._device.failure or (self._regrouper and self._regrouper.failure)
-        return {**self._transfers.gauges(), stats.RESTART_NEEDED: int(failure is not None)}
+        self._observer.close(timeout_s)
 
     def _end_open_step(self) -> None:
         """With speculative decoding, vLLM itself ends steps on the last pipeline stage only. It says of all that their
@@ -194,7 +188,7 @@ class PrefillWorker:
     def _push_layer(self, plan: StepPlan, layer: str, computed: Event) -> None:
         """Puts a layer into the senders' queues, by which they execute the step's plan."""
         plan.unsaved.pop(layer, None)
-        self._trace.layer_computed(layer, computed)
+        self._observer.layer_computed(layer, computed)
         for geometry, tensors in self._caches.layers_by_geometry.get(layer, {}).items():
             for planned in plan.transfers.get(geometry, ()):
                 # One after the other: the next may need the staging slot of one that has to be sent first.
@@ -217,5 +211,5 @@ class PrefillWorker:
             transfer.fail(f"layer {layer} could not be regrouped: {error}", PushFailure.DEVICE)
             return None
         push = LayerPush(layer, transfer, planned.writes, tensors.described, ready, staged)
-        self._trace.regroups(push)
+        self._observer.regroup_submitted(layer, transfer.ticket_ids, computed, ready)
         return push

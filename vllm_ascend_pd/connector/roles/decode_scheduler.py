@@ -13,11 +13,12 @@ from vllm_ascend_pd.connector.role import CLOSE_TIMEOUT_S, Role
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.core.protocol import EngineDescription
-from vllm_ascend_pd.core.stats import Data
 from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
 from vllm_ascend_pd.decode.listener import DescriptionListener
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.worker import decode_description
+from vllm_ascend_pd.observe.listeners import DecodeSchedulerStats
+from vllm_ascend_pd.observe.stats import Data
 from vllm_ascend_pd.transport.curve import load_keys
 
 if TYPE_CHECKING:
@@ -28,8 +29,13 @@ if TYPE_CHECKING:
 
 
 class DecodeSchedulerRole(Role):
-    def __init__(self, setup: EngineSetup, scheduler: DecodeScheduler, blocks: VllmBlocks) -> None:
+    """`measured`: what the scheduler's observer counts."""
+
+    def __init__(
+        self, setup: EngineSetup, scheduler: DecodeScheduler, blocks: VllmBlocks, measured: DecodeSchedulerStats
+    ) -> None:
         self.scheduler = scheduler
+        self._measured = measured
         self._setup = setup
         self._blocks = blocks
         # Tells prefill what this engine looks like. None until all ranks have described themselves.
@@ -79,7 +85,7 @@ class DecodeSchedulerRole(Role):
         return False, self.scheduler.finished(request)
 
     def take_stats(self) -> Data | None:
-        return self.scheduler.take_stats() or None
+        return self._measured.take() or None
 
     def close(self) -> None:
         with ExitStack() as closing:

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 
 from vllm_ascend_pd.connector.metadata import HandshakeMetadata
 from vllm_ascend_pd.connector.role import Role, TransferResults
-from vllm_ascend_pd.core.stats import Data
 from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
 from vllm_ascend_pd.decode.worker import DecodeWorker, encode_description
+from vllm_ascend_pd.observe.stats import Data
 
 
 class DecodeWorkerRole(Role):

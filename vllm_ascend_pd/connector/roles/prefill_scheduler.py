@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.connector.role import Role
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
-from vllm_ascend_pd.core.stats import Data
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
+from vllm_ascend_pd.observe.listeners import PrefillSchedulerStats
+from vllm_ascend_pd.observe.stats import Data
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 
 if TYPE_CHECKING:
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
 
 
 class PrefillSchedulerRole(Role):
-    def __init__(self, scheduler: PrefillScheduler, blocks: VllmBlocks) -> None:
+    """`measured`: what the scheduler's observer counts."""
+
+    def __init__(self, scheduler: PrefillScheduler, blocks: VllmBlocks, measured: PrefillSchedulerStats) -> None:
         self.scheduler = scheduler
+        self._measured = measured
         self._blocks = blocks
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
@@ -46,4 +50,4 @@ class PrefillSchedulerRole(Role):
         return self.scheduler.has_pending_pushes
 
     def take_stats(self) -> Data | None:
-        return self.scheduler.take_stats() or None
+        return self._measured.take() or None

@@ -4,16 +4,23 @@
 from contextlib import ExitStack
 
 from vllm_ascend_pd.connector.role import Role, TransferResults
-from vllm_ascend_pd.core.stats import Data
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
+from vllm_ascend_pd.observe.listeners import PrefillStats
+from vllm_ascend_pd.observe.stats import Data
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 
 
 class PrefillWorkerRole(Role):
-    """`closing`: closes the worker and what it uses. `always_has_stats`: whether there are statistics in every step."""
+    """measured: what the worker's observer counts.
+    closing: closes the worker and what it uses.
+    always_has_stats: whether there are statistics in every step.
+    """
 
-    def __init__(self, worker: PrefillWorker, closing: ExitStack, always_has_stats: bool) -> None:
+    def __init__(
+        self, worker: PrefillWorker, measured: PrefillStats, closing: ExitStack, always_has_stats: bool
+    ) -> None:
         self._worker = worker
+        self._measured = measured
         self._closing = closing
         self._always_has_stats = always_has_stats
 
@@ -41,7 +48,7 @@ class PrefillWorkerRole(Role):
         return self._worker.take_report()
 
     def take_stats(self) -> Data | None:
-        return self._worker.take_stats() or ({} if self._always_has_stats else None)
+        return self._measured.take(self._worker.status) or ({} if self._always_has_stats else None)
 
     def close(self) -> None:
         self._closing.close()

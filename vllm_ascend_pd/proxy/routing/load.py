@@ -9,7 +9,7 @@ from typing import NamedTuple
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_ascend_pd.core.stats import PREFIX, RESTART_NEEDED
+from vllm_ascend_pd.observe.stats import PREFIX, RESTART_NEEDED
 from vllm_ascend_pd.proxy.routing.balance import EngineLoad
 
 _RUNNING = "vllm:num_requests_running"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What serves at a URL: this package's proxy, a prefill or a decode engine with its connector, or an engine without.
 
-Metrics say it before the first request: each role has its own (`core/stats.py`,
+Metrics say it before the first request: each role has its own (`observe/stats.py`,
 `proxy/operate/metrics.py`), all there from the start.
 """
 
@@ -11,7 +11,7 @@ import enum
 import re
 from collections.abc import Collection
 
-from vllm_ascend_pd.core.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX
+from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX
 from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
 
 PROXY_PREFIX = PREFIX + "proxy_"

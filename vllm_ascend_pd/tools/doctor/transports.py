@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_ascend_pd.core.stats import PREFIX, TRANSPORT_INFO
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.transports import TransportInfo, cannot_write
+from vllm_ascend_pd.observe.stats import PREFIX, TRANSPORT_INFO
 from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok
 
 _METRIC = PREFIX + TRANSPORT_INFO.name

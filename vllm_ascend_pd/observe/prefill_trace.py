@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefill rank traces. Without a folder to trace to, all of it does nothing."""
+"""Writes what a prefill rank does to a trace file, if `trace_dir` is set."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.prefill_ticket import RankKey
-from vllm_ascend_pd.core.protocol import Granted, Message
-from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.core.host_clock import HOST_CLOCK
+from vllm_ascend_pd.core.observer import PrefillObserver, StepPart
 from vllm_ascend_pd.observe import events
-from vllm_ascend_pd.observe.clock import HOST_CLOCK, measured_offset
+from vllm_ascend_pd.observe.clock import measured_offset
 from vllm_ascend_pd.observe.events import (
     Finished,
     FinishedEvent,
@@ -41,64 +40,24 @@ from vllm_ascend_pd.observe.stopwatch import Stopwatch, moment
 from vllm_ascend_pd.observe.trace_file import TraceFile
 
 if TYPE_CHECKING:
+    from vllm_ascend_pd.core.failure import PushFailure
     from vllm_ascend_pd.core.plan import Offsets
+    from vllm_ascend_pd.core.prefill_ticket import RankKey
+    from vllm_ascend_pd.core.protocol import ClockReading
     from vllm_ascend_pd.core.rank_info import RankInfo
-    from vllm_ascend_pd.core.step import Send
-    from vllm_ascend_pd.prefill.layer_push import LayerPush
-    from vllm_ascend_pd.prefill.transfer import Transfer
+    from vllm_ascend_pd.core.ticket import Ticket
+    from vllm_ascend_pd.device.base import Event
 
 _CLOSE_SHARE = 3  # of the time to close: two stopwatches and the file
 
 
-class PrefillTrace:
-    """Nothing is traced."""
-
-    wants_clock = False
-    """Whether decode ranks are to say what time it is there."""
-
-    # On the model's thread.
-
-    def step_began(self, number: int, sends: Iterable[tuple[Send, Transfer]]) -> None:
-        """The first layer is about to be computed; with `sends` empty nobody's KV becomes complete."""
-
-    def layer_computed(self, layer: str, computed: Event) -> None:
-        """`computed`: its KV is in the cache."""
-
-    def regroups(self, push: LayerPush) -> None:
-        """A push's regrouping was submitted, with its `staged.computed` and `ready`."""
-
-    def step_ended(self, computed: Event | None) -> None:
-        """The forward pass is over, or will be at `computed`, if prompts end in it."""
-
-    # On the sender's thread.
-
-    def pushed(self, push: LayerPush, key: RankKey, begun: float, num_bytes: Offsets, delivered: Sequence[int]) -> None:
-        """A write has ended that has `begun`: `num_bytes` of each item, for those that were `delivered`."""
-
-    def finished(self, transfer: Transfer) -> None:
-        """No write follows."""
-
-    # On the control thread.
-
-    def answered(
-        self, transfer: Transfer, key: RankKey, asked_at: float, answer: Message | Exception, renewal: bool
-    ) -> None:
-        """To a request for a grant, just now."""
-
-    def told(self, transfer: Transfer) -> None:
-        """Decode knows how it ended, or cannot be told."""
-
-    def close(self, timeout_s: float) -> None:
-        pass
-
-
-def prefill_trace(config: ConnectorConfig, identity: RankInfo) -> PrefillTrace:
-    """Raises TraceError when it cannot be written."""
+def prefill_trace(config: ConnectorConfig, identity: RankInfo) -> PrefillTrace | None:
+    """None if traces are off. Raises TraceError if a trace cannot be written."""
     if config.trace_dir is None:
-        return PrefillTrace()
+        return None
     process = process_of("prefill rank", identity.engine_id, identity.pp_rank, identity.rank)
     file = TraceFile(config.trace_dir, process, config.trace_max_bytes)
-    return TracedPrefill(file, config.collective_timeout_s + config.write_timeout_s)
+    return PrefillTrace(file, config.collective_timeout_s + config.write_timeout_s)
 
 
 def process_of(part: str, engine: str, pp_rank: int = 0, rank: int = 0) -> Process:
@@ -106,7 +65,7 @@ def process_of(part: str, engine: str, pp_rank: int = 0, rank: int = 0) -> Proce
     return Process(events.FORMAT, part, short_name(engine), pp_rank, rank, HOST_CLOCK, unix_offset * 1e6)  # type: ignore[arg-type]
 
 
-class TracedPrefill(PrefillTrace):
+class PrefillTrace(PrefillObserver):
     """`patience_s`: how long a stream's work may take."""
 
     wants_clock = True
@@ -123,13 +82,13 @@ class TracedPrefill(PrefillTrace):
         self._first_begin = math.inf  # the stopwatch's
         self._uncertainty: dict[str, float] = {}  # by clock; the control thread alone
 
-    def step_began(self, number: int, sends: Iterable[tuple[Send, Transfer]]) -> None:
-        parts = tuple(
-            Part(_request(transfer), _transfer(transfer), send.start, send.stop)
-            for send, transfer in sends
-            if send.start < send.stop
+    def step_began(self, number: int, parts: Sequence[StepPart]) -> None:
+        traced = tuple(
+            Part(_request(part.ticket), _transfer(part.ticket), part.start, part.stop)
+            for part in parts
+            if part.start < part.stop
         )
-        self._step = Step(number, parts) if parts else None
+        self._step = Step(number, traced) if traced else None
         self._begun_at = time.monotonic()
 
     def layer_computed(self, layer: str, computed: Event) -> None:
@@ -155,53 +114,44 @@ class TracedPrefill(PrefillTrace):
 
         self._computing.put(record, self._begun_at, time.monotonic() if computed is None else moment(computed))
 
-    def regroups(self, push: LayerPush) -> None:
-        assert push.staged is not None
-        transfers = tuple(map(_transfer, push.step_transfer.transfers))
-        args = Regrouping(short_name(push.layer), transfers)
+    def regroup_submitted(self, layer: str, ticket_ids: Sequence[str], computed: Event, ready: Event) -> None:
+        args = Regrouping(short_name(layer), tuple(map(fingerprint, ticket_ids)))
 
         def record(begin: float, end: float) -> None:
             self._span(RegroupEvent(name=f"regroup {args.layer}", tid=self._regroup_lane, args=args), begin, end)
 
-        self._regrouping.put(record, moment(push.staged.computed), moment(push.ready))
+        self._regrouping.put(record, moment(computed), moment(ready))
 
-    def pushed(self, push: LayerPush, key: RankKey, begun: float, num_bytes: Offsets, delivered: Sequence[int]) -> None:
-        to, transfers = f"{key[0]}/{key[1]}", push.step_transfer.transfers
-        written = {_transfer(transfers[i]): int(num_bytes[i]) for i in delivered}
-        args = Push(short_name(push.layer), to, written)
+    def write_ended(
+        self, layer: str, key: RankKey, begun_at: float, ticket_ids: Sequence[str], num_bytes: Offsets, total: int
+    ) -> None:
+        to = f"{key[0]}/{key[1]}"
+        written = dict(zip(map(fingerprint, ticket_ids), num_bytes.tolist(), strict=True))
+        args = Push(short_name(layer), to, written)
         lane = self._file.lane(f"push to decode rank {to}")
-        self._span(PushEvent(name=f"push {args.layer}", tid=lane, args=args), begun, time.monotonic())
+        self._span(PushEvent(name=f"push {args.layer}", tid=lane, args=args), begun_at, time.monotonic())
 
-    def finished(self, transfer: Transfer) -> None:
-        cause = transfer.state.cause
-        args = Finished(
-            _request(transfer),
-            _transfer(transfer),
-            transfer.ticket.attempt,
-            transfer.num_bytes,
-            transfer.bytes_at_end,
-            "" if cause is None else cause.value,
-        )
+    def transfer_ended(self, ticket: Ticket, num_bytes: int, early_bytes: int, cause: PushFailure | None) -> None:
+        failure = "" if cause is None else cause.value
+        args = Finished(_request(ticket), _transfer(ticket), ticket.attempt, num_bytes, early_bytes, failure)
         now = time.monotonic()
         self._span(FinishedEvent(name="finished", ph="i", tid=self._control_lane, args=args), now, now)
 
-    def answered(
-        self, transfer: Transfer, key: RankKey, asked_at: float, answer: Message | Exception, renewal: bool
-    ) -> None:
-        now = time.monotonic()
-        args = Grant(_request(transfer), _transfer(transfer), f"{key[0]}/{key[1]}", type(answer).__name__)
+    def grant_answered(self, ticket: Ticket, key: RankKey, asked_at: float, renewal: bool, answer: str) -> None:
+        args = Grant(_request(ticket), _transfer(ticket), f"{key[0]}/{key[1]}", answer)
         name = "grant renewed" if renewal else "grant"
-        self._span(GrantEvent(name=name, tid=self._control_lane, args=args), asked_at, now)
-        if not isinstance(answer, Granted) or answer.clock is None:
-            return
-        offset = measured_offset(asked_at, answer.clock, now)
+        self._span(GrantEvent(name=name, tid=self._control_lane, args=args), asked_at, time.monotonic())
+
+    def clock_read(self, asked_at: float, reading: ClockReading) -> None:
+        now = time.monotonic()
+        offset = measured_offset(asked_at, reading, now)
         if offset is not None and offset.uncertainty_us < self._uncertainty.get(offset.clock, math.inf):
             self._uncertainty = {**dict(list(self._uncertainty.items())[-1023:]), offset.clock: offset.uncertainty_us}
             self._file.put(OffsetEvent(name="clock", ph="M", ts=now * 1e6, args=offset))
 
-    def told(self, transfer: Transfer) -> None:
+    def transfer_reported(self, ticket: Ticket) -> None:
         now = time.monotonic()
-        args = Mark(_request(transfer), _transfer(transfer))
+        args = Mark(_request(ticket), _transfer(ticket))
         self._span(MarkEvent(name=events.TOLD, ph="i", tid=self._control_lane, args=args), now, now)
 
     def close(self, timeout_s: float) -> None:
@@ -217,9 +167,9 @@ class TracedPrefill(PrefillTrace):
         self._file.put(event)
 
 
-def _request(transfer: Transfer) -> str:
-    return short_name(transfer.ticket.request_id)
+def _request(ticket: Ticket) -> str:
+    return short_name(ticket.request_id)
 
 
-def _transfer(transfer: Transfer) -> str:
-    return fingerprint(transfer.ticket.ticket_id)
+def _transfer(ticket: Ticket) -> str:
+    return fingerprint(ticket.ticket_id)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the data path tells about its work: one observer for each of its four parts.
+
+The methods of these classes do nothing. `observe/` and `connector/spans.py` have the listeners: metrics, Chrome traces
+and vLLM's spans. The data path knows none of them.
+
+Methods return at once, do not raise, and get times in seconds of the monotonic clock. The comment above a group of
+methods names the thread that calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
+    from vllm_ascend_pd.core.plan import Offsets
+    from vllm_ascend_pd.core.prefill_ticket import RankKey
+    from vllm_ascend_pd.core.protocol import ClockReading, RankDescription, WriterId
+    from vllm_ascend_pd.core.ticket import Ticket
+    from vllm_ascend_pd.device.base import Event
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """Tokens `[start, stop)` of a request's prompt, whose KV one step completes."""
+
+    ticket: Ticket
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class PrefillStatus:
+    """How a prefill rank is at one moment."""
+
+    queued_layers: int  # computed, not yet written
+    ungranted_transfers: int  # at least one decode rank has not granted them yet
+    restart_needed: bool  # the device or a regroup group has failed for good
+
+
+class PrefillObserver:
+    """Observes a prefill rank."""
+
+    wants_clock: bool = False
+    """Whether `clock_read` is wanted. Reading a decode rank's clock costs a message."""
+
+    # The model's thread.
+
+    def step_began(self, number: int, parts: Sequence[StepPart]) -> None:
+        """The forward pass begins. `parts` is empty if it completes the KV of no request."""
+
+    def layer_computed(self, layer: str, computed: Event) -> None:
+        """The KV of `layer` is in the cache once `computed` has happened."""
+
+    def regroup_submitted(self, layer: str, ticket_ids: Sequence[str], computed: Event, ready: Event) -> None:
+        """KV of `layer` is regrouped between `computed` and `ready`."""
+
+    def step_ended(self, computed: Event | None) -> None:
+        """The forward pass has ended. If prompts end in it, it has ended once `computed` has happened."""
+
+    # A sender's thread.
+
+    def regroup_waited(self, seconds: float) -> None:
+        """A write waited so long for the regrouping of a layer that was computed. 0 if it did not wait."""
+
+    def write_ended(
+        self, layer: str, key: RankKey, begun_at: float, ticket_ids: Sequence[str], num_bytes: Offsets, total: int
+    ) -> None:
+        """A write to decode rank `key` has ended. It delivered `num_bytes[i]` bytes for `ticket_ids[i]`, `total` in
+        all."""
+
+    def write_retried(self) -> None:
+        """A write that failed is made again for one request."""
+
+    def layer_written(self, seconds: float) -> None:
+        """All writes of a layer's KV to one decode engine are over. They took `seconds`."""
+
+    def transfer_ended(self, ticket: Ticket, num_bytes: int, early_bytes: int, cause: PushFailure | None) -> None:
+        """No write for `ticket` follows. `num_bytes` were delivered, `early_bytes` of them before the prompt's last
+        layer was computed. `cause` is None if all was delivered."""
+
+    # The control thread.
+
+    def grant_answered(self, ticket: Ticket, key: RankKey, asked_at: float, renewal: bool, answer: str) -> None:
+        """Decode rank `key` has answered a request for a grant. `answer` is the type of its message."""
+
+    def clock_read(self, asked_at: float, reading: ClockReading) -> None:
+        """A decode rank has just told its time."""
+
+    def transfer_reported(self, ticket: Ticket) -> None:
+        """All decode ranks have learned how the transfer ended, or cannot be reached."""
+
+    # Whoever ends the worker.
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing follows. Blocks for `timeout_s` at most."""
+
+
+class PrefillSchedulerObserver:
+    """Observes the scheduler's side of a prefill engine, on its thread."""
+
+    def transfer_began(self, request_id: str, trace_headers: Mapping[str, str] | None) -> None:
+        """A request with a ticket is allocated. `trace_headers` are the request's, None if vLLM does not trace."""
+
+    def ticket_refused(self, request_id: str, reason: str) -> None:
+        """The request's ticket is not served. Nothing else follows for this request."""
+
+    def transfer_ended(self, request_id: str, ticket: Ticket, failure: str | None) -> None:
+        """All ranks are done with the request."""
+
+
+class DecodeObserver:
+    """Observes a decode rank. All threads that call it hold the worker's lock."""
+
+    def ticket_received(self, request_id: str, ticket_id: str) -> None:
+        """The scheduler has handed a ticket to this rank."""
+
+    def grant_sent(self, request_id: str, ticket_id: str, writer: WriterId) -> None:
+        """The first grant for `writer`, a prefill rank. Renewals are not observed."""
+
+    def report_received(self, request_id: str, ticket_id: str, writer: WriterId) -> None:
+        """`writer` has reported how its transfer ended."""
+
+    def ticket_ended(self, request_id: str, ticket_id: str, received: bool) -> None:
+        """Nobody can write for the ticket any more."""
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing follows. Blocks for `timeout_s` at most."""
+
+
+class DecodeSchedulerObserver:
+    """Observes the scheduler's side of a decode engine, on its thread unless a method says otherwise."""
+
+    def ranks_described(self, ranks: Sequence[RankDescription]) -> None:
+        """This engine's ranks have started."""
+
+    def ticket_issued(self, request_id: str, ticket: Ticket, trace_headers: Mapping[str, str] | None) -> None:
+        """`trace_headers` are the request's, None if vLLM does not trace."""
+
+    def post_retried(self) -> None:
+        """A ticket is posted to the metaserver again. On the metaserver client's thread."""
+
+    def attempt_given_up(self) -> None:
+        """An attempt at a ticket failed. Another prefill engine may still serve the ticket."""
+
+    def transfer_failed(self, cause: ReceiveFailure) -> None:
+        """The request's KV will not arrive. `transfer_ended` follows."""
+
+    def transfer_ended(self, request_id: str, ending: ReceiveEnding) -> None:
+        """All ranks are done with the ticket: the request may run, be computed here, or end."""
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing follows. Blocks for `timeout_s` at most."""
+
+
+@dataclass(frozen=True)
+class ReceiveEnding:
+    """How a transfer to a decode engine ended."""
+
+    ticket: Ticket
+    seconds: float  # since the ticket was issued
+    received_bytes: int  # by all ranks
+    early_bytes: int  # of these, before prefill had computed the last layer
+    cause: ReceiveFailure | None = None  # None if all KV is there
+    failure: str = ""  # why, as the client may read it
