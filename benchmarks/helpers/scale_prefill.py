@@ -87,7 +87,7 @@ class Prefill:
 
         wait_until(lambda: all(t.ended for t in self._worker._transfers), TIMEOUT_S, "KV is sent")
         self._step(make_output())
-        left = len(self._worker._transfers) + len(self._connector._scheduler._awaiting)
+        left = len(self._worker._transfers) + len(self._connector._role.scheduler._transfers)
         if left:
             raise RuntimeError(f"{left} requests did not end at prefill")
         self._requests = []

@@ -12,7 +12,7 @@ from vllm_ascend_pd.connector.known_faults import warn_of_known_faults
 from vllm_ascend_pd.connector.model_summary import draft_summary, media_hashing
 from vllm_ascend_pd.connector.parallel_ranks import sharding
 from vllm_ascend_pd.connector.prompts import Prompts
-from vllm_ascend_pd.connector.role import Role
+from vllm_ascend_pd.connector.role import ConnectorRole
 from vllm_ascend_pd.connector.roles.decode_scheduler import DecodeSchedulerRole
 from vllm_ascend_pd.connector.roles.prefill_scheduler import PrefillSchedulerRole
 from vllm_ascend_pd.connector.spans import PushSpans, ReceiveSpans
@@ -47,7 +47,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 _T = TypeVar("_T")
 
 
-def build_scheduler_role(setup: EngineSetup) -> Role:
+def build_scheduler_role(setup: EngineSetup) -> ConnectorRole:
     """Builds the scheduler's role. Raises ConfigError or LayoutError for what is not supported."""
     vllm_config = setup.vllm_config
     groups = cache_groups(setup.caches, sharding(vllm_config).parts)

@@ -14,7 +14,7 @@ from vllm_ascend_pd.connector.environment import device_type
 from vllm_ascend_pd.connector.model_settings import model_settings
 from vllm_ascend_pd.connector.model_summary import draft_summary, model_summary
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_32_weight_loading import weights_of
-from vllm_ascend_pd.connector.role import CLOSE_TIMEOUT_S, Role
+from vllm_ascend_pd.connector.role import CLOSE_TIMEOUT_S, ConnectorRole
 from vllm_ascend_pd.connector.roles.decode_worker import DecodeWorkerRole
 from vllm_ascend_pd.connector.roles.prefill_worker import PrefillWorkerRole
 from vllm_ascend_pd.connector.shared_engine import SharedEngine
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Role:
+def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> ConnectorRole:
     """Builds this rank's role and registers its KV caches. `kv_caches`: the tensors of each layer, by its name.
 
     Raises ConfigError, LayoutError or what Mooncake raises. Nothing stays open then.

@@ -22,7 +22,7 @@ from vllm_ascend_pd.connector.engine_setup import read_setup
 from vllm_ascend_pd.connector.metadata import ReportMetadata, StepMetadata
 from vllm_ascend_pd.connector.metrics import LayerwisePushPromMetrics, LayerwisePushStats
 from vllm_ascend_pd.connector.multi_connector import warn_if_asked_later
-from vllm_ascend_pd.connector.role import Role
+from vllm_ascend_pd.connector.role import ConnectorRole
 from vllm_ascend_pd.connector.vllm_versions import FROM_ANOTHER_ENGINE, HAS_TRANSFER_RESULTS, transfer_results
 from vllm_ascend_pd.core.caches import KVCache
 
@@ -48,7 +48,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.WORKER and not self._setup.prefills:
             warn_if_asked_later()
         # A worker gets its role when its KV caches are registered.
-        self._role = build_scheduler_role(self._setup) if role is KVConnectorRole.SCHEDULER else Role()
+        self._role = build_scheduler_role(self._setup) if role is KVConnectorRole.SCHEDULER else ConnectorRole()
 
     # In a worker.
 
@@ -187,7 +187,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         return LayerwisePushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        role, self._role = self._role, Role()
+        role, self._role = self._role, ConnectorRole()
         role.close()
 
 

@@ -34,7 +34,7 @@ class TransferResults:
     failed: set[str] = field(default_factory=set)
 
 
-class Role:
+class ConnectorRole:
     """A role that does nothing: what a worker has before its caches are registered, and every process at the end."""
 
     # In a worker, on the model's thread.

@@ -11,7 +11,7 @@ from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.ticket import Ticket
 
 
-class EngineRequest(Protocol):
+class ScheduledRequest(Protocol):
     """A request of the engine: the fields that the schedulers read."""
 
     request_id: str
@@ -32,34 +32,34 @@ class EngineRequests(Protocol):
     names_all_preempted: bool
     """Whether a step's output names every request that was preempted."""
 
-    def external_id(self, request: EngineRequest) -> str:
+    def external_id(self, request: ScheduledRequest) -> str:
         """The id that the API server gave the request, which is how a proxy knows it."""
 
-    def ended_in_error(self, request: EngineRequest) -> bool:
+    def ended_in_error(self, request: ScheduledRequest) -> bool:
         """Whether the engine itself ended the request, with an error."""
 
-    def preemptions(self, request: EngineRequest) -> tuple[int, bool]:
+    def preemptions(self, request: ScheduledRequest) -> tuple[int, bool]:
         """How often the request was preempted, and whether it is preempted now."""
 
-    def cached_tokens(self, request: EngineRequest) -> int:
+    def cached_tokens(self, request: ScheduledRequest) -> int:
         """How many tokens of its prompt were cached when it was last scheduled from the beginning."""
 
-    def set_cached_tokens(self, request: EngineRequest, tokens: int) -> None:
+    def set_cached_tokens(self, request: ScheduledRequest, tokens: int) -> None:
         """Prefill delivered the prompt and had `tokens` of it in its cache: reports these as cached to the client."""
 
-    def keep_own_cached_tokens(self, request: EngineRequest) -> None:
+    def keep_own_cached_tokens(self, request: ScheduledRequest) -> None:
         """Prefill delivered nothing: reports only what this engine had cached itself."""
 
-    def digest(self, request: EngineRequest, num_tokens: int, ticket_id: str) -> PromptDigest:
+    def digest(self, request: ScheduledRequest, num_tokens: int, ticket_id: str) -> PromptDigest:
         """The digest of the first `num_tokens` tokens of the prompt."""
 
-    def check_prompt(self, request: EngineRequest, ticket: Ticket) -> None:
+    def check_prompt(self, request: ScheduledRequest, ticket: Ticket) -> None:
         """Raises TicketError if the ticket is for another prompt than the request's."""
 
-    def token_ids(self, request: EngineRequest) -> list[int] | None:
+    def token_ids(self, request: ScheduledRequest) -> list[int] | None:
         """The prompt's token ids if they are all there is of it, else None."""
 
-    def drop_last_prompt_token(self, request: EngineRequest) -> None:
+    def drop_last_prompt_token(self, request: ScheduledRequest) -> None:
         """Shortens the prompt by a token. Call it before the request is allocated."""
 
 
@@ -73,10 +73,10 @@ class EngineBlocks(Protocol):
     def weights_updated(self, updates: dict[str, int]) -> None:
         """Ranks report their numbers of weight updates. Empties the prefix cache if one of them is new."""
 
-    def allocated(self, request: EngineRequest) -> None:
+    def allocated(self, request: ScheduledRequest) -> None:
         """The request has blocks. After the next weight update no later request may find them."""
 
-    def are_cached(self, request: EngineRequest, group: int, span: int, first: int, stop: int) -> bool:
+    def are_cached(self, request: ScheduledRequest, group: int, span: int, first: int, stop: int) -> bool:
         """Whether the prefix cache has the prompt's blocks `[first, stop)` of a cache group.
 
         `span`: tokens per block. False if prefix caching is off.

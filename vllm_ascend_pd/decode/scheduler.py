@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequest, EngineRequests
+from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.failure import ReceiveFailure
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, TransferFailure
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, ReceiveEnding
@@ -87,7 +87,7 @@ class DecodeScheduler:
         self._to_post: dict[str, _IncomingTransfer] = {}  # by ticket id: they leave with the next step
         self._step = DecodeStep()  # the next one
 
-    def matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> int:
+    def matched_tokens(self, request: ScheduledRequest, num_computed_tokens: int) -> int:
         """Returns how many tokens of the prompt prefill will deliver. Has no side effects.
 
         `num_computed_tokens`: how many of them this engine has in its prefix cache.
@@ -102,7 +102,7 @@ class DecodeScheduler:
             return 0
         return max(0, self._issuer.num_tokens(request) - num_computed_tokens)
 
-    def allocated(self, request: EngineRequest, blocks: tuple[list[int], ...], num_external_tokens: int) -> None:
+    def allocated(self, request: ScheduledRequest, blocks: tuple[list[int], ...], num_external_tokens: int) -> None:
         """Issues the request's ticket. `blocks`: its block ids, per cache group.
 
         Is called once more when the request starts to decode, after `update` has learned how the transfer ended. This
@@ -212,7 +212,7 @@ class DecodeScheduler:
         self._observer.transfer_ended(transfer.request_id, ending)
         self._forget_if_over(transfer)
 
-    def finished(self, request: EngineRequest) -> dict[str, Any] | None:
+    def finished(self, request: ScheduledRequest) -> dict[str, Any] | None:
         """The request ended. Returns what its response says about its transfer."""
         transfer = self._transfers.get(request.request_id)
         if transfer is None:
@@ -261,7 +261,7 @@ class DecodeScheduler:
         self._metaserver.cancel(ticket_id)
         self._step.cancelled[ticket_id] = reason
 
-    def _correct_cached_tokens(self, request: EngineRequest, transfer: _IncomingTransfer) -> None:
+    def _correct_cached_tokens(self, request: ScheduledRequest, transfer: _IncomingTransfer) -> None:
         """Sets which tokens the request's usage reports as cached."""
         if not transfer.ranks_ended:
             return

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_ascend_pd.core.engine_view import EngineRequest, EngineRequests
+from vllm_ascend_pd.core.engine_view import EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.groups import CacheGroup
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.signing import Secret, signed
@@ -65,11 +65,11 @@ class TicketIssuer:
         # the next token after the received ones sees, and that token must be the last one.
         self._left_to_decode = int(any(group.holds_state or group.windowed for group in groups))
 
-    def num_tokens(self, request: EngineRequest) -> int:
+    def num_tokens(self, request: ScheduledRequest) -> int:
         """How many tokens of the prompt a ticket covers."""
         return request.num_prompt_tokens - self._left_to_decode
 
-    def issue(self, request: EngineRequest, blocks: tuple[list[int], ...], num_external_tokens: int) -> Ticket:
+    def issue(self, request: ScheduledRequest, blocks: tuple[list[int], ...], num_external_tokens: int) -> Ticket:
         """Makes the request's ticket.
 
         `blocks`: the request's block ids, per cache group. `num_external_tokens`: how many tokens prefill delivers.

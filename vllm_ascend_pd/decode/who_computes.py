@@ -4,12 +4,12 @@
 import math
 from collections.abc import Sequence
 
-from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequest
+from vllm_ascend_pd.core.engine_view import EngineBlocks, ScheduledRequest
 from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
 
 
 def decode_computes(
-    request: EngineRequest, num_computed_tokens: int, groups: Sequence[CacheGroup], blocks: EngineBlocks
+    request: ScheduledRequest, num_computed_tokens: int, groups: Sequence[CacheGroup], blocks: EngineBlocks
 ) -> bool:
     """Whether decode computes the rest of the prompt itself: only if its prefix cache has the whole prompt.
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequest, EngineRequests
+from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
 from vllm_ascend_pd.core.plan import NULL_BLOCK
@@ -33,7 +33,7 @@ _MAX_HOST_CHARS = 80
 class _OutgoingTransfer:
     """A request with a ticket, from its first allocation until all ranks have reported it as sent."""
 
-    request: EngineRequest
+    request: ScheduledRequest
     ticket: Ticket
     # Ids of the request's blocks, per cache group.
     blocks: list[list[int]]
@@ -95,7 +95,7 @@ class PrefillScheduler:
         """Whether a request has ended whose blocks the ranks may still read."""
         return any(transfer.ended for transfer in self._transfers.values())
 
-    def arrived(self, request: EngineRequest) -> None:
+    def arrived(self, request: ScheduledRequest) -> None:
         """Takes note of a new request, before its prompt is looked up in the prefix cache.
 
         The whole prompt is computed if decode's blocks of a window are longer than this engine's. For a window, vLLM
@@ -108,7 +108,7 @@ class PrefillScheduler:
                 if any(ticket.span(i) > group.span for i, group in self._windowed):
                     request.skip_reading_prefix_cache = True
 
-    def prepare(self, request: EngineRequest) -> None:
+    def prepare(self, request: ScheduledRequest) -> None:
         """Drops the prompt's last token if decode must compute that itself. Called before the request is allocated.
 
         A state must be the one before the last token: decode computes that token again.
@@ -117,7 +117,7 @@ class PrefillScheduler:
         if self._state_groups and carries_ticket(params) and params.get("num_tokens") == length - 1 > 0:
             self._requests.drop_last_prompt_token(request)
 
-    def allocated(self, request: EngineRequest, blocks: tuple[list[int], ...]) -> None:
+    def allocated(self, request: ScheduledRequest, blocks: tuple[list[int], ...]) -> None:
         """Takes the blocks of a request that starts, or runs again after a preemption. `blocks`: per cache group."""
         self._blocks.allocated(request)
         transfer = self._transfers.get(request.request_id)
@@ -147,7 +147,7 @@ class PrefillScheduler:
             preempted=(self._requests.preemptions(request)[0], False),
         )
 
-    def _admitted_ticket(self, request: EngineRequest) -> Ticket:
+    def _admitted_ticket(self, request: ScheduledRequest) -> Ticket:
         """Returns the request's ticket. Raises TicketError if it is not served."""
         params, length = request.kv_transfer_params, request.num_prompt_tokens
         ticket = parse_ticket(params, length, len(self._groups), self._state_groups)
@@ -284,7 +284,7 @@ class PrefillScheduler:
                 self._release_held(transfer)
                 self._forget(transfer)
 
-    def finished(self, request: EngineRequest) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
         """The request ended. Returns two things.
 
         - Whether vLLM must keep its blocks until all ranks have reported it as sent.

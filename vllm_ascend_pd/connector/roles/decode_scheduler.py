@@ -9,7 +9,7 @@ from vllm_ascend_pd.connector.engine_setup import EngineSetup
 from vllm_ascend_pd.connector.metadata import HandshakeMetadata
 from vllm_ascend_pd.connector.model_summary import model_summary
 from vllm_ascend_pd.connector.parallel_ranks import sharding
-from vllm_ascend_pd.connector.role import CLOSE_TIMEOUT_S, Role
+from vllm_ascend_pd.connector.role import CLOSE_TIMEOUT_S, ConnectorRole
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.core.protocol import EngineDescription
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class DecodeSchedulerRole(Role):
+class DecodeSchedulerRole(ConnectorRole):
     """`measured`: what the scheduler's observer counts."""
 
     def __init__(

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from vllm_ascend_pd.connector.metadata import HandshakeMetadata
-from vllm_ascend_pd.connector.role import Role, TransferResults
+from vllm_ascend_pd.connector.role import ConnectorRole, TransferResults
 from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
 from vllm_ascend_pd.decode.worker import DecodeWorker, encode_description
 from vllm_ascend_pd.observe.stats import Data
 
 
-class DecodeWorkerRole(Role):
+class DecodeWorkerRole(ConnectorRole):
     """A decode rank.
 
     settings: of the model, as `EngineDescription` has them.

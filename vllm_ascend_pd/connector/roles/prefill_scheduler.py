@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.connector.role import Role
+from vllm_ascend_pd.connector.role import ConnectorRole
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
 from vllm_ascend_pd.observe.listeners import PrefillSchedulerStats
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class PrefillSchedulerRole(Role):
+class PrefillSchedulerRole(ConnectorRole):
     """`measured`: what the scheduler's observer counts."""
 
     def __init__(self, scheduler: PrefillScheduler, blocks: VllmBlocks, measured: PrefillSchedulerStats) -> None:

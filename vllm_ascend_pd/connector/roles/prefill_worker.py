@@ -3,14 +3,14 @@
 
 from contextlib import ExitStack
 
-from vllm_ascend_pd.connector.role import Role, TransferResults
+from vllm_ascend_pd.connector.role import ConnectorRole, TransferResults
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
 from vllm_ascend_pd.observe.listeners import PrefillStats
 from vllm_ascend_pd.observe.stats import Data
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 
 
-class PrefillWorkerRole(Role):
+class PrefillWorkerRole(ConnectorRole):
     """measured: what the worker's observer counts.
     closing: closes the worker and what it uses.
     always_has_stats: whether there are statistics in every step.
