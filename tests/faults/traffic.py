@@ -18,7 +18,7 @@ DEADLINE_S = 120.0
 SHAPES = ((700, 8), (30, 24), (1400, 4), (129, 16), (400, 1), (900, 12), (5, 32), (1900, 2))
 """(prompt tokens, output tokens), in turn."""
 
-VAGUE = re.compile(r"|Internal server error|decode engine: it failed, and has not said why.*")
+VAGUE = re.compile(r"|Internal server error|decode engine: it failed without a reason.*")
 """Errors that name no reason."""
 
 

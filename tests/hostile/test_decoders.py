@@ -31,7 +31,7 @@ from vllm_ascend_pd.proxy.http.client_json import ForDecodeAlone
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.errors import RequestRefused
 from vllm_ascend_pd.proxy.rendezvous import prefill_answer
-from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestTable
+from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, read_ticket
 
 pytestmark = pytest.mark.timeout(7200)  # the long form
@@ -125,7 +125,7 @@ def _posted_ticket(data: bytes) -> None:
         assert json.loads(tokens_body(request, posted.token_ids, posted.encoded))["max_tokens"] == 1
         with contextlib.suppress(NotRepeatableError):
             posted.of_attempt(1, None)
-    RequestTable(1).find(posted.ticket.request_id)
+    RequestTable(1).find(posted.header.request_id)
 
 
 def _prefill_answer(data: bytes) -> None:

@@ -333,7 +333,7 @@ def test_id_of_a_client_that_leaves_is_not_logged(cluster: Cluster, caplog: pyte
         assert cluster.decode.cancelled.wait(10)
         said = [record.getMessage() for record in caplog.records if "the client left" in record.getMessage()]
     request_id = cluster.decode.received[0].headers["x-request-id"]
-    assert said == [f"request {request_id}: the client left: stopping its engines"]
+    assert said == [f"request {request_id}: the client left: ending its requests to engines"]
 
 
 def test_client_leaving_in_the_stream_cancels_decode(cluster: Cluster) -> None:

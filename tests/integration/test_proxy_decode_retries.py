@@ -122,7 +122,7 @@ def test_the_only_decode_engine_is_not_asked_again_after_an_error() -> None:
         cluster.decode.fails = True
         response = cluster.complete()
         assert response.status_code == 500
-        assert "it failed, and has not said why" in response.json()["error"]["message"]
+        assert "it failed without a reason" in response.json()["error"]["message"]
         assert len(cluster.decode.received) == 1
 
 

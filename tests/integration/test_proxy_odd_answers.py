@@ -33,7 +33,7 @@ def test_status_that_nobody_knows() -> None:
         cluster.decode.refusal = (520, INTERNAL_ERROR)
         response = cluster.complete()
         assert response.status_code == 502
-        assert "it failed before any ticket for its KV came here" in response.json()["error"]["message"]
+        assert "it failed before it posted any ticket here" in response.json()["error"]["message"]
         cluster.decode.refusal = (529, {"error": {"message": "overloaded"}})
         response = cluster.complete()
         assert (response.status_code, response.json()) == (529, cluster.decode.refusal[1])
@@ -51,7 +51,7 @@ def test_error_without_end() -> None:
         cluster.decode.refusal = (500, {"error": {"message": "x" * 1_500_000}})
         response = cluster.complete()
         assert response.status_code == 500
-        assert response.json()["error"]["message"] == "decode engine: HTTP 500, in more than 1048576 bytes"
+        assert response.json()["error"]["message"] == "decode engine: HTTP 500 with a body of more than 1048576 bytes"
 
 
 @pytest.mark.parametrize("head", [b"600 X", b"999 X", b"099 X", b"101 X", b"200 OK\r\nX-A: b\x01c"])

@@ -14,7 +14,7 @@ from engine_standin import DecodeEngine, PrefillEngine, make_failure, make_ticke
 from proxy_cluster import COMPLETION, STREAM, Servers, beside, closing_server, counted, eventually, running_cluster
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.proxy.routing import engines
+from vllm_ascend_pd.proxy.routing import engine_pool
 
 FAILURE_PATH = METASERVER_PATH + "/failure"
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
@@ -292,7 +292,7 @@ def test_what_decode_noticed_is_named_to_the_client() -> None:
         assert cluster.client.post(FAILURE_PATH, json=failure).status_code == 200
         assert answer.result().status_code == 502
         message = answer.result().json()["error"]["message"]
-        assert message == "prefill failed: decode noticed: prefill rank 0 went silent"
+        assert message == "prefill failed: decode reported: prefill rank 0 went silent"
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_prefill_of_a_ticket_that_was_posted_again_is_watched() -> None:
 
 def test_a_proxy_without_a_free_connection_blames_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """One request with more prompts than may be prefilled at a time."""
-    monkeypatch.setattr(engines, "MAX_ENGINES", 1)
+    monkeypatch.setattr(engine_pool, "MAX_ENGINES", 1)
     with running_cluster(max_concurrent=1, connect_timeout=0.3) as cluster, ThreadPoolExecutor(1) as client:
         cluster.prefill.holds = True
         answer = client.submit(cluster.complete, prompt=["the quick brown fox"] * 8)

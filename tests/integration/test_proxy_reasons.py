@@ -13,7 +13,7 @@ from proxy_cluster import COMPLETION, STREAM, counted, eventually, running_clust
 
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.proxy.rendezvous import forward
+from vllm_ascend_pd.proxy.rendezvous import response_relay
 
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 
@@ -25,7 +25,7 @@ def test_no_ticket_has_come(stream: dict[str, Any]) -> None:
         cluster.decode.fails = True
         response = cluster.complete(**stream)
         assert response.status_code == 500
-        message = "decode engine: it failed before any ticket for its KV came here: can it reach the metaserver?"
+        message = "decode engine: it failed before it posted any ticket here: can it reach the metaserver?"
         assert response.json()["error"]["message"] == message
 
 
@@ -48,19 +48,19 @@ def test_decode_has_given_up_waiting() -> None:
 
 def test_decode_has_not_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its KV came, or so it seems from here."""
-    monkeypatch.setattr(forward, "_REASON_SECONDS", 0.1)
+    monkeypatch.setattr(response_relay, "_REASON_SECONDS", 0.1)
     with running_cluster() as cluster:
         cluster.decode.fails = True
         response = cluster.complete()
         assert response.status_code == 500
         request_id = cluster.decode.received[0].headers["x-request-id"]
-        message = f"decode engine: it failed, and has not said why: see its log, request {request_id}"
+        message = f"decode engine: it failed without a reason: see its log, request {request_id}"
         assert response.json()["error"]["message"] == message
 
 
 def test_error_that_vllm_itself_cannot_read_names_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """/v1/messages has a chat's stream behind it, and takes its error for a token."""
-    monkeypatch.setattr(forward, "_REASON_SECONDS", 0.1)
+    monkeypatch.setattr(response_relay, "_REASON_SECONDS", 0.1)
     said = (
         "2 validation errors for ChatCompletionStreamResponse\nmodel\n  Field required [type=missing, ...]\nchoices ..."
     )
@@ -73,7 +73,7 @@ def test_error_that_vllm_itself_cannot_read_names_no_reason(monkeypatch: pytest.
         response = cluster.client.post("/v1/messages", json=body)
         assert response.status_code == 500
         request_id = cluster.decode.received[0].headers["x-request-id"]
-        message = f"decode engine: it failed, and has not said why: see its log, request {request_id}"
+        message = f"decode engine: it failed without a reason: see its log, request {request_id}"
         assert response.json()["error"]["message"] == message
 
 
@@ -139,11 +139,11 @@ def test_a_failure_that_ends_nothing_is_logged_too(caplog: pytest.LogCaptureFixt
         assert answer.getresponse().status == 200
         request_id = cluster.decode.received[0].headers["x-request-id"]
     [line] = [record.getMessage() for record in caplog.records if "went silent" in record.getMessage()]
-    said = f"a transfer failed, says decode engine {cluster.decode_url}, which goes on without: went silent"
+    said = f"decode engine {cluster.decode_url} reports a failed transfer and continues without it: went silent"
     assert line == f"request {request_id}, prompt 0: {said}"
 
 
-FORGED = "oops\n2026-11-24 00:00:00,000 INFO vllm_ascend_pd.proxy.rendezvous.forward: all is well \x1b[31m"
+FORGED = "oops\n2026-11-24 00:00:00,000 INFO vllm_ascend_pd.proxy.rendezvous.client_endpoint: all is well \x1b[31m"
 
 
 @pytest.mark.parametrize("of", ["decode", "prefill", "prefill's transfer"])

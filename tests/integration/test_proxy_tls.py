@@ -130,7 +130,9 @@ def test_tickets_by_mutual_tls_on_a_port_of_their_own(ours: Authority, others: A
         assert (on_clients_port.status_code, on_clients_port.json()) == (404, {"detail": "Not Found"})
         with httpx.Client(verify=trusting(ours, own), trust_env=False, timeout=30) as decode:
             elsewhere = metaserver.removesuffix(METASERVER_PATH)
-            assert decode.post(metaserver, json=ticket).json() == {"error": "no request waits under this request_id"}
+            assert decode.post(metaserver, json=ticket).json() == {
+                "error": "no request is waiting under this request_id"
+            }
             for path in ("/v1/completions", "/metrics", "/health", "/admin/engines"):
                 assert decode.get(elsewhere + path).status_code == 404
 

@@ -16,7 +16,7 @@ from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX
 from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
-from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestTable
+from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
 from vllm_ascend_pd.proxy.routing.engine_pool import make_pool
 from vllm_ascend_pd.proxy.routing.registry import EngineRole

@@ -16,16 +16,18 @@ from starlette.requests import Request
 from vllm_ascend_pd.proxy.http.bodies import parse_client_request
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint
 from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
+from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED, Observer
-from vllm_ascend_pd.proxy.rendezvous.proxied_request import DecodeAttempt, ProxiedRequest, RequestTable
+from vllm_ascend_pd.proxy.rendezvous.proxied_request import ProxiedRequest
+from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, TicketHeader, of_attempt
 from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
 from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRequest
 from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT
 from vllm_ascend_pd.proxy.routing.ranking import EngineRanking
-from vllm_ascend_pd.proxy.settings import ProxySettings
+from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
 
 
 class Pool:
@@ -78,24 +80,35 @@ def posted_again(_: ProxiedRequest, attempt: DecodeAttempt) -> None:
 def test_no_other_prefill_for_who_does_not_wait(happens: Callable[[ProxiedRequest, DecodeAttempt], None]) -> None:
     """But what failed counts."""
     request_table, pool = RequestTable(1), Pool()
-    settings = ProxySettings(prefill=pool.urls, decode=("http://d",), metaserver_url="http://m", prefill_attempts=3)
-    metaserver = Metaserver(settings, request_table, cast(EnginePool, pool), Observer())
+    engines = cast(EnginePool, pool)
+    metaserver = Metaserver(
+        request_table,
+        engines,
+        StallWatch(engines, probe_timeout=1.0, stall_timeout=1.0),
+        Observer(),
+        token=None,
+        read_timeout=1.0,
+        max_ticket_bytes=1 << 20,
+        prefill_attempts=3,
+        sign=None,
+    )
 
     async def run() -> None:
         statuses: list[int] = []
 
         async def post(attempt: DecodeAttempt) -> None:
-            statuses.append((await metaserver.post_ticket(ticket_for(attempt))).status_code)
+            statuses.append((await metaserver.tickets.post_ticket(ticket_for(attempt))).status_code)
 
-        with request_table.open(NOT_TRACED) as proxied, proxied.attempt(lambda: False) as attempt:
+        with request_table.open(NOT_TRACED) as proxied:
             proxied.request = parse_client_request(Endpoint.COMPLETIONS, b'{"prompt": "x"}')
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(post, attempt)
-                while not pool.asked:
+            with request_table.attempt(proxied, [], lambda: False) as attempt:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(post, attempt)
+                    while not pool.asked:
+                        await anyio.sleep(0)
                     await anyio.sleep(0)
-                await anyio.sleep(0)
-                pool.breaks_off.set()
-                happens(proxied, attempt)
+                    pool.breaks_off.set()
+                    happens(proxied, attempt)
             assert len(pool.asked) == 1
             assert statuses == [410]
             assert len(attempt.tickets[0, "t"].failures) == 1

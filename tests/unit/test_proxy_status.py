@@ -13,8 +13,9 @@ from starlette.responses import Response
 from vllm_ascend_pd.proxy.operate.counts import MAX_RECENT, Counts
 from vllm_ascend_pd.proxy.operate.metrics import EngineStates, Metrics
 from vllm_ascend_pd.proxy.operate.status import EngineState, Status, Verdict, snapshot
+from vllm_ascend_pd.proxy.rendezvous.decode_attempt import RequestPhase
 from vllm_ascend_pd.proxy.rendezvous.observer import NOT_TRACED
-from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestPhase, RequestTable
+from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool, make_pool
@@ -254,7 +255,7 @@ def test_phases_of_a_request() -> None:
     async def run() -> None:
         with request_table.open(NOT_TRACED) as proxied:
             assert only(RequestPhase.ARRIVING)
-            with proxied.attempt(lambda: True) as attempt:
+            with request_table.attempt(proxied, [], lambda: True) as attempt:
                 assert only(RequestPhase.QUEUED)
                 attempt.engines.append("http://d:1")
                 assert only(RequestPhase.DECODE)
@@ -266,7 +267,7 @@ def test_phases_of_a_request() -> None:
                     assert only(RequestPhase.PREFILL), "the next prompt's"
                 attempt.answering = True
                 assert only(RequestPhase.ANSWERING)
-            with proxied.attempt(lambda: False):
+            with request_table.attempt(proxied, [], lambda: False):
                 assert only(RequestPhase.QUEUED), "made anew"
         assert sum(request_table.phases().values()) == request_table.in_flight == 0
 

@@ -24,6 +24,7 @@ from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo
 from vllm_ascend_pd.observe import span_names
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.proxy.operate import tracing
 from vllm_ascend_pd.proxy.rendezvous import observer
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -191,10 +192,11 @@ def test_what_is_not_sampled_is_not_recorded(spans: InMemorySpanExporter) -> Non
     assert not spans.get_finished_spans()
 
 
-@pytest.mark.parametrize("module", [observer, span_names])
-def test_attributes_are_documented(module: ModuleType) -> None:
+@pytest.mark.parametrize("modules", [(observer, tracing), (span_names,)], ids=["proxy", "engine"])
+def test_attributes_are_documented(modules: tuple[ModuleType, ...]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().partition("\n## Traces\n")[2]
     prefixes = ("kv_pd.", "gen_ai.", "error.")
-    names = {value for value in vars(module).values() if isinstance(value, str) and value.startswith(prefixes)}
+    values = [value for module in modules for value in vars(module).values()]
+    names = {value for value in values if isinstance(value, str) and value.startswith(prefixes)}
     assert len(names) > 3
     assert not {name for name in names if f"`{name}`" not in text}

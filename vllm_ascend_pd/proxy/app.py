@@ -19,8 +19,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_ascend_pd import __version__
-from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX, WAITING_SUFFIX
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.signing import resigned
 from vllm_ascend_pd.proxy.http.cross_origin import CrossOrigin
 from vllm_ascend_pd.proxy.http.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
@@ -33,9 +31,10 @@ from vllm_ascend_pd.proxy.operate.observer import OperatorObserver
 from vllm_ascend_pd.proxy.operate.status import Status, snapshot
 from vllm_ascend_pd.proxy.operate.status_page import StatusPage
 from vllm_ascend_pd.proxy.operate.tracing import start_tracing
-from vllm_ascend_pd.proxy.rendezvous.forward import Forward
+from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientEndpoint
+from vllm_ascend_pd.proxy.rendezvous.decode_requests import DecodeRequests
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
-from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestTable
+from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
 from vllm_ascend_pd.proxy.routing.discovery import Discovery
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool, make_pool
@@ -73,7 +72,13 @@ def create_app(settings: ProxySettings) -> Starlette:
     prefills = settings.max_concurrent * _PREFILLS_PER_REQUEST
     prefill = pool(EngineRole.PREFILL, prefills, settings.max_per_prefill, settings.silence_timeout)
     decode = pool(EngineRole.DECODE, settings.max_concurrent, settings.max_per_decode, settings.silence_timeout)
-    watch = StallWatch(
+    prefill_watch = StallWatch(
+        prefill,
+        probe_timeout=settings.probe_timeout,
+        stall_timeout=settings.read_timeout,
+        idle_timeout=settings.prefill_timeout,
+    )
+    decode_watch = StallWatch(
         decode,
         probe_timeout=settings.probe_timeout,
         stall_timeout=settings.read_timeout,
@@ -98,17 +103,35 @@ def create_app(settings: ProxySettings) -> Starlette:
     metrics = Metrics(request_table, counts, (prefill, decode), health.states)
     tracing = start_tracing(settings.otlp_traces_endpoint)
     observer = OperatorObserver(counts, metrics, tracing)
-    forward = partial(
-        Forward,
-        settings=settings,
+    decode_requests = DecodeRequests(
+        request_table,
+        decode,
+        decode_watch,
+        observer,
+        attempts=settings.decode_attempts,
+        metaserver_url=settings.metaserver_url,
+    )
+    client_endpoint = partial(
+        ClientEndpoint,
         request_table=request_table,
-        decode=decode,
-        watch=watch,
+        decode_requests=decode_requests,
         observer=observer,
+        max_body_bytes=settings.max_body_bytes,
+        read_timeout=settings.read_timeout,
     )
     secret = settings.ticket_secret()
     sign = None if secret is None else lambda ticket, attempt: resigned(ticket, secret, attempt)
-    metaserver = Metaserver(settings, request_table, prefill, observer, sign)
+    metaserver = Metaserver(
+        request_table,
+        prefill,
+        prefill_watch,
+        observer,
+        token=settings.metaserver_token(),
+        read_timeout=settings.read_timeout,
+        max_ticket_bytes=settings.max_ticket_bytes,
+        prefill_attempts=settings.prefill_attempts,
+        sign=sign,
+    )
     token = settings.admin_token()
     admin = [] if token is None else Admin((prefill, decode), request_table, token).routes()
 
@@ -138,8 +161,8 @@ def create_app(settings: ProxySettings) -> Starlette:
                 tasks.start_soon(discovery.run)
                 if file is not None:
                     tasks.start_soon(file.run)
-                tasks.start_soon(metaserver.watch.run)
-                tasks.start_soon(watch.run)
+                tasks.start_soon(prefill_watch.run)
+                tasks.start_soon(decode_watch.run)
                 tasks.start_soon(checks.run)
                 yield
                 tasks.cancel_scope.cancel()
@@ -150,11 +173,7 @@ def create_app(settings: ProxySettings) -> Starlette:
             await decode.aclose()
             await anyio.to_thread.run_sync(tracing.close)
 
-    for_decode = [
-        Route(METASERVER_PATH, metaserver.post_ticket, methods=["POST"]),
-        Route(METASERVER_PATH + FAILURE_SUFFIX, metaserver.post_failure, methods=["POST"]),
-        Route(METASERVER_PATH + WAITING_SUFFIX, metaserver.open_tickets.post_question, methods=["POST"]),
-    ]
+    for_decode = metaserver.routes()
     for_clients = (*(each.value for each in Endpoint), *DECODE_ALONE_GET, *DECODE_ALONE_POST, *NOT_SERVED)
     app = Starlette(
         middleware=[
@@ -168,9 +187,9 @@ def create_app(settings: ProxySettings) -> Starlette:
             )
         ],
         routes=[
-            *(Route(each.value, forward(each.value, each), methods=["POST"]) for each in Endpoint),
-            *(Route(path, forward(path, None), methods=["GET"]) for path in DECODE_ALONE_GET),
-            *(Route(path, forward(path, None), methods=["POST"]) for path in DECODE_ALONE_POST),
+            *(Route(each.value, client_endpoint(each.value, each), methods=["POST"]) for each in Endpoint),
+            *(Route(path, client_endpoint(path, None), methods=["GET"]) for path in DECODE_ALONE_GET),
+            *(Route(path, client_endpoint(path, None), methods=["POST"]) for path in DECODE_ALONE_POST),
             *(Route(path, partial(_not_served, why), methods=["GET", "POST"]) for path, why in NOT_SERVED.items()),
             *([] if settings.metaserver_apart else for_decode),
             Route("/health", health.get, methods=["GET"]),

@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.proxy.http.bearer import BearerToken, guarded
 from vllm_ascend_pd.proxy.http.errors import RequestRefused
 from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
-from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestTable
+from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.addresses import check_engine_url
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, EngineRole, RegisteredEngine, TooManyEnginesError

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.operate.latency import Recent
-from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestTable
+from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.registry import EngineRole

@@ -12,7 +12,8 @@ from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.proxy.operate.counts import Counts, RecentFailure
 from vllm_ascend_pd.proxy.operate.latency import WINDOW_SECONDS, Percentiles
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
-from vllm_ascend_pd.proxy.rendezvous.proxied_request import RequestPhase, RequestTable
+from vllm_ascend_pd.proxy.rendezvous.decode_attempt import RequestPhase
+from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.load import LoadSnapshot
 from vllm_ascend_pd.proxy.routing.registry import EngineRole, RegisteredEngine

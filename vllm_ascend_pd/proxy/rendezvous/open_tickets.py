@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tickets wait for prefill, for the decode engines that ask. Time in a queue for prefill does not count there."""
+"""Tells decode engines which of their tickets still wait for prefill, so that their timeouts exclude that time."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from starlette.responses import Response
 from vllm_ascend_pd.core.metaserver import WaitingAnswer, WaitingQuestion
 from vllm_ascend_pd.proxy.rendezvous.post_reader import PostReader, PostRefused
 
-# `MAX_ASKED` ids of 64 characters, and what is around them.
+# `MAX_ASKED` ids of 64 characters each, and the JSON around them.
 _MAX_QUESTION_BYTES = 128 * 1024
 _decode = msgspec.json.Decoder(WaitingQuestion).decode
 
 
 class OpenTickets:
-    def __init__(self, inbox: PostReader) -> None:
-        self._inbox = inbox
+    """The tickets whose prefill has not ended. `held` alone changes it."""
+
+    def __init__(self, reader: PostReader) -> None:
+        self._reader = reader
         self._open: Counter[str] = Counter()
+        """Number of posts that wait, by ticket id. A ticket posted again counts twice for a moment."""
 
     @contextmanager
     def held(self, ticket_id: str) -> Iterator[None]:
-        """While a ticket waits in line, or an engine that is well prefills it: `PrefillWatch` ends the others."""
+        """A ticket is open for the time of the `with` block: it waits in the queue, or a healthy engine prefills it.
+        `StallWatch` ends prefills at other engines."""
         self._open[ticket_id] += 1
         try:
             yield
@@ -36,10 +40,12 @@ class OpenTickets:
                 del self._open[ticket_id]
 
     async def post_question(self, request: Request) -> Response:
-        """200 with those of the tickets that are held; 400, 401 and 503 as for a ticket. An id is known to those alone
-        who have the ticket."""
+        """Answers 200 with those of the asked tickets that are open; 400, 401 and 503 as for a ticket.
+
+        Only engines that have a ticket know its id, so this tells nobody about the tickets of others.
+        """
         try:
-            question = await self._inbox.read(request, _MAX_QUESTION_BYTES, _decode, "question")
+            question = await self._reader.read(request, _MAX_QUESTION_BYTES, _decode, "question")
         except PostRefused as refused:
             return refused.answer
         waiting = [ticket_id for ticket_id in question.ticket_ids if ticket_id in self._open]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefill engine's answer means, and the answers that clients get where it failed."""
+"""Tells whether a prefill engine's answer is a success, and makes the client's answer where it is not."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 
 class _TransferResult(msgspec.Struct, frozen=True):
     error: str | None = None
+    """Why the transfer failed."""
 
 
 class _PrefillAnswer(msgspec.Struct, frozen=True):
@@ -24,7 +25,11 @@ class _PrefillAnswer(msgspec.Struct, frozen=True):
 
 
 def judge(status: int, content_type: str | None, body: bytes, url: str) -> Failure | None:
-    """P refuses a bad request (4xx) in words meant for the client; a failed transfer comes with HTTP 200."""
+    """Returns how a prefill failed, or None.
+
+    An HTTP 4xx is the engine's refusal of a bad request, in words for the client, who gets it unchanged. A failed
+    transfer comes with HTTP 200.
+    """
     if 400 <= status < 500:
         reason = f"HTTP {status} from the prefill engine"
         return Failure(FailureKind.REFUSED, reason, url, Response(body, status_code=status, media_type=content_type))
@@ -41,6 +46,7 @@ def judge(status: int, content_type: str | None, body: bytes, url: str) -> Failu
 
 
 def failed(kind: FailureKind, reason: str, url: str) -> Failure:
+    """A failed prefill. The client gets HTTP 502 with the reason."""
     return Failure(kind, reason, url, bad_gateway(f"prefill failed: {reason}"))
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a ticket that the proxy reads, and what it changes for another attempt. The rest is between D and P."""
+"""Reads the part of a ticket that the proxy needs, and rewrites a ticket for another attempt.
+
+All other fields are between the decode engine and the prefill engine.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,27 @@ import msgspec
 from vllm_ascend_pd.core.text import UNREADABLE, is_name
 
 Sign = Callable[[dict[str, Any], int], dict[str, Any]]
-"""Of a signed ticket and an attempt's number: the ticket as that attempt, signed anew. Raises ValueError for one that
-was not signed with the cluster's secret."""
+"""Takes a signed ticket and an attempt number; returns the ticket for that attempt, signed anew. Raises ValueError if
+the ticket was not signed with the cluster's secret."""
 
 
 class NotRepeatableError(Exception):
-    """A ticket that only one attempt can be made with."""
+    """The ticket cannot be rewritten for another attempt."""
 
 
 class TicketHeader(msgspec.Struct, frozen=True):
+    """The fields of a ticket that the proxy reads. Raises ValueError for names that cannot be logged."""
+
     request_id: str
+    """The decode engine's name for its request."""
     remote_engine_id: str
+    """The decode engine's id."""
     ticket_id: str = ""
-    """Empty: of another connector, whose decode engines cannot tell attempts apart."""
+    """Empty for tickets of other connectors, whose decode engines cannot tell attempts apart."""
     attempt: int = 0
+    """The attempt number."""
     signature: str = ""
+    """Empty if tickets are not signed."""
 
     def __post_init__(self) -> None:
         if not (is_name(self.request_id) and is_name(self.remote_engine_id)):
@@ -33,44 +42,44 @@ class TicketHeader(msgspec.Struct, frozen=True):
 
 
 class ParsedTicket(NamedTuple):
-    """A ticket as decode posted it, taken apart."""
+    """A ticket as the decode engine posted it, taken apart."""
 
-    ticket: TicketHeader
+    header: TicketHeader
     encoded: bytes
-    """What prefill gets: byte for byte, without the token ids."""
+    """The ticket as prefill gets it: byte for byte, without the token ids."""
     token_ids: msgspec.Raw | None = None
-    """The prompt's, as a JSON list: they stay encoded, since an int takes more memory than its digits."""
+    """The prompt's token ids as an encoded JSON list: a Python int takes more memory than its digits."""
 
     def of_attempt(self, number: int, sign: Sign | None) -> ParsedTicket:
-        """Raises NotRepeatableError."""
-        return self._replace(encoded=of_attempt(self.encoded, self.ticket, number, sign))
+        """Returns the ticket for attempt `number`. Raises NotRepeatableError."""
+        return self._replace(encoded=of_attempt(self.encoded, self.header, number, sign))
 
 
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]]
 
 
 def read_ticket(body: bytes) -> ParsedTicket:
-    """Raises msgspec.DecodeError and the other `UNREADABLE` for what is no ticket."""
-    ticket = msgspec.json.decode(body, type=TicketHeader)
-    if not ticket.ticket_id:  # another connector's: all of it is between its engines
-        return ParsedTicket(ticket, body)
+    """Reads a posted ticket. Raises msgspec.DecodeError, or another error of `UNREADABLE`, if it is none."""
+    header = msgspec.json.decode(body, type=TicketHeader)
+    if not header.ticket_id:  # another connector's ticket: its engines use all of it
+        return ParsedTicket(header, body)
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     token_ids = fields.pop("token_ids", None)
     if token_ids is None or not msgspec.json.decode(token_ids, type=_TokenIds):
-        return ParsedTicket(ticket, body)
-    return ParsedTicket(ticket, msgspec.json.encode(fields), token_ids)
+        return ParsedTicket(header, body)
+    return ParsedTicket(header, msgspec.json.encode(fields), token_ids)
 
 
-def of_attempt(encoded: bytes, ticket: TicketHeader, number: int, sign: Sign | None) -> bytes:
-    """The same ticket for attempt `number`. Raises NotRepeatableError."""
-    if not ticket.ticket_id:
+def of_attempt(encoded: bytes, header: TicketHeader, number: int, sign: Sign | None) -> bytes:
+    """Returns an encoded ticket for attempt `number`. Raises NotRepeatableError."""
+    if not header.ticket_id:
         raise NotRepeatableError("the ticket has no ticket_id")
-    if ticket.signature and sign is None:
+    if header.signature and sign is None:
         raise NotRepeatableError("the ticket is signed, and the proxy has no ticket secret to sign it again")
     try:
-        if ticket.signature and sign is not None:
+        if header.signature and sign is not None:
             return msgspec.json.encode(sign(msgspec.json.decode(encoded), number))
         fields = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
-    except (*UNREADABLE, ValueError) as error:  # also in what `TicketHeader` does not read
+    except (*UNREADABLE, ValueError) as error:  # a field that `TicketHeader` does not read may be malformed
         raise NotRepeatableError(str(error)) from None
     return msgspec.json.encode({**fields, "attempt": msgspec.Raw(str(number).encode())})

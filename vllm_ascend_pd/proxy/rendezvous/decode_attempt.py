@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attempt at answering a client's request by a decode engine, and the tickets that the engine posts for it."""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import anyio
+
+from vllm_ascend_pd.proxy.http.headers import Headers, decode_request_headers, prefill_request_headers
+from vllm_ascend_pd.proxy.rendezvous.observer import Span
+from vllm_ascend_pd.proxy.rendezvous.retry import Failure
+from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
+
+
+class RequestPhase(enum.Enum):
+    """How far a client's request has come."""
+
+    ARRIVING = "arriving"
+    """Its body has not arrived completely."""
+    QUEUED = "queued"
+    """It waits for a slot at a decode engine."""
+    DECODE = "decode"
+    """A decode engine has it and has posted no ticket: not yet, or because it needs no prefill."""
+    PREFILL = "prefill"
+    """A prefill engine computes one of its prompts, or a ticket waits for a prefill engine."""
+    TRANSFER = "transfer"
+    """All prompts posted so far are prefilled. The rest of the KV, or the first token, is still to come."""
+    ANSWERING = "answering"
+    """The client has got a part of the response. Without a stream, that is all of it at once."""
+
+
+class TicketProgress:
+    """How far the prefill of one ticket has come. The metaserver's modules change it; nothing else does."""
+
+    def __init__(self, attempt: int, failures: Sequence[Failure]) -> None:
+        """`failures`: of the same prompt's prefills under earlier decode attempts."""
+        self.attempt = attempt
+        """The attempt number in the ticket that was last sent to a prefill engine."""
+        self.failures = list(failures)
+        """Why prefills of this prompt failed, under earlier decode attempts too. Each sample has its own list."""
+        self.call = EngineCall()
+        """The last prefill request."""
+        self.answered = False
+        """Whether the decode engine has got a 200 for the ticket. It then waits for the KV only."""
+        self.given_up = False
+        """Whether the decode engine waits for no further attempt."""
+        self.left = False
+        """Whether the decode engine has closed the connection on which it waited."""
+        self.recomputes = False
+        """Whether the decode engine computes the prompt itself if the KV does not come."""
+        self._post: anyio.CancelScope | None = None
+        """The post that waits for an answer, or waited last."""
+
+    def waits(self, post: anyio.CancelScope, recomputes: bool) -> None:
+        """A post of the ticket waits for its answer from now on. Cancelling `post` ends the wait."""
+        self._post = post
+        self.recomputes = recomputes
+
+    def posted_again(self) -> None:
+        """The decode engine lost its connection and posts the ticket again. That makes a new attempt and ends the
+        earlier post."""
+        self.attempt += 1
+        self.left = False
+        if self._post is not None:
+            self._post.cancel()
+
+
+class DecodeAttempt(EngineCall):
+    """A client's request at one decode engine, under an id of its own.
+
+    The task that serves the client changes it, and so do the metaserver's modules, by the methods below.
+    """
+
+    def __init__(
+        self, request_id: str, span: Span, client_headers: Headers, alone: bool, may_follow: Callable[[], bool]
+    ) -> None:
+        """
+        Args:
+            request_id: unique. The engine's names for its requests contain it.
+            span: of this attempt.
+            client_headers: the headers of the client's request.
+            alone: whether decode answers without prefill, so that no ticket will come.
+            may_follow: tells whether another attempt is allowed if this one gets no KV.
+        """
+        super().__init__()
+        self.request_id = request_id
+        self.span = span
+        self.decode_headers = span.onto(decode_request_headers(client_headers, request_id))
+        """Headers of the request to the decode engine."""
+        self.prefill_headers = prefill_request_headers(self.decode_headers)
+        """Headers of the requests to prefill engines."""
+        self.alone = alone
+        self.answering = False
+        """Whether the client has got a part of the response. Then no other engine can answer any more."""
+        self.over = False
+        """Whether the attempt has ended or was given up. Its prefills end too."""
+        self.tickets: dict[tuple[int, str], TicketProgress] = {}
+        """By the number of the prompt, and the ticket's id."""
+        self.prefilled_at: float | None = None
+        """When the first prefill of a prompt succeeded, on `time.monotonic`'s clock."""
+        self.transfer_failed = anyio.Event()
+        """Set together with `transfer_failure`."""
+        self.transfer_failure: Failure | None = None
+        """The first reason why KV did not come. The decode engine's own answer does not contain it."""
+        self._may_follow = may_follow
+        self._prefills: set[anyio.CancelScope] = set()
+        """Posts of tickets that wait for their prefill."""
+
+    @property
+    def may_stall(self) -> bool:
+        """False while a prefill engine computes: decode waits for it, and that engine is watched by itself."""
+        return not self._prefills
+
+    @property
+    def phase(self) -> RequestPhase:
+        if self.answering:
+            return RequestPhase.ANSWERING
+        if not self.engines:
+            return RequestPhase.QUEUED
+        if self._prefills:
+            return RequestPhase.PREFILL
+        return RequestPhase.DECODE if self.prefilled_at is None else RequestPhase.TRANSFER
+
+    @property
+    def may_begin_anew(self) -> bool:
+        """Whether another attempt may replace this one: it is allowed, and the client has got nothing yet."""
+        return not self.answering and self._may_follow()
+
+    def ticket(
+        self, prompt: int, ticket_id: str, attempt: int, failures: Sequence[Failure], samples: int
+    ) -> TicketProgress | None:
+        """Registers a ticket that the decode engine posts, for the first time or again.
+
+        Args:
+            prompt: the number of the prompt.
+            ticket_id: empty for tickets of other connectors, which are not matched with earlier posts.
+            attempt: the attempt number in the ticket.
+            failures: as in TicketProgress.
+            samples: how many tickets the prompt may have.
+
+        Returns:
+            The ticket's progress, or None if the prompt has all its tickets already, under other ids.
+        """
+        if not ticket_id:
+            return TicketProgress(attempt, failures)
+        progress = self.tickets.get((prompt, ticket_id))
+        if progress is None:
+            if sum(of == prompt for of, _ in self.tickets) >= samples:
+                return None
+            progress = self.tickets[prompt, ticket_id] = TicketProgress(attempt, failures)
+        else:
+            progress.posted_again()
+        return progress
+
+    @contextmanager
+    def prefill(self) -> Iterator[anyio.CancelScope]:
+        """The time in which a ticket is prefilled. Yields a scope that is cancelled when the attempt ends."""
+        with anyio.CancelScope() as scope:
+            self._prefills.add(scope)
+            try:
+                yield scope
+            finally:
+                self._prefills.discard(scope)
+                if not math.isinf(self.silent_since):
+                    self.heard()  # decode had nothing to compute meanwhile
+
+    def prefilled(self) -> None:
+        """The prefill of a prompt has succeeded."""
+        self.prefilled_at = self.prefilled_at or time.monotonic()
+
+    def note_transfer_failure(self, failure: Failure) -> None:
+        """Records why KV did not come. Only the first reason counts."""
+        self.transfer_failure = self.transfer_failure or failure
+        self.transfer_failed.set()
+
+    def end(self) -> None:
+        """Gives the attempt up because of its transfer failure. Another attempt may follow."""
+        assert self.transfer_failure is not None
+        self.over = True
+        self.scope.cancel()
+
+    def close(self) -> None:
+        """The attempt has ended, however it did: ends its prefills."""
+        self.over = True
+        for scope in self._prefills:
+            scope.cancel()

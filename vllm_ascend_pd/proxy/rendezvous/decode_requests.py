@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends a client's request to one decode engine after the other, until one answers or no attempt is left."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import NamedTuple
+
+from vllm_ascend_pd.proxy.http.bodies import decode_body
+from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint
+from vllm_ascend_pd.proxy.http.errors import error_response
+from vllm_ascend_pd.proxy.http.headers import Headers
+from vllm_ascend_pd.proxy.http.reply import Reply
+from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt
+from vllm_ascend_pd.proxy.rendezvous.observer import Observer
+from vllm_ascend_pd.proxy.rendezvous.proxied_request import ProxiedRequest
+from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
+from vllm_ascend_pd.proxy.rendezvous.response_relay import ResponseRelay
+from vllm_ascend_pd.proxy.rendezvous.retry import (
+    DECODE_AGAIN,
+    Failure,
+    engines_to_avoid,
+    last_resorts,
+    may_follow,
+)
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRequest
+from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
+from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT, prompts_of
+from vllm_ascend_pd.proxy.routing.ranking import EngineRanking
+from vllm_ascend_pd.proxy.routing.registry import EngineRole
+from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
+
+log = logging.getLogger(__name__)
+
+
+class ForwardedRequest(NamedTuple):
+    """A client's request as it goes to decode."""
+
+    method: str
+    path: str
+    endpoint: Endpoint | None
+    """What the path's requests look like; None if decode answers them without prefill."""
+    headers: Headers
+    """The client's."""
+    content: bytes
+    """The body, if the request needs no prefill. Otherwise the body is made for each attempt."""
+
+
+class DecodeRequests:
+    """The decode side of all client requests. It holds no state of single requests."""
+
+    def __init__(
+        self,
+        request_table: RequestTable,
+        pool: EnginePool,
+        watch: StallWatch,
+        observer: Observer,
+        *,
+        attempts: int,
+        metaserver_url: str,
+    ) -> None:
+        """
+        Args:
+            request_table: registers each attempt, so that tickets find it.
+            pool: the decode engines.
+            watch: ends attempts at engines that have stopped.
+            observer: receives reports about attempts.
+            attempts: how many engines may be asked for one request.
+            metaserver_url: where decode engines post their tickets.
+        """
+        self._request_table = request_table
+        self._pool = pool
+        self._watch = watch
+        self._observer = observer
+        self._attempts = attempts
+        self._metaserver_url = metaserver_url
+
+    async def run(self, proxied: ProxiedRequest, forwarded: ForwardedRequest, reply: Reply) -> None:
+        """Returns when the client has got a response, or after `proxied.end` with an error."""
+        pool = self._pool
+        clients_id = reply.request_id
+        failures: list[Failure] = []
+        prompt = NO_PROMPT if proxied.request is None else prompts_of(proxied.request)
+        ranking = pool.ranker.rank(prompt)
+
+        def another() -> bool:
+            return may_follow(pool.urls, failures, self._attempts, DECODE_AGAIN)
+
+        while True:
+            with self._request_table.attempt(proxied, forwarded.headers, another) as attempt:
+                reply.request_id = clients_id or attempt.request_id
+                failure = await self._attempt(proxied, attempt, ranking, forwarded, reply)
+                if failure is not None:
+                    attempt.span.failed(failure)
+            if failure is None:
+                return
+            self._observer.attempt_failed(EngineRole.DECODE, failure, attempt.request_id)
+            pool.judge(failure.url, failure.kind)
+            failures.append(failure)
+            avoid = engines_to_avoid(pool.urls, failures, self._attempts, DECODE_AGAIN)
+            if reply.started or avoid is None:
+                self._give_up(proxied, attempt, failure)
+                return
+            others = pool.ranker.rank(prompt, avoid)
+            ranking = others.then(last_resorts(failures, avoid, DECODE_AGAIN)).of_one_admitted()
+            self._note_retry(proxied, attempt, failure, len(failures) + 1, ranking.first)
+
+    async def _attempt(
+        self,
+        proxied: ProxiedRequest,
+        attempt: DecodeAttempt,
+        ranking: EngineRanking,
+        forwarded: ForwardedRequest,
+        reply: Reply,
+    ) -> Failure | None:
+        """Asks one engine and passes its response on. Returns how that failed, or None."""
+        content = forwarded.content
+        if proxied.request is not None:
+            content = decode_body(proxied.request, self._metaserver_url, attempt.request_id)
+        sent = EngineRequest(forwarded.method, forwarded.path, attempt.decode_headers, content, attempt.request_id)
+        relay = ResponseRelay(forwarded.path, attempt, reply, self._observer)
+        failure: Failure | None = None
+        responded = False
+        with self._watch.over(attempt), attempt.scope:
+            try:
+                async with self._pool.open(ranking, sent, attempt) as response:
+                    responded = True
+                    failure = await relay.run(response)
+                    if failure is None:
+                        self._pool.judge(attempt.engine, None)
+            except EngineError as error:
+                failure = Failure(error.kind, str(error), error.url, error_response(error.status, str(error)))
+                broken_off = responded and error.kind is FailureKind.LOST and not attempt.answering
+                if broken_off and _breaks_off(forwarded.endpoint):
+                    failure = await relay.transfer_failure() or failure
+            except TimeoutError:
+                log.warning("request %s: the client stopped reading: ending its request", attempt.request_id)
+                proxied.end(None)
+        if attempt.scope.cancelled_caught:
+            # Of its transfer failure and its engine's stall, whichever came first has ended the attempt.
+            return attempt.transfer_failure or _stalled(attempt)
+        return failure
+
+    def _give_up(self, proxied: ProxiedRequest, attempt: DecodeAttempt, failure: Failure) -> None:
+        log.warning(
+            "request %s: decode at %s failed: %s: the client gets %d",
+            attempt.request_id,
+            failure.url,
+            failure.reason,
+            failure.answer.status_code,
+        )
+        proxied.span.failed(failure)
+        proxied.end(failure.answer)
+
+    def _note_retry(
+        self, proxied: ProxiedRequest, attempt: DecodeAttempt, failure: Failure, number: int, next_url: str
+    ) -> None:
+        self._observer.attempt_retried(EngineRole.DECODE)
+        proxied.span.retried(failure, next_url)
+        log.warning(
+            "request %s: decode at %s failed: %s: attempt %d, under another id, goes to %s",
+            attempt.request_id,
+            failure.url,
+            failure.reason,
+            number,
+            next_url,
+        )
+
+
+def _breaks_off(endpoint: Endpoint | None) -> bool:
+    """Whether vLLM closes the connection, without an error event, when a stream of this endpoint fails."""
+    return endpoint is not None and REQUEST_FORMATS[endpoint].breaks_off
+
+
+def _stalled(attempt: DecodeAttempt) -> Failure | None:
+    """The failure of an attempt that was ended because its engine has stopped."""
+    if attempt.cut is None:
+        return None
+    kind, reason = attempt.cut
+    return Failure(kind, reason, attempt.engine, error_response(HTTPStatus.GATEWAY_TIMEOUT, reason))
