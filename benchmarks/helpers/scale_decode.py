@@ -76,7 +76,9 @@ class DecodeEngine:
 
     def finish(self) -> None:
         """All KV arrives, and all requests end. Their posts have been answered."""
-        wait_until(lambda: len(self._worker._ended) == len(self._requests), TIMEOUT_S, "KV arrives at decode")
+        wait_until(
+            lambda: len(self._worker._arrivals._news.finished) == len(self._requests), TIMEOUT_S, "KV arrives at decode"
+        )
         client = self._connector._role.scheduler._metaserver
         wait_until(lambda: not client._pending._posts, TIMEOUT_S, "posts are answered")
         arrived = self.step()

@@ -339,10 +339,10 @@ class DecodeRank(_RankBase):
 
     def arrivals(self) -> tuple[set[str], set[str], dict[str, str], dict[str, str]]:
         """Requests that ended, those of them that failed, and by ticket why tickets and attempts failed."""
+        arrivals = self.worker.take_arrivals()  # before the report, as vLLM does: it says more of what has ended
         report = self.worker.take_report()
         self.received_bytes += sum(num_bytes for num_bytes, _ in report.received.values()) if report else 0
         self.cached_tokens |= report.cached if report else {}
-        arrivals = self.worker.take_arrivals()
         given_up = {ticket_id: reason for ticket_id, (_, reason) in report.given_up.items()} if report else {}
         return arrivals.finished, arrivals.failed, report.failed if report else {}, given_up
 

@@ -31,7 +31,8 @@ from vllm_ascend_pd.connector.cache_specs import cache_groups, lost_blocks_say_a
 from vllm_ascend_pd.connector.roles.decode_worker import DecodeWorkerRole
 from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.decode.worker import Arrivals, DecodeWorker
+from vllm_ascend_pd.decode.arrivals import Arrivals
+from vllm_ascend_pd.decode.worker import DecodeWorker
 
 BLOCK = 4
 OF_A_BLOCK: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}

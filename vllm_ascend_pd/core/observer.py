@@ -113,7 +113,7 @@ class PrefillSchedulerObserver:
 
 
 class DecodeObserver:
-    """Observes a decode rank. All threads that call it hold the worker's lock."""
+    """Observes a decode rank. The control thread calls all methods but `close`, which is called when it has ended."""
 
     def ticket_received(self, request_id: str, ticket_id: str) -> None:
         """The scheduler has handed a ticket to this rank."""

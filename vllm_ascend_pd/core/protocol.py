@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message between prefill and decode engines, and its encoding.
 
-The conversations (P: prefill rank, D: decode side):
+P is a prefill rank, D a decode engine:
 
-    P -> D's listener (engine core)   Describe      -> EngineDescription
-    P -> D's rank                     GrantRequest  -> Granted | GrantRefused | Complete
-    P -> D's rank                     WriteReport   -> Acknowledged
-    P -> D's rank                     ReadClock     -> ClockReading
-    D's rank -> P, unasked            Revoke
+    P -> D's listener, in its engine core    Describe      -> EngineDescription
+    P -> a rank of D                         GrantRequest  -> Granted | GrantRefused | Complete
+    P -> a rank of D                         WriteReport   -> Acknowledged
+    P -> a rank of D, if P traces            ReadClock     -> ClockReading
+    a rank of D -> P, without a request      Revoke
 
-A frame is `[version, seq, body]` in msgpack; a reply carries the `seq` of its request, an unasked message 0.
-Anything that cannot be read is answered with `Problem`. Names that cannot be are refused where a message is read,
-and reasons cut to one printable line: they end up in logs and in clients' errors.
+A frame is `[version, seq, body]` in msgpack. A reply has the `seq` of its request. A message without a request has 0.
+A peer answers `Problem` to a message that it cannot read.
+
+Reading checks every field. Names that are too long or unprintable are refused. Reasons are cut to one printable line,
+because they get into logs and into clients' errors.
 """
 
 from typing import Annotated
@@ -24,41 +26,57 @@ from vllm_ascend_pd.core.topology import Sharding, sharding
 from vllm_ascend_pd.core.transports import TransportInfo
 
 PROTOCOL_VERSION = 1
+"""The first element of every frame. Peers of different versions refuse each other's messages.
+
+Raise it if a peer of the version before would misread a message: a required field comes or goes, or a field's meaning
+changes. Do not raise it for an optional field, which older peers ignore. Nor for a new request that may be answered
+with `Problem`, as long as the sender gets along without an answer.
+
+Version 1: the first one. Since then, without a new version:
+- `GrantRequest.wants_clock` and `Granted.clock` are gone. Both were optional, and are ignored where they still come.
+- `ReadClock` and `ClockReading` replace them. Older peers answer `Problem`.
+"""
 
 METASERVER_PATH = "/v1/metaserver"
 """Where decode posts tickets over HTTP, as with vllm-ascend's layerwise proxy."""
 
-# Bounds of what a listener accepts, far above what real engines send: a description holds about 100 bytes per
-# tensor (8 MiB is some 80,000 tensors), any other message less than a kilobyte plus 5 bytes per tensor.
 MAX_DESCRIPTION_BYTES = 8 << 20
+"""The longest description that is read. A tensor takes about 100 bytes, so this is some 80,000 tensors."""
 MAX_MESSAGE_BYTES = 64 << 10
-_Ranks = Annotated[int, msgspec.Meta(gt=0, le=1024)]
-"""A parallel size: more than any engine has, and no more than can be computed with."""
-
-
+"""The longest other message that is read. Real ones take under a kilobyte, and 5 bytes per tensor."""
 MAX_REASON_CHARS = 1000
+"""The length that reasons are cut to."""
 MAX_SETTINGS = 512
-"""Of an engine's description. Names and values are as short as other names."""
+"""The number of settings in an engine's description. Their names and values are as short as other names."""
+
+# How much of an error of msgspec, which may quote the peer's message, is passed on.
 _MAX_COMPLAINT_CHARS = 100
 
+# A parallel size: no engine has more.
+_Ranks = Annotated[int, msgspec.Meta(gt=0, le=1024)]
 _Id = Annotated[str, msgspec.Meta(max_length=64)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
-# Of one writer to one rank. A request's sum over 1024 ranks of prefill and of decode is below 2^63, which vLLM encodes.
+# Bytes of one writer to one rank. The sum over 1024 ranks of prefill and of decode is below 2^63, which vLLM encodes.
 _Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 41)]
 _Covers = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(max_length=1 << 17)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+_ClockSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e10)]
 
 
 class ProtocolError(ValueError):
-    """A frame that is malformed, too new or too old."""
+    """A frame that is malformed, or of another protocol version."""
 
 
 class WriterId(msgspec.Struct, frozen=True, array_like=True):
-    """A prefill rank's transfer, as decode ranks know it: `rank` of pipeline stage `pp_rank`, as `Sharding` counts.
-    `transfer` tells it from others of the same ticket and rank; nobody else knows it."""
+    """Names one transfer of one prefill rank to the decode ranks that it writes to."""
 
+    # The prefill engine.
     engine_id: str
+    # The writer's pipeline stage.
     pp_rank: _Rank
+    # The writer's place in that stage, as `Sharding` counts.
     rank: _Rank
+    # A random number that tells transfers of one ticket and rank apart. Only the ranks that it is sent to know it.
     transfer: int = 0
 
     def __post_init__(self) -> None:
@@ -66,14 +84,17 @@ class WriterId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankDescription(msgspec.Struct, frozen=True):
-    """One decode rank. `control`: where it takes grant requests and reports (`tcp://host:port`);
-    `session`: its transfer engine (`host:port`); `transport`: how that engine moves bytes."""
+    """One decode rank."""
 
     pp_rank: int
     tp_rank: int
+    # Where it takes grant requests and reports: `tcp://host:port`.
     control: str
+    # Its transfer engine: `host:port`.
     session: str
+    # Its cache tensors, and where they are in memory.
     caches: RankCaches
+    # How its transfer engine moves bytes.
     transport: TransportInfo = TransportInfo()
 
 
@@ -84,17 +105,21 @@ class Describe(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineDescription(msgspec.Struct, frozen=True, tag=True):
-    """All ranks of a decode engine. `model`: a readable summary of the model's shape, equal on both sides; `dcp`:
-    among how many neighbouring tensor-parallel ranks tokens are dealt out, `interleave` at a time; `settings`: what
-    else changes the meaning of KV, by name, none if the engine does not say."""
+    """All ranks of a decode engine."""
 
     engine_id: str
+    # A readable summary of the model's shape. It must be equal on both sides.
     model: str
+    # Tensor-parallel size.
     tp: _Ranks
+    # Pipeline-parallel size.
     pp: _Ranks
     ranks: tuple[RankDescription, ...]
+    # Decode context parallelism: the number of neighbouring tensor-parallel ranks that share a request's tokens.
     dcp: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] = 1
+    # How many neighbouring tokens each of those ranks gets at a time.
     interleave: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] = 1
+    # Other settings that change the meaning of KV, by name. Empty if the engine does not state them.
     settings: Annotated[dict[str, str], msgspec.Meta(max_length=MAX_SETTINGS)] = {}
 
     @property
@@ -103,27 +128,28 @@ class EngineDescription(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def draft(self) -> str:
-        """What drafts with caches of its own, for speculative decoding; "" if nothing does."""
+        """The draft model of speculative decoding that has caches of its own; "" if there is none."""
         return max((rank.caches.draft for rank in self.ranks), default="")
 
 
 class GrantRequest(msgspec.Struct, frozen=True, tag=True):
-    """May I write for this ticket? Repeated while the transfer lasts, to renew the lease.
-
-    `digest` is the ticket's content as the writer has it, `sharding` the prefill engine's, `covers` the indices of
-    the decode rank's tensors that this writer will fill, `settle_s` how long bytes of a write that was given up
-    may go on arriving, `draft` what drafts on the prefill engine (`Geometry.draft`). `weights`: the fingerprint of the
-    weights that it computes with, "" if it does not know.
-    """
+    """Asks for permission to write for a ticket. Repeated while the transfer lasts, to renew the lease."""
 
     ticket_id: _Id
+    # The attempt at the ticket that the writer serves.
     attempt: int
+    # Digest of the ticket as the writer has it.
     digest: _Id
     writer: WriterId
+    # The prefill engine's.
     sharding: Sharding
+    # Indices of the decode rank's tensors that this writer will fill.
     covers: _Covers
-    settle_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+    # How long bytes of an abandoned write may still arrive, in seconds.
+    settle_s: _Seconds
+    # The prefill engine's draft model (`Geometry.draft`).
     draft: str = ""
+    # Fingerprint of the weights that prefill computes with. "" if it is not known.
     weights: _Id = ""
 
     def __post_init__(self) -> None:
@@ -132,42 +158,46 @@ class GrantRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """The writer may write for `lease_s` seconds, counted from when it sent its request."""
+    """The writer may write."""
 
+    # For so many seconds after it sent its request.
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
 class GrantRefused(msgspec.Struct, frozen=True, tag="Refused"):
-    """No. With `retry` not yet: the ticket is not known, or another attempt may still write; asking on
-    for the latter is worth it for `wait_s` at least."""
+    """The writer must not write."""
 
     reason: str
+    # Whether to ask again: the ticket is not known yet, or another attempt may still write.
     retry: bool
-    wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
+    # With `retry`: the writer should go on asking for at least so many seconds.
+    wait_s: _Seconds = 0.0
 
     def __post_init__(self) -> None:
         _shorten_reason(self)
 
 
 class Complete(msgspec.Struct, frozen=True, tag=True):
-    """The decode rank has received everything for this ticket, from another attempt: there is nothing to write."""
+    """There is nothing to write: the decode rank has received everything for this ticket from another attempt."""
 
 
 class WriteReport(msgspec.Struct, frozen=True, tag="Report"):
-    """The writer has stopped writing for this ticket, for good: everything it covers is written (`reason` is
-    None), or not. It wrote `num_bytes` to whom it tells, `bytes_before_end` of them before prefill's last layer
-    ended. After a failure, bytes already on their way may arrive for `settle_s` seconds more; then it reports once
-    more, with 0. `digest` shows, as in a `GrantRequest`, that the writer has the ticket. `cached_tokens`: how many of
-    the prompt's tokens the prefill engine had in its prefix cache; None where the writer does not know."""
+    """The writer has stopped writing for this ticket, for good."""
 
     ticket_id: _Id
     attempt: int
     writer: WriterId
+    # Why not everything that the writer covers is written. None if everything is.
     reason: str | None
+    # Bytes that it wrote to the decode rank.
     num_bytes: _Bytes = 0
+    # Those of them that arrived before prefill's last layer ended.
     bytes_before_end: _Bytes = 0
-    settle_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
+    # After a failure: bytes may still arrive for so many seconds. Then the writer reports once more, with 0.
+    settle_s: _Seconds = 0.0
+    # Digest of the ticket, as in `GrantRequest`.
     digest: _Id = ""
+    # How many of the prompt's tokens the prefill engine had in its prefix cache. None if the writer does not know.
     cached_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
 
     def __post_init__(self) -> None:
@@ -175,17 +205,17 @@ class WriteReport(msgspec.Struct, frozen=True, tag="Report"):
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):
-    """The report was taken note of."""
+    """Answers a `WriteReport`."""
 
 
 class Revoke(msgspec.Struct, frozen=True, tag=True):
-    """`writer` is to stop writing for this ticket and report. Repeated until it has, or its process has ended.
-    `digest`: the ticket's, for a writer that has forgotten it."""
+    """Tells a writer to stop writing for this ticket, and to report. Repeated until it reports or its process ends."""
 
     ticket_id: _Id
     attempt: int
     writer: WriterId
     reason: str
+    # Digest of the ticket, for a writer that has forgotten it.
     digest: _Id = ""
 
     def __post_init__(self) -> None:
@@ -193,22 +223,27 @@ class Revoke(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadClock(msgspec.Struct, frozen=True, tag=True):
-    """Asks a decode rank for its time, for traces. Only who has an open ticket gets it: `digest` is the ticket's."""
+    """Asks a decode rank for its clock. Only a prefill rank that traces (`trace_dir`) sends it."""
 
+    # A ticket that is open at the decode rank.
     ticket_id: _Id
+    # Digest of the ticket, which shows that the sender has it.
     digest: _Id
 
 
 class ClockReading(msgspec.Struct, frozen=True, tag=True):
-    """When a decode rank received the question and when it answered, in seconds of its monotonic clock."""
+    """Answers `ReadClock`."""
 
-    clock: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]  # the clock's name (core/host_clock.py)
-    received_s: Annotated[float, msgspec.Meta(ge=0, le=1e10)]
-    sent_s: Annotated[float, msgspec.Meta(ge=0, le=1e10)]
+    # Name of the decode rank's monotonic clock (`core/host_clock.py`).
+    clock: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    # When the rank took the request, in seconds of that clock.
+    received_s: _ClockSeconds
+    # When the rank answered it, in seconds of that clock.
+    sent_s: _ClockSeconds
 
 
 class Problem(msgspec.Struct, frozen=True, tag=True):
-    """The message could not be read or served."""
+    """Answers a message that could not be read or served."""
 
     reason: str
 
@@ -258,7 +293,7 @@ def encode(seq: int, message: Message) -> bytes:
 
 
 def decode(frame: bytes) -> tuple[int, Message]:
-    """Returns (seq, message). Raises ProtocolError, never anything else, whatever the bytes."""
+    """Returns (seq, message). Raises ProtocolError, and nothing else, whatever `frame` contains."""
     try:
         header = _frame_decoder.decode(frame)
         if header.version != PROTOCOL_VERSION:

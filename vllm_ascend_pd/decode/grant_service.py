@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers prefill ranks on a decode rank: gives grants, takes reports, and revokes what must not be written any more.
+
+The control thread (`pd-grants`) owns `GrantService` and every ticket in it. The model thread hands over new tickets and
+cancellations by `SideChannelServer.call`, and gets what has ended through an `ArrivalQueue`.
+"""
+
+import functools
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.decode_ticket import MAX_TOMBSTONES, DecodeTicket, TicketState
+from vllm_ascend_pd.core.host_clock import HOST_CLOCK
+from vllm_ascend_pd.core.observer import DecodeObserver
+from vllm_ascend_pd.core.protocol import (
+    Acknowledged,
+    ClockReading,
+    Complete,
+    Granted,
+    GrantRefused,
+    GrantRequest,
+    Message,
+    Problem,
+    ReadClock,
+    Revoke,
+    WriteReport,
+    WriterId,
+)
+from vllm_ascend_pd.core.step import Expect
+from vllm_ascend_pd.core.threads import owned
+from vllm_ascend_pd.core.ticket import MAX_TP, replica_hash_of
+from vllm_ascend_pd.core.topology import TopologyError
+from vllm_ascend_pd.core.weights import LoadedWeights
+from vllm_ascend_pd.decode.arrivals import ArrivalQueue
+from vllm_ascend_pd.decode.expected_writers import ExpectedWriters
+from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.transport.side_channel import ClientConnection
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two revocations of one writer. The second one also shows whether the writer's process has ended.
+_REVOKE_EVERY_S = 1.0
+# Seconds between two warnings about a writer that does not answer.
+_WARN_EVERY_S = 60.0
+
+UNKNOWN_WEIGHTS = -1
+"""As `OpenTicket.weights_version`: the weights changed before the ticket was issued, so its grants are refused."""
+
+
+@dataclass
+class OpenTicket:
+    """A ticket that prefill ranks may still write for. The control thread owns it."""
+
+    # What the scheduler said of it.
+    expect: Expect
+    # Who may write, and what is still missing.
+    ticket: DecodeTicket
+    # Happens when steps that were queued before the ticket have ended: until then they may write to its blocks.
+    vacated: Event
+    # Version of this engine's weights that the KV must fit. None until the attempt's first grant.
+    weights_version: int | None = None
+    # The connection that each writer last used.
+    connections: dict[WriterId, ClientConnection] = field(default_factory=dict)
+    # When each writer was last told to stop, in seconds of `time.monotonic`.
+    revoked_at: dict[WriterId, float] = field(default_factory=dict)
+    # The last attempt whose failure was reported.
+    given_up: int = -1
+    # Whether the ticket's failure was reported.
+    failure_reported: bool = False
+    # When to warn again that a writer does not answer.
+    warn_at: float = -math.inf
+
+
+@dataclass(frozen=True)
+class _ClosedTicket:
+    """How a ticket ended, for prefill ranks that ask too late."""
+
+    digest: str
+    state: TicketState
+    reason: str
+
+
+class GrantService:
+    """The open tickets of one decode rank. All methods run on the control thread."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        expected_writers: ExpectedWriters,
+        loaded: LoadedWeights,
+        arrivals: ArrivalQueue,
+        observer: DecodeObserver,
+    ) -> None:
+        """`loaded`: this engine's weights. `arrivals`: gets what has ended."""
+        self._config = config
+        self._expected_writers = expected_writers
+        self._loaded = loaded
+        self._arrivals = arrivals
+        self._observer = observer
+        # By ticket id.
+        self._open: dict[str, OpenTicket] = {}
+        # By ticket id, the oldest first. At most `MAX_TOMBSTONES`.
+        self._closed: OrderedDict[str, _ClosedTicket] = OrderedDict()
+
+    # The model thread posts these.
+
+    @owned
+    def expect(self, tickets: Iterable[OpenTicket]) -> None:
+        """Opens tickets that the scheduler has issued."""
+        for each in tickets:
+            self._open[each.ticket.ticket_id] = each
+            self._observer.ticket_received(each.expect.request_id, each.ticket.ticket_id)
+
+    @owned
+    def prefill_ended(self, ticket_ids: Iterable[str], now: float) -> None:
+        """The metaserver has answered for these tickets: no further prefill rank will ask for a grant."""
+        for ticket_id in ticket_ids:
+            if each := self._open.get(ticket_id):
+                each.ticket.prefill_has_ended(now, self._config.settle_timeout_s)
+
+    @owned
+    def cancel(self, reasons: dict[str, str], now: float) -> None:
+        """The scheduler no longer wants the KV of these tickets. `reasons`: by ticket id."""
+        for ticket_id, reason in reasons.items():
+            if each := self._open.get(ticket_id):
+                each.ticket.fail(reason)
+                self._advance(each, now)
+
+    # The side channel calls these.
+
+    @owned
+    def handle(self, message: Message, connection: ClientConnection) -> Message:
+        """Answers a prefill rank."""
+        now = time.monotonic()
+        if isinstance(message, GrantRequest):
+            answer = self._grant(message, connection, now)
+            if each := self._open.get(message.ticket_id):
+                self._advance(each, now)  # a request of a higher attempt ends the lower one
+            return answer
+        if isinstance(message, WriteReport):
+            self._report(message, connection, now)
+            return Acknowledged()
+        if isinstance(message, ReadClock):
+            each = self._open.get(message.ticket_id)
+            if each is None or message.digest != each.ticket.digest:
+                return Problem("the ticket is not open here")
+            return ClockReading(HOST_CLOCK, now, time.monotonic())
+        return Problem(f"a decode rank does not serve {type(message).__name__}")
+
+    @owned
+    def tick(self, now: float) -> None:
+        """Lets time pass for every open ticket."""
+        for each in list(self._open.values()):
+            each.ticket.tick(now)
+            self._advance(each, now)
+
+    def _grant(
+        self, request: GrantRequest, connection: ClientConnection, now: float
+    ) -> Granted | GrantRefused | Complete:
+        each = self._open.get(request.ticket_id)
+        if each is None:
+            return self._answer_late(request)
+        ticket = each.ticket
+        attempt = ticket.attempt
+        refused = ticket.admit(request, now)
+        if ticket.attempt != attempt:  # a new attempt begins
+            each.connections.clear()
+            each.revoked_at.clear()
+            each.warn_at = -math.inf
+            if not each.expect.cached_tokens:
+                each.weights_version = None
+        if refused is not None:
+            return refused
+        if each.expect.cached_tokens and each.weights_version != self._loaded.current.version:
+            ticket.fail("decode's weights were updated, and a part of the prompt was cached before")
+            return GrantRefused(ticket.reason, retry=False)
+        if (refused := self._refuse_weights(request)) is not None:
+            return refused
+        # vLLM gives the blocks of an ended request to the next one while a step that computes for the first is still
+        # queued. Later work on the same stream runs after that step. A prefill rank's write does not.
+        if not each.vacated.is_done():
+            return GrantRefused("steps queued before the ticket may still write to its blocks", retry=True)
+        ranks = len(request.sharding.shares)
+        if ranks > MAX_TP or request.writer.rank >= ranks:
+            return GrantRefused(f"rank {request.writer.rank} of {ranks} ranks in a pipeline stage", retry=False)
+        # Only a writer that has the ticket decides which engine writes for it.
+        if not ticket.engine_known and (request.attempt, request.digest) == (ticket.attempt, ticket.digest):
+            replica_hash = replica_hash_of(request.ticket_id)
+            try:
+                expected = self._expected_writers.of(request.sharding, replica_hash, request.draft)
+            except TopologyError as error:
+                return GrantRefused(str(error), retry=False)
+            ticket.expect(request.writer.engine_id, request.sharding, expected)
+        answer = ticket.grant(request, now)
+        if not isinstance(answer, Granted):
+            return answer
+        if request.writer not in each.connections:
+            self._observer.grant_sent(each.expect.request_id, request.ticket_id, request.writer)
+        each.connections[request.writer] = connection
+        if each.weights_version is None:
+            each.weights_version = self._loaded.current.version
+        return answer
+
+    def _answer_late(self, request: GrantRequest) -> GrantRefused | Complete:
+        """For a ticket that is not open: it has ended, or the scheduler's step has not brought it yet."""
+        ended = self._closed.get(request.ticket_id)
+        if ended is None:
+            return GrantRefused("the ticket is not known here", retry=True)
+        if ended.state is TicketState.RECEIVED and ended.digest == request.digest:
+            return Complete()
+        return GrantRefused(f"the ticket is closed: {ended.reason or ended.state.value}", retry=False)
+
+    def _refuse_weights(self, request: GrantRequest) -> GrantRefused | None:
+        """Refuses KV of other weights than ours (R8). Renewals are checked too: either side may update its weights."""
+        current = self._loaded.current
+        if current.loading:
+            return GrantRefused("weights are being loaded here", retry=True)
+        theirs, ours = request.weights, current.fingerprint
+        if self._config.allow_other_model or not (theirs and ours) or theirs == ours:
+            return None
+        return GrantRefused(
+            f"prefill computed with weights {theirs}, this engine has {ours}: the engines loaded other checkpoints, or "
+            "one was updated",
+            retry=False,
+        )
+
+    def _report(self, report: WriteReport, connection: ClientConnection, now: float) -> None:
+        each = self._open.get(report.ticket_id)
+        # Only a writer that has the ticket knows its digest: nobody else may end the transfer.
+        if each is None or report.digest != each.ticket.digest:
+            return
+        if report.reason is None and self._updated_since_grant(each):
+            report = msgspec.structs.replace(report, reason="decode's weights were updated before all KV was here")
+        if not each.ticket.report(report, now):
+            return
+        if report.writer in each.connections:
+            each.connections[report.writer] = connection
+        self._observer.report_received(each.expect.request_id, report.ticket_id, report.writer)
+        self._advance(each, now)
+
+    def _updated_since_grant(self, each: OpenTicket) -> bool:
+        version = self._loaded.current.version
+        return not self._config.allow_other_model and each.weights_version not in (None, version)
+
+    def _advance(self, each: OpenTicket, now: float) -> None:
+        """Does what a ticket's state asks for: reports failures, revokes grants, closes the ticket.
+
+        Looks at one ticket only, so that a message costs the same however many tickets are open.
+        """
+        ticket = each.ticket
+        if ticket.state is TicketState.OPEN:
+            return
+        ticket_id, request_id = ticket.ticket_id, each.expect.request_id
+        if ticket.state is TicketState.FENCING and each.given_up < ticket.attempt:
+            each.given_up = ticket.attempt
+            logger.warning(
+                "request %s: attempt %d failed: %s: it waits for another prefill engine",
+                request_id,
+                ticket.attempt,
+                ticket.reason,
+            )
+            self._arrivals.attempt_failed(ticket_id, ticket.attempt, ticket.reason)
+        if ticket.state is TicketState.FAILED and not each.failure_reported:
+            each.failure_reported = True
+            logger.warning(
+                "request %s: no KV received: %s: it ends, or is computed here (kv_load_failure_policy)",
+                request_id,
+                ticket.reason,
+            )
+            self._arrivals.ticket_failed(ticket_id, ticket.reason, each.expect.blocks)
+        self._revoke(each, now)
+        if not ticket.quiet(now):
+            return
+        del self._open[ticket_id]
+        self._closed[ticket_id] = _ClosedTicket(ticket.digest, ticket.state, ticket.reason)
+        while len(self._closed) > MAX_TOMBSTONES:
+            self._closed.popitem(last=False)
+        is_received = ticket.state is TicketState.RECEIVED
+        self._observer.ticket_ended(request_id, ticket_id, is_received)
+        received = (ticket.num_bytes, ticket.bytes_before_end) if is_received else None
+        self._arrivals.ticket_ended(ticket_id, request_id, received, ticket.cached_tokens or 0)
+
+    def _revoke(self, each: OpenTicket, now: float) -> None:
+        """Tells writers to stop, every second until they report or their processes end."""
+        ticket = each.ticket
+        overdue = ticket.overdue(now)
+        live = [] if ticket.state is TicketState.RECEIVED else ticket.live_writers()
+        for writer in {*live, *overdue}:
+            if now - each.revoked_at.get(writer, -math.inf) >= _REVOKE_EVERY_S:
+                each.revoked_at[writer] = now
+                connection = each.connections[writer]
+                revoke = Revoke(ticket.ticket_id, ticket.attempt, writer, ticket.reason, ticket.digest)
+                connection.send(revoke, functools.partial(self._connection_closed, each, writer, connection))
+        if overdue and now >= each.warn_at:
+            if each.warn_at > -math.inf:
+                logger.warning(
+                    "request %s: its blocks are kept for prefill rank %d of engine %s, which neither says that it has "
+                    "stopped writing nor has ended: continue or kill its process",
+                    each.expect.request_id,
+                    overdue[0].rank,
+                    overdue[0].engine_id,
+                )
+            each.warn_at = now + (_WARN_EVERY_S if each.warn_at > -math.inf else 2 * _REVOKE_EVERY_S)
+
+    def _connection_closed(self, each: OpenTicket, writer: WriterId, connection: ClientConnection) -> None:
+        """A revocation found the writer's connection closed, so its process has ended unless it uses another one."""
+        if each.connections.get(writer) == connection:
+            now = time.monotonic()
+            each.ticket.gone(writer, now)
+            if each.ticket.ticket_id in self._open:
+                self._advance(each, now)
