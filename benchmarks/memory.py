@@ -38,10 +38,10 @@ from harness.ports import reserve_port  # noqa: E402
 from harness.rank_hosts import Rank  # noqa: E402
 from vllm_ascend_pd.core.config import ConnectorConfig  # noqa: E402
 from vllm_ascend_pd.device.npu import REGISTRATION_BYTES  # noqa: E402
-from vllm_ascend_pd.tools.plan.engine import Engine, Layout, rank_caches  # noqa: E402
+from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, rank_caches  # noqa: E402
 from vllm_ascend_pd.tools.plan.exchange import make_plan  # noqa: E402
 from vllm_ascend_pd.tools.plan.figures import Staging  # noqa: E402
-from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, Model, parse_model  # noqa: E402
+from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, parse_model  # noqa: E402
 
 MIB = 1 << 20
 MIN_LESS = 20.0
@@ -95,8 +95,8 @@ HEADER = (
 )
 
 
-def staging(model: Model, prefill_tp: int, decode_tp: int, block: int, step_tokens: int, slots: int) -> Staging:
-    engines = (Engine("prefill", prefill_tp, 1, 1, block), Engine("decode", decode_tp, 1, 1, block))
+def staging(model: ModelShape, prefill_tp: int, decode_tp: int, block: int, step_tokens: int, slots: int) -> Staging:
+    engines = (PlannedEngine("prefill", prefill_tp, 1, 1, block), PlannedEngine("decode", decode_tp, 1, 1, block))
     return make_plan(model, Layout.VLLM_ASCEND, *engines, step_tokens=step_tokens, staging_slots=slots).staging
 
 
@@ -105,9 +105,9 @@ def registered_bytes(found: Staging, whole: int) -> int:
     return math.ceil(found.slots * found.slot_bytes / whole) * whole
 
 
-def layer_bytes(model: Model, prefill_tp: int, cache: int) -> int:
+def layer_bytes(model: ModelShape, prefill_tp: int, cache: int) -> int:
     """K and V of one layer, on a rank whose whole cache takes `cache` bytes."""
-    engine = Engine("prefill", prefill_tp, 1, 1, BLOCK)
+    engine = PlannedEngine("prefill", prefill_tp, 1, 1, BLOCK)
     caches = rank_caches(model, Layout.VLLM_ASCEND, engine, 0, 0, 1)
     block_bytes = sum(caches.geometry_of(tensor).block_bytes for tensor in caches.tensors)  # of all layers
     return cache // block_bytes * block_bytes // len(model.cached)
@@ -159,7 +159,7 @@ class Check:
 def check_worker(device: str) -> Check:
     """Raises RuntimeError where the two differ."""
     small, side = SmallModel(layers=2, heads=2, widths=(64, 64)), Side(2, num_blocks=8)
-    model = Model("small", (Cached.FULL,) * 2, 2, 2, False, small.widths, CacheDtype.BFLOAT16, ())
+    model = ModelShape("small", (Cached.FULL,) * 2, 2, 2, False, small.widths, CacheDtype.BFLOAT16, ())
     init = f"tcp://127.0.0.1:{reserve_port()}"
     ranks = [
         Rank(CountingRank, small, side, rank, 0, init, "prefill", {}, device, device=device) for rank in range(side.tp)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from vllm_ascend_pd.core.config import ConnectorConfig, PeerParallel, TlsConfig
-from vllm_ascend_pd.tools.launch.hosts import Cluster, Engine, Host, Proxy
+from vllm_ascend_pd.tools.launch.hosts import Cluster, EngineEntry, Host, Proxy
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
@@ -48,7 +48,7 @@ _TYPES = {
     "dict[str, Any]": "object",
     "dict[str, str]": "object of strings",
     "dict[str, Host]": "object of hosts",
-    "tuple[Engine, ...]": "list of engines",
+    "tuple[EngineEntry, ...]": "list of engines",
     "Proxy": "object",
     "Executor": "`mp` or `ray`",
     "Literal['fail', 'recompute'] | None": "`fail` or `recompute`",
@@ -100,7 +100,7 @@ def page() -> str:
     for title, struct in (("`prefill` and `decode`", PeerParallel), ("`tls_config`", TlsConfig)):
         parts += [f"\n### {title}\n", said_of(struct), table(struct)]
     parts += [HOSTS, said_of(Cluster), table(Cluster)]
-    for title, struct in (("`hosts`", Host), ("`prefill` and `decode`, each engine", Engine), ("`proxy`", Proxy)):
+    for title, struct in (("`hosts`", Host), ("`prefill` and `decode`, each engine", EngineEntry), ("`proxy`", Proxy)):
         parts += [f"\n### {title}\n", said_of(struct), table(struct)]
     return "\n".join(parts) + "\n"
 

@@ -235,15 +235,15 @@ def plan(
     if compute_ms_per_1000_tokens is not None and link_gbit is None:
         raise USAGE_ERROR("--compute-ms-per-1000-tokens needs --link-gbit")
     # Imported here: other commands should not pay for it.
-    from vllm_ascend_pd.tools.plan.command import Shape, plan_text
+    from vllm_ascend_pd.tools.plan.command import EngineSizes, plan_text
 
     try:
         text = plan_text(
             model,
             layout,
             kv_cache_dtype,
-            Shape(prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size),
-            Shape(decode_tp, decode_pp, decode_dp, decode_block_size or block_size),
+            EngineSizes(prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size),
+            EngineSizes(decode_tp, decode_pp, decode_dp, decode_block_size or block_size),
             step_tokens=max_num_batched_tokens,
             link_gbit=link_gbit,
             compute_ms=compute_ms_per_1000_tokens,

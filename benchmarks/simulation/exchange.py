@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_ascend_pd.core.layout import RankCaches
-from vllm_ascend_pd.tools.plan.engine import Engine, Layout, default_block_size, rank_caches
+from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, default_block_size, rank_caches
 from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.model import Model
+from vllm_ascend_pd.tools.plan.model import ModelShape
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Exchange:
     writers: tuple[tuple[int, ...], ...]
     covers: tuple[int, ...]
     d_token_bytes: int
-    prefill: Engine
-    decode: Engine
+    prefill: PlannedEngine
+    decode: PlannedEngine
     d_caches: RankCaches
     ranks_per_nic: int
 
@@ -51,7 +51,7 @@ class Exchange:
     def d_nics(self) -> int:
         return 1 + max(kind for loads in self.d_loads for kind, _ in loads)
 
-    def engines_per_nic(self, engine: Engine) -> int:
+    def engines_per_nic(self, engine: PlannedEngine) -> int:
         """That share one, as they are smaller than a NIC's ranks."""
         return max(1, self.ranks_per_nic // engine.tp)
 
@@ -61,11 +61,11 @@ class Exchange:
         return (-(-stop // self.unit) if last else stop // self.unit) - start // self.unit
 
 
-def make_exchange(model: Model, p_tp: int, d_tp: int, ranks_per_nic: int) -> Exchange:
+def make_exchange(model: ModelShape, p_tp: int, d_tp: int, ranks_per_nic: int) -> Exchange:
     """Raises PlanError where such engines cannot work together."""
     layout = Layout.VLLM_ASCEND
     size = default_block_size(model, layout)
-    prefill, decode = Engine("prefill", p_tp, 1, 1, size), Engine("decode", d_tp, 1, 1, size)
+    prefill, decode = PlannedEngine("prefill", p_tp, 1, 1, size), PlannedEngine("decode", d_tp, 1, 1, size)
     plan = make_plan(model, layout, prefill, decode, step_tokens=8192, staging_slots=4, tokens=size)
     lanes = range(plan.senders[0].lanes)
     flows = [[flow for flow in plan.prompt.flows if flow.lane == lane] for lane in lanes]

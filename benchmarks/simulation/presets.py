@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.tools.plan.model import Model, parse_model, read_model
+from vllm_ascend_pd.tools.plan.model import ModelShape, parse_model, read_model
 
 _DATA = Path(__file__).resolve().parents[2] / "tests" / "unit" / "data"
 _LLAMA_8B: Mapping[str, Any] = {
@@ -42,7 +42,7 @@ SPEEDS = {
 """A rank is one of the two dies of an Ascend 910C."""
 
 
-def find_model(name: str) -> Model:
+def find_model(name: str) -> ModelShape:
     """One of `MODELS`, or a path to a `config.json`. Raises PlanError, OSError."""
     if name == "llama-3.1-8b":
         return parse_model(_LLAMA_8B)

@@ -22,8 +22,8 @@ from harness.certificates import Authority
 from harness.documented import documented
 from harness.waiting import wait_for
 from vllm_ascend_pd.tools.doctor import child, loopback
-from vllm_ascend_pd.tools.doctor.finding import Level, Report, Target
-from vllm_ascend_pd.tools.doctor.loopback_process import Checked, Ready, Sent, Task
+from vllm_ascend_pd.tools.doctor.finding import DoctorReport, DoctorTarget, Level
+from vllm_ascend_pd.tools.doctor.loopback_process import Checked, Ready, SendTiming, Task
 
 pytest.importorskip("mooncake.engine")
 
@@ -57,7 +57,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def levels(report: Report) -> dict[str, Level]:
+def levels(report: DoctorReport) -> dict[str, Level]:
     return {finding.check: finding.level for finding in report.findings}
 
 
@@ -83,8 +83,8 @@ def test_a_machine(tmp_path: Path) -> None:
             PATH=f"{tmp_path}:{os.environ['PATH']}",
             VLLM_HOST_IP="127.0.0.1",
         )
-    report = msgspec.json.decode(done.stdout, type=Report)
-    assert (report.target, report.ok, done.returncode) == (Target.MACHINE, False, 1)
+    report = msgspec.json.decode(done.stdout, type=DoctorReport)
+    assert (report.target, report.ok, done.returncode) == (DoctorTarget.MACHINE, False, 1)
     found = levels(report)
     assert found[f"ports.{port}"] is Level.ERROR
     assert found["loading.host"] is Level.WARNING
@@ -118,7 +118,7 @@ def test_bytes_that_are_not_what_was_sent_are_found() -> None:
         other = msgspec.structs.replace(task, seed=2).argument()
         sender = child.command("loopback_process", "send", other, ready.session, str(ready.address))
         sent = subprocess.run(sender, capture_output=True, text=True, timeout=60, check=True)
-        assert [each.descriptors for each in child.lines(sent.stdout, Sent)] == [4]
+        assert [each.descriptors for each in child.lines(sent.stdout, SendTiming)] == [4]
         output, _ = receiver.communicate("look\n", timeout=60)
         [checked] = child.lines(output, Checked)
         assert size * 0.99 < checked.wrong <= size  # a byte in 256 is equal by chance, and nothing behind was written
@@ -162,13 +162,13 @@ def test_a_pair() -> None:
         # Stand-ins have no /version, and do not say how they move bytes.
         assert "0 errors, 0 warnings, 3 notes" in done.stdout
         report = msgspec.json.decode(
-            run("--decode", proxy, "--proxy", prefill, "--prefill", decode, "--json").stdout, type=Report
+            run("--decode", proxy, "--proxy", prefill, "--prefill", decode, "--json").stdout, type=DoctorReport
         )
         wrong = {check for check, level in levels(report).items() if level is Level.ERROR}
         assert wrong == {"proxy.0.role", "prefill.0.role", "decode.0.role"}
         cluster.decode.healthy = False
         time.sleep(1.1)  # the proxy does not ask engines more often than once a second
-        report = msgspec.json.decode(run(*urls, "--json").stdout, type=Report)
+        report = msgspec.json.decode(run(*urls, "--json").stdout, type=DoctorReport)
         wrong = {check for check, level in levels(report).items() if level is Level.ERROR}
         assert wrong == {"proxy.0.health", "proxy.0.engines", "decode.0.health"}
 

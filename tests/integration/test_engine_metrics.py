@@ -51,7 +51,7 @@ from vllm_ascend_pd.observe.stats import (
     merged,
 )
 from vllm_ascend_pd.tools.doctor import roles, transports
-from vllm_ascend_pd.tools.doctor.roles import Kind
+from vllm_ascend_pd.tools.doctor.roles import ServerKind
 
 NAME = "LayerwisePushConnector"
 FACTS = ("ascend", 'a "wheel" 1.0', "client/server", "AutoConnect")
@@ -144,7 +144,7 @@ def test_both_ways_through_vllm(config: Any, prometheus: PrometheusStatLogger, c
     names = {family.name for family in REGISTRY.collect() if family.name.startswith(PREFIX)}
     assert names == {PREFIX + metric.name for metric in expected}
     assert set(registered().values()) == {0.0}, "all are there from the start"
-    kind = Kind.PREFILL if is_prefill else Kind.DECODE
+    kind = ServerKind.PREFILL if is_prefill else ServerKind.DECODE
     assert roles.kinds(generate_latest(REGISTRY)) == {kind}, "the doctor knows it before the first request"
     log = LoggingStatLogger(config, 0)
 

@@ -15,9 +15,9 @@ from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.prefill.worker import PrefillWorker
-from vllm_ascend_pd.tools.plan.engine import Engine, Layout
+from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, Model
+from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.limits import TransferLimits
 
@@ -75,8 +75,8 @@ def process() -> Iterator[ProcessPoolExecutor]:
 )
 def test_staging_memory(process, tmp_path, heads, widths, layout):
     block_size = BLOCK_SIZE if layout is Layout.VLLM_ASCEND else 32
-    model = Model("any", (Cached.FULL,) * LAYERS, heads, heads, False, widths, CacheDtype.BFLOAT16, ())
-    engines = Engine("prefill", 1, 1, 1, block_size), Engine("decode", 1, 1, 1, block_size)
+    model = ModelShape("any", (Cached.FULL,) * LAYERS, heads, heads, False, widths, CacheDtype.BFLOAT16, ())
+    engines = PlannedEngine("prefill", 1, 1, 1, block_size), PlannedEngine("decode", 1, 1, 1, block_size)
     plan = make_plan(model, layout, *engines, step_tokens=STEP_TOKENS, staging_slots=SLOTS)
     shapes = (
         [(3, block_size, heads, width) for width in widths]

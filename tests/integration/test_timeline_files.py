@@ -16,12 +16,12 @@ import pytest
 from rich.console import Console
 
 from vllm_ascend_pd.observe import events
-from vllm_ascend_pd.observe.events import Mark, MarkEvent, Process
+from vllm_ascend_pd.observe.events import Mark, MarkEvent, TracedProcess
 from vllm_ascend_pd.observe.trace_file import TraceError, TraceFile
 from vllm_ascend_pd.tools.timeline.command import show_timeline
 from vllm_ascend_pd.tools.timeline.read import read_file, read_folder
 
-SCHEDULER = Process(events.FORMAT, "decode scheduler", "engine/../x", 0, 0, "0" * 16, 0.0)
+SCHEDULER = TracedProcess(events.FORMAT, "decode scheduler", "engine/../x", 0, 0, "0" * 16, 0.0)
 HOSTILE = "<script>alert(1)</script> </title> @@DATA@@ $x_{y}$ [red]\x1b[31m"
 
 # Traces on and on, and says so once the first events must be in the file.
@@ -29,7 +29,7 @@ WRITER = """
 import sys, time
 from vllm_ascend_pd.observe.events import *
 from vllm_ascend_pd.observe.trace_file import TraceFile
-file = TraceFile(sys.argv[1], Process(1, "decode scheduler", "killed", 0, 0, "0" * 16, 0.0), 1 << 26)
+file = TraceFile(sys.argv[1], TracedProcess(1, "decode scheduler", "killed", 0, 0, "0" * 16, 0.0), 1 << 26)
 n = 0
 while True:
     file.put(MarkEvent(name=ISSUED, ph="i", ts=float(n), args=Mark(f"request-{n}", f"{n:016x}")))

@@ -21,7 +21,7 @@ import cann_on_host
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.communicator import communicator_bytes
 from vllm_ascend_pd.tools.doctor import collectives, hardware, loopback
-from vllm_ascend_pd.tools.doctor.finding import Finding, Level, Report
+from vllm_ascend_pd.tools.doctor.finding import DoctorReport, Finding, Level
 from vllm_ascend_pd.tools.doctor.progress import Progress
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated, pytest.mark.timeout(600)]
@@ -67,14 +67,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CANN_ON_HOST_DEVICES", "2")
 
 
-def run(*arguments: str, **environment: str) -> tuple[Report, int]:
+def run(*arguments: str, **environment: str) -> tuple[DoctorReport, int]:
     command = [sys.executable, "-m", "vllm_ascend_pd.cli", "doctor", "--hardware", "--json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env={**os.environ, **environment})
     assert "Traceback" not in done.stderr
-    return msgspec.json.decode(done.stdout, type=Report), done.returncode
+    return msgspec.json.decode(done.stdout, type=DoctorReport), done.returncode
 
 
-def of(report: Report, area: str) -> dict[str, Finding]:
+def of(report: DoctorReport, area: str) -> dict[str, Finding]:
     return {finding.check: finding for finding in report.findings if finding.check.startswith(area)}
 
 

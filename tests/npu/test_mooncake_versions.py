@@ -19,7 +19,7 @@ from answering import Answering
 from harness.kv import Model, Side
 from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.core.transports import TransportInfo, cannot_write
-from vllm_ascend_pd.tools.doctor.finding import Level, Report
+from vllm_ascend_pd.tools.doctor.finding import DoctorReport, Level
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
@@ -173,7 +173,7 @@ def test_doctor_names_the_engine_and_finds_nothing_wrong_with_the_wheel(wheel: s
         timeout=400,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(WHEELS / wheel), str(ROOT)])},
     )
-    findings = {each.check: each for each in msgspec.json.decode(ran.stdout, type=Report).findings}
+    findings = {each.check: each for each in msgspec.json.decode(ran.stdout, type=DoctorReport).findings}
     assert findings["loading.mooncake"].level is Level.OK
     assert findings["mooncake.protocol"].level is Level.OK
     assert findings["mooncake.engine"].figures["kind"] == kind

@@ -3,9 +3,9 @@
 
 from pathlib import Path
 
-from vllm_ascend_pd.tools.plan.engine import Engine, Layout, default_block_size
+from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, default_block_size
 from vllm_ascend_pd.tools.plan.exchange import make_plan
-from vllm_ascend_pd.tools.plan.figures import Plan
+from vllm_ascend_pd.tools.plan.figures import PlanFigures
 from vllm_ascend_pd.tools.plan.model import read_model
 
 DATA = Path(__file__).parent / "data"
@@ -16,21 +16,21 @@ LLAMA = DATA / "llama-3.1-70b.json"
 
 def plan_for(
     config: Path, prefill: tuple[int, int, int], decode: tuple[int, int, int], layout: Layout = Layout.VLLM_ASCEND
-) -> Plan:
+) -> PlanFigures:
     """Engines as (TP, PP, DP)."""
     model = read_model(config)
     block_size = default_block_size(model, layout)
     return make_plan(
         model,
         layout,
-        Engine("prefill", *prefill, block_size),
-        Engine("decode", *decode, block_size),
+        PlannedEngine("prefill", *prefill, block_size),
+        PlannedEngine("decode", *decode, block_size),
         step_tokens=8192,
         staging_slots=4,
     )
 
 
-def assert_conserved(plan: Plan, attention_layers: list[bool], itemsize: int) -> None:
+def assert_conserved(plan: PlanFigures, attention_layers: list[bool], itemsize: int) -> None:
     """For a request on any lane, every decode rank gets each layer, head and token of its own once, from the ranks it
     waits for; nothing else is sent."""
     decode, prompt = plan.decode, plan.prompt

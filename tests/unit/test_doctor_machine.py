@@ -21,8 +21,8 @@ from vllm_ascend_pd.tools.doctor import engine_config, limits, loopback, mooncak
 from vllm_ascend_pd.tools.doctor.command import Machine, judge_data_parallel, options
 from vllm_ascend_pd.tools.doctor.driver import Driver
 from vllm_ascend_pd.tools.doctor.engine_config import UsageError
-from vllm_ascend_pd.tools.doctor.finding import Finding, Level, Target, error, make_report, note, ok, warning
-from vllm_ascend_pd.tools.doctor.loopback_process import Checked, Sent, Task, compare
+from vllm_ascend_pd.tools.doctor.finding import DoctorTarget, Finding, Level, error, make_report, note, ok, warning
+from vllm_ascend_pd.tools.doctor.loopback_process import Checked, SendTiming, Task, compare
 from vllm_ascend_pd.tools.doctor.mooncake_engine import Installed
 from vllm_ascend_pd.tools.doctor.pair import api_key
 from vllm_ascend_pd.tools.doctor.tools import MAX_OUTPUT_BYTES, Ran, run_tool
@@ -35,14 +35,14 @@ def run(program: str, timeout_s: float = 30) -> Ran:
 
 def test_a_report_counts_and_is_ok_without_errors() -> None:
     found = [ok("a.b", "fine"), note("a.c", "hm"), warning("a.d", "slow", "make it faster")]
-    assert make_report(Target.MACHINE, found).ok
-    report = make_report(Target.PAIR, [*found, error("a.e", "broken", "repair it")])
+    assert make_report(DoctorTarget.MACHINE, found).ok
+    report = make_report(DoctorTarget.PAIR, [*found, error("a.e", "broken", "repair it")])
     assert not report.ok
     assert report.counts == dict.fromkeys(Level, 1)
 
 
 def test_the_names_that_scripts_rely_on() -> None:
-    report = make_report(Target.MACHINE, [error("a.b", "broken", "repair it", seconds=1.5)])
+    report = make_report(DoctorTarget.MACHINE, [error("a.b", "broken", "repair it", seconds=1.5)])
     assert msgspec.json.decode(msgspec.json.encode(report)) == {
         "schema": 1,
         "target": "machine",
@@ -350,6 +350,6 @@ def test_bytes_are_compared() -> None:
     assert compare(b"abcd\0", b"abcd\0") == Checked(0)
     assert compare(b"abXd\1", b"abcd\0") == Checked(2, 2)
     way, task = loopback.over_tcp(), Task(seed=1, nbytes=1 << 20, host="127.0.0.1", writes=2)
-    found = loopback.judge(way, task, Sent(0.5, 4), Checked(0))
+    found = loopback.judge(way, task, SendTiming(0.5, 4), Checked(0))
     assert (found.level, found.figures["bytes"], found.figures["bytes_per_second"]) == (Level.OK, 2 << 20, 1 << 22)
-    assert loopback.judge(way, task, Sent(0.5, 4), Checked(1, 77)).level is Level.ERROR
+    assert loopback.judge(way, task, SendTiming(0.5, 4), Checked(1, 77)).level is Level.ERROR

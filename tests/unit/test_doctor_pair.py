@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, TRANSPORT_INFO, Metric
 from vllm_ascend_pd.proxy.operate import metrics as proxy_metrics
 from vllm_ascend_pd.tools.doctor import clock
-from vllm_ascend_pd.tools.doctor.clock import Offset
+from vllm_ascend_pd.tools.doctor.clock import OffsetRange
 from vllm_ascend_pd.tools.doctor.finding import Level
-from vllm_ascend_pd.tools.doctor.http_get import Answer, root_url
-from vllm_ascend_pd.tools.doctor.pair import Server, judge
+from vllm_ascend_pd.tools.doctor.http_get import HttpAnswer, root_url
+from vllm_ascend_pd.tools.doctor.pair import CheckedServer, judge
 from vllm_ascend_pd.tools.doctor.roles import PROXY_PREFIX
 
 NOW = 1_800_000_000.0
@@ -26,7 +26,7 @@ SKEWS = st.floats(-1e6, 1e6)
 DELAYS = st.floats(0, 20)
 
 
-def measured(skew: float, sent: float, there: float, back: float, stale: float) -> Offset:
+def measured(skew: float, sent: float, there: float, back: float, stale: float) -> OffsetRange:
     """A server whose clock is `skew` ahead answers with a Date it wrote `stale` seconds before."""
     date = formatdate(int(sent + there + skew - stale), usegmt=True)
     found = clock.offset(date, sent, sent + there + back)
@@ -51,14 +51,14 @@ def test_two_clocks(one: float, other: float, there: float, back: float) -> None
 @pytest.mark.parametrize(
     ("apart", "level"),
     [
-        (Offset(-1, 1), Level.OK),
-        (Offset(6, 8), Level.WARNING),
-        (Offset(-33, -31), Level.ERROR),
-        (Offset(-40, 40), Level.OK),
+        (OffsetRange(-1, 1), Level.OK),
+        (OffsetRange(6, 8), Level.WARNING),
+        (OffsetRange(-33, -31), Level.ERROR),
+        (OffsetRange(-40, 40), Level.OK),
         (None, Level.NOTE),
     ],
 )
-def test_clocks_are_judged_by_what_is_certain(apart: Offset | None, level: Level) -> None:
+def test_clocks_are_judged_by_what_is_certain(apart: OffsetRange | None, level: Level) -> None:
     assert clock.judge("pair.clock", "a against b", apart).level is level
 
 
@@ -77,14 +77,14 @@ def test_urls(url: str) -> None:
     assert root_url("http://10.0.0.1:8100/") == "http://10.0.0.1:8100"
 
 
-def answer(body: Any = None, status: int = 200, skew: float = 0.0) -> Answer:
+def answer(body: Any = None, status: int = 200, skew: float = 0.0) -> HttpAnswer:
     content = b"" if body is None else json.dumps(body).encode()
-    return Answer(status, content, formatdate(int(NOW + skew), usegmt=True), NOW, NOW + 0.01)
+    return HttpAnswer(status, content, formatdate(int(NOW + skew), usegmt=True), NOW, NOW + 0.01)
 
 
-def metrics(*names: str) -> Answer:
+def metrics(*names: str) -> HttpAnswer:
     text = "".join(f'# HELP {name} x\n# TYPE {name} counter\n{name}{{engine="0"}} 0.0\n' for name in names)
-    return Answer(200, text.encode(), answer().date, NOW, NOW + 0.01)
+    return HttpAnswer(200, text.encode(), answer().date, NOW, NOW + 0.01)
 
 
 def transport(kind: str, wheel: str = "mooncake-transfer-engine-npu 0.3.13.post1") -> bytes:
@@ -93,7 +93,7 @@ def transport(kind: str, wheel: str = "mooncake-transfer-engine-npu 0.3.13.post1
     return f"{name}{{{labels}}} 1.0\n".encode()
 
 
-def of_engine(known: tuple[Metric, ...], *said: bytes) -> Answer:
+def of_engine(known: tuple[Metric, ...], *said: bytes) -> HttpAnswer:
     names = [PREFIX + metric.name for metric in known if metric is not TRANSPORT_INFO]
     answer = metrics("vllm:num_requests_running", *names)
     return dataclasses.replace(answer, body=answer.body + b"".join(said))
@@ -107,12 +107,12 @@ METRICS = {
 }
 
 
-GONE = Answer(0, b"", None, NOW, NOW, "cannot be connected to: refused")
+GONE = HttpAnswer(0, b"", None, NOW, NOW, "cannot be connected to: refused")
 
 
 def engine(
     role: str = "prefill", model: str = "m", length: int = 4096, version: str = "0.23.0", skew: float = 0
-) -> Server:
+) -> CheckedServer:
     models = {"object": "list", "data": [{"id": model, "max_model_len": length}]}
     answers = {
         "/health": answer(skew=skew),
@@ -120,26 +120,26 @@ def engine(
         "/v1/models": answer(models),
         "/metrics": METRICS[role],
     }
-    return Server(role, 0, f"http://{role}:1", answers)
+    return CheckedServer(role, 0, f"http://{role}:1", answers)
 
 
-def proxy(state: str = "ok", prefill: str = "http://prefill:1") -> Server:
+def proxy(state: str = "ok", prefill: str = "http://prefill:1") -> CheckedServer:
     body = {"status": "ok", "prefill": {prefill: "ok"}, "decode": {"http://decode:1": state}, "retries": {}}
     answers = {
         "/health": answer(body, 200 if state == "ok" else 503),
         "/v1/models": engine().answers["/v1/models"],
         "/metrics": METRICS["proxy"],
     }
-    return Server("proxy", 0, "http://proxy:1", answers)
+    return CheckedServer("proxy", 0, "http://proxy:1", answers)
 
 
-def levels(*servers: Server) -> dict[str, Level]:
+def levels(*servers: CheckedServer) -> dict[str, Level]:
     """Those that are not ok."""
     return {finding.check: finding.level for finding in judge(servers) if finding.level is not Level.OK}
 
 
-def changed(server: Server, path: str, other: Answer) -> Server:
-    return Server(server.role, server.number, server.url, {**server.answers, path: other})
+def changed(server: CheckedServer, path: str, other: HttpAnswer) -> CheckedServer:
+    return CheckedServer(server.role, server.number, server.url, {**server.answers, path: other})
 
 
 def test_a_pair_that_fits() -> None:
@@ -178,19 +178,19 @@ def test_a_pair_that_fits() -> None:
         ([changed(proxy(), "/health", answer())], {"proxy.0.engines": Level.NOTE}),
     ],
 )
-def test_what_does_not(servers: list[Server], not_ok: dict[str, Level]) -> None:
+def test_what_does_not(servers: list[CheckedServer], not_ok: dict[str, Level]) -> None:
     assert levels(*servers) == not_ok
 
 
-def given_as(role: str, server: Server) -> Server:
-    return Server(role, 0, server.url, {"/version": answer(status=404), **server.answers})
+def given_as(role: str, server: CheckedServer) -> CheckedServer:
+    return CheckedServer(role, 0, server.url, {"/version": answer(status=404), **server.answers})
 
 
-def without_metrics(server: Server) -> Server:
+def without_metrics(server: CheckedServer) -> CheckedServer:
     return changed(server, "/metrics", answer(status=404))
 
 
-def roles(*servers: Server) -> dict[str, tuple[Level, str, str]]:
+def roles(*servers: CheckedServer) -> dict[str, tuple[Level, str, str]]:
     return {f.check: (f.level, f.found, f.action) for f in judge(servers) if f.check.endswith(".role")}
 
 
@@ -255,7 +255,9 @@ def test_without_metrics_the_proxy_is_believed_and_else_nothing_is_said() -> Non
 
 
 def test_what_is_neither() -> None:
-    stranger = Server("proxy", 0, "http://web:1", {**without_metrics(engine()).answers, "/health": answer("fine")})
+    stranger = CheckedServer(
+        "proxy", 0, "http://web:1", {**without_metrics(engine()).answers, "/health": answer("fine")}
+    )
     assert roles(stranger)["proxy.0.role"][0] is Level.ERROR
     assert levels(stranger) == {"proxy.0.role": Level.ERROR}
     closed = changed(stranger, "/health", answer(status=403))
@@ -286,8 +288,8 @@ def test_whatever_servers_say_is_judged(said: list[tuple[int, bytes]]) -> None:
         answers = {}
         for path, intact in server.answers.items():
             status, body = said.pop()
-            answers[path] = Answer(status, body, intact.date, NOW, NOW)
-        servers.append(Server(server.role, 0, server.url, answers))
+            answers[path] = HttpAnswer(status, body, intact.date, NOW, NOW)
+        servers.append(CheckedServer(server.role, 0, server.url, answers))
     assert all(len(finding.found) <= 1003 for finding in judge(servers))
 
 
@@ -312,7 +314,7 @@ GARBLED = of_engine(PREFILL_METRICS, (PREFIX + TRANSPORT_INFO.name + '{protocol=
         (GARBLED, OLD, Level.NOTE),
     ],
 )
-def test_transports_are_compared(prefill: Answer, decode: Answer, level: Level | None) -> None:
+def test_transports_are_compared(prefill: HttpAnswer, decode: HttpAnswer, level: Level | None) -> None:
     servers = [changed(engine(), "/metrics", prefill), changed(engine("decode"), "/metrics", decode)]
     assert levels(*servers) == ({} if level is None else {"pair.transport.0.0": level})
 

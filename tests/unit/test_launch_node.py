@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ascend_pd.tools.launch import node, session
-from vllm_ascend_pd.tools.launch.plan import Plan, Process
+from vllm_ascend_pd.tools.launch.plan import LaunchedProcess, LaunchPlan
 
 
 @pytest.mark.parametrize("gone", [True, False])
@@ -42,8 +42,8 @@ def test_the_record_goes_with_the_last_process(
 @pytest.mark.parametrize("gone", ["true", "false"])
 def test_a_process_with_something_left_is_stopped_anew(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said = f'{{"event": "ended", "code": 1, "tail": "", "gone": {gone}}}'
-    process = Process("prefill-0", "a", None, (), None)
-    plan = Plan(((process,),), "", (sys.executable, "-c", f"print({said!r})"), "/nowhere", 1.0, 1.0)
-    monkeypatch.setattr(session, "stop_anew", lambda plan, process: session.Outcome("still runs"))
+    process = LaunchedProcess("prefill-0", "a", None, (), None)
+    plan = LaunchPlan(((process,),), "", (sys.executable, "-c", f"print({said!r})"), "/nowhere", 1.0, 1.0)
+    monkeypatch.setattr(session, "stop_anew", lambda plan, process: session.StopOutcome("still runs"))
     one = session.Session(plan, process, queue.SimpleQueue())
     assert one.stop() == (None if gone == "true" else "still runs")

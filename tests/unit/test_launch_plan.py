@@ -15,9 +15,9 @@ from rich.console import Console
 
 from vllm_ascend_pd.tools.launch import cluster
 from vllm_ascend_pd.tools.launch.hosts import HostsError, HostsFile, Invalid
-from vllm_ascend_pd.tools.launch.plan import Plan, Process, make_plan, reach
-from vllm_ascend_pd.tools.launch.session import Outcome
-from vllm_ascend_pd.tools.launch.shape import Shape, ShapeError
+from vllm_ascend_pd.tools.launch.plan import LaunchedProcess, LaunchPlan, make_plan, reach
+from vllm_ascend_pd.tools.launch.session import StopOutcome
+from vllm_ascend_pd.tools.launch.shape import ParallelSizes, ShapeError
 
 PYTHON, REPOSITORY = "/opt/python", "/opt/pd"
 
@@ -39,7 +39,7 @@ proxy:
 """
 
 
-def plan(text: str) -> Plan:
+def plan(text: str) -> LaunchPlan:
     file = HostsFile(text)
     try:
         return make_plan(file.cluster, PYTHON, REPOSITORY)
@@ -47,7 +47,7 @@ def plan(text: str) -> Plan:
         raise file.located(error) from None
 
 
-def options(process: Process) -> dict[str, str]:
+def options(process: LaunchedProcess) -> dict[str, str]:
     """Of its launch script, without what goes to vLLM."""
     words = list(process.command)
     start = next(i for i, word in enumerate(words) if word.endswith(".sh")) + 1
@@ -169,7 +169,7 @@ def test_replicas_that_span_nodes_are_engines_of_their_own() -> None:
 @given(st.integers(1, 8), st.integers(1, 3), st.integers(1, 8), st.integers(1, 6))
 def test_each_replica_is_on_one_node(tp: int, pp: int, dp: int, nodes: int) -> None:
     try:
-        shape = Shape(tp, pp, dp, nodes)
+        shape = ParallelSizes(tp, pp, dp, nodes)
     except ShapeError:
         assume(False)
     listeners = [shape.listeners(rank) for rank in range(nodes)]
@@ -210,7 +210,7 @@ def test_every_word_of_the_file_reaches_the_other_side_as_one_word(model: str, a
 def test_what_stop_says_without_a_record(
     found: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cluster, "stop_anew", lambda _, process: Outcome(None, found=process.name == found))
+    monkeypatch.setattr(cluster, "stop_anew", lambda _, process: StopOutcome(None, found=process.name == found))
     made = plan(f"name: test\nstate: {tmp_path}/state\n{TWO_NODES}")
     assert cluster.stop(made, Console(width=200)) is cluster.End.OK
     assert said in capsys.readouterr().out.replace(str(tmp_path), "")

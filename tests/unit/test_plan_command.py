@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from planned import DEEPSEEK, LLAMA, QWEN, plan_for
 
-from vllm_ascend_pd.tools.plan.figures import Plan
+from vllm_ascend_pd.tools.plan.figures import PlanFigures
 
 PROGRAM = """
 import sys
@@ -77,7 +77,7 @@ def test_links_that_do_not_keep_up_are_said_so():
 def test_json_is_the_plan(config, options, prefill, decode):
     done = run(config, *options.split(), "--json")
     assert done.returncode == 0
-    assert msgspec.json.decode(done.stdout, type=Plan) == plan_for(config, prefill, decode)
+    assert msgspec.json.decode(done.stdout, type=PlanFigures) == plan_for(config, prefill, decode)
 
 
 def test_json_schema():
@@ -130,7 +130,7 @@ def test_options_that_change_figures():
             LLAMA, "--json", "--block-size", 64, "--decode-block-size", 128, "--kv-cache-dtype", "fp8",
             "--max-num-batched-tokens", 1000, "--decode-tp", 2,
         ).stdout,
-        type=Plan,
+        type=PlanFigures,
     )  # fmt: skip
     assert (plan.prefill.block_size, plan.decode.block_size, plan.unit_tokens) == (64, 128, 64)
     assert plan.model.bytes_per_token == 327_680 // 2

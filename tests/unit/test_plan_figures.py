@@ -14,10 +14,10 @@ from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.caches import LayerSpec, describe
 from vllm_ascend_pd.core.plan import make_route
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.tools.plan.engine import Engine, Layout, rank_caches, stage_layers
+from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, rank_caches, stage_layers
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import Piece
-from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, Model, PlanError, read_model
+from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, PlanError, read_model
 from vllm_ascend_pd.tools.plan.timing import make_timing
 
 # 1000 tokens travel as 8 blocks of 128.
@@ -112,7 +112,7 @@ def test_llama_70b_on_the_cpu_backend():
 
 
 def test_sizes_that_do_not_divide_are_said_to_be_slow():
-    model = Model("six heads", (Cached.FULL,), 6, 6, False, (8, 8), CacheDtype.BFLOAT16, ())
+    model = ModelShape("six heads", (Cached.FULL,), 6, 6, False, (8, 8), CacheDtype.BFLOAT16, ())
     plan = _plan(model, Layout.VLLM_ASCEND, (3, 1), (2, 1), 16, 16, 16)
     # Prefill's rank 1 holds heads 2 and 3; decode's ranks 0 and 1 want one of them each, token by token.
     assert plan.senders[1].pieces == tuple(Piece(tensor, to, 16, 8 * 2) for tensor in (0, 1) for to in (0, 1))
@@ -156,7 +156,7 @@ def test_times_of_pipeline_stages():
 
 
 def _plan(
-    model: Model,
+    model: ModelShape,
     layout: Layout,
     prefill: tuple[int, int],
     decode: tuple[int, int],
@@ -164,7 +164,7 @@ def _plan(
     d_block: int,
     tokens: int,
 ):
-    engines = (Engine("prefill", *prefill, 1, p_block), Engine("decode", *decode, 1, d_block))
+    engines = (PlannedEngine("prefill", *prefill, 1, p_block), PlannedEngine("decode", *decode, 1, d_block))
     return make_plan(model, layout, *engines, step_tokens=64, staging_slots=2, tokens=tokens)
 
 
@@ -181,7 +181,7 @@ def _shapes(draw):
     if layout is Layout.VLLM_ASCEND:
         blocks += [(16, 64), (48, 16), (30, 30)]
     widths = draw(st.sampled_from([(8, 8), (16, 4)]))
-    model = Model(
+    model = ModelShape(
         "any", tuple(kinds), math.lcm(prefill, decode), heads, mla, widths, draw(st.sampled_from(CacheDtype)), ()
     )
     stages = (draw(st.integers(1, min(3, len(kinds)))) for _ in range(2))
@@ -203,7 +203,7 @@ def test_any_shape_covers_what_the_core_does(shape):
     assert plan.prompt.units == -(-tokens // plan.unit_tokens)
     assert_conserved(plan, [kind in (Cached.FULL, Cached.WINDOW) for kind in model.cached], model.dtype.itemsize)
     # The pieces are the routes' targets, which fill every byte of a decode rank's unit once, whatever the lane.
-    caches = rank_caches(model, layout, Engine("prefill", *prefill, 1, p_block), 0, 0, 1)
+    caches = rank_caches(model, layout, PlannedEngine("prefill", *prefill, 1, p_block), 0, 0, 1)
     for tensor, geometry in enumerate(caches.geometries[: len(plan.model.widths)]):
         routes = [
             make_route(geometry, rank, sharding(prefill[0]), sharding(decode[0]), shape[5])
@@ -257,7 +257,7 @@ def test_expected_caches_are_described_as_registered_ones_are(config, layout, sh
     """`shapes`: of the tensors that vLLM registers for a layer with TP 4 (two of Llama's 8 heads, one of Qwen's)."""
     model = read_model(config)
     block_size = 16 if (layout, config) == (Layout.VLLM_CPU, DEEPSEEK) else 128
-    expected = rank_caches(model, layout, Engine("prefill", 4, 1, 1, block_size), 0, 0, 3)
+    expected = rank_caches(model, layout, PlannedEngine("prefill", 4, 1, 1, block_size), 0, 0, 3)
     name = "model.layers.0.self_attn.attn"
     registered = {name: tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)}
     spec = LayerSpec(0, block_size, max(1, model.kv_heads // 4), model.kv_heads)
@@ -318,7 +318,7 @@ def test_block_sizes_that_do_not_divide():
 
 
 def test_heads_that_cannot_be_dealt_out():
-    model = Model("six of twelve", (Cached.FULL,), 12, 6, False, (8, 8), CacheDtype.BFLOAT16, ())
+    model = ModelShape("six of twelve", (Cached.FULL,), 12, 6, False, (8, 8), CacheDtype.BFLOAT16, ())
     with pytest.raises(PlanError, match="decode: tensor parallel size 4 and 6 KV heads: neither divides the other"):
         _plan(model, Layout.VLLM_ASCEND, (2, 1), (4, 1), 128, 128, 1000)
     with pytest.raises(topology.TopologyError):

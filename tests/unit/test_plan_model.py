@@ -6,7 +6,7 @@ import json
 import pytest
 from planned import DEEPSEEK, LLAMA, QWEN, assert_conserved
 
-from vllm_ascend_pd.tools.plan.engine import Engine, Layout
+from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, PlanError, parse_model, read_model
 
@@ -93,7 +93,7 @@ def test_layers_that_read_what_others_wrote_are_not_noted():
 def test_only_attention_layers_of_a_hybrid_model_are_sent():
     kinds = ["linear_attention", "linear_attention", "full_attention", "sliding_attention", "full_attention"]
     model = parse_model({**TINY, "num_hidden_layers": 5, "layer_types": kinds, "sliding_window": 8})
-    engines = Engine("prefill", 2, 2, 1, 128), Engine("decode", 1, 1, 1, 128)
+    engines = PlannedEngine("prefill", 2, 2, 1, 128), PlannedEngine("decode", 1, 1, 1, 128)
     plan = make_plan(model, Layout.VLLM_ASCEND, *engines, step_tokens=128, staging_slots=2)
     assert (plan.model.layers, plan.model.cached_layers) == (5, 3)
     assert plan.model.bytes_per_token == 3 * 2 * (16 + 16) * 2
@@ -120,7 +120,7 @@ def test_dtype(fields, chosen, dtype, noted):
 @pytest.mark.parametrize(("dtype", "itemsize"), [("fp8", 1), ("int8", 1), ("float16", 2), ("float32", 4)])
 def test_bytes_of_a_dtype(dtype, itemsize):
     model = parse_model(TINY, CacheDtype(dtype))
-    engines = Engine("prefill", 1, 1, 1, 128), Engine("decode", 1, 1, 1, 128)
+    engines = PlannedEngine("prefill", 1, 1, 1, 128), PlannedEngine("decode", 1, 1, 1, 128)
     plan = make_plan(model, Layout.VLLM_ASCEND, *engines, step_tokens=128, staging_slots=2)
     assert plan.model.bytes_per_token_and_layer == 2 * (16 + 16) * itemsize
 

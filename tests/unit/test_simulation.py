@@ -28,7 +28,7 @@ from simulation.traffic import Arrival, Lengths, poisson
 from simulation.validation import Compared
 
 from vllm_ascend_pd.core.topology import writers_to
-from vllm_ascend_pd.tools.plan.engine import Engine, Layout
+from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.timing import make_timing
 
@@ -67,7 +67,7 @@ def test_plans_grow_by_whole_units(name: str, p_tp: int, d_tp: int) -> None:
     """Which is why one of a single unit serves all requests."""
     model = find_model(name)
     exchange = make_exchange(model, p_tp, d_tp, 1)
-    sides = Engine("prefill", p_tp, 1, 1, 128), Engine("decode", d_tp, 1, 1, 128)
+    sides = PlannedEngine("prefill", p_tp, 1, 1, 128), PlannedEngine("decode", d_tp, 1, 1, 128)
     plan = make_plan(model, Layout.VLLM_ASCEND, *sides, step_tokens=8192, staging_slots=4, tokens=700)
     units = exchange.units(0, 700, True)
     assert units == plan.prompt.units
@@ -190,7 +190,7 @@ def test_a_flow_catches_up_with_what_has_been_computed() -> None:
 @pytest.mark.parametrize("nic", [100e9, 3e9, 0.05e9])
 def test_alone_it_takes_what_the_plan_command_says(tokens: int, nic: float) -> None:
     model = find_model("llama-3.1-70b")
-    sides = Engine("prefill", 8, 1, 1, 128), Engine("decode", 4, 1, 1, 128)
+    sides = PlannedEngine("prefill", 8, 1, 1, 128), PlannedEngine("decode", 4, 1, 1, 128)
     plan = make_plan(model, Layout.VLLM_ASCEND, *sides, step_tokens=8192, staging_slots=4, tokens=tokens)
     compute_s = tokens * PREFILL.token_s
     timing = make_timing(plan, nic * 8 / 1e9, 1000 * compute_s)

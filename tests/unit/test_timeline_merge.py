@@ -15,6 +15,7 @@ from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.observe import events
 from vllm_ascend_pd.observe.clock import measured_offset
 from vllm_ascend_pd.observe.events import (
+    ClockOffset,
     Finished,
     FinishedEvent,
     Grant,
@@ -23,13 +24,12 @@ from vllm_ascend_pd.observe.events import (
     LayerEvent,
     Mark,
     MarkEvent,
-    Offset,
     Part,
-    Process,
     Push,
     PushEvent,
     Step,
     StepEvent,
+    TracedProcess,
 )
 from vllm_ascend_pd.tools.timeline.merge import align, chrome_trace, merge
 from vllm_ascend_pd.tools.timeline.picture import natural, paint
@@ -40,8 +40,8 @@ CLOCK = "0" * 16
 seconds = st.floats(0, 1e9)
 
 
-def recording(part: str, clock: str, *said, rank: int = 0, offsets: tuple[Offset, ...] = (), unix: float = 0.0):
-    process = Process(events.FORMAT, part, "engine", 0, rank, clock, unix)
+def recording(part: str, clock: str, *said, rank: int = 0, offsets: tuple[ClockOffset, ...] = (), unix: float = 0.0):
+    process = TracedProcess(events.FORMAT, part, "engine", 0, rank, clock, unix)
     return Recording(f"{part}{rank}", process, offsets, {}, list(said), ())
 
 
@@ -94,7 +94,7 @@ def test_engines_without_clocks_understand_those_with_and_the_other_way_round() 
 
 def test_clocks_are_aligned_along_the_best_measurements() -> None:
     """P1 has measured D's clock twice; P2 has not measured it, but shares P1's; nobody knows the third host's."""
-    far, near = Offset("d" * 16, 5_000.0, 900.0), Offset("d" * 16, 5_100.0, 10.0)
+    far, near = ClockOffset("d" * 16, 5_000.0, 900.0), ClockOffset("d" * 16, 5_100.0, 10.0)
     recordings = [
         recording("prefill rank", "a" * 16, offsets=(far, near)),
         recording("prefill rank", "a" * 16, rank=1),
@@ -134,7 +134,7 @@ def a_request(transfer: str = "t" * 16, name: str = "cmpl-1-0") -> list[Recordin
         MarkEvent(name=events.ISSUED, ph="i", ts=900.0, args=Mark(name, transfer)),
         MarkEvent(name=events.READY, ph="i", ts=1300.0, args=Mark(name, transfer)),
     ]
-    offset = Offset("d" * 16, 1000.0, 1.0)
+    offset = ClockOffset("d" * 16, 1000.0, 1.0)
     return [recording("prefill rank", "a" * 16, *p, offsets=(offset,)), recording("decode scheduler", "d" * 16, *d)]
 
 

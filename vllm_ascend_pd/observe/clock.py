@@ -4,10 +4,10 @@
 import math
 
 from vllm_ascend_pd.core.protocol import ClockReading
-from vllm_ascend_pd.observe.events import Offset
+from vllm_ascend_pd.observe.events import ClockOffset
 
 
-def measured_offset(asked_s: float, reading: ClockReading, answered_s: float) -> Offset | None:
+def measured_offset(asked_s: float, reading: ClockReading, answered_s: float) -> ClockOffset | None:
     """The peer's clock minus ours, by NTP's formula, which takes both ways of the round trip for equally long.
 
     The error is at most half of the round trip. Returns None for a reading that cannot be right.
@@ -16,4 +16,4 @@ def measured_offset(asked_s: float, reading: ClockReading, answered_s: float) ->
     offset = ((reading.received_s - asked_s) + (reading.sent_s - answered_s)) / 2
     if not (math.isfinite(offset) and reading.sent_s >= reading.received_s and on_the_way >= 0):
         return None
-    return Offset(reading.clock, offset * 1e6, on_the_way / 2 * 1e6)
+    return ClockOffset(reading.clock, offset * 1e6, on_the_way / 2 * 1e6)

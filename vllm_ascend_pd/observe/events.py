@@ -38,7 +38,7 @@ def short_name(name: str) -> str:
     return one_line(name, _MAX_NAME)
 
 
-class Process(msgspec.Struct, frozen=True):
+class TracedProcess(msgspec.Struct, frozen=True):
     """Who wrote a file. `clock` names the host's monotonic clock; `unix_offset_us` added to its time is unix time."""
 
     format: int
@@ -50,7 +50,7 @@ class Process(msgspec.Struct, frozen=True):
     unix_offset_us: _Micros
 
 
-class Offset(msgspec.Struct, frozen=True):
+class ClockOffset(msgspec.Struct, frozen=True):
     """A clock of a peer: its time is ours plus `offset_us`, give or take `uncertainty_us`."""
 
     clock: _Transfer
@@ -153,11 +153,11 @@ class _Event(msgspec.Struct, kw_only=True, tag_field="cat"):
 
 
 class ProcessEvent(_Event, tag="process"):
-    args: Process
+    args: TracedProcess
 
 
 class OffsetEvent(_Event, tag="clock"):
-    args: Offset
+    args: ClockOffset
 
 
 class LaneEvent(_Event, tag="lane"):
@@ -196,7 +196,7 @@ class LostEvent(_Event, tag="lost"):
     args: Lost
 
 
-Event = (
+TraceEvent = (
     ProcessEvent
     | OffsetEvent
     | LaneEvent

@@ -26,13 +26,13 @@ from vllm_ascend_pd.observe.events import (
     MarkEvent,
     OffsetEvent,
     Part,
-    Process,
     Push,
     PushEvent,
     RegroupEvent,
     Regrouping,
     Step,
     StepEvent,
+    TracedProcess,
     fingerprint,
     short_name,
 )
@@ -60,9 +60,9 @@ def prefill_trace(config: ConnectorConfig, identity: RankInfo) -> PrefillTrace |
     return PrefillTrace(file, config.collective_timeout_s + config.write_timeout_s)
 
 
-def process_of(part: str, engine: str, pp_rank: int = 0, rank: int = 0) -> Process:
+def process_of(part: str, engine: str, pp_rank: int = 0, rank: int = 0) -> TracedProcess:
     unix_offset = time.time() - time.monotonic()
-    return Process(events.FORMAT, part, short_name(engine), pp_rank, rank, HOST_CLOCK, unix_offset * 1e6)  # type: ignore[arg-type]
+    return TracedProcess(events.FORMAT, part, short_name(engine), pp_rank, rank, HOST_CLOCK, unix_offset * 1e6)  # type: ignore[arg-type]
 
 
 class PrefillTrace(PrefillObserver):
@@ -162,7 +162,7 @@ class PrefillTrace(PrefillObserver):
                 self._file.put(LostEvent(name="events lost", ph="i", ts=time.monotonic() * 1e6, args=lost))
         self._file.close(timeout_s / _CLOSE_SHARE)
 
-    def _span(self, event: events.Event, begin: float, end: float) -> None:
+    def _span(self, event: events.TraceEvent, begin: float, end: float) -> None:
         event.ts, event.dur = begin * 1e6, (end - begin) * 1e6
         self._file.put(event)
 

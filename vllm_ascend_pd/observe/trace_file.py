@@ -13,7 +13,16 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_ascend_pd.observe.events import Event, Lane, LaneEvent, Lost, LostEvent, Process, ProcessEvent, short_name
+from vllm_ascend_pd.observe.events import (
+    Lane,
+    LaneEvent,
+    Lost,
+    LostEvent,
+    ProcessEvent,
+    TracedProcess,
+    TraceEvent,
+    short_name,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +42,7 @@ class TraceFile:
     """`max_bytes`: the file ends there, and says so. What does not fit into the queue is counted, and said in the
     file. Raises TraceError when the file cannot be made."""
 
-    def __init__(self, folder: str, process: Process, max_bytes: int, queue_events: int = QUEUE_EVENTS) -> None:
+    def __init__(self, folder: str, process: TracedProcess, max_bytes: int, queue_events: int = QUEUE_EVENTS) -> None:
         who = re.sub(r"[^A-Za-z0-9_.-]", "_", f"{process.part} {process.engine[:80]}")
         name = f"events-{who}-{process.pp_rank}-{process.rank}-{os.getpid()}-{time.time_ns():x}.json"
         self.path = Path(folder) / name
@@ -44,7 +53,7 @@ class TraceFile:
             raise TraceError(f"no trace can be written to {folder}: {error.strerror}") from error
         self._pid = os.getpid()
         self._room = max_bytes - _LAST_WORDS_BYTES
-        self._queue: deque[Event] = deque()
+        self._queue: deque[TraceEvent] = deque()
         self._bound = queue_events
         self._lost = 0
         self._lock = threading.RLock()  # `lane` puts an event
@@ -60,7 +69,7 @@ class TraceFile:
         self._thread = threading.Thread(target=self._run, name="pd-trace", daemon=True)
         self._thread.start()
 
-    def put(self, event: Event) -> None:
+    def put(self, event: TraceEvent) -> None:
         """Any thread. Neither waits nor wakes anybody up."""
         if len(self._queue) >= self._bound or self._full:
             with self._lock:

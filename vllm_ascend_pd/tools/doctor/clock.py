@@ -19,7 +19,7 @@ NOTICEABLE_S = 5.0
 """NTP keeps clocks within a fraction of a second: beyond this it is not running."""
 
 
-class Offset(NamedTuple):
+class OffsetRange(NamedTuple):
     """A clock is ahead of another by at least `low` and at most `high`."""
 
     low: float
@@ -34,22 +34,22 @@ class Offset(NamedTuple):
         return f"{(self.low + self.high) / 2:+.1f} s (known to {(self.high - self.low) / 2:.1f} s either way)"
 
 
-def offset(date: str, sent: float, received: float) -> Offset | None:
+def offset(date: str, sent: float, received: float) -> OffsetRange | None:
     """Of the clock of a server that answered with `date` to what was `sent` and `received` by this host's clock; None
     if that is no date."""
     try:
         second = parsedate_to_datetime(date).timestamp()
     except (ValueError, TypeError, OverflowError):
         return None
-    return Offset(second - received, second + _DATE_S + _REFRESHED_S - sent)
+    return OffsetRange(second - received, second + _DATE_S + _REFRESHED_S - sent)
 
 
-def between(one: Offset, other: Offset) -> Offset:
+def between(one: OffsetRange, other: OffsetRange) -> OffsetRange:
     """Of the first one's clock against the other's, both known against this host's."""
-    return Offset(one.low - other.high, one.high - other.low)
+    return OffsetRange(one.low - other.high, one.high - other.low)
 
 
-def judge(check: str, what: str, apart: Offset | None) -> Finding:
+def judge(check: str, what: str, apart: OffsetRange | None) -> Finding:
     """`what`: whose clock against whose."""
     if apart is None:
         return note(check, f"{what}: unknown, without a Date in the answer")

@@ -37,7 +37,7 @@ _JITTER_S = 1e-3
 _CHARS = 500
 
 
-class Rank:
+class CollectiveRank:
     def __init__(self, rank: int, size: int, store: Path) -> None:
         self.rank, self.size = rank, size
         torch.npu.set_device(rank)
@@ -156,7 +156,7 @@ def main() -> None:
     out = child.take_stdout()
     passed = 0
     try:
-        each = Rank(int(rank), int(size), Path(store))
+        each = CollectiveRank(int(rank), int(size), Path(store))
         steps = (each.connect_model, each.connect_exchange, each.reduce_alone, each.exchange_alone, each.together)
         for step in steps:
             child.say(out, step())

@@ -32,7 +32,7 @@ from vllm_ascend_pd.tools.doctor import (
 )
 from vllm_ascend_pd.tools.doctor import hardware as hardware_steps
 from vllm_ascend_pd.tools.doctor.engine_config import KvTransferConfig, UsageError
-from vllm_ascend_pd.tools.doctor.finding import Finding, Report, Target, make_report, note, warning
+from vllm_ascend_pd.tools.doctor.finding import DoctorReport, DoctorTarget, Finding, make_report, note, warning
 from vllm_ascend_pd.tools.doctor.http_get import root_url
 from vllm_ascend_pd.tools.doctor.progress import Progress
 from vllm_ascend_pd.tools.doctor.render import show
@@ -125,10 +125,10 @@ def print_report(chosen: Machine | Pair, as_json: bool) -> bool:
     return report.ok
 
 
-async def examine(chosen: Machine | Pair) -> Report:
+async def examine(chosen: Machine | Pair) -> DoctorReport:
     if isinstance(chosen, Pair):
-        return make_report(Target.PAIR, await _examine_pair(chosen, Progress()))
-    return make_report(Target.MACHINE, await _examine_machine(chosen, Progress()))
+        return make_report(DoctorTarget.PAIR, await _examine_pair(chosen, Progress()))
+    return make_report(DoctorTarget.MACHINE, await _examine_machine(chosen, Progress()))
 
 
 async def _examine_pair(chosen: Pair, progress: Progress) -> list[Finding]:

@@ -24,7 +24,7 @@ class Level(enum.Enum):
     """Does not work."""
 
 
-class Target(enum.Enum):
+class DoctorTarget(enum.Enum):
     MACHINE = "machine"
     PAIR = "pair"
 
@@ -51,20 +51,20 @@ class Finding(msgspec.Struct, frozen=True):
             raise ValueError(f"{self.check} does not say what to do: {self.found}")
 
 
-class Report(msgspec.Struct, frozen=True):
+class DoctorReport(msgspec.Struct, frozen=True):
     """`ok`: there is no error. `counts`: findings of each level, those without any included."""
 
     schema: int
-    target: Target
+    target: DoctorTarget
     ok: bool
     counts: dict[Level, int]
     findings: tuple[Finding, ...]
 
 
-def make_report(target: Target, findings: Iterable[Finding]) -> Report:
+def make_report(target: DoctorTarget, findings: Iterable[Finding]) -> DoctorReport:
     found = tuple(findings)
     counts = {level: sum(finding.level is level for finding in found) for level in Level}
-    return Report(SCHEMA, target, counts[Level.ERROR] == 0, counts, found)
+    return DoctorReport(SCHEMA, target, counts[Level.ERROR] == 0, counts, found)
 
 
 def ok(check: str, found: str, **figures: Figure) -> Finding:

@@ -22,7 +22,7 @@ _NO_LIMITS = time_limits(None, None)  # TIMEOUT_S bounds the whole
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """`status` 0 and a `problem` where there was none. `sent`, `received`: by this host's clock, unix seconds."""
 
     status: int
@@ -48,7 +48,7 @@ def root_url(text: str) -> str:
     return text.rstrip("/")
 
 
-async def get(session: aiohttp.ClientSession, url: str, max_bytes: int = MAX_BODY_BYTES) -> Answer:
+async def get(session: aiohttp.ClientSession, url: str, max_bytes: int = MAX_BODY_BYTES) -> HttpAnswer:
     """Never raises for what a server does."""
     sent = time.time()
     body = bytearray()
@@ -60,14 +60,14 @@ async def get(session: aiohttp.ClientSession, url: str, max_bytes: int = MAX_BOD
                 while piece := await response.content.readany():
                     body += piece
                     if len(body) > max_bytes:
-                        return Answer(0, b"", None, sent, received, f"sent more than {max_bytes >> 10} KiB")
+                        return HttpAnswer(0, b"", None, sent, received, f"sent more than {max_bytes >> 10} KiB")
             finally:
                 response.close()
-        return Answer(response.status, bytes(body), response.headers.get("date"), sent, received)
+        return HttpAnswer(response.status, bytes(body), response.headers.get("date"), sent, received)
     except TimeoutError:
         problem = f"did not answer within {TIMEOUT_S:g} s"
     except aiohttp.ClientConnectorError as failure:
         problem = f"cannot be connected to: {one_line(str(failure), _CHARS) or type(failure).__name__}"
     except (aiohttp.ClientError, HttpProcessingError, OSError) as failure:
         problem = f"broke off: {one_line(str(failure), _CHARS) or type(failure).__name__}"
-    return Answer(0, b"", None, sent, time.time(), problem)
+    return HttpAnswer(0, b"", None, sent, time.time(), problem)

@@ -17,7 +17,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.tools.doctor import child
 from vllm_ascend_pd.tools.doctor.finding import Finding, Level, ok
-from vllm_ascend_pd.tools.doctor.loopback_process import Checked, Ready, Sent, Task
+from vllm_ascend_pd.tools.doctor.loopback_process import Checked, Ready, SendTiming, Task
 from vllm_ascend_pd.tools.doctor.tools import MAX_OUTPUT_BYTES, collect_last, run_tool, running
 
 TRANSFER_BYTES = 64 << 20
@@ -110,7 +110,7 @@ async def _exchange(receiver: Process, way: Way, task: Task, timeout_s: float, e
     send = msgspec.structs.replace(task, device=way.source).argument()
     command = child.command("loopback_process", "send", send, ready.session, str(ready.address))
     ran = await run_tool(command, timeout_s, way.environment)
-    sent = child.lines(ran.output, Sent)
+    sent = child.lines(ran.output, SendTiming)
     if ran.problem is not None or not sent:
         errors += ran.errors.encode()
         raise _Failed(f"the sending process {ran.problem or 'said nothing'}")
@@ -121,7 +121,7 @@ async def _exchange(receiver: Process, way: Way, task: Task, timeout_s: float, e
     return judge(way, task, sent[0], await _hear(output, Checked))
 
 
-def judge(way: Way, task: Task, sent: Sent, checked: Checked) -> Finding:
+def judge(way: Way, task: Task, sent: SendTiming, checked: Checked) -> Finding:
     if checked.wrong:
         found = (
             f"{checked.wrong} of {task.nbytes} bytes {way.between} arrived wrong, the first at {checked.first}, and no "

@@ -56,7 +56,7 @@ class Checked(msgspec.Struct, frozen=True):
     first: int = -1
 
 
-class Sent(msgspec.Struct, frozen=True):
+class SendTiming(msgspec.Struct, frozen=True):
     """`seconds`: of all writes together; `descriptors`: of each."""
 
     seconds: float
@@ -141,7 +141,7 @@ def compare(memory: bytes, wanted: bytes) -> Checked:
     return Checked(len(wrong), wrong[0])
 
 
-def _send(engine: TransferEngine, task: Task, start: int, session: str, address: int) -> Sent:
+def _send(engine: TransferEngine, task: Task, start: int, session: str, address: int) -> SendTiming:
     offsets = range(0, task.nbytes, PIECE_BYTES)
     lengths = [min(PIECE_BYTES, task.nbytes - offset) for offset in offsets]
     sources, destinations = [start + o for o in offsets], [address + o for o in offsets]
@@ -149,4 +149,4 @@ def _send(engine: TransferEngine, task: Task, start: int, session: str, address:
     began = time.monotonic()
     for _ in range(task.writes):
         engine.write(session, sources, destinations, lengths)
-    return Sent(time.monotonic() - began, len(lengths))
+    return SendTiming(time.monotonic() - began, len(lengths))

@@ -15,8 +15,8 @@ import msgspec
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.tools.doctor import clock, roles, transports
 from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
-from vllm_ascend_pd.tools.doctor.http_get import MAX_BODY_BYTES, Answer, get
-from vllm_ascend_pd.tools.doctor.roles import Kind
+from vllm_ascend_pd.tools.doctor.http_get import MAX_BODY_BYTES, HttpAnswer, get
+from vllm_ascend_pd.tools.doctor.roles import ServerKind
 from vllm_ascend_pd.tools.doctor.stacks import VLLM
 from vllm_ascend_pd.tools.doctor.versions import release
 from vllm_ascend_pd.transport.http_session import open_session
@@ -35,13 +35,13 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False)
-class Server:
+class CheckedServer:
     """`role`: proxy, prefill or decode; `number`: its place among those of its role; `answers`: by path."""
 
     role: str
     number: int
     url: str
-    answers: Mapping[str, Answer]
+    answers: Mapping[str, HttpAnswer]
 
     @property
     def check(self) -> str:
@@ -52,13 +52,13 @@ class Server:
         return f"{self.role} {self.url}"
 
 
-class Model(msgspec.Struct, frozen=True):
+class ServedModel(msgspec.Struct, frozen=True):
     id: str
     max_model_len: int | None = None
 
 
 class _Models(msgspec.Struct, frozen=True):
-    data: list[Model]
+    data: list[ServedModel]
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -83,16 +83,16 @@ def api_key(environment: Mapping[str, str]) -> str | None:
 
 async def ask(
     urls: Mapping[str, Sequence[str]], environment: Mapping[str, str], trusted: ssl.SSLContext | None = None
-) -> list[Server]:
+) -> list[CheckedServer]:
     """`urls`: root URLs by role; `trusted`: whose certificates. Raises ValueError as `api_key` does."""
     key = api_key(environment)
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
     session = open_session(headers=headers, ssl_context=trusted)
-    servers = [Server(role, n, url, {}) for role, each in urls.items() for n, url in enumerate(each)]
-    answers: dict[tuple[str, int], dict[str, Answer]] = {(server.role, server.number): {} for server in servers}
+    servers = [CheckedServer(role, n, url, {}) for role, each in urls.items() for n, url in enumerate(each)]
+    answers: dict[tuple[str, int], dict[str, HttpAnswer]] = {(server.role, server.number): {} for server in servers}
     limit = anyio.Semaphore(_AT_ONCE)
 
-    async def fetch(server: Server, path: str) -> None:
+    async def fetch(server: CheckedServer, path: str) -> None:
         async with limit:
             answers[server.role, server.number][path] = await get(
                 session, server.url + path, _MAX_BYTES.get(path, MAX_BODY_BYTES)
@@ -102,10 +102,10 @@ async def ask(
         for server, path in product(servers, _PATHS):
             if (server.role, path) != ("proxy", "/version"):
                 tasks.start_soon(fetch, server, path)
-    return [Server(each.role, each.number, each.url, answers[each.role, each.number]) for each in servers]
+    return [CheckedServer(each.role, each.number, each.url, answers[each.role, each.number]) for each in servers]
 
 
-def judge(servers: Sequence[Server]) -> list[Finding]:
+def judge(servers: Sequence[CheckedServer]) -> list[Finding]:
     engines = [server for server in servers if server.role != "proxy"]
     offsets = {server.check: _offset(server) for server in servers}
     used = _used(servers)
@@ -119,12 +119,12 @@ def judge(servers: Sequence[Server]) -> list[Finding]:
         findings.append(_models_of(server))
         what = f"clock of {server.named} against this host's"
         findings.append(clock.judge(f"{server.check}.clock", what, offsets[server.check]))
-        if server.role == "proxy" and Kind.PROXY in _kinds(server):
+        if server.role == "proxy" and ServerKind.PROXY in _kinds(server):
             findings += _proxied(server, engines)
     return [*findings, *_versions(engines), *_models(servers), *_transports(engines), *_clocks(engines, offsets)]
 
 
-def _health(server: Server) -> Finding:
+def _health(server: CheckedServer) -> Finding:
     check, answer = f"{server.check}.health", server.answers["/health"]
     if answer.status == 0:
         action = "check that it runs, its --host and --port, and that nothing filters the connection from here"
@@ -140,32 +140,34 @@ def _health(server: Server) -> Finding:
     return error(check, f"{server.named} answers /health with {answer.status}", action)
 
 
-def _kinds(server: Server) -> frozenset[Kind]:
+def _kinds(server: CheckedServer) -> frozenset[ServerKind]:
     """What it is, as far as it says."""
     answer = server.answers["/metrics"]
     found = roles.kinds(answer.body) if answer.status == 200 else frozenset()
-    return found | {Kind.PROXY} if _decoded(server, "/health", _ProxyHealth) is not None else found
+    return found | {ServerKind.PROXY} if _decoded(server, "/health", _ProxyHealth) is not None else found
 
 
-def _used(servers: Sequence[Server]) -> dict[str, set[Kind]]:
+def _used(servers: Sequence[CheckedServer]) -> dict[str, set[ServerKind]]:
     """As what the proxies use an engine, by its URL."""
-    used: dict[str, set[Kind]] = {}
+    used: dict[str, set[ServerKind]] = {}
     for server in servers:
         health = _decoded(server, "/health", _ProxyHealth)
-        for kind, urls in () if health is None else ((Kind.PREFILL, health.prefill), (Kind.DECODE, health.decode)):
+        for kind, urls in (
+            () if health is None else ((ServerKind.PREFILL, health.prefill), (ServerKind.DECODE, health.decode))
+        ):
             for url in urls:
                 used.setdefault(url, set()).add(kind)
     return used
 
 
-def _role(server: Server, used: set[Kind]) -> Finding:
-    check, given, found = f"{server.check}.role", Kind(server.role), _kinds(server)
-    if given is Kind.PROXY and not found and server.answers["/health"].status == 200:
+def _role(server: CheckedServer, used: set[ServerKind]) -> Finding:
+    check, given, found = f"{server.check}.role", ServerKind(server.role), _kinds(server)
+    if given is ServerKind.PROXY and not found and server.answers["/health"].status == 200:
         return roles.judge_no_proxy(check, server.url)
     return roles.judge(check, server.url, given, found, _why(server, "/metrics", "has none of vLLM's"), used)
 
 
-def _version(server: Server) -> Finding:
+def _version(server: CheckedServer) -> Finding:
     check = f"{server.check}.version"
     version = _decoded(server, "/version", _Version)
     if version is None:
@@ -178,7 +180,7 @@ def _version(server: Server) -> Finding:
     return ok(check, f"{server.named} is vLLM {version.version}", version=version.version)
 
 
-def _models_of(server: Server) -> Finding:
+def _models_of(server: CheckedServer) -> Finding:
     check = f"{server.check}.models"
     models = _decoded(server, "/v1/models", _Models)
     if models is None or not models.data:
@@ -188,7 +190,7 @@ def _models_of(server: Server) -> Finding:
     return ok(check, f"{server.named} serves {_names(models)}")
 
 
-def _proxied(proxy: Server, engines: Sequence[Server]) -> list[Finding]:
+def _proxied(proxy: CheckedServer, engines: Sequence[CheckedServer]) -> list[Finding]:
     """What the proxy says of its engines, and whether it has those that were given."""
     check = f"{proxy.check}.engines"
     health = _decoded(proxy, "/health", _ProxyHealth)
@@ -209,14 +211,14 @@ def _proxied(proxy: Server, engines: Sequence[Server]) -> list[Finding]:
                 found = f"{proxy.named} does not use {engine.named}, but {listed}"
                 action = "start the proxy with its URL, or ignore this if it has another address there"
                 findings.append(warning(check, found, action))
-            elif Kind(role) in _kinds(engine):  # else its own role is the finding
+            elif ServerKind(role) in _kinds(engine):  # else its own role is the finding
                 found = f"{proxy.named} does not use {engine.named} for {role}, but for the other role"
                 findings.append(error(check, found, "correct the proxy's --prefill and --decode"))
     count = len(health.prefill) + len(health.decode)
     return findings or [ok(check, f"{proxy.named} finds all its {count} engines healthy", engines=count)]
 
 
-def _versions(engines: Sequence[Server]) -> list[Finding]:
+def _versions(engines: Sequence[CheckedServer]) -> list[Finding]:
     versions = {e.named: v.version for e in engines if (v := _decoded(e, "/version", _Version)) is not None}
     if len(set(map(release, versions.values()))) > 1:
         listed = one_line("; ".join(f"{name}: {version}" for name, version in versions.items()), 2 * _CHARS)
@@ -225,7 +227,7 @@ def _versions(engines: Sequence[Server]) -> list[Finding]:
     return [ok("pair.versions", "all engines run the same version of vLLM")] if len(versions) > 1 else []
 
 
-def _models(servers: Sequence[Server]) -> list[Finding]:
+def _models(servers: Sequence[CheckedServer]) -> list[Finding]:
     """Equal names, and prompts that fit on both sides."""
     models = {server: found for server in servers if (found := _decoded(server, "/v1/models", _Models)) is not None}
     if len(models) < 2:
@@ -243,9 +245,9 @@ def _models(servers: Sequence[Server]) -> list[Finding]:
     return findings
 
 
-def _transports(engines: Sequence[Server]) -> list[Finding]:
+def _transports(engines: Sequence[CheckedServer]) -> list[Finding]:
     """Each prefill engine's transfer engine against each decode engine's."""
-    known = [each for each in engines if Kind(each.role) in _kinds(each)]
+    known = [each for each in engines if ServerKind(each.role) in _kinds(each)]
     said = {each: transports.read(each.answers["/metrics"].body) for each in known}
     findings = []
     for one, other in product(known, known):
@@ -255,7 +257,7 @@ def _transports(engines: Sequence[Server]) -> list[Finding]:
     return findings
 
 
-def _clocks(engines: Sequence[Server], offsets: Mapping[str, clock.Offset | None]) -> list[Finding]:
+def _clocks(engines: Sequence[CheckedServer], offsets: Mapping[str, clock.OffsetRange | None]) -> list[Finding]:
     """Each prefill engine's host against each decode engine's: what signed tickets count on."""
     findings = []
     prefills, decodes = ([e for e in engines if e.role == role] for role in ("prefill", "decode"))
@@ -267,12 +269,12 @@ def _clocks(engines: Sequence[Server], offsets: Mapping[str, clock.Offset | None
     return findings
 
 
-def _offset(server: Server) -> clock.Offset | None:
+def _offset(server: CheckedServer) -> clock.OffsetRange | None:
     answer = server.answers["/health"]
     return None if answer.date is None else clock.offset(answer.date, answer.sent, answer.received)
 
 
-def _decoded(server: Server, path: str, kind: type[_T]) -> _T | None:
+def _decoded(server: CheckedServer, path: str, kind: type[_T]) -> _T | None:
     answer = server.answers[path]
     if answer.status not in (200, 503):  # our proxy's /health has a body with both
         return None
@@ -282,7 +284,7 @@ def _decoded(server: Server, path: str, kind: type[_T]) -> _T | None:
         return None
 
 
-def _why(server: Server, path: str, otherwise: str = "is not as vLLM's") -> str:
+def _why(server: CheckedServer, path: str, otherwise: str = "is not as vLLM's") -> str:
     answer = server.answers[path]
     return answer.problem or (f"{path} answers {answer.status}" if answer.status != 200 else f"{path} {otherwise}")
 

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ascend_pd.tools.doctor.finding import Finding, Level, Report
+from vllm_ascend_pd.tools.doctor.finding import DoctorReport, Finding, Level
 
 _WIDTH = 120
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 
 
-def show(report: Report) -> None:
+def show(report: DoctorReport) -> None:
     """Prints to standard output, in colours where that is a terminal."""
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))

@@ -20,7 +20,7 @@ _OF_BOTH = {*PREFILL_METRICS} & {*DECODE_METRICS}
 _NAMES = re.compile(rb"^(?:# TYPE )?(vllm:\w+)", re.MULTILINE)
 
 
-class Kind(enum.Enum):
+class ServerKind(enum.Enum):
     """The values of PROXY, PREFILL and DECODE are the options' names."""
 
     PROXY = "proxy"
@@ -34,41 +34,43 @@ class Kind(enum.Enum):
 
 
 _NAMED = {
-    Kind.PROXY: "`vllm-ascend-pd proxy`",
-    Kind.PREFILL: "a prefill engine",
-    Kind.DECODE: "a decode engine",
-    Kind.OTHER_ENGINE: "a vLLM engine without this package's connector",
+    ServerKind.PROXY: "`vllm-ascend-pd proxy`",
+    ServerKind.PREFILL: "a prefill engine",
+    ServerKind.DECODE: "a decode engine",
+    ServerKind.OTHER_ENGINE: "a vLLM engine without this package's connector",
 }
-_KV_ROLES = {Kind.PREFILL: "kv_producer", Kind.DECODE: "kv_consumer"}
+_KV_ROLES = {ServerKind.PREFILL: "kv_producer", ServerKind.DECODE: "kv_consumer"}
 
 
-def kinds(metrics: bytes) -> frozenset[Kind]:
+def kinds(metrics: bytes) -> frozenset[ServerKind]:
     """What has such metrics; nothing where they do not say."""
     names = {name.decode() for name in _NAMES.findall(metrics)}
     found = {
         kind
-        for kind, theirs in ((Kind.PREFILL, PREFILL_METRICS), (Kind.DECODE, DECODE_METRICS))
+        for kind, theirs in ((ServerKind.PREFILL, PREFILL_METRICS), (ServerKind.DECODE, DECODE_METRICS))
         if any(name.startswith(PREFIX + metric.name) for name in names for metric in theirs if metric not in _OF_BOTH)
     }
     if any(name.startswith(PROXY_PREFIX) for name in names):
-        found.add(Kind.PROXY)
+        found.add(ServerKind.PROXY)
     if not any(name.startswith(PREFIX) for name in names) and names:
-        found.add(Kind.OTHER_ENGINE)
+        found.add(ServerKind.OTHER_ENGINE)
     return frozenset(found)
 
 
-def judge(check: str, url: str, given: Kind, found: Collection[Kind], why: str, used: Collection[Kind]) -> Finding:
+def judge(
+    check: str, url: str, given: ServerKind, found: Collection[ServerKind], why: str, used: Collection[ServerKind]
+) -> Finding:
     """Whether `url`, given as `given`, is that. `found`: what it is, as far as it says; `why` it does not; `used`: as
     what the given proxies use it."""
     if given in found:
         return ok(check, f"{url} is {given.named}")
-    if not found and (not used or given in used or given is Kind.PROXY):
+    if not found and (not used or given in used or given is ServerKind.PROXY):
         action = "engines started with --disable-log-stats have no metrics: else check that the URL is the right one"
         found_nothing = f"{url} does not say whether it is {given.named}: {why}"
-        return note(check, found_nothing, "" if given is Kind.PROXY else action)
-    kind = next(each for each in Kind if each in (found or used))
+        return note(check, found_nothing, "" if given is ServerKind.PROXY else action)
+    kind = next(each for each in ServerKind if each in (found or used))
     said = f"{url} is given as --{given.value}, and " + ("is " if found else "the proxy uses it as ") + kind.named
-    if kind is not Kind.OTHER_ENGINE:
+    if kind is not ServerKind.OTHER_ENGINE:
         action = f"give it as --{kind.value}, and the URL of {given.named} as --{given.value}"
         if kind in _KV_ROLES and given in _KV_ROLES:
             action += f"; if it is to be {given.named}, start it with kv_role {_KV_ROLES[given]}"

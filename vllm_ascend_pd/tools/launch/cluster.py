@@ -20,8 +20,8 @@ from rich.console import Console
 
 from vllm_ascend_pd.tools.command_line import run_app
 from vllm_ascend_pd.tools.launch.hosts import HostsError, HostsFile, Invalid
-from vllm_ascend_pd.tools.launch.plan import Plan, Process, make_plan
-from vllm_ascend_pd.tools.launch.session import Event, Session, stop_anew
+from vllm_ascend_pd.tools.launch.plan import LaunchedProcess, LaunchPlan, make_plan
+from vllm_ascend_pd.tools.launch.session import AgentEvent, Session, stop_anew
 
 WATCH_SECONDS = 1.0
 _FAILURES = ("ended", "failed", "lost", "stopped", "not stopped")
@@ -43,11 +43,11 @@ class End(enum.IntEnum):
 class Launcher:
     """The processes of a plan that were started, and what they say."""
 
-    def __init__(self, plan: Plan, console: Console) -> None:
+    def __init__(self, plan: LaunchPlan, console: Console) -> None:
         self._plan = plan
         self._console = console
         self._sessions: list[Session] = []
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[AgentEvent] = queue.SimpleQueue()
 
     def start(self) -> None:
         """Return when all are ready. Raises LaunchError."""
@@ -91,13 +91,13 @@ class Launcher:
             reasons = list(pool.map(Session.stop, self._sessions))
         return _named(zip((session.process for session in self._sessions), reasons, strict=True))
 
-    def _session(self, process: Process) -> Session:
+    def _session(self, process: LaunchedProcess) -> Session:
         try:
             return Session(self._plan, process, self._events)
         except OSError as error:
             raise LaunchError(f"{process.name}: {error}") from None
 
-    def _next(self, seconds: float) -> Event | None:
+    def _next(self, seconds: float) -> AgentEvent | None:
         """The next event; None if there is none within `seconds`. Raises LaunchError for one of failure."""
         try:
             event = self._events.get(timeout=max(0.0, seconds))
@@ -113,13 +113,13 @@ class Launcher:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class Record:
+class ClusterRecord:
     """The plan that runs, kept here: `--stop` finds it whatever hosts.yaml says since, with the same name and state."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: LaunchPlan) -> None:
         self.path = Path(plan.folder).expanduser() / "cluster.json"
 
-    def write(self, plan: Plan) -> None:
+    def write(self, plan: LaunchPlan) -> None:
         """Raises LaunchError where there is one: a cluster that runs, or that nobody stopped."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -130,10 +130,10 @@ class Record:
         except OSError as error:
             raise LaunchError(f"{self.path} cannot be written: {error}") from None
 
-    def read(self) -> Plan | None:
+    def read(self) -> LaunchPlan | None:
         """Raises LaunchError."""
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=Plan)
+            return msgspec.json.decode(self.path.read_bytes(), type=LaunchPlan)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError) as error:
@@ -143,9 +143,9 @@ class Record:
         self.path.unlink(missing_ok=True)
 
 
-def launch(plan: Plan, detach: bool, console: Console) -> End:
+def launch(plan: LaunchPlan, detach: bool, console: Console) -> End:
     """Until a process ends or Ctrl-C; with `detach` until all are ready. Raises LaunchError where nothing was begun."""
-    record, launcher = Record(plan), Launcher(plan, console)
+    record, launcher = ClusterRecord(plan), Launcher(plan, console)
     record.write(plan)
     end, reason = End.OK, ""
     try:
@@ -169,9 +169,9 @@ def launch(plan: Plan, detach: bool, console: Console) -> End:
     return end
 
 
-def stop(plan: Plan, console: Console) -> End:
+def stop(plan: LaunchPlan, console: Console) -> End:
     """Stop all processes of what runs: as recorded here, and as hosts.yaml says now."""
-    record = Record(plan)
+    record = ClusterRecord(plan)
     recorded = record.read()
     work = [(plan, process) for process in plan.processes]
     if recorded is not None:
@@ -191,7 +191,7 @@ def stop(plan: Plan, console: Console) -> End:
     return End.OK
 
 
-def dry_run(plan: Plan) -> str:
+def dry_run(plan: LaunchPlan) -> str:
     """The commands as a shell script, with the host that each process runs on; nothing of it is secret."""
     lines = []
     for number, stage in enumerate(plan.stages, 1):
@@ -205,11 +205,11 @@ def dry_run(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _named(reasons: Iterable[tuple[Process, str | None]]) -> list[str]:
+def _named(reasons: Iterable[tuple[LaunchedProcess, str | None]]) -> list[str]:
     return [f"{process.name} on {process.host}: {reason}" for process, reason in reasons if reason is not None]
 
 
-def _left(console: Console, left: Sequence[str], record: Record) -> End:
+def _left(console: Console, left: Sequence[str], record: ClusterRecord) -> End:
     _say(console, "error: not known to have ended:\n" + "\n".join(left))
     gone = f"; where a host is gone for good, remove {record.path}" if record.path.exists() else ""
     _say(console, f"try again with --stop{gone}")

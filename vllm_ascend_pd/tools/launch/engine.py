@@ -18,8 +18,8 @@ import typer
 from vllm_ascend_pd.tools.command_line import run_app
 from vllm_ascend_pd.tools.doctor.ports import ascend_ports
 from vllm_ascend_pd.tools.launch.arguments import refused_argument
-from vllm_ascend_pd.tools.launch.shape import Executor, Shape, ShapeError
-from vllm_ascend_pd.tools.launch.transfer import Role, Transfer, TransferError, parse_extra
+from vllm_ascend_pd.tools.launch.shape import Executor, ParallelSizes, ShapeError
+from vllm_ascend_pd.tools.launch.transfer import ConnectorOptions, ConnectorOptionsError, EngineSide, parse_extra
 
 DEFAULT_KV_PORT = 19000
 """Below Mooncake's ports and those that the kernel gives to outgoing connections (32768 and above)."""
@@ -37,7 +37,7 @@ def _mooncake_ports(devices: int | None) -> range:
 MOONCAKE_PORTS = {device: _mooncake_ports(devices) for device, devices in DEVICES_PER_NODE.items()}
 
 
-class Device(enum.StrEnum):
+class DeviceType(enum.StrEnum):
     A2 = "a2"
     A3 = "a3"
     CPU = "cpu"
@@ -49,8 +49,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command(context_settings={"help_option_names": []})
 def main(
-    role: Annotated[Role, typer.Option()],
-    device: Annotated[Device, typer.Option()],
+    role: Annotated[EngineSide, typer.Option()],
+    device: Annotated[DeviceType, typer.Option()],
     model: Annotated[str, typer.Option()],
     address: Annotated[str, typer.Option()],
     port: Annotated[int, _Port],
@@ -78,18 +78,18 @@ def main(
     ray_node: Annotated[bool, typer.Option("--ray-node")] = False,
 ) -> None:
     try:
-        shape = Shape(tp, pp, dp, nodes, executor)
+        shape = ParallelSizes(tp, pp, dp, nodes, executor)
         check_devices(device, shape)
         if ray_node:
             print(shape.per_node, *ray_words(shape, node_rank, address, head_address, head_port), sep="\n")
             return
-        if role is Role.DECODE:
+        if role is EngineSide.DECODE:
             kv_port = check_kv_port(device, kv_port or DEFAULT_KV_PORT, shape, port)
         if not model or model.startswith("-"):
             raise ShapeError(f"--model {model!r} is empty or begins as options do")
         if load_failure_policy not in (None, "fail", "recompute"):
-            raise TransferError(f"--load-failure-policy {load_failure_policy}: fail or recompute")
-        transfer = Transfer(
+            raise ConnectorOptionsError(f"--load-failure-policy {load_failure_policy}: fail or recompute")
+        transfer = ConnectorOptions(
             role=role,
             kv_port=kv_port,
             engine_id=engine_id,
@@ -121,7 +121,7 @@ def main(
         words += arguments or []
         if broken := next((word for word in words if "\n" in word), None):
             raise ShapeError(f"{broken[:40]!r} has more than one line")
-    except (ShapeError, TransferError) as error:
+    except (ShapeError, ConnectorOptionsError) as error:
         print(f"launch_{role.value}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     print(shape.per_node, *words, sep="\n")
@@ -137,7 +137,7 @@ def quiet(arguments: list[str]) -> list[str]:
     return [option, "/health,/metrics"]
 
 
-def check_devices(device: Device, shape: Shape) -> None:
+def check_devices(device: DeviceType, shape: ParallelSizes) -> None:
     """Raises ShapeError where a node has not as many."""
     most = DEVICES_PER_NODE[device.value]
     if most is not None and shape.per_node > most:
@@ -146,23 +146,25 @@ def check_devices(device: Device, shape: Shape) -> None:
         )
 
 
-def check_kv_port(device: Device, kv_port: int, shape: Shape, port: int) -> int:
+def check_kv_port(device: DeviceType, kv_port: int, shape: ParallelSizes, port: int) -> int:
     """Raises TransferError unless decode's listeners, `kv_port` + data-parallel index, are free of other uses."""
     ports = range(kv_port, kv_port + shape.dp)
     taken = MOONCAKE_PORTS[device.value]
     if ports.stop > 65536:
-        raise TransferError(f"--kv-port {kv_port}: with {shape.dp} data-parallel replicas there are not enough ports")
+        raise ConnectorOptionsError(
+            f"--kv-port {kv_port}: with {shape.dp} data-parallel replicas there are not enough ports"
+        )
     if ports.start < taken.stop and taken.start < ports.stop:
-        raise TransferError(
+        raise ConnectorOptionsError(
             f"--kv-port {kv_port}: Mooncake listens on ports {taken.start} to {taken.stop - 1} of an "
             f"{device.value.upper()} server; choose another one, below {taken.start} say"
         )
     if port in ports:
-        raise TransferError(f"--port {port} is one of decode's side channel, {ports.start} to {ports.stop - 1}")
+        raise ConnectorOptionsError(f"--port {port} is one of decode's side channel, {ports.start} to {ports.stop - 1}")
     return kv_port
 
 
-def ray_words(shape: Shape, rank: int, address: str, head: str | None, port: int) -> list[str]:
+def ray_words(shape: ParallelSizes, rank: int, address: str, head: str | None, port: int) -> list[str]:
     """Arguments of `ray` for one node of the cluster that an engine runs on."""
     if shape.executor is not Executor.RAY:
         raise ShapeError("--ray-node goes with --executor ray")
@@ -181,9 +183,9 @@ def read_entry(path: Path) -> dict[str, object]:
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise TransferError(f"--beside {path}: {error}") from None
+        raise ConnectorOptionsError(f"--beside {path}: {error}") from None
     if not isinstance(entry, dict):
-        raise TransferError(f"--beside {path}: not a JSON object")
+        raise ConnectorOptionsError(f"--beside {path}: not a JSON object")
     return entry
 
 

@@ -53,7 +53,7 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The network interface with `address`. Without it: found out there."""
 
 
-class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One engine, on one host or several. `scripts/launch_prefill.sh --help` and launch_decode.sh's say more of what is
     an option there, too."""
 
@@ -116,9 +116,9 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Atlas servers with 8 and with 16 NPUs as vLLM counts them, or the CPU for trying out."""
     hosts: dict[str, Host]
     """The machines, each by a name of yours."""
-    prefill: tuple[Engine, ...]
+    prefill: tuple[EngineEntry, ...]
     """Prefill engines, at least one."""
-    decode: tuple[Engine, ...]
+    decode: tuple[EngineEntry, ...]
     """Decode engines, at least one."""
     proxy: Proxy
     """The front door."""
@@ -307,7 +307,7 @@ def _check_addresses(cluster: Cluster) -> None:
         raise Invalid(("hosts", name, "address"), f"by {addresses[name]} other hosts reach themselves, and not {name}")
 
 
-def _check_engine(path: KeyPath, engine: Engine, hosts: dict[str, Host]) -> None:
+def _check_engine(path: KeyPath, engine: EngineEntry, hosts: dict[str, Host]) -> None:
     if not engine.hosts:
         raise Invalid((*path, "hosts"), "at least one host is needed")
     for i, name in enumerate(engine.hosts):

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.tools.launch.arguments import refused_argument
 from vllm_ascend_pd.tools.launch.engine import DEFAULT_KV_PORT, DEVICES_PER_NODE, MOONCAKE_PORTS
-from vllm_ascend_pd.tools.launch.hosts import Cluster, Engine, Host, Invalid, KeyPath
-from vllm_ascend_pd.tools.launch.shape import Executor, Shape, ShapeError
-from vllm_ascend_pd.tools.launch.transfer import Role, Transfer, TransferError
+from vllm_ascend_pd.tools.launch.hosts import Cluster, EngineEntry, Host, Invalid, KeyPath
+from vllm_ascend_pd.tools.launch.shape import Executor, ParallelSizes, ShapeError
+from vllm_ascend_pd.tools.launch.transfer import ConnectorOptions, ConnectorOptionsError, EngineSide
 
 DEFAULT_PORTS = {"prefill": 8100, "decode": 8200}
 HEAD_PORT = 13345
@@ -21,7 +21,7 @@ HEAD_PORT = 13345
 
 
 @dataclass(frozen=True)
-class Process:
+class LaunchedProcess:
     """One process on one host. `command` is for that host; `ready` a URL that says when it serves, None: at once."""
 
     name: str
@@ -33,10 +33,10 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """`stages` start one after another, the processes of one side by side."""
 
-    stages: tuple[tuple[Process, ...], ...]
+    stages: tuple[tuple[LaunchedProcess, ...], ...]
     endpoint: str
     agent: tuple[str, ...]
     """What runs vllm_ascend_pd/tools/launch/node.py on each host."""
@@ -46,24 +46,24 @@ class Plan:
     stop_seconds: float
 
     @property
-    def processes(self) -> tuple[Process, ...]:
+    def processes(self) -> tuple[LaunchedProcess, ...]:
         return tuple(process for stage in self.stages for process in stage)
 
-    def run(self, process: Process) -> list[str]:
+    def run(self, process: LaunchedProcess) -> list[str]:
         """The command of its agent, which starts and watches it."""
         ready = [] if process.ready is None else ["--ready", process.ready]
         return [*self._agent("run", process), *ready, "--", *process.command]
 
-    def stop(self, process: Process) -> list[str]:
+    def stop(self, process: LaunchedProcess) -> list[str]:
         """The command that stops it, whoever has started it."""
         return self._agent("stop", process)
 
-    def _agent(self, verb: str, process: Process) -> list[str]:
+    def _agent(self, verb: str, process: LaunchedProcess) -> list[str]:
         place = ["--folder", self.folder, "--name", process.name, "--grace", f"{self.stop_seconds:g}"]
         return [*self.agent, verb, *place]
 
 
-def reach(process: Process, command: list[str]) -> list[str]:
+def reach(process: LaunchedProcess, command: list[str]) -> list[str]:
     """The local command that runs `command` on the host of `process`.
 
     ssh joins its arguments and hands them to a shell there: each word is quoted for it.
@@ -81,7 +81,7 @@ def reach(process: Process, command: list[str]) -> list[str]:
     ]
 
 
-def make_plan(cluster: Cluster, python: str, repository: str) -> Plan:
+def make_plan(cluster: Cluster, python: str, repository: str) -> LaunchPlan:
     """`python` and `repository` are where the file names none. Raises Invalid."""
     return _Planner(cluster, cluster.python or python, cluster.repository or repository).plan()
 
@@ -95,15 +95,15 @@ class _Planner:
     """By host: who has a port."""
     devices: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
 
-    def plan(self) -> Plan:
+    def plan(self) -> LaunchPlan:
         cluster = self.cluster
         proxy_host = cluster.hosts[cluster.proxy.host]
         self.proxy_url = _url(proxy_host.address, cluster.proxy.port)
         hosts = {cluster.hosts[name].address: None for decode in cluster.decode for name in decode.hosts}
         self.decode_hosts = tuple(hosts)
         self._take(cluster.proxy.host, cluster.proxy.port, "the proxy", ("proxy", "port"))
-        ray: list[Process] = []
-        engines: list[Process] = []
+        ray: list[LaunchedProcess] = []
+        engines: list[LaunchedProcess] = []
         urls: dict[str, list[str]] = {"prefill": [], "decode": []}
         for role in ("prefill", "decode"):
             for i, engine in enumerate(getattr(cluster, role)):
@@ -112,7 +112,7 @@ class _Planner:
                 ray += nodes
                 engines += processes
         stages = [stage for stage in (ray, engines, [self._proxy(proxy_host, urls)]) if stage]
-        return Plan(
+        return LaunchPlan(
             stages=tuple(map(tuple, stages)),
             endpoint=self.proxy_url,
             agent=(self.python, "-m", "vllm_ascend_pd.tools.launch.node"),
@@ -121,10 +121,12 @@ class _Planner:
             stop_seconds=cluster.stop_seconds,
         )
 
-    def _port(self, role: str, engine: Engine) -> int:
+    def _port(self, role: str, engine: EngineEntry) -> int:
         return engine.port or DEFAULT_PORTS[role]
 
-    def _engine(self, role: str, index: int, engine: Engine) -> tuple[list[Process], list[Process]]:
+    def _engine(
+        self, role: str, index: int, engine: EngineEntry
+    ) -> tuple[list[LaunchedProcess], list[LaunchedProcess]]:
         """The Ray nodes it needs, and vLLM's processes."""
         path: KeyPath = (role, index)
         name = f"{role}-{index}"
@@ -132,11 +134,11 @@ class _Planner:
         if ray and self.cluster.device == "cpu":
             raise Invalid((*path, "executor"), "vLLM's CPU backend does not run on Ray")
         try:
-            shape = Shape(engine.tp, engine.pp, engine.dp, len(engine.hosts), engine.executor)
+            shape = ParallelSizes(engine.tp, engine.pp, engine.dp, len(engine.hosts), engine.executor)
         except ShapeError as error:
             raise Invalid((*path, "hosts"), str(error)) from None
         self._check_arguments(path, engine, role)
-        self._check_extra(path, engine, Role(role))
+        self._check_extra(path, engine, EngineSide(role))
         port, head_port = self._port(role, engine), engine.head_port or HEAD_PORT
         head = self.cluster.hosts[engine.hosts[0]]
         self._take(engine.hosts[0], port, name, (*path, "port"))
@@ -167,7 +169,7 @@ class _Planner:
             processes.append(self._process(f"{name}{suffix}", host_name, self._command(role, engine, serve), health))
         return starts, processes
 
-    def _options(self, role: str, engine: Engine, host_name: str, devices: str | None) -> list[str]:
+    def _options(self, role: str, engine: EngineEntry, host_name: str, devices: str | None) -> list[str]:
         """Of the launch script, on one host."""
         cluster, host = self.cluster, self.cluster.hosts[host_name]
         given: list[tuple[str, object]] = [
@@ -199,11 +201,11 @@ class _Planner:
             given += [("--decode-host", address) for address in self.decode_hosts]
         return [word for option, value in given if value is not None for word in (option, str(value))]
 
-    def _command(self, role: str, engine: Engine, words: list[str]) -> tuple[str, ...]:
+    def _command(self, role: str, engine: EngineEntry, words: list[str]) -> tuple[str, ...]:
         variables = [f"{name}={value}" for name, value in engine.env.items()]
         return ("env", f"PYTHON={self.python}", *variables, f"{self.repository}/scripts/launch_{role}.sh", *words)
 
-    def _proxy(self, host: Host, urls: dict[str, list[str]]) -> Process:
+    def _proxy(self, host: Host, urls: dict[str, list[str]]) -> LaunchedProcess:
         cluster, proxy = self.cluster, self.cluster.proxy
         words = ["env", f"PYTHON={self.python}", f"{self.repository}/scripts/launch_proxy.sh"]
         words += ["--address", host.address, "--port", str(proxy.port)]
@@ -218,11 +220,11 @@ class _Planner:
         command = (*words, "--", *proxy.args)
         return self._process("proxy", proxy.host, command, f"{self.proxy_url}/health")
 
-    def _process(self, name: str, host_name: str, command: tuple[str, ...], ready: str | None) -> Process:
+    def _process(self, name: str, host_name: str, command: tuple[str, ...], ready: str | None) -> LaunchedProcess:
         host = self.cluster.hosts[host_name]
-        return Process(name, host_name, None if host.local else host.ssh or host.address, command, ready)
+        return LaunchedProcess(name, host_name, None if host.local else host.ssh or host.address, command, ready)
 
-    def _check_arguments(self, path: KeyPath, engine: Engine, role: str) -> None:
+    def _check_arguments(self, path: KeyPath, engine: EngineEntry, role: str) -> None:
         for i, argument in enumerate(engine.args):
             if argument.startswith("--ssl"):
                 raise Invalid((*path, "args", i), "the proxy and the health checks here speak http to engines")
@@ -232,9 +234,9 @@ class _Planner:
             if role == "prefill" and getattr(engine, name) is not None:
                 raise Invalid((*path, name), "is decode's")
 
-    def _check_extra(self, path: KeyPath, engine: Engine, role: Role) -> None:
-        cluster, of_decode = self.cluster, role is Role.DECODE
-        transfer = Transfer(
+    def _check_extra(self, path: KeyPath, engine: EngineEntry, role: EngineSide) -> None:
+        cluster, of_decode = self.cluster, role is EngineSide.DECODE
+        transfer = ConnectorOptions(
             role,
             metaservers=(self.proxy_url,) if of_decode else (),
             decode_hosts=() if of_decode else self.decode_hosts,
@@ -245,7 +247,7 @@ class _Planner:
         )
         try:
             transfer.config()
-        except TransferError as error:
+        except ConnectorOptionsError as error:
             raise Invalid((*path, "extra"), str(error)) from None
 
     def _take(self, host: str, port: int, owner: str, path: KeyPath) -> None:
@@ -253,7 +255,7 @@ class _Planner:
             raise Invalid(path, f"port {port} of host {host} is {other}'s already")
         self.ports[host][port] = owner
 
-    def _take_kv_ports(self, host: str, engine: Engine, listeners: range, name: str, path: KeyPath) -> None:
+    def _take_kv_ports(self, host: str, engine: EngineEntry, listeners: range, name: str, path: KeyPath) -> None:
         path = (*path, "kv_port")
         first = engine.kv_port or DEFAULT_KV_PORT
         mooncake = MOONCAKE_PORTS[self.cluster.device]
@@ -265,7 +267,7 @@ class _Planner:
                 raise Invalid(path, f"{port}: Mooncake listens on ports {mooncake.start} to {mooncake.stop - 1}")
             self._take(host, port, name, path)
 
-    def _devices(self, name: str, host: str, shape: Shape, path: KeyPath, engine: Engine) -> str | None:
+    def _devices(self, name: str, host: str, shape: ParallelSizes, path: KeyPath, engine: EngineEntry) -> str | None:
         """NPUs of one host for one engine, as a list for the launch script."""
         most = DEVICES_PER_NODE[self.cluster.device]
         if most is None:

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
-from vllm_ascend_pd.tools.launch.plan import Plan, Process, reach
+from vllm_ascend_pd.tools.launch.plan import LaunchedProcess, LaunchPlan, reach
 
 SSH_SECONDS = 30.0
 """For ssh to connect and an agent to start, beyond the time that what it does may take."""
@@ -19,10 +19,10 @@ _CHATTER_LINES = 20
 
 
 @dataclass(frozen=True)
-class Event:
+class AgentEvent:
     """What an agent says (`started`, `ready`, `detached`, `ended`, ...), or `lost`: ssh ended."""
 
-    process: Process
+    process: LaunchedProcess
     kind: str
     detail: str = ""
 
@@ -30,7 +30,7 @@ class Event:
 class Session:
     """An agent that runs. Its events go to a queue, read by whoever launches the cluster."""
 
-    def __init__(self, plan: Plan, process: Process, events: queue.SimpleQueue[Event]) -> None:
+    def __init__(self, plan: LaunchPlan, process: LaunchedProcess, events: queue.SimpleQueue[AgentEvent]) -> None:
         self.process = process
         self.log = "?"
         self._plan = plan
@@ -64,9 +64,9 @@ class Session:
             # `failed`: it never ran; one that runs under its name is not ours to stop.
             self._stopped = self._stopped or (kind in ("stopped", "ended", "failed") and said.get("gone") is not False)
             detail = self._ended(said) if kind == "ended" else str(said.get("reason", ""))
-            self._events.put(Event(self.process, kind, detail))
+            self._events.put(AgentEvent(self.process, kind, detail))
         code = self._ssh.wait()
-        self._events.put(Event(self.process, "lost", "\n".join((f"ssh ended with code {code}", *self._chatter))))
+        self._events.put(AgentEvent(self.process, "lost", "\n".join((f"ssh ended with code {code}", *self._chatter))))
 
     def _ended(self, said: dict[str, object]) -> str:
         return f"ended with code {said.get('code')}; the end of {self.process.host}:{self.log}:\n{said.get('tail')}"
@@ -106,14 +106,14 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StopOutcome:
     """Of an order to stop. `reason`: why it is not known to have ended; `found`: whether there was anything to stop."""
 
     reason: str | None
     found: bool = True
 
 
-def stop_anew(plan: Plan, process: Process) -> Outcome:
+def stop_anew(plan: LaunchPlan, process: LaunchedProcess) -> StopOutcome:
     """Stop a process over a connection of its own."""
     try:
         done = subprocess.run(
@@ -126,12 +126,12 @@ def stop_anew(plan: Plan, process: Process) -> Outcome:
             timeout=2 * plan.stop_seconds + SSH_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Outcome(str(error))
+        return StopOutcome(str(error))
     if done.returncode == 0:
         said = [_said(line) for line in done.stdout.splitlines()]
-        return Outcome(None, found=any(one is not None and one["event"] == "stopped" for one in said))
+        return StopOutcome(None, found=any(one is not None and one["event"] == "stopped" for one in said))
     chatter = (done.stdout + done.stderr).strip().splitlines()[-_CHATTER_LINES:]
-    return Outcome(f"ssh ended with code {done.returncode}: " + " ".join(chatter))
+    return StopOutcome(f"ssh ended with code {done.returncode}: " + " ".join(chatter))
 
 
 def _said(line: str) -> dict[str, object] | None:

@@ -26,7 +26,7 @@ class ShapeError(ValueError):
 
 
 @dataclass(frozen=True)
-class Shape:
+class ParallelSizes:
     """Sizes of one engine: tensor, pipeline and data parallel, and the nodes it runs on. Raises ShapeError."""
 
     tp: int = 1

@@ -13,23 +13,23 @@ from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 
 
-class Role(enum.StrEnum):
+class EngineSide(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-class TransferError(ValueError):
+class ConnectorOptionsError(ValueError):
     """Options that make no sense together, in words for the operator."""
 
 
-_KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+_KV_ROLES = {EngineSide.PREFILL: "kv_producer", EngineSide.DECODE: "kv_consumer"}
 
 
 @dataclass(frozen=True)
-class Transfer:
+class ConnectorOptions:
     """What an engine's connector is told. Empty or None: the connector's default, see `ConnectorConfig`."""
 
-    role: Role
+    role: EngineSide
     kv_port: int | None = None
     engine_id: str | None = None
     load_failure_policy: str | None = None
@@ -55,15 +55,15 @@ class Transfer:
         }
         extra = {name: value for name, value in extra.items() if value}
         if twice := sorted(extra.keys() & self.extra.keys()):
-            raise TransferError(f"--extra {twice[0]}: there is an option for it")
+            raise ConnectorOptionsError(f"--extra {twice[0]}: there is an option for it")
         extra |= self.extra
         try:
             Allowlist(parse_config(extra).metaserver_allowlist, "localhost")
             HostList(self.decode_hosts, "")
         except ConfigError as error:
-            raise TransferError(str(error)) from None
+            raise ConnectorOptionsError(str(error)) from None
         except ValueError as error:
-            raise TransferError(str(error)) from None
+            raise ConnectorOptionsError(str(error)) from None
         ours: dict[str, Any] = {"kv_connector": "LayerwisePushConnector", "kv_role": _KV_ROLES[self.role]}
         if self.kv_port is not None:
             ours["kv_port"] = self.kv_port
@@ -79,7 +79,7 @@ class Transfer:
     def _multi(self, ours: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
         """Ours first: on decode the first connector with a handshake must be this one."""
         if beside.get("kv_connector") in (None, "LayerwisePushConnector", "MultiConnector"):
-            raise TransferError("the other connector's file must be one JSON object with its kv_connector")
+            raise ConnectorOptionsError("the other connector's file must be one JSON object with its kv_connector")
         other = {"kv_role": _KV_ROLES[self.role], **beside}
         whole: dict[str, Any] = {"kv_connector": "MultiConnector", "kv_role": _KV_ROLES[self.role]}
         if self.engine_id is not None:
@@ -88,7 +88,7 @@ class Transfer:
 
     def _check_side(self) -> None:
         """Some options mean nothing on one of the sides, so whoever gives them there expects something else."""
-        if self.role is Role.PREFILL:
+        if self.role is EngineSide.PREFILL:
             given = {
                 "--kv-port": self.kv_port,
                 "--metaserver": self.metaservers,
@@ -101,7 +101,7 @@ class Transfer:
             reason = "decode connects to no decode engine; it is prefill's"
         for option, value in given.items():
             if value:
-                raise TransferError(f"{option}: {reason}")
+                raise ConnectorOptionsError(f"{option}: {reason}")
 
 
 def parse_extra(entries: list[str]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def parse_extra(entries: list[str]) -> dict[str, Any]:
     for entry in entries:
         key, equals, value = entry.partition("=")
         if not equals:
-            raise TransferError(f"--extra {entry}: give KEY=VALUE")
+            raise ConnectorOptionsError(f"--extra {entry}: give KEY=VALUE")
         try:
             extra[key] = json.loads(value)
         except json.JSONDecodeError:

@@ -7,14 +7,14 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.tools.plan.engine import Engine, Layout, default_block_size
+from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, default_block_size
 from vllm_ascend_pd.tools.plan.exchange import PROMPT_TOKENS, make_plan
 from vllm_ascend_pd.tools.plan.model import CacheDtype, read_model
 from vllm_ascend_pd.tools.plan.report import render
 from vllm_ascend_pd.tools.plan.timing import make_timing
 
 
-class Shape(NamedTuple):
+class EngineSizes(NamedTuple):
     """Parallel sizes of one side; `block_size` is the layout's default if not given."""
 
     tp: int = 1
@@ -27,8 +27,8 @@ def plan_text(
     path: Path,
     layout: Layout,
     dtype: CacheDtype,
-    prefill: Shape,
-    decode: Shape,
+    prefill: EngineSizes,
+    decode: EngineSizes,
     *,
     step_tokens: int,
     link_gbit: float | None,
@@ -39,7 +39,7 @@ def plan_text(
     model = read_model(path, dtype)
     block_size = default_block_size(model, layout)
     engines = [
-        Engine(side, shape.tp, shape.pp, shape.dp, shape.block_size or block_size)
+        PlannedEngine(side, shape.tp, shape.pp, shape.dp, shape.block_size or block_size)
         for side, shape in (("prefill", prefill), ("decode", decode))
     ]
     slots = ConnectorConfig().slots(step_tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, RankCaches, block_geometry
-from vllm_ascend_pd.tools.plan.model import Cached, Model, PlanError
+from vllm_ascend_pd.tools.plan.model import Cached, ModelShape, PlanError
 
 
 class Layout(enum.StrEnum):
@@ -18,7 +18,7 @@ class Layout(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Engine:
+class PlannedEngine:
     """`side` is prefill or decode; `dp` engines of `pp` stages of `tp` ranks; `block_size` in tokens."""
 
     side: str
@@ -32,11 +32,11 @@ class Engine:
         return topology.sharding(self.tp)
 
 
-def default_block_size(model: Model, layout: Layout) -> int:
+def default_block_size(model: ModelShape, layout: Layout) -> int:
     return 16 if layout is Layout.VLLM_CPU and model.mla else 128
 
 
-def check_engine(model: Model, layout: Layout, engine: Engine) -> None:
+def check_engine(model: ModelShape, layout: Layout, engine: PlannedEngine) -> None:
     """Raises PlanError where vLLM would not start such an engine."""
     side, tp = engine.side, engine.tp
     if model.attention_heads % tp:
@@ -76,7 +76,7 @@ def stage_layers(layers: int, pp: int) -> list[range]:
 
 
 def rank_caches(
-    model: Model, layout: Layout, engine: Engine, pp_rank: int, tp_rank: int, num_blocks: int
+    model: ModelShape, layout: Layout, engine: PlannedEngine, pp_rank: int, tp_rank: int, num_blocks: int
 ) -> RankCaches:
     """The caches of one rank; addresses are 0."""
     heads = len(topology.owned_heads(tp_rank, engine.tp, model.kv_heads))
@@ -97,12 +97,12 @@ def rank_caches(
     return RankCaches(tuple(geometries), tuple(tensors))
 
 
-def tensor_widths(model: Model, layout: Layout) -> tuple[int, ...]:
+def tensor_widths(model: ModelShape, layout: Layout) -> tuple[int, ...]:
     """Elements that one head of one token takes in each tensor of a layer."""
     return model.widths if layout is Layout.VLLM_ASCEND else (sum(model.widths),)
 
 
-def _geometry(model: Model, layout: Layout, block_size: int, heads: int, group: int, width: int) -> Geometry:
+def _geometry(model: ModelShape, layout: Layout, block_size: int, heads: int, group: int, width: int) -> Geometry:
     heads_first = layout is Layout.VLLM_CPU
     shape = (1, heads, block_size, width) if heads_first else (1, block_size, heads, width)
     return block_geometry(

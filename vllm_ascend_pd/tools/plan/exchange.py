@@ -13,21 +13,28 @@ from vllm_ascend_pd.core.plan import Regroup, Route, Target, descriptors, make_r
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.core.units import Units
-from vllm_ascend_pd.tools.plan.engine import Engine, Layout, check_engine, rank_caches, stage_layers, tensor_widths
+from vllm_ascend_pd.tools.plan.engine import (
+    Layout,
+    PlannedEngine,
+    check_engine,
+    rank_caches,
+    stage_layers,
+    tensor_widths,
+)
 from vllm_ascend_pd.tools.plan.figures import (
     EngineFigures,
     Flow,
     ModelFigures,
     Piece,
-    Plan,
-    Prompt,
-    Rank,
-    Reader,
-    Sender,
+    PlanFigures,
+    PromptFigures,
+    RankPosition,
+    ReaderFigures,
+    SenderFigures,
     Stage,
     Staging,
 )
-from vllm_ascend_pd.tools.plan.model import Cached, Model, PlanError
+from vllm_ascend_pd.tools.plan.model import Cached, ModelShape, PlanError
 
 PROMPT_TOKENS = 1000
 """Length of the prompt that figures are given for."""
@@ -37,15 +44,15 @@ _EXCHANGE_BUFFERS = 2  # of a slot's size, see `worker.regroup.Regrouper`
 
 
 def make_plan(
-    model: Model,
+    model: ModelShape,
     layout: Layout,
-    prefill: Engine,
-    decode: Engine,
+    prefill: PlannedEngine,
+    decode: PlannedEngine,
     *,
     step_tokens: int,
     staging_slots: int,
     tokens: int = PROMPT_TOKENS,
-) -> Plan:
+) -> PlanFigures:
     """What one prefill engine sends one decode engine, with figures for a prompt of `tokens`; without timing.
 
     Raises PlanError where that cannot work.
@@ -63,11 +70,11 @@ def make_plan(
     flows = []
     for source, caches in p_ranks.items():
         for stage in range(decode.pp):
-            flows += _flows(source, caches, routes[source.tp_rank], stage, d_ranks[Rank(stage, 0)], tokens)
+            flows += _flows(source, caches, routes[source.tp_rank], stage, d_ranks[RankPosition(stage, 0)], tokens)
     unit = routes[0][0].unit
     groups = topology.regroup_groups(prefill.sharding, model.kv_heads)
     staging = _staging(p_ranks.values(), step_tokens, staging_slots, groups)
-    return Plan(
+    return PlanFigures(
         model=_model_figures(model, layout),
         layout=layout.value,
         prefill=_engine_figures(model, prefill, p_ranks),
@@ -84,16 +91,20 @@ def make_plan(
     )
 
 
-def _ranks(model: Model, layout: Layout, engine: Engine) -> dict[Rank, RankCaches]:
+def _ranks(model: ModelShape, layout: Layout, engine: PlannedEngine) -> dict[RankPosition, RankCaches]:
     return {
-        Rank(pp_rank, tp_rank): rank_caches(model, layout, engine, pp_rank, tp_rank, _NUM_BLOCKS)
+        RankPosition(pp_rank, tp_rank): rank_caches(model, layout, engine, pp_rank, tp_rank, _NUM_BLOCKS)
         for pp_rank in range(engine.pp)
         for tp_rank in range(engine.tp)
     }
 
 
 def _check_fit(
-    name: str, prefill: Engine, decode: Engine, p_ranks: Mapping[Rank, RankCaches], d_ranks: Mapping[Rank, RankCaches]
+    name: str,
+    prefill: PlannedEngine,
+    decode: PlannedEngine,
+    p_ranks: Mapping[RankPosition, RankCaches],
+    d_ranks: Mapping[RankPosition, RankCaches],
 ) -> None:
     """What every prefill rank checks at first contact."""
     described = tuple(RankDescription(*rank, "", "", caches) for rank, caches in d_ranks.items())
@@ -113,7 +124,7 @@ class _Traffic:
 
 
 def _flows(
-    source: Rank, caches: RankCaches, routes: Sequence[Route], d_stage: int, theirs: RankCaches, tokens: int
+    source: RankPosition, caches: RankCaches, routes: Sequence[Route], d_stage: int, theirs: RankCaches, tokens: int
 ) -> list[Flow]:
     """What `source` sends the ranks of decode's stage `d_stage`, whose caches are like `theirs`."""
     there = theirs.by_name()
@@ -140,7 +151,7 @@ def _flows(
     return [
         Flow(
             source=source,
-            target=Rank(d_stage, tp_rank),
+            target=RankPosition(d_stage, tp_rank),
             lane=routes[0].replica_index,
             first_layer=min(sent.layers),
             last_layer=max(sent.layers),
@@ -170,14 +181,14 @@ def _blocks(tokens: int, geometry: Geometry, gap: int) -> range:
     return range(1, 1 + -(-tokens // geometry.block_size) * (1 + gap), 1 + gap)
 
 
-def _prompt(tokens: int, unit: int, flows: Sequence[Flow]) -> Prompt:
+def _prompt(tokens: int, unit: int, flows: Sequence[Flow]) -> PromptFigures:
     one = [flow for flow in flows if flow.lane == 0]
-    sent: dict[Rank, int] = {}
-    received: dict[Rank, int] = {}
+    sent: dict[RankPosition, int] = {}
+    received: dict[RankPosition, int] = {}
     for flow in one:
         sent[flow.source] = sent.get(flow.source, 0) + flow.nbytes
         received[flow.target] = received.get(flow.target, 0) + flow.nbytes
-    return Prompt(
+    return PromptFigures(
         tokens=tokens,
         units=-(-tokens // unit),
         flows=tuple(flows),
@@ -189,10 +200,10 @@ def _prompt(tokens: int, unit: int, flows: Sequence[Flow]) -> Prompt:
     )
 
 
-def _sender(rank: int, tp: int, model: Model, layout: Layout, routes: Sequence[Route]) -> Sender:
+def _sender(rank: int, tp: int, model: ModelShape, layout: Layout, routes: Sequence[Route]) -> SenderFigures:
     heads = topology.owned_heads(rank, tp, model.kv_heads)
     first = routes[0]
-    return Sender(
+    return SenderFigures(
         tp_rank=rank,
         first_head=heads.start,
         stop_head=heads.stop,
@@ -209,11 +220,11 @@ def _sender(rank: int, tp: int, model: Model, layout: Layout, routes: Sequence[R
     )
 
 
-def _reader(rank: int, decode: Sharding, prefill: Sharding, total: int) -> Reader:
+def _reader(rank: int, decode: Sharding, prefill: Sharding, total: int) -> ReaderFigures:
     heads = decode.heads(rank, total)
     lanes = range(prefill.replicas(total))
     writers = tuple(topology.writers_to(rank, decode, prefill, total, lane) for lane in lanes)
-    return Reader(rank, heads.start, heads.stop, writers)
+    return ReaderFigures(rank, heads.start, heads.stop, writers)
 
 
 def _staging(ranks: Iterable[RankCaches], step_tokens: int, slots: int, groups: Sequence[tuple[int, ...]]) -> Staging:
@@ -224,7 +235,9 @@ def _staging(ranks: Iterable[RankCaches], step_tokens: int, slots: int, groups: 
     return Staging(step_tokens, slots, size, (slots + _EXCHANGE_BUFFERS) * size, joined, communicator_bytes(joined))
 
 
-def _notes(layout: Layout, prefill: Engine, decode: Engine, routes: Sequence[Sequence[Route]]) -> list[str]:
+def _notes(
+    layout: Layout, prefill: PlannedEngine, decode: PlannedEngine, routes: Sequence[Sequence[Route]]
+) -> list[str]:
     notes = []
     for engine in (prefill, decode):
         if layout is Layout.VLLM_ASCEND and engine.block_size != 128:
@@ -245,7 +258,7 @@ def _notes(layout: Layout, prefill: Engine, decode: Engine, routes: Sequence[Seq
     return notes
 
 
-def _model_figures(model: Model, layout: Layout) -> ModelFigures:
+def _model_figures(model: ModelShape, layout: Layout) -> ModelFigures:
     widths = tensor_widths(model, layout)
     per_layer = model.kv_heads * sum(widths) * model.dtype.itemsize
     cached = _attention_layers(model, range(len(model.cached)))
@@ -262,11 +275,13 @@ def _model_figures(model: Model, layout: Layout) -> ModelFigures:
     )
 
 
-def _engine_figures(model: Model, engine: Engine, ranks: Mapping[Rank, RankCaches]) -> EngineFigures:
+def _engine_figures(
+    model: ModelShape, engine: PlannedEngine, ranks: Mapping[RankPosition, RankCaches]
+) -> EngineFigures:
     stages = stage_layers(len(model.cached), engine.pp)
     per_token = (
         sum(caches.geometry_of(tensor).token_bytes for tensor in caches.tensors)
-        for caches in (ranks[Rank(stage, 0)] for stage in range(engine.pp))
+        for caches in (ranks[RankPosition(stage, 0)] for stage in range(engine.pp))
     )
     return EngineFigures(
         tp=engine.tp,
@@ -278,5 +293,5 @@ def _engine_figures(model: Model, engine: Engine, ranks: Mapping[Rank, RankCache
     )
 
 
-def _attention_layers(model: Model, layers: range) -> int:
+def _attention_layers(model: ModelShape, layers: range) -> int:
     return sum(model.cached[layer] in (Cached.FULL, Cached.WINDOW) for layer in layers)

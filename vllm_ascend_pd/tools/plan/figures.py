@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 
-class Rank(NamedTuple):
+class RankPosition(NamedTuple):
     """A rank within its engine."""
 
     pp_rank: int
@@ -55,7 +55,7 @@ class Piece(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Sender(msgspec.Struct, frozen=True):
+class SenderFigures(msgspec.Struct, frozen=True):
     """A prefill rank, in every stage. It holds heads `[first_head, stop_head)`, as `lanes` ranks do: it serves every
     request whose ticket falls on its `lane`. `exchanges_with`: the ranks of its all-to-all, itself included."""
 
@@ -69,7 +69,7 @@ class Sender(msgspec.Struct, frozen=True):
     pieces: tuple[Piece, ...]
 
 
-class Reader(msgspec.Struct, frozen=True):
+class ReaderFigures(msgspec.Struct, frozen=True):
     """A decode rank, in every stage. `writers`: per lane of prefill's, the ranks of each stage that write to it."""
 
     tp_rank: int
@@ -95,8 +95,8 @@ class Flow(msgspec.Struct, frozen=True):
     """What one rank writes to another for a prompt on `lane`: `layers` layers, from `first_layer` to `last_layer`.
     Descriptors: with no two of the prompt's blocks next to each other, and with all of them so."""
 
-    source: Rank
-    target: Rank
+    source: RankPosition
+    target: RankPosition
     lane: int
     first_layer: int
     last_layer: int
@@ -106,7 +106,7 @@ class Flow(msgspec.Struct, frozen=True):
     descriptors_contiguous: int
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class PromptFigures(msgspec.Struct, frozen=True):
     """A prompt of `tokens` tokens, which travels as `units` whole units. `nbytes` and `descriptors` are those of all
     ranks together; `busiest_sender` and `busiest_reader` what passes one rank's link at most."""
 
@@ -139,7 +139,7 @@ class Timing(msgspec.Struct, frozen=True):
     after_prefill_ms: float | None
 
 
-class Plan(msgspec.Struct, frozen=True):
+class PlanFigures(msgspec.Struct, frozen=True):
     """`unit_tokens`: the smaller of the two sides' blocks. `all_to_all`: groups of prefill's ranks that exchange heads
     for this decode engine; `groups_created`: how many prefill creates at its start, for any decode engine."""
 
@@ -148,11 +148,11 @@ class Plan(msgspec.Struct, frozen=True):
     prefill: EngineFigures
     decode: EngineFigures
     unit_tokens: int
-    senders: tuple[Sender, ...]
-    readers: tuple[Reader, ...]
+    senders: tuple[SenderFigures, ...]
+    readers: tuple[ReaderFigures, ...]
     all_to_all: tuple[tuple[int, ...], ...]
     groups_created: int
     staging: Staging
-    prompt: Prompt
+    prompt: PromptFigures
     timing: Timing | None
     notes: tuple[str, ...]

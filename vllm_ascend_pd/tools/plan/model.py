@@ -83,7 +83,7 @@ _TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelShape:
     """`cached` has an entry per layer. `widths`: elements that one head of one token takes in each of a layer's
     tensors where they are apart (K and V; MLA: the latent, its rotary part and, with sparse attention, the indexer's
     key). `kv_heads` is 1 for MLA, whose latent every rank holds. `notes`: what the figures leave out."""
@@ -98,7 +98,7 @@ class Model:
     notes: tuple[str, ...]
 
 
-def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> Model:
+def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
     """The model whose `config.json` is `path` or in it. Raises PlanError, or OSError where there is no such file."""
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -110,7 +110,7 @@ def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> Model:
     return parse_model(config, dtype)
 
 
-def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) -> Model:
+def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
     """Raises PlanError naming the field that is missing or not described."""
     text, model_type = config, str(config.get("model_type"))
     for part in _TEXT_PARTS:
@@ -133,7 +133,7 @@ def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) 
         kv_heads = _kv_heads(text, model_type, heads)
         widths = _head_widths(text, model_type, heads)
     name = (*_names(config, "architectures"), str(text.get("model_type") or "a model without a name"))[0]
-    return Model(name, cached, heads, kv_heads, mla, widths, chosen, tuple(notes))
+    return ModelShape(name, cached, heads, kv_heads, mla, widths, chosen, tuple(notes))
 
 
 def _number(text: Mapping[str, Any], field: str, default: int | None = None) -> int:

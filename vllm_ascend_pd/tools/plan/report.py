@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_ascend_pd.core.communicator import BUFFER_MB
-from vllm_ascend_pd.tools.plan.figures import EngineFigures, Piece, Plan, Sender
+from vllm_ascend_pd.tools.plan.figures import EngineFigures, Piece, PlanFigures, SenderFigures
 
 _WIDTH = 120
 
 
-def render(plan: Plan) -> str:
+def render(plan: PlanFigures) -> str:
     console = Console(width=_WIDTH, highlight=False, markup=False, soft_wrap=False)
     with console.capture() as capture:
         console.print(_headline(plan))
@@ -25,7 +25,7 @@ def render(plan: Plan) -> str:
     return capture.get()
 
 
-def _headline(plan: Plan) -> str:
+def _headline(plan: PlanFigures) -> str:
     model = plan.model
     heads = "MLA's latent" if model.mla else f"{model.kv_heads} KV heads"
     widths = " + ".join(map(str, model.widths))
@@ -43,13 +43,13 @@ def _engine(engine: EngineFigures) -> str:
     return " ".join(sizes)
 
 
-def _senders(plan: Plan) -> Table:
+def _senders(plan: PlanFigures) -> Table:
     table = Table(title=f"prefill {_engine(plan.prefill)} -> decode {_engine(plan.decode)}")
     table.add_column("prefill rank")
     table.add_column("KV heads")
     table.add_column("regrouping")
     table.add_column(f"of every {plan.unit_tokens} tokens of a layer, by tensor")
-    alike: dict[tuple[object, ...], list[Sender]] = {}
+    alike: dict[tuple[object, ...], list[SenderFigures]] = {}
     for sender in plan.senders:
         # Replicas take turns, request by request; those in groups of their own stay apart.
         key = (sender.first_head, sender.stop_head, sender.regroup, sender.exchanges_with, sender.pieces)
@@ -85,7 +85,7 @@ def _pieces(pieces: Iterable[Piece]) -> str:
     )
 
 
-def _stages(plan: Plan) -> Table:
+def _stages(plan: PlanFigures) -> Table:
     table = Table(title="pipeline stages")
     for column in ("prefill stage", "decode stage", "layers"):
         table.add_column(column)
@@ -97,7 +97,7 @@ def _stages(plan: Plan) -> Table:
     return table
 
 
-def _prompt(plan: Plan) -> Table:
+def _prompt(plan: PlanFigures) -> Table:
     prompt, staging, timing = plan.prompt, plan.staging, plan.timing
     table = Table(
         title=f"a prompt of {prompt.tokens} tokens ({prompt.units} units of {plan.unit_tokens})", show_header=False

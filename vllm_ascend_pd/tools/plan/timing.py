@@ -3,10 +3,10 @@
 
 from collections.abc import Iterable
 
-from vllm_ascend_pd.tools.plan.figures import Flow, Plan, Timing
+from vllm_ascend_pd.tools.plan.figures import Flow, PlanFigures, Timing
 
 
-def make_timing(plan: Plan, link_gbit: float, compute_ms: float | None) -> Timing:
+def make_timing(plan: PlanFigures, link_gbit: float, compute_ms: float | None) -> Timing:
     """`link_gbit` is what each rank can send, and receive, per second; `compute_ms` what prefill computes the plan's
     prompt in."""
     ms_per_byte = 8 / (link_gbit * 1e6)

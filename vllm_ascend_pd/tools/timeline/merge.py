@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.observe.events import Event, Process
+from vllm_ascend_pd.observe.events import TracedProcess, TraceEvent
 from vllm_ascend_pd.tools.timeline.read import Recording
 
 _PARTS = ("prefill rank", "decode rank", "decode scheduler")
@@ -102,16 +102,16 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clocks": timeline.clock_note}}
 
 
-def title(process: Process) -> str:
+def title(process: TracedProcess) -> str:
     if process.part == "decode scheduler":
         return f"decode scheduler, {process.engine}"
     rank = f"{process.rank}" if process.pp_rank == 0 else f"{process.pp_rank}/{process.rank}"
     return f"{process.part} {rank}, {process.engine}"
 
 
-def _place(process: Process) -> tuple[int, int]:
+def _place(process: TracedProcess) -> tuple[int, int]:
     return process.pp_rank, process.rank
 
 
-def _moved(event: Event, shift_us: float) -> Event:
+def _moved(event: TraceEvent, shift_us: float) -> TraceEvent:
     return msgspec.structs.replace(event, ts=event.ts + shift_us)

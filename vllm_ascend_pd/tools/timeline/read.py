@@ -11,13 +11,13 @@ from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.observe.events import (
     FILE_PATTERN,
     FORMAT,
-    Event,
+    ClockOffset,
     LaneEvent,
     LostEvent,
-    Offset,
     OffsetEvent,
-    Process,
     ProcessEvent,
+    TracedProcess,
+    TraceEvent,
 )
 from vllm_ascend_pd.observe.trace_file import TraceError
 
@@ -27,17 +27,17 @@ MAX_PROBLEM_CHARS = 1000
 MAX_EVENTS = 2_000_000
 """Of all files together: about 2 GB of memory."""
 
-_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+_decoder: msgspec.json.Decoder[TraceEvent] = msgspec.json.Decoder(TraceEvent)
 
 
 class Recording(msgspec.Struct, frozen=True):
     """What one process traced. `lanes`: names of its rows, by number; `problems`: what was wrong with the file."""
 
     file: str
-    process: Process
-    offsets: tuple[Offset, ...]
+    process: TracedProcess
+    offsets: tuple[ClockOffset, ...]
     lanes: dict[int, str]
-    events: list[Event]
+    events: list[TraceEvent]
     problems: tuple[str, ...]
 
 
@@ -85,10 +85,10 @@ def read_file(path: Path, max_events: int) -> Recording:
             raise TraceError("is not a regular file")
         if file.readline(16) != b"[\n":
             raise TraceError("is not a trace: its first line is not `[`")
-        process: Process | None = None
-        offsets: list[Offset] = []
+        process: TracedProcess | None = None
+        offsets: list[ClockOffset] = []
         lanes: dict[int, str] = {}
-        events: list[Event] = []
+        events: list[TraceEvent] = []
         problems: list[str] = []
         broken, first_broken = 0, ""
         number = 1
