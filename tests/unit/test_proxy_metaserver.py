@@ -23,7 +23,7 @@ from vllm_ascend_pd.proxy.rendezvous.proxied_request import ProxiedRequest
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, TicketHeader, of_attempt
 from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRequest
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT
 from vllm_ascend_pd.proxy.routing.ranking import EngineRanking
@@ -47,7 +47,7 @@ class Pool:
         pass
 
     @asynccontextmanager
-    async def open(self, _: EngineRanking, __: EngineRequest, call: EngineCall) -> AsyncIterator[EngineResponse]:
+    async def open(self, _: EngineRanking, __: OutgoingRequest, call: EngineCall) -> AsyncIterator[EngineResponse]:
         url = self.urls[len(self.asked)]
         self.asked.append(url)
         call.engines.append(url)

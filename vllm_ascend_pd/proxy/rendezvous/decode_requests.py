@@ -24,7 +24,7 @@ from vllm_ascend_pd.proxy.rendezvous.retry import (
     last_resorts,
     may_follow,
 )
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRequest
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import NO_PROMPT, prompts_of
 from vllm_ascend_pd.proxy.routing.ranking import EngineRanking
@@ -118,7 +118,7 @@ class DecodeRequests:
         content = forwarded.content
         if proxied.request is not None:
             content = decode_body(proxied.request, self._metaserver_url, attempt.request_id)
-        sent = EngineRequest(forwarded.method, forwarded.path, attempt.decode_headers, content, attempt.request_id)
+        sent = OutgoingRequest(forwarded.method, forwarded.path, attempt.decode_headers, content, attempt.request_id)
         relay = ResponseRelay(forwarded.path, attempt, reply, self._observer)
         failure: Failure | None = None
         responded = False

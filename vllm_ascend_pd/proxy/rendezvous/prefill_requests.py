@@ -26,7 +26,7 @@ from vllm_ascend_pd.proxy.rendezvous.retry import (
 )
 from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, ParsedTicket, Sign
 from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
-from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, EngineRequest
+from vllm_ascend_pd.proxy.routing.engine_pool import EngineError, EnginePool, OutgoingRequest
 from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.prompts import prompt_of
 from vllm_ascend_pd.proxy.routing.ranking import EngineRanking
@@ -147,7 +147,7 @@ class PrefillRequests:
             path, body = request.endpoint.value, prefill_body(request, prompt, ticket.encoded, attempt.request_id)
         else:
             path, body = Endpoint.COMPLETIONS.value, tokens_body(request, ticket.token_ids, ticket.encoded)
-        sent = EngineRequest("POST", path, span.onto(attempt.prefill_headers), body, attempt.request_id)
+        sent = OutgoingRequest("POST", path, span.onto(attempt.prefill_headers), body, attempt.request_id)
         try:
             async with self._pool.open(ranking, sent, call) as response:
                 answer = await read_all(response.chunks(), _MAX_PREFILL_ANSWER_BYTES)

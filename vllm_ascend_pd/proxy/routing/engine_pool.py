@@ -51,7 +51,7 @@ _STATUS = {
 _UNREACHABLE = (ConnectError, ConnectTimeout)
 
 
-class EngineRequest(NamedTuple):
+class OutgoingRequest(NamedTuple):
     """An HTTP request to whichever engine gets it."""
 
     method: str
@@ -88,7 +88,7 @@ class EnginePool:
 
     @asynccontextmanager
     async def open(
-        self, ranking: EngineRanking, request: EngineRequest, call: EngineCall
+        self, ranking: EngineRanking, request: OutgoingRequest, call: EngineCall
     ) -> AsyncIterator[EngineResponse]:
         """Sends a request; yields the response as soon as its headers have arrived, with the body still unread.
 
@@ -108,7 +108,7 @@ class EnginePool:
                 response.close()
 
     async def _send(
-        self, ranking: EngineRanking, request: EngineRequest, call: EngineCall, held: ExitStack
+        self, ranking: EngineRanking, request: OutgoingRequest, call: EngineCall, held: ExitStack
     ) -> EngineResponse:
         """`held` gets the slot and the load of the engine that answers, which both last until it is closed."""
         failure = EngineError(FailureKind.NO_ENGINE, "", f"no {self.role.value} engine is available")
