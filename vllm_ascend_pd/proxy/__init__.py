@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI-compatible front door for prefill and decode engines, and the metaserver that takes D's tickets.
+"""The proxy: an OpenAI-compatible front door for prefill and decode engines, and the metaserver for their tickets.
 
-One request, file by file: `forward` takes the client's request (`bodies` parses it) and opens it on a decode
-engine (`engines`); `metaserver` takes that engine's tickets, finds the waiting request in `request_table`, and
-runs each ticket's prefill; `forward` streams the decode engine's answer back. What failed on the way is tried again
-elsewhere (`retry`) as long as the client has got nothing (`events`), and counted (`counts`). `tracing` says what of
-this becomes a span, `otel` sends it.
+Rooms, from the bottom up. Each imports only rooms below it; pyproject.toml has the contract.
 
-Which engine: `balance` decides, by what each has to do (`load`) and what the request adds to that (`prompts`); `seats`
-bounds it. Which engines there are: `registry`, kept by `discovery` (the command line, `engines_file`, DNS names),
-`admin` and, as to their health, `checks`.
+- `http/`: requests and responses of clients, and HTTP to engines.
+- `routing/`: which engines there are, and which one gets a request.
+- `rendezvous/`: brings a client's request, its tickets and its prefills together, and retries what fails.
+- `operate/`: health, status, metrics, traces and the admin API.
+- `settings`, `app`, `server`: options, the ASGI application with all routes, and the servers that run it.
+
+A client's request, file by file:
+
+1. `rendezvous/client_endpoint` admits it (`routing/request_admission`) and reads its body (`http/bodies`).
+2. `rendezvous/decode_requests` ranks the decode engines (`routing/ranking`) and asks the best one
+   (`routing/engine_pool`, once `routing/concurrency` has a free slot).
+3. The decode engine posts a ticket per prompt. `rendezvous/ticket_posts` finds the request that waits for it
+   (`rendezvous/request_table`).
+4. `rendezvous/prefill_requests` has a prefill engine compute the prompt, then the ticket is answered.
+5. `rendezvous/response_relay` passes the decode engine's response on to the client.
+
+`rendezvous/retry` decides what follows a failure; `rendezvous/observer` reports to `operate/`.
 """

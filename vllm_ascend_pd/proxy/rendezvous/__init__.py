@@ -1,2 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings a client's request, decode's ticket and prefill's answer together, and decides what is retried."""
+"""Brings a client's request, its tickets and its prefills together, and decides what is retried.
+
+All code here runs in one asyncio event loop, so state needs no locks. Owners:
+
+- `RequestTable` owns the set of requests in flight and the ids by which tickets find them.
+- The task that serves a client owns its `ProxiedRequest`, and one `DecodeAttempt` at a time.
+- The task that serves a ticket owns its `TicketProgress`.
+
+Other tasks change these objects only by calling their methods.
+"""

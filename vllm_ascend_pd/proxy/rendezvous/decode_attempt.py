@@ -35,7 +35,7 @@ class RequestPhase(enum.Enum):
 
 
 class TicketProgress:
-    """How far the prefill of one ticket has come. The metaserver's modules change it; nothing else does."""
+    """How far the prefill of one ticket has come. The task that serves the ticket owns it; others call its methods."""
 
     def __init__(self, attempt: int, failures: Sequence[Failure]) -> None:
         """`failures`: of the same prompt's prefills under earlier decode attempts."""
@@ -60,6 +60,10 @@ class TicketProgress:
         """A post of the ticket waits for its answer from now on. Cancelling `post` ends the wait."""
         self._post = post
         self.recomputes = recomputes
+
+    def give_up(self) -> None:
+        """The decode engine has reported that it waits for no further attempt."""
+        self.given_up = True
 
     def posted_again(self) -> None:
         """The decode engine lost its connection and posts the ticket again. That makes a new attempt and ends the

@@ -62,7 +62,7 @@ class FailurePosts:
         if final or progress.answered or begin_anew:
             if call.engines and not progress.given_up:
                 proxied.prefill_failed(progress, failed(FailureKind.TRANSFER, reason, call.engine))
-            progress.given_up = True
+            progress.give_up()
             attempt.note_transfer_failure(_transfer_failure(reason, attempt, self._prefill_requests.used_up(progress)))
             attempt_ends = begin_anew or not (attempt.answering or progress.recomputes)
             if attempt_ends:
