@@ -162,7 +162,7 @@ def test_no_batch_begins_once_the_leave_to_write_has_ended(source: Source, recei
     offsets = [64 * i for i in range(3 * per_batch)]
     copies = Descriptors(np.array(offsets), np.array(offsets), np.full(len(offsets), 64))
     batches = Batches.cut([copies], source.engine.limits).at([source.address], [receiver.address])
-    with pytest.raises(TransferError, match="the leave to write ended") as error:
+    with pytest.raises(TransferError, match="the lease ended") as error:
         source.engine.write_batches(receiver.session, batches, lambda: next(leave))
     assert (error.value.may_arrive, error.value.retryable) == (False, False)
     first = 64 * per_batch

@@ -133,7 +133,7 @@ def test_one_batch_to_a_peer_at_a_time(ranks: Ranks) -> None:
 def test_without_a_lease_nothing_begins(ranks: Ranks) -> None:
     before = ranks.transfers()
     ranks.prefill.ask("begin", "refused", ranks.session, ranks.address, 4, 1, False)
-    assert "leave to write ended" in ranks.prefill.ask("wait", "refused")[0]
+    assert "the lease ended" in ranks.prefill.ask("wait", "refused")[0]
     assert ranks.transfers() == before
     assert ranks.write("allowed")[0] == "arrived", "its slot was given back"
 

@@ -2,6 +2,8 @@
 """What Mooncake's protocol `ascend` needs: settings, addresses of NPUs, its transport in the build."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -9,7 +11,8 @@ import pytest
 
 from vllm_ascend_pd.core.transports import Connects, EngineKind, TransportInfo
 from vllm_ascend_pd.transport import ascend
-from vllm_ascend_pd.transport.limits import SettingError, TransferLimits, export_settings, limits_over_ascend
+from vllm_ascend_pd.transport.environment import export_settings, limits_over_ascend
+from vllm_ascend_pd.transport.limits import SettingError, TransferLimits
 
 HCCN_CONF = """\
 address_0=192.0.2.10
@@ -203,3 +206,16 @@ def test_the_transport_is_part_of_the_engine(tmp_path: Path) -> None:
     assert not ascend.is_loaded(maps(engine, other, tmp_path / "mooncake" / "gone.so"))
     engine.write_bytes(engine.read_bytes() + other.read_bytes())
     assert ascend.is_loaded(maps(engine))
+
+
+def test_an_ascend_engine_imports_nothing_of_tcp() -> None:
+    """Up to its start: Mooncake's own library is not needed for the writers' modules."""
+    program = """
+import sys
+from vllm_ascend_pd.transport import ascend_writer, engine, environment, limits
+environment.export_settings(limits.TransferLimits(), "ascend", "127.0.0.1")
+print(sorted(name.rpartition(".")[2] for name in sys.modules if name.startswith("vllm_ascend_pd.transport.")))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "ascend_writer" in ran.stdout
+    assert not any(name in ran.stdout for name in ("tcp_writer", "tcp_settings", "pace", "peer_queue"))

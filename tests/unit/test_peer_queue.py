@@ -7,13 +7,14 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.transport.peer_queue import BATCHES, PeerQueue, most_descriptors
+from vllm_ascend_pd.transport.peer_queue import PeerQueue, most_descriptors
+from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT
 
 
 @given(capacity=st.integers(1, 1 << 17))
 def test_batches_that_run_and_as_many_that_failed_fit(capacity: int) -> None:
     size = most_descriptors(capacity)
-    assert size == 1 or 2 * BATCHES * size <= capacity
+    assert size == 1 or 2 * BATCHES_IN_FLIGHT * size <= capacity
 
 
 @given(
@@ -26,7 +27,7 @@ def test_never_more_than_the_capacity(capacity: int, steps: list[tuple[int, str]
     left = 0
     for size, step in steps:
         if step == "enter":
-            fits = len(running) < BATCHES and sum(running) + left + size <= capacity
+            fits = len(running) < BATCHES_IN_FLIGHT and sum(running) + left + size <= capacity
             assert queue.enter(size, timeout_s=0) == fits
             running += [size] * fits
         elif running:
@@ -47,7 +48,7 @@ def test_what_failed_batches_left_is_gone_after_settling() -> None:
 
 def test_batch_that_ends_lets_a_waiting_one_begin() -> None:
     queue = PeerQueue(100, settle_s=3600)
-    for _ in range(BATCHES):
+    for _ in range(BATCHES_IN_FLIGHT):
         assert queue.enter(1, 0)
     entered = threading.Event()
     waiting = threading.Thread(target=lambda: queue.enter(1, 30) and entered.set())

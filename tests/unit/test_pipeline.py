@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.prefill.pipeline import Pipeline
-from vllm_ascend_pd.transport.peer_queue import BATCHES
-from vllm_ascend_pd.transport.writer import TransferError
+from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, TransferError
 
 
 class Engine:
@@ -89,7 +88,7 @@ def test_never_more_under_way_than_the_queue_to_a_peer_takes(engine, pipeline):
     write(pipeline, engine, "a1", "a2", "a3", "a4", "a5")
     write(pipeline, engine, "b1", "b2", "b3")
     pipeline.drain()
-    assert engine.most == BATCHES
+    assert engine.most == BATCHES_IN_FLIGHT
     assert [line for line in engine.log if line.startswith("done")] == ["done a: well", "done b: well"]
 
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.peer_queue import BATCHES
-from vllm_ascend_pd.transport.writer import Flight, TransferError
+from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, Flight, TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +27,8 @@ class _Entry(NamedTuple):
 
 
 class Pipeline:
-    """At most `BATCHES` batches are under way at a time. One thread's; every call may block for as long as a batch may
-    take, see `TransferEngine`."""
+    """Keeps at most `BATCHES_IN_FLIGHT` batches in flight. One thread calls it. Every call may block for as long as a
+    batch may take, see `TransferEngine`."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
@@ -73,7 +72,7 @@ class Pipeline:
 
     def make_room(self) -> None:
         """Waits until a further batch may begin."""
-        while self._flights >= BATCHES:
+        while self._flights >= BATCHES_IN_FLIGHT:
             self._end_first()
 
     def then(self, call: Callable[[], None]) -> None:

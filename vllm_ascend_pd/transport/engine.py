@@ -19,19 +19,13 @@ from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.transport import ascend, mooncake_library
 from vllm_ascend_pd.transport.ascend_writer import AscendWriter
 from vllm_ascend_pd.transport.batches import Batch, Batches
+from vllm_ascend_pd.transport.environment import export_settings, limits_over_ascend
 from vllm_ascend_pd.transport.existing_engine import ExistingEngine
 from vllm_ascend_pd.transport.hixl_engine import describe_transport
-from vllm_ascend_pd.transport.limits import (
-    SettingError,
-    TransferLimits,
-    export_settings,
-    limits_over_ascend,
-    queue_capacity,
-)
+from vllm_ascend_pd.transport.limits import SettingError, TransferLimits
 from vllm_ascend_pd.transport.reach import Reach
 from vllm_ascend_pd.transport.registered_memory import RegisteredMemory, RegistrationError
 from vllm_ascend_pd.transport.slots import Slots
-from vllm_ascend_pd.transport.tcp_writer import TcpWriter
 from vllm_ascend_pd.transport.writer import Flight, TransferError, Writer
 
 logger = logging.getLogger(__name__)
@@ -87,6 +81,10 @@ class TransferEngine:
 
     def _make_writer(self, protocol: str) -> Writer:
         if protocol != "ascend":
+            # Only here: the Ascend path imports nothing of TCP's queue bound and pacing.
+            from vllm_ascend_pd.transport.tcp_settings import queue_capacity
+            from vllm_ascend_pd.transport.tcp_writer import TcpWriter
+
             return TcpWriter(self._engine, self._reach, self._limits, queue_capacity())
         try:
             self._limits = limits_over_ascend(self._limits, self._transport)

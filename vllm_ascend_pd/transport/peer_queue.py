@@ -13,13 +13,12 @@ import threading
 import time
 from collections import deque
 
-BATCHES = 2
-"""Concurrent batches to one peer: one is prepared while the other is on its way."""
+from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT
 
 
 def most_descriptors(capacity: int) -> int:
     """Of one batch, for a queue of `capacity`: as many again as may run may be left over by batches that failed."""
-    return max(1, capacity // (2 * BATCHES))
+    return max(1, capacity // (2 * BATCHES_IN_FLIGHT))
 
 
 class PeerQueue:
@@ -65,4 +64,4 @@ class PeerQueue:
         while self._left and self._left[0][0] <= time.monotonic():
             self._left.popleft()
         used = self._descriptors + sum(left for _, left in self._left)
-        return self._batches < BATCHES and used + descriptors <= self._capacity
+        return self._batches < BATCHES_IN_FLIGHT and used + descriptors <= self._capacity

@@ -45,7 +45,7 @@ class TcpWriter:
         return peer is None or peer.queue.has_room(len(batch[2]))
 
     def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> _TcpFlight | None:
-        """As `Writer.begin`. Blocks while `peer_queue.BATCHES` batches to this peer are under way."""
+        """As `Writer.begin`. Blocks while `BATCHES_IN_FLIGHT` batches to this peer are under way."""
         self._reach.await_answer(session)
         peer, started, lengths = self._peer(session), time.monotonic(), batch[2]
         if not peer.queue.enter(len(lengths), self._limits.timeout_s):
