@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which URLs tickets may be posted to: they come from clients, who must not make the engine call other addresses."""
+"""Checks the URLs that tickets are posted to. They come from clients, who must not make the engine call other hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _MAX_URL_CHARS = 2048
 
 
 class Allowlist:
-    """Entries are `scheme://host[:port][/path-prefix]`; none means this host's own addresses, `METASERVER_PATH`."""
+    """Entries are `scheme://host[:port][/path-prefix]`. Without entries, only `METASERVER_PATH` on this host's own
+    addresses is allowed."""
 
     def __init__(self, entries: Sequence[str], own_host: str) -> None:
         """Raises ValueError for an entry that is not a URL."""
@@ -43,16 +44,20 @@ class Allowlist:
 
 @dataclass(frozen=True)
 class _Target:
-    """The parts of a URL that are compared. `host` is in normal form, without brackets."""
+    """The parts of a URL that are compared."""
 
     scheme: str
+    """`http` or `https`."""
     host: str
+    """In normal form, without brackets."""
     port: int
+    """The scheme's own if the URL has none."""
     path: str
+    """Without `.` and `..`."""
 
     @classmethod
     def parse(cls, url: str) -> _Target:
-        """Raises `ValueError` with the reason. The parser is the one that the HTTP client connects with."""
+        """Raises `ValueError` with the reason. The HTTP client uses the same parser."""
         if len(url) > _MAX_URL_CHARS:
             raise ValueError(f"longer than {_MAX_URL_CHARS} characters")
         if not re.fullmatch(r"[!-~]+", url):

@@ -10,44 +10,48 @@ class MetaserverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """How to reach the metaserver. Times in seconds."""
 
     allowlist: tuple[str, ...] = ()
-    """`scheme://host[:port][/path-prefix]`; without a port the scheme's own, without a path `/v1/metaserver`
+    """Entries `scheme://host[:port][/path-prefix]`. Without a port, the scheme's own; without a path, `/v1/metaserver`
     alone. Empty: `/v1/metaserver` on any port of this host's loopback addresses and own address."""
     connect_timeout_s: float = 5.0
+    """To open a connection, the TLS handshake included."""
     read_timeout_s: float | None = None
-    """None: as long as the post may last, since the answer is held back until prefill has ended."""
-    write_timeout_s: float = 10.0
-    pool_timeout_s: float = 10.0
+    """How long the metaserver may send nothing. None: until the post's deadline, since the answer comes only when
+    prefill ends."""
     deadline_s: float = 300.0
-    """For a post, from `post` to its outcome, with waiting and retries. Begins anew each time that the metaserver says
-    that the ticket still waits for prefill."""
+    """From `post` to the outcome, with waiting and retries. Starts again each time the metaserver answers that the
+    ticket still waits for prefill."""
     longest_s: float = 3900.0
-    """For a post all in all, whatever the metaserver says."""
+    """From `post` to the outcome in any case."""
     ask_every_s: float = 30.0
-    """How often the metaserver is asked which tickets wait. Less where `deadline_s` is short."""
+    """Between two questions to the metaserver about waiting tickets. Shorter if `deadline_s` is short."""
     max_connections: int = 256
-    """Posts under way at once; others wait."""
+    """Posts that have a connection at a time. Further ones wait."""
     max_pending: int = 4096
-    """Posts without an outcome; further ones fail at once."""
+    """Posts without an outcome. Further ones fail at once."""
     retries: int = 5
-    """With the pauses below they last 1.5 to 3.1 s: a proxy that restarts is not noticed."""
+    """Attempts after the first one. With the pauses below, all attempts take 1.5 to 3.1 s, longer than a proxy's
+    restart."""
     backoff_base_s: float = 0.1
+    """The longest pause before the first retry. It doubles with each further one."""
     backoff_max_s: float = 2.0
+    """The longest pause before any retry."""
     ca_file: str | None = None
     """Certificate authorities to trust instead of the system's."""
     cert_file: str | None = None
     """This engine's certificate, for mutual TLS."""
     key_file: str | None = None
+    """The private key of that certificate."""
     key_password: str | None = None
+    """The key's password."""
     token_file: str | None = None
-    """Its content is sent as bearer token."""
+    """The file with the bearer token to send. It is read once."""
     recomputes: bool = False
-    """What the metaserver is told of `kv_load_failure_policy`: whether this engine computes what does not come."""
+    """Whether `kv_load_failure_policy` is recompute: this engine computes a prompt whose KV does not arrive. Sent with
+    each ticket."""
 
     def __post_init__(self) -> None:
         positive = {
             "connect_timeout_s": self.connect_timeout_s,
-            "write_timeout_s": self.write_timeout_s,
-            "pool_timeout_s": self.pool_timeout_s,
             "deadline_s": self.deadline_s,
             "longest_s": self.longest_s,
             "ask_every_s": self.ask_every_s,

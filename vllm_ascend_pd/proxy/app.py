@@ -44,11 +44,11 @@ from vllm_ascend_pd.proxy.routing.registry import EngineRole
 from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
-# A request with several prompts or several samples (n) has several prefills. Beyond this many per request, on
-# average, tickets wait `connect_timeout` for their turn and then fail.
 _PREFILLS_PER_REQUEST = 4
-# After which what an engine said of its load is too old.
+"""A request with several prompts or samples (n) has several prefills. If there are more per request, on average,
+tickets wait for a connection, and fail after `connect_timeout`."""
 _MISSED_CHECKS = 3
+"""After so many failed checks, an engine's last reported load is too old."""
 
 
 def create_app(settings: ProxySettings) -> Starlette:

@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 
 from vllm_ascend_pd.proxy.app import create_app
 from vllm_ascend_pd.proxy.http.connection_limiter import ConnectionLimiter
-from vllm_ascend_pd.proxy.http.sockets import take
+from vllm_ascend_pd.proxy.http.sockets import reserve_sockets
 from vllm_ascend_pd.proxy.http.tls import Tls
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
@@ -67,7 +67,7 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.socket | None = None) -> bool:
     """Blocks until SIGINT or SIGTERM, and until every client has its answer or an error. Returns False if the proxy
     could not start or a background task failed; the log has the reason. `for_decode`: the metaserver's own port."""
-    sockets = take(settings.max_concurrent, settings.max_waiting)
+    sockets = reserve_sockets(settings.max_concurrent, settings.max_waiting)
     settings = msgspec.structs.replace(settings, max_concurrent=sockets.concurrent, max_waiting=sockets.waiting)
     app = create_app(settings)
     limiter = ConnectionLimiter(sockets.connections, sockets.idle, settings.read_timeout)

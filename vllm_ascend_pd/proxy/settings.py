@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator chooses, checked once."""
+"""The proxy's settings, checked once at the start."""
 
 from __future__ import annotations
 
@@ -21,98 +21,99 @@ MIB = 1024 * 1024
 
 
 def _option(name: str) -> str:
-    """The option of `vllm-ascend-pd proxy` that a setting comes from."""
+    """The option of `vllm-ascend-pd proxy` for a setting."""
     return "--" + name.replace("max_body_bytes", "max_body_mib").replace("_", "-")
 
 
 class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Raises ValueError, in words meant for the operator, when a value cannot work."""
+    """All settings of a proxy. Times are in seconds. Raises ValueError, in words for the operator, for a value that
+    cannot work."""
 
     prefill: tuple[str, ...]
     """Root URLs of the prefill engines, such as `http://10.0.0.1:8100`, or `dns+http://NAME:PORT`."""
     decode: tuple[str, ...]
     """Root URLs of the decode engines."""
     metaserver_url: str
-    """Where decode engines post their tickets: this proxy, as they can reach it."""
+    """The URL of this proxy's metaserver, as decode engines can reach it. They post their tickets there."""
     connect_timeout: float = 5.0
-    """Seconds to open a connection to an engine, or to wait for a free one."""
+    """To open a connection to an engine, or to wait for a free one."""
     read_timeout: float = 600.0
-    """Seconds a client that sends or reads may stay silent. As long after the last byte of an engine, a request there
-    has failed if the engine computed nothing for anybody, by its own metrics."""
+    """How long a client may send or read nothing. Also how long an engine may send nothing for a request while it
+    computes nothing for any request, by its own metrics."""
     silence_timeout: float = 24 * 3600.0
-    """Seconds after the last byte of an engine when a request there has failed, even if the engine computes."""
+    """How long an engine may send nothing for a request, even while it computes."""
     prefill_timeout: float | None = None
-    """Seconds that a prefill engine with prompts may serve none of them, with a count of tokens in its metrics that
-    does not grow. Time in the queue of an engine that works does not count. None: `read_timeout` alone counts. Shorter,
-    it leaves time for another attempt; it must be longer than the longest prompt takes."""
+    """How long a prefill engine that has prompts may serve none of them while its metric of computed tokens does not
+    grow; then another engine is asked. Time in the queue of a working engine does not count. It must be longer than the
+    longest prompt takes. None: only `read_timeout` applies."""
     probe_timeout: float = 15.0
-    """Seconds without an answer to a health probe after which an engine's requests are taken away from it. A decode
-    engine is probed after as many seconds without a byte, a prefill engine all the time."""
+    """How long an engine may leave a health probe unanswered until its requests fail. A decode engine is probed after
+    the same time without a byte, a prefill engine all the time."""
     health_timeout: float = 2.0
-    """Seconds an engine has to answer a health check, one at `/health` included, or a question about its load."""
+    """For an engine's answer to a health check, to a question about its load, and to a probe for `/health`."""
     check_interval: float = 1.0
-    """Seconds between two checks of an engine: of its health and its load."""
+    """Between two checks of an engine's health and load."""
     eject_after: int = 3
-    """Failed health checks in a row after which an engine gets requests only if no other is left."""
+    """Failed health checks in a row that eject an engine: it gets requests only if no other engine is left."""
     return_after: int = 2
-    """Good ones in a row after which it does again."""
+    """Good health checks in a row that end an ejection."""
     strategy: str = DEFAULT_STRATEGY
-    """Who gets a request: one of `balance.STRATEGIES`."""
+    """The routing strategy, one of `balance.STRATEGIES`."""
     prefill_attempts: int = 2
-    """Prefills of one sample of a prompt, over all its tickets, those of the same request at an earlier decode engine
-    included; 1: no retry. Each goes to another engine where there is one. One whose KV did not come has failed, too;
-    one that worked does not count, should decode fail by itself: the next one needs its own."""
+    """Failed prefills after which a sample of a prompt fails; 1: no retry. The count covers all tickets of the sample,
+    those at earlier decode engines included. A prefill whose KV did not arrive failed, too. A prefill that worked does
+    not count: if decode fails by itself, the next attempt needs another prefill. Retries prefer another engine."""
     decode_attempts: int = 2
-    """Times that one request goes to a decode engine, as long as nothing was sent to the client; 1: no retry. Each
-    goes to another engine where there is one."""
+    """How often one request is sent to decode engines while its client has got nothing; 1: no retry. Retries prefer
+    another engine."""
     max_concurrent: int = 1024
-    """Client requests that are served at a time; others wait."""
+    """Client requests that are served at a time. Further ones wait."""
     max_waiting: int = 32768
-    """Client requests that wait until fewer are served; further ones are answered 429."""
+    """Client requests that wait. Further ones are answered 429."""
     keep_alive_timeout: float = 3900.0
-    """Seconds that a connection from outside may be idle between two requests: longer than gateways keep theirs, so
-    that no request goes into a connection that is just being closed."""
+    """How long a client's connection may be idle between two requests. Gateways close theirs earlier, so they send no
+    request on a connection that the proxy closes at that moment."""
     max_per_prefill: int | None = None
     """Prompts at a prefill engine at a time; None: any number."""
     max_per_decode: int | None = None
     """Requests at a decode engine at a time; None: any number."""
     queue_per_engine: int = 1024
-    """Requests that wait for a place, for each engine that could have one; further ones are answered 429. One with
-    several prompts or samples is one until its first prefill, and then none."""
+    """Requests that wait for a slot at an engine, for each engine that could have one. Further ones are answered 429. A
+    request with several prompts or samples counts as one until its first prefill, and then not at all."""
     queue_timeout: float = 1800.0
-    """Seconds that a request waits in either line; then it is answered 429. Not for the prefills of a request after its
-    first."""
+    """How long a request waits, for `max_concurrent` or for a slot; then it is answered 429. It does not apply to a
+    request's prefills after its first one."""
     max_body_bytes: int = 64 * MIB
-    """Largest client request: images travel inside it."""
+    """The largest client request. Images are part of it."""
     max_ticket_bytes: int = 16 * MIB
-    """Largest ticket: its token ids take about 7 bytes each, its block ids 8 bytes per 128 tokens and cache group. One
-    of 1 Mi tokens takes 7 MiB, for as long as it is prefilled."""
+    """The largest ticket. Token ids take about 7 bytes each; block ids take 8 bytes per 128 tokens and cache group. A
+    ticket of 1 Mi tokens takes 7 MiB until its prefill ends."""
     ticket_secret_file: str | None = None
-    """The cluster's ticket secret: signs a ticket that is tried again under another attempt."""
+    """The file with the cluster's ticket secret. The proxy signs a ticket again for each further attempt."""
     metaserver_token_file: str | None = None
-    """The bearer token that decode engines must send with their tickets."""
+    """The file with the bearer token that decode engines must send with tickets."""
     admin_token_file: str | None = None
-    """The bearer token of the admin API and the status page. None: there is no admin API, and the page is open."""
+    """The file with the bearer token of the admin API and the status page. None: no admin API, and an open page."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins whose pages may send requests from a browser; `*`: all. This and what follows are as vLLM's options."""
+    """Origins whose pages may send requests from a browser; `*`: all. As vLLM's option of that name."""
     allowed_methods: tuple[str, ...] = ("*",)
-    """Methods that they may use."""
+    """Methods that these pages may use."""
     allowed_headers: tuple[str, ...] = ("*",)
-    """Headers that they may send."""
+    """Headers that these pages may send."""
     allow_credentials: bool = False
-    """Whether browsers may send cookies and the like along."""
+    """Whether browsers may send cookies and other credentials with these requests."""
     engines_file: str | None = None
-    """A YAML file that lists more engines, read again when it changes."""
+    """A YAML file that lists further engines. The proxy reads it again when it changes."""
     tls: Tls | None = None
-    """Of the port for clients. None: plain HTTP."""
+    """Certificates of the clients' port. None: plain HTTP."""
     metaserver_apart: bool = False
-    """The metaserver has a port of its own; the one for clients does not have it then."""
+    """Whether the metaserver has its own port. Then the clients' port does not serve it."""
     metaserver_tls: Tls | None = None
-    """Of that port."""
+    """Certificates of the metaserver's own port."""
     dns_interval: float = 10.0
-    """Seconds between lookups of the names of `dns+http://` engines."""
+    """Between two lookups of the names of `dns+http://` engines."""
     otlp_traces_endpoint: str | None = None
-    """The collector that spans of requests are sent to, as vLLM's option of that name. None: there are no spans."""
+    """The collector that gets the spans of requests, as vLLM's option of that name. None: no spans."""
 
     def __post_init__(self) -> None:
         for role, urls in (("prefill", self.prefill), ("decode", self.decode)):
@@ -167,9 +168,9 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_tls(self) -> None:
         if self.metaserver_tls is not None and not self.metaserver_apart:
-            raise ValueError("certificates of the metaserver's own need a port of its own: --metaserver-port")
+            raise ValueError("certificates of the metaserver need a port of its own: --metaserver-port")
         if self.tls is not None and self.tls.client_ca is not None:
-            raise ValueError("clients are told apart by their bearer tokens: engines check those, the proxy no client")
+            raise ValueError("clients need no certificates: engines check their bearer tokens")
         for tls in (self.tls, self.metaserver_tls):
             if tls is not None:
                 tls.check()
@@ -178,7 +179,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"the metaserver URL {self.metaserver_url!r} must begin with https://: it is behind TLS")
 
     def engines(self) -> dict[EngineRole, tuple[str, ...]]:
-        """Those that the command line lists."""
+        """The engines from the command line, by role."""
         lists = {EngineRole.PREFILL: self.prefill, EngineRole.DECODE: self.decode}
         engines = {role: check_engine_urls(role.value, urls) for role, urls in lists.items()}
         if both := sorted({*engines[EngineRole.PREFILL]} & {*engines[EngineRole.DECODE]}):
@@ -196,7 +197,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_metaserver_url(host: str, port: int, tls: Tls | None = None) -> str:
-    """The metaserver's URL of a proxy that listens on `host`: only right if engines can reach that address."""
+    """The metaserver's URL of a proxy that listens on `host`. Raises ValueError if nobody can connect to `host`."""
     scheme = "http" if tls is None else "https"
     try:
         address = ipaddress.ip_address(host)
@@ -204,7 +205,7 @@ def default_metaserver_url(host: str, port: int, tls: Tls | None = None) -> str:
         return f"{scheme}://{host}:{port}{METASERVER_PATH}"
     if address.is_unspecified:
         raise ValueError(
-            f"decode engines cannot reach {host}: say where they find this proxy, "
+            f"decode engines cannot connect to {host}: give the proxy's address "
             f"with --metaserver-url {scheme}://ADDRESS:{port}{METASERVER_PATH}"
         )
     authority = f"[{host}]" if address.version == 6 else host
@@ -212,7 +213,7 @@ def default_metaserver_url(host: str, port: int, tls: Tls | None = None) -> str:
 
 
 def names(option: str, value: str) -> tuple[str, ...]:
-    """An option's JSON list of strings. Raises ValueError."""
+    """The strings of an option that is a JSON list. Raises ValueError."""
     try:
         return msgspec.json.decode(value.encode(), type=tuple[str, ...])
     except msgspec.MsgspecError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bearer tokens: does a request carry the right one?"""
+"""Checks requests for a bearer token."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class BearerToken:
         self._expected = f"Bearer {token}".encode()
 
     def is_in(self, request: Request) -> bool:
-        """Compared in a time that does not depend on where they differ."""
+        """The time of the comparison does not depend on where the tokens differ."""
         given = request.headers.get("authorization", "").encode("latin-1")
         return hmac.compare_digest(given, self._expected)
 
 
 def guarded(token: BearerToken, action: Action) -> Action:
-    """An operator's endpoint: 401 without the admin token. What `action` refuses is answered, too."""
+    """An endpoint for operators. It answers 401 without the admin token, and turns RequestRefused into an answer."""
 
     async def endpoint(request: Request) -> Response:
         try:
             if not token.is_in(request):
-                raise RequestRefused(HTTPStatus.UNAUTHORIZED, "the admin token is missing or another")
+                raise RequestRefused(HTTPStatus.UNAUTHORIZED, "the admin token is missing or wrong")
             return await action(request)
         except RequestRefused as refused:
             return refused.response()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's request as the decode engine and the prefill engines get it: JSON in, JSON out.
+"""Makes the JSON bodies for decode and prefill engines from a client's request.
 
-Only the fields that decide something here are decoded. All others are carried as the bytes they came in, so
-nothing is lost or rounded on the way.
+Only fields that the proxy needs are decoded. All others keep their bytes, so nothing is lost or rounded.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from vllm_ascend_pd.proxy.http.client_json import Fields, ForDecodeAlone, bad_re
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, RequestFormat
 
 MAX_PROMPTS = 4096
-"""In one request. Each is a request of its own to both engines, with a ticket and a connection: more, which clients
-cannot mean, would leave no place to others'. vLLM 0.32 takes 1,024 itself (VLLM_MAX_COMPLETION_PROMPTS)."""
-# vLLM's own bound (VLLM_MAX_N_SEQUENCES).
+"""In one request. Each prompt is a request of its own to both engines, with a ticket and a connection, so more of them
+would keep other clients out. vLLM 0.32 itself accepts 1,024 (VLLM_MAX_COMPLETION_PROMPTS)."""
 _MAX_SAMPLES = 16384
+"""vLLM's own limit (VLLM_MAX_N_SEQUENCES)."""
 
 
 class ClientRequest(msgspec.Struct, frozen=True):
     endpoint: Endpoint
     fields: Fields
-    """The body's fields without its prompts."""
+    """The body's fields without the prompts."""
     prompts: tuple[Fields, ...]
-    """One entry per engine request that vLLM makes of the body, in vLLM's order: entry `i` holds the fields
-    that give prompt `i` alone. A chat has exactly one."""
+    """One entry per engine request that vLLM makes of the body, in vLLM's order. Entry `i` has the fields of prompt `i`
+    alone. A chat has exactly one entry."""
     whole_prompt: Fields
     """The prompt fields as the client sent them."""
 
@@ -37,17 +36,17 @@ _NOT_GIVEN = (b"null", b"false")
 
 
 def parse_client_request(endpoint: Endpoint, body: bytes) -> ClientRequest:
-    """Raises RequestRefused (400) for what cannot be prefilled elsewhere, and ForDecodeAlone for what decode itself
-    refuses."""
+    """Raises RequestRefused (400) for a request that a separate prefill cannot serve, and ForDecodeAlone for one that
+    decode itself refuses."""
     fields = read_fields(body)
     request_format = REQUEST_FORMATS[endpoint]
     if not request_format.required <= fields.keys():
-        raise ForDecodeAlone(body)  # an error about a missing field counts the fields that are there
+        raise ForDecodeAlone(body)  # vLLM's error about a missing field counts the fields
     for name, reason in request_format.refused.items():
         if name in fields and bytes(fields[name]) not in _NOT_GIVEN:
             raise bad_request(f"{name} does not work here: {reason}", name)
-    # vLLM truncates to what max_tokens leaves free, and P has another max_tokens than D: their prompts,
-    # hence the KV that P writes into D's blocks, would differ.
+    # vLLM truncates the prompt to the room that max_tokens leaves. Prefill has another max_tokens than decode, so it
+    # would compute the KV of another prompt.
     if _is_minus_one(fields.get("truncate_prompt_tokens", b"null")):
         raise bad_request(
             "truncate_prompt_tokens=-1 does not work with a separate prefill: give a number of tokens",
@@ -72,8 +71,8 @@ def parse_client_request(endpoint: Endpoint, body: bytes) -> ClientRequest:
 
 
 def samples_of(request: ClientRequest) -> int:
-    """How many answers to each prompt the client wants: decode computes them as so many requests of one name. Where
-    `n` is no number decode refuses the request."""
+    """The number of answers that the client wants for each prompt. Decode computes each as a request, all with one id.
+    Returns 1 if `n` is not a number: decode refuses the request."""
     nested, fields = REQUEST_FORMATS[request.endpoint].nested, request.fields
     try:
         if nested is not None:
@@ -85,8 +84,8 @@ def samples_of(request: ClientRequest) -> int:
 
 
 def decode_body(request: ClientRequest, metaserver_url: str, request_id: str) -> bytes:
-    """The client's body, asking D to fetch the prompt's KV through the metaserver. `request_id`: what D is to call
-    the request, where the body says so."""
+    """The client's body, with the order to decode to get the prompt's KV through the metaserver. `request_id`: the id
+    for the body, if the route has an id in it."""
     transfer = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
@@ -99,10 +98,10 @@ def decode_body(request: ClientRequest, metaserver_url: str, request_id: str) ->
 
 
 def prefill_body(request: ClientRequest, index: int, ticket: bytes, request_id: str) -> bytes:
-    """The body for prompt `index`: one token, no stream, and D's ticket byte for byte.
+    """The body for prompt `index`: one token, no stream, and decode's ticket byte for byte.
 
-    Nobody reads more of P's answer than whether it worked. What would make P produce or return more is dropped; what
-    shapes the prompt (tools, response_format, truncation, ...) stays, because P must see exactly D's tokens."""
+    The proxy reads only whether prefill worked, so fields that ask for more are dropped. Fields that shape the prompt
+    (tools, response_format, truncation, ...) stay: prefill must compute exactly decode's tokens."""
     request_format = REQUEST_FORMATS[request.endpoint]
     fields = request.fields
     if request_format.nested is None:
@@ -116,7 +115,7 @@ def prefill_body(request: ClientRequest, index: int, ticket: bytes, request_id: 
                 request_format.nested: msgspec.Raw(msgspec.json.encode(_one_token(params, request_format))),
             }
         except UNREADABLE:
-            pass  # no object: P refuses it as D does
+            pass  # not an object: prefill refuses it as decode does
         fields = {**fields, "stream": _FALSE}
         fields.pop("stream_options", None)
     return msgspec.json.encode(
@@ -130,8 +129,8 @@ def prefill_body(request: ClientRequest, index: int, ticket: bytes, request_id: 
 
 
 def tokens_body(request: ClientRequest, token_ids: msgspec.Raw, ticket: bytes) -> bytes:
-    """The body for a prompt of which decode has said the token ids: for `Endpoint.COMPLETIONS`, whatever route the
-    client used. Of the client's fields those remain that choose the adapter, or prefill's queue and prefix cache."""
+    """The body for a prompt whose token ids decode has sent. It is for `Endpoint.COMPLETIONS`, whatever route the
+    client used. It keeps the client's fields that choose the adapter, the priority and the prefix cache."""
     kept = {
         name: request.fields[name] for name in REQUEST_FORMATS[request.endpoint].beside_tokens if name in request.fields
     }
@@ -160,7 +159,7 @@ def _id(request: ClientRequest, request_id: str) -> Fields:
 
 
 def _split(prompt: msgspec.Raw) -> list[msgspec.Raw]:
-    """`list[str]` and `list[list[int]]` are several prompts; `list[int]` is one, given as token ids."""
+    """`list[str]` and `list[list[int]]` are several prompts; `list[int]` is one prompt's token ids."""
     if not bytes(prompt).startswith(b"["):
         return [prompt]
     items = msgspec.json.decode(prompt, type=list[msgspec.Raw])
@@ -175,12 +174,13 @@ def _check_number(number: int, of_what: str, field: str) -> None:
 
 
 def _is_text(value: msgspec.Raw | bytes) -> bool:
-    """Whether it is a string that is not empty: vLLM takes no other salt, and some routes of 0.23 ignore the field."""
+    """Whether `value` is a string and not empty. vLLM accepts no other salt, and some routes of 0.23 ignore the
+    field."""
     return bytes(value).startswith(b'"') and bytes(value) != b'""'
 
 
 def _is_minus_one(value: msgspec.Raw | bytes) -> bool:
-    """However it is written: vLLM takes strings and fractions for whole numbers. What is no number vLLM refuses."""
+    """Accepts strings and fractions, as vLLM does. vLLM refuses everything that is not a number."""
     try:
         return float(msgspec.json.decode(value, type=float | str)) == -1
     except (*UNREADABLE, ValueError):

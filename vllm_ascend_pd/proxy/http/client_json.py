@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's request body, read as an engine reads it.
+"""Reads a client's request body as an engine does.
 
-An engine uses Python's `json`, which takes more than JSON allows: UTF-16, a byte order mark, NaN, lone surrogates.
-What the proxy cannot read, an engine might, so no such body reaches an engine before its fields are checked.
+An engine uses Python's `json`, which accepts more than JSON: UTF-16, a byte order mark, NaN, lone surrogates. An engine
+could read such a body although msgspec cannot, so its fields are checked here before an engine gets it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from vllm_ascend_pd.proxy.http.errors import RequestRefused
 Fields = dict[str, msgspec.Raw]
 
 _MAX_OTHER_BYTES = 1024 * 1024
-"""Of a body that is no JSON: Python's `json` takes long, and nothing else runs meanwhile."""
+"""The longest body that Python's `json` reads here. It is slow, and the event loop waits for it."""
 
 
 class ForDecodeAlone(Exception):
-    """A request that decode answers by itself, without a ticket: in most cases with an error that says what is wrong.
+    """A request that decode answers without a ticket, in most cases with an error that says what is wrong.
 
-    `body` is what decode gets: it holds no `kv_transfer_params`."""
+    `body` is for decode. It contains no `kv_transfer_params`."""
 
     def __init__(self, body: bytes) -> None:
         super().__init__("decode answers this request alone")
@@ -34,8 +34,8 @@ class ForDecodeAlone(Exception):
 def read_fields(body: bytes) -> Fields:
     """The fields of a body, without `kv_transfer_params`.
 
-    Raises RequestRefused (400) for a client that gives `kv_transfer_params`, and ForDecodeAlone for what is no object
-    or has a value that is no JSON."""
+    Raises RequestRefused (400) if the client gave `kv_transfer_params`, and ForDecodeAlone if the body is not an object
+    or a value is not JSON."""
     try:
         fields = msgspec.json.decode(body, type=Fields)
     except UNREADABLE as error:
@@ -46,7 +46,7 @@ def read_fields(body: bytes) -> Fields:
 
 
 def is_given(value: msgspec.Raw | None) -> bool:
-    """Whether a field is there and not null."""
+    """Whether a field exists and is not null."""
     return value is not None and bytes(value) != b"null"
 
 
@@ -62,7 +62,7 @@ def _read_as_python(body: bytes, why_not: str) -> Fields:
         value = json.loads(body)
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise ForDecodeAlone(body) from None
-    except (RecursionError, ValueError):  # limits of this process: an engine's may be others
+    except (RecursionError, ValueError):  # a limit of this process; an engine may have another one
         raise refused from None
     if not isinstance(value, dict):
         raise ForDecodeAlone(body)

@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class CrossOrigin(CORSMiddleware):
-    """For the routes that clients use. No page of another origin gets at the others: those of operators and of decode
-    engines, and the status page."""
+    """Applies CORS to the routes for clients. Pages of other origins cannot use the remaining routes: those for
+    operators and for decode engines, and the status page."""
 
     def __init__(
         self,

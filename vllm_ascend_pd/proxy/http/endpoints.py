@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's routes that generate, as far as they differ in what the proxy must know; and those that decode answers alone.
+"""vLLM's routes that the proxy serves: those whose prompts prefill computes, and those that decode answers alone.
 
-What makes a route's prompts computable by prefill: its requests take `kv_transfer_params`, and what an engine calls
-them follows from what the proxy sends. docs/routes.md lists all routes.
+Prefill can compute a route's prompts if its requests take `kv_transfer_params`, and if the proxy's request determines
+the engine's id of it. docs/routes.md lists all routes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DECODE_ALONE_POST = (
     "/v1/messages/render",
     "/v1/completions/derender",
     "/v1/chat/completions/derender",
-    # They compute a prompt, and one token at most of an answer: decode does that itself.
+    # These compute a prompt and at most one token, which decode does itself.
     "/generative_scoring",
     "/v1/systemone",
 )
@@ -52,35 +52,36 @@ NOT_SERVED: Mapping[str, str] = {
     "/v1/audio/transcriptions": "sound has no separate prefill: ask an engine itself",
     "/v1/audio/translations": "sound has no separate prefill: ask an engine itself",
 }
-"""Paths of vLLM's that would be of use, and why they are not served."""
+"""Paths of vLLM that the proxy does not serve, and the reason in its answer."""
 
 
 @dataclass(frozen=True)
 class RequestFormat:
-    """What one route's requests look like."""
+    """The format of one route's requests."""
 
     engine_id: str
-    """A pattern for what an engine calls a request, with `UUID` in it; group `prompt`: the number of its prompt."""
+    """A pattern for the engine's id of a request. It contains `UUID`; its group `prompt` is the number of the
+    prompt."""
     text: str
-    """The field that has the prompt."""
+    """The field with the prompt."""
     one_token: Mapping[str, bytes]
-    """What makes prefill generate one token, and answer at once."""
+    """Fields that make prefill generate one token and answer at once."""
     required: frozenset[str] = frozenset()
     """Fields without which decode refuses a request."""
     also_limits: frozenset[str] = frozenset()
-    """Further fields that limit tokens: 1 where they are given."""
+    """Further limits of tokens. Prefill gets 1 for each that the client gave."""
     not_for_prefill: frozenset[str] = frozenset()
-    """Fields that ask for more than a token, or for more about it."""
+    """Fields that ask for several tokens, or for details about tokens. Prefill does not get them."""
     beside_tokens: tuple[str, ...] = ("model", "cache_salt", "priority")
-    """Fields that prefill gets beside the prompt's token ids, where the client has given them."""
+    """Fields that prefill gets beside the prompt's token ids, if the client gave them."""
     nested: str | None = None
-    """The field that holds those of the three above, but for `stream`."""
+    """The field that contains the fields of `one_token`, `also_limits` and `not_for_prefill`, except `stream`."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Fields that do not work here, unless null or false, and why not."""
+    """Fields that the proxy refuses unless they are null or false, and the reasons."""
     id_field: str | None = None
-    """The body's field that an engine takes its id from; None: it takes the X-Request-Id."""
+    """The body's field that gives the engine's id. None: the X-Request-Id header does."""
     breaks_off: bool = False
-    """A stream of which the generation fails inside is broken off: vLLM sends no event about it."""
+    """Whether vLLM closes a stream without an event if its generation fails."""
 
     def named(self, request_id: str) -> bytes:
         """`id_field`'s value for `request_id`, as JSON."""
@@ -124,7 +125,7 @@ REQUEST_FORMATS: Mapping[Endpoint, RequestFormat] = {
         required=frozenset({"messages"}),
     ),
     Endpoint.RESPONSES: RequestFormat(
-        # A second turn, with what a built-in tool answered, is `_1`: nobody here knows its prompt.
+        # After a built-in tool's answer, a second turn is `_1`. The proxy does not have its prompt.
         engine_id=f"resp_{UUID}_0(?P<prompt>)",
         text="input",
         required=frozenset({"input"}),
@@ -143,7 +144,7 @@ REQUEST_FORMATS: Mapping[Endpoint, RequestFormat] = {
         text="messages",
         required=frozenset({"model", "messages", "max_tokens"}),
         one_token={"stream": b"false", "max_tokens": b"1"},
-        beside_tokens=("model", "cache_salt"),  # decode knows no priority here
+        beside_tokens=("model", "cache_salt"),  # this route has no priority
     ),
     Endpoint.GENERATE: RequestFormat(
         engine_id=f"generate-tokens-{UUID}(?P<prompt>)",
@@ -156,29 +157,29 @@ REQUEST_FORMATS: Mapping[Endpoint, RequestFormat] = {
 }
 
 _UUID = re.compile(UUID)
-# Of n samples each is named by its number; our decode engines leave it out.
+# vLLM adds the number of each of n samples; our decode engines leave it out.
 _SAMPLE = "(?P<sample>[0-9]{1,6}_)?"
 _ENGINE_IDS = {endpoint: re.compile(_SAMPLE + each.engine_id) for endpoint, each in REQUEST_FORMATS.items()}
 
 
 def uuid_in(engine_id: str) -> str:
-    """The proxy's own id in what an engine calls a request; "" if there is none."""
+    """The proxy's id within an engine's id of a request; "" if there is none."""
     found = _UUID.search(engine_id) if len(engine_id) < 200 else None
     return "" if found is None else found[0]
 
 
 def prompt_number(endpoint: Endpoint, engine_id: str) -> tuple[int, bool] | None:
-    """Which of its request's prompts `engine_id` is about, and whether it is one of several samples; None if no
-    request to `endpoint` is called that."""
+    """Returns the number of the prompt that `engine_id` stands for, and whether it is one of several samples. None: no
+    request to `endpoint` has such an id."""
     found = _ENGINE_IDS[endpoint].fullmatch(engine_id)
     return None if found is None else (int(found["prompt"] or 0), found["sample"] is not None)
 
 
 def error_event(path: str, error: bytes) -> bytes:
-    """`error`, the body of an answer, as an event of a stream that `path` answers with."""
+    """`error`, the body of an answer, as an event of a stream of route `path`."""
     if path != Endpoint.MESSAGES.value:
         return b"data: " + error + b"\n\n"
-    # Its clients pass over events without a name.
+    # Clients of this route ignore events without a name.
     try:
         fields = msgspec.json.decode(error)["error"]
         said = {"type": str(fields["type"]), "message": str(fields["message"])}

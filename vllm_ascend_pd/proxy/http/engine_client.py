@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP to engines by aiohttp: connections, the time each step may take, and errors that name no address."""
+"""HTTP requests to engines: bounds on connections and time, and errors without addresses."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from aiohttp.http_exceptions import HttpProcessingError
 from vllm_ascend_pd.proxy.http.headers import Headers
 from vllm_ascend_pd.transport.http_session import TimedBody, open_session, time_limits
 
-# What aiohttp would add to a request that has none: a proxy's requests are the client's.
 _NOT_ADDED = ("Content-Type", "User-Agent")
-# A client that did not ask for compression must not get it.
+"""Headers that aiohttp would add. The proxy passes on the client's headers only."""
 _NO_COMPRESSION = (b"accept-encoding", b"identity")
+"""For a client that did not ask for compression."""
 _NOT_HTTP = "the answer is not valid HTTP"
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class HttpError(Exception):
-    """No answer of an engine, or not all of it. Its text is for clients too: it names no address."""
+    """An engine gave no answer, or not all of it. The text names no address, so clients may read it."""
 
     def __str__(self) -> str:
         reason = super().__str__()
@@ -35,27 +35,27 @@ class HttpError(Exception):
 
 
 class ConnectError(HttpError):
-    """There is no connection: nothing was sent."""
+    """The connection failed. Nothing was sent."""
 
 
 class ConnectTimeout(HttpError):
-    """No connection in time: nothing was sent."""
+    """The connection took too long. Nothing was sent."""
 
 
 class PoolTimeout(HttpError):
-    """As many requests as there may be were under way all the time: nothing was sent."""
+    """The limit of concurrent requests was reached all the time. Nothing was sent."""
 
 
 class ReadTimeout(HttpError):
-    """The engine was silent for too long."""
+    """The engine sent nothing for too long."""
 
 
 class ConnectionLost(HttpError):
-    """The engine closed the connection before its answer was complete, or sent something else than HTTP."""
+    """The engine closed the connection before its answer was complete, or sent bytes that are not HTTP."""
 
 
 class EngineResponse:
-    """An engine's answer whose headers have come. `close` it, whatever happens."""
+    """An engine's answer after its headers. Call `close` in any case."""
 
     def __init__(self, response: aiohttp.ClientResponse, on_close: Callable[[], object]) -> None:
         self._response = response
@@ -64,15 +64,14 @@ class EngineResponse:
         self._watch()
         self.status = response.status
         self.headers: Headers = list(response.raw_headers)
-        """As they came, repeated ones included."""
+        """As the engine sent them, repeated ones included."""
 
     def header(self, name: str) -> str | None:
         return self._response.headers.get(name)
 
     @property
     def may_be_passed_on(self) -> bool:
-        """Whether it is one that HTTP knows, and ends by: none that changes the protocol, and no control characters,
-        which aiohttp's parser lets through."""
+        """Whether its status is a final one of HTTP, and no header has control characters, which aiohttp accepts."""
         return 200 <= self.status < 600 and not any(_CONTROL.search(value) for _, value in self.headers)
 
     @property
@@ -84,7 +83,7 @@ class EngineResponse:
         return self._response.headers.get("Content-Type", "").startswith("text/event-stream")
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes, undecoded. Raises HttpError."""
+        """The body, as the engine sends it. Raises HttpError."""
         read = self._response.content.readany
         try:
             while chunk := await read():
@@ -93,8 +92,8 @@ class EngineResponse:
             raise _error(error) from error
 
     def _watch(self) -> None:
-        """Breaks the body off when its connection is lost: of one that stops being HTTP aiohttp tells nobody who reads
-        it, and stops its own timer."""
+        """Ends the body when its connection is lost. If the bytes stop being HTTP, aiohttp closes the connection, stops
+        its timer, and leaves the reader of the body waiting."""
         connection = self._response.connection
         if connection is None or connection.protocol is None:
             return  # the whole answer is here
@@ -102,7 +101,7 @@ class EngineResponse:
         if self._lost is None:
             self._break_off()
             return
-        self._lost.remove_done_callback(_heard)  # an earlier answer's on this connection
+        self._lost.remove_done_callback(_heard)  # added for an earlier answer on this connection
         self._lost.add_done_callback(_heard)
         self._lost.add_done_callback(self._break_off)
 
@@ -112,7 +111,7 @@ class EngineResponse:
             body.set_exception(aiohttp.ClientPayloadError())
 
     def close(self) -> None:
-        """Once. Closes the connection too, unless the whole answer was read."""
+        """Call it once. Closes the connection too, unless the whole answer was read."""
         if self._lost is not None:
             self._lost.remove_done_callback(self._break_off)
         self._response.close()
@@ -120,20 +119,20 @@ class EngineResponse:
 
 
 def _heard(lost: asyncio.Future[None]) -> None:
-    """Who reads is told why a connection was lost: asyncio is not to log it as an error that nobody saw."""
+    """Retrieves the exception. Otherwise asyncio logs it, although the reader of the body gets it, too."""
     if not lost.cancelled():
         lost.exception()
 
 
 class EngineClient:
-    """At most `max_connections` requests at a time. None is sent twice, but for a GET or HEAD: aiohttp repeats those
-    when a connection that was idle turns out to be closed."""
+    """Sends at most `max_connections` requests at a time. aiohttp repeats a GET or HEAD if its connection was idle and
+    turns out to be closed. Other requests are never sent twice."""
 
     def __init__(
         self, *, max_connections: int, connect_timeout: float, read_timeout: float, reuse_connections: bool = True
     ) -> None:
-        """Seconds: `connect_timeout` to open a connection, or to wait until another request has ended; `read_timeout`
-        without a byte from the engine, or to send it the request."""
+        """`connect_timeout`: seconds to open a connection, or to wait until another request ends. `read_timeout`:
+        seconds without a byte from the engine, or to send the request."""
         self._places = anyio.Semaphore(max_connections)
         self._connect_timeout = connect_timeout
         self._read_timeout = read_timeout
@@ -144,8 +143,8 @@ class EngineClient:
     async def send(
         self, method: str, url: str, headers: Headers, content: bytes = b"", timeout: float | None = None
     ) -> EngineResponse:
-        """Sends a request; returns as soon as the answer's headers are there. `timeout`: of each step, instead of the
-        client's own. Raises HttpError. Cancelled, it closes the connection."""
+        """Sends a request and returns after the answer's headers. `timeout` replaces both of the client's timeouts.
+        Raises HttpError. If it is cancelled, it closes the connection."""
         await self._take_place(timeout)
         try:
             response = await self._session().request(
@@ -182,7 +181,7 @@ class EngineClient:
 
     async def _take_place(self, timeout: float | None) -> None:
         try:
-            self._places.acquire_nowait()  # as a rule, and without the cost of a timeout
+            self._places.acquire_nowait()  # the usual case, without the cost of a timeout
             return
         except anyio.WouldBlock:
             pass
@@ -199,7 +198,7 @@ class EngineClient:
 
 
 def _encoded(headers: Headers) -> list[tuple[str, str]]:
-    """aiohttp sends text as UTF-8. The rare bytes that are none are sent as if they were latin-1."""
+    """aiohttp sends text as UTF-8. The rare values that are not UTF-8 are read as latin-1."""
     if not any(name == _NO_COMPRESSION[0] for name, _ in headers):
         headers = [*headers, _NO_COMPRESSION]
     return [(name.decode("ascii"), _text(value)) for name, value in headers]
@@ -217,7 +216,7 @@ _FAILURES = (aiohttp.ClientError, HttpProcessingError, TimeoutError, asyncio.Tim
 
 
 def _error(cause: BaseException) -> HttpError:
-    """In words of our own: those of aiohttp and of asyncio have addresses in them."""
+    """The texts of aiohttp's and asyncio's errors contain addresses, so they are replaced."""
     if isinstance(cause, aiohttp.ConnectionTimeoutError):
         return ConnectTimeout()
     if isinstance(cause, aiohttp.ClientConnectorError):

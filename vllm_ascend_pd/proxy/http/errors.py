@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the proxy's own, in the shape vLLM gives its errors."""
+"""Error answers of the proxy, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXCERPT_CHARS = 500
 
 
 class RequestRefused(Exception):
-    """What the sender of a request did wrong, as the HTTP status and message that say so."""
+    """A request that the proxy refuses, with the HTTP status and message of the answer."""
 
     def __init__(self, status: HTTPStatus, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class RequestRefused(Exception):
 
 
 def excerpt(body: bytes) -> str:
-    """Of an engine's answer, for a reason: one line, since reasons are logged."""
+    """The beginning of an engine's answer as one line, for a reason in the log."""
     return one_line(body[: 4 * _EXCERPT_CHARS].decode(errors="replace"), _EXCERPT_CHARS)
 
 
@@ -38,8 +38,8 @@ def error_response(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """`{"error": {...}}` as OpenAI clients expect it; `type` is vLLM's, e.g. `BadRequestError` for 400.
-    429 says when to come back."""
+    """`{"error": {...}}` as OpenAI clients expect it, with vLLM's `type`, such as `BadRequestError` for 400. A 429 has
+    a Retry-After header."""
     name = status.phrase.replace(" ", "").replace("-", "").removesuffix("Error")
     if status is HTTPStatus.TOO_MANY_REQUESTS:
         headers = {"Retry-After": "1", **(headers or {})}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's event streams as far as the proxy reads them: is there a token yet, and is this an error?"""
+"""Reads vLLM's event streams: whether a token has come, and which events are errors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import msgspec
 from vllm_ascend_pd.core.text import UNREADABLE
 
 _END = b"\n\n"
-# Text between quotes has its own quotes escaped, so tokens do not contain this.
 _ERROR_KEY = b'"error"'
+"""Quotes inside a JSON string are escaped, so no token contains this."""
 _NO_REASON = "Internal server error"
-# What /v1/messages says of a chat's error, which it takes for a piece of the answer.
 _MISREAD_ERROR = re.compile(r"[0-9]+ validation errors? for ChatCompletionStreamResponse\b")
-# Of other streams than completions: events that come before any token.
+"""The message of /v1/messages if the chat below it fails: it parses the error as a part of the answer."""
 _OPENING_TYPES = ("response.created", "response.in_progress", "message_start", "ping")
+"""Events that come before any token on other routes than completions."""
 
 
 class Opening(enum.Enum):
-    """What a stream's first events say."""
+    """The result of reading a stream's first events."""
 
     NOTHING = "nothing yet"
     CONTENT = "content"
@@ -30,14 +30,14 @@ class Opening(enum.Enum):
 
 
 class Events:
-    """Cuts bytes as they come into whole events, of at most `limit` bytes: what is longer passes uncut."""
+    """Cuts a stream's bytes into whole events. More than `limit` bytes without an event's end pass as they are."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._rest = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """Whole events, one after the other, or nothing."""
+        """Returns the events that are complete now, concatenated. Empty if there are none."""
         pending = self._rest + chunk
         end = pending.rfind(_END)
         if end >= 0:
@@ -48,13 +48,14 @@ class Events:
         return pending[:end]
 
     def rest(self) -> bytes:
-        """What the stream ended in."""
+        """Returns the bytes after the last whole event, at the stream's end."""
         rest, self._rest = self._rest, b""
         return rest
 
 
 def opening(events: bytes) -> Opening:
-    """vLLM's first event may have no token: a chat's names the role."""
+    """Whether `events` contain a token or an error. vLLM's first event may have neither: a chat's only names the
+    role."""
     for event in events.split(_END):
         data = _data(event)
         if data is None:
@@ -67,7 +68,7 @@ def opening(events: bytes) -> Opening:
 
 
 def split_errors(events: bytes) -> list[tuple[bytes, int]]:
-    """(events, 0) and (one error event, its status), in order."""
+    """Splits events into pairs, in order: (other events, 0) and (one error event, its status)."""
     if _ERROR_KEY not in events:
         return [(events, 0)]
     whole = events.split(_END)
@@ -76,7 +77,7 @@ def split_errors(events: bytes) -> list[tuple[bytes, int]]:
 
 
 def error_of(events: bytes) -> tuple[int, bytes]:
-    """Status and body, as JSON, of the first error event."""
+    """Status and JSON body of the first error event. Raises ValueError if there is none."""
     for event in events.split(_END):
         data = _data(event)
         if data is not None and (status := _status(data)):
@@ -85,7 +86,7 @@ def error_of(events: bytes) -> tuple[int, bytes]:
 
 
 def names_no_reason(body: bytes) -> bool:
-    """Whether an error is what vLLM says of any request that failed inside."""
+    """Whether an error is the general one that vLLM sends for any internal failure."""
     try:
         answer = msgspec.json.decode(body)
     except UNREADABLE:
@@ -96,7 +97,7 @@ def names_no_reason(body: bytes) -> bool:
 
 
 def _data(event: bytes) -> Any | None:
-    """An event's JSON; None for a comment or an empty one, a string for what is not JSON."""
+    """An event's JSON; None for a comment or an empty event; "not JSON" for other bytes."""
     lines = [line for line in event.splitlines() if line.startswith(b"data:")]
     if not lines:
         return None
@@ -107,7 +108,7 @@ def _data(event: bytes) -> Any | None:
 
 
 def _status(data: Any) -> int:
-    """The code of `{"error": {...}}`; 500 where it has none, 0 for what is no error."""
+    """The code of `{"error": {...}}`; 500 if it has none; 0 if `data` is not an error."""
     error = data.get("error") if isinstance(data, dict) else None
     if error is None:
         return 0
@@ -116,7 +117,7 @@ def _status(data: Any) -> int:
 
 
 def _is_empty(data: Any) -> bool:
-    """Whether a piece of an answer has neither a token nor an end."""
+    """Whether a part of an answer has neither a token nor a finish reason."""
     if isinstance(data, dict) and data.get("type") in _OPENING_TYPES:
         return True
     choices = data.get("choices") if isinstance(data, dict) else None

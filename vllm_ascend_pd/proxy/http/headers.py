@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which HTTP headers a proxy may pass on (RFC 9110, section 7.6.1), and which it answers for itself."""
+"""Selects the HTTP headers that the proxy passes on (RFC 9110, section 7.6.1)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# The proxy writes a new body, under its own request id, on a connection of its own.
+# The proxy's request has its own body, request id and connection.
 _OF_THE_CLIENTS_MESSAGE = frozenset({b"host", b"content-length", b"content-encoding", b"expect", REQUEST_ID})
-# Meant for the engine that answers the client: P's answer never leaves the proxy, and P has its own ranks.
+# For the engine that answers the client. Prefill's answer never leaves the proxy, and prefill has its own ranks.
 _ONLY_FOR_DECODE = frozenset({b"accept-encoding", b"content-type", b"x-data-parallel-rank"})
-# uvicorn adds its own; and other origins are the proxy's to allow.
+# uvicorn and the proxy's CORS settings add their own.
 _OF_THE_ENGINES_SERVER = frozenset(
     {
         b"date",
@@ -40,8 +40,8 @@ _OF_THE_ENGINES_SERVER = frozenset(
 
 
 def decode_request_headers(client: Iterable[tuple[bytes, bytes]], request_id: str) -> Headers:
-    """The client's end-to-end headers, Authorization among them, under the proxy's request id. The body's type is the
-    client's: an engine refuses what is not said to be JSON."""
+    """The client's end-to-end headers, Authorization included, with the proxy's request id. The content type stays the
+    client's, because an engine refuses any other than JSON."""
     headers = _end_to_end(client, without=_OF_THE_CLIENTS_MESSAGE)
     return [*headers, (REQUEST_ID, request_id.encode())]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has been sent to one client, over ASGI."""
+"""Sends one answer to a client, over ASGI."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from starlette.types import Message, Send
 from vllm_ascend_pd.proxy.http.engine_client import EngineResponse
 from vllm_ascend_pd.proxy.http.headers import client_response_headers
 
-# For the last words on a stream that failed: its client may have stopped reading.
 _BREAK_OFF_SECONDS = 1.0
+"""For the error event of a stream that failed. Its client may have stopped reading."""
 
 
 class Reply:
-    """A write raises TimeoutError when the client did not read for `timeout` seconds."""
+    """The answer to one client. A write raises TimeoutError if the client does not read for `timeout` seconds."""
 
     def __init__(self, send: Send, *, request_id: str | None, timeout: float) -> None:
         self.request_id = request_id
@@ -30,20 +30,20 @@ class Reply:
         self.finished = False
         self.status: int | None = None
         self.first_event_at: float | None = None
-        """When a stream's first bytes went to the client, on `time.monotonic`'s clock."""
+        """When the first bytes of a stream were sent, on `time.monotonic`'s clock."""
         self._send = send
         self._timeout = timeout
         self._is_event_stream = False
 
     async def send(self, message: Message) -> None:
-        """ASGI's send; adds the request id that the client knows."""
+        """ASGI's `send`. Adds the client's request id to the headers."""
         if message["type"] == "http.response.start":
             if self.request_id is not None:
                 MutableHeaders(scope=message)["X-Request-Id"] = self.request_id
             self.started, self.status = True, message["status"]
-        # Before the send: the server takes a completed answer for a client that left.
+        # Set before the send: afterwards uvicorn reports a complete answer as a client that left.
         self.finished = message["type"] == "http.response.body" and not message.get("more_body", False)
-        # Most writes wait for nothing, and a timeout for each would cost more than the write.
+        # Most writes do not wait, and a timeout for each would cost more than the write.
         steps = self._send(message).__await__()
         try:
             waits_for = next(steps)
@@ -53,10 +53,10 @@ class Reply:
             await _rest(steps, waits_for)
 
     async def start(self, answer: EngineResponse) -> None:
-        """Status and headers as the engine gave them, but for the length of an event stream."""
+        """Sends the engine's status and headers, without the length of an event stream."""
         self._is_event_stream = answer.is_event_stream
         headers = client_response_headers(answer.headers)
-        # What fails in an event stream is put in, so it may become longer, or end early. Nor has a 304 what it names.
+        # A failure adds an event to a stream or ends it early. And the length of a 304 is not that of its body.
         if self._is_event_stream or answer.status == HTTPStatus.NOT_MODIFIED:
             headers = [header for header in headers if header[0] != b"content-length"]
         await self.send(
@@ -78,8 +78,8 @@ class Reply:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def break_off(self, error_event: bytes) -> None:
-        """Ends an answer that cannot be completed: a stream with an error event, as vLLM does. Any other body
-        stays short of its announced length, so the server closes the connection and the client sees that."""
+        """Ends an answer that cannot be completed. A stream gets an error event, as from vLLM. Any other body stays
+        shorter than its length, so the server closes the connection and the client notices."""
         if self._is_event_stream:
             with anyio.move_on_after(_BREAK_OFF_SECONDS):
                 await self.write(b"\n\n" + error_event)
@@ -88,14 +88,14 @@ class Reply:
 
 @types.coroutine
 def _rest(steps: Generator[Any, None, None], waits_for: Any) -> Generator[Any, None, None]:
-    """What is left of an `await` that was begun by hand and waits for `waits_for`, as `yield from` would go on."""
+    """Continues an `await` whose first step was made by hand and waits for `waits_for`, as `yield from` does."""
     while True:
         try:
             yield waits_for
         except GeneratorExit:
             steps.close()
             raise
-        except BaseException as error:  # noqa: BLE001 (cancelled, mostly: it is for who waits)
+        except BaseException as error:  # noqa: BLE001 (mostly cancellation; passed on to the coroutine)
             step = partial(steps.throw, error)
         else:
             step = partial(next, steps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the files that may be open are shared: every connection is one."""
+"""Divides the process's limit of open files between kinds of connections."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ from typing import NamedTuple
 
 log = logging.getLogger(__name__)
 
-# A request that is served holds the client's socket, one to a decode engine and, for each of its prompts, a ticket's
-# and one to a prefill engine. So half of them come from outside, and half go to engines: room for three prompts, or
-# where files are few for one.
-_OF_EITHER_HALF = 4
-_LEAST_OF_EITHER_HALF = 2
-# Connections that nobody has accepted yet, of those that come at once: at most as many (Linux's own bound), and at most
-# one in so many of the files that may be open, because they become files before they are counted.
+_PER_REQUEST = 4
+"""Incoming sockets per request, and as many outgoing ones, for three prompts. A request has one socket to its client
+and one to a decode engine. Each of its prompts adds one for the ticket and one to a prefill engine."""
+_LEAST_PER_REQUEST = 2
+"""The same for one prompt, where the limit is low."""
 _MAX_BACKLOG = 4096
+"""New connections that may wait to be accepted: Linux's own limit."""
 _FILES_PER_BACKLOG = 8
-# Connections without a request, beside few that have one.
+"""The backlog gets at most one of so many files: its connections become files before the proxy counts them."""
 _MIN_IDLE = 1024
-# Of our own.
+"""Connections without a request, where few requests are served."""
 _SPARE_FILES = 256
+"""For everything else that the process opens."""
 
 
 class Sockets(NamedTuple):
-    """What there is room for."""
+    """How many of each kind the limit allows."""
 
     concurrent: int
     """Requests that are served at a time."""
     waiting: int
-    """Requests that wait until fewer are served: each is its client's connection."""
+    """Requests that wait to be served. Each holds its client's connection."""
     idle: int
-    """Connections from outside without a request."""
+    """Incoming connections without a request."""
     connections: int
-    """Connections from outside."""
+    """Incoming connections."""
     backlog: int
-    """Connections that come at once."""
+    """New connections that wait to be accepted."""
 
 
 def share(files: int, concurrent: int, waiting: int) -> Sockets:
-    """What `files` allow of what is asked for. Where they are few, those for the line are cut first, to one for each
-    request that is served."""
+    """Divides `files` for the wanted numbers of requests. If they are too few, fewer requests may wait, and then fewer
+    are served."""
     backlog = max(1, min(_MAX_BACKLOG, files // _FILES_PER_BACKLOG))
     left = max(0, files - backlog - _SPARE_FILES)
-    served = max(1, min(concurrent, left // (2 * _LEAST_OF_EITHER_HALF + 1)))
-    to_engines = served * max(_LEAST_OF_EITHER_HALF, min(_OF_EITHER_HALF, left // served // 2))
+    served = max(1, min(concurrent, left // (2 * _LEAST_PER_REQUEST + 1)))
+    to_engines = served * max(_LEAST_PER_REQUEST, min(_PER_REQUEST, left // served // 2))
     idle = max(to_engines, min(_MIN_IDLE, left // 8))
     in_line = max(0, min(waiting, left - to_engines - idle))
     return Sockets(served, in_line, idle, idle + in_line, backlog)
 
 
 def wanted_files(concurrent: int, waiting: int) -> int:
-    half = concurrent * _OF_EITHER_HALF
+    half = concurrent * _PER_REQUEST
     return half + max(half, _MIN_IDLE) + waiting + _MAX_BACKLOG + _SPARE_FILES
 
 
-def take(concurrent: int, waiting: int) -> Sockets:
-    """Raises the limit of open files as far as that is needed and allowed, and says what it is enough for."""
+def reserve_sockets(concurrent: int, waiting: int) -> Sockets:
+    """Raises the limit of open files as far as needed and allowed, and divides it."""
     files = _raise_limit(wanted_files(concurrent, waiting))
     sockets = share(files, concurrent, waiting)
     log.info(
@@ -77,7 +77,7 @@ def take(concurrent: int, waiting: int) -> Sockets:
 
 
 def _raise_limit(wanted: int) -> int:
-    """Returns how many files may be open, at most `wanted`."""
+    """Returns the new limit of open files, at most `wanted`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted

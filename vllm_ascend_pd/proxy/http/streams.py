@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading what others send, and noticing when they leave."""
+"""Reads bodies with a limit, and notices when a client disconnects."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from starlette.types import Receive
 
 
 class TooLarge(Exception):
-    """A body is longer than its limit."""
+    """A body exceeds its limit."""
 
 
 async def read_all(chunks: AsyncIterable[bytes], limit: int) -> bytes:
-    """The whole body. Raises TooLarge as soon as it exceeds `limit` bytes."""
+    """Returns the whole body. Raises TooLarge as soon as it exceeds `limit` bytes."""
     body = bytearray()
     async for chunk in chunks:
         body += chunk
@@ -23,7 +23,7 @@ async def read_all(chunks: AsyncIterable[bytes], limit: int) -> bytes:
 
 
 async def when_disconnected(receive: Receive, action: Callable[[], None]) -> None:
-    """Waits, once a request's body has been read, until its sender closes the connection; then acts."""
+    """Waits until the client closes the connection, then calls `action`. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
     action()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates of the proxy's own, and whose it asks for."""
+"""TLS certificates of the proxy's ports."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from vllm_ascend_pd.transport.secret_files import read_text_secret
 
 
 class Tls(msgspec.Struct, frozen=True):
-    """PEM files for one port. `client_ca`: only who shows a certificate of this authority gets an answer."""
+    """PEM files for one port."""
 
     cert: str
-    """The chain, the port's own certificate first."""
+    """The certificate chain, the port's own certificate first."""
     key: str
+    """The private key of that certificate."""
     key_password_file: str | None = None
-    """File with the key's password, of mode 0600."""
+    """The file with the key's password, of mode 0600."""
     client_ca: str | None = None
+    """An authority. The port serves only clients with a certificate of it. None: no client certificates."""
 
     def check(self) -> None:
         """Raises ValueError for files that cannot be used."""
@@ -52,7 +54,8 @@ class Tls(msgspec.Struct, frozen=True):
 def from_files(
     name: str, cert: str | None, key: str | None, password_file: str | None, client_ca: str | None = None
 ) -> Tls | None:
-    """None without files. `name`: of the options, `--NAME-cert` and so on. Raises ValueError for half of a pair."""
+    """Returns None without files. Raises ValueError if the certificate or its key is missing. `name`: of the options,
+    `--NAME-cert` and so on."""
     if cert is None and key is None:
         if password_file is not None or client_ca is not None:
             raise ValueError(f"a key's password or a client authority needs --{name}-cert and --{name}-key")

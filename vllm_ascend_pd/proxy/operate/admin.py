@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP for operators: which engines there are, and adding, draining and removing them."""
+"""The admin API: lists, adds, drains and removes engines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Admin:
         ]
 
     async def list(self, _: Request) -> Response:
-        """200: `{"engines": [...], "waiting": {...}}`: each as `_shown`, and how many wait for a place, by role."""
+        """200: `{"engines": [...], "waiting": {...}}`: each engine as `_shown`, and by role the requests that wait."""
         return JSONResponse(
             {
                 "engines": [self._shown(each) for pool in self._pools.values() for each in pool.engines],
@@ -62,7 +62,8 @@ class Admin:
         )
 
     async def add(self, request: Request) -> Response:
-        """`{"role": "prefill", "url": "http://..."}`: 201 and the engine; 400; 409 if it is there, or too many are."""
+        """Takes `{"role": "prefill", "url": "http://..."}`. 201 with the engine; 400; 409 if the engine exists already,
+        or there are too many."""
         try:
             with self._request_table.until_shut_down(), anyio.fail_after(_BODY_SECONDS):
                 body = await read_all(request.stream(), _MAX_BODY_BYTES)
@@ -85,7 +86,7 @@ class Admin:
         return JSONResponse(self._shown(engine), status_code=HTTPStatus.CREATED)
 
     async def drain(self, request: Request) -> Response:
-        """It gets no more requests, and ends those that it has."""
+        """200 with the engine. It gets no more requests; those that it has go on."""
         engines, engine = self._find(request)
         engines.drain(engine)
         log.info("%s engine %s: drains", engine.role.value, engine.url)
@@ -98,8 +99,8 @@ class Admin:
         return JSONResponse(self._shown(engine))
 
     async def remove(self, request: Request) -> Response:
-        """200 and the engine as it was: the requests that it has go on. 409 for one that would come back, since
-        something else than the command line or this API lists it."""
+        """200 with the engine as it was. Its requests go on. 409 if the engine would come back, because a file or a DNS
+        name lists it."""
         engines, engine = self._find(request)
         listed = engine.sources - {COMMAND_LINE, ADMIN}
         if listed:

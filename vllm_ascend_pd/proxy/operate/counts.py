@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What went wrong since the proxy started: how often, and the last of it."""
+"""Counts of failures and retries since the proxy started, and the last failures."""
 
 from __future__ import annotations
 
@@ -16,27 +16,32 @@ from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 MAX_RECENT = 50
 _MAX_REASON_CHARS = 300
-# Enough to find a log line by. The whole id of a request that is still served opens the metaserver.
 _SHOWN_ID_CHARS = 8
+"""Enough to find a log line. With the whole id of a running request, a client could post tickets for it."""
 
 
 class RecentFailure(msgspec.Struct, frozen=True):
-    """An attempt that failed, as everybody may know it who may see the status page."""
+    """A failed attempt, for the status page. It contains nothing that a reader of that page must not see."""
 
     number: int
-    """Of all failures, from 1 on."""
+    """Its number among all failures, from 1."""
     at: float
     """Seconds since 1970."""
     role: EngineRole
+    """The role of the engine."""
     engine: str
-    """Its URL; empty: none was asked."""
+    """The engine's URL; empty if no engine was asked."""
     kind: FailureKind
+    """The kind of failure."""
     reason: str
+    """One line, without text from prompts or answers."""
     request: str
-    """How the attempt's request id begins."""
+    """The beginning of the attempt's request id."""
 
 
 class Counts:
+    """The event loop's thread owns it."""
+
     def __init__(self) -> None:
         self._retries: Counter[EngineRole] = Counter()
         self._failures: dict[EngineRole, Counter[FailureKind]] = {role: Counter() for role in EngineRole}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a request could be served now."""
+"""`GET /health`: whether the proxy could serve a request now."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, RegisteredEngine
 
-# However often the proxy is asked, engines are not probed more often than this.
 _FRESH_SECONDS = 1.0
+"""For so long, answers reuse the last probe's results."""
 
 
 class Health:
@@ -32,8 +32,8 @@ class Health:
         self._probed_at = float("-inf")
 
     async def get(self, _: Request) -> Response:
-        """200 when every role has a healthy engine that may get requests, else 503; lists each engine's state, why it
-        gets no requests although it may look well, what is wrong with lists of engines, and what was tried again."""
+        """200 if each role has a healthy engine that may get requests, else 503. The body has each engine's state, the
+        reasons why engines get no requests, problems with lists of engines, and counts of failures and retries."""
         states = await self.states()
         usable = all(any(states[pool.role.value].get(url) == "ok" for url in pool.urls) for pool in self._pools)
         withheld = {pool.role.value: _withheld(pool.engines) for pool in self._pools}
@@ -49,7 +49,7 @@ class Health:
         )
 
     async def states(self) -> dict[str, dict[str, str]]:
-        """Of each role's engines by URL: "ok", or what is wrong with it."""
+        """By role and URL: "ok", or the engine's problem."""
         async with self._lock:
             if time.monotonic() - self._probed_at > _FRESH_SECONDS:
                 await self._probe_all()
@@ -71,7 +71,7 @@ class Health:
 
 
 def _withheld(engines: EngineRegistry) -> dict[str, str]:
-    """Why engines get no requests, or only if no other is left."""
+    """By URL: why an engine gets no requests, or only if no other is left."""
     reasons = {engine.url: "new: no health check was good yet" for engine in engines if not engine.gate.proven}
     reasons |= {engine.url: f"ejected: {engine.gate.reason}" for engine in engines if engine.gate.ejected}
     return reasons | {engine.url: "draining" for engine in engines if engine.draining}

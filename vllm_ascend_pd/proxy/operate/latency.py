@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Percentiles of what took how long lately. They are exact: of the samples themselves, not of a histogram's buckets."""
+"""Percentiles of recent durations, computed from the samples and not from a histogram's buckets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WINDOW_SECONDS = 600.0
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """In seconds; None if there was nothing in the window."""
+    """Percentiles in seconds; None without samples."""
 
     count: int
     p50: float | None = None
@@ -22,13 +22,13 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class Recent:
-    """The samples of the last `WINDOW_SECONDS`, at most the last `MAX_SAMPLES`."""
+    """The samples of the last `WINDOW_SECONDS`, at most `MAX_SAMPLES`. The event loop's thread owns it."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
 
     def add(self, seconds: float, now: float) -> None:
-        """`now`: of any steady clock, the same for `percentiles`."""
+        """`now`: on the monotonic clock that `percentiles` gets, too."""
         self._samples.append((now, seconds))
 
     def percentiles(self, now: float) -> Percentiles:
@@ -38,7 +38,7 @@ class Recent:
 
 
 def percentiles(samples: list[float]) -> Percentiles:
-    """Each the smallest sample that at least so many percent do not exceed (nearest rank)."""
+    """By nearest rank: the smallest sample that is at least as large as so many percent of the samples."""
     if not samples:
         return Percentiles(0)
     ranked = sorted(samples)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GET /metrics`: what the proxy does, for Prometheus. Each proxy of a process has a registry of its own."""
+"""`GET /metrics`: the proxy's metrics for Prometheus. Each proxy in a process has its own registry."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 EngineStates = Mapping[str, Mapping[str, str]]
-"""EngineRole -> URL -> "ok", or what is wrong."""
+"""By role and URL: "ok", or the engine's problem."""
 
 PREFIX = "vllm:kv_pd_proxy_"
 
 CLIENT_LEFT = 499
-"""As nginx counts requests whose client left before it was answered."""
+"""nginx's status of requests whose client left before the answer."""
 
-# Never OpenMetrics: prometheus-client 0.26 writes `_` for the colons of names there, unless it is asked not to.
+# Not OpenMetrics: prometheus-client 0.26 replaces the colons of names by `_` there.
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 _FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -45,7 +45,7 @@ class Metrics:
         pools: tuple[EnginePool, ...],
         engine_states: Callable[[], Awaitable[EngineStates]],
     ) -> None:
-        """`engine_states` is asked for each scrape: it bounds how often and how long engines are probed."""
+        """`engine_states` is called for each scrape. It bounds how often and how long engines are probed."""
         self._engine_states = engine_states
         self.recent_first_token = Recent()
         self.recent_prefill = Recent()
@@ -109,7 +109,7 @@ class Metrics:
 
     @contextmanager
     def request(self, route: str, reply: Reply) -> Iterator[None]:
-        """Spans a client's request. `route`: the path of one of the proxy's routes."""
+        """Counts and times a client's request. `route`: the path of one of the proxy's routes."""
         begun = time.monotonic()
         try:
             yield
@@ -134,7 +134,7 @@ class Metrics:
         self.recent_prefill.add(seconds, time.monotonic())
 
     def first_token_after_prefill(self, seconds: float) -> None:
-        """Of a stream: the rest of its transfer, and decode's first step."""
+        """Of a stream: the time of the remaining transfer and of decode's first step."""
         self._after_prefill.observe(seconds)
         self.recent_after_prefill.add(seconds, time.monotonic())
 
@@ -144,7 +144,7 @@ class Metrics:
 
 
 class _Counted(Collector):
-    """What `/health` shows too, counted once."""
+    """The counts that `/health` shows, too."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
@@ -187,9 +187,10 @@ class _Seats(Collector):
 
 
 class _Engines(Collector):
-    """`states`: as they were probed for this scrape."""
+    """Whether each engine answers health probes."""
 
     states: EngineStates | None = None
+    """The results of the probes for this scrape."""
 
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily(

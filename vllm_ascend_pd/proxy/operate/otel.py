@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of requests, sent to an OTLP collector by a thread that requests never wait for."""
+"""Spans of requests, sent to an OTLP collector by a background thread. Requests never wait for it.
+
+OpenTelemetry's ASGI instrumentation does not fit. It exports the query string and the client's address, has no route,
+and leaves spans of broken-off answers without an error. It also pins one version of the semantic conventions exactly,
+so it would change vLLM's packages. It could replace only `OtelTracing.request` and `_parent` below.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +39,17 @@ _W3C = TraceContextTextMapPropagator()
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 _MAX_REASON_CHARS = 300
 _MAX_ID_CHARS = 128
-# The reasons of others may quote an engine's answer, in which a prompt may be quoted again.
-_QUOTES_NOBODY = frozenset(
+# Reasons of other kinds may quote an engine's answer, which may quote a prompt.
+_SAFE_REASONS = frozenset(
     {FailureKind.UNREACHABLE, FailureKind.LOST, FailureKind.TIMEOUT, FailureKind.TRANSFER, FailureKind.NO_ENGINE}
 )
 _SEE_LOG = "the proxy's log has the reason"
-# Stays when the proxy stops: what an exporter says when it is cut short is of no use.
 _SILENCE = logging.NullHandler()
-# Between two lines about spans that are lost although the collector answers.
+"""Stays when the proxy stops: exporters log errors then that help nobody."""
 _QUIET_SECONDS = 60.0
-# For what has not been sent when the proxy stops.
+"""Between two log lines about spans that are lost although the collector answers."""
 _LAST_SECONDS = 1.0
+"""For unsent spans when the proxy stops."""
 
 
 class OtelSpan(Span):
@@ -72,7 +77,7 @@ class OtelSpan(Span):
         self._span.add_event(name, attributes)
 
     def failed(self, failure: Failure) -> None:
-        self.fail(failure.kind.label, failure.for_all if failure.kind in _QUOTES_NOBODY else _SEE_LOG)
+        self.fail(failure.kind.label, failure.for_all if failure.kind in _SAFE_REASONS else _SEE_LOG)
 
     def fail(self, kind: str, reason: str = "") -> None:
         if not self._has_failed:
@@ -95,7 +100,7 @@ def _ending(span: OtelSpan) -> Iterator[OtelSpan]:
         span.fail(type(error).__name__, _SEE_LOG)
         raise
     except BaseException:
-        span.event("cancelled", {})  # no failure: a prefill, once decode has all it needs
+        span.event("cancelled", {})  # not a failure: decode has all it needs of this prefill, for instance
         raise
     finally:
         span.end()
@@ -103,11 +108,11 @@ def _ending(span: OtelSpan) -> Iterator[OtelSpan]:
 
 class OtelTracing(Tracing):
     def __init__(self, endpoint: str, protocol: str) -> None:
-        """Queue, batches, times and headers are as OpenTelemetry's OTEL_ variables say, as in vLLM."""
-        self._said = _Said(endpoint)
-        # As vLLM does: gRPC is in the clear unless the endpoint begins with https.
+        """OpenTelemetry's OTEL_ variables configure queue, batches, times and headers, as in vLLM."""
+        self._log = _ExportLog(endpoint)
+        # As in vLLM, gRPC is not encrypted unless the endpoint begins with https.
         exporter = GrpcExporter(endpoint=endpoint, insecure=True) if protocol == GRPC else HttpExporter(endpoint)
-        self._exporter = _Watched(exporter, self._said)
+        self._exporter = _WatchedExporter(exporter, self._log)
         self._provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("vllm_ascend_pd.proxy")
@@ -124,11 +129,11 @@ class OtelTracing(Tracing):
                 _answered(request, reply, begun)
 
     def close(self) -> None:
-        # In a thread, as versions of the SDK differ in how long it takes where no collector answers.
+        # In a thread: without a collector, some versions of the SDK take long here.
         thread = threading.Thread(target=self._provider.shutdown, name="pd-traces-end", daemon=True)
         thread.start()
-        thread.join(0.0 if self._said.failing else _LAST_SECONDS)
-        self._said.close()
+        thread.join(0.0 if self._log.failing else _LAST_SECONDS)
+        self._log.close()
 
 
 def _answered(span: OtelSpan, reply: Reply, begun: float) -> None:
@@ -141,12 +146,12 @@ def _answered(span: OtelSpan, reply: Reply, begun: float) -> None:
         if reply.status >= 500:
             span.fail(str(reply.status), "answered with an error")
     if not reply.finished:
-        span.fail("client_left" if reply.status is None else "broken_off", "the answer has not got to its end")
+        span.fail("client_left" if reply.status is None else "broken_off", "the answer was not completed")
 
 
 def _parent(headers: Headers) -> Context:
-    """The span that the client names, if it names one. A header that is there twice is joined, as HTTP has it: two
-    traceparents are none."""
+    """The client's span, if its headers name a valid one. Repeated headers are joined, as in HTTP, so two traceparents
+    are invalid."""
     carrier: dict[str, str] = {}
     for name, value in headers:
         if name.lower() in _TRACE_HEADERS:
@@ -156,23 +161,23 @@ def _parent(headers: Headers) -> Context:
 
 
 def _resource() -> Resource:
-    """What the environment says of this process, under our name unless it has another."""
+    """The process's attributes from the environment, with our service name unless it gives another."""
     known = Resource.create()
     name = str(known.attributes.get("service.name", "unknown_service"))
     return known.merge(Resource({"service.name": _SERVICE})) if name.startswith("unknown_service") else known
 
 
-class _Watched(SpanExporter):
-    """An exporter whose failures are said once."""
+class _WatchedExporter(SpanExporter):
+    """Reports an exporter's results to a log."""
 
-    def __init__(self, exporter: SpanExporter, said: _Said) -> None:
+    def __init__(self, exporter: SpanExporter, export_log: _ExportLog) -> None:
         self._exporter = exporter
-        self._said = said
+        self._log = export_log
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self._said.thread = threading.get_ident()
+        self._log.thread = threading.get_ident()
         result = self._exporter.export(spans)
-        self._said.exported(result is SpanExportResult.SUCCESS)
+        self._log.exported(result is SpanExportResult.SUCCESS)
         return result
 
     def shutdown(self) -> None:
@@ -182,15 +187,16 @@ class _Watched(SpanExporter):
         return self._exporter.force_flush(timeout_millis)
 
 
-class _Said(logging.Handler):
-    """Takes the place of OpenTelemetry's own lines, several for each batch that cannot be sent: one when that begins,
-    one when it is over."""
+class _ExportLog(logging.Handler):
+    """Replaces OpenTelemetry's log lines, several for each batch that cannot be sent, by one when failures begin and
+    one when they end."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(logging.WARNING)
         self.failing = False
+        """Whether the last batch could not be sent."""
         self.thread: int | None = None
-        """Where the exporter runs: another proxy of this process has its own."""
+        """The exporter's thread. Another proxy in this process has its own."""
         self._endpoint = endpoint
         self._quiet_until = 0.0
         self._logger = logging.getLogger("opentelemetry")
@@ -199,30 +205,30 @@ class _Said(logging.Handler):
         self._logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        said = one_line(record.getMessage(), _MAX_REASON_CHARS)
+        message = one_line(record.getMessage(), _MAX_REASON_CHARS)
         if record.name.startswith("opentelemetry.exporter"):
             if record.thread == self.thread:
-                self._fails(said)
+                self._fails(message)
             return
-        # Its queue is full, say. What it finds wrong with a client's headers is not worth a line.
-        is_ours = record.name.startswith("opentelemetry.sdk")
-        if is_ours and not self.failing and time.monotonic() > self._quiet_until:
+        # The SDK logs a full queue, for instance. Other modules log invalid headers of clients, which nobody needs.
+        is_sdk = record.name.startswith("opentelemetry.sdk")
+        if is_sdk and not self.failing and time.monotonic() > self._quiet_until:
             self._quiet_until = time.monotonic() + _QUIET_SECONDS
-            log.warning("traces for %s: %s", self._endpoint, said)
+            log.warning("traces for %s: %s", self._endpoint, message)
 
     def exported(self, done: bool) -> None:
         if not done:
-            self._fails("it did not take them")
+            self._fails("the collector refused them")
         elif self.failing:
             self.failing = False
             log.info("traces are sent to %s again", self._endpoint)
 
     def _fails(self, reason: str) -> None:
-        """An exporter may try for a minute before it gives a batch up."""
+        """Logs the first failure. An exporter may retry for a minute before it drops a batch."""
         if not self.failing:
             self.failing = True
             log.warning(
-                "traces cannot be sent to %s and are lost if that lasts, requests are served as ever: %s",
+                "traces cannot be sent to %s and are lost if that lasts; requests are served as before: %s",
                 self._endpoint,
                 reason,
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the status page shows, as one snapshot. No I/O: it reads what the proxy keeps anyway."""
+"""The status page's data, as one snapshot of state that the proxy keeps anyway. No I/O."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _MAX_TEXT_CHARS = 300
 
 
 class EngineState(enum.Enum):
-    """What the proxy thinks of an engine."""
+    """The state of an engine, from its health checks and its requests."""
 
     UNKNOWN = "unknown"
-    """No check has ended yet; or none was good of an engine that has come since the start: others are asked first."""
+    """No check has ended yet. Or the engine was added after the start and has had no good check: others come first."""
     HEALTHY = "healthy"
     FAILING = "failing"
-    """Its last check failed: it gets requests until more have."""
+    """The last check failed. It still gets requests, until more checks fail."""
     PASSED_OVER = "passed over"
-    """Its checks are well and requests have failed there: others are asked first."""
+    """Checks are good, but requests failed there. Other engines come first."""
     EJECTED = "ejected"
     """Its checks fail: it gets requests only if no other is left."""
 
@@ -41,9 +41,9 @@ _CHECKS_FAIL = (EngineState.UNKNOWN, EngineState.FAILING, EngineState.EJECTED)
 class Verdict(enum.Enum):
     OK = "ok"
     DEGRADED = "degraded"
-    """Some engine is not well, or a list of engines cannot be used."""
+    """An engine is not healthy, or a list of engines cannot be used."""
     UNAVAILABLE = "unavailable"
-    """A role has no engine that is known to be well and may get requests."""
+    """A role has no engine that is known to be healthy and may get requests."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -51,21 +51,23 @@ class EngineStatus(msgspec.Struct, frozen=True):
     url: str
     state: EngineState
     reason: str | None
-    """Why its checks fail."""
+    """Why checks fail; None while they are good."""
     draining: bool
     in_flight: int
-    """Requests, prompts of prefill, that this proxy has there."""
+    """Requests of this proxy at the engine; for prefill, prompts."""
     seats_taken: int
     """As `--max-per-prefill` and `--max-per-decode` count."""
     tokens: int
-    """Prefill: prompt tokens to compute; decode: tokens whose KV it holds, or will. What requests are given by."""
+    """The load that routing uses. Prefill: prompt tokens to compute. Decode: tokens whose KV it holds or will hold."""
     running: int | None
-    """This and what follows: as the engine itself said last, with what others have there; None: it did not, or too long
-    ago."""
+    """Running requests by the engine's own metrics, those of other clients included. This field and the next three are
+    None if the engine reported nothing, or too long ago."""
     queued: int | None
+    """Waiting requests, by its metrics."""
     kv_tokens: int | None
+    """Tokens in its KV cache, by its metrics."""
     kv_capacity: int | None
-    """Tokens whose KV fits."""
+    """Tokens that its KV cache can hold, by its metrics."""
 
 
 class RoleStatus(msgspec.Struct, frozen=True):
@@ -82,34 +84,34 @@ class RequestStatus(msgspec.Struct, frozen=True):
     in_flight: int
     limit: int
     waiting: int
-    """Those beyond the limit."""
+    """Requests beyond the limit, which wait to be served."""
     phases: Mapping[RequestPhase, int]
 
 
 class LatencyStatus(msgspec.Struct, frozen=True):
     window_seconds: float
     first_token: Percentiles
-    """From a stream's arrival."""
+    """From a stream's arrival to its first token."""
     prefill: Percentiles
-    """From a ticket's arrival to the prefill engine's answer; its KV is pushed meanwhile."""
+    """From a ticket's arrival to the prefill engine's answer. KV is pushed during that time."""
     prefill_to_first_token: Percentiles
-    """Of streams: what is left of the transfer then, and decode's first step."""
+    """Of streams: the remaining transfer and decode's first step."""
 
 
 class Status(msgspec.Struct, frozen=True):
-    """Has no secrets, no prompts and nothing else that a client sent."""
+    """Contains no secrets, no prompts and nothing else that a client sent."""
 
     version: str
     time: float
-    """Seconds since 1970, as in `failures`."""
+    """Seconds since 1970, as the times in `failures`."""
     verdict: Verdict
     problems: tuple[str, ...]
-    """With lists of engines."""
+    """Problems with lists of engines, one line each."""
     requests: RequestStatus
     latency: LatencyStatus
     roles: tuple[RoleStatus, ...]
     failures: tuple[RecentFailure, ...]
-    """The last ones, newest first."""
+    """The last failures, newest first."""
 
 
 def snapshot(
@@ -123,7 +125,7 @@ def snapshot(
     now: float,
     wall: float,
 ) -> Status:
-    """`now`: of `time.monotonic`, `wall`: of `time.time`."""
+    """`now`: from `time.monotonic`. `wall`: from `time.time`."""
     roles = tuple(_role(pool, counts, now) for pool in pools)
     return Status(
         version,
@@ -191,7 +193,7 @@ def _state(engine: RegisteredEngine, now: float) -> EngineState:
 
 
 def _verdict(roles: Sequence[RoleStatus], problems: Sequence[str]) -> Verdict:
-    well = (EngineState.HEALTHY, EngineState.FAILING)  # one check may fail
+    well = (EngineState.HEALTHY, EngineState.FAILING)  # a single failed check is tolerated
     if not all(any(engine.state in well and not engine.draining for engine in role.engines) for role in roles):
         return Verdict.UNAVAILABLE
     if problems or any(engine.state is not EngineState.HEALTHY for role in roles for engine in role.engines):

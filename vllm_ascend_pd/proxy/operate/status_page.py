@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GET /` in a browser: the status page, and the JSON that it reads again and again.
+"""`GET /`: the status page, and the JSON that it polls.
 
-The page itself says nothing of the cluster. The JSON names engines and why requests failed: with an admin token only
-who sends that gets it, without one whoever reaches the proxy, as `/health` and `/metrics`.
+The page itself contains nothing about the cluster. The JSON has engines' addresses and reasons of failures. If there is
+an admin token, it needs that token; otherwise every client can read it, like `/health` and `/metrics`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 from vllm_ascend_pd.proxy.http.bearer import Action, BearerToken, guarded
 from vllm_ascend_pd.proxy.operate.status import Status
 
-# Everything comes from this origin, by name; text gets into the page as text, which the last one enforces.
+# Everything comes from this origin. The last two rules make sure that text is never parsed as HTML.
 _CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -51,7 +51,7 @@ _FILES = {
 
 class StatusPage:
     def __init__(self, snapshot: Callable[[], Status], token: str | None) -> None:
-        """`token`: the admin API's. None: everybody may see the status."""
+        """`token`: the admin API's. None: every client may read the status."""
         self._snapshot = snapshot
         self._get: Action = self.get if token is None else guarded(BearerToken(token), self.get)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the trace of a request is told. OpenTelemetry is optional: `otel` needs it, and nothing else does."""
+"""Tracing of requests, without OpenTelemetry, which is optional: only `otel` imports it."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ from vllm_ascend_pd.proxy.routing.addresses import is_http
 FIRST_TOKEN_SECONDS = "gen_ai.latency.time_to_first_token"
 """vLLM uses the same name in its own span of a request."""
 
-# As vLLM reads it: which protocol the collector speaks.
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+"""The environment variable for the collector's protocol, as in vLLM."""
 GRPC, HTTP = "grpc", "http/protobuf"
 
 
 class Tracing:
-    """Makes the span of each client's request. This one makes none."""
+    """Makes a span of each client's request. This class makes none; `OtelTracing` does."""
 
     @contextmanager
     def request(self, method: str, route: str, headers: Headers, reply: Reply) -> Iterator[Span]:
-        """`headers`: the client's, which may name a span that this one belongs below. What `reply` has become says how
-        the request ended."""
+        """A client's request, from its arrival to its end. `headers`: the client's, which may name a parent span.
+        `reply`: its state afterwards tells how the request ended."""
         yield NOT_TRACED
 
     def close(self) -> None:
-        """Sends what has not been sent, for a second or two at most."""
+        """Sends the remaining spans, for two seconds at most."""
 
 
 def check_tracing(endpoint: str) -> None:
-    """Raises ValueError, in words meant for the operator, if spans cannot be sent to `endpoint`."""
+    """Raises ValueError, in words for the operator, if `endpoint` or the protocol is invalid, or packages are
+    missing."""
     protocol = protocol_of_collector()
     if protocol not in (GRPC, HTTP):
         raise ValueError(f"{PROTOCOL_VARIABLE} is {protocol!r}: it must be {GRPC} or {HTTP}")
-    if "@" in endpoint:  # it will be in the log
+    if "@" in endpoint:  # the log shows the endpoint
         raise ValueError("the OTLP traces endpoint has credentials in it: put them into OTEL_EXPORTER_OTLP_HEADERS")
     has_port = protocol == GRPC and re.fullmatch(r"[^/]+:[0-9]+", endpoint) and is_http(f"http://{endpoint}")
-    if not (is_http(endpoint) or has_port):  # gRPC takes HOST:PORT, too
-        raise ValueError(f"the OTLP traces endpoint {endpoint!r} is not a URL that {protocol} can be spoken to")
+    if not (is_http(endpoint) or has_port):  # gRPC accepts HOST:PORT, too
+        raise ValueError(f"the OTLP traces endpoint {endpoint!r} is not a URL for {protocol}")
     try:
         from vllm_ascend_pd.proxy.operate import otel  # noqa: F401
     except ImportError as error:
@@ -57,7 +58,7 @@ def protocol_of_collector() -> str:
 
 
 def start_tracing(endpoint: str | None) -> Tracing:
-    """Sends spans to `endpoint`, which `check_tracing` has found to be good; None: makes no spans."""
+    """Starts sending spans to `endpoint`, which `check_tracing` has accepted. None: no spans."""
     if endpoint is None:
         return Tracing()
     from vllm_ascend_pd.proxy.operate.otel import OtelTracing
