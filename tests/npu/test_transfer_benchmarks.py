@@ -71,10 +71,11 @@ def test_batches() -> None:
     """Ours gives Mooncake a layer of all requests at once, and does not spin until it has arrived."""
     words = documented("docs/performance.md", "CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/batches.py", IN_THIS)
     ours, reference = results(words, "--layers", "2", "--cases", "2x3-scattered")
-    for side, name in ((ours, "ours"), (reference, "reference")):
+    # Of 2 * 2 * 3 blocks, two of different prompts are neighbours on both sides: ours sends them as one.
+    for side, name, descriptors in ((ours, "ours", 10), (reference, "reference", 12)):
         assert side["side"] == name
         assert (side["calls"], side["batches"], side["kernels"]) == (1, 1, 1)
-        assert side["descriptors"] == 2 * 2 * 3
+        assert side["descriptors"] == descriptors
     assert 1 <= ours["polls"] <= 50
     assert reference["polls"] == 0, "it waits inside of Mooncake"
 
