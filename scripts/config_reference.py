@@ -17,21 +17,22 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """\
 # Configuration
 
-Made by `scripts/config_reference.py` from `vllm_ascend_pd/core/config.py` and
-`vllm_ascend_pd/tools/launch/hosts.py`; a test compares them. What the connector is told comes first, then
-[hosts.yaml](#hostsyaml), which describes a whole cluster.
+First the connector's own keys, then [hosts.yaml](#hostsyaml), which describes a whole cluster.
+
+`scripts/config_reference.py` makes this page from `vllm_ascend_pd/core/config.py` and
+`vllm_ascend_pd/tools/launch/hosts.py`.
 
 ## `kv_connector_extra_config`
 
 A part of vLLM's `--kv-transfer-config`, next to `kv_connector`, `kv_role` and `kv_port`. Each key has a default that
-works; an unknown key, or a value that cannot work, ends the start of the engine with an error that names it.
+works. An engine with an unknown key, or a value that cannot work, does not start, and its error names the key.
 """
 
 HOSTS = """
 ## hosts.yaml
 
-What `scripts/launch_cluster.sh` starts; `examples/` has several. An unknown key, or a value that cannot work, is
-refused with its line before anything starts.
+The cluster that `scripts/launch_cluster.sh` starts. `examples/` has several. An unknown key, or a value that cannot
+work, is refused with its line before anything starts.
 """
 
 _TYPES = {

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kv_connector_extra_config`, parsed and checked once.
 
-Every key has a default that works; an unknown key or a value of the wrong type is an error that says so.
+Every key has a default that works. An unknown key or a value of the wrong type is an error that names it. The strings
+below the fields are the reference of docs/configuration.md (`scripts/config_reference.py`).
 """
 
 import difflib
@@ -18,17 +19,17 @@ class ConfigError(ValueError):
 
 
 class PeerParallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parallel sizes of an engine as vllm-ascend's connector wants them declared. Here they are found out at
-    first contact; declared ones are only checked: an engine's own as it starts, decode's by prefill."""
+    """Parallel sizes of an engine, as vllm-ascend's connector wants them declared. This connector discovers them at
+    first contact and only checks declared ones: an engine checks its own when it starts, prefill checks decode's."""
 
     tp_size: int | None = None
     """Tensor-parallel size."""
     dp_size: int | None = None
-    """Data-parallel size. Not checked: every data-parallel rank is an engine of its own here."""
+    """Data-parallel size. Not checked: every data-parallel rank is its own engine here."""
     pp_size: int | None = None
     """Pipeline-parallel size."""
     pp_layer_partition: str | None = None
-    """Layers of each pipeline stage. Not checked: stages say which layers they have."""
+    """Layers of each pipeline stage. Not checked: each stage describes its layers."""
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "dp_size", "pp_size"):
@@ -38,17 +39,16 @@ class PeerParallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The connection to the metaserver, with vllm-ascend's names. Paths are those of PEM files; used only with
-    `ssl_enable`."""
+    """TLS to the metaserver, with vllm-ascend's names. Paths name PEM files. Used only with `ssl_enable`."""
 
     ssl_enable: bool = False
-    """Whether the rest counts."""
+    """Whether the other keys are used."""
     ssl_certfile: str | None = None
-    """Own certificate, for mutual TLS."""
+    """This engine's certificate, for mutual TLS."""
     ssl_keyfile: str | None = None
     """Its key."""
     ssl_keyfile_password: str | None = None
-    """The key's password. Better in a file: vLLM prints this configuration."""
+    """The key's password. Prefer a file: vLLM prints this configuration."""
     ssl_ca_certs: str | None = None
     """The authority that signed the metaserver's certificate."""
     ssl_keyfile_password_file: str | None = None
@@ -69,81 +69,82 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Times are seconds, sizes bytes. Files with secrets must be regular files of mode 0600."""
 
     transfer_timeout_s: float = 480.0
-    """From prefill's first request for a grant until the KV must have arrived. Time in a queue for prefill does not
-    count while the proxy says that the ticket waits; without its word this is also how long a ticket may go unanswered.
-    On prefill, how long decode may have a computed request wait for a grant."""
+    """Longest time from prefill's first request for a grant until the KV has arrived. Time in a queue for prefill does
+    not count while the proxy says that the ticket waits. If the proxy does not say so, a ticket may go unanswered for
+    this time. On prefill: how long a computed request may wait for a grant that decode delays."""
     queue_timeout_s: float = 3600.0
-    """From issuing a ticket until prefill must have begun: the longest time in the proxy's line and prefill's queue.
-    A signed ticket expires after this time; at most a day."""
+    """Longest time from issuing a ticket until prefill begins: in the proxy's line and in prefill's queue. A signed
+    ticket expires after this time. At most a day."""
     settle_timeout_s: float = 30.0
-    """After prefill ended, how long a ticket nobody is writing for may stay open."""
+    """How long a ticket that nobody writes for may stay open after prefill has ended."""
     lease_s: float = 20.0
-    """How long a grant lasts unless renewed; bounds how long a dead prefill engine holds D's blocks. 1 to 86,400."""
+    """How long a grant lasts unless it is renewed. Bounds how long a dead prefill engine holds decode's blocks. 1 to
+    86,400."""
     write_timeout_s: float = 10.0
-    """Longest time one batch of the transfer engine may take; at most 600. Over `ascend` a batch has at least as
-    long as RoCE needs to repair a link: 34 seconds, unless HCCL_RDMA_TIMEOUT says otherwise."""
+    """Longest time that one batch of the transfer engine may take. At most 600. Over `ascend` a batch always has the
+    time that RoCE needs to repair a link: 34 seconds, unless HCCL_RDMA_TIMEOUT says otherwise."""
     grant_timeout_s: float = 20.0
-    """How long a prefill rank asks for a grant before it gives the ticket up. Decode may ask for more, until an earlier
-    attempt can write no more: prefill goes on as long as no other request's KV waits behind this."""
+    """How long a prefill rank asks for a grant before it gives the ticket up. While an earlier attempt may still write,
+    decode may ask for more time. Prefill then goes on as long as no other request's KV waits behind this one."""
     control_timeout_s: float = 5.0
     """Longest wait for an answer on the side channel."""
     collective_timeout_s: float = 60.0
-    """Longest time of one all-to-all."""
+    """Longest time of one all-to-all. After a longer one the engine must be restarted."""
     idle_wait_s: float = 0.05
-    """How long, in seconds, a step with nothing to compute may wait for transfers before it returns. It starts at 0.02
+    """Longest time that a step with nothing to compute waits for transfers before it returns. The wait starts at 0.02
     and grows up to this value. New requests wait for the step to return, so keep it small. Has no effect in
     data-parallel MoE engines, which step together."""
     max_batch_descriptors: int | None = None
-    """Copies in one batch of the transfer engine, at most. None: 2048 over TCP, else 8192."""
+    """Most copies in one batch of the transfer engine. None: 2048 over TCP, otherwise 8192."""
     max_batch_bytes: int | None = None
-    """Bytes of one batch of the transfer engine, at most. None: 64 MiB over TCP, else 1 GiB."""
+    """Most bytes in one batch of the transfer engine. None: 64 MiB over TCP, otherwise 1 GiB."""
     staging_slots: int | None = None
-    """Layers that may be in regrouped form at once, each of one step's tokens. None: 4, or 2 where a step may have more
-    than 8192 tokens."""
+    """Number of buffers for regrouped layers, each for one layer of one step's tokens. None: 4, or 2 where a step may
+    have more than 8192 tokens."""
     push_queue_size: int = 4096
-    """Layers waiting to be sent to one decode engine; more make the step wait."""
+    """Most layers that wait to be sent to one decode engine. Further ones make the step wait."""
     metaserver_allowlist: tuple[str, ...] = ()
-    """`scheme://host[:port][/path]` that tickets may be posted to. Empty: this host only, path `/v1/metaserver`."""
+    """URLs (`scheme://host[:port][/path]`) that tickets may be posted to. Empty: this host, path `/v1/metaserver`."""
     metaserver_connect_timeout_s: float = 5.0
     """Longest time to connect to the metaserver."""
     metaserver_max_connections: int = 256
-    """Connections to metaservers; further tickets wait for one."""
+    """Most connections to metaservers. Further tickets wait for one."""
     metaserver_retries: int = 5
-    """How often a ticket is posted again after a lost connection or a server error; 5 last 1.5 to 3 s."""
+    """How often a ticket is posted again after a lost connection or a server error. 5 retries take 1.5 to 3 s."""
     metaserver_token_file: str | None = None
     """File with the bearer token sent to the metaserver."""
     side_channel_key_file: str | None = None
-    """The cluster's side channel keys (`vllm-ascend-pd keygen`): with it, what engines tell each other is encrypted,
-    and those without it get nothing. The same on all engines of a cluster."""
+    """File with the cluster's side channel keys (`vllm-ascend-pd keygen`). It encrypts the side channel, and engines
+    without it get no answer. The same on all engines of a cluster."""
     ticket_secret_file: str | None = None
-    """The cluster's ticket secret (`vllm-ascend-pd keygen --ticket-secret`): decode signs its tickets with it,
-    prefill serves no others, and each only once before it expires. The same on all engines, and on a proxy that
+    """File with the cluster's ticket secret (`vllm-ascend-pd keygen --ticket-secret`). Decode signs tickets with it.
+    Prefill serves only signed tickets, each once, before they expire. The same on all engines, and on a proxy that
     retries."""
     decode_allowlist: tuple[str, ...] = ()
-    """Addresses, networks (`10.1.0.0/16`) and names of hosts that prefill connects to for tickets. Empty: all of them
-    if tickets must be signed, else private networks, the networks of this host's interfaces, and this host."""
+    """Addresses, networks (`10.1.0.0/16`) and names of hosts that prefill connects to for tickets. Empty: any host if
+    tickets must be signed; otherwise private networks, the networks of this host's interfaces, and this host."""
     max_pending_tickets: int = 4096
-    """Tickets waiting for the metaserver's answer; more are refused at once."""
+    """Most tickets that wait for the metaserver's answer. Further ones are refused at once."""
     transfer_protocol: str | None = None
-    """Mooncake's: `tcp`, `rdma` or `ascend`. None: what suits the device, `tcp` on CPU and `ascend` on NPU. The same on
-    prefill and decode. Mooncake for NPUs has `tcp` from 0.3.13.post1 on."""
+    """Mooncake's protocol: `tcp`, `rdma` or `ascend`. None: `tcp` on CPU and `ascend` on NPU. The same on prefill and
+    decode. Mooncake for NPUs has `tcp` from 0.3.13.post1 on."""
     allow_other_model: bool = False
-    """Whether KV of another model is used: of other weights, or of settings that change what KV means. **Answers may be
-    wrong, and nothing says so.** For checkpoints that you know to mean the same though they differ. On prefill it
-    allows other settings, on decode other weights. Shapes and cache data types must be equal all the same."""
+    """Accept KV of another model: of other weights, or of settings that change what KV means. **Answers may be wrong
+    without any sign.** For checkpoints that differ although you know that they mean the same. On prefill it allows
+    other settings, on decode other weights. Shapes and cache data types must still be equal."""
     prefill: PeerParallel | None = None
-    """What vllm-ascend's connector wants to be told of prefill engines; here it is found out, and only checked."""
+    """Parallel sizes of prefill engines, as vllm-ascend's connector needs them. Only checked here."""
     decode: PeerParallel | None = None
-    """The same of decode engines."""
+    """Parallel sizes of decode engines. Only checked here."""
     ascend_local_comm_res_path: str | None = None
-    """Folder with the network endpoints of A5 NPUs, which vllm-ascend's workers read."""
+    """Folder with the network endpoints of A5 NPUs. vllm-ascend's workers read it."""
     tls_config: TlsConfig | None = None
-    """The connection to a metaserver behind `https://`, with vllm-ascend's names."""
+    """TLS to a metaserver behind `https://`, with vllm-ascend's names."""
     trace_dir: str | None = None
-    """Folder for trace files, one per process, which `vllm-ascend-pd timeline` merges and draws; made where it is
-    missing. They name requests, and hold no prompts. None: nothing is traced."""
+    """Folder for trace files, one per process, for `vllm-ascend-pd timeline`. Created if it is missing. The files name
+    requests and contain no prompts. None: no traces."""
     trace_max_bytes: int = 64 << 20
-    """A trace file ends when it is that long, and says so; at least 65,536."""
+    """Longest trace file. A file that reaches it ends and says so. At least 65,536."""
 
     def slots(self, step_tokens: int) -> int:
         """Staging slots where steps have at most so many tokens: how many layers the sending may be behind."""

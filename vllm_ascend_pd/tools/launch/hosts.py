@@ -44,21 +44,21 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One machine."""
 
     address: str
-    """By which other hosts reach it: an IP address."""
+    """IP address at which other hosts reach it."""
     ssh: str | None = None
-    """What `ssh` is given: a name of its configuration, `user@host`. Without it: the address."""
+    """Destination for `ssh`: a name of its configuration, or `user@host`. Default: the address."""
     local: bool = False
-    """This machine: no ssh."""
+    """Whether it is this machine, which needs no ssh."""
     interface: str | None = None
-    """The network interface with `address`. Without it: found out there."""
+    """Network interface with `address`. Default: looked up on the host."""
 
 
 class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One engine, on one host or several. `scripts/launch_prefill.sh --help` and launch_decode.sh's say more of what is
-    an option there, too."""
+    """One engine, on one host or several. `scripts/launch_prefill.sh --help` and `scripts/launch_decode.sh --help` say
+    more about keys that are also options there."""
 
     hosts: tuple[str, ...]
-    """Keys of `hosts`. Of several the first one serves HTTP, and each runs an equal part."""
+    """Keys of `hosts`. Each runs an equal part of the engine, and the first one serves HTTP."""
     tp: int = 1
     """Tensor-parallel size."""
     pp: int = 1
@@ -66,56 +66,56 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dp: int = 1
     """Data-parallel size."""
     port: int | None = None
-    """Where it serves HTTP. Without it: 8100 for prefill, 8200 for decode."""
+    """Port of its HTTP API. Default: 8100 for prefill, 8200 for decode."""
     kv_port: int | None = None
-    """Decode's: where prefill engines ask what it looks like, a port for each data-parallel replica from there on.
-    Without it: 19000."""
+    """For decode: the first port at which prefill engines ask for its description, one port per data-parallel replica.
+    Default: 19000."""
     head_port: int | None = None
-    """Of an engine on several hosts: a free port of the first one, and for data-parallel ones those behind it. Without
-    it: 13345."""
+    """For an engine on several hosts: a free port on the first one. Data-parallel engines also use the ports after it.
+    Default: 13345."""
     devices: tuple[int, ...] | None = None
-    """NPUs of each of its hosts. Without it: the first ones that no engine before it has."""
+    """NPUs on each of its hosts. Default: the first ones that no earlier engine has."""
     executor: Executor = Executor.MP
-    """Who starts its ranks: vLLM by itself, or a Ray cluster, which is started first."""
+    """What starts its ranks: vLLM itself, or a Ray cluster, which is started first."""
     engine_id: str | None = None
-    """Its name in tickets, kept over restarts. Without it: a new one each time."""
+    """Its name in tickets, kept over restarts. Default: a new one at each start."""
     load_failure_policy: Literal["fail", "recompute"] | None = None
-    """Decode's: what becomes of a request whose KV does not come: an error, or decode prefills. Without it: vLLM's
-    own, an error."""
+    """For decode: what happens to a request whose KV does not arrive: an error, or decode computes the prompt. Default:
+    vLLM's own, an error."""
     beside: str | None = None
-    """A file on its hosts with the JSON object of another connector, a KV pool's, below a MultiConnector."""
+    """File on its hosts with the JSON entry of another connector, for example a KV pool, for a MultiConnector."""
     extra: dict[str, Any] = {}
-    """More keys of `kv_connector_extra_config`."""
+    """Further keys of `kv_connector_extra_config`."""
     args: tuple[str, ...] = ()
-    """More arguments of `vllm serve`, a word each."""
+    """Further arguments of `vllm serve`, one word each."""
     env: dict[str, str] = {}
-    """Variables of its environment; none with secrets."""
+    """Environment variables. None may hold secrets."""
     env_file: str | None = None
-    """A file on its hosts with secrets as NAME=VALUE lines, of mode 0600."""
+    """File on its hosts with secrets as NAME=VALUE lines, of mode 0600."""
 
 
 class Proxy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The proxy; its engines are those of the file."""
+    """The proxy. Its engines are those of the file."""
 
     host: str
     """A key of `hosts`."""
     port: int = 8000
-    """Where it serves clients and takes tickets."""
+    """Port for clients and tickets."""
     listen: str | None = None
-    """On which address. Without it: the host's."""
+    """Address to listen on. Default: the host's."""
     args: tuple[str, ...] = ()
-    """More arguments of `vllm-ascend-pd proxy`, a word each."""
+    """Further arguments of `vllm-ascend-pd proxy`, one word each."""
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole file. Paths are those on the hosts; files with secrets must be there, of mode 0600, on each."""
+    """The whole file. Paths are paths on the hosts. Files with secrets must exist on each host, with mode 0600."""
 
     model: str
-    """What vLLM serves: a folder on the hosts, or a name that vLLM finds."""
+    """Model that vLLM serves: a folder on the hosts, or a name that vLLM finds."""
     device: Literal["a2", "a3", "cpu"]
-    """Atlas servers with 8 and with 16 NPUs as vLLM counts them, or the CPU for trying out."""
+    """Atlas servers with 8 (`a2`) or 16 (`a3`) NPUs as vLLM counts them, or the CPU for trying out."""
     hosts: dict[str, Host]
-    """The machines, each by a name of yours."""
+    """The machines, each under a name that you choose."""
     prefill: tuple[EngineEntry, ...]
     """Prefill engines, at least one."""
     decode: tuple[EngineEntry, ...]
@@ -123,25 +123,25 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proxy: Proxy
     """The front door."""
     name: str = "pd"
-    """Names the state's folder: two clusters that share a host need two names."""
+    """Name of the cluster's state folder. Two clusters that share a host need two names."""
     served_model_name: str | None = None
-    """What clients call the model. Without it: as `model`."""
+    """Name of the model for clients. Default: `model`."""
     python: str | None = None
-    """The Python with vLLM and this package in it. Without it: the one that runs here, at the same path."""
+    """Python with vLLM and this package. Default: the path of the one that runs here."""
     repository: str | None = None
-    """Where this repository is. Without it: at the same path as here."""
+    """Path of this repository. Default: the same path as here."""
     state: str = "~/.local/state/vllm-ascend-pd"
-    """Folder for logs and process ids, on each host, with a folder per cluster in it."""
+    """Folder on each host for logs and process ids, with one folder per cluster."""
     start_seconds: float = 1800.0
-    """Until all engines must be healthy: they read hundreds of gigabytes of weights."""
+    """Longest time until all engines are healthy. They read hundreds of gigabytes of weights."""
     stop_seconds: float = 30.0
-    """That a process has after SIGTERM until SIGKILL."""
+    """Time between SIGTERM and SIGKILL."""
     side_channel_keys: str | None = None
-    """File made by `vllm-ascend-pd keygen`: side channels are encrypted, and nobody else gets in."""
+    """File made by `vllm-ascend-pd keygen`. It encrypts side channels, and admits only engines that have it."""
     ticket_secret: str | None = None
-    """File made by `vllm-ascend-pd keygen --ticket-secret`: tickets are signed."""
+    """File made by `vllm-ascend-pd keygen --ticket-secret`. Tickets are signed with it."""
     metaserver_token: str | None = None
-    """File with the bearer token without which the proxy takes no ticket."""
+    """File with the bearer token. The proxy takes no ticket without it."""
 
     def __post_init__(self) -> None:
         # msgspec names the value; these need more than a type.
