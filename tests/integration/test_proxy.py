@@ -29,7 +29,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def idle_cluster() -> Iterator[Cluster]:
-    """Shared by tests whose requests never get to an engine."""
+    """For tests whose requests never reach an engine. They share it."""
     with running_cluster() as running:
         yield running
         assert running.decode.received == []
@@ -38,7 +38,7 @@ def idle_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def refusing_url() -> Iterator[str]:
-    """An address that refuses connections, and that nobody else can take meanwhile."""
+    """A URL that refuses connections. No other process can take its port meanwhile."""
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{unheard.getsockname()[1]}"
@@ -49,7 +49,7 @@ def refusing_url() -> Iterator[str]:
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
 @pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
-def test_answer_is_decodes_byte_for_byte(
+def test_the_response_is_decodes_byte_for_byte(
     cluster: Cluster, path: str, body: dict[str, Any], stream: dict[str, Any]
 ) -> None:
     response = cluster.client.post(path, json={**body, **stream}, headers={"Authorization": "Bearer secret"})
@@ -183,7 +183,7 @@ def test_prefills_refusal_is_passed_through(cluster: Cluster, stream: dict[str, 
 
 
 @pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
-def test_failed_prefill_is_named_to_the_client(cluster: Cluster, stream: dict[str, Any]) -> None:
+def test_the_client_gets_the_reason_of_a_failed_prefill(cluster: Cluster, stream: dict[str, Any]) -> None:
     cluster.prefill.refusal = (500, {"error": {"message": "out of blocks"}})
     response = cluster.complete(**stream)
     assert response.status_code == 502
@@ -201,7 +201,7 @@ def test_failed_transfer_is_a_failed_prefill(cluster: Cluster) -> None:
     assert message == "prefill failed: attempt 1: rank 1: session lost; attempt 2: rank 1: session lost"
 
 
-def test_failed_prefill_is_told_to_decode(cluster: Cluster) -> None:
+def test_decode_gets_the_reason_of_a_failed_prefill(cluster: Cluster) -> None:
     """Decode is already answering prompt 0 when prompt 1 fails: decode ends the stream itself."""
     cluster.prefill.transfer_error = "rank 1: session lost"
     cluster.decode.hangs_after_first_token = True
@@ -232,7 +232,7 @@ def test_no_reachable_prefill_engine(refusing_url: str) -> None:
         assert cluster.decode.cancelled.wait(5)
 
 
-def test_engine_that_takes_too_long_to_connect_to_gets_a_second_chance(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_is_slow_to_connect_to_is_tried_twice(caplog: pytest.LogCaptureFixture) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=0)
     with ExitStack() as waiting, Servers() as servers, ThreadPoolExecutor() as client:
         # The kernel completes no further connection until these are accepted.
@@ -297,7 +297,7 @@ def test_ticket_must_fit_its_request(cluster: Cluster) -> None:
     "body",
     [b"", b"{", b"[]", b"\xff", b'{"request_id": 7}', b'{"request_id": "cmpl-x-0"}', b'{"remote_engine_id": "d"}'],
 )
-def test_garbage_is_no_ticket(idle_cluster: Cluster, body: bytes) -> None:
+def test_a_malformed_ticket_is_refused(idle_cluster: Cluster, body: bytes) -> None:
     answer = idle_cluster.client.post(METASERVER_PATH, content=body)
     assert answer.status_code == 400
     assert "not a ticket" in answer.json()["error"]
@@ -320,8 +320,8 @@ def test_client_leaving_during_prefill_cancels_both_engines(cluster: Cluster, st
     assert cluster.decode.cancelled.wait(5)
 
 
-def test_id_of_a_client_that_leaves_is_not_logged(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """It is of any length, and may have what starts a line or moves the cursor."""
+def test_the_clients_own_request_id_is_not_logged(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """It may be of any length, and contain line breaks and terminal control characters."""
     cluster.decode.hangs = True
     body = json.dumps(COMPLETION).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(body)
@@ -452,7 +452,7 @@ def test_a_ticket_that_cannot_be_read(idle_cluster: Cluster, body: bytes) -> Non
 
 @pytest.mark.parametrize("name", ["request_id", "remote_engine_id"])
 @pytest.mark.parametrize("value", ["\x1b[31m", "a\nb", "x" * 1000])
-def test_a_ticket_whose_names_would_spoil_the_log(idle_cluster: Cluster, name: str, value: str) -> None:
+def test_a_ticket_with_unprintable_names_is_refused(idle_cluster: Cluster, name: str, value: str) -> None:
     ticket = make_ticket("cmpl-nobody-waits", "0" * 32) | {name: value}
     refused = idle_cluster.client.post(METASERVER_PATH, json=ticket)
     assert (refused.status_code, "unprintable" in refused.json()["error"]) == (400, True)

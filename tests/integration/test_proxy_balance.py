@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines get requests, by what they say of their load and health and by what the proxy has sent them."""
+"""Routing by the engines' load reports, their health, and what the proxy has sent them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def withheld(cluster: Cluster) -> dict[str, dict[str, str]]:
     return cluster.client.get("/health").json()["withheld"]
 
 
-def test_engines_that_others_keep_busy_are_spared() -> None:
+def test_engines_that_other_proxies_keep_busy_get_fewer_requests() -> None:
     prefill, decode = PrefillEngine(), DecodeEngine()
     prefill.metrics, decode.metrics = metrics(8, 20, 0.5), metrics(100, 0, 0.9)
     with beside(prefill, decode, **OFTEN) as cluster:
@@ -35,7 +35,7 @@ def test_engines_that_others_keep_busy_are_spared() -> None:
         assert prefill.received == decode.received == []
 
 
-def test_engine_that_has_not_answered_is_spared() -> None:
+def test_an_engine_with_requests_in_flight_gets_fewer() -> None:
     slow = PrefillEngine()
     slow.hangs = True
     with beside(slow) as cluster, ThreadPoolExecutor(1) as client:
@@ -52,7 +52,7 @@ def test_engine_that_has_not_answered_is_spared() -> None:
         assert first.result().status_code == 200
 
 
-def test_conversations_stay_where_their_prefix_is() -> None:
+def test_conversations_stay_at_the_engine_with_their_prefix() -> None:
     prefill, decode = PrefillEngine(), DecodeEngine()
     with beside(prefill, decode) as cluster:
         turns = [{"role": "user", "content": "all about KV caches " * 100}]
@@ -94,7 +94,7 @@ def test_ejection_and_return() -> None:
 
 
 def test_a_prefill_engine_that_must_be_restarted_is_avoided() -> None:
-    """Its `/health` stays good: its metrics say it."""
+    """Its `/health` stays good; only its metrics report it."""
     broken = PrefillEngine()
     broken.metrics = metrics(0, 0, 0.0)
     with beside(broken, eject_after=10_000, return_after=2, **OFTEN) as cluster:
@@ -119,7 +119,7 @@ def test_a_prefill_engine_that_must_be_restarted_is_avoided() -> None:
         eventually(lambda: withheld(cluster) == {"prefill": {}, "decode": {}})
 
 
-def test_engine_that_fails_every_request_is_not_the_least_loaded() -> None:
+def test_an_engine_that_fails_every_request_does_not_count_as_idle() -> None:
     broken = PrefillEngine()
     broken.transfer_error = "no device"
     with beside(broken, eject_after=2) as cluster:
@@ -128,7 +128,7 @@ def test_engine_that_fails_every_request_is_not_the_least_loaded() -> None:
         assert len(broken.received) == 2
 
 
-def test_health_is_about_engines_that_may_be_asked() -> None:
+def test_health_counts_only_engines_that_may_get_requests() -> None:
     with running_cluster(**OFTEN) as cluster:
         health = cluster.client.get("/health")
         assert health.status_code == 200

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More clients at once than the proxy serves at a time: they wait in a bounded line for a bounded time."""
+"""More clients at once than the proxy serves at a time: they wait in a bounded queue for a bounded time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_clients_beyond_the_limit_wait(stream: dict[str, object]) -> None:
         assert cluster.decode.most_at_once <= 2
 
 
-def test_full_line_is_answered_429_and_named() -> None:
+def test_a_full_queue_is_answered_429_with_its_limit() -> None:
     with running_cluster(max_concurrent=1, max_waiting=1) as cluster, ThreadPoolExecutor(2) as clients:
         cluster.prefill.holds = True
         first = clients.submit(cluster.complete)
@@ -55,7 +55,7 @@ def test_full_line_is_answered_429_and_named() -> None:
         assert [first.result().status_code, second.result().status_code] == [200, 200]
 
 
-def test_who_has_waited_too_long_is_answered_429_and_told_how_long() -> None:
+def test_a_request_that_waited_too_long_is_answered_429_with_the_time() -> None:
     with running_cluster(max_concurrent=1, queue_timeout=0.5) as cluster, ThreadPoolExecutor(1) as client:
         cluster.prefill.holds = True
         first = client.submit(cluster.complete)
@@ -68,7 +68,7 @@ def test_who_has_waited_too_long_is_answered_429_and_told_how_long() -> None:
         assert first.result().status_code == 200
 
 
-def test_client_that_leaves_the_line_frees_its_place() -> None:
+def test_a_client_that_leaves_the_queue_frees_its_place() -> None:
     with running_cluster(max_concurrent=1, max_waiting=1) as cluster, ThreadPoolExecutor(2) as clients:
         cluster.prefill.holds = True
         first = clients.submit(cluster.complete)
@@ -85,7 +85,7 @@ def test_client_that_leaves_the_line_frees_its_place() -> None:
 
 
 @pytest.mark.parametrize("size", [10, 100_000, 3_000_000])
-def test_body_that_comes_while_its_request_waits_is_whole(size: int) -> None:
+def test_a_body_that_arrives_while_its_request_waits_is_complete(size: int) -> None:
     prompt = "".join(chr(ord("a") + number % 26) for number in range(size))
     with running_cluster(max_concurrent=1) as cluster, ThreadPoolExecutor(2) as clients:
         cluster.prefill.holds = True
@@ -98,7 +98,7 @@ def test_body_that_comes_while_its_request_waits_is_whole(size: int) -> None:
         assert cluster.decode.received[1].body["prompt"] == prompt
 
 
-def test_waiting_clients_are_told_when_the_proxy_stops() -> None:
+def test_waiting_clients_get_503_when_the_proxy_stops() -> None:
     prefill, decode = PrefillEngine(), DecodeEngine()
     prefill.holds = True
     with Servers() as servers, ThreadPoolExecutor(2) as clients:
@@ -131,7 +131,7 @@ def stub(role: str) -> Iterator[str]:
 
 
 def test_two_thousand_clients_at_once_are_all_answered() -> None:
-    """By a proxy with its defaults, which serves half as many at a time."""
+    """The proxy has its default settings and serves half as many at a time."""
     at_once, soft_hard = 2000, resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft_hard[1], soft_hard[1]))
 
@@ -165,7 +165,7 @@ def test_two_thousand_clients_at_once_are_all_answered() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, soft_hard)
 
 
-def test_the_start_says_what_the_limit_of_open_files_allows() -> None:
+def test_the_log_at_start_names_what_the_limit_of_open_files_allows() -> None:
     few = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))"
     with running_proxy("http://127.0.0.1:9", "http://127.0.0.1:11", before=few) as (process, _):
         assert process.stderr is not None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client sends that is no good request: decode says what is wrong with it, in its own words, and nothing that
-only an engine can read gets past the proxy's checks."""
+"""Invalid bodies of clients: decode answers them in its own words, and no JSON that only an engine accepts passes the
+proxy's checks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def idle_cluster() -> Iterator[Cluster]:
-    """For requests that no engine computes."""
+    """For tests whose requests no engine computes."""
     with running_cluster() as cluster:
         yield cluster
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"text"', b'{"prompt": }', b"null", b"\xff\xfe"])
-def test_decode_says_what_is_wrong_with_garbage(idle_cluster: Cluster, body: bytes) -> None:
+def test_decode_answers_malformed_bodies(idle_cluster: Cluster, body: bytes) -> None:
     response = idle_cluster.client.post("/v1/completions", content=body)
     assert (response.status_code, response.json()) == (400, NO_OBJECT)
 
@@ -41,14 +41,14 @@ def test_decode_says_what_is_wrong_with_garbage(idle_cluster: Cluster, body: byt
         b'{"prompt": "\\ud800", "\\u006bv_transfer_params": {}}',
     ],
 )
-def test_what_only_python_reads_cannot_hide_transfer_parameters(cluster: Cluster, body: bytes) -> None:
+def test_transfer_parameters_cannot_hide_in_json_that_only_python_accepts(cluster: Cluster, body: bytes) -> None:
     for path in ("/v1/completions", "/tokenize"):
         response = cluster.client.post(path, content=body)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "kv_transfer_params")
     assert cluster.decode.received == []
 
 
-def test_what_no_engine_may_read_otherwise_is_refused_here(cluster: Cluster) -> None:
+def test_json_that_engines_may_read_differently_is_refused(cluster: Cluster) -> None:
     deep = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     large = b'{"prompt": "a", "temperature": NaN, "user": "%s"}' % (b"a" * (1 << 20))
     digits = b'{"prompt": "a", "temperature": NaN, "user": %s}' % (b"1" * 5000)
@@ -80,7 +80,7 @@ def test_a_request_without_a_prompt_reaches_decode_as_it_came(cluster: Cluster) 
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/json; charset=utf-8", None])
-def test_decode_sees_the_type_that_the_client_gave(cluster: Cluster, content_type: str | None) -> None:
+def test_decode_gets_the_clients_content_type(cluster: Cluster, content_type: str | None) -> None:
     headers = {} if content_type is None else {"Content-Type": content_type}
     cluster.client.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": 4}', headers=headers)
     assert cluster.decode.received[0].headers.get("content-type") == content_type

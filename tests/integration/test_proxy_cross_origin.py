@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of other origins: what a browser is told, in the headers that it asks by."""
+"""Pages of other origins (CORS): the headers that a browser gets."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_refusal_of_a_full_proxy_may_be_read() -> None:
 @pytest.mark.parametrize("path", CLOSED)
 @pytest.mark.parametrize("origins", [(PAGE,), ("*",)], ids=["named", "all"])
 def test_other_routes_stay_closed_to_pages(path: str, origins: tuple[str, ...], tmp_path: Path) -> None:
-    """Those of operators and of decode engines, and the status page."""
+    """The routes of operators and of decode engines, and the status page."""
     token = tmp_path / "token"
     token.touch(mode=0o600)
     token.write_text("a-secret")
@@ -93,8 +93,8 @@ def test_no_page_is_allowed_by_default() -> None:
         assert ALLOWED not in answer.headers
 
 
-def test_what_an_engine_allows_is_not_passed_on() -> None:
-    """An engine does not know who reaches the proxy."""
+def test_an_engines_cors_headers_are_not_passed_on() -> None:
+    """Engines do not know which pages may use the proxy."""
     engine = DecodeEngine()
     engine.app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_credentials=True)
     with running_cluster(decode_engine=engine) as cluster:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode engines that fail: which requests the proxy sends to another one, and which not."""
+"""Decode engines that fail: which requests the proxy retries on another engine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_failed_decode_goes_to_another_engine(
         assert counted(cluster) == ({"prefill": 0, "decode": 1}, {"prefill": {}, "decode": {kind: 1}})
 
 
-def test_decode_that_closes_the_connection_is_replaced() -> None:
+def test_a_decode_engine_that_closes_the_connection_is_replaced() -> None:
     with closing_server() as (url, seen), running_cluster(other_decode=(url,)) as cluster:
         assert cluster.complete().status_code == 200
         assert len(seen) == 1
@@ -96,8 +96,8 @@ def test_prefills_of_a_failed_attempt_are_cancelled_first() -> None:
         assert ids == [dying.received[0].headers["x-request-id"], cluster.decode.received[0].headers["x-request-id"]]
 
 
-def test_transfer_that_failed_for_good_is_tried_again_at_the_same_decode_engine() -> None:
-    """No KV came: that says nothing about decode, which is asked again if there is no other."""
+def test_a_failed_transfer_is_retried_at_the_only_decode_engine() -> None:
+    """Missing KV is not the decode engine's fault, so it is asked again if there is no other engine."""
     with running_cluster() as cluster:
         cluster.decode.fails = True
         cluster.decode.explains = "prefill rank 1 went silent"
@@ -138,7 +138,7 @@ def test_decode_attempts_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 404, 429])
-def test_decodes_bad_request_is_not_tried_again(status: int) -> None:
+def test_a_bad_request_at_decode_is_not_retried(status: int) -> None:
     refusing = DecodeEngine()
     refusing.refusal = (status, {"error": {"message": "no", "code": status}})
     with beside(decode=refusing) as cluster:
@@ -147,7 +147,7 @@ def test_decodes_bad_request_is_not_tried_again(status: int) -> None:
         assert cluster.decode.received == []
 
 
-def test_nothing_is_tried_again_once_the_client_has_a_token() -> None:
+def test_no_retry_after_the_clients_first_token() -> None:
     dying = DecodeEngine()
     dying.dies_after_first_token = True
     with beside(decode=dying) as cluster:
@@ -168,10 +168,10 @@ def test_big_first_events_pass() -> None:
 
 @pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 @pytest.mark.parametrize("prefill_attempts", [1, 2])
-def test_prefills_are_bounded_though_it_is_decode_that_fails_by_them(
+def test_prefill_attempts_are_bounded_when_decode_reports_the_failures(
     prefill_attempts: int, stream: dict[str, Any]
 ) -> None:
-    """Prefill has answered, and decode says that the KV did not come."""
+    """Prefill has answered, and decode reports that the KV did not come."""
     with running_cluster(prefill_attempts=prefill_attempts, decode_attempts=4) as cluster:
         explain(cluster.decode)
         response = cluster.complete(**stream)
@@ -183,8 +183,8 @@ def test_prefills_are_bounded_though_it_is_decode_that_fails_by_them(
         assert counted(cluster)[1]["decode"] == {**before, **last}
 
 
-def test_prefill_that_worked_does_not_count() -> None:
-    """Another decode engine needs one of its own."""
+def test_a_successful_prefill_does_not_count_as_an_attempt() -> None:
+    """The next decode engine needs its own prefill."""
     failing = DecodeEngine()
     break_off(failing)
     with beside(decode=failing, prefill_attempts=1) as cluster:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that come, drain and go while the proxy runs: by its admin API, a file, and DNS names."""
+"""Engines that are added, drained and removed while the proxy runs: by its admin API, a file, and DNS names."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_without_a_token_file_there_is_no_admin_api() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"Authorization": "Bearer a-secre"}, {"Authorization": "a-secret"}])
-def test_nothing_without_the_token(cluster: Cluster, given: dict[str, str]) -> None:
+def test_the_admin_api_needs_the_token(cluster: Cluster, given: dict[str, str]) -> None:
     engine = listed(cluster)[cluster.decode_url]["id"]
     for method, path in (
         ("GET", ""),
@@ -100,7 +100,7 @@ def test_engine_is_added_and_removed_while_it_answers(cluster: Cluster, servers:
     assert cluster.client.get("/health").status_code == 503
 
 
-def test_new_engine_gets_requests_once_it_is_well(token_file: str, servers: Servers) -> None:
+def test_a_new_engine_gets_requests_after_a_good_check(token_file: str, servers: Servers) -> None:
     new = PrefillEngine()
     new.healthy = False
     url = servers.start(lambda _: new.app)
@@ -119,7 +119,7 @@ def test_new_engine_gets_requests_once_it_is_well(token_file: str, servers: Serv
         assert len(new.received) == 1
 
 
-def test_drained_engine_ends_what_it_has(token_file: str) -> None:
+def test_a_drained_engine_finishes_its_requests(token_file: str) -> None:
     other = PrefillEngine()
     with beside(other, admin_token_file=token_file) as cluster, ThreadPoolExecutor(1) as client:
         url = next(each for each, engine in listed(cluster).items() if engine["role"] == "prefill")
@@ -163,13 +163,13 @@ def test_wrong_engines_are_refused(cluster: Cluster, body: bytes, status: int) -
 
 
 def put(file: Path, text: str) -> None:
-    """As an editor or a ConfigMap does."""
+    """Replaces the file as an editor or a ConfigMap does."""
     new = file.with_suffix(".new")
     new.write_text(text)
     os.replace(new, file)
 
 
-def test_file_of_engines_is_followed(
+def test_changes_of_the_engines_file_are_followed(
     tmp_path: Path, token_file: str, servers: Servers, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "engines.yaml"
@@ -214,8 +214,8 @@ def test_file_of_engines_is_followed(
 # --- DNS names --------------------------------------------------------------------------------------------
 
 
-def test_name_stands_for_its_addresses(token_file: str) -> None:
-    """localhost may have other addresses, too, at which nobody listens."""
+def test_a_dns_name_stands_for_its_addresses(token_file: str) -> None:
+    """localhost may have further addresses, at which no engine listens."""
     with Servers() as others:
         decode = DecodeEngine()
         port = others.start(lambda _: decode.app).rsplit(":", 1)[1]

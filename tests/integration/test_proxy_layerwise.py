@@ -44,7 +44,7 @@ def test_a_request(cluster: Cluster, path: str, body: dict[str, Any], stream: di
     assert cluster.decode.metaserver_answers == [(200, {"status": "ok"})]
 
 
-def test_its_ticket_is_answered_when_prefill_has_ended(cluster: Cluster) -> None:
+def test_a_layerwise_ticket_is_answered_when_prefill_has_ended(cluster: Cluster) -> None:
     cluster.prefill.holds = True
     with closing(cluster.send_only("/v1/completions", COMPLETION)) as connection:
         assert cluster.prefill.working.wait(5)
@@ -56,7 +56,7 @@ def test_its_ticket_is_answered_when_prefill_has_ended(cluster: Cluster) -> None
 
 @pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 def test_a_prefill_that_fails_ends_the_request(cluster: Cluster, stream: dict[str, Any]) -> None:
-    """Decode waits for its KV for ever: the proxy does not."""
+    """Decode would wait for its KV without end; the proxy ends the request."""
     cluster.prefill.refusal = (500, {"error": {"message": "out of blocks"}})
     response = cluster.complete(**stream)
     assert response.status_code == 502
@@ -101,7 +101,7 @@ def test_a_client_that_leaves(cluster: Cluster) -> None:
     ],
     ids=["two-prompts", "two-samples", "two-chat-samples"],
 )
-def test_what_its_decode_side_would_wait_for_ever_for(cluster: Cluster, path: str, body: dict[str, Any]) -> None:
+def test_requests_of_several_prompts_or_samples_are_refused(cluster: Cluster, path: str, body: dict[str, Any]) -> None:
     response = cluster.client.post(path, json=body)
     assert response.status_code == 400
     assert "one prompt and one sample" in response.json()["error"]["message"]

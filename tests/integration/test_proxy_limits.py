@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for which no engine has a place: they wait in a bounded line for a bounded time."""
+"""Requests for which no engine has a free slot: they wait in a bounded queue for a bounded time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from proxy_cluster import STREAM, beside, counted, eventually, running_cluster
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 
 
-def test_requests_wait_for_a_place() -> None:
+def test_requests_wait_for_a_slot() -> None:
     with running_cluster(max_per_decode=1, max_per_prefill=1) as cluster, ThreadPoolExecutor(6) as clients:
         cluster.decode.waits = 0.1
         answers = [clients.submit(cluster.complete, prompt=["a", "b"]) for _ in range(6)]
@@ -25,7 +25,7 @@ def test_requests_wait_for_a_place() -> None:
 
 
 @EITHER
-def test_full_line_at_decode_is_429(stream: dict[str, object]) -> None:
+def test_a_full_queue_at_decode_is_429(stream: dict[str, object]) -> None:
     with running_cluster(max_per_decode=1, queue_per_engine=0) as cluster, ThreadPoolExecutor(1) as client:
         cluster.decode.waits = 1.0
         first = client.submit(cluster.complete)
@@ -39,8 +39,8 @@ def test_full_line_at_decode_is_429(stream: dict[str, object]) -> None:
 
 
 @EITHER
-def test_no_place_for_a_prefill_in_time_is_429(stream: dict[str, object]) -> None:
-    """The request ends at decode, too, and is not tried again."""
+def test_no_slot_for_a_prefill_in_time_is_429(stream: dict[str, object]) -> None:
+    """The request ends at decode too, and is not retried."""
     with running_cluster(max_per_prefill=1, queue_timeout=0.2) as cluster, ThreadPoolExecutor(1) as client:
         cluster.prefill.hangs = True
         first = client.submit(cluster.complete)
@@ -63,14 +63,14 @@ def test_no_place_for_a_prefill_in_time_is_429(stream: dict[str, object]) -> Non
 
 @pytest.mark.parametrize("several", [{"prompt": ["a"] * 30}, {"n": 30}], ids=["prompts", "samples"])
 def test_prompts_of_one_request_wait_for_each_other_however_many_they_are(several: dict[str, object]) -> None:
-    """They have one place in the line, and once one of them has been computed the others are not given up."""
+    """They hold one place in the queue. Once one of them has been computed, the others wait without a timeout."""
     slow = PrefillEngine(takes=0.1)
     with running_cluster(prefill_engine=slow, max_per_prefill=2, queue_per_engine=1, queue_timeout=0.5) as cluster:
         assert cluster.complete(**several).status_code == 200
         assert (len(slow.received), slow.most_at_once) == (30, 2)
 
 
-def test_request_of_one_prompt_does_not_wait_for_all_of_anothers() -> None:
+def test_a_request_of_one_prompt_does_not_wait_for_all_prompts_of_another() -> None:
     slow = PrefillEngine(takes=0.1)
     with running_cluster(prefill_engine=slow, max_per_prefill=1) as cluster, ThreadPoolExecutor(1) as client:
         batch = client.submit(cluster.complete, prompt=["a"] * 30)
@@ -81,7 +81,7 @@ def test_request_of_one_prompt_does_not_wait_for_all_of_anothers() -> None:
         assert batch.result().status_code == 200
 
 
-def test_client_that_leaves_the_line_takes_no_place() -> None:
+def test_a_client_that_leaves_the_queue_takes_no_slot() -> None:
     with running_cluster(max_per_decode=1) as cluster, ThreadPoolExecutor(2) as client:
         cluster.decode.waits = 1.0
         first = client.submit(cluster.complete)
@@ -92,7 +92,7 @@ def test_client_that_leaves_the_line_takes_no_place() -> None:
         assert len(cluster.decode.received) == 2
 
 
-def test_who_waits_is_served_by_an_engine_that_comes_meanwhile(tmp_path: Path) -> None:
+def test_a_waiting_request_is_served_by_an_engine_added_meanwhile(tmp_path: Path) -> None:
     token, new = tmp_path / "token", PrefillEngine()
     token.touch(mode=0o600)
     token.write_text("a-secret")
@@ -121,7 +121,7 @@ def test_who_waits_is_served_by_an_engine_that_comes_meanwhile(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("how", ["removed", "drained"])
-def test_who_waits_for_engines_that_are_all_gone_is_told_at_once(tmp_path: Path, how: str) -> None:
+def test_a_request_is_refused_at_once_when_all_engines_are_removed(tmp_path: Path, how: str) -> None:
     token = tmp_path / "token"
     token.touch(mode=0o600)
     token.write_text("a-secret")
@@ -149,7 +149,7 @@ def test_who_waits_for_engines_that_are_all_gone_is_told_at_once(tmp_path: Path,
 
 
 def test_other_engine_is_asked_when_the_best_is_full() -> None:
-    """Both have the prefix; the one with a place is asked."""
+    """Both engines have the prefix; the one with a free slot is asked."""
     other = PrefillEngine()
     with beside(other, max_per_prefill=1, prefill_attempts=1) as cluster, ThreadPoolExecutor(2) as clients:
         prompt = "the same long prompt " * 200

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that take longer than any timeout: an engine that is well is waited for, one that has stopped is not."""
+"""Responses that take longer than any timeout: the proxy waits for a healthy engine, but not for a stopped one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STUB = Path(__file__).resolve().parents[2] / "benchmarks" / "helpers" / "stub_en
 
 
 def computed(tokens: int, running: int = 1) -> str:
-    """What vLLM's `/metrics` says of an engine that has generated so many tokens."""
+    """vLLM's `/metrics` of an engine that has generated this many tokens."""
     labels = '{engine="0",model_name="tiny"}'
     return "".join(
         f"vllm:{name}{labels} {value}.0\n"
@@ -38,7 +38,7 @@ def computed(tokens: int, running: int = 1) -> str:
 
 @contextmanager
 def computing(engine: _Engine) -> Iterator[None]:
-    """The engine says that it generates tokens."""
+    """Makes the engine's metrics show that it generates tokens."""
     ended = threading.Event()
 
     def compute() -> None:
@@ -57,7 +57,7 @@ def computing(engine: _Engine) -> Iterator[None]:
 
 
 @EITHER
-def test_long_answer_of_a_decode_engine_that_computes_is_waited_for(stream: dict[str, object]) -> None:
+def test_a_long_answer_of_a_computing_decode_engine_is_waited_for(stream: dict[str, object]) -> None:
     slow = DecodeEngine()
     slow.waits = LONG_S
     # In turn: by load, an engine that computes already would be passed over.
@@ -67,7 +67,7 @@ def test_long_answer_of_a_decode_engine_that_computes_is_waited_for(stream: dict
         assert counted(cluster) == ({"prefill": 0, "decode": 0}, {"prefill": {}, "decode": {}})
 
 
-def test_long_answer_of_a_healthy_engine_without_metrics_is_waited_for() -> None:
+def test_a_long_answer_of_a_healthy_engine_without_metrics_is_waited_for() -> None:
     with running_cluster(**SHORT) as cluster:
         cluster.decode.waits = LONG_S
         assert cluster.complete().status_code == 200
@@ -81,7 +81,7 @@ def test_long_pause_between_tokens_ends_no_stream() -> None:
         assert answer.content == cluster.decode.expected_stream(cluster.decode.received[0])
 
 
-def test_long_prefill_is_waited_for_by_both_sides() -> None:
+def test_both_sides_wait_for_a_long_prefill() -> None:
     """Prefill computes, so decode has nothing to compute."""
     slow = PrefillEngine(takes=LONG_S)
     with running_cluster(prefill_engine=slow, **SHORT) as cluster, computing(slow):
@@ -91,8 +91,8 @@ def test_long_prefill_is_waited_for_by_both_sides() -> None:
 
 
 @EITHER
-def test_request_that_a_healthy_decode_engine_has_lost_goes_to_another(stream: dict[str, object]) -> None:
-    """It answers health probes, and computes nothing for anybody."""
+def test_a_request_lost_by_a_healthy_decode_engine_goes_to_another(stream: dict[str, object]) -> None:
+    """It answers health probes, and computes no tokens."""
     lost = DecodeEngine()
     lost.hangs = True
     lost.metrics = computed(5, running=0)
@@ -113,8 +113,8 @@ def test_a_lost_request_names_its_reason() -> None:
         assert answer.json()["error"]["message"] == reason
 
 
-def test_nothing_is_waited_for_without_end() -> None:
-    """Not even an engine that computes for others."""
+def test_every_request_has_a_final_timeout() -> None:
+    """Even at an engine that computes other requests."""
     with running_cluster(silence_timeout=2.0, **SHORT) as cluster, computing(cluster.decode):
         cluster.decode.hangs = True
         assert cluster.complete().status_code == 504
@@ -123,7 +123,7 @@ def test_nothing_is_waited_for_without_end() -> None:
 
 @contextmanager
 def before_another() -> Iterator[tuple[subprocess.Popen[str], Cluster]]:
-    """A cluster with another decode engine, which has a process of its own and is first in line."""
+    """A cluster with another decode engine in a process of its own, which is asked first."""
     process = subprocess.Popen([sys.executable, str(STUB), "decode"], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -18,7 +18,7 @@ Samples = dict[tuple[str, ...], float]
 
 
 def scraped(cluster: Cluster) -> Samples:
-    """(name, *label values in the order of their names) -> value, without the prefix and without buckets."""
+    """Values by (name without prefix, *label values in the order of the labels' names), without buckets."""
     answer = cluster.client.get("/metrics")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")
@@ -33,7 +33,7 @@ def scraped(cluster: Cluster) -> Samples:
 
 
 def when(cluster: Cluster, condition: Callable[[Samples], bool]) -> Samples:
-    """The first scrape of which it is true."""
+    """Scrapes until the condition holds; returns that scrape."""
     return wait_for(lambda: scraped(cluster), condition, 20)
 
 
@@ -65,7 +65,7 @@ def test_requests_are_counted_and_timed() -> None:
         assert not any(key[0] == "requests_total" for key in scraped(other)), "another proxy of this process"
 
 
-def test_what_waits_is_shown_while_it_waits() -> None:
+def test_waiting_requests_and_tickets_are_shown() -> None:
     with running_cluster(max_concurrent=1, max_waiting=1) as cluster:
         cluster.prefill.hangs = True
         leaving = cluster.send_only("/v1/completions", COMPLETION)
@@ -84,7 +84,7 @@ def test_what_waits_is_shown_while_it_waits() -> None:
         assert samples["refused_requests_total", "503"] == samples["prefill_seconds_count",] == 0
 
 
-def test_places_at_engines_and_the_line_for_them_are_shown() -> None:
+def test_slots_in_use_and_the_queue_are_shown() -> None:
     with running_cluster(max_per_prefill=1) as cluster:
         cluster.prefill.holds = True
         open_requests = [cluster.send_only("/v1/completions", COMPLETION) for _ in range(3)]
@@ -98,7 +98,7 @@ def test_places_at_engines_and_the_line_for_them_are_shown() -> None:
         when(cluster, lambda s: not any(value for key, value in s.items() if key[0] == "engine_requests"))
 
 
-def test_failures_and_retries_are_those_of_health() -> None:
+def test_failures_and_retries_equal_those_of_health() -> None:
     failing = PrefillEngine()
     failing.refusal = (500, {"error": "out of memory"})
     failing.healthy = False
@@ -119,7 +119,7 @@ PROMETHEUS_3 = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;
 
 
 @pytest.mark.parametrize("accept", [PROMETHEUS_2, PROMETHEUS_3])
-def test_names_keep_their_colon_whatever_format_is_asked_for(accept: str) -> None:
+def test_metric_names_keep_their_colons_in_every_format(accept: str) -> None:
     with running_cluster() as cluster:
         assert cluster.complete().status_code == 200
         answer = cluster.client.get("/metrics", headers={"Accept": accept})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of decode engines, or of what is before them, that are HTTP and yet not what vLLM would say."""
+"""Responses that vLLM would not send, from decode engines or from proxies before them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.tcp_server import serving
 
 @contextmanager
 def engine_that_says(answer: bytes) -> Iterator[str]:
-    """To whatever it is asked; its URL."""
+    """The URL of an engine that gives this answer to every request."""
 
     def serve(peer: socket.socket) -> None:
         peer.settimeout(10)
@@ -28,7 +28,7 @@ def engine_that_says(answer: bytes) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def test_status_that_nobody_knows() -> None:
+def test_an_unknown_status_is_passed_on() -> None:
     with running_cluster(decode_attempts=2) as cluster:
         cluster.decode.refusal = (520, INTERNAL_ERROR)
         response = cluster.complete()
@@ -39,14 +39,14 @@ def test_status_that_nobody_knows() -> None:
         assert (response.status_code, response.json()) == (529, cluster.decode.refusal[1])
 
 
-def test_status_that_nobody_knows_in_a_stream() -> None:
+def test_an_unknown_status_in_a_stream() -> None:
     with running_cluster(decode_attempts=1) as cluster:
         cluster.decode.needs_prefill = False
         cluster.decode.first_events = [{"error": {"message": "Internal server error", "code": 529}}]
         assert cluster.complete(stream=True).status_code == 502
 
 
-def test_error_without_end() -> None:
+def test_an_endless_error_is_cut() -> None:
     with running_cluster(decode_attempts=1) as cluster:
         cluster.decode.refusal = (500, {"error": {"message": "x" * 1_500_000}})
         response = cluster.complete()
@@ -55,7 +55,7 @@ def test_error_without_end() -> None:
 
 
 @pytest.mark.parametrize("head", [b"600 X", b"999 X", b"099 X", b"101 X", b"200 OK\r\nX-A: b\x01c"])
-def test_what_no_client_may_get(head: bytes) -> None:
+def test_responses_that_are_not_passed_on(head: bytes) -> None:
     answer = b"HTTP/1.1 " + head + b"\r\nContent-Length: 2\r\n\r\n{}"
     with engine_that_says(answer) as url, running_cluster(other_decode=(url,), decode_attempts=1) as cluster:
         response = cluster.complete()
@@ -64,8 +64,8 @@ def test_what_no_client_may_get(head: bytes) -> None:
         assert message == "decode engine: ConnectionLost: the answer is not valid HTTP"
 
 
-def test_stream_whose_length_is_announced() -> None:
-    """It gets an error event when it breaks off."""
+def test_a_stream_with_a_content_length() -> None:
+    """The client gets an error event when the stream breaks off."""
     token = event({"choices": [{"index": 0, "text": "a"}]})
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
     answer = head % (len(token) + 10) + token
@@ -76,7 +76,7 @@ def test_stream_whose_length_is_announced() -> None:
         assert "the answer broke off" in response.text.removeprefix(token.decode())
 
 
-def test_an_answer_whose_length_is_another_ones() -> None:
+def test_a_304_has_no_content_length() -> None:
     answer = b"HTTP/1.1 304 Not Modified\r\nContent-Length: 10\r\n\r\n"
     with engine_that_says(answer) as url, running_cluster(other_decode=(url,), decode_attempts=1) as cluster:
         response = cluster.complete()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefills that fail: where the proxy tries them again, how often, and what the client gets when that does not help."""
+"""Prefills that fail: where the proxy retries them, how often, and what the client gets if all fail."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ each_fault = pytest.mark.parametrize(
 
 @EITHER
 @each_fault
-def test_where_no_new_request_is_left_another_engine_gets_the_ticket(
+def test_without_another_decode_attempt_the_ticket_goes_to_another_engine(
     fault: Callable[[PrefillEngine], None], kind: str, settings: dict[str, Any], stream: dict[str, Any]
 ) -> None:
     failing = PrefillEngine()
@@ -77,7 +77,7 @@ def test_where_no_new_request_is_left_another_engine_gets_the_ticket(
 def test_failed_prefill_is_replaced_under_a_new_request(
     fault: Callable[[PrefillEngine], None], kind: str, settings: dict[str, Any], stream: dict[str, Any]
 ) -> None:
-    """It may go on writing where it was, into blocks that decode must not give to another before it has stopped."""
+    """The first engine may still write into the old request's blocks, so decode keeps those until it has stopped."""
     failing = PrefillEngine()
     fault(failing)
     with beside(prefill=failing, **settings) as cluster:
@@ -92,7 +92,7 @@ def test_failed_prefill_is_replaced_under_a_new_request(
         assert counted(cluster) == ({"prefill": 0, "decode": 1}, failures)
 
 
-def test_slow_prefill_that_answers_probes_is_left_alone() -> None:
+def test_a_slow_prefill_that_answers_probes_continues() -> None:
     with running_cluster() as cluster, ThreadPoolExecutor(1) as client:
         assert cluster.prefill.probed.acquire(timeout=20)  # the one check
         hang(cluster.prefill)
@@ -105,7 +105,7 @@ def test_slow_prefill_that_answers_probes_is_left_alone() -> None:
         assert answer.result().status_code == 200
 
 
-def test_broken_off_prefill_goes_to_another_engine() -> None:
+def test_a_prefill_whose_connection_breaks_goes_to_another_engine() -> None:
     with closing_server() as (url, seen), running_cluster(other_prefill=(url,)) as cluster:
         assert cluster.complete().status_code == 200
         assert len(seen) == 1
@@ -114,8 +114,8 @@ def test_broken_off_prefill_goes_to_another_engine() -> None:
 
 
 @pytest.mark.parametrize("decode_attempts", [1, 2, 3])
-def test_attempts_are_bounded_and_all_reasons_named(decode_attempts: int) -> None:
-    """Be the second under the same ticket or another: a prompt that ends an engine ends no more than two."""
+def test_attempts_are_bounded_and_all_reasons_are_reported(decode_attempts: int) -> None:
+    """Whether the second attempt is under the same ticket or another: a prompt that kills engines kills at most two."""
     engines = [PrefillEngine(), PrefillEngine()]
     with Servers() as others:
         urls = tuple(others.start(lambda _, engine=engine: engine.app) for engine in engines)
@@ -144,7 +144,7 @@ def test_one_attempt_is_no_retry() -> None:
         assert cluster.prefill.received == []
 
 
-def test_bad_request_is_not_tried_again() -> None:
+def test_a_bad_request_at_prefill_is_not_retried() -> None:
     failing = PrefillEngine()
     failing.refusal = (400, {"error": {"message": "prompt too long"}})
     with beside(prefill=failing) as cluster:
@@ -155,7 +155,7 @@ def test_bad_request_is_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize("decode", [1, 2])
-def test_the_only_prefill_engine_is_asked_again_only_after_what_says_little_about_it(decode: int) -> None:
+def test_the_only_prefill_engine_is_asked_again_only_after_failures_not_its_own(decode: int) -> None:
     with Servers() as others:
         urls = tuple(others.start(lambda _: DecodeEngine().app) for _ in range(decode - 1))
         with running_cluster(other_decode=urls) as cluster:
@@ -172,7 +172,7 @@ def test_the_only_prefill_engine_is_asked_again_only_after_what_says_little_abou
 
 
 @EITHER
-def test_another_decode_engine_is_no_reason_for_more_prefills(stream: dict[str, Any]) -> None:
+def test_another_decode_engine_does_not_add_prefill_attempts(stream: dict[str, Any]) -> None:
     for fault in (refuse, fail_transfer):
         failing = PrefillEngine()
         fault(failing)
@@ -195,7 +195,7 @@ def test_samples_of_a_prompt_do_not_use_up_each_others_attempts(decode_attempts:
         assert answer.result().status_code == 200
 
 
-def test_where_decode_takes_no_new_request_another_engine_gets_the_ticket(tmp_path: Path) -> None:
+def test_when_decode_is_drained_the_ticket_goes_to_another_engine(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("t" * 32)
     token.chmod(0o600)
@@ -214,7 +214,7 @@ def test_where_decode_takes_no_new_request_another_engine_gets_the_ticket(tmp_pa
         assert cluster.prefill.received[0].body["kv_transfer_params"]["attempt"] == 1
 
 
-def test_new_request_is_served_before_those_that_wait_for_their_first_place() -> None:
+def test_a_retry_is_served_before_requests_that_wait_for_their_first_slot() -> None:
     failing = PrefillEngine()
     fail_transfer(failing)
     failing.holds = True
@@ -231,7 +231,7 @@ def test_new_request_is_served_before_those_that_wait_for_their_first_place() ->
 
 
 def test_clients_do_not_learn_a_prefill_engines_address() -> None:
-    """The engine's failure is known before decode's, and may be the answer if decode is gone meanwhile."""
+    """The prefill failure is recorded before decode's, and becomes the client's answer if decode is gone meanwhile."""
     failing = PrefillEngine()
     fail_transfer(failing)
     with beside(prefill=failing) as cluster:
@@ -241,8 +241,8 @@ def test_clients_do_not_learn_a_prefill_engines_address() -> None:
         assert "127.0.0.1" not in answer.text
 
 
-def test_unsigned_ticket_without_an_id_is_not_tried_again() -> None:
-    """Of another connector: its decode engine cannot tell attempts apart."""
+def test_a_ticket_without_an_id_is_not_retried() -> None:
+    """It comes from another connector, whose decode engine cannot tell attempts apart."""
     failing = PrefillEngine()
     fail_transfer(failing)
     with beside(prefill=failing) as cluster:
@@ -261,8 +261,8 @@ def test_unsigned_ticket_without_an_id_is_not_tried_again() -> None:
 
 @EITHER
 @pytest.mark.parametrize("decode_attempts", [1, 2], ids=["same-ticket", "new-request"])
-def test_decode_notices_that_a_prefill_hangs(stream: dict[str, Any], decode_attempts: int) -> None:
-    """A new request where another attempt at decode is left, else another attempt under the same ticket."""
+def test_decode_reports_a_prefill_that_hangs(stream: dict[str, Any], decode_attempts: int) -> None:
+    """A new decode request follows if one is left, otherwise another attempt under the same ticket."""
     frozen = PrefillEngine()
     hang(frozen)
     with beside(prefill=frozen, decode_attempts=decode_attempts) as cluster, ThreadPoolExecutor(1) as client:
@@ -283,7 +283,7 @@ def test_decode_notices_that_a_prefill_hangs(stream: dict[str, Any], decode_atte
         assert counted(cluster)[0] == {"prefill": int(same_ticket), "decode": int(not same_ticket)}
 
 
-def test_what_decode_noticed_is_named_to_the_client() -> None:
+def test_the_client_gets_the_reason_that_decode_reports() -> None:
     with running_cluster(decode_attempts=1) as cluster, ThreadPoolExecutor(1) as client:
         hang(cluster.prefill)
         answer = client.submit(cluster.complete)
@@ -304,7 +304,7 @@ def test_what_decode_noticed_is_named_to_the_client() -> None:
         (json.dumps(make_failure(make_ticket("cmpl-x-0", "t"), "why")).encode(), 404),
     ],
 )
-def test_made_up_failures(body: bytes, status: int) -> None:
+def test_invalid_failure_reports_are_refused(body: bytes, status: int) -> None:
     with running_cluster() as cluster:
         assert cluster.client.post(FAILURE_PATH, content=body).status_code == status
 
@@ -350,7 +350,7 @@ def test_reason_in_the_middle_of_a_stream() -> None:
 
 
 @EITHER
-def test_decode_that_recomputes_answers_though_prefill_failed(stream: dict[str, Any]) -> None:
+def test_a_decode_engine_that_recomputes_answers_after_a_failed_prefill(stream: dict[str, Any]) -> None:
     with running_cluster(decode_attempts=1) as cluster:
         fail_transfer(cluster.prefill)
         cluster.decode.recomputes = True
@@ -359,7 +359,7 @@ def test_decode_that_recomputes_answers_though_prefill_failed(stream: dict[str, 
         assert len(cluster.decode.received) == 1
 
 
-def test_ticket_that_is_posted_again_is_another_attempt() -> None:
+def test_a_ticket_posted_again_is_another_attempt() -> None:
     with running_cluster() as cluster:
         cluster.decode.needs_prefill = False
         cluster.decode.hangs_after_first_token = True
@@ -376,7 +376,7 @@ def test_ticket_that_is_posted_again_is_another_attempt() -> None:
         assert attempts == [0, 1]
 
 
-def test_prefill_of_a_ticket_that_was_posted_again_is_watched() -> None:
+def test_the_prefill_of_a_ticket_posted_again_is_watched() -> None:
     with running_cluster(probe_timeout=0.3, decode_attempts=1) as cluster:
         cluster.decode.needs_prefill = False
         cluster.decode.hangs_after_first_token = True
@@ -397,7 +397,7 @@ def test_prefill_of_a_ticket_that_was_posted_again_is_watched() -> None:
         cluster.prefill.frozen = False
 
 
-def test_a_proxy_without_a_free_connection_blames_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_connections_of_the_proxy_do_not_count_against_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """One request with more prompts than may be prefilled at a time."""
     monkeypatch.setattr(engine_pool, "MAX_ENGINES", 1)
     with running_cluster(max_concurrent=1, connect_timeout=0.3) as cluster, ThreadPoolExecutor(1) as client:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy as a process: its command line, its end, and what it leaves open."""
+"""The proxy as a process: its command line, its end, and its connections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.decode.pending_posts import PostOutcome
 
 
-def test_idle_connections_go_without_another_request() -> None:
+def test_idle_connections_are_closed() -> None:
     prefill, decode = PrefillEngine(), DecodeEngine()
     with Servers() as servers:
         urls = servers.start(lambda _: prefill.app), servers.start(lambda _: decode.app)
@@ -41,7 +41,7 @@ def test_idle_connections_go_without_another_request() -> None:
 
 
 def test_killed_proxy_and_another_in_its_place() -> None:
-    """Its client sees the connection cut, decode a clear reason, and a new one at the same port serves."""
+    """The client sees the connection closed, decode gets a clear reason, and a new proxy serves at the same port."""
     prefill, decode = PrefillEngine(), DecodeEngine()
     prefill.hangs = True
     client = MetaserverClient(MetaserverSettings(backoff_base_s=0.01, backoff_max_s=0.02), own_host="127.0.0.1")
@@ -103,7 +103,7 @@ def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
 
 
 def test_signal_ends_uploads(tmp_path: Path) -> None:
-    """Of whatever, at once and in the words of each."""
+    """Uploads of every kind end at once, each with the error of its route."""
     token = tmp_path / "token"
     token.write_text("secret")
     token.chmod(0o600)
@@ -142,7 +142,7 @@ def test_signal_ends_uploads(tmp_path: Path) -> None:
 
 
 def test_failed_background_task_ends_the_process(tmp_path: Path) -> None:
-    """A library breaks that health checks need, once a request is under way."""
+    """A library that health checks need fails while a request is in flight."""
     prefill, decode = PrefillEngine(), DecodeEngine()
     decode.hangs_after_first_token = True
     broken = tmp_path / "broken"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode engine that fails says no more than "Internal server error". Where it could not tell the reason either, the
-client learns what the proxy has seen of it."""
+"""vLLM answers a failed request with "Internal server error" only. If decode reports no reason either, the client gets
+what the proxy can tell from the tickets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
 
 
 @EITHER
-def test_no_ticket_has_come(stream: dict[str, Any]) -> None:
+def test_reason_when_no_ticket_was_posted(stream: dict[str, Any]) -> None:
     with running_cluster() as cluster:
         cluster.decode.needs_prefill = False
         cluster.decode.fails = True
@@ -29,7 +29,7 @@ def test_no_ticket_has_come(stream: dict[str, Any]) -> None:
         assert response.json()["error"]["message"] == message
 
 
-def test_decode_has_given_up_waiting() -> None:
+def test_reason_when_decode_gave_up_waiting() -> None:
     with running_cluster() as cluster:
         cluster.decode.needs_prefill = False
         cluster.decode.fails = True
@@ -46,8 +46,8 @@ def test_decode_has_given_up_waiting() -> None:
         assert json.loads(response.read())["error"]["message"] == "decode engine: it gave up waiting for prefill"
 
 
-def test_decode_has_not_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its KV came, or so it seems from here."""
+def test_reason_when_decode_reported_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the proxy can tell, the KV came."""
     monkeypatch.setattr(response_relay, "_REASON_SECONDS", 0.1)
     with running_cluster() as cluster:
         cluster.decode.fails = True
@@ -59,7 +59,7 @@ def test_decode_has_not_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_error_that_vllm_itself_cannot_read_names_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """/v1/messages has a chat's stream behind it, and takes its error for a token."""
+    """/v1/messages is built on a chat's stream, and parses its error as a token."""
     monkeypatch.setattr(response_relay, "_REASON_SECONDS", 0.1)
     said = (
         "2 validation errors for ChatCompletionStreamResponse\nmodel\n  Field required [type=missing, ...]\nchoices ..."
@@ -86,7 +86,7 @@ def test_a_reason_of_its_own_is_left_alone() -> None:
 
 @pytest.mark.parametrize("decode_attempts", [1, 2])
 def test_stream_of_a_response_that_is_broken_off(decode_attempts: int) -> None:
-    """vLLM sends no event when generation fails there: decode has told the reason, and is not at fault."""
+    """vLLM sends no event when generation fails there. Decode has reported the reason and is not at fault."""
     with running_cluster(decode_attempts=decode_attempts, prefill_attempts=3, eject_after=1) as cluster:
         cluster.decode.first_events = [{"type": "response.created"}, {"type": "response.in_progress"}]
         cluster.decode.breaks_off = True
@@ -114,7 +114,7 @@ def test_a_failure_after_tokens_is_passed_on_as_it_is_and_counts(caplog: pytest.
     assert line.endswith(": the client gets 500")
 
 
-def test_a_failure_that_decode_tells_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reported_failure_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"), running_cluster(decode_attempts=1) as cluster:
         cluster.prefill.hangs = True
         answer = cluster.send_only("/v1/completions", COMPLETION)
@@ -127,7 +127,7 @@ def test_a_failure_that_decode_tells_is_one_line(caplog: pytest.LogCaptureFixtur
     assert line == f"request {request_id}: decode at {cluster.decode_url} failed: went silent: the client gets 502"
 
 
-def test_a_failure_that_ends_nothing_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_that_ends_no_request_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Prefill has answered, and decode computes the prompt itself."""
     with caplog.at_level("INFO"), running_cluster() as cluster:
         cluster.decode.recomputes = True
@@ -147,7 +147,7 @@ FORGED = "oops\n2026-11-24 00:00:00,000 INFO vllm_ascend_pd.proxy.rendezvous.cli
 
 
 @pytest.mark.parametrize("of", ["decode", "prefill", "prefill's transfer"])
-def test_what_an_engine_says_is_logged_as_one_line(of: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engines_error_is_one_log_line(of: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"), running_cluster(decode_attempts=1, prefill_attempts=1) as cluster:
         if of == "prefill's transfer":
             cluster.prefill.transfer_error = FORGED

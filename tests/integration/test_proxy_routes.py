@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each of vLLM's routes through the proxy: what decode and prefill get of a request, and who is asked at all."""
+"""Each of vLLM's routes through the proxy: what decode and prefill get of a request, and which of them is asked."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cluster() -> Iterator[Cluster]:
 
 @routes
 @pytest.mark.parametrize("stream", [False, True], ids=["json", "stream"])
-def test_prompts_are_prefilled_elsewhere(cluster: Cluster, path: str, body: dict[str, Any], stream: bool) -> None:
+def test_prompts_of_every_route_go_to_prefill(cluster: Cluster, path: str, body: dict[str, Any], stream: bool) -> None:
     response = cluster.client.post(path, json={**body, "stream": stream})
     assert response.status_code == 200
     [at_decode] = cluster.decode.received
@@ -78,7 +78,7 @@ def _same_prompt(path: str, at_decode: Received, at_prefill: Received) -> None:
         assert at_prefill.body[name] == (whole[:1] if path.endswith("/batch") and name == "messages" else whole)
 
 
-def test_what_prefill_is_not_asked_for(cluster: Cluster) -> None:
+def test_prefill_gets_no_fields_that_it_does_not_need(cluster: Cluster) -> None:
     for path in ("/v1/responses", "/inference/v1/generate"):
         assert cluster.client.post(path, json=BODIES[path]).status_code == 200
     response, generate = (received.body for received in cluster.prefill.received)
@@ -108,7 +108,7 @@ def test_tools_of_a_chat_go_to_both(cluster: Cluster) -> None:
 
 
 @routes
-def test_kv_transfer_params_are_ours(cluster: Cluster, path: str, body: dict[str, Any]) -> None:
+def test_kv_transfer_params_of_clients_are_refused(cluster: Cluster, path: str, body: dict[str, Any]) -> None:
     refused = cluster.client.post(path, json={**body, "kv_transfer_params": {"do_remote_prefill": True}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_transfer_params")
     assert cluster.decode.received == []
@@ -148,7 +148,7 @@ def test_routes_that_are_not_served_say_why(cluster: Cluster, method: str, path:
 
 
 @pytest.mark.parametrize("path", OTHER_PATHS)
-def test_decode_alone_is_asked(cluster: Cluster, path: str) -> None:
+def test_routes_that_decode_answers_alone(cluster: Cluster, path: str) -> None:
     content = b'{"model": "tiny",  "prompt": "\\u0061", "messages": [{"role": "user", "content": 1.50}]}'
     if path == "/version":
         content = b""
@@ -159,7 +159,7 @@ def test_decode_alone_is_asked(cluster: Cluster, path: str) -> None:
     assert cluster.prefill.received == []
 
 
-def test_what_decode_alone_is_not_asked(cluster: Cluster) -> None:
+def test_what_is_refused_on_routes_that_decode_answers_alone(cluster: Cluster) -> None:
     refused = cluster.client.post("/tokenize", json={"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_transfer_params")
     for body in (b"", b"{", b"[]", b"7"):
@@ -188,7 +188,7 @@ def test_a_stream_that_has_only_begun_can_still_fail_with_a_status(
 
 
 def test_a_broken_stream_of_messages_says_so_in_its_own_way(cluster: Cluster) -> None:
-    """Anthropic's clients pass over events without a name."""
+    """Anthropic's clients ignore events without a name."""
     cluster.decode.dies_after_first_token = True
     response = cluster.client.post("/v1/messages", json={**BODIES["/v1/messages"], "stream": True})
     *_, last = response.text.strip().split("\n\n")
@@ -200,7 +200,7 @@ def test_a_broken_stream_of_messages_says_so_in_its_own_way(cluster: Cluster) ->
 
 
 def test_a_second_turn_of_a_response_has_no_ticket(cluster: Cluster) -> None:
-    """What a built-in tool has answered is in decode alone."""
+    """Only decode has the answer of a built-in tool."""
     cluster.decode.needs_prefill = False
     cluster.decode.hangs_after_first_token = True
     with cluster.client.stream("POST", "/v1/responses", json={**BODIES["/v1/responses"], "stream": True}) as response:

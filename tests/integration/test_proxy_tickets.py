@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets that no decode engine gave out: a client knows its request's id once the answer has begun."""
+"""Forged tickets: a client learns its request's id from the response's headers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_no_more_tickets_than_samples(samples: int) -> None:
-    """All samples of a prompt have tickets under the same id; one more is somebody else's."""
+    """All samples of a prompt have tickets under the same id. One ticket more must be forged."""
     with running_cluster() as cluster, ThreadPoolExecutor(1) as client:
         cluster.prefill.holds = True
         answer = client.submit(cluster.client.post, "/v1/chat/completions", json={**CHAT, "n": samples})
@@ -34,7 +34,7 @@ def test_no_more_tickets_than_samples(samples: int) -> None:
         assert len(cluster.prefill.received) == samples
 
 
-def test_proxy_says_who_may_post_tickets(tmp_path: Path) -> None:
+def test_the_log_tells_who_may_post_tickets(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.touch(mode=0o600)
     token.write_text("a-secret")

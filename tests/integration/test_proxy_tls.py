@@ -58,7 +58,7 @@ def proxy_with(*options: str, scheme: str = "https") -> Iterator[Proxy]:
 def posted(
     proxy: Proxy, verify: ssl.SSLContext | bool, authority: Authority, own: Certificate | None = None
 ) -> PostOutcome:
-    """What decode's client makes of a ticket for a request that waits."""
+    """Posts a ticket by decode's own client, for a request that waits. Returns the outcome."""
     proxy.decode.needs_prefill = False
     proxy.decode.hangs_after_first_token = True
     settings = MetaserverSettings(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill is asked by decode's token ids, whatever the client's route is and prefill would make of its text."""
+"""Prefill gets decode's token ids, on every route, so its own tokeniser and templates do not matter."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_prefill_gets_token_ids_and_nothing_else(
 
 
 def test_prefill_without_decodes_front_end_flags_serves_tools(cluster: Cluster) -> None:
-    """`--enable-auto-tool-choice` and parsers of tools and reasoning are decode's alone."""
+    """Only decode has `--enable-auto-tool-choice` and the parsers of tools and reasoning."""
 
     class Refuses(PrefillEngine):
         async def _answer(self, received: Received) -> Response:
@@ -91,7 +91,7 @@ def test_samples_and_lists_of_prompts(cluster: Cluster, fields: dict[str, Any]) 
 
 @routes
 def test_decode_that_gives_no_token_ids_is_served_by_the_clients_body(path: str, body: dict[str, Any]) -> None:
-    """Of an older version, or with images."""
+    """Older versions give none, nor do requests with images."""
     for token_ids in (None, []):
         with running_cluster() as cluster:
             cluster.decode.token_ids = token_ids
@@ -107,7 +107,7 @@ def test_a_prompt_of_128_thousand_tokens(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("token_ids", [[-1], [2**31], [1.5], ["1"], [[1]], "text", {}, [None]], ids=repr)
-def test_token_ids_that_are_none_are_refused(token_ids: Any) -> None:
+def test_invalid_token_ids_are_refused(token_ids: Any) -> None:
     with running_cluster() as cluster:
         cluster.decode.needs_prefill = False
         cluster.decode.hangs_after_first_token = True
@@ -129,7 +129,7 @@ def test_a_ticket_of_too_many_token_ids_is_refused() -> None:
 
 
 def test_a_second_prefill_engine_gets_the_same_token_ids() -> None:
-    """The client's request has begun, so it is the same ticket, as another attempt."""
+    """The client's response has begun, so the same ticket is used again, as another attempt."""
     first = PrefillEngine()
     first.transfer_error = "its KV was lost"
     with beside(prefill=first, decode_attempts=1) as cluster:
@@ -167,7 +167,7 @@ def test_other_attempts_are_signed_and_carry_what_is_said_of_the_prompt(tmp_path
 
 
 def test_what_prefill_says_of_another_prompt_reaches_the_client() -> None:
-    """All prefill engines are asked first: another may have the right chat template."""
+    """Only after all prefill engines were asked: another one may have the right chat template."""
     reason = "the prompt's tokens differ: decode and prefill rendered or tokenized it differently"
     first = PrefillEngine()
     first.transfer_error = reason

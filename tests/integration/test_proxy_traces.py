@@ -44,7 +44,7 @@ def by_name(spans: list[Span]) -> dict[str, Span]:
 
 
 def parent_in(headers: dict[str, str]) -> str:
-    """The span that an engine was told of."""
+    """The parent span in the headers that an engine got."""
     version, trace, span, flags = headers["traceparent"].split("-")
     assert (version, trace, flags) == ("00", TRACE, "01")
     return span
@@ -117,7 +117,7 @@ def test_without_a_valid_context_a_trace_begins_here(collector: Collector, heade
         assert cluster.decode.received[0].headers["traceparent"].split("-")[1] == request.trace
 
 
-def test_two_contexts_are_none(collector: Collector) -> None:
+def test_two_trace_contexts_count_as_none(collector: Collector) -> None:
     with running_cluster(otlp_traces_endpoint=collector.url) as cluster:
         headers = [("traceparent", TRACEPARENT), ("traceparent", TRACEPARENT), ("tracestate", "a=1")]
         assert cluster.client.get("/v1/models", headers=headers).status_code == 200
@@ -261,7 +261,7 @@ def traces_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_collector_that_is_down_is_one_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, collector: Collector
 ) -> None:
-    """Requests are served as ever, and what waits to be sent is bounded."""
+    """Requests are served as usual, and the queue of spans is bounded."""
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "16")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -351,7 +351,7 @@ def test_a_wrong_endpoint_is_one_clear_line(endpoint: str, protocol: str, reason
 
 
 def test_missing_packages_are_one_clear_line(tmp_path: object) -> None:
-    """An environment without OpenTelemetry: a folder of that name comes first, with nothing in it."""
+    """An environment without OpenTelemetry: an empty folder of that name is first on the path."""
     package = tmp_path / "opentelemetry"  # type: ignore[operator]
     package.mkdir()
     (package / "__init__.py").write_text("")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a client's body reaches decode and prefill: everything that shapes the prompt, byte for byte."""
+"""A client's body reaches decode and prefill with everything that shapes the prompt, byte for byte."""
 
 import json
 from typing import Any
@@ -123,7 +123,7 @@ def test_one_prompt_may_have_any_number_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("written", ["-1", "-1.0", "-10e-1", '"-1"', '"-1.0"', '" -1"', '"-01"'])
-def test_truncation_to_what_max_tokens_leaves_is_refused_however_it_is_written(written: str) -> None:
+def test_truncation_minus_one_is_refused_in_every_spelling(written: str) -> None:
     with pytest.raises(RequestRefused, match="truncate_prompt_tokens=-1 does not work") as refused:
         parse_client_request(Endpoint.CHAT, b'{"messages":[],"truncate_prompt_tokens":%s}' % written.encode())
     assert refused.value.status == 400
@@ -132,7 +132,7 @@ def test_truncation_to_what_max_tokens_leaves_is_refused_however_it_is_written(w
 @pytest.mark.parametrize(
     "written", ["5", '"5"', "null", "-2", "-1.5", "true", '"all"', '"\\u0000"', "[-1]", "1e999", "{}"]
 )
-def test_other_truncations_are_vllms_business(written: str) -> None:
+def test_other_truncations_pass_unchecked(written: str) -> None:
     body = b'{"messages":[],"truncate_prompt_tokens":%s}' % written.encode()
     request = parse_client_request(Endpoint.CHAT, body)
     for sent in (decode_body(request, METASERVER, ID), prefill_body(request, 0, TICKET, ID)):
@@ -199,8 +199,8 @@ PROMPT_FIELDS: dict[Endpoint, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("endpoint", list(Endpoint), ids=lambda endpoint: endpoint.value)
-def test_by_token_ids_prefill_is_asked_for_nothing_that_it_does_not_need(endpoint: Endpoint) -> None:
-    """Whatever route the client used: no template, tool, format or sampling can make prefill refuse or differ."""
+def test_a_prefill_by_token_ids_carries_only_what_it_needs(endpoint: Endpoint) -> None:
+    """On every route: no template, tool, format or sampling option can make prefill refuse or compute other tokens."""
     body = {**WHAT_PREFILL_DOES_NOT_NEED, **BESIDE, **PROMPT_FIELDS[endpoint]}
     request = parse_client_request(endpoint, json.dumps(body).encode())
     for _ in request.prompts:
@@ -214,8 +214,8 @@ def test_by_token_ids_prefill_is_asked_for_nothing_that_it_does_not_need(endpoin
 
 
 @pytest.mark.parametrize("salt", ["null", "5", '""', '["a"]', "{}"])
-def test_a_cache_salt_that_is_none_is_not_passed_on(salt: str) -> None:
-    """Of vLLM 0.23's `/v1/messages`, which ignores the field: prefill would refuse it."""
+def test_an_invalid_cache_salt_is_not_passed_on(salt: str) -> None:
+    """vLLM 0.23's `/v1/messages` ignores the field on decode, but prefill would refuse it."""
     body = b'{"model":"m","messages":[],"max_tokens":8,"cache_salt":%s}' % salt.encode()
     request = parse_client_request(Endpoint.MESSAGES, body)
     assert set(raw(tokens_body(request, msgspec.Raw(b"[1]"), TICKET))) == {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places at engines: never more than the limit, in turn, and none lost, whoever leaves when."""
+"""Slots at engines: never more than the limit, given in order, and none lost when requests end at any time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_best_free_engine_first() -> None:
     anyio.run(run)
 
 
-def test_who_waits_is_served_in_turn_at_whichever_engine_has_a_place() -> None:
+def test_waiting_requests_are_served_in_order_at_any_engine_with_a_free_slot() -> None:
     async def run() -> None:
         a, b, limiter = engine("a"), engine("b"), ConcurrencyLimiter(1, 2, FOREVER)
         assert [await limiter.acquire([a, b]), await limiter.acquire([a, b])] == [a, b]
@@ -83,7 +83,7 @@ def test_who_waits_is_served_in_turn_at_whichever_engine_has_a_place() -> None:
     anyio.run(run)
 
 
-def test_who_had_a_place_before_is_called_before_the_line_be_it_full_or_not() -> None:
+def test_a_readmitted_request_is_served_before_the_queue_even_a_full_one() -> None:
     async def run() -> None:
         a, limiter = engine("a"), ConcurrencyLimiter(1, 2, FOREVER)
         assert await limiter.acquire([a]) is a
@@ -108,7 +108,7 @@ def test_who_had_a_place_before_is_called_before_the_line_be_it_full_or_not() ->
     anyio.run(run)
 
 
-def test_parties_have_one_place_in_the_line_and_take_turns() -> None:
+def test_a_group_holds_one_place_in_the_queue_and_groups_take_turns() -> None:
     async def run() -> None:
         a, limiter = engine("a"), ConcurrencyLimiter(1, 2, FOREVER)
         first, second, third = RequestGroup(), RequestGroup(), RequestGroup()
@@ -145,7 +145,7 @@ def test_parties_have_one_place_in_the_line_and_take_turns() -> None:
     anyio.run(run)
 
 
-def test_who_came_with_one_that_had_a_place_waits_as_long_as_it_takes() -> None:
+def test_a_started_group_waits_without_a_timeout() -> None:
     async def run() -> None:
         a, limiter, group = engine("a"), ConcurrencyLimiter(1, 1, 0.05), RequestGroup()
         assert await limiter.acquire([a]) is a
@@ -174,8 +174,8 @@ def test_who_came_with_one_that_had_a_place_waits_as_long_as_it_takes() -> None:
     anyio.run(run)
 
 
-def test_who_waits_may_go_to_an_engine_that_joins() -> None:
-    """Whether it is new, or was not to be asked for a while; but not to one that failed it."""
+def test_a_waiting_request_may_use_an_engine_that_becomes_available() -> None:
+    """The engine may be new or healthy again. An engine at which the request failed is not used."""
 
     async def run() -> None:
         a, b, limiter = engine("a"), engine("b"), ConcurrencyLimiter(1, 3, FOREVER)
@@ -204,8 +204,8 @@ def test_who_waits_may_go_to_an_engine_that_joins() -> None:
     anyio.run(run)
 
 
-def test_who_has_no_engine_left_to_wait_for_does_not_wait() -> None:
-    """Removed, or drained: both at once are gone for those in line."""
+def test_a_request_without_an_open_engine_stops_waiting() -> None:
+    """A removed engine and a drained one are the same for waiting requests."""
 
     async def run() -> None:
         limiter = ConcurrencyLimiter(1, 3, FOREVER)
@@ -235,7 +235,7 @@ def test_who_has_no_engine_left_to_wait_for_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("patience", [FOREVER, 0.05])
-def test_who_was_called_to_an_engine_that_is_removed_before_it_goes_there_waits_on(patience: float) -> None:
+def test_a_request_waits_on_when_the_engine_of_its_new_slot_is_removed(patience: float) -> None:
     async def run() -> None:
         limiter = ConcurrencyLimiter(1, 3, patience)
         engines = EngineRegistry(EngineRole.DECODE, slots=limiter)
@@ -264,7 +264,7 @@ def test_who_was_called_to_an_engine_that_is_removed_before_it_goes_there_waits_
     anyio.run(run)
 
 
-def test_engine_whose_checks_fail_joins_when_they_are_good_not_when_it_is_let_in_again() -> None:
+def test_an_engine_with_failing_checks_opens_when_they_are_good_not_when_undrained() -> None:
     listener = RegistryListener()
     engines = EngineRegistry(EngineRole.DECODE, eject_after=1, return_after=1, slots=listener)
     engines.replace("a test", ["http://127.0.0.1:1"])
@@ -277,7 +277,7 @@ def test_engine_whose_checks_fail_joins_when_they_are_good_not_when_it_is_let_in
     assert listener.opened == [one]
 
 
-def test_line_and_patience_are_bounded() -> None:
+def test_queue_and_waiting_time_are_bounded() -> None:
     async def run() -> None:
         a, limiter = engine("a"), ConcurrencyLimiter(1, 1, 0.05)
         assert await limiter.acquire([a]) is a
@@ -298,8 +298,8 @@ def test_line_and_patience_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_place_is_lost_or_given_twice(seed: int) -> None:
-    """Requests that come, give up at any moment, and end."""
+def test_no_slot_is_lost_or_given_twice(seed: int) -> None:
+    """Requests arrive, are cancelled at any time, and end."""
     chance = random.Random(seed)
     engines = [engine(url) for url in "abc"]
     limiter = ConcurrencyLimiter(2, 5, 0.02)
@@ -342,8 +342,8 @@ def test_no_place_is_lost_or_given_twice(seed: int) -> None:
     assert outcomes["left"]
 
 
-def test_a_free_place_is_offered_to_who_has_lost_one() -> None:
-    """In one turn of the event loop: called to A, nobody to B, and A is removed."""
+def test_a_free_slot_goes_to_a_request_that_lost_its_slot() -> None:
+    """In one turn of the event loop, a request gets A's slot, B has a free slot, and A is removed."""
 
     async def run() -> None:
         limiter = ConcurrencyLimiter(1, 3, FOREVER)

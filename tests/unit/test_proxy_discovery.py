@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names whose addresses change, before a stand-in for DNS; and what a file of engines may say."""
+"""DNS names whose addresses change, by a stand-in for DNS; and the contents of an engines file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ P, D = "dns+http://p.svc:1", "dns+http://d.svc:2"
 
 
 class Names:
-    """Resolves from `addresses`; a name without any is unknown."""
+    """A resolver with the addresses in `addresses`. A name without any does not resolve."""
 
     def __init__(self) -> None:
         self.addresses: dict[str, list[str]] = {}

@@ -20,7 +20,7 @@ def test_one_to_a_hundred() -> None:
 
 
 @given(SECONDS)
-def test_percentile_is_the_smallest_sample_that_so_many_do_not_exceed(samples: list[float]) -> None:
+def test_a_percentile_is_the_smallest_sample_with_enough_samples_at_or_below_it(samples: list[float]) -> None:
     found = percentiles(samples)
     for part, value in ((50, found.p50), (90, found.p90), (99, found.p99)):
         assert value in samples

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines say of their load, what the proxy makes of it, and who is passed over."""
+"""Load reports of engines, the load that the proxy computes from them, and engines that are avoided."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ vllm:cache_config_info{block_size="128",engine="0",num_gpu_blocks="1000",sliding
         ),
     ],
 )
-def test_what_is_missing_is_unknown(text: str, snapshot: LoadSnapshot) -> None:
+def test_missing_metrics_are_unknown(text: str, snapshot: LoadSnapshot) -> None:
     assert parse_metrics(text) == snapshot
 
 
@@ -102,7 +102,7 @@ def test_any_error_of_the_parser_is_a_value_error() -> None:
         parse_metrics('vllm:num_requests_running{engine="0", =model="m"} 1.0')
 
 
-def test_metrics_without_end_are_refused() -> None:
+def test_too_many_metrics_are_refused() -> None:
     with pytest.raises(ValueError, match="lines"):
         parse_metrics(VLLM_0_23 * 1000)
 
@@ -158,7 +158,7 @@ def test_old_snapshots_are_ignored() -> None:
     assert engine.report(13.1, 3.0) is None
 
 
-def test_an_engine_computes_nothing_while_it_names_the_same_tokens() -> None:
+def test_an_engine_with_an_unchanged_token_count_computes_nothing() -> None:
     engine = RegisteredEngine(EngineRole.DECODE, "u", HealthGate(1, 1), FailureStreak(1))
     assert engine.computed_nothing(0.0) == 0.0
     for now, tokens in ((10.0, 5), (20.0, 6), (25.0, 6), (30.0, 6)):
@@ -169,7 +169,7 @@ def test_an_engine_computes_nothing_while_it_names_the_same_tokens() -> None:
     assert engine.computed_nothing(0.0) == 0.0
 
 
-def test_an_engine_that_names_no_tokens_may_compute() -> None:
+def test_an_engine_without_a_token_count_may_be_computing() -> None:
     engine = RegisteredEngine(EngineRole.DECODE, "u", HealthGate(1, 1), FailureStreak(1))
     for now in (10.0, 20.0):
         engine.note(LoadSnapshot(1, 0), InFlightLoad(), now)
@@ -194,7 +194,7 @@ def test_ejection_and_return(eject_after: int, return_after: int, results: list[
         assert gate.ejected is ejected
 
 
-def test_an_engine_that_says_that_it_is_broken_is_ejected_at_once_and_returns_as_others_do() -> None:
+def test_an_engine_that_reports_itself_broken_is_ejected_at_once_and_returns_as_usual() -> None:
     gate = HealthGate(eject_after=3, return_after=2)
     assert gate.checked("it must be restarted", at_once=True)
     assert gate.ejected
@@ -214,7 +214,7 @@ def test_an_engine_is_broken_by_its_last_metrics() -> None:
     assert engine.broken is None
 
 
-def test_engine_that_comes_later_has_to_be_well_once() -> None:
+def test_an_engine_added_later_needs_a_good_check_first() -> None:
     listener = RegistryListener()
     engines = EngineRegistry(EngineRole.DECODE, eject_after=2, slots=listener)
     first = engines.add("first", "test")
@@ -235,7 +235,7 @@ def test_engine_that_comes_later_has_to_be_well_once() -> None:
     assert listener.opened == [later]
 
 
-def test_engine_that_fails_all_its_requests_is_passed_over_for_a_while() -> None:
+def test_an_engine_that_fails_all_requests_is_avoided_for_a_while() -> None:
     streak = FailureStreak(limit=3)
     for now in (0.0, 1.0):
         streak.ended(False, now)
@@ -249,7 +249,7 @@ def test_engine_that_fails_all_its_requests_is_passed_over_for_a_while() -> None
     assert not streak.avoided(15.0)
 
 
-def test_engines_come_and_go_by_what_their_sources_say() -> None:
+def test_engines_are_added_and_removed_as_their_sources_list_them() -> None:
     listener = RegistryListener()
     engines = EngineRegistry(EngineRole.PREFILL, slots=listener, caches=listener)
     assert engines.replace("file", ["a", "b"]) == (["a", "b"], [])

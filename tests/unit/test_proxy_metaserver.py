@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets whose prefill fails in the moment in which nobody waits for it any more, or cannot be tried again."""
+"""Tickets whose prefill fails just when nobody waits for it any more, or that cannot be retried."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
 
 
 class Pool:
-    """Engines that all break off when they are told to."""
+    """Engines that all close the connection once `breaks_off` is set."""
 
     urls = ("http://a", "http://b", "http://c")
 
@@ -77,8 +77,10 @@ def posted_again(_: ProxiedRequest, attempt: DecodeAttempt) -> None:
 
 
 @pytest.mark.parametrize("happens", [attempt_ends, posted_again])
-def test_no_other_prefill_for_who_does_not_wait(happens: Callable[[ProxiedRequest, DecodeAttempt], None]) -> None:
-    """But what failed counts."""
+def test_a_prefill_is_not_retried_when_nobody_waits_for_it(
+    happens: Callable[[ProxiedRequest, DecodeAttempt], None],
+) -> None:
+    """The failure counts nevertheless."""
     request_table, pool = RequestTable(1), Pool()
     engines = cast(EnginePool, pool)
     metaserver = Metaserver(
@@ -118,7 +120,7 @@ def test_no_other_prefill_for_who_does_not_wait(happens: Callable[[ProxiedReques
 
 
 @pytest.mark.parametrize("signature", ["", "s"])
-def test_a_ticket_that_cannot_be_read_whole_has_one_attempt(signature: str) -> None:
+def test_a_ticket_with_malformed_fields_has_one_attempt(signature: str) -> None:
     fields = {"request_id": "r", "remote_engine_id": "d", "ticket_id": "t", "signature": signature}
     encoded = json.dumps(fields).encode().replace(b"{", b'{"\xff": 1, ')
     ticket = msgspec.json.decode(encoded, type=TicketHeader)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that the proxy cannot work with are refused by the name of their option."""
+"""Numbers that the proxy cannot use are refused, with the name of their option."""
 
 import pytest
 from typer.main import get_command
@@ -18,7 +18,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("option", NUMBERS)
-def test_a_number_below_zero_is_refused_by_its_name(option: str) -> None:
+def test_a_negative_number_is_refused_by_its_option(option: str) -> None:
     done = CliRunner().invoke(app, ["proxy", "--port", "0", *ENGINES, option, "-1"])
     assert done.exit_code == 2
     assert f"{option} must " in " ".join(done.output.split())

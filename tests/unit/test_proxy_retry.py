@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the proxy decides without asking anybody: who is asked next, what a stream's beginning says, and how a ticket
-becomes another attempt."""
+"""Pure decisions: which engine is asked next, what a stream's beginning shows, and a ticket for another attempt."""
 
 import json
 from typing import Any
@@ -54,7 +53,7 @@ def failure(kind: FailureKind, url: str = "a", reason: str = "why") -> Failure:
         ("a", [failure(FailureKind.LOST), failure(FailureKind.ERROR)], 5, None),
     ],
 )
-def test_who_is_asked_next(urls, failures, attempts, avoid, again) -> None:
+def test_which_engine_is_asked_next(urls, failures, attempts, avoid, again) -> None:
     assert engines_to_avoid(urls, failures, attempts, again) == avoid
 
 
@@ -77,7 +76,7 @@ def test_whether_another_attempt_may_follow(urls, failures, attempts, follows) -
     assert (engines_to_avoid(urls, failures, attempts, DECODE_AGAIN) is not None) is follows
 
 
-def test_decode_is_not_at_fault_when_no_kv_came() -> None:
+def test_missing_kv_does_not_count_against_decode() -> None:
     assert engines_to_avoid("a", [failure(FailureKind.TRANSFER)], 2, DECODE_AGAIN) == set()
     assert engines_to_avoid("a", [failure(FailureKind.TRANSFER)], 2, PREFILL_AGAIN) is None
     assert engines_to_avoid("a", [failure(FailureKind.PREFILL)], 2, DECODE_AGAIN) is None
@@ -97,7 +96,7 @@ def test_some_engine_is_always_left(urls: list[str], failed: list[tuple[FailureK
         assert set(urls) - without(urls, avoid, URLS)
 
 
-def test_engines_that_failed_before_are_asked_only_if_there_is_no_other() -> None:
+def test_engines_that_failed_before_are_asked_only_as_a_last_resort() -> None:
     assert without(URLS, frozenset("a"), {"b"}) == {"a", "b"}
     assert without(URLS, frozenset("a"), {"b", "c"}) == {"a"}
 
@@ -160,7 +159,7 @@ ERROR = event({"error": {"message": "Internal server error", "code": 500}})
         (event({"error": {"message": "bad", "code": 400}}), Opening.CONTENT),
     ],
 )
-def test_what_a_streams_beginning_says(events: bytes, says: Opening) -> None:
+def test_the_beginning_of_a_stream_shows_content_or_failure(events: bytes, says: Opening) -> None:
     assert opening(events) is says
 
 
@@ -182,7 +181,7 @@ def test_errors_are_found_among_other_events() -> None:
 
 
 @given(st.lists(st.integers(1, 60)))
-def test_whole_events_come_out_however_they_come_in(cuts: list[int]) -> None:
+def test_whole_events_come_out_whatever_the_chunks(cuts: list[int]) -> None:
     stream = ROLE + piece(text="a") + ERROR + b"data: [DO"
     events, out, rest = Events(limit=1000), b"", stream
     for size in [*cuts, len(stream)]:
@@ -194,7 +193,7 @@ def test_whole_events_come_out_however_they_come_in(cuts: list[int]) -> None:
     assert events.rest() == b""
 
 
-def test_what_is_longer_than_an_event_may_be_passes() -> None:
+def test_an_overlong_event_passes_uncut() -> None:
     events = Events(limit=10)
     assert events.feed(b"data: 12") == b""
     assert events.feed(b"345") == b"data: 12345"
@@ -212,7 +211,7 @@ def test_another_attempt_is_the_same_ticket_byte_for_byte() -> None:
     assert json.loads(of_attempt(b'{"ticket_id":"t"}', TICKET, 2, None)) == {"ticket_id": "t", "attempt": 2}
 
 
-def test_signed_ticket_is_signed_again_or_not_repeated() -> None:
+def test_a_signed_ticket_is_signed_again_or_not_repeated() -> None:
     signed = TicketHeader(request_id="r", remote_engine_id="d", ticket_id="t", signature="s")
     encoded = b'{"ticket_id":"t","signature":"s"}'
 
@@ -230,6 +229,6 @@ def test_signed_ticket_is_signed_again_or_not_repeated() -> None:
         of_attempt(encoded, signed, 1, refuse)
 
 
-def test_ticket_of_another_connector_is_not_repeated() -> None:
+def test_a_ticket_of_another_connector_is_not_repeated() -> None:
     with pytest.raises(NotRepeatableError, match="no ticket_id"):
         of_attempt(b"{}", TicketHeader(request_id="r", remote_engine_id="d"), 1, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places at engines that come and go while requests wait for one."""
+"""Slots at engines that are added and removed while requests wait."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ async def settle() -> None:
 
 
 @pytest.mark.parametrize("started", [False, True], ids=["first", "after another prompt"])
-def test_who_waits_goes_to_an_engine_that_replaces_all_others(started: bool) -> None:
-    """A list of engines that is read again names one instead of another: there is none in between."""
+def test_a_waiting_request_uses_the_engine_that_replaces_all_others(started: bool) -> None:
+    """A list that is read again has one engine in place of another. For a moment there is no engine."""
 
     async def run() -> None:
         pool = pool_of(EngineRole.PREFILL)
@@ -65,8 +65,8 @@ def test_who_waits_goes_to_an_engine_that_replaces_all_others(started: bool) -> 
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_queue_timeout_does_not_begin_anew_with_each_engine_that_replaces_another(at_once: bool) -> None:
-    """`at_once`: between the two there is none."""
+def test_replaced_engines_do_not_restart_the_queue_timeout(at_once: bool) -> None:
+    """`at_once`: for a moment there is no engine."""
 
     async def run() -> None:
         pool = pool_of(EngineRole.DECODE, timeout=0.3)
@@ -100,7 +100,7 @@ def test_queue_timeout_does_not_begin_anew_with_each_engine_that_replaces_anothe
     anyio.run(run)
 
 
-def test_of_the_engines_that_replace_others_a_healthy_one_is_chosen() -> None:
+def test_a_healthy_engine_is_chosen_among_those_that_replace_others() -> None:
     async def run() -> None:
         pool = pool_of(EngineRole.DECODE, eject_after=1)
         engines = pool.engines
@@ -123,7 +123,7 @@ def test_of_the_engines_that_replace_others_a_healthy_one_is_chosen() -> None:
     anyio.run(run)
 
 
-def test_one_that_failed_before_is_a_last_resort_also_when_others_have_gone() -> None:
+def test_an_engine_that_failed_is_the_last_resort_when_others_are_removed() -> None:
     async def run() -> None:
         pool = pool_of(EngineRole.DECODE)
         engines = pool.engines
@@ -145,8 +145,8 @@ def test_one_that_failed_before_is_a_last_resort_also_when_others_have_gone() ->
     anyio.run(run)
 
 
-def test_a_prompt_that_leaves_as_it_is_called_has_had_no_place() -> None:
-    """So the others of its request are not waited for any longer than those of others."""
+def test_a_prompt_cancelled_as_it_gets_a_slot_does_not_start_its_group() -> None:
+    """So the other prompts of its request wait no longer than those of other requests."""
 
     async def run() -> None:
         engines, limiter, group = EngineRegistry(EngineRole.PREFILL), ConcurrencyLimiter(1, 1, 0.05), RequestGroup()

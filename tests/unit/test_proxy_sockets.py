@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open files are shared so that nobody runs out of them."""
+"""The limit of open files is shared so that no kind of connection runs out of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def test_the_defaults_fit_what_they_want() -> None:
     assert share(45_312, 1024, 32768) == Sockets(1024, 32768, 4096, 36_864, 4096)
 
 
-def test_few_files_are_shared_by_those_who_are_served_and_those_who_wait() -> None:
+def test_few_open_files_are_shared_between_served_and_waiting_requests() -> None:
     assert share(1024, 1024, 32768) == Sockets(128, 128, 256, 384, 128)
 
 
-def test_the_line_is_cut_before_those_who_are_served() -> None:
+def test_the_queue_shrinks_before_the_number_of_served_requests() -> None:
     assert share(20_000, 3024, 32768)[:2] == (3024, 5148)
 
 

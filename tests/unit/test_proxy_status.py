@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status snapshot: what the proxy knows, without what must not be shown."""
+"""The status snapshot: all figures, and nothing that a client sent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def no_states() -> EngineStates:
 
 
 class Proxy:
-    """All that a snapshot is made of: a prefill and a decode engine, each checked once and well."""
+    """The parts of a proxy that a snapshot reads: one prefill and one decode engine, each with one good check."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.prefill, self.decode = (self._pool(role, limit) for role in EngineRole)
@@ -121,7 +121,7 @@ def test_idle_proxy() -> None:
     }
 
 
-def test_load_is_what_requests_are_given_by() -> None:
+def test_shown_load_is_the_load_used_for_routing() -> None:
     proxy = Proxy(limit=3)
     proxy.d.note(LoadSnapshot(running=4, waiting=1, kv_tokens=700, capacity=1000), InFlightLoad(), now=NOW)
 
@@ -144,7 +144,7 @@ def test_load_is_what_requests_are_given_by() -> None:
     anyio.run(run)
 
 
-def test_who_waits_for_a_place_is_counted() -> None:
+def test_waiting_requests_are_counted() -> None:
     proxy = Proxy(limit=1)
 
     async def run() -> None:
@@ -183,7 +183,7 @@ def test_states_of_an_engine() -> None:
     assert state_of_prefill(proxy, NOW + 60) == (EngineState.HEALTHY, None, Verdict.OK)
 
 
-def test_verdict_counts_engines_that_may_get_requests() -> None:
+def test_the_verdict_counts_engines_that_may_get_requests() -> None:
     proxy = Proxy()
     new = proxy.prefill.engines.add("http://p:2", "test")
     assert proxy.status().roles[0].engines[1].state is EngineState.UNKNOWN
@@ -204,7 +204,7 @@ def test_verdict_counts_engines_that_may_get_requests() -> None:
     assert proxy.status().verdict is Verdict.UNAVAILABLE
 
 
-def test_engine_that_has_not_been_well_yet_is_unknown() -> None:
+def test_an_engine_without_a_good_check_is_unknown() -> None:
     proxy = Proxy()
     proxy.prefill.engines.remove(proxy.p)
     proxy.prefill.engines.require_checks()
@@ -232,7 +232,7 @@ def test_failures_are_the_last_ones_newest_first() -> None:
     assert [(role.failures, role.retries) for role in status.roles] == [(MAX_RECENT + 5, 0), (1, 1)]
 
 
-def test_what_a_client_may_have_sent_is_not_shown() -> None:
+def test_client_data_is_not_shown() -> None:
     proxy = Proxy()
     proxy.fail(EngineRole.DECODE, FailureKind.ERROR, reason='HTTP 500: "my prompt" is bad', unquoted="HTTP 500")
     text = msgspec.json.encode(proxy.status())

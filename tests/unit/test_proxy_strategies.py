@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets a request: properties of every strategy, and what each is worth against round robin."""
+"""Routing strategies: properties that all have, and how much each improves on round robin."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_each_engine_comes_exactly_once(
 
 @COSTS
 @given(prompts, loads)
-def test_who_has_less_of_everything_comes_first(costs: Costs, each: PromptEstimate, engines: list[EngineLoad]) -> None:
+def test_the_engine_with_less_of_everything_comes_first(
+    costs: Costs, each: PromptEstimate, engines: list[EngineLoad]
+) -> None:
     engines = [engine._replace(capacity=ROOM) for engine in engines]
     place = {url: number for number, url in enumerate(LeastLoad(costs).order(each, engines))}
     for one in engines:
@@ -74,8 +76,8 @@ def test_who_has_less_of_everything_comes_first(costs: Costs, each: PromptEstima
 
 
 @given(prompts, st.integers(0, 5000), st.integers(0, 5000))
-def test_affinity_ends_where_waiting_costs_more(each: PromptEstimate, here: int, there: int) -> None:
-    """The engine that has the prefix is asked just if that leaves less to compute before the prompt's KV is there."""
+def test_prefix_affinity_ends_where_waiting_costs_more(each: PromptEstimate, here: int, there: int) -> None:
+    """The engine with the prefix is used only if less is then computed before the prompt's KV is complete."""
     strategy = PrefixAffinity(prefill_costs)
     strategy.sent(each, "here")
     new = each.new_tokens(len(each.keys))
@@ -85,7 +87,7 @@ def test_affinity_ends_where_waiting_costs_more(each: PromptEstimate, here: int,
 
 
 @pytest.mark.parametrize("strategy", [RoundRobin(), LeastLoad(prefill_costs), PrefixAffinity(prefill_costs)])
-def test_equal_engines_take_turns(strategy: Strategy) -> None:
+def test_engines_with_equal_costs_take_turns(strategy: Strategy) -> None:
     engines = [EngineLoad(url) for url in "abc"]
     assert [strategy.order(NO_PROMPT, engines)[0] for _ in range(6)] == list("abcabc")
 
@@ -100,7 +102,7 @@ def test_several_proxies_send_a_prefix_to_the_same_engine() -> None:
     assert min(chosen.count(url) for url in "abc") >= 10
 
 
-def test_prefixes_that_are_remembered_are_bounded() -> None:
+def test_remembered_prefixes_are_bounded() -> None:
     strategy = PrefixAffinity(prefill_costs, max_keys=10)
     first, second = prompt(6 * BLOCK, 6 * BLOCK, 1), prompt(8 * BLOCK, 8 * BLOCK, 2)
     assert strategy.sent(first, "a") == 6 * BLOCK
@@ -131,7 +133,7 @@ def long_and_short(chance: random.Random) -> tuple[PromptEstimate, int]:
 
 
 def few_prefixes(chance: random.Random) -> tuple[PromptEstimate, int]:
-    """Some of 40 long prefixes are asked for most of the time."""
+    """Most requests use a few of 40 long prefixes."""
     group = min(int(chance.paretovariate(0.8)), 40)
     return prompt(4096 + chance.randint(1, 4) * BLOCK, 4096, group, chance.getrandbits(60)), 0
 
@@ -205,13 +207,13 @@ def test_size_of_a_prompt(each: PromptEstimate, tokens: int, sequences: int, blo
     assert 0 <= each.new_tokens(len(each.keys)) <= each.tokens
 
 
-def test_image_is_not_counted_by_its_bytes() -> None:
+def test_an_image_is_not_counted_by_its_bytes() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
     body = json.dumps({"messages": [{"role": "user", "content": [image, {"type": "text", "text": "what?"}]}]})
     assert 1000 < prompts_of(parse_client_request(Endpoint.CHAT, body.encode())).tokens < 1200
 
 
-def test_prompts_share_what_they_begin_with() -> None:
+def test_prompts_with_a_common_beginning_share_keys() -> None:
     system, first, second = "s" * 3000, "f" * 3000, "g" * 3000
     assert shared(chat(system), chat(system, first)) == len(chat(system).keys) > 4
     assert len(chat(system).keys) <= shared(chat(system, first), chat(system, second)) < len(chat(system, first).keys)
@@ -222,7 +224,7 @@ def test_prompts_share_what_they_begin_with() -> None:
 
 
 @given(st.sampled_from(Endpoint), st.binary(max_size=50))
-def test_any_body_that_is_accepted_has_a_size(endpoint: Endpoint, noise: bytes) -> None:
+def test_every_accepted_body_has_a_size(endpoint: Endpoint, noise: bytes) -> None:
     for value in (noise.hex(), list(noise), [noise.hex(), ""], {"a": 1}, None, [], [[]], 7):
         required = dict.fromkeys(REQUEST_FORMATS[endpoint].required, value)
         body = json.dumps({**required, "prompt": value, "messages": value, "n": value}).encode()
