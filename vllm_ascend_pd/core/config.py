@@ -176,7 +176,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_config(extra: dict[str, Any]) -> ConnectorConfig:
-    """Raises ConfigError naming the key, and for an unknown one the nearest known key."""
+    """Raises ConfigError, which names the key and, if it is unknown, the nearest known one."""
     known = ConnectorConfig.__struct_fields__
     for key in extra:
         if key not in known:

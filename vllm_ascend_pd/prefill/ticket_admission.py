@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tickets prefill serves: those for hosts it may connect to and, with a cluster secret, only those that were
-signed, have not expired and did not come before; without one, those of few engines at a time that may be made up."""
+"""Which tickets prefill serves.
+
+- The ticket's host must be one that prefill may connect to.
+- With a cluster secret, the ticket must be signed, must not have expired, and must be new.
+- Without a secret, anybody can invent decode engines. So only so many engines may have tickets at a time that no KV was
+  ever delivered to.
+"""
 
 import hashlib
 import time
@@ -12,17 +17,28 @@ from vllm_ascend_pd.core.signing import CLOCK_SKEW_S, Secret, verify
 from vllm_ascend_pd.core.ticket import Ticket, TicketError
 
 MAX_REMEMBERED = 1 << 20
-"""Tickets that have not expired: with the default `queue_timeout_s`, those of 283 requests per second. About 90 MB."""
+"""How many tickets that have not expired are remembered: about 90 MB.
+
+With the default `queue_timeout_s` these are 283 requests per second.
+"""
 _FORGET_S = 64
-"""Seconds of expiry whose tickets are remembered, and forgotten, together."""
+"""Length of an expiry bucket, in seconds. Its tickets are forgotten together."""
 MAX_UNPROVEN = 1024
-"""Decode engines with open tickets, none of which was ever delivered: each takes a thread and a connection of every
-rank."""
+"""How many decode engines may have open tickets that no KV was ever delivered to.
+
+Each engine takes a thread and a connection of every rank.
+"""
 _MAX_PROVEN = 4096
 
 
 class TicketAdmission:
-    """`clock` gives unix seconds."""
+    """Decides which tickets are served, and remembers those that were. Used by the scheduler's thread alone.
+
+    hosts: the hosts that prefill may connect to.
+    secret: the cluster's ticket secret. None: tickets need no signature.
+    capacity: how many tickets are remembered.
+    clock: returns unix seconds.
+    """
 
     def __init__(
         self,
@@ -35,15 +51,18 @@ class TicketAdmission:
         self._secret = secret
         self._capacity = capacity
         self._clock = clock
+        # Digests of tickets served, by expiry bucket. A ticket that comes again has the same expiry,
+        # since that is signed.
         self._seen: dict[int, set[bytes]] = {}
-        """What was served, by its expiry in units of `_FORGET_S`: a ticket that comes again has the same one, which is
-        signed."""
+        # How many digests `_seen` has.
         self._remembered = 0
-        self._open: Counter[tuple[str, str]] = Counter()  # tickets, by issuer
-        self._proven: dict[tuple[str, str], None] = {}  # issuers, the one last delivered to last
+        # Issuer -> how many of its tickets are being served.
+        self._open: Counter[tuple[str, str]] = Counter()
+        # Issuers that KV was delivered to, in the order of the last delivery.
+        self._proven: dict[tuple[str, str], None] = {}
 
     def admit(self, ticket: Ticket) -> None:
-        """Once per ticket and attempt; `ended` must follow. Raises TicketError saying why it is not served."""
+        """Admits a ticket, once per attempt. `ended` must follow. Raises TicketError if the ticket is not served."""
         if (reason := self._hosts.refusal(ticket.remote_host)) is not None:
             raise TicketError(f"the ticket's {reason}")
         if self._secret is None:
@@ -53,7 +72,7 @@ class TicketAdmission:
         self._open[ticket.issuer] += 1
 
     def ended(self, ticket: Ticket, delivered: bool) -> None:
-        """Nothing is done for an admitted ticket any more."""
+        """Serving an admitted ticket has ended. `delivered`: whether all its KV was sent."""
         self._open[ticket.issuer] -= 1
         if not self._open[ticket.issuer]:
             del self._open[ticket.issuer]
