@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake's protocol `ascend`: its settings, and what must be there for it to work.
+"""Mooncake's protocol `ascend`: its settings, and what it needs to work.
 
 Facts and where they are from:
 
@@ -48,29 +48,33 @@ _DEFAULT_POOL, _LARGEST_POOL = 8, 16
 _SLOTS_ONE_BY_ONE = 4
 
 LONGEST_S = 3600.0
-"""The longest `settle_s` that a peer accepts (core/protocol.py)."""
+"""The longest `settle_s` that a peer accepts, in seconds (core/protocol.py)."""
 _ATTEMPTS = 2
 _METADATA_S = 60.0
 _DISCONNECT_S = 1.0
 _CONNECT_STEPS = 7
-"""TCP connection, a header and a body that match endpoints, the endpoint, remote memory, the channel, an answer."""
+"""Steps: a TCP connection, a header and a body to match endpoints, the endpoint, remote memory, the channel, an
+answer."""
 _NEVER_S = 3600
-"""`MC_TRANSFER_TIMEOUT`. Nobody waits in Mooncake, and asked later it says of what has arrived that it has not."""
+"""`MC_TRANSFER_TIMEOUT`. No thread waits in Mooncake. A shorter timeout makes it call a batch failed that has
+arrived."""
 _CLASSES = (b"AscendDirectTransport", b"HcclTransport")
 """Mooncake's transports for the protocol; 0.3.13's wheel has the first one in a library `ascend_transport.so`."""
 
 
 @dataclass(frozen=True)
 class AscendProblem:
-    """What is wrong, and what to do about it. `fatal`: nothing can be transferred like this."""
+    """Something on this host that may keep the protocol from working."""
 
+    # What is wrong, and what to do about it.
     message: str
+    # Whether nothing can be transferred as long as it is so.
     fatal: bool = False
 
 
 def settings(timeout_s: int, preset: Mapping[str, str]) -> dict[str, str]:
-    """The environment that limits a connection to `timeout_s`, and a transfer to that or `repair_s`, whichever is
-    longer. What `preset` has wins."""
+    """Returns the environment that limits a connection to `timeout_s`, and a transfer to the longer of `timeout_s` and
+    `repair_s`. Settings in `preset` win."""
     return {
         "ASCEND_CONNECT_TIMEOUT": str(1000 * timeout_s),
         "ASCEND_TRANSFER_TIMEOUT": str(1000 * max(timeout_s, repair_s(preset))),
@@ -80,15 +84,17 @@ def settings(timeout_s: int, preset: Mapping[str, str]) -> dict[str, str]:
 
 
 def repair_s(environment: Mapping[str, str]) -> int:
-    """Seconds, and a tenth more, for which RoCE sends a packet again before it reports an error. A link that comes
-    back within them costs time; a transfer that is given up earlier fails."""
+    """Returns for how many seconds RoCE sends a packet again before it reports an error, plus a tenth.
+
+    A link that comes back within this time only delays a transfer. A transfer with a shorter timeout would fail.
+    """
     exponent = _bounded(environment, "HCCL_RDMA_TIMEOUT", 20, range(5, 25))
     times = _bounded(environment, "HCCL_RDMA_RETRY_CNT", 7, range(1, 8))
     return math.ceil(1.1 * 4.096e-6 * (1 << exponent) * times)
 
 
 def pool_size(environment: Mapping[str, str]) -> int:
-    """Threads of Mooncake's pool, as it works them out."""
+    """Returns the number of threads in Mooncake's pool. Repeats Mooncake's rules."""
     if environment.get("ASCEND_BUFFER_POOL", "0:0") != "0:0":
         return 1
     try:
@@ -99,7 +105,7 @@ def pool_size(environment: Mapping[str, str]) -> int:
 
 
 def connects_one_by_one(transport: TransportInfo) -> bool:
-    """Whether a connection to a peer waits for those to others that are being made.
+    """Returns whether a connection to a peer waits for connections to other peers that are being made.
 
     Without AutoConnect Mooncake makes connections under a lock that every write takes. With it HIXL's comm engine
     makes them under one. An engine of a kind that is not known here may do the same.
@@ -108,17 +114,17 @@ def connects_one_by_one(transport: TransportInfo) -> bool:
 
 
 def slots(environment: Mapping[str, str], one_by_one: bool) -> tuple[int, int]:
-    """How many batches may be under way, and how many of them to peers that may not answer.
+    """Returns how many batches may be in flight, and how many of them to peers that may not answer.
 
-    Where peers are connected to one by one, few batches are under way and one peer is tried at a time. So a batch waits
-    for few connections, and one to a healthy peer for one.
+    If connections are made one by one, few batches are in flight, and only one of them to an unproven peer. So a batch
+    waits for few connections, and one to a healthy peer for a single one.
     """
     size = pool_size(environment)
     return (min(size, _SLOTS_ONE_BY_ONE), 1) if one_by_one else (size, max(1, size // 2))
 
 
 def settle_s(timeout_s: int, environment: Mapping[str, str], transport: TransportInfo) -> float:
-    """Seconds that a batch with a slot may take, whatever the peers do."""
+    """Returns for how many seconds a batch with a slot may take, whatever the peers do."""
     connect = _milliseconds(environment, "ASCEND_CONNECT_TIMEOUT", timeout_s) / 1000
     transfer = _milliseconds(environment, "ASCEND_TRANSFER_TIMEOUT", timeout_s) / 1000
     step = connect if transport.connects == Connects.BEFORE else max(connect, transfer)
@@ -128,7 +134,7 @@ def settle_s(timeout_s: int, environment: Mapping[str, str], transport: Transpor
 
 
 def check() -> list[AscendProblem]:
-    """What is wrong for the NPU that is current in this thread. Without one nothing can be registered."""
+    """Checks this host for the NPU that is current in this thread. Without an NPU no memory can be registered."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "npu"):
         reason = "protocol 'ascend' moves memory of NPUs, and torch_npu is not loaded: set transfer_protocol to tcp"
@@ -144,7 +150,7 @@ def check() -> list[AscendProblem]:
 
 
 def why_not_started(problems: Sequence[AscendProblem], environment: Mapping[str, str]) -> str:
-    """What may keep an engine from starting. The transport's library needs some of CANN's."""
+    """Returns what may keep an engine from starting. The transport's library needs libraries of CANN."""
     reasons = [problem.message for problem in problems]
     if not environment.get("ASCEND_HOME_PATH"):
         reasons.append("CANN's environment is not loaded (libllm_datadist.so): `source` its set_env.sh first")
@@ -152,7 +158,7 @@ def why_not_started(problems: Sequence[AscendProblem], environment: Mapping[str,
 
 
 def physical_device(device: int) -> int | None:
-    """The number on the machine of the NPU that this process calls `device`; None where ACL does not say.
+    """Returns the machine's number of the NPU that this process calls `device`; None if ACL does not tell.
 
     ASCEND_RT_VISIBLE_DEVICES and containers both change how a process counts. ACL's function takes the number that
     `aclrtSetDevice` takes, whatever its name says (CANN 9.1 reference, `aclrtGetPhyDevIdByLogicDevId`).
@@ -166,7 +172,7 @@ def physical_device(device: int) -> int | None:
 
 
 def chip_name() -> str:
-    """The chip's name, such as "Ascend910B1"; "" where ACL does not say."""
+    """Returns the chip's name, such as "Ascend910B1"; "" if ACL does not tell."""
     try:
         name = _acl().aclrtGetSocName
     except (OSError, AttributeError):
@@ -176,7 +182,7 @@ def chip_name() -> str:
 
 
 def check_address(hccn_conf: Path, device: int, has_tool: bool) -> list[AscendProblem]:
-    """What `hccn_conf` says of the physical `device`. `has_tool`: `hccn_tool` can be asked where there is no file."""
+    """Checks the entry of the physical `device` in `hccn_conf`. `has_tool`: `hccn_tool` replaces a missing file."""
     try:
         text = hccn_conf.read_text(errors="replace")
     except FileNotFoundError:
@@ -193,7 +199,7 @@ def check_address(hccn_conf: Path, device: int, has_tool: bool) -> list[AscendPr
 
 
 def check_entry(hccn_conf: str, device: int) -> AscendProblem | None:
-    """What is wrong with the physical `device`'s entry in the text of hccn.conf."""
+    """Checks the entry of the physical `device` in the text of hccn.conf."""
     repair = f"set it with `hccn_tool -i {device} -ip -s address ADDRESS netmask MASK`"
     for key in (f"address_{device}=", f"IPv6address_{device}="):
         for line in hccn_conf.split("\n"):
@@ -209,7 +215,7 @@ def check_entry(hccn_conf: str, device: int) -> AscendProblem | None:
 
 
 def is_loaded(maps: str) -> bool:
-    """Whether this process has loaded a Mooncake with the transport. `maps`: the text of /proc/self/maps."""
+    """Returns whether this process has loaded a Mooncake with the transport. `maps`: the text of /proc/self/maps."""
     files = mooncake_library.files_in(maps)
     return any(
         path.name.startswith("ascend_transport") or any(mooncake_library.mentions(path, name) for name in _CLASSES)
@@ -218,7 +224,7 @@ def is_loaded(maps: str) -> bool:
 
 
 def _milliseconds(environment: Mapping[str, str], name: str, default_s: int) -> int:
-    """As Mooncake reads it: what is no number is as if it were not there."""
+    """Reads a setting as Mooncake does: a value that is not a number counts as not set."""
     value = environment.get(name, "")
     return int(value) if value.isdecimal() else 1000 * default_s
 
@@ -229,5 +235,5 @@ def _bounded(environment: Mapping[str, str], name: str, default: int, values: ra
 
 
 def _acl() -> ctypes.CDLL:
-    """ACL's library, which torch_npu has loaded. Raises OSError where it is not there."""
+    """Returns ACL's library, which torch_npu has loaded. Raises OSError if it is not there."""
     return ctypes.CDLL("libascendcl.so")

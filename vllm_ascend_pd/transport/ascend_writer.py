@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes over Mooncake's protocol `ascend`: begun with a slot and a lease, over when Mooncake's task is over.
+"""Writes over Mooncake's protocol `ascend`. A batch waits for a slot before it asks for its lease.
 
 Facts, from the sources of Mooncake 0.3.11.post1 and 0.3.13:
 
@@ -35,17 +35,17 @@ _ARRIVED, _FAILED = 1, -1
 _SHORTEST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.005
 _PAUSE_SHARE = 1 / 8
-"""Of the time that a batch has taken so far: it is noticed that much late at most, and polls stay few."""
+"""A pause between two polls, as a share of the time since the batch began: the end is noticed at most that late."""
 
 
 class AscendWriter:
-    """Nothing of ours queues inside Mooncake, and when a write has failed nothing of it is under way.
+    """A `Writer`. No batch queues inside Mooncake, and no byte of a failed batch arrives later.
 
     A batch takes `limits.settle_s` at most, whatever the peer does: Mooncake tries twice, with timeouts.
     """
 
     def __init__(self, mooncake: Any, reach: Reach, limits: TransferLimits, slots: Slots) -> None:
-        """`mooncake`: its engine. `slots`: no more than Mooncake's pool has threads."""
+        """`mooncake`: Mooncake's engine. `slots`: at most as many as its pool has threads."""
         self._mooncake = mooncake
         self._reach = reach
         self._limits = limits
@@ -102,7 +102,7 @@ class _AscendFlight:
         self.writer._slots.give_back(self.session)
 
     def _await_end(self) -> bool:
-        """Waits until Mooncake's task is over. Returns whether everything has arrived."""
+        """Polls until Mooncake's task is over. Returns whether every byte has arrived."""
         mooncake, overdue_s = self.writer._mooncake, self.writer._limits.settle_s
         while (status := mooncake.transfer_check_status(self.batch_id)) not in (_ARRIVED, _FAILED):
             taken_s = time.monotonic() - self.started
@@ -116,7 +116,7 @@ class _AscendFlight:
         return arrived
 
     def lost(self, why: str) -> TransferError:
-        """It has failed, and nothing of it is under way."""
+        """Ends the batch as failed, and returns the error for it. No byte of it is in flight."""
         self.writer._slots.proved(self.session, well=False)
         self.writer._slots.give_back(self.session)
         self.writer._reach.failed(self.session)
@@ -128,7 +128,7 @@ class _AscendFlight:
         )
 
     def unknown(self, error: Exception) -> TransferError:
-        """Nobody can say how it ends. It keeps its slot for as long as a batch can take."""
+        """Returns the error for a batch whose end is unknown. It keeps its slot for as long as a batch can take."""
         self.writer._slots.proved(self.session, well=False)
         self.writer._reach.failed(self.session)
         timer = threading.Timer(self.writer._limits.settle_s, self.writer._slots.give_back, [self.session])

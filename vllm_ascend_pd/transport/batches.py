@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptors in batches that Mooncake can take. Pure."""
+"""Cuts descriptors into batches that Mooncake can take. Pure."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from vllm_ascend_pd.core.plan import Descriptors, Offsets, concatenate
 from vllm_ascend_pd.transport.limits import PAGE, TransferLimits
 
 Batch: TypeAlias = tuple[Sequence[int], Sequence[int], list[int]]
-"""Sources, destinations and lengths. Mooncake takes any sequences: of an array its C++ makes integers in two thirds of
-the time that a Python list of them takes to be made."""
+"""Sources, destinations and lengths. The first two are arrays of 64-bit integers, since Mooncake's C++ reads an
+array in two thirds of the time that making a Python list takes."""
 
 
 class _Stretch(NamedTuple):
-    """What of a batch is of one part: offsets from its bases, and where the addresses go."""
+    """The copies of a batch that belong to one part."""
 
+    # Index of the part, and of its base addresses.
     part: int
+    # Offsets from the base addresses.
     src: Offsets
     dst: Offsets
+    # Views of the batch's addresses, which `Batches.at` fills.
     src_addresses: Offsets
     dst_addresses: Offsets
 
 
 class _Form(NamedTuple):
-    """A batch without its bases. `stretches` write into `batch`."""
+    """A batch before its base addresses are added. `stretches` are views of `batch`."""
 
     stretches: list[_Stretch]
     batch: Batch
@@ -38,14 +41,16 @@ class _Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Batches:
-    """Copies in batches that respect limits, for any base addresses: cut once a step, written for every layer. Nothing
-    is allocated then: memory that was not just in use takes longer to fetch than addresses take to add."""
+    """Copies in batches, for any base addresses: cut once a step, written for every layer.
+
+    Adding base addresses allocates nothing: fresh memory takes longer to fetch than the addresses take to add.
+    """
 
     _forms: list[_Form]
 
     @classmethod
     def cut(cls, parts: Sequence[Descriptors], limits: TransferLimits) -> Batches:
-        """In order; what is longer than the limits allow becomes several copies."""
+        """Returns `parts` in batches within `limits`, in order. Copies that are too long become several."""
         longest = limits.piece_bytes(sum(int(part.nbytes.sum()) for part in parts))
         cut = {id(part): _cut(part, longest) for part in parts}  # K and V often are one object
         pieces = [cut[id(part)] for part in parts]
@@ -62,7 +67,10 @@ class Batches:
         return cls(forms)
 
     def at(self, sources: Sequence[int], destinations: Sequence[int]) -> Iterator[Batch]:
-        """With the addresses that offsets of each part count from. A batch holds until the next call: one thread's."""
+        """Yields the batches with the base addresses of each part added.
+
+        Every call writes into the same memory, so one thread uses a `Batches`, for one call at a time.
+        """
         for stretches, batch in self._forms:
             for part, src, dst, src_addresses, dst_addresses in stretches:
                 np.add(src, sources[part], src_addresses)
@@ -71,14 +79,14 @@ class Batches:
 
 
 def _list(values: Offsets) -> list[int]:
-    """Most often all are the same, and then one object: thousands take longer to be made, here, and to be read, for
-    every layer."""
+    """Returns `values` as integers. If they are equal, as usual, they are one object: thousands of objects take longer
+    to make here, and to read for every layer."""
     first = int(values[0])
     return [first] * len(values) if np.all(values == first) else values.tolist()
 
 
 def _form(pieces: Sequence[Descriptors], begins: Sequence[int], first: int, stop: int, lengths: list[int]) -> _Form:
-    """Of copies `[first, stop)`, where those of each part begin at `begins`."""
+    """Returns the batch of copies `[first, stop)`. Those of each part begin at `begins`."""
     sources, destinations = (array("q", bytes(8 * (stop - first))) for _ in range(2))
     src, dst = (np.frombuffer(addresses, dtype=np.int64) for addresses in (sources, destinations))
     stretches = []
@@ -91,7 +99,7 @@ def _form(pieces: Sequence[Descriptors], begins: Sequence[int], first: int, stop
 
 
 def _cut(copies: Descriptors, longest: int) -> Descriptors:
-    """The same bytes in as few copies of `longest` bytes at most, which share each one's whole pages equally."""
+    """Returns the same bytes in as few copies as possible of at most `longest` bytes, of about equal whole pages."""
     if copies.nbytes.max(initial=0) <= longest:
         return copies
     counts = -(-copies.nbytes // longest)

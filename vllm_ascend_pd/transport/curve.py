@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CURVE on the side channel: everything encrypted, and only who has the cluster's key file gets an answer.
+"""CURVE on the side channel: it encrypts everything, and only peers with the cluster's key file get an answer.
 
-One file holds two key pairs, for listeners and for those who connect to them; all engines of a cluster have it.
+The file holds two key pairs, one for servers and one for clients. All engines of a cluster have the same file.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Keys:
-    """A cluster's keys. They show themselves to nobody."""
+    """A cluster's keys. Neither `repr` nor an error shows them."""
 
     __slots__ = ("_client_public", "_client_secret", "_server_public", "_server_secret")
 
     def __init__(self, server_secret: bytes, client_secret: bytes) -> None:
-        """Both in Z85. Raises ValueError for what is no key."""
+        """Both secrets are in Z85. Raises ValueError for anything that is not a key."""
         if server_secret == client_secret:
             raise ValueError("the two secret keys are the same")
         self._server_secret, self._client_secret = server_secret, client_secret
@@ -51,7 +51,7 @@ class Keys:
         return "Keys(...)"
 
     def protect_server(self, socket: "zmq.Socket[bytes]") -> None:
-        """Before it is bound. Without a `Guard` in its context it lets nobody in."""
+        """Call it before `socket` is bound. Without a `Guard` in its context, the socket accepts no client."""
         socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -59,7 +59,7 @@ class Keys:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._server_public)
 
     def protect_client(self, socket: "zmq.Socket[bytes]") -> None:
-        """Before it is connected."""
+        """Call it before `socket` is connected."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._server_public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._client_secret)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._client_public)
@@ -71,13 +71,13 @@ class Keys:
 
 
 def new_key_file() -> bytes:
-    """What is in a new cluster's key file."""
+    """Returns the content of a new cluster's key file."""
     (_, server), (_, client) = zmq.curve_keypair(), zmq.curve_keypair()
     return msgspec.json.format(msgspec.json.encode(_KeyFile(_KIND, server.decode(), client.decode()))) + b"\n"
 
 
 def load_keys(path: str | None) -> Keys | None:
-    """The keys in the file at `path`; None if there is none. Raises SecretFileError."""
+    """Returns the keys in the file at `path`; None if `path` is None. Raises SecretFileError."""
     if path is None:
         return None
     try:
@@ -85,21 +85,22 @@ def load_keys(path: str | None) -> Keys | None:
         return Keys(file.server_secret_key.encode(), file.client_secret_key.encode())
     except SecretFileError:
         raise
-    except (ValueError, RecursionError):  # what they say might show what is in the file
+    except (ValueError, RecursionError):  # their messages might quote the file
         raise SecretFileError(
             f"the secret file {path} holds no side channel keys: make one with `vllm-ascend-pd keygen`"
         ) from None
 
 
 class Guard:
-    """Admits clients with the cluster's key to a server. On the server's thread: call `attend` when `socket` is ready.
+    """Admits clients with the cluster's key to a server. The server's thread calls it.
 
-    It is asked (ZAP, ZeroMQ RFC 27) about clients that speak CURVE and know the server's public key; libzmq itself
-    turns away all others, plain ones too. `refused` counts those whose own key is another.
+    libzmq asks it (ZAP, ZeroMQ RFC 27) about clients that speak CURVE and know the server's public key. libzmq itself
+    refuses all other clients, unencrypted ones too.
     """
 
     def __init__(self, keys: Keys, context: "zmq.Context[zmq.Socket[bytes]]", server: "zmq.Socket[bytes]") -> None:
-        """Before `server` is bound."""
+        """Protects `server`, which must not be bound yet. Call `attend` whenever `socket` can be read."""
+        # Clients with another key.
         self.refused = 0
         self._admitted = keys.admitted
         self._logged = 0
@@ -110,6 +111,7 @@ class Guard:
         keys.protect_server(server)
 
     def attend(self) -> None:
+        """Answers all questions that wait in `socket`."""
         with contextlib.suppress(zmq.Again):
             while True:
                 self._answer(self.socket.recv_multipart(zmq.DONTWAIT))

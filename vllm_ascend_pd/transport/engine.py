@@ -32,10 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 class TransferEngine:
-    """One Mooncake engine: registered memory here, and writes to peers. Any thread may write.
+    """One Mooncake engine: it registers memory of this process, and writes to memory of peers. Any thread may write.
 
-    A session that is new, or whose last write failed, must first answer a probe within `limits.timeout_s` (`reach.py`).
-    How writes wait and end depends on the protocol: `TcpWriter` (for "rdma", too) and `AscendWriter`.
+    Before the first write to a peer, and after each failed one, the peer must answer a probe within `limits.timeout_s`
+    (`reach.py`). How a write waits and ends depends on the protocol: `AscendWriter` for "ascend", `TcpWriter` for
+    "tcp" and "rdma".
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class TransferEngine:
         `existing`: the Mooncake engine of other connectors in this process, for "ascend" only.
 
         Settings that the environment already holds win over those of `limits`. For "ascend", set the device first.
+        Raises TransferError if the engine cannot start.
         """
         problems = ascend.check() if protocol == "ascend" else []
         if fatal := [problem.message for problem in problems if problem.fatal]:
@@ -95,24 +97,27 @@ class TransferEngine:
 
     @property
     def transport(self) -> TransportInfo:
-        """How this engine moves bytes, for peers to compare with theirs."""
+        """How this engine moves bytes. Peers compare it with theirs."""
         return self._transport
 
     @property
     def session(self) -> str:
-        """Where peers reach this engine: "host:rpc_port", an IPv6 host in brackets."""
+        """The address of this engine for peers: "host:rpc_port", an IPv6 host in brackets."""
         return self._session
 
     @property
     def limits(self) -> TransferLimits:
+        """The limits in effect, which settings in the environment may have changed."""
         return self._limits
 
     def register(self, regions: Sequence[Region], of_caches: bool = False) -> None:
-        """Make `regions` writable for peers. All or none; call before peers learn of them.
+        """Register `regions`, so that peers can write to them and `write` can read them. All or none.
 
-        Overlapping regions become one. Regions that are registered already are skipped; ones that overlap them in
-        part are refused, and so is what protocol "ascend" does not allow. `of_caches`: they are the KV caches, which
-        other connectors of this process register, too.
+        Call it before peers learn of the addresses. Overlapping regions become one. Regions that are registered
+        already are skipped. `of_caches`: they are the KV caches, which other connectors of this process register, too.
+
+        Raises TransferError for regions that overlap registered ones in part, that protocol "ascend" does not allow,
+        or that Mooncake refuses.
         """
         self._check_open()
         try:
@@ -131,35 +136,37 @@ class TransferEngine:
     def write_batches(
         self, session: str, batches: Iterable[Batch], may_begin: Callable[[], bool] = lambda: True
     ) -> None:
-        """Copy what `batches` say, which were cut to `limits`, into the memory of `session`, in order.
+        """Write `batches` to the memory of `session`, in order. They must have been cut to `limits`.
 
-        Blocks until the receiver has every byte. Raises `TransferError` as soon as one batch has failed; later batches
-        are not sent. The order of arrival is undefined. Writing again is safe: the same bytes go to the same place.
-        If the error's `may_arrive` is set, sources must stay unchanged for `limits.settle_s` more seconds.
+        Blocks until the receiver has every byte. The order of arrival is undefined. Writing again is safe: the same
+        bytes go to the same place.
 
-        `may_begin()` is asked right before each batch, after all waiting for the peer. False ends the write. No byte
-        of a batch arrives later than `limits.settle_s` after that.
+        `may_begin` is called right before each batch, after all waiting for the peer. If it returns False, the write
+        ends with TransferError. No byte of a batch arrives later than `limits.settle_s` after the call.
+
+        Raises TransferError as soon as one batch has failed. Later batches are not sent. If the error's `may_arrive`
+        is set, source memory must stay unchanged for `limits.settle_s` more seconds.
         """
         for batch in batches:
             if (flight := self.begin(session, batch, may_begin)) is not None:
                 flight.wait()
 
     def has_room(self, session: str, batch: Batch) -> bool:
-        """Whether `begin` would not have to wait for other batches."""
+        """See `Writer.has_room`."""
         return self._writer.has_room(session, batch)
 
     def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> Flight | None:
-        """Sends one batch on its way. Returns None if it has arrived already. As `write_batches` in all else."""
+        """Start to write one batch: see `Writer.begin`."""
         self._check_open()
         return self._writer.begin(session, batch, may_begin)
 
     def forget(self, sessions: Collection[str]) -> None:
-        """Drop what is known of sessions that will not be written to again. Harmless if they are after all."""
+        """Drop what is known of peers: see `Writer.forget`."""
         self._reach.forget(sessions)
         self._writer.forget(sessions)
 
     def close(self) -> None:
-        """Unregister everything and stop. Call it after all writers have returned; twice is safe."""
+        """Unregister all memory and stop. Call it after all writes have returned. A second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -176,8 +183,8 @@ class TransferEngine:
 
 
 def _start(host: str, protocol: str) -> Any:
-    """A Mooncake engine of our own. Raises LibraryError and RuntimeError."""
-    # Only now: some of Mooncake's settings are read when its library is loaded.
+    """Start a Mooncake engine of our own. Raises LibraryError and RuntimeError."""
+    # Not earlier: Mooncake reads some settings when its library is loaded.
     engine: Any = mooncake_library.load()()
     mooncake_library.check_protocol(protocol, ascend.is_loaded(Path("/proc/self/maps").read_text()))
     with mooncake_library.forced_tcp(protocol):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of HIXL's engines Mooncake starts for protocol `ascend` in this process, and when that engine connects.
+"""Finds out which of HIXL's engines Mooncake starts for protocol `ascend`, and when that engine connects.
 
-Neither library says so, so this module follows their decisions. Facts and where they are from:
+Neither library tells, so this module repeats their decisions. Facts and where they are from:
 
 - Mooncake 0.3.13, transfer_executor_base.cpp (`ParseExecutorEnvIntoInitParams`, `initEngines`): ASCEND_LOCAL_COMM_RES
   is handed to HIXL. Where it is not set and HIXL's `AdxlEngine::GetCapability` has CLIENT_SERVER_COMM, Mooncake asks
@@ -26,7 +26,7 @@ from vllm_ascend_pd.core.transports import Connects, EngineKind, TransportInfo
 from vllm_ascend_pd.transport import ascend, mooncake_library
 
 CLIENT_SERVER_COMM = 1
-"""Of HIXL's `FeatureType`."""
+"""A value of HIXL's `FeatureType`."""
 
 _GET_CAPABILITY = "_ZN4adxl10AdxlEngine13GetCapabilityENS_11FeatureTypeERi"
 _CLIENT_SERVER_RESOURCES = b'{"version":"1.3"}'
@@ -37,16 +37,16 @@ _CLIENT_SERVER_CHIP = "Ascend950"
 class Offers:
     """What the loaded libraries offer."""
 
+    # Whether HIXL has the client/server engine, and this Mooncake asks for it.
     client_server: bool
-    """HIXL has that engine, and this Mooncake asks for it."""
+    # Whether this Mooncake never asks HIXL for its capabilities.
     is_old: bool
-    """A Mooncake that never asks."""
+    # The chip's name, "" if it is not known.
     chip: str
-    """Its name, "" if it is not known."""
 
 
 def describe_transport(protocol: str) -> TransportInfo:
-    """Of an engine that this process has started with `protocol`."""
+    """Describes an engine that this process has started with `protocol`."""
     wheel = mooncake_library.installed()
     if protocol != "ascend":
         return TransportInfo(protocol, wheel)
@@ -55,14 +55,14 @@ def describe_transport(protocol: str) -> TransportInfo:
 
 
 def offers() -> Offers:
-    """Of the libraries that this process has loaded."""
+    """Returns what the libraries that this process has loaded offer."""
     libraries = [path for path in mooncake_library.loaded_files() if path.name.startswith("ascend_transport")]
     asks = any(mooncake_library.mentions(path, _CLIENT_SERVER_RESOURCES) for path in libraries)
     return Offers(client_server=asks and hixl_has(CLIENT_SERVER_COMM), is_old=not asks, chip=ascend.chip_name())
 
 
 def hixl_has(feature: int) -> bool:
-    """Whether the loaded HIXL says that it has `feature`: asked as Mooncake asks."""
+    """Returns whether the loaded HIXL has `feature`. Asks in the same way as Mooncake."""
     hixl = _loaded("libllm_datadist.so")
     ask = getattr(hixl, _GET_CAPABILITY, None)
     value = ctypes.c_int32()
@@ -70,7 +70,7 @@ def hixl_has(feature: int) -> bool:
 
 
 def kind(environment: Mapping[str, str], found: Offers) -> EngineKind:
-    """Of the engine that starts. UNKNOWN where the settings say too little."""
+    """Returns the kind of engine that starts. UNKNOWN if the settings do not decide it."""
     resources = _without_store(environment.get("ASCEND_GLOBAL_RESOURCE_CONFIG", ""))
     if found.is_old and "ASCEND_ENABLE_USE_FABRIC_MEM" in environment:
         return EngineKind.UNKNOWN
@@ -89,7 +89,7 @@ def kind(environment: Mapping[str, str], found: Offers) -> EngineKind:
 
 
 def connects(environment: Mapping[str, str], found: Offers) -> Connects:
-    """When the engine that starts connects to a peer."""
+    """Returns when the engine that starts connects to a peer."""
     setting = environment.get("ASCEND_AUTO_CONNECT")
     if setting is None:
         return Connects.BEFORE if found.is_old else Connects.AUTO
@@ -106,7 +106,7 @@ def _by_local_resources(text: str) -> EngineKind:
 
 
 def _without_store(text: str) -> str:
-    """The settings that apply to engines which are no store's."""
+    """Returns the settings in `text` that apply to transfer engines, which are all but those of Mooncake's store."""
     try:
         resources = json.loads(text)
     except ValueError:
@@ -117,7 +117,7 @@ def _without_store(text: str) -> str:
 
 
 def _loaded(library: str) -> ctypes.CDLL | None:
-    """`library` if this process has loaded it already."""
+    """Returns `library` if this process has loaded it already."""
     try:
         return ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:

@@ -13,14 +13,13 @@ import zmq
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
-"""How often threads look at deadlines, of everything that is open: with every message, each would cost more the more
-is."""
+"""Seconds between two looks at deadlines. A look costs more the more is open, so not every message causes one."""
 
-# A host that has died is noticed after 10 + 4 * 5 s of silence. The kernel answers for a process that is stopped, which
-# is why these are not ZMQ's heartbeats: a connection that is closed means that its process has ended.
+# A dead host is noticed after 10 + 4 * 5 s of silence. These are not ZMQ's heartbeats, because the kernel answers for a
+# stopped process: a closed connection means that its process has ended.
 _KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 4}
 
-# A socket per peer: 1,023, ZMQ's own bound, are 60 decode engines of 16 ranks.
+# One socket per peer. ZMQ's default, 1,023, is enough for only 60 decode engines of 16 ranks.
 _MAX_SOCKETS = 32 * 1024
 
 
@@ -28,10 +27,12 @@ class Loop:
     """A thread that owns ZMQ sockets, with a mailbox through which other threads wake it."""
 
     def __init__(self, name: str, tick: Callable[[float], None]) -> None:
+        """`tick(now)` runs on the thread every `TICK_S`. A subclass starts the thread at the end of its constructor."""
         self._tick = tick
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._poller = zmq.Poller()
+        # Actions of other threads. Changes under `_mailbox_lock`, but the thread takes from it without.
         self._mailbox: deque[Callable[[], None]] = deque()
         self._mailbox_in = self._socket(zmq.PAIR)
         self._mailbox_out = self._socket(zmq.PAIR)
@@ -52,11 +53,12 @@ class Loop:
         return socket
 
     def call(self, action: Callable[[], None]) -> bool:
-        """Runs `action` on the thread, soon. False after close: then it never runs."""
+        """Runs `action` on the thread, soon. Any thread may call it. After `close` it returns False and does
+        nothing."""
         with self._mailbox_lock:
             if self._closing.is_set():
                 return False
-            # The thread looks here before it sleeps, and takes all there is once it has begun to.
+            # A non-empty mailbox has woken the thread already. The thread itself looks before it sleeps.
             looks = bool(self._mailbox) or threading.get_ident() == self._thread.ident
             self._mailbox.append(action)
             if not looks:
@@ -64,11 +66,11 @@ class Loop:
             return True
 
     def tick_within(self, seconds: float) -> None:
-        """The next tick comes no later than that. On the thread only."""
+        """Makes the next tick come within `seconds`. Only the thread calls it."""
         self._tick_at = min(self._tick_at, time.monotonic() + seconds)
 
     def _wake(self) -> None:
-        with contextlib.suppress(zmq.Again):  # then unread wake-ups are waiting already
+        with contextlib.suppress(zmq.Again):  # unread wake-ups are waiting already
             self._mailbox_in.send(b"", zmq.DONTWAIT)
 
     def _run(self) -> None:
@@ -77,7 +79,7 @@ class Loop:
                 try:
                     self._turn()
                 except Exception:
-                    # A defect in a callback must not silence the whole channel: deadlines still have to pass.
+                    # A defect in a callback must not stop the whole channel: deadlines still have to pass.
                     logger.exception("side channel: a callback failed")
             while self._mailbox:
                 self._mailbox.popleft()()
@@ -86,7 +88,9 @@ class Loop:
             self._context.destroy(linger=0)
 
     def _turn(self) -> None:
-        with self._mailbox_lock:  # who has seen something in it has put what it brings, too
+        with (
+            self._mailbox_lock
+        ):  # a thread that adds to an empty mailbox also sends a wake-up before it releases the lock
             is_empty = not self._mailbox
         sleep_ms = 1 + int(1000 * max(0.0, self._tick_at - time.monotonic())) if is_empty else 0
         ready = dict(self._poller.poll(sleep_ms))
@@ -102,25 +106,26 @@ class Loop:
             self._on_tick(now)
 
     def _on_ready(self, ready: dict["zmq.Socket[bytes]", int]) -> None:
+        """Handles what has come. `ready`: sockets that can be read."""
         raise NotImplementedError
 
     def _on_tick(self, now: float) -> None:
         self._tick(now)
 
     def _on_close(self) -> None:
-        """The thread is about to end."""
+        """Runs on the thread just before it ends."""
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the thread and closes all sockets. Safe to call twice."""
+        """Ends the thread and closes all sockets. A second call does nothing."""
         with self._mailbox_lock:
             if self._closing.is_set():
                 return
             self._wake()
             self._closing.set()
-        if self._thread.ident is None:  # it never began
+        if self._thread.ident is None:  # it never started
             self._context.destroy(linger=0)
             return
-        # By the thread, as libzmq may wait for ever: for one of its own, where a connection broke that was full.
+        # The thread destroys the context. This may block for ever inside libzmq, so the join has a timeout.
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning("side channel: thread %s did not end within %g s", self._thread.name, timeout_s)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake's library as it is installed here: loads it, names it, and says in words why it cannot be loaded.
+"""Loads the installed Mooncake, names it, and explains why it cannot be loaded.
 
 Facts and where they are from:
 
 - Mooncake's wheels for NPUs, 0.3.11.post1 and 0.3.13.post1 (`readelf -d`): `mooncake.engine` is linked against
   `ascend_transport.so`, and that against CANN's libraries. Without CANN the import fails.
 - Mooncake, transfer_engine_impl.cpp: a build for NPUs installs the transport `ascend` whatever protocol it is given.
-  From 0.3.12 on it installs TCP instead where MC_FORCE_TCP is set, to whatever, when an engine starts. 0.3.11 for NPUs
+  From 0.3.12 on it installs TCP instead if MC_FORCE_TCP is set, to any value, when an engine starts. 0.3.11 for NPUs
   does not read that variable: it has no TCP.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 FORCE_TCP = "MC_FORCE_TCP"
-"""Where it is set, Mooncake's engines use TCP. An engine reads it when it starts."""
+"""If it is set, Mooncake's engines use TCP. An engine reads it when it starts."""
 
 _DISTRIBUTION = "mooncake-transfer-engine"
 _FROM_CANN = ("libascendcl", "libllm_datadist", "libmetadef", "libhixl", "libhccl", "libhcomm", "libge_", "libgraph")
@@ -40,11 +40,11 @@ _MISSING = re.compile(r"(\S+): cannot open shared object file")
 
 
 class LibraryError(Exception):
-    """Mooncake cannot be loaded, or cannot do what it is asked for. The message says what to do."""
+    """Mooncake cannot be loaded, or lacks a protocol. The message says what to do."""
 
 
 def load() -> Any:
-    """Mooncake's class `TransferEngine`. Raises LibraryError."""
+    """Returns Mooncake's class `TransferEngine`. Raises LibraryError."""
     try:
         from mooncake.engine import TransferEngine
     except ImportError as error:
@@ -53,7 +53,7 @@ def load() -> Any:
 
 
 def remedy(error: str) -> str:
-    """What to do about an ImportError of `mooncake.engine`, by its text."""
+    """Returns what to do about an ImportError of `mooncake.engine`. `error`: its text."""
     missing = _MISSING.search(error)
     name = Path(missing[1]).name if missing else ""
     if name.startswith(_FROM_CANN):
@@ -73,9 +73,9 @@ def remedy(error: str) -> str:
 
 
 def installed() -> str:
-    """The name and version of the distribution that the loaded `mooncake.engine` came with; "" if it is not known.
+    """Returns the name and version of the distribution of the loaded `mooncake.engine`; "" if it is not known.
 
-    Several in one folder, which overwrite each other, are all named.
+    If several are in one folder, where they overwrite each other, it names all of them.
     """
     folder = Path(sys.modules["mooncake.engine"].__file__ or "").parent.parent
     found = {
@@ -87,18 +87,18 @@ def installed() -> str:
 
 
 def loaded_files() -> list[Path]:
-    """The files of Mooncake's that this process has mapped."""
+    """Returns the files of Mooncake that this process has mapped."""
     return files_in(Path("/proc/self/maps").read_text())
 
 
 def files_in(maps: str) -> list[Path]:
-    """Mooncake's files in the text of /proc/self/maps."""
+    """Returns Mooncake's files in `maps`, the text of /proc/self/maps."""
     paths = {Path(fields[5]) for line in maps.splitlines() if len(fields := line.split(maxsplit=5)) == 6}
     return sorted(p for p in paths if "mooncake" in str(p).lower() or any(name in p.name for name in _LIBRARIES))
 
 
 def mentions(path: Path, text: bytes) -> bool:
-    """Whether the file holds `text`: the name of a class, of a symbol, of a setting that it reads."""
+    """Returns whether the file contains `text`: the name of a class, a symbol, or a setting that it reads."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -106,7 +106,7 @@ def mentions(path: Path, text: bytes) -> bool:
 
 
 def check_protocol(protocol: str, has_ascend: bool) -> None:
-    """Raises LibraryError where the loaded Mooncake would move bytes by another protocol than `protocol`.
+    """Raises LibraryError if the loaded Mooncake would move bytes by another protocol than `protocol`.
 
     `has_ascend`: it has the transport `ascend`.
     """
@@ -124,7 +124,7 @@ def check_protocol(protocol: str, has_ascend: bool) -> None:
 
 @contextlib.contextmanager
 def forced_tcp(protocol: str) -> Iterator[None]:
-    """While an engine starts: TCP with any wheel, where `protocol` is "tcp"."""
+    """Makes an engine that starts meanwhile use TCP with any wheel, if `protocol` is "tcp"."""
     if protocol != "tcp" or FORCE_TCP in os.environ:
         yield
         return

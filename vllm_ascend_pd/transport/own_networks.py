@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The networks that this host is in: which addresses of others are inside the cluster, whoever they were given by."""
+"""The networks of this host's interfaces. Addresses in them count as inside the cluster."""
 
 import ipaddress
 
 import psutil
 
-# A wider mask says nothing about who is inside. Clusters do use public /8 networks of their own.
+# The shortest prefix that is used. A wider network says nothing about its hosts. Some clusters use a public /8.
 _WIDEST = {4: 8, 6: 32}
 
 
 def own_networks() -> tuple[str, ...]:
-    """Networks of this host's interfaces, sorted. Loopback and link-local ones are left out, as are wide masks."""
+    """Returns the networks of this host's interfaces, sorted. Leaves out loopback, link-local and too wide ones."""
     found = set()
     for addresses in psutil.net_if_addrs().values():
         for each in addresses:
@@ -26,7 +26,7 @@ def own_networks() -> tuple[str, ...]:
 
 
 def _prefix(netmask: str | None) -> int:
-    """The mask's length. Raises ValueError, also for one with holes."""
+    """Returns the mask's length. Raises ValueError for anything that is not a mask, such as one with holes."""
     if netmask is None:
         raise ValueError("no mask")
     mask = ipaddress.ip_address(netmask)

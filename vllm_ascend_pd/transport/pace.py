@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a thread may sleep while Mooncake moves a batch over TCP.
 
-Who waits in Mooncake's calls polls without a pause, which takes a core from the threads that move the bytes, and from
-the model. But a batch is not done sooner than the link allows: until then the thread sleeps, and only then it polls.
+A thread that waits in Mooncake polls without a pause, which takes a core from the threads that move the bytes and from
+the model. A batch cannot arrive sooner than the link allows. Until then the thread sleeps, and then it polls.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ import time
 from collections import deque
 
 SHARE = 0.8
-"""Of what the batch will probably take. Below 1: a link that has become faster shows within a few batches."""
+"""Part of the expected time that is slept. Below 1, so that a faster link shows within a few batches."""
 
 SHORTEST_S = 0.0005
-"""Sleeping for less costs more than polling: the kernel wakes the thread 0.05 to 0.1 ms late."""
+"""Shorter sleeps cost more than polling: the kernel wakes a thread 0.05 to 0.1 ms late."""
 
 LONGEST_S = 1.0
-"""Who fails meanwhile is noticed that much later."""
+"""Longer sleeps notice a failed peer too late."""
 
 LEARNS_FROM = 1 << 20
-"""Bytes: what smaller batches take is not the link's time alone. So they tell only that it is faster than thought, and
-that only where none was under way before them: what has arrived with another one seems to have taken no time."""
+"""Bytes. The time of smaller batches is not the link's alone. They only show that it is faster than expected, and only
+if no other batch was in flight before them: a batch that arrives with another one seems to take no time."""
 
 _LATEST = 8
 _ENOUGH = 4
 
 
 class Pace:
-    """Of one peer. Batches of several threads only make it guess worse."""
+    """Estimates one peer's speed. Batches of several threads make the estimate worse, nothing else."""
 
     def __init__(self) -> None:
         self._seconds_per_byte: deque[float] = deque(maxlen=_LATEST)
+        # When the last batch ended: the next one had the link to itself only from then on.
         self._ended = -math.inf
-        """When the last batch did: the next one had the link to itself only from then on."""
 
     def pause_s(self, num_bytes: int, started: float) -> float:
-        """How long a batch that has `started` can be slept on from now, `LONGEST_S` at most; 0: not at all."""
+        """Returns how long to sleep from now for a batch that has `started`: 0, or up to `LONGEST_S` seconds."""
         expected = self._seconds_for_a_byte() * num_bytes
         pause_s = max(started, self._ended) + SHARE * expected - time.monotonic()
         return min(pause_s, LONGEST_S) if pause_s >= SHORTEST_S else 0.0
 
     def arrived(self, num_bytes: int, started: float) -> None:
-        """A batch has, just now."""
+        """Records that a batch has just arrived."""
         now = time.monotonic()
         taken = (now - max(started, self._ended)) / num_bytes
         alone = started >= self._ended
@@ -52,7 +52,7 @@ class Pace:
         self._ended = now
 
     def _seconds_for_a_byte(self) -> float:
-        """Probably; 0 while too little is known."""
+        """Returns the expected seconds per byte; 0 while too little is known."""
         latest = sorted(self._seconds_per_byte)
-        # Of the faster ones: to poll for too long costs less than to sleep for too long.
+        # One of the faster batches: polling for too long costs less than sleeping for too long.
         return latest[len(latest) // 4] if len(latest) >= _ENOUGH else 0.0

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of ours is in Mooncake's queue to one peer, which it has over TCP: always less than it takes.
+"""Keeps Mooncake's TCP queue to one peer from overflowing.
 
 A descriptor that finds this queue full is refused, and with Mooncake 0.3.13 that may stop the queue for good:
 `enqueuePooledTransfer` (`tcp_transport_lane_impl.h`) marks the queue's pump as scheduled, and then schedules it only if
-nothing was refused. If the refused descriptor was the first one since the pump last ran, it never runs again, and every
-later write to this peer fails. https://github.com/kvcache-ai/Mooncake/issues/4209 is what users see of it.
+nothing was refused. If the refused descriptor was the first one since the pump last ran, the pump never runs again.
+Then every later write to this peer fails, as in https://github.com/kvcache-ai/Mooncake/issues/4209.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT
 
 
 def most_descriptors(capacity: int) -> int:
-    """Of one batch, for a queue of `capacity`: as many again as may run may be left over by batches that failed."""
+    """Returns the most descriptors of a batch for a queue of `capacity`, half of which is for failed batches' rest."""
     return max(1, capacity // (2 * BATCHES_IN_FLIGHT))
 
 
 class PeerQueue:
+    """Counts what is in Mooncake's queue to one peer. Any thread may call it."""
+
     def __init__(self, capacity: int, settle_s: float) -> None:
-        """`capacity`: descriptors. `settle_s`: how long some of a failed batch may stay."""
+        """`capacity`: descriptors. `settle_s`: for how many seconds those of a failed batch may stay in the queue."""
         self._capacity = capacity
         self._settle_s = settle_s
         self._changed = threading.Condition()
         self._batches = 0
         self._descriptors = 0
+        # For each failed batch: until when its descriptors may stay, and how many.
         self._left: deque[tuple[float, int]] = deque()
-        """Of each failed batch: until when, and how many."""
 
     def enter(self, descriptors: int, timeout_s: float) -> bool:
-        """Waits until a batch has room, then counts it. False: not within `timeout_s`."""
+        """Waits until there is room for a batch, and counts it. Returns False after `timeout_s` without room."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._has_room(descriptors):
@@ -47,12 +49,12 @@ class PeerQueue:
             return True
 
     def has_room(self, descriptors: int) -> bool:
-        """Would `enter` let a batch pass at once?"""
+        """Returns whether `enter` would not wait."""
         with self._changed:
             return self._has_room(descriptors)
 
     def leave(self, descriptors: int, *, failed: bool) -> None:
-        """A batch has ended."""
+        """Ends a batch that `enter` counted. If it `failed`, its descriptors count for `settle_s` more seconds."""
         with self._changed:
             self._batches -= 1
             self._descriptors -= descriptors

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a peer's process answers, asked before the first write to it and after each failed one.
+"""Probes a peer's process before the first write to it, and after each failed one.
 
-Mooncake reads a new peer's metadata under a lock that every write of the process takes, for up to 60 s. A process that
-is stopped or cut off does not answer a probe either, so the probe keeps such a peer away from that lock. It says
-nothing about the network between NPUs.
+Mooncake reads a new peer's metadata for up to 60 s, under a lock that every write of the process takes. A process that
+is stopped or cut off does not answer a probe either, so such a peer never gets that lock. A probe says nothing about
+the network between NPUs.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from vllm_ascend_pd.transport.writer import TransferError
 
 
 class Reach:
+    """Knows which peers have answered a probe. Any thread may call it."""
+
     def __init__(self, mooncake: Any, own_session: str, timeout_s: float) -> None:
-        """`mooncake`: its engine. `timeout_s`: how long an answer may take."""
+        """`mooncake`: Mooncake's engine. `timeout_s`: how long an answer may take."""
         self._mooncake = mooncake
         self._own_session = own_session
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         # The two below change under the lock.
+        # Sessions that answered, and to which no write has failed since.
         self._answering: set[str] = set()
-        """Sessions that answered, and to which no write has failed since."""
+        # Probes in flight, by session.
         self._probes: dict[str, Future[int]] = {}
-        """Probes under way."""
 
     def await_answer(self, session: str) -> None:
-        """Waits until the peer has answered a probe, if it is new or failed before. Raises `TransferError`."""
+        """Waits until the peer has answered a probe, if it is new or its last write failed. Raises TransferError."""
         if session in self._answering:
             return
         self._check_address(session)
@@ -54,11 +56,12 @@ class Reach:
             self._answering.add(session)
 
     def failed(self, session: str) -> None:
-        """A write has failed: the next one probes first."""
+        """Records that a write has failed: the next one probes first."""
         with self._lock:
             self._answering.discard(session)
 
     def forget(self, sessions: Collection[str]) -> None:
+        """As `Writer.forget`."""
         with self._lock:
             self._answering.difference_update(sessions)
 
@@ -74,7 +77,7 @@ class Reach:
 
     def _start(self, session: str) -> Future[int]:
         probe: Future[int] = Future()
-        # Mooncake gives up reading an answer after 60 s: that bounds the thread, not its caller.
+        # Mooncake stops reading an answer after 60 s, which bounds the thread. The caller waits for less.
         thread = threading.Thread(target=self._probe, args=(session, probe), name=f"probe {session}", daemon=True)
         try:
             thread.start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that an engine has registered with Mooncake, so that peers can write to it and it can be written from."""
+"""The memory that an engine has registered with Mooncake."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from vllm_ascend_pd.transport.existing_engine import ExistingEngine
 
 
 class RegistrationError(Exception):
-    """Memory was not registered, or not given back."""
+    """Memory could not be registered or unregistered."""
 
 
 class RegisteredMemory:
+    """Only registered memory can be written to by peers, and written from. Any thread may call it."""
+
     def __init__(self, mooncake: Any, chip: str | None, shared: ExistingEngine | None) -> None:
-        """`mooncake`: its engine. `chip`: as in `regions.refusal`; None: no limits of NPUs. `shared`: set if other
-        connectors of this process use `mooncake`, too."""
+        """
+        `mooncake`: Mooncake's engine.
+        `chip`: as in `regions.refusal`. None: no limits of NPUs apply.
+        `shared`: set if other connectors of this process use `mooncake`, too.
+        """
         self._mooncake = mooncake
         self._chip = chip
         self._shared = shared
         self._lock = threading.Lock()
         # The two below change under the lock.
+        # All registered regions, whoever registered them. Sorted and disjoint.
         self._known: list[Region] = []
-        """Registered regions, by whoever did it. Sorted and disjoint."""
+        # Addresses of those that `close` unregisters.
         self._own: list[int] = []
-        """Addresses of those that are to be unregistered."""
 
     def add(self, regions: Sequence[Region], of_caches: bool) -> None:
         """Registers all of `regions` or none. Raises RegistrationError.
@@ -53,7 +58,7 @@ class RegisteredMemory:
             self._known = together
 
     def close(self) -> None:
-        """Unregisters what is only this engine's, and lets go of it. Raises RegistrationError."""
+        """Unregisters the regions that only this engine uses. Raises RegistrationError."""
         with self._lock:
             own, self._own, self._known = self._own, [], []
             mooncake, self._mooncake = self._mooncake, None

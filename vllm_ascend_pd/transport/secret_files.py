@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that hold a secret. Errors name the file, never what is in it."""
+"""Reads and writes files that hold a secret. Errors name the file, never its content."""
 
 import os
 import secrets
@@ -12,13 +12,16 @@ _MAX_BYTES = 64 << 10
 
 
 class SecretFileError(ValueError):
-    """A secret that cannot be read, or that others can."""
+    """A secret file cannot be read or written, has unusable content, or can be read by others."""
 
 
 def read_secret(path: str | Path) -> bytes:
-    """The content of a regular file that only its owner can read, without the white space around it."""
+    """Returns the content of a regular file that only its owner can read, without white space around it.
+
+    Raises SecretFileError, as all functions here do.
+    """
     try:
-        # Not to wait for the other end of a pipe.
+        # O_NONBLOCK: a pipe must not make it wait for its other end.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
@@ -42,7 +45,7 @@ def read_secret(path: str | Path) -> bytes:
 
 
 def read_text_secret(path: str | Path) -> str:
-    """As `read_secret`, of printable ASCII characters: a token or a password."""
+    """As `read_secret`, for a token or a password: printable ASCII characters."""
     content = read_secret(path)
     if not all(0x20 < byte < 0x7F for byte in content):
         raise SecretFileError(f"the secret file {path} holds other than printable ASCII characters without spaces")
@@ -50,6 +53,7 @@ def read_text_secret(path: str | Path) -> str:
 
 
 def read_ticket_secret(path: str | Path) -> Secret:
+    """As `read_secret`, for the secret that signs tickets."""
     try:
         return Secret(read_secret(path))
     except SecretFileError:
@@ -59,12 +63,12 @@ def read_ticket_secret(path: str | Path) -> Secret:
 
 
 def new_ticket_secret() -> bytes:
-    """A ticket secret's file."""
+    """Returns the content of a new ticket secret file."""
     return secrets.token_urlsafe(48).encode() + b"\n"
 
 
 def write_new(path: str | Path, content: bytes) -> None:
-    """Makes a file of mode 0600. Never overwrites one."""
+    """Creates a file of mode 0600. Never overwrites one."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:

@@ -28,25 +28,25 @@ from vllm_ascend_pd.transport.socket_limiter import SocketLimiter, default_limit
 
 logger = logging.getLogger(__name__)
 
-# How often what resting connections have brought is read.
+# Seconds between two reads of resting connections.
 _REST_LOOK_S = 1.0
-# Requests a peer has not yet taken, per connection; messages taken in one turn.
+# Requests per connection that a server has not taken yet. Also the most messages that are taken in one turn.
 _HIGH_WATER_MARK = 4096
-# Replies a peer has not yet taken, per connection: it may ask so much at once without losing any.
+# Replies per connection that a client has not taken yet. It may send so many requests at once without losing a reply.
 _UNREAD_REPLIES = 1024
-# Messages that have come and wait to be taken, per connection: times their size, what a peer can make us keep.
+# Received messages per connection that wait to be taken. Times their size, this is what a peer can make us keep.
 _UNREAD_REQUESTS = 256
 _UNREAD_ANSWERS = 32
-# Who connects has this long to show that it speaks ZMTP.
+# A client must complete ZMTP's handshake within so many seconds.
 _HANDSHAKE_S = 10.0
 
 
 class SideChannelError(RuntimeError):
-    """A side channel that could not be opened, or a request that got no usable answer."""
+    """A side channel could not be opened, or a request got no usable answer."""
 
 
 class ClientConnection:
-    """Where a server's message came from: lets it send something unasked later."""
+    """The connection that a message came from. The server may send on it later, on any thread."""
 
     __slots__ = ("_identity", "_server")
 
@@ -55,8 +55,10 @@ class ClientConnection:
         self._identity = identity
 
     def send(self, message: Message, gone: Callable[[], None] = lambda: None) -> None:
-        """Queues `message`. It is lost if the peer is gone, or does not read: nothing may depend on its arrival alone.
-        `gone` is called, on the server's thread, if its connection is closed."""
+        """Queues `message`. It may be lost, so nothing may depend on its arrival alone.
+
+        `gone` is called on the server's thread if the connection is closed.
+        """
         self._server._post(self._identity, message, gone)
 
     def __eq__(self, other: object) -> bool:
@@ -71,14 +73,7 @@ class ClientConnection:
 
 
 class SideChannelServer(Loop):
-    """Listens on `host`, answers each message with what `handle(message, peer)` returns.
-
-    `port` 0 picks a free one. `tick(now)` is called 20 times a second, on the same thread: with all state touched only
-    from `handle` and `tick`, a server needs no locks. With `keys`, clients that have other ones or none get nothing.
-    `unread_replies`: how many wait for a peer that does not read; further ones are `dropped`, which counts them.
-    `max_connections`: `socket_limiter.default_limit()` if None. `rejected` counts messages that could not be read,
-    `refused_connections` connections that were no peer's or too many. Raises SideChannelError when it cannot listen.
-    """
+    """Answers messages on one thread, which also passes time. State that only this thread touches needs no locks."""
 
     def __init__(
         self,
@@ -91,13 +86,26 @@ class SideChannelServer(Loop):
         unread_replies: int = _UNREAD_REPLIES,
         max_connections: int | None = None,
     ) -> None:
+        """Listens, and starts the thread.
+
+        `port`: 0 picks a free one.
+        `handle`: `handle(message, connection)` returns the answer. Runs on the thread.
+        `tick`: `tick(now)` runs on the thread 20 times a second.
+        `keys`: clients with other keys, or without keys, get nothing.
+        `unread_replies`: how many replies wait for a client that does not read. Further ones are dropped.
+        `max_connections`: `socket_limiter.default_limit()` if None.
+
+        Raises SideChannelError if it cannot listen.
+        """
         super().__init__(name, tick)
         self._handle = handle
+        # Messages that could not be read. The thread changes it.
         self.rejected = 0
+        # Replies that clients did not read in time. The thread changes it.
         self.dropped = 0
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error, not silence, when a peer is gone
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a closed connection is an error
         self._router.setsockopt(zmq.RCVHWM, _UNREAD_REQUESTS)
         self._router.setsockopt(zmq.SNDHWM, unread_replies)
         self._router.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
@@ -121,6 +129,7 @@ class SideChannelServer(Loop):
 
     @property
     def refused_connections(self) -> int:
+        """Connections that never sent a readable message, or were closed because there were too many."""
         return self._limiter.refused
 
     def _post(self, identity: bytes, message: Message, gone: Callable[[], None]) -> None:
@@ -131,7 +140,7 @@ class SideChannelServer(Loop):
         self.call(send)
 
     def _send(self, identity: bytes, seq: int, message: Message) -> bool:
-        """Whether the peer's connection is still there."""
+        """Sends a message. Returns False if the connection is closed."""
         try:
             self._router.send_multipart([identity, encode(seq, message)], zmq.DONTWAIT)
         except zmq.ZMQError as error:
@@ -139,7 +148,9 @@ class SideChannelServer(Loop):
                 logger.debug("side channel: a %s to a peer that is gone", type(message).__name__)
                 return False
             self.dropped += 1
-            if self.dropped & (self.dropped - 1) == 0:  # the 1st, 2nd, 4th, ...: who never reads fills no log
+            if (
+                self.dropped & (self.dropped - 1) == 0
+            ):  # log the 1st, 2nd, 4th, ...: a client that never reads must not fill the log
                 logger.warning(
                     "side channel: dropped a %s, as its receiver reads too slowly (%s; %d so far): it will ask again",
                     type(message).__name__,
@@ -182,7 +193,7 @@ class SideChannelServer(Loop):
 
 
 def _source(frame: zmq.Frame) -> int:
-    """The descriptor of the connection that a frame came from; -1 if it spoke an old ZMTP, as no peer does."""
+    """Returns the file descriptor that a frame came from; -1 for an old ZMTP, which no peer of ours speaks."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -191,15 +202,17 @@ def _source(frame: zmq.Frame) -> int:
 
 @dataclass
 class _Pending:
+    """A request that waits for its answer."""
+
     endpoint: str
+    # In seconds of `time.monotonic`.
     deadline: float
+    # Called once, with the answer or an error.
     done: Callable[[Message | SideChannelError], None]
 
 
 class SideChannelClient(Loop):
-    """Sends requests to servers. `unasked(endpoint, message)` gets what servers send on their own;
-    `tick(now)` is called 20 times a second on the same thread; `rejected` counts what could not be read. With
-    `keys`, only servers that have them get anything."""
+    """Sends requests to any number of servers, on one thread."""
 
     def __init__(
         self,
@@ -208,14 +221,25 @@ class SideChannelClient(Loop):
         name: str = "pd-side-channel",
         keys: Keys | None = None,
     ) -> None:
+        """Starts the thread.
+
+        `unasked`: `unasked(endpoint, message)` gets messages that servers send without a request. Runs on the thread.
+        `tick`: `tick(now)` runs on the thread 20 times a second.
+        `keys`: servers with other keys, or without keys, get nothing.
+        """
         super().__init__(name, tick)
         self._keys = keys
         self._unasked = unasked
+        # The thread owns all of these.
+        # Messages that could not be read.
         self.rejected = 0
         self._seq = itertools.count(1)
+        # Connections, by endpoint and by socket.
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._endpoints: dict[zmq.Socket[bytes], str] = {}
+        # When to read resting connections next.
         self._rest_look_at = 0.0
+        # Requests without an answer, by `seq`.
         self._pending: dict[int, _Pending] = {}
         self._thread.start()
 
@@ -226,17 +250,21 @@ class SideChannelClient(Loop):
         timeout_s: float,
         done: Callable[[Message | SideChannelError], None],
     ) -> None:
-        """Sends `message`; `done` gets the answer or a SideChannelError, on the client's thread."""
+        """Sends `message`. Any thread may call it.
+
+        `done` is called once, with the answer or a SideChannelError: on the client's thread, or at once if the client
+        is closed.
+        """
         deadline = time.monotonic() + timeout_s
         if not self.call(lambda: self._start(endpoint, message, deadline, done)):
             done(SideChannelError("the side channel is closed"))
 
     def rest(self, endpoint: str) -> None:
-        """Nothing is expected from `endpoint` until the next request to it: what it sends is read once a second."""
+        """Reads messages from `endpoint` only once a second, until the next request to it."""
         self.call(lambda: self._rest(endpoint))
 
     def forget(self, endpoint: str) -> None:
-        """Closes the connection to `endpoint`; requests under way end with an error."""
+        """Closes the connection to `endpoint`. Requests in flight end with an error."""
         self.call(lambda: self._disconnect(endpoint))
 
     def _start(
@@ -277,7 +305,7 @@ class SideChannelClient(Loop):
         return dealer
 
     def _rest(self, endpoint: str) -> None:
-        """Polling a connection takes as long where nothing comes as where much does."""
+        """Stops polling an idle connection, which would cost as much as polling a busy one."""
         dealer = self._dealers.get(endpoint)
         if dealer is None or dealer not in self._poller:
             return
@@ -301,7 +329,7 @@ class SideChannelClient(Loop):
                 self._receive(dealer, endpoint)
 
     def _receive(self, dealer: "zmq.Socket[bytes]", endpoint: str) -> None:
-        for _ in range(_UNREAD_ANSWERS):  # then it is others' turn, and deadlines'
+        for _ in range(_UNREAD_ANSWERS):  # then other connections and deadlines get their turn
             try:
                 frames = dealer.recv_multipart(zmq.DONTWAIT)
             except zmq.ZMQError:
@@ -321,7 +349,7 @@ class SideChannelClient(Loop):
 
     def _reject(self, endpoint: str, error: ProtocolError) -> None:
         self.rejected += 1
-        if self.rejected & (self.rejected - 1) == 0:  # the 1st, 2nd, 4th, ...: as many lines as it likes are not its
+        if self.rejected & (self.rejected - 1) == 0:  # the 1st, 2nd, 4th, ...: a peer must not fill the log
             logger.warning("side channel: %s sent %s (%d unreadable messages so far)", endpoint, error, self.rejected)
 
     def _on_close(self) -> None:

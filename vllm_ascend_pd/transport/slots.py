@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many batches are in the pool of Mooncake's protocol `ascend` at a time: never more than it has threads.
+"""Limits the batches in flight over Mooncake's protocol `ascend` to the threads of its pool.
 
-The pool's queue has no bound and no deadline, and nobody can cancel what is in it. A batch that waited there could
+The pool's queue has no bound and no deadline, and a batch in it cannot be cancelled. A batch that waited there could
 arrive long after its lease. So batches wait here, before they ask for their lease.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Collection
 
 
 class Slots:
-    """A slot for each batch under way, and one batch to a peer at a time: CANN sends a peer's batches one by one.
+    """A slot for each batch in flight, and one batch to a peer at a time: CANN sends a peer's batches one by one.
 
     A peer is unproven until a batch has arrived there, and again after one has failed. Batches to unproven peers share
-    a part of the slots. So peers that hang leave room for those that do not.
+    a part of the slots, so peers that hang leave slots for peers that do not. Any thread may call it.
     """
 
     def __init__(self, size: int, for_unproven: int) -> None:
@@ -25,8 +25,9 @@ class Slots:
         self._for_unproven = for_unproven
         self._changed = threading.Condition()
         # The two below change under the condition.
+        # Sessions with a batch in flight, and whether the peer was proven when it began.
         self._held: dict[str, bool] = {}
-        """Sessions with a batch under way, and whether the peer was proven when it began."""
+        # Sessions of proven peers.
         self._proven: set[str] = set()
 
     def take(self, session: str, timeout_s: float) -> bool:
@@ -42,22 +43,23 @@ class Slots:
             return True
 
     def is_free(self, session: str) -> bool:
-        """Whether `take` would not wait."""
+        """Returns whether `take` would not wait."""
         with self._changed:
             return self._is_free(session)
 
     def give_back(self, session: str) -> None:
-        """Nothing of the batch is under way."""
+        """Frees the slot of a batch that is no longer in flight."""
         with self._changed:
             del self._held[session]
             self._changed.notify_all()
 
     def proved(self, session: str, well: bool) -> None:
-        """A batch has arrived, or it has failed."""
+        """Records that a batch has arrived (`well`) or failed."""
         with self._changed:
             (self._proven.add if well else self._proven.discard)(session)
 
     def forget(self, sessions: Collection[str]) -> None:
+        """As `Writer.forget`."""
         with self._changed:
             self._proven.difference_update(sessions)
 

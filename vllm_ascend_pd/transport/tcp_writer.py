@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes over TCP: bounded by Mooncake's queue to each peer, and slept on for most of the time that they take."""
+"""Writes over Mooncake's TCP (and RDMA) transport.
+
+Three things are special to it, and only this module knows them: what is in flight never overflows Mooncake's queue to a
+peer (`peer_queue.py`); a waiting thread sleeps for most of the time that a batch takes (`pace.py`); bytes of a failed
+batch may still arrive.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +23,28 @@ from vllm_ascend_pd.transport.writer import NO_LEAVE, TransferError
 
 
 @dataclass
-class _Peer:
+class _TcpPeer:
+    # What of ours is in Mooncake's queue to the peer.
     queue: PeerQueue
+    # How fast batches to the peer are.
     pace: Pace = field(default_factory=Pace)
 
 
 class TcpWriter:
-    """A batch to a peer that hangs fails after `limits.timeout_s`, or when `MC_TRANSFER_TIMEOUT` ends the wait.
+    """A `Writer`. A batch to a peer that hangs fails after `limits.timeout_s`, or when `MC_TRANSFER_TIMEOUT` is over.
 
-    Bytes of a failed batch may still arrive for `limits.settle_s`: Mooncake cancels nothing.
+    Bytes of a failed batch may still arrive for `limits.settle_s`, because Mooncake does not cancel them.
     """
 
     def __init__(self, mooncake: Any, reach: Reach, limits: TransferLimits, capacity: int) -> None:
-        """`mooncake`: its engine. `capacity`: descriptors that Mooncake's queue to one peer takes."""
+        """`mooncake`: Mooncake's engine. `capacity`: descriptors that its queue to one peer takes."""
         self._mooncake = mooncake
         self._reach = reach
         self._limits = limits
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._peers: dict[str, _Peer] = {}
-        """Changes under the lock."""
+        # By session. Changes under the lock.
+        self._peers: dict[str, _TcpPeer] = {}
 
     def has_room(self, session: str, batch: Batch) -> bool:
         with self._lock:
@@ -45,7 +52,7 @@ class TcpWriter:
         return peer is None or peer.queue.has_room(len(batch[2]))
 
     def begin(self, session: str, batch: Batch, may_begin: Callable[[], bool]) -> _TcpFlight | None:
-        """As `Writer.begin`. Blocks while `BATCHES_IN_FLIGHT` batches to this peer are under way."""
+        """As `Writer.begin`. There is room while fewer than `BATCHES_IN_FLIGHT` batches to the peer are in flight."""
         self._reach.await_answer(session)
         peer, started, lengths = self._peer(session), time.monotonic(), batch[2]
         if not peer.queue.enter(len(lengths), self._limits.timeout_s):
@@ -63,7 +70,7 @@ class TcpWriter:
             flight.batch_id = int(self._mooncake.batch_transfer_async_write(session, *batch))
             if flight.batch_id != 0:
                 return flight
-            # Only this call makes Mooncake forget what it knows of a peer that has changed.
+            # Mooncake did not take it. Only this call makes it drop what it knows of a peer that has restarted.
             code = int(self._mooncake.batch_transfer_sync_write(session, *batch))
         except Exception as error:
             raise flight.lost(repr(error), retryable=False) from error
@@ -75,10 +82,10 @@ class TcpWriter:
             for session in sessions:
                 self._peers.pop(session, None)
 
-    def _peer(self, session: str) -> _Peer:
+    def _peer(self, session: str) -> _TcpPeer:
         with self._lock:
             if session not in self._peers:
-                self._peers[session] = _Peer(PeerQueue(self._capacity, self._limits.settle_s))
+                self._peers[session] = _TcpPeer(PeerQueue(self._capacity, self._limits.settle_s))
             return self._peers[session]
 
 
@@ -86,14 +93,14 @@ class TcpWriter:
 class _TcpFlight:
     mooncake: Any
     reach: Reach
-    peer: _Peer
+    peer: _TcpPeer
     session: str
     lengths: list[int]
     started: float
     batch_id: int = 0
 
     def wait(self) -> None:
-        """As `Flight.wait`. Mooncake spins on a core while it waits, so this thread sleeps first."""
+        """As `Flight.wait`. Sleeps first, because Mooncake polls without a pause."""
         num_bytes = sum(self.lengths)
         if pause_s := self.peer.pace.pause_s(num_bytes, self.started):
             time.sleep(pause_s)
@@ -106,7 +113,7 @@ class _TcpFlight:
         self.land(code)
 
     def land(self, code: int) -> None:
-        """It has ended with Mooncake's `code`. Raises `TransferError`."""
+        """Ends the batch with Mooncake's `code`. Raises TransferError unless it is 0."""
         if code != 0:
             raise self.lost(
                 f"{code} (the peer is gone, hangs or refuses the addresses: Mooncake's log on standard error says "
@@ -116,7 +123,7 @@ class _TcpFlight:
         self.peer.queue.leave(len(self.lengths), failed=False)
 
     def lost(self, answer: str, retryable: bool) -> TransferError:
-        """It has failed with what Mooncake answered, and its bytes may still arrive."""
+        """Ends the batch as failed, and returns the error for it. Its bytes may still arrive."""
         self.peer.queue.leave(len(self.lengths), failed=True)
         self.reach.failed(self.session)
         return TransferError(

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """How ranks wake decode's scheduler, which sleeps between two steps: by an empty datagram on its host.
 
-Only a hint. One that is lost, as from ranks on other hosts or in other network namespaces, lets the scheduler sleep to
-the end; one too many, which anybody on the host could send, wakes it early.
+It is only a hint. Without it, as from ranks on other hosts or in other network namespaces, the scheduler sleeps to the
+end. One too many, which any process on the host could send, wakes it early.
 """
 
 import contextlib
 import secrets
 import socket
 
-# Forgotten at a time: the kernel keeps fewer (net.unix.max_dgram_qlen), unless somebody rings on and on.
+# Datagrams that `silence` drops at most. The kernel keeps fewer (net.unix.max_dgram_qlen).
 _MOST_UNHEARD = 1024
 
 
 class WakeupSocket:
-    """The scheduler's end. `address`: what ranks ring at, a name in Linux's abstract namespace: it leaves no file."""
+    """The scheduler's end."""
 
     def __init__(self) -> None:
         """Raises OSError where there are no abstract sockets."""
+        # What ranks send to: a name in Linux's abstract namespace, which leaves no file.
         self.address = f"vllm-ascend-pd-{secrets.token_hex(16)}"
         self._socket = _datagrams()
         try:
@@ -27,13 +28,13 @@ class WakeupSocket:
             raise
 
     def wait(self, timeout_s: float) -> None:
-        """Until it rings, or has rung since it was silenced; at most `timeout_s`."""
+        """Blocks until a rank rings, or has rung since `silence`, for `timeout_s` at most."""
         self._socket.settimeout(timeout_s)
         with contextlib.suppress(TimeoutError, BlockingIOError):  # the latter for 0
             self._socket.recv(1)
 
     def silence(self) -> None:
-        """Forgets that it has rung."""
+        """Drops earlier wake-ups."""
         self._socket.settimeout(0.0)
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MOST_UNHEARD):
@@ -51,7 +52,8 @@ class WakeupSender:
         self._socket.settimeout(0.0)
 
     def ring(self, address: str) -> None:
-        with contextlib.suppress(OSError):  # see above; or it has rung so often that one more is of no use
+        """Wakes the scheduler at `address`. Never blocks or raises."""
+        with contextlib.suppress(OSError):  # nobody is there, or enough wake-ups wait already
             self._socket.sendto(b"", f"\0{address}")
 
     def close(self) -> None:
