@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only folder that imports vllm or vllm_ascend: the connector, and all that is read from or patched in vLLM.
+"""The connector, and everything that reads or patches vLLM. No other folder imports vllm or vllm_ascend.
 
 `vllm_ascend_pd.connector` can be configured as `kv_connector_module_path`.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the connector, and vLLM with it, only when it is asked for: tools use other modules of this folder."""
+    """Imports the connector when it is first used. Tools import other modules of this folder, without vLLM."""
     if name == "LayerwisePushConnector":
         from vllm_ascend_pd.connector.connector import LayerwisePushConnector
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of LoRA adapters by content: an adapter's name and path may mean other weights on another engine."""
+"""Digests of LoRA adapters by content: the same name or path may have other weights on another engine."""
 
 import hashlib
 import json
@@ -16,24 +16,24 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 _MAX_CACHED = 1024
-"""Adapters whose digests are remembered; the least recently used one is dropped first."""
+"""How many adapters' digests are cached. The least recently used one is dropped first."""
 
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-"""In the order in which vLLM looks for them."""
+"""The order is vLLM's."""
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100 << 20
-"""What the safetensors library accepts."""
+"""The limit of the safetensors library."""
 
 _SAMPLES = 4
-"""Pieces read of each tensor."""
+"""How many pieces of each tensor are read."""
 _SAMPLE_BYTES = 128
 _FILE_SAMPLES = 64
-"""Pieces read of a file that is not safetensors."""
+"""How many pieces are read of a file that is not safetensors."""
 _FILE_SAMPLE_BYTES = 4096
 
-# PEFT's keys that say what the tensors mean. The others name the base model, describe training, or are versions.
+# PEFT's keys that change what the tensors mean. The other keys name the base model, describe training, or are versions.
 _CONFIG_KEYS = (
     "r",
     "lora_alpha",
@@ -57,7 +57,7 @@ _LISTS_WITHOUT_ORDER = ("target_modules", "target_parameters", "modules_to_save"
 
 
 class Adapter(Protocol):
-    """What is read of vLLM's `LoRARequest`."""
+    """The fields of vLLM's `LoRARequest` that are read here."""
 
     lora_name: str
     lora_int_id: int
@@ -70,7 +70,7 @@ _V = TypeVar("_V")
 
 
 class _Recent(OrderedDict[_K, _V]):
-    """At most `_MAX_CACHED` entries, those used last."""
+    """A cache of the `_MAX_CACHED` entries used last."""
 
     def remember(self, key: _K, make: Callable[[], _V]) -> _V:
         if key not in self:
@@ -81,22 +81,22 @@ class _Recent(OrderedDict[_K, _V]):
         return self[key]
 
 
-# Used by the scheduler's thread alone.
+# Caches, used by the scheduler's thread alone: digests of files; digests of loaded adapters; warnings that were logged.
 _read: _Recent[tuple[str, _FileState, _FileState], str] = _Recent()
 _loaded: _Recent[tuple[str, int], str] = _Recent()
 _warned: _Recent[tuple[str, str], None] = _Recent()
 
 
 def adapter_digest(lora_request: Adapter | None) -> str:
-    """A digest of an adapter's content, the same wherever its files are; "" for no adapter.
+    """Returns a digest of an adapter's content, which does not depend on where its files are; "" for no adapter.
 
-    It covers the settings in `adapter_config.json` that say what the weights mean, and samples of each tensor, so it
+    It covers the settings in `adapter_config.json` that change what the weights mean, and samples of each tensor. That
     takes milliseconds. Unchanged files are read once. Nothing is downloaded.
 
-    Two cases have no content to digest, and never raise:
+    Never raises. Two cases have no digest of content:
     - The files cannot be read here: `unread:NAME`. It equals the digest of an engine that cannot read them either.
-    - The files changed after the engine loaded the adapter, and it was not loaded again: `changed:RANDOM`, which
-      equals no other digest, since nobody knows which of the two contents each worker has.
+    - The files changed after the engine loaded the adapter, and it was not loaded again: `changed:RANDOM`. It equals no
+      other digest, since each worker may have either content.
     """
     if lora_request is None:
         return ""
@@ -126,7 +126,7 @@ def adapter_digest(lora_request: Adapter | None) -> str:
 
 
 def _warn(adapter: Adapter, what: str, message: str, detail: str) -> None:
-    """Once for each adapter."""
+    """Logs a warning once for each adapter."""
     key = (what, f"{adapter.lora_name} {adapter.lora_int_id}")
     if key not in _warned:
         _warned.remember(key, lambda: None)
@@ -134,7 +134,7 @@ def _warn(adapter: Adapter, what: str, message: str, detail: str) -> None:
 
 
 def _folder(path: str) -> str:
-    """Where vLLM has the adapter's files: `path` itself, or the local copy of the model hub's repository `path`."""
+    """Returns the folder of the adapter's files: `path`, or the local copy of the model hub's repository `path`."""
     path = os.path.expanduser(path)
     if os.path.isabs(path) or os.path.exists(path):
         return os.path.abspath(path)
@@ -162,13 +162,13 @@ def _content(folder: str) -> str:
 
 
 def _state(path: str) -> _FileState:
-    """Changes whenever the file's content does."""
+    """Returns a value that changes whenever the file's content does."""
     status = os.stat(path)
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _settings(path: str) -> bytes:
-    """The settings that matter, as canonical JSON: without those that are off, as if they were not there."""
+    """Returns the settings that matter, as canonical JSON. Settings that are off are left out."""
     with open(path, "rb") as file:
         text = file.read(_MAX_CONFIG_BYTES + 1)
     if len(text) > _MAX_CONFIG_BYTES:
@@ -210,7 +210,7 @@ def _sample_file(file: int, size: int, digest: "hashlib.blake2b") -> None:
 
 
 def _sample(file: int, start: int, size: int, pieces: int, length: int, digest: "hashlib.blake2b") -> None:
-    """`pieces` pieces, evenly spread from the first byte to the last; everything, if that is no more."""
+    """Digests `pieces` pieces, evenly spread from the first byte to the last, or everything if that is less."""
     if size <= pieces * length:
         digest.update(_piece(file, start, size))
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of KV caches that this connector can send, by the names that vLLM and vllm-ascend give them.
+"""The kinds of KV caches that this connector can send, by their names in vLLM and vllm-ascend.
 
-Every other kind is refused when an engine starts, because a cache of another kind may look like plain tokens and mean
-something else. The same holds for a field that a later version adds to a known kind, unless it has its default value.
+An engine with any other kind is refused when it starts: its caches may look like plain tokens and mean something else.
+The same holds for a field that a later version adds to a known kind, unless it has its default value.
 
 Read in vLLM 0.23.0, 0.30.0, 0.32.0 and 0.33.0 (`vllm/v1/kv_cache_interface.py`) and in vllm-ascend 0.23.0 and 0.30.0rc2
 (`vllm_ascend/core/kv_cache_interface.py`). Kinds left out on purpose: `CircularBufferSpec`, `KpoolTailSpec` (a ring of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("vllm", "vllm_ascend")
 
-# What vLLM wraps layers of one kind in. Its members are checked one by one.
+# The kind in which vLLM wraps layers that have specs of their own. Those specs are checked one by one.
 _WRAPPER = "UniformTypeKVCacheSpecs"
 
 _KINDS = frozenset(
@@ -38,8 +38,8 @@ _KINDS = frozenset(
     }
 )
 
-# Fields that the connector reads, or that change nothing about what a block holds and how it lies in memory beyond
-# what the registered tensors' shapes say.
+# Fields that the connector reads, and fields without effect on a block's content and memory layout beyond the shapes of
+# the registered tensors.
 _FIELDS = frozenset(
     {
         # all kinds
@@ -59,12 +59,12 @@ _FIELDS = frozenset(
     }
 )
 
-# Others keep scales beside the tensors that are registered, or pack a block in a way of their own.
+# Other modes keep scales outside the registered tensors, or pack blocks in their own way.
 _QUANTIZATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
 
 
 def check_kinds(kv_cache_config: "KVCacheConfig") -> None:
-    """Raises LayoutError naming the first layer with a cache that is not understood."""
+    """Raises LayoutError, which names the first layer whose kind of cache is not supported."""
     for group in kv_cache_config.kv_cache_groups:
         if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
             raise _refused(group.layer_names[0], "caches that vLLM keeps in host memory or excludes from transfers")
@@ -81,7 +81,7 @@ def _refused(layer: str, reason: str) -> LayoutError:
 
 
 def _members(layer: str, spec: Any) -> Iterator[tuple[str, Any]]:
-    """Layers and their specs. A group's layers may have specs of their own."""
+    """Yields the layers of a group with their specs. `layer`: the name to use if all have one spec."""
     if _name(spec) == _WRAPPER:
         yield from spec.kv_cache_specs.items()
     else:
@@ -89,7 +89,7 @@ def _members(layer: str, spec: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _name(spec: Any) -> str:
-    """A class that another package derives is another kind, whatever its name."""
+    """The kind's name. A class of another package is another kind, even if it has a known name."""
     kind = type(spec)
     package = kind.__module__.partition(".")[0]
     return kind.__qualname__ if package in _PACKAGES else f"{kind.__module__}.{kind.__qualname__}"
@@ -121,7 +121,10 @@ def _default(each: "dataclasses.Field[Any]") -> Any:
 
 
 def _is_compressed(spec: Any) -> bool:
-    """`compress_ratio` is the field of vLLM before 0.30, and of vllm-ascend's own kinds; `tokens_per_state` is the
-    later one. A Mamba layer has one state for all tokens, and -1 there."""
+    """Whether a cache keeps one entry for several tokens.
+
+    The field is `compress_ratio` in vLLM before 0.30 and in vllm-ascend's own kinds, and `tokens_per_state` later. A
+    Mamba layer has one state for all tokens, and -1 there.
+    """
     per_state = 1 if hasattr(spec, "mamba_type") else getattr(spec, "tokens_per_state", 1)
     return getattr(spec, "compress_ratio", 1) not in (None, 1) or per_state != 1

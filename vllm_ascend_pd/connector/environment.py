@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM finds on this machine, for tools that import no vLLM themselves."""
+"""What vLLM detects on this machine, for tools, which do not import vLLM themselves."""
 
 
 def load_connector() -> str:
-    """Registers the connector as vLLM's plugin loader does, loads it, and returns its class name."""
+    """Registers and loads the connector as vLLM does. Returns its class name."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     import vllm_ascend_pd
@@ -13,14 +13,14 @@ def load_connector() -> str:
 
 
 def device_type() -> str:
-    """The kind of device that vLLM runs on in this process, such as "npu" or "cpu"."""
+    """The kind of device that vLLM uses in this process, such as "npu" or "cpu"."""
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)
 
 
 def host_address() -> str:
-    """The address that vLLM knows this host by. It may be one of all interfaces."""
+    """The address that vLLM has for this host. May be that of all interfaces (0.0.0.0)."""
     from vllm.utils.network_utils import get_ip
 
     return str(get_ip())

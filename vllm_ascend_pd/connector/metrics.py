@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's metrics on vLLM's `/metrics` and in its log: `observe/stats.py` in the classes vLLM has for them.
+"""The connector's metrics on vLLM's `/metrics` and in its log: `observe/stats.py` in vLLM's classes.
 
-vLLM adds up what the ranks of a step and the scheduler say, and hands it to the process that serves HTTP.
+In each step vLLM adds up the statistics of ranks and scheduler, and sends them to the process that serves HTTP.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class LayerwisePushStats(KVConnectorStats):
         return not self.data
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log: sums of counters, means of histograms, gauges; without what is 0."""
+        """Returns what vLLM logs: sums of counters, means of histograms, and gauges. Zeros are left out."""
         data = self.data
         shown: dict[str, int | float] = {}
         for name, sums in data.get("counters", {}).items():
@@ -56,7 +56,7 @@ class LayerwisePushStats(KVConnectorStats):
 
 
 class LayerwisePushPromMetrics(KVConnectorPromMetrics):
-    """Those of the engine's role: a prefill engine's `/metrics` has none of decode's, and the other way round."""
+    """The Prometheus metrics of the engine's side: a prefill engine has prefill's only, a decode engine decode's."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class LayerwisePushPromMetrics(KVConnectorPromMetrics):
             else:
                 family = metric_types[prometheus_client.Gauge](**common, multiprocess_mode="mostrecent")
             self._families[metric.name] = family
-            for engine in per_engine_labelvalues:  # from the start: what has not happened is 0, not unknown
+            for engine in per_engine_labelvalues:  # from the start, so that they are 0 and not missing
                 if isinstance(metric, Counter):
                     for reason in metric.reasons:
                         self._series(metric.name, engine, *([reason] if reason else []))
@@ -108,5 +108,5 @@ class LayerwisePushPromMetrics(KVConnectorPromMetrics):
                 self._series(name, engine_idx, rank, *texts).set(1)
 
     def _series(self, name: str, engine: int, *labels: str) -> Any:
-        """`labels`: the values of the metric's own labels."""
+        """Returns one time series. `labels`: values of the metric's own labels."""
         return self._families[name].labels(*self.per_engine_labelvalues[engine], *labels)

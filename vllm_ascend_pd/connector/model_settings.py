@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of an engine that change what its KV means, as short text: prefill compares them with decode's."""
+"""Settings of an engine that change what its KV means, as short texts. Prefill compares its own with decode's."""
 
 import hashlib
 import json
@@ -12,23 +12,23 @@ from vllm_ascend_pd.core.text import one_line
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Keys of a model's configuration that have no effect on KV. Every other key counts, also one that is not known here.
+# Keys of a model's configuration without effect on KV. All other keys are compared, including unknown ones.
 _WITHOUT_EFFECT = frozenset(
     {
         # Names and versions.
         "_name_or_path",
         "_commit_hash",
         "transformers_version",
-        "architectures",  # part of the model's summary, which is compared by itself
+        "architectures",  # a part of the model's summary, which is compared separately
         "auto_map",
         "id2label",
         "label2id",
         "problem_type",
         "task_specific_params",
-        # The data type that checkpoints are saved in. Caches say what theirs is.
+        # The data type of checkpoints. That of caches is compared separately.
         "dtype",
         "torch_dtype",
-        # Training, and what transformers returns.
+        # Training, and the outputs of transformers.
         "initializer_range",
         "initializer_factor",
         "router_aux_loss_coef",
@@ -46,10 +46,10 @@ _WITHOUT_EFFECT = frozenset(
         # The output head.
         "tie_word_embeddings",
         "final_logit_softcapping",
-        # Speculative decoding, which is described by itself.
+        # Speculative decoding, which is compared separately.
         "num_nextn_predict_layers",
         "n_predict",
-        # The longest context. `_rope` says where it has an effect.
+        # The longest context. `_rope` adds it if it has an effect.
         "max_position_embeddings",
         "max_sequence_length",
         "seq_length",
@@ -60,19 +60,19 @@ _WITHOUT_EFFECT_ENDINGS = ("_token_id", "_token_ids", "_dropout", "_dropout_prob
 
 _MAX_DEPTH = 3
 _MAX_ITEMS = 32
-"""Of a mapping that is listed key by key. Of a larger one, as a list of quantized modules is, a digest is compared."""
+"""Most items of a mapping that is listed key by key. Larger ones, such as lists of quantized modules, are digested."""
 _MAX_VALUE_CHARS = 200
 _SHOWN_CHARS = 60
 
 _SCALED_BY_LENGTH = ("longrope", "dynamic", "su")
-"""Kinds of RoPE whose angles depend on the longest context."""
+"""Types of RoPE whose angles depend on the longest context."""
 
 
 def model_settings(vllm_config: "VllmConfig") -> dict[str, str]:
-    """By name, at most `MAX_SETTINGS`. Keys that are not set are not in it."""
+    """Returns the settings by name, at most `MAX_SETTINGS`. Keys without a value are left out."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     text, whole = model.hf_text_config.to_dict(), model.hf_config.to_dict()
-    # Of a model with several parts, the text model's keys have no prefix.
+    # If a model has several parts, the text model's keys have no prefix.
     found = dict(_flat({key: value for key, value in whole.items() if value != text}))
     found |= _flat(text)
     found |= _rope(text, model.max_model_len)
@@ -104,7 +104,7 @@ def _text(value: Any) -> str:
 
 
 def _short(text: str) -> str:
-    """A long value's beginning, with a digest of all of it."""
+    """Returns `text`, or the beginning of a long one with a digest of all of it."""
     if len(text) > _MAX_VALUE_CHARS:
         text = f"{text[:_SHOWN_CHARS]}... (digest {hashlib.sha256(text.encode()).hexdigest()[:16]})"
     return one_line(text, 2 * _MAX_VALUE_CHARS)
@@ -117,13 +117,13 @@ def _rope(text: Mapping[str, Any], max_model_len: int) -> dict[str, str]:
         found["max_position_embeddings"] = str(text.get("max_position_embeddings"))
     originals = [*_values(text, ("original_max_position_embeddings",))]
     if kinds & {"longrope", "su"} and originals:
-        # vLLM takes the long factors for all requests where the longest context needs them.
+        # If the longest context needs the long factors, vLLM uses them for all requests.
         found["longrope factors, by max_model_len"] = "long" if max_model_len > originals[0] else "short"
     return found
 
 
 def _values(config: Any, names: tuple[str, ...]) -> Iterator[Any]:
-    """Of all keys so named, at any depth of mappings."""
+    """Yields the values of all keys with these names, at any depth of mappings."""
     if isinstance(config, dict):
         for key, value in config.items():
             if key in names and isinstance(value, str | int):

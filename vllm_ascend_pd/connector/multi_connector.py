@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which connectors a MultiConnector asks before this one.
+"""A warning for decode engines whose MultiConnector asks other connectors before this one.
 
-vLLM takes the first connector that has any token of a prompt. On a decode engine, a pool before this connector that has
-1 % of a prompt makes decode compute the other 99 % itself, and prefill is not asked.
+vLLM takes the first connector that has any token of a prompt. If a pool before this connector has 1 % of a prompt,
+decode computes the other 99 % itself, and prefill is not asked.
 """
 
 import logging
@@ -15,7 +15,7 @@ CONNECTOR = "LayerwisePushConnector"
 
 
 def asked_before(kv_connector: str | None, extra_config: Mapping[str, Any]) -> list[str]:
-    """The names of the connectors before this one, from the MultiConnector's own configuration."""
+    """Returns the names of the connectors before this one. `extra_config`: of the MultiConnector."""
     if kv_connector != "MultiConnector":
         return []
     entries = extra_config.get("connectors")
@@ -26,7 +26,7 @@ def asked_before(kv_connector: str | None, extra_config: Mapping[str, Any]) -> l
 
 
 def warning(before: Sequence[str]) -> str:
-    """What is said of a decode engine where another connector is asked first."""
+    """The warning for a decode engine. `before`: names of the connectors before this one."""
     return (
         f"the MultiConnector asks {', '.join(before)} before {CONNECTOR}: of a prompt that it has in part, "
         f"decode computes the rest, and prefill nothing. Put {CONNECTOR} first in `connectors` on decode"
@@ -34,8 +34,11 @@ def warning(before: Sequence[str]) -> str:
 
 
 def warn_if_asked_later() -> None:
-    """Logs the warning where it applies, once per engine. Call it while vLLM builds a decode engine's worker: only
-    then is the configuration of the whole engine at hand, the MultiConnector's included."""
+    """Logs the warning if it applies, once per engine.
+
+    Call it while vLLM builds a decode engine's worker. Only then can a connector read the whole engine's configuration,
+    with the MultiConnector's.
+    """
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()

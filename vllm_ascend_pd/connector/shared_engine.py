@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Mooncake engine that vllm-ascend's connectors share, and this package with them, below a MultiConnector.
 
-Two engines of a process cannot both register the KV caches. HCCL refuses memory that overlaps other registered memory
-of the process without being equal to it, and older versions refuse equal memory, too (global_mem_manager.cc,
-`CheckOverlapAndInsert`). Within one engine Mooncake refuses both (transfer_engine_impl.cpp). vllm-ascend has one object
-for this, `global_te`: whoever registers the caches first does so for all.
+Two engines of one process cannot both register the KV caches:
+
+- HCCL refuses memory that overlaps other registered memory of the process, unless both are equal. Older versions refuse
+  equal memory, too (global_mem_manager.cc, `CheckOverlapAndInsert`).
+- Within one engine, Mooncake refuses both (transfer_engine_impl.cpp).
+
+vllm-ascend has one object for this, `global_te`. The connector that registers the caches first does it for all.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ _DEFAULTS = {
     "ASCEND_TRANSFER_TIMEOUT": "10000",
     "MC_TRANSFER_TIMEOUT": "30",
 }
-"""Mooncake's own, in transfer_executor_base.h, slice_dispatcher.cpp and transfer_engine_py.cpp."""
+"""Mooncake's defaults, from transfer_executor_base.h, slice_dispatcher.cpp and transfer_engine_py.cpp."""
 
 
 class SharedEngine(ExistingEngine):
@@ -36,21 +39,26 @@ class SharedEngine(ExistingEngine):
 
     @classmethod
     def find(cls, protocol: str) -> SharedEngine | None:
-        """None unless `protocol` is "ascend" and a connector of vllm-ascend that uses Mooncake is loaded here."""
+        """Returns the shared engine if one of vllm-ascend's connectors that use Mooncake is loaded in this process.
+
+        None otherwise, and for every protocol but "ascend".
+        """
         if protocol != "ascend":
             return None
         global_te = getattr(sys.modules.get(_MODULE), "global_te", None)
         return None if global_te is None else cls(global_te)
 
     def export_settings(self) -> None:
-        """Puts the settings that an engine which runs already has into the environment, where they are missing: what
-        is set from now on has no effect on it."""
+        """Puts the settings of an engine that already runs into the environment, where they are missing.
+
+        Settings that are exported later have no effect on that engine.
+        """
         if self._global_te.transfer_engine is not None:
             for name, value in _DEFAULTS.items():
                 os.environ.setdefault(name, value)
 
     def start(self, host: str) -> Any:
-        """The Mooncake engine, started at `host` unless it runs already. Raises RuntimeError if it does not start."""
+        """Returns the Mooncake engine, started at `host` unless it runs. Raises RuntimeError if it does not start."""
         return self._global_te.get_transfer_engine(host, None)
 
     def register_caches(self, regions: Sequence[Region]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of an engine under which KV, or an answer, would not be what it seems. They are refused when it starts."""
+"""Settings that would make KV or answers wrong without any sign. An engine that has one is refused when it starts."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def unsupported(vllm_config: "VllmConfig") -> str | None:
-    """What is refused of an engine's configuration, and why; None if nothing is."""
+    """Returns the first setting of an engine that is refused, and why; None if there is none."""
     return next(_reasons(vllm_config), None)
 
 
@@ -23,7 +23,7 @@ def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
             "--enable-sleep-mode is set: an engine that sleeps gives the memory of its KV cache away, which stays "
             "registered for transfers"
         )
-    cache = vllm_config.cache_config  # of vLLM 0.32 without the option
+    cache = vllm_config.cache_config  # vLLM 0.32 does not have the option
     if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):
         yield (
             f"--calculate-kv-scales is set with --kv-cache-dtype {cache.cache_dtype}: each engine would compute scales "
@@ -55,9 +55,9 @@ def _reasons_on_decode(vllm_config: "VllmConfig", additional: dict[str, Any]) ->
             "additional_config has hamming_sparse on a decode engine: it chooses blocks by hashes of the tokens that "
             "this engine has computed itself, and prefill sends none"
         )
-    # vllm-ascend's attention then takes the step for the prompt's last token, the first after its KV has come, for a
-    # prefill; the graph is chosen by the number of tokens alone, and is that of a decode step. With speculative
-    # decoding, decode steps have more tokens.
+    # The first step after a request's KV has arrived computes the prompt's last token. vllm-ascend's attention treats
+    # that as a prefill. The graph is chosen by the number of tokens alone, so it is that of a decode step. With
+    # speculative decoding, decode steps have more tokens.
     drafts = vllm_config.speculative_config is not None
     if parallel.decode_context_parallel_size > 1 and not drafts and graphs is not None and graphs.has_full_cudagraphs():
         yield (
@@ -68,17 +68,17 @@ def _reasons_on_decode(vllm_config: "VllmConfig", additional: dict[str, Any]) ->
 
 
 def _returns_routed_experts(vllm_config: "VllmConfig") -> bool:
-    """vLLM 0.23 has the setting in its model's configuration, 0.32 in one of its own."""
+    """vLLM 0.23 has the setting in the model's configuration, 0.32 in a configuration of its own."""
     places = (getattr(vllm_config, "aux_output_config", None), vllm_config.model_config)
     return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
 
 def unsupported_weights(vllm_config: "VllmConfig") -> str | None:
-    """What is refused of a loaded model; None if nothing is. A decode engine computes prompts, too: those that were
-    preempted, and those that ask for it.
+    """Returns why a decode engine's loaded model is refused; None if it is not.
 
-    vllm-ascend's MLAPO drops the weights that MLA prefills with, where it takes the engine for one that never does.
-    Sparse attention, which has an indexer, never needs them there.
+    A decode engine computes prompts, too: those that were preempted, and those with logprobs of the prompt.
+    vllm-ascend's MLAPO drops the weights that MLA needs for that, if it expects that the engine never computes prompts.
+    Sparse attention, which has an indexer, does not need these weights.
     """
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         attention = getattr(layer, "impl", None)

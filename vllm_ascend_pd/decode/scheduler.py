@@ -17,6 +17,7 @@ from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, TransferFailure
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, ReceiveEnding
 from vllm_ascend_pd.core.protocol import RankDescription
 from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket, wants_ticket, wants_token_ids
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.ticket_issuer import TicketIssuer
@@ -87,6 +88,7 @@ class DecodeScheduler:
         self._to_post: dict[str, _IncomingTransfer] = {}  # by ticket id: they leave with the next step
         self._step = DecodeStep()  # the next one
 
+    @owned
     def matched_tokens(self, request: ScheduledRequest, num_computed_tokens: int) -> int:
         """Returns how many tokens of the prompt prefill will deliver. Has no side effects.
 
@@ -102,6 +104,7 @@ class DecodeScheduler:
             return 0
         return max(0, self._issuer.num_tokens(request) - num_computed_tokens)
 
+    @owned
     def allocated(self, request: ScheduledRequest, blocks: tuple[list[int], ...], num_external_tokens: int) -> None:
         """Issues the request's ticket. `blocks`: its block ids, per cache group.
 
@@ -132,6 +135,7 @@ class DecodeScheduler:
                 transfer.token_ids = self._requests.token_ids(request) or []
             self._to_post[ticket.ticket_id] = transfer
 
+    @owned
     def build_step(self, computes: bool) -> DecodeStep:
         """Returns the next step for the ranks. `computes`: whether it computes anything.
 
@@ -163,6 +167,7 @@ class DecodeScheduler:
                 reason = outcome.reason if transfer.given_up is None else transfer.given_up[1]
                 self._fail(transfer, reason, ReceiveFailure.PREFILL)
 
+    @owned
     def update(self, report: WorkerReport | None, finished_recving: set[str]) -> None:
         """Takes the ranks' report of a step.
 
@@ -212,6 +217,7 @@ class DecodeScheduler:
         self._observer.transfer_ended(transfer.request_id, ending)
         self._forget_if_over(transfer)
 
+    @owned
     def finished(self, request: ScheduledRequest) -> dict[str, Any] | None:
         """The request ended. Returns what its response says about its transfer."""
         transfer = self._transfers.get(request.request_id)
@@ -229,6 +235,7 @@ class DecodeScheduler:
             return {"error": transfer.failure}
         return {"received_bytes": transfer.received[0], "bytes_before_prefill_end": transfer.received[1]}
 
+    @owned
     def described(self, ranks: Iterable[RankDescription]) -> None:
         """Takes the descriptions of this engine's ranks, once they have started."""
         self._observer.ranks_described(list(ranks))

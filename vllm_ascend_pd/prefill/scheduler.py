@@ -16,6 +16,7 @@ from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.transport.idle_wait import IdleWait
@@ -95,6 +96,7 @@ class PrefillScheduler:
         """Whether a request has ended whose blocks the ranks may still read."""
         return any(transfer.ended for transfer in self._transfers.values())
 
+    @owned
     def arrived(self, request: ScheduledRequest) -> None:
         """Takes note of a new request, before its prompt is looked up in the prefix cache.
 
@@ -108,6 +110,7 @@ class PrefillScheduler:
                 if any(ticket.span(i) > group.span for i, group in self._windowed):
                     request.skip_reading_prefix_cache = True
 
+    @owned
     def prepare(self, request: ScheduledRequest) -> None:
         """Drops the prompt's last token if decode must compute that itself. Called before the request is allocated.
 
@@ -117,6 +120,7 @@ class PrefillScheduler:
         if self._state_groups and carries_ticket(params) and params.get("num_tokens") == length - 1 > 0:
             self._requests.drop_last_prompt_token(request)
 
+    @owned
     def allocated(self, request: ScheduledRequest, blocks: tuple[list[int], ...]) -> None:
         """Takes the blocks of a request that starts, or runs again after a preemption. `blocks`: per cache group."""
         self._blocks.allocated(request)
@@ -159,6 +163,7 @@ class PrefillScheduler:
         self._admission.admit(ticket)
         return ticket
 
+    @owned
     def build_step(self, output: "SchedulerOutput") -> PrefillStep:
         """Returns the step for the ranks that belongs to vLLM's step `output`."""
         step, self._step = self._step, PrefillStep()
@@ -272,6 +277,7 @@ class PrefillScheduler:
             transfer.held = []
         transfer.held_to = {}
 
+    @owned
     def update(self, report: WorkerReport | None, finished_sending: set[str]) -> None:
         """Takes the ranks' report of a step. `finished_sending`: ids of requests that all ranks have ended with."""
         if report is not None:
@@ -284,6 +290,7 @@ class PrefillScheduler:
                 self._release_held(transfer)
                 self._forget(transfer)
 
+    @owned
     def finished(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
         """The request ended. Returns two things.
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.signing import CLOCK_SKEW_S, Secret, verify
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket, TicketError
 
 MAX_REMEMBERED = 1 << 20
@@ -61,6 +62,7 @@ class TicketAdmission:
         # Issuers that KV was delivered to, in the order of the last delivery.
         self._proven: dict[tuple[str, str], None] = {}
 
+    @owned
     def admit(self, ticket: Ticket) -> None:
         """Admits a ticket, once per attempt. `ended` must follow. Raises TicketError if the ticket is not served."""
         if (reason := self._hosts.refusal(ticket.remote_host)) is not None:
@@ -71,6 +73,7 @@ class TicketAdmission:
             self._check_signature(ticket, self._secret)
         self._open[ticket.issuer] += 1
 
+    @owned
     def ended(self, ticket: Ticket, delivered: bool) -> None:
         """Serving an admitted ticket has ended. `delivered`: whether all its KV was sent."""
         self._open[ticket.issuer] -= 1

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The four roles of a connector, behind one interface, and how a worker's role is built."""
+
+import inspect
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.connector import build_worker
+from vllm_ascend_pd.connector.engine_setup import EngineSetup
+from vllm_ascend_pd.connector.role import ConnectorRole
+from vllm_ascend_pd.connector.roles.decode_scheduler import DecodeSchedulerRole
+from vllm_ascend_pd.connector.roles.decode_worker import DecodeWorkerRole
+from vllm_ascend_pd.connector.roles.prefill_scheduler import PrefillSchedulerRole
+from vllm_ascend_pd.connector.roles.prefill_worker import PrefillWorkerRole
+from vllm_ascend_pd.core.config import ConnectorConfig
+
+ROLES = [PrefillSchedulerRole, PrefillWorkerRole, DecodeSchedulerRole, DecodeWorkerRole]
+
+
+def hooks(role: type) -> dict[str, Any]:
+    return {name: member for name, member in vars(role).items() if inspect.isfunction(member) and name[0] != "_"}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_overrides_hooks_of_the_interface_only(role: type[ConnectorRole]) -> None:
+    """Another method is one that the facade never calls."""
+    interface = hooks(ConnectorRole)
+    assert issubclass(role, ConnectorRole)
+    assert hooks(role).keys() <= interface.keys()
+    for name, method in hooks(role).items():
+        assert list(inspect.signature(method).parameters) == list(inspect.signature(interface[name]).parameters), name
+
+
+def test_every_hook_of_the_interface_is_for_a_role() -> None:
+    assert {name for role in ROLES for name in hooks(role)} == hooks(ConnectorRole).keys()
+
+
+def test_a_role_without_anything_has_nothing_to_say() -> None:
+    role = ConnectorRole()
+    role.start_step(None)
+    role.end_step(ValueError())
+    results = role.take_results(None)
+    assert (results.sent, results.received, results.failed, role.take_lost_blocks()) == (set(), set(), set(), set())
+    assert (role.handshake(), role.take_report(), role.take_stats(), role.has_pending_pushes()) == (None,) * 3 + (
+        False,
+    )
+    role.close()
+
+
+def test_what_a_worker_has_opened_is_closed_if_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    class Engine:
+        def __init__(self, *args: object) -> None: ...
+
+        def register(self, *args: object, **kwargs: object) -> None:
+            raise RuntimeError("the caches overlap other memory")
+
+        def close(self) -> None:
+            closed.append("engine")
+
+    device = SimpleNamespace(name="cpu", transfer_protocol="tcp", close=lambda: closed.append("device"))
+    monkeypatch.setattr(build_worker, "make_device", lambda kind: device)
+    monkeypatch.setattr(build_worker, "_rank_info", lambda setup: SimpleNamespace(pp_rank=0, rank=0, share=None))
+    monkeypatch.setattr(build_worker, "layer_specs", lambda *args: {})
+    monkeypatch.setattr(build_worker, "describe", lambda *args, **kwargs: SimpleNamespace(regions=list))
+    monkeypatch.setattr(build_worker, "_check_declared_sizes", lambda *args: None)
+    monkeypatch.setattr(build_worker, "TransferEngine", Engine)
+    config: Any = SimpleNamespace()
+    setup = EngineSetup(config, config, ConnectorConfig(), "p", "p-1", "127.0.0.1", 1, prefills=True)
+    with pytest.raises(RuntimeError, match="overlap"):
+        build_worker.build_worker_role(setup, {})
+    assert closed == ["engine", "device"]
+
+
+def test_the_package_and_both_schedulers_are_imported_without_vllm() -> None:
+    """A proxy's machine has none, and no room but the connector's may need one."""
+    code = """
+import sys
+sys.modules["vllm"] = sys.modules["vllm_ascend"] = None
+import vllm_ascend_pd
+import vllm_ascend_pd.decode.scheduler, vllm_ascend_pd.decode.worker
+import vllm_ascend_pd.prefill.scheduler, vllm_ascend_pd.prefill.worker
+import vllm_ascend_pd.proxy.app
+print(vllm_ascend_pd.__version__)
+try:
+    vllm_ascend_pd.register()
+except ImportError:
+    print("register needs vllm")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    version, needs = done.stdout.splitlines()
+    assert version.count(".") == 2
+    assert needs == "register needs vllm"
