@@ -33,7 +33,7 @@ sys.path += [str(HERE), str(HERE.parent / "tests")]
 from simulation.cluster import Costs, Setup  # noqa: E402
 from simulation.engines import DecodeSpeed, PrefillSpeed  # noqa: E402
 from simulation.exchange import make_exchange  # noqa: E402
-from simulation.figures import Advice, Figures, Queue, Use, advise, run  # noqa: E402
+from simulation.figures import Advice, Figures, Queue, advise, run  # noqa: E402
 from simulation.presets import MODELS, SPEEDS, Speeds, find_model  # noqa: E402
 from simulation.traffic import Lengths, poisson  # noqa: E402
 
@@ -48,8 +48,8 @@ HEADER = (
 
 
 def row(ratio: str, rate: float, figures: Figures) -> str:
-    def busy(use: Use) -> str:
-        return f"{100 * use.mean:.0f}%"
+    def busy(share: float) -> str:
+        return f"{100 * share:.0f}%"
 
     def queue(waiting: Queue) -> str:
         return f"{waiting.mean:.1f} / {waiting.longest:.0f}"
@@ -60,7 +60,7 @@ def row(ratio: str, rate: float, figures: Figures) -> str:
         f"{1000 * figures.after_prefill.p50:>10.2f}{100 * figures.early:>6.1f}%"
         f"{busy(figures.prefill_busy):>7}{queue(figures.prefill_queue):>11}"
         f"{busy(figures.decode_busy):>8}{queue(figures.decode_queue):>11}{figures.step_ms:>7.1f}"
-        f"{100 * figures.p_link.mean:>6.1f}%{100 * figures.d_link.mean:>6.1f}%"
+        f"{100 * figures.p_link:>6.1f}%{100 * figures.d_link:>6.1f}%"
     )
 
 

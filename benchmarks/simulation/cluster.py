@@ -16,7 +16,7 @@ from vllm_ascend_pd.proxy.routing.balance import STRATEGIES, EngineLoad, decode_
 from vllm_ascend_pd.proxy.routing.prompts import PromptEstimate
 from vllm_ascend_pd.transport.limits import TransferLimits
 
-from .clock import Clock, Level
+from .clock import Clock
 from .engines import DecodeEngine, DecodeSpeed, Piece, PrefillEngine, PrefillSpeed, Request
 from .exchange import Exchange
 from .links import Flow, Link, Network
@@ -111,7 +111,6 @@ class Cluster:
         self.network = Network(clock)
         self.tickets = Tickets(clock, exchange, ConnectorConfig(), costs.control_s, TransferLimits().settle_s)
         self.requests: list[Request] = []
-        self.backlog = Level(clock)  # bytes computed, or being computed, that have not left
         self.prefill = {
             name: PrefillEngine(name, clock, setup.prefill_speed, self._begun, self._computed)
             for name in (f"p{i}" for i in range(setup.prefill))
@@ -164,7 +163,6 @@ class Cluster:
         for lane, together in fused.items():
             units = sum(exchange.units(piece.start, piece.stop, piece.last) for piece in together)
             push = _Push(together, float(units * exchange.unit_bytes), now, seconds)
-            self.backlog.add(push.nbytes)
             queue = self._pushes.setdefault(lane, deque())
             queue.append(push)
             if len(queue) == 1:
@@ -189,7 +187,6 @@ class Cluster:
         live = [piece for piece in push.pieces if piece.request.transfer.may_write]
         if len(live) < len(push.pieces):  # a lease that ran out, or a refusal
             units = sum(exchange.units(piece.start, piece.stop, piece.last) for piece in live)
-            self.backlog.add(units * exchange.unit_bytes - push.nbytes)
             push.nbytes = float(units * exchange.unit_bytes)
         if not push.nbytes:
             self._sent(lane)
@@ -216,7 +213,6 @@ class Cluster:
     def _sent(self, lane: _Lane) -> None:
         queue = self._pushes[lane]
         push = queue.popleft()
-        self.backlog.add(-push.nbytes)
         early = 0.0 if push.flow is None else push.flow.early / push.flow.nbytes
         for piece in push.pieces:
             units = self.setup.exchange.units(piece.start, piece.stop, piece.last)

@@ -33,14 +33,6 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Use:
-    """Of one kind of thing, each between 0 and 1: of all on average, and of the busiest one."""
-
-    mean: float
-    busiest: float
-
-
-@dataclass(frozen=True)
 class Queue:
     """Requests that wait at one engine: on average, and at most at any."""
 
@@ -50,28 +42,30 @@ class Queue:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of requests that came, and of time, behind the warm-up. `ttft`: from the client's request to its first token;
-    `kv`: from the ticket until decode has all KV; `after_prefill`: from the end of prefill until then. `early`: share
-    of the KV that was sent before prefill ended. `prefill_busy`: engines that compute; `decode_busy`: requests in an
-    engine relative to its room; links: bytes relative to what they could carry. `step_ms`: of decode with that load.
-    `took_s`: of one processor, for `events`."""
+    """What was seen of requests that arrived after the warm-up, and of that time. Shares are from 0 to 1."""
 
     requests: int
     failed: int
     ttft: Spread
-    kv: Spread
+    """From the client's request to its first token."""
     after_prefill: Spread
+    """From the end of prefill until decode has all KV."""
     early: float
-    prefill_busy: Use
+    """Share of the KV that was sent before prefill ended."""
+    prefill_busy: float
+    """Share of the time in which a prefill engine computes."""
     prefill_queue: Queue
-    decode_busy: Use
+    decode_busy: float
+    """Requests in a decode engine, relative to its room."""
     decode_queue: Queue
     step_ms: float
-    p_link: Use
-    d_link: Use
-    backlog_mb: Queue
+    """A step of decode with that load."""
+    p_link: float
+    """Bytes that the NICs of prefill carried, relative to what they could."""
+    d_link: float
     events: int
     took_s: float
+    """Seconds of one processor, for `events`."""
 
 
 class _Watch:
@@ -88,7 +82,7 @@ class _Watch:
         cluster = self._cluster
         prefill = [level for engine in cluster.prefill.values() for level in (engine.busy, engine.queue)]
         decode = [level for e in cluster.decode.values() for level in (e.held, e.queue, e.running)]
-        return [*prefill, *decode, cluster.backlog]
+        return [*prefill, *decode]
 
     def _carried(self) -> dict[str, list[float]]:
         cluster = self._cluster
@@ -118,7 +112,6 @@ class _Watch:
         self.decode_held = [engine.held.mean for engine in decode]
         self.decode_queue = [(engine.queue.mean, engine.queue.maximum) for engine in decode]
         self.steps = [speed.seconds(engine.running.mean) for engine in decode]
-        self.backlog = (cluster.backlog.mean, cluster.backlog.maximum)
 
 
 def run(setup: Setup, arrivals: Sequence[Arrival], warm_up: float, ends: float, cells: int = 1) -> Figures:
@@ -145,17 +138,15 @@ def run(setup: Setup, arrivals: Sequence[Arrival], warm_up: float, ends: float, 
         requests=len(counted),
         failed=len(counted) - len(good),
         ttft=Spread.of([request.token_at - request.arrival.at for request in good]),
-        kv=Spread.of([request.received_at - request.ticket_at for request in good]),
         after_prefill=Spread.of([request.received_at - request.prefilled_at for request in good]),
         early=_ratio(good),
-        prefill_busy=_use([watch.prefill_busy for watch in watches]),
+        prefill_busy=float(np.mean([watch.prefill_busy for watch in watches])),
         prefill_queue=_queue([watch.prefill_queue for watch in watches]),
-        decode_busy=_use([[held / room for held in watch.decode_held] for watch in watches]),
+        decode_busy=float(np.mean([[held / room for held in watch.decode_held] for watch in watches])),
         decode_queue=_queue([watch.decode_queue for watch in watches]),
         step_ms=1000 * float(np.mean([watch.steps for watch in watches])),
-        p_link=_use([watch.links["p"] for watch in watches]),
-        d_link=_use([watch.links["d"] for watch in watches]),
-        backlog_mb=_queue([[(mean / 1e6, most / 1e6) for mean, most in [watch.backlog]] for watch in watches]),
+        p_link=float(np.mean([watch.links["p"] for watch in watches])),
+        d_link=float(np.mean([watch.links["d"] for watch in watches])),
         events=events,
         took_s=time.process_time() - begun,
     )
@@ -176,10 +167,6 @@ def simulated(setup: Setup, arrivals: Sequence[Arrival]) -> list[tuple[float, fl
 
 def _ratio(requests: Sequence[Request]) -> float:
     return sum(r.early for r in requests) / max(1.0, sum(r.nbytes for r in requests))
-
-
-def _use(values: Sequence[Sequence[float]]) -> Use:
-    return Use(float(np.mean(values)), float(np.max(values)))
 
 
 def _queue(values: Sequence[Sequence[tuple[float, float]]]) -> Queue:

@@ -251,7 +251,6 @@ def test_all_bytes_of_all_requests_arrive_once(exchange: Any, nic: float) -> Non
     for engine in (*cluster.prefill.values(), *cluster.decode.values()):
         assert engine.queue.value == 0
     assert all(engine.held.value == engine.running.value == 0 for engine in cluster.decode.values())
-    assert cluster.backlog.value == pytest.approx(0.0)
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:
@@ -268,7 +267,7 @@ def test_more_prefill_engines_shorten_the_queue() -> None:
     queues = [figures.prefill_queue.mean * count for figures, count in zip(found, (1, 2, 4), strict=True)]
     assert queues[0] > queues[1] > queues[2]
     assert found[0].ttft.p90 > found[1].ttft.p90 > found[2].ttft.p90
-    assert found[0].prefill_busy.mean > found[1].prefill_busy.mean > found[2].prefill_busy.mean
+    assert found[0].prefill_busy > found[1].prefill_busy > found[2].prefill_busy
 
 
 def test_decode_admits_what_it_has_room_for() -> None:
