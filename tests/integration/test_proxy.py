@@ -9,7 +9,6 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,41 +272,6 @@ def test_decode_dying_in_a_stream_ends_it_with_an_error(cluster: Cluster) -> Non
     assert "[DONE]" not in response.text
 
 
-# --- the metaserver ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("request_id", ["cmpl-00000000-0000-4000-8000-000000000000-0", "chatcmpl-", "cmpl-x-0", ""])
-def test_ticket_for_no_request(idle_cluster: Cluster, request_id: str) -> None:
-    answer = idle_cluster.client.post(METASERVER_PATH, json=make_ticket(request_id, "t"))
-    assert answer.status_code == 404
-    assert "error" in answer.json()
-
-
-def test_ticket_must_fit_its_request(cluster: Cluster) -> None:
-    cluster.decode.needs_prefill = False
-    cluster.decode.hangs_after_first_token = True
-    with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
-        request_id = cluster.decode.received[0].headers["x-request-id"]
-        for wrong in (f"cmpl-{request_id}-1", f"chatcmpl-{request_id}"):
-            assert cluster.client.post(METASERVER_PATH, json=make_ticket(wrong, "t")).status_code == 404
-    assert cluster.prefill.received == []
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"[]", b"\xff", b'{"request_id": 7}', b'{"request_id": "cmpl-x-0"}', b'{"remote_engine_id": "d"}'],
-)
-def test_a_malformed_ticket_is_refused(idle_cluster: Cluster, body: bytes) -> None:
-    answer = idle_cluster.client.post(METASERVER_PATH, content=body)
-    assert answer.status_code == 400
-    assert "not a ticket" in answer.json()["error"]
-
-
-def test_oversized_ticket() -> None:
-    with running_cluster(max_ticket_bytes=1000) as cluster:
-        assert cluster.client.post(METASERVER_PATH, content=b" " * 1001).status_code == 400
-
-
 # --- clients that leave or ask for too much ---------------------------------------------------------------
 
 
@@ -422,37 +386,3 @@ def test_health_needs_both_roles(cluster: Cluster) -> None:
     response = cluster.client.get("/health")
     assert response.status_code == 503
     assert list(response.json()["decode"].values()) == ["HTTP 503"]
-
-
-TOKEN = "the-token-of-this-test"
-
-
-@pytest.mark.parametrize("authorization", [None, "", TOKEN, f"Bearer {TOKEN}x", f"Basic {TOKEN}", "Bearer \xfc"])
-def test_a_ticket_without_the_token(tmp_path: Path, authorization: str | None) -> None:
-    token = tmp_path / "token"
-    token.write_text(f"{TOKEN}\n")
-    token.chmod(0o600)
-    ticket = make_ticket("cmpl-nobody-waits", "0" * 32)
-    headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
-    with running_cluster(metaserver_token_file=str(token)) as cluster:
-        refused = cluster.client.post(METASERVER_PATH, json=ticket, headers=headers)
-        assert (refused.status_code, "token" in refused.json()["error"]) == (401, True)
-        assert TOKEN not in refused.text
-        known = cluster.client.post(METASERVER_PATH, json=ticket, headers={"Authorization": f"Bearer {TOKEN}"})
-        assert known.status_code == 404
-
-
-@pytest.mark.parametrize(
-    "body", [b"[" * 100_000, b'{"request_id": "a", "remote_engine_id": "b", "x": ' + b"[" * 100_000, b'{"\xff": 1}']
-)
-def test_a_ticket_that_cannot_be_read(idle_cluster: Cluster, body: bytes) -> None:
-    refused = idle_cluster.client.post(METASERVER_PATH, content=body)
-    assert (refused.status_code, "not a ticket" in refused.json()["error"]) == (400, True)
-
-
-@pytest.mark.parametrize("name", ["request_id", "remote_engine_id"])
-@pytest.mark.parametrize("value", ["\x1b[31m", "a\nb", "x" * 1000])
-def test_a_ticket_with_unprintable_names_is_refused(idle_cluster: Cluster, name: str, value: str) -> None:
-    ticket = make_ticket("cmpl-nobody-waits", "0" * 32) | {name: value}
-    refused = idle_cluster.client.post(METASERVER_PATH, json=ticket)
-    assert (refused.status_code, "unprintable" in refused.json()["error"]) == (400, True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,9 +17,6 @@ from vllm_ascend_pd.proxy.routing import engine_pool
 
 FAILURE_PATH = METASERVER_PATH + "/failure"
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
-
-
-# --- prefill ----------------------------------------------------------------------------------------------
 
 
 def refuse(engine: PrefillEngine) -> None:
@@ -254,99 +250,6 @@ def test_a_ticket_without_an_id_is_not_retried() -> None:
         assert answer.status_code == 502
         assert "no ticket_id" in answer.json()["error"]
         assert cluster.prefill.received == []
-
-
-# --- what decode notices ----------------------------------------------------------------------------------
-
-
-@EITHER
-@pytest.mark.parametrize("decode_attempts", [1, 2], ids=["same-ticket", "new-request"])
-def test_decode_reports_a_prefill_that_hangs(stream: dict[str, Any], decode_attempts: int) -> None:
-    """A new decode request follows if one is left, otherwise another attempt under the same ticket."""
-    frozen = PrefillEngine()
-    hang(frozen)
-    with beside(prefill=frozen, decode_attempts=decode_attempts) as cluster, ThreadPoolExecutor(1) as client:
-        answer = client.submit(cluster.complete, **stream)
-        assert frozen.working.wait(5)
-        failure = make_failure(cluster.decode.tickets[0], "prefill rank 0 went silent")
-        stale = {**failure, "attempt": 7}
-        assert cluster.client.post(FAILURE_PATH, json=stale).json() == {"status": "over"}
-        assert not frozen.cancelled.is_set()
-        assert cluster.client.post(FAILURE_PATH, json=failure).status_code == 200
-        assert answer.result().status_code == 200
-        assert frozen.cancelled.wait(5)
-        (served,) = cluster.prefill.received
-        same_ticket = decode_attempts == 1
-        assert served.body["kv_transfer_params"].get("attempt", 0) == int(same_ticket)
-        assert (served.headers["x-request-id"] == frozen.received[0].headers["x-request-id"]) is same_ticket
-        assert len(cluster.decode.received) == decode_attempts
-        assert counted(cluster)[0] == {"prefill": int(same_ticket), "decode": int(not same_ticket)}
-
-
-def test_the_client_gets_the_reason_that_decode_reports() -> None:
-    with running_cluster(decode_attempts=1) as cluster, ThreadPoolExecutor(1) as client:
-        hang(cluster.prefill)
-        answer = client.submit(cluster.complete)
-        assert cluster.prefill.working.wait(5)
-        failure = make_failure(cluster.decode.tickets[0], "prefill rank 0 went\nsilent")
-        assert cluster.client.post(FAILURE_PATH, json=failure).status_code == 200
-        assert answer.result().status_code == 502
-        message = answer.result().json()["error"]["message"]
-        assert message == "prefill failed: decode reported: prefill rank 0 went silent"
-
-
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b"{", 400),
-        (b'{"request_id": "cmpl-x-0"}', 400),
-        (b" " * 70_000, 400),
-        (json.dumps(make_failure(make_ticket("cmpl-x-0", "t"), "why")).encode(), 404),
-    ],
-)
-def test_invalid_failure_reports_are_refused(body: bytes, status: int) -> None:
-    with running_cluster() as cluster:
-        assert cluster.client.post(FAILURE_PATH, content=body).status_code == status
-
-
-def test_failure_of_another_ticket_changes_nothing() -> None:
-    with running_cluster(decode_attempts=1) as cluster:
-        hang(cluster.prefill)
-        with ThreadPoolExecutor(1) as client:
-            answer = client.submit(cluster.complete)
-            assert cluster.prefill.working.wait(5)
-            ticket = cluster.decode.tickets[0]
-            failure = make_failure({**ticket, "ticket_id": "another"}, "why", final=True)
-            assert cluster.client.post(FAILURE_PATH, json=failure).status_code == 404
-            assert not cluster.prefill.cancelled.is_set()
-            assert not answer.done()
-            assert cluster.client.post(FAILURE_PATH, json=make_failure(ticket, "over")).status_code == 200
-            assert answer.result().status_code == 502
-
-
-@EITHER
-def test_reason_that_comes_after_decodes_error(stream: dict[str, Any]) -> None:
-    with running_cluster(decode_attempts=1) as cluster:
-        cluster.decode.fails = True
-        cluster.decode.explains = "prefill rank 1 went silent"
-        response = cluster.complete(**stream)
-        assert response.status_code == 502
-        assert response.json()["error"]["message"] == "KV transfer failed: prefill rank 1 went silent"
-        assert counted(cluster)[1]["decode"] == {"transfer failed": 1}
-
-
-def test_reason_in_the_middle_of_a_stream() -> None:
-    with running_cluster() as cluster:
-        cluster.decode.fails_after_first_token = True
-        cluster.decode.explains = "prefill rank 1 went silent"
-        response = cluster.complete(stream=True)
-        token, error, done = response.text.strip().split("\n\n")
-        assert "ÿ 0" in json.loads(token.removeprefix("data: "))["text"]
-        shown = json.loads(error.removeprefix("data: "))["error"]
-        assert (shown["message"], shown["code"]) == ("KV transfer failed: prefill rank 1 went silent", 502)
-        assert done == "data: [DONE]"
-        assert len(cluster.decode.received) == 1
-        assert counted(cluster)[1]["decode"] == {"transfer failed": 1}
 
 
 @EITHER

@@ -1,24 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forged tickets: a client learns its request's id from the response's headers."""
+"""Tickets that the metaserver refuses: forged, malformed, too large, or without the token."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 from engine_standin import make_failure, make_ticket
-from proxy_cluster import CHAT, eventually, running_cluster, running_proxy
+from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, eventually, running_cluster, running_proxy
 
 from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
 
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def idle_cluster() -> Iterator[Cluster]:
+    """For tests whose requests never reach an engine. They share it."""
+    with running_cluster() as running:
+        yield running
+        assert running.decode.received == []
+        assert running.prefill.received == []
+
+
 @pytest.mark.parametrize("samples", [1, 2])
 def test_no_more_tickets_than_samples(samples: int) -> None:
-    """All samples of a prompt have tickets under the same id. One ticket more must be forged."""
+    """All samples of a prompt have tickets under the same id. One ticket more must be forged: clients learn the id from
+    the response's headers."""
     with running_cluster() as cluster, ThreadPoolExecutor(1) as client:
         cluster.prefill.holds = True
         answer = client.submit(cluster.client.post, "/v1/chat/completions", json={**CHAT, "n": samples})
@@ -50,3 +67,69 @@ def test_the_log_tells_who_may_post_tickets(tmp_path: Path) -> None:
     assert warning in log()
     assert warning not in log("--metaserver-token-file", str(token))
     assert warning not in log("--metaserver-port", "0")
+
+
+@pytest.mark.parametrize("request_id", ["cmpl-00000000-0000-4000-8000-000000000000-0", "chatcmpl-", "cmpl-x-0", ""])
+def test_ticket_for_no_request(idle_cluster: Cluster, request_id: str) -> None:
+    answer = idle_cluster.client.post(METASERVER_PATH, json=make_ticket(request_id, "t"))
+    assert answer.status_code == 404
+    assert "error" in answer.json()
+
+
+def test_ticket_must_fit_its_request(cluster: Cluster) -> None:
+    cluster.decode.needs_prefill = False
+    cluster.decode.hangs_after_first_token = True
+    with cluster.client.stream("POST", "/v1/completions", json={**COMPLETION, **STREAM}):
+        request_id = cluster.decode.received[0].headers["x-request-id"]
+        for wrong in (f"cmpl-{request_id}-1", f"chatcmpl-{request_id}"):
+            assert cluster.client.post(METASERVER_PATH, json=make_ticket(wrong, "t")).status_code == 404
+    assert cluster.prefill.received == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"\xff", b'{"request_id": 7}', b'{"request_id": "cmpl-x-0"}', b'{"remote_engine_id": "d"}'],
+)
+def test_a_malformed_ticket_is_refused(idle_cluster: Cluster, body: bytes) -> None:
+    answer = idle_cluster.client.post(METASERVER_PATH, content=body)
+    assert answer.status_code == 400
+    assert "not a ticket" in answer.json()["error"]
+
+
+def test_oversized_ticket() -> None:
+    with running_cluster(max_ticket_bytes=1000) as cluster:
+        assert cluster.client.post(METASERVER_PATH, content=b" " * 1001).status_code == 400
+
+
+TOKEN = "the-token-of-this-test"
+
+
+@pytest.mark.parametrize("authorization", [None, "", TOKEN, f"Bearer {TOKEN}x", f"Basic {TOKEN}", "Bearer \xfc"])
+def test_a_ticket_without_the_token(tmp_path: Path, authorization: str | None) -> None:
+    token = tmp_path / "token"
+    token.write_text(f"{TOKEN}\n")
+    token.chmod(0o600)
+    ticket = make_ticket("cmpl-nobody-waits", "0" * 32)
+    headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
+    with running_cluster(metaserver_token_file=str(token)) as cluster:
+        refused = cluster.client.post(METASERVER_PATH, json=ticket, headers=headers)
+        assert (refused.status_code, "token" in refused.json()["error"]) == (401, True)
+        assert TOKEN not in refused.text
+        known = cluster.client.post(METASERVER_PATH, json=ticket, headers={"Authorization": f"Bearer {TOKEN}"})
+        assert known.status_code == 404
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'{"request_id": "a", "remote_engine_id": "b", "x": ' + b"[" * 100_000, b'{"\xff": 1}']
+)
+def test_a_ticket_that_cannot_be_read(idle_cluster: Cluster, body: bytes) -> None:
+    refused = idle_cluster.client.post(METASERVER_PATH, content=body)
+    assert (refused.status_code, "not a ticket" in refused.json()["error"]) == (400, True)
+
+
+@pytest.mark.parametrize("name", ["request_id", "remote_engine_id"])
+@pytest.mark.parametrize("value", ["\x1b[31m", "a\nb", "x" * 1000])
+def test_a_ticket_with_unprintable_names_is_refused(idle_cluster: Cluster, name: str, value: str) -> None:
+    ticket = make_ticket("cmpl-nobody-waits", "0" * 32) | {name: value}
+    refused = idle_cluster.client.post(METASERVER_PATH, json=ticket)
+    assert (refused.status_code, "unprintable" in refused.json()["error"]) == (400, True)
