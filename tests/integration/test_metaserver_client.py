@@ -205,7 +205,7 @@ def test_answers_held_back_for_many_requests_at_once(client: MetaserverClient, m
     [
         ("unknown", 1, False, "answered 404: unknown [31mid: it does not know this request"),
         ("500 once", 2, True, ""),
-        ("prefill failed", 1, False, "prefill failed, says metaserver"),
+        ("prefill failed", 1, False, "reports that prefill failed: out of blocks"),
         ("bad gateway", 6, False, "answered 502: <html>bad gateway</html>; see the proxy's log (6 attempts)"),
         ("redirect", 1, False, "redirects are not followed"),
     ],
@@ -363,7 +363,7 @@ def test_failures_are_told_beside_the_post(metaserver: Metaserver, tmp_path: Pat
     token.chmod(0o600)
     client = MetaserverClient(msgspec.structs.replace(QUICK, token_file=str(token)), own_host="127.0.0.1")
     client.post("key", metaserver.url, {"id": "told", "do": "hang"})
-    client.tell_failure(metaserver.url, TransferFailure("r", "t", 1, "went silent", final=False))
+    client.report_failure(metaserver.url, TransferFailure("r", "t", 1, "went silent", final=False))
     eventually(lambda: metaserver.failures)
     assert metaserver.failures == [
         {"request_id": "r", "ticket_id": "t", "attempt": 1, "reason": "went silent", "final": False}
@@ -377,7 +377,7 @@ def test_failures_are_told_while_posts_have_all_connections(metaserver: Metaserv
     client = MetaserverClient(msgspec.structs.replace(QUICK, max_connections=1), own_host="127.0.0.1")
     for key in ("first", "second"):
         client.post(key, metaserver.url, {"id": key, "do": "hang"})
-    client.tell_failure(metaserver.url, TransferFailure("r", "t", 1, "went silent", final=False))
+    client.report_failure(metaserver.url, TransferFailure("r", "t", 1, "went silent", final=False))
     eventually(lambda: metaserver.failures)
     assert client.poll() == []
     client.close()
@@ -390,17 +390,17 @@ def test_failures_that_cannot_be_told(metaserver: Metaserver, caplog: pytest.Log
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with caplog.at_level("WARNING"), raw_server(b"\x00 garbage\r\n\r\n") as (url, seen):
-        client.tell_failure(f"http://127.0.0.1:{port}{METASERVER_PATH}", failure)
-        client.tell_failure(url, failure)
-        client.tell_failure("http://192.0.2.1/v1/metaserver", failure)  # not allowed: not even tried
+        client.report_failure(f"http://127.0.0.1:{port}{METASERVER_PATH}", failure)
+        client.report_failure(url, failure)
+        client.report_failure("http://192.0.2.1/v1/metaserver", failure)  # not allowed: not even tried
         eventually(lambda: len(caplog.records) == 2)
         assert len(seen) == 2
     for record in caplog.records:
-        assert record.message.startswith("request r: metaserver http://127.0.0.1:")
-        assert "cannot be told of a failed transfer" in record.message
+        assert record.message.startswith("request r: its failed transfer ")
+        assert "cannot be reported to metaserver http://127.0.0.1:" in record.message
     assert outcome_of(client, metaserver.url, "ok").ok
     client.close()
-    client.tell_failure(metaserver.url, failure)
+    client.report_failure(metaserver.url, failure)
 
 
 def test_a_failure_is_told_again_where_the_connection_was_just_being_closed(client: MetaserverClient) -> None:
@@ -418,7 +418,7 @@ def test_a_failure_is_told_again_where_the_connection_was_just_being_closed(clie
 
     with serving(serve) as port:
         failure = TransferFailure("r", "t", 0, "why", final=True)
-        client.tell_failure(f"http://127.0.0.1:{port}{METASERVER_PATH}", failure)
+        client.report_failure(f"http://127.0.0.1:{port}{METASERVER_PATH}", failure)
         eventually(lambda: len(heard) == 2)
         assert b"why" in heard[1]
 
@@ -439,7 +439,7 @@ def test_of_an_endless_answer_to_a_failure_little_is_read(client: MetaserverClie
             taken.append(True)
 
     with serving(serve) as port:
-        client.tell_failure(
+        client.report_failure(
             f"http://127.0.0.1:{port}{METASERVER_PATH}", TransferFailure("r", "t", 0, "why", final=True)
         )
         eventually(lambda: taken)
@@ -451,7 +451,7 @@ def test_failures_told_at_once_are_bounded() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=16) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}{METASERVER_PATH}"
         for _ in range(5):
-            client.tell_failure(url, TransferFailure("r", "t", 0, "why", final=True))
+            client.report_failure(url, TransferFailure("r", "t", 0, "why", final=True))
         silent.settimeout(10)
         peers = [silent.accept()[0] for _ in range(2)]
         silent.settimeout(0.5)

@@ -70,7 +70,7 @@ class MetaserverClient:
         if post is not None:
             self._loop.cancel(post)
 
-    def tell_failure(self, url: str, failure: TransferFailure) -> None:
+    def report_failure(self, url: str, failure: TransferFailure) -> None:
         """Reports a failed transfer to the metaserver at `url`, where the ticket was posted. There is no outcome: a
         metaserver without the report notices the failure later, or without its reason. Beyond `max_pending` reports at
         a time, a further one is dropped."""

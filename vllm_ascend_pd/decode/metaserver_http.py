@@ -87,7 +87,7 @@ class MetaserverHttp:
             raise RetryableError(f"closed the connection without an answer; {self._why_closed(url)}") from error
         _judge(url, status, body)
 
-    async def tell(self, url: str, failure: TransferFailure) -> str | None:
+    async def report(self, url: str, failure: TransferFailure) -> str | None:
         """Reports a failed transfer. Returns why that did not work, or None. A repeated report does no harm."""
         try:
             with anyio.fail_after(_FAILURE_TIMEOUT_S):
@@ -174,7 +174,7 @@ def _judge(url: str, status: int, body: bytes) -> None:
         return
     failure = _metaserver_error(body) if status == 502 else None
     if failure is not None:
-        raise FinalError(f"prefill failed, says metaserver {url}: {failure}")
+        raise FinalError(f"metaserver {url} reports that prefill failed: {failure}")
     answer = f"answered {status}: {clean(body.decode(errors='replace')) or '(empty)'}"
     if status >= 500:
         raise RetryableError(f"{answer}; see the proxy's log")

@@ -156,13 +156,13 @@ class PostLoop:
 
     async def _report(self, url: str, failure: TransferFailure) -> None:
         try:
-            problem = await self._http.tell(url, failure)
+            problem = await self._http.report(url, failure)
         finally:
             with self._lock:
                 self._reports -= 1
         if problem is not None:
             logger.warning(
-                "request %s: metaserver %s cannot be told of a failed transfer: %s: its client may not learn why",
+                "request %s: its failed transfer cannot be reported to metaserver %s: %s; the client may get no reason",
                 failure.request_id,
                 url,
                 problem,

@@ -255,7 +255,7 @@ class DecodeScheduler:
             return
         ticket, reason = transfer.ticket, reason[:MAX_REASON_CHARS]
         failure = TransferFailure(ticket.request_id, ticket.ticket_id, attempt, reason, final)
-        self._metaserver.tell_failure(transfer.url, failure)
+        self._metaserver.report_failure(transfer.url, failure)
 
     def _fail(self, transfer: _IncomingTransfer, reason: str, cause: ReceiveFailure) -> None:
         """Gives the transfer up, unless it has ended or failed already: the next step cancels it on all ranks."""

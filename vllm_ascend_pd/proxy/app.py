@@ -52,7 +52,7 @@ _MISSED_CHECKS = 3
 
 
 def create_app(settings: ProxySettings) -> Starlette:
-    """`app.state.request_table.shut_down()` ends all requests; the server calls it when it is told to stop.
+    """`app.state.request_table.shut_down()` ends all requests; the server calls it when it stops.
     `app.state.metaserver` is the application of the metaserver's own port, if it has one. `app.state.ended` is set when
     the proxy's background tasks have ended: without being told to when one of them failed, which uvicorn logs."""
 

@@ -77,7 +77,7 @@ class Admin:
             raise RequestRefused(HTTPStatus.BAD_REQUEST, str(error)) from None
         engines = self._pools[new.role].engines
         if engines.get(url) is not None:
-            raise RequestRefused(HTTPStatus.CONFLICT, f"{new.role.value} engine {url} is there already")
+            raise RequestRefused(HTTPStatus.CONFLICT, f"{new.role.value} engine {url} exists already")
         try:
             engine = engines.add(url, ADMIN)
         except TooManyEnginesError as full:
@@ -105,7 +105,7 @@ class Admin:
         listed = engine.sources - {COMMAND_LINE, ADMIN}
         if listed:
             raise RequestRefused(
-                HTTPStatus.CONFLICT, f"{', '.join(sorted(listed))} lists this engine: drain it, or take it out there"
+                HTTPStatus.CONFLICT, f"{', '.join(sorted(listed))} lists this engine: drain it here, or remove it there"
             )
         shown = self._shown(engine)
         engines.remove(engine)

@@ -57,45 +57,43 @@ class Metrics:
         registry.register(self._engines)
         self._requests = Counter(
             PREFIX + "requests",
-            f"Requests that ended, by path and the HTTP status sent; {CLIENT_LEFT}: the client left before.",
+            f"Completed requests by path and HTTP status. {CLIENT_LEFT}: the client left before the answer.",
             ("route", "status"),
             registry=registry,
         )
         self._refused = Counter(
             PREFIX + "refused_requests",
-            "Requests refused before any engine was asked: 429, too many waited, or too long; 503, shutting down.",
+            "Requests refused before any engine was asked. 429: too many waited, or too long; 503: shutdown.",
             ("status",),
             registry=registry,
         )
         in_flight = Gauge(PREFIX + "requests_in_flight", "Client requests being served.", registry=registry)
         in_flight.set_function(lambda: request_table.in_flight)
-        waiting = Gauge(
-            PREFIX + "requests_waiting", "Client requests that wait until fewer are served.", registry=registry
-        )
+        waiting = Gauge(PREFIX + "requests_waiting", "Client requests that wait to be served.", registry=registry)
         waiting.set_function(lambda: request_table.admission.waiting)
         self._first_token = Histogram(
             PREFIX + "time_to_first_token_seconds",
-            "Time from a streaming request's arrival until its first token was sent on.",
+            "Time from a streaming request's arrival to its first token.",
             ("route",),
             buckets=_FIRST_TOKEN_SECONDS,
             registry=registry,
         )
         self._duration = Histogram(
             PREFIX + "request_duration_seconds",
-            "Time from a request's arrival until its end, whatever that was.",
+            "Time from a request's arrival to its end, failed requests included.",
             ("route",),
             buckets=_REQUEST_SECONDS,
             registry=registry,
         )
         self._prefill = Histogram(
             PREFIX + "prefill_seconds",
-            "Time a prefill engine took to serve a ticket, its queue included; without those that failed.",
+            "Time of successful prefills at the engine, its queue included.",
             buckets=_REQUEST_SECONDS,
             registry=registry,
         )
         self._after_prefill = Histogram(
             PREFIX + "prefill_to_first_token_seconds",
-            "Time from the first prefill's end until a stream's first token: the rest of its transfer, a decode step.",
+            "Time from the first prefill's end to a stream's first token: remaining transfer and a decode step.",
             buckets=_FIRST_TOKEN_SECONDS,
             registry=registry,
         )
@@ -150,11 +148,9 @@ class _Counted(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        retries = CounterMetricFamily(
-            PREFIX + "retries", "Attempts that were made again at another engine.", labels=("role",)
-        )
+        retries = CounterMetricFamily(PREFIX + "retries", "Attempts that followed a failed one.", labels=("role",))
         failures = CounterMetricFamily(
-            PREFIX + "failures", "Attempts at an engine that failed, by how.", labels=("role", "kind")
+            PREFIX + "failures", "Failed attempts at engines, by kind of failure.", labels=("role", "kind")
         )
         for role in EngineRole:
             retries.add_metric((role.value,), self._counts.retries().get(role, 0))
@@ -166,17 +162,19 @@ class _Counted(Collector):
 
 
 class _Seats(Collector):
-    """What each engine has of this proxy's, and what waits until one has a place."""
+    """This proxy's requests at each engine, and the requests that wait for a slot."""
 
     def __init__(self, pools: tuple[EnginePool, ...]) -> None:
         self._pools = pools
 
     def collect(self) -> Iterator[Metric]:
         at_engine = GaugeMetricFamily(
-            PREFIX + "engine_requests", "Prompts, or sequences, that an engine has.", labels=("role", "engine")
+            PREFIX + "engine_requests",
+            "This proxy's prompts at a prefill engine, or its sequences at a decode engine.",
+            labels=("role", "engine"),
         )
         waiting = GaugeMetricFamily(
-            PREFIX + "queue_depth", "Requests that wait for a place at an engine.", labels=("role",)
+            PREFIX + "queue_depth", "Requests that wait for a slot at an engine.", labels=("role",)
         )
         for pool in self._pools:
             for engine in pool.engines:
