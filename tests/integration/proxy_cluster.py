@@ -23,7 +23,7 @@ from harness.plain_http import PLAIN_HTTP
 from harness.tcp_server import read_to_the_end, serving
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.proxy.app import create_app
+from vllm_ascend_pd.proxy.app import ProxyApp
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 COMPLETION = {"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 8}
@@ -69,13 +69,15 @@ def running_cluster(
         prefill_url = cluster.prefill_url = servers.start(lambda _: cluster.prefill.app)
         decode_url = cluster.decode_url = servers.start(lambda _: cluster.decode.app)
         proxy_url = servers.start(
-            lambda url: create_app(
-                ProxySettings(
-                    prefill=only_prefill or (*other_prefill, *([prefill_url] * list_engines)),
-                    decode=(*other_decode, *([decode_url] * list_engines)),
-                    metaserver_url=url + METASERVER_PATH,
-                    **settings,
-                )
+            lambda url: (
+                ProxyApp(
+                    ProxySettings(
+                        prefill=only_prefill or (*other_prefill, *([prefill_url] * list_engines)),
+                        decode=(*other_decode, *([decode_url] * list_engines)),
+                        metaserver_url=url + METASERVER_PATH,
+                        **settings,
+                    )
+                ).for_clients
             )
         )
         with httpx.Client(base_url=proxy_url, timeout=30, **PLAIN_HTTP) as cluster.client:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy as an ASGI application."""
+"""The proxy as ASGI applications: builds its parts and connects them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.core.signing import resigned
+from vllm_ascend_pd.proxy.background import Background
 from vllm_ascend_pd.proxy.http.cross_origin import CrossOrigin
 from vllm_ascend_pd.proxy.http.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
 from vllm_ascend_pd.proxy.http.errors import error_response
-from vllm_ascend_pd.proxy.operate.admin import COMMAND_LINE, Admin
+from vllm_ascend_pd.proxy.operate.admin import Admin
 from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.operate.health import Health
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
@@ -36,12 +37,8 @@ from vllm_ascend_pd.proxy.rendezvous.decode_requests import DecodeRequests
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
-from vllm_ascend_pd.proxy.routing.discovery import Discovery
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool, make_pool
-from vllm_ascend_pd.proxy.routing.engines_file import EnginesFile
-from vllm_ascend_pd.proxy.routing.health_checks import HealthChecks
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
-from vllm_ascend_pd.proxy.routing.stall_watch import StallWatch
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 _PREFILLS_PER_REQUEST = 4
@@ -51,160 +48,140 @@ _MISSED_CHECKS = 3
 """After so many failed checks, an engine's last reported load is too old."""
 
 
-def create_app(settings: ProxySettings) -> Starlette:
-    """`app.state.request_table.shut_down()` ends all requests; the server calls it when it stops.
-    `app.state.metaserver` is the application of the metaserver's own port, if it has one. `app.state.ended` is set when
-    the proxy's background tasks have ended: without being told to when one of them failed, which uvicorn logs."""
+class ProxyApp:
+    """One proxy: its engines, its requests and its routes. The event loop's thread owns it."""
 
-    def pool(role: EngineRole, requests: int, per_engine: int | None, timeout: float) -> EnginePool:
-        return make_pool(
-            role,
-            strategy=settings.strategy,
-            limiter=ConcurrencyLimiter(per_engine, settings.queue_per_engine, settings.queue_timeout),
-            eject_after=settings.eject_after,
-            return_after=settings.return_after,
-            max_connections=requests,
-            connect_timeout=settings.connect_timeout,
-            read_timeout=timeout,
-            fresh_for=_MISSED_CHECKS * settings.check_interval + 2 * settings.health_timeout,
+    def __init__(self, settings: ProxySettings) -> None:
+        prefills = settings.max_concurrent * _PREFILLS_PER_REQUEST
+        self._prefill = _pool(settings, EngineRole.PREFILL, prefills, settings.max_per_prefill)
+        self._decode = _pool(settings, EngineRole.DECODE, settings.max_concurrent, settings.max_per_decode)
+        self._pools = (self._prefill, self._decode)
+        self._request_table = RequestTable(settings.max_concurrent, settings.max_waiting, settings.queue_timeout)
+        self._background = Background(settings, *self._pools)
+        self._counts = Counts()
+        self._health = Health(self._pools, self._counts, self._background.problems, settings.health_timeout)
+        self._metrics = Metrics(self._request_table, self._counts, self._pools, self._health.states)
+        self._tracing = start_tracing(settings.otlp_traces_endpoint)
+        self._observer = OperatorObserver(self._counts, self._metrics, self._tracing)
+        metaserver = self._metaserver_routes(settings)
+        routes = self._client_routes(settings) + self._operator_routes(settings)
+        if not settings.metaserver_apart:
+            routes += metaserver
+        self.for_clients = Starlette(
+            middleware=[_cross_origin(settings)],
+            routes=routes,
+            exception_handlers={HTTPException: _http_error},
+            lifespan=self._lifespan,
         )
+        """Serves the clients' port. Its lifespan runs the background tasks."""
+        self.for_decode: Starlette | None = None
+        """Serves the metaserver's own port, if it has one."""
+        if settings.metaserver_apart:
+            self.for_decode = Starlette(routes=metaserver, exception_handlers={HTTPException: _http_error})
 
-    prefills = settings.max_concurrent * _PREFILLS_PER_REQUEST
-    prefill = pool(EngineRole.PREFILL, prefills, settings.max_per_prefill, settings.silence_timeout)
-    decode = pool(EngineRole.DECODE, settings.max_concurrent, settings.max_per_decode, settings.silence_timeout)
-    prefill_watch = StallWatch(
-        prefill,
-        probe_timeout=settings.probe_timeout,
-        stall_timeout=settings.read_timeout,
-        idle_timeout=settings.prefill_timeout,
-    )
-    decode_watch = StallWatch(
-        decode,
-        probe_timeout=settings.probe_timeout,
-        stall_timeout=settings.read_timeout,
-        quiet=settings.probe_timeout,
-    )
-    checks = HealthChecks(
-        (prefill.engines, decode.engines), interval=settings.check_interval, timeout=settings.health_timeout
-    )
-    discovery = Discovery({pool.role: pool.engines for pool in (prefill, decode)}, settings.dns_interval)
-    discovery.listed(COMMAND_LINE, settings.engines())
-    file = None
-    if settings.engines_file is not None:
-        file = EnginesFile(settings.engines_file, partial(discovery.listed, "the engines file"))
-    request_table = RequestTable(settings.max_concurrent, settings.max_waiting, settings.queue_timeout)
-    counts = Counts()
+    @property
+    def ended(self) -> asyncio.Event:
+        """Set when the background tasks have ended. uvicorn logs the reason if one of them failed."""
+        return self._background.ended
 
-    def problems() -> list[str]:
-        of_lists = [f"{source}: {problem}" for source, problem in discovery.problems.items()]
-        return of_lists if file is None or file.problem is None else [*of_lists, file.problem]
+    def shut_down(self) -> None:
+        """Ends all requests with an error, and refuses further ones."""
+        self._request_table.shut_down()
 
-    health = Health((prefill, decode), counts, problems, settings.health_timeout)
-    metrics = Metrics(request_table, counts, (prefill, decode), health.states)
-    tracing = start_tracing(settings.otlp_traces_endpoint)
-    observer = OperatorObserver(counts, metrics, tracing)
-    decode_requests = DecodeRequests(
-        request_table,
-        decode,
-        decode_watch,
-        observer,
-        attempts=settings.decode_attempts,
-        metaserver_url=settings.metaserver_url,
-    )
-    client_endpoint = partial(
-        ClientEndpoint,
-        request_table=request_table,
-        decode_requests=decode_requests,
-        observer=observer,
-        max_body_bytes=settings.max_body_bytes,
-        read_timeout=settings.read_timeout,
-    )
-    secret = settings.ticket_secret()
-    sign = None if secret is None else lambda ticket, attempt: resigned(ticket, secret, attempt)
-    metaserver = Metaserver(
-        request_table,
-        prefill,
-        prefill_watch,
-        observer,
-        token=settings.metaserver_token(),
-        read_timeout=settings.read_timeout,
-        max_ticket_bytes=settings.max_ticket_bytes,
-        prefill_attempts=settings.prefill_attempts,
-        sign=sign,
-    )
-    token = settings.admin_token()
-    admin = [] if token is None else Admin((prefill, decode), request_table, token).routes()
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        try:
+            async with self._background.running():
+                yield
+        finally:
+            self.shut_down()
+            for pool in self._pools:
+                await pool.aclose()
+            await anyio.to_thread.run_sync(self._tracing.close)
 
-    def status() -> Status:
+    def _client_routes(self, settings: ProxySettings) -> list[BaseRoute]:
+        endpoint = partial(
+            ClientEndpoint,
+            request_table=self._request_table,
+            decode_requests=DecodeRequests(
+                self._request_table,
+                self._decode,
+                self._background.decode_watch,
+                self._observer,
+                attempts=settings.decode_attempts,
+                metaserver_url=settings.metaserver_url,
+            ),
+            observer=self._observer,
+            max_body_bytes=settings.max_body_bytes,
+            read_timeout=settings.read_timeout,
+        )
+        return [
+            *(Route(each.value, endpoint(each.value, each), methods=["POST"]) for each in Endpoint),
+            *(Route(path, endpoint(path, None), methods=["GET"]) for path in DECODE_ALONE_GET),
+            *(Route(path, endpoint(path, None), methods=["POST"]) for path in DECODE_ALONE_POST),
+            *(Route(path, partial(_not_served, why), methods=["GET", "POST"]) for path, why in NOT_SERVED.items()),
+        ]
+
+    def _metaserver_routes(self, settings: ProxySettings) -> list[BaseRoute]:
+        secret = settings.ticket_secret()
+        metaserver = Metaserver(
+            self._request_table,
+            self._prefill,
+            self._background.prefill_watch,
+            self._observer,
+            token=settings.metaserver_token(),
+            read_timeout=settings.read_timeout,
+            max_ticket_bytes=settings.max_ticket_bytes,
+            prefill_attempts=settings.prefill_attempts,
+            sign=None if secret is None else lambda ticket, attempt: resigned(ticket, secret, attempt),
+        )
+        return [*metaserver.routes()]
+
+    def _operator_routes(self, settings: ProxySettings) -> list[BaseRoute]:
+        token = settings.admin_token()
+        return [
+            Route("/health", self._health.get, methods=["GET"]),
+            Route("/metrics", self._metrics.get, methods=["GET"]),
+            *StatusPage(self._status, token).routes(),
+            *([] if token is None else Admin(self._pools, self._request_table, token).routes()),
+        ]
+
+    def _status(self) -> Status:
         return snapshot(
-            (prefill, decode),
-            request_table,
-            counts,
-            metrics,
-            problems(),
+            self._pools,
+            self._request_table,
+            self._counts,
+            self._metrics,
+            self._background.problems(),
             version=__version__,
             now=time.monotonic(),
             wall=time.time(),
         )
 
-    ended = asyncio.Event()
 
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        try:
-            if file is not None:
-                await file.start()
-            await discovery.look()
-            for each in (prefill, decode):
-                each.engines.require_checks()
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(discovery.run)
-                if file is not None:
-                    tasks.start_soon(file.run)
-                tasks.start_soon(prefill_watch.run)
-                tasks.start_soon(decode_watch.run)
-                tasks.start_soon(checks.run)
-                yield
-                tasks.cancel_scope.cancel()
-        finally:
-            ended.set()
-            request_table.shut_down()
-            await prefill.aclose()
-            await decode.aclose()
-            await anyio.to_thread.run_sync(tracing.close)
-
-    for_decode = metaserver.routes()
-    for_clients = (*(each.value for each in Endpoint), *DECODE_ALONE_GET, *DECODE_ALONE_POST, *NOT_SERVED)
-    app = Starlette(
-        middleware=[
-            Middleware(
-                CrossOrigin,
-                paths=for_clients,
-                allow_origins=settings.allowed_origins,
-                allow_methods=settings.allowed_methods,
-                allow_headers=settings.allowed_headers,
-                allow_credentials=settings.allow_credentials,
-            )
-        ],
-        routes=[
-            *(Route(each.value, client_endpoint(each.value, each), methods=["POST"]) for each in Endpoint),
-            *(Route(path, client_endpoint(path, None), methods=["GET"]) for path in DECODE_ALONE_GET),
-            *(Route(path, client_endpoint(path, None), methods=["POST"]) for path in DECODE_ALONE_POST),
-            *(Route(path, partial(_not_served, why), methods=["GET", "POST"]) for path, why in NOT_SERVED.items()),
-            *([] if settings.metaserver_apart else for_decode),
-            Route("/health", health.get, methods=["GET"]),
-            Route("/metrics", metrics.get, methods=["GET"]),
-            *StatusPage(status, token).routes(),
-            *admin,
-        ],
-        exception_handlers={HTTPException: _http_error},
-        lifespan=lifespan,
+def _pool(settings: ProxySettings, role: EngineRole, max_connections: int, per_engine: int | None) -> EnginePool:
+    return make_pool(
+        role,
+        strategy=settings.strategy,
+        limiter=ConcurrencyLimiter(per_engine, settings.queue_per_engine, settings.queue_timeout),
+        eject_after=settings.eject_after,
+        return_after=settings.return_after,
+        max_connections=max_connections,
+        connect_timeout=settings.connect_timeout,
+        read_timeout=settings.silence_timeout,
+        fresh_for=_MISSED_CHECKS * settings.check_interval + 2 * settings.health_timeout,
     )
-    app.state.request_table = request_table
-    app.state.ended = ended
-    if settings.metaserver_apart:
-        app.state.metaserver = Starlette(routes=for_decode, exception_handlers={HTTPException: _http_error})
-    return app
+
+
+def _cross_origin(settings: ProxySettings) -> Middleware:
+    return Middleware(
+        CrossOrigin,
+        paths=(*(each.value for each in Endpoint), *DECODE_ALONE_GET, *DECODE_ALONE_POST, *NOT_SERVED),
+        allow_origins=settings.allowed_origins,
+        allow_methods=settings.allowed_methods,
+        allow_headers=settings.allowed_headers,
+        allow_credentials=settings.allow_credentials,
+    )
 
 
 async def _not_served(reason: str, _: Request) -> Response:
@@ -212,6 +189,6 @@ async def _not_served(reason: str, _: Request) -> Response:
 
 
 async def _http_error(_: Request, error: Exception) -> Response:
-    """Starlette's own refusals (404, 405), in the shape that engines give them."""
+    """Starlette's own errors (404, 405), in the engines' format."""
     assert isinstance(error, HTTPException)
     return JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)

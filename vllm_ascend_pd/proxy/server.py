@@ -18,7 +18,7 @@ import uvicorn
 import uvloop
 from starlette.applications import Starlette
 
-from vllm_ascend_pd.proxy.app import create_app
+from vllm_ascend_pd.proxy.app import ProxyApp
 from vllm_ascend_pd.proxy.http.connection_limiter import ConnectionLimiter
 from vllm_ascend_pd.proxy.http.sockets import reserve_sockets
 from vllm_ascend_pd.proxy.http.tls import Tls
@@ -69,7 +69,7 @@ def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.s
     could not start or a background task failed; the log has the reason. `for_decode`: the metaserver's own port."""
     sockets = reserve_sockets(settings.max_concurrent, settings.max_waiting)
     settings = msgspec.structs.replace(settings, max_concurrent=sockets.concurrent, max_waiting=sockets.waiting)
-    app = create_app(settings)
+    app = ProxyApp(settings)
     limiter = ConnectionLimiter(sockets.connections, sockets.idle, settings.read_timeout)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it logs each malformed request
     if not settings.metaserver_apart and settings.metaserver_token_file is None:
@@ -78,9 +78,9 @@ def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.s
             "--metaserver-token-file or --metaserver-port prevent that"
         )
     server = partial(_server, limiter, sockets.backlog, settings.keep_alive_timeout)
-    servers = [(server(app, settings.tls, "on"), listener)]
-    if for_decode is not None:
-        servers.append((server(app.state.metaserver, settings.metaserver_tls, "off"), for_decode))
+    servers = [(server(app.for_clients, settings.tls, "on"), listener)]
+    if for_decode is not None and app.for_decode is not None:
+        servers.append((server(app.for_decode, settings.metaserver_tls, "off"), for_decode))
 
     async def run() -> bool:
         loop = asyncio.get_running_loop()
@@ -88,11 +88,11 @@ def serve(settings: ProxySettings, listener: socket.socket, for_decode: socket.s
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stopped.set)
         running = [asyncio.create_task(server.serve(sockets=[own])) for server, own in servers]
-        ends = [asyncio.create_task(event.wait()) for event in (stopped, app.state.ended)]
+        ends = [asyncio.create_task(event.wait()) for event in (stopped, app.ended)]
         await asyncio.wait([*running, *ends], return_when=asyncio.FIRST_COMPLETED)
         if not stopped.is_set():
             log.error("the proxy stops: it could not start, or one of its background tasks failed")
-        app.state.request_table.shut_down()
+        app.shut_down()
         for server, _ in servers:
             server.should_exit = True
         ended = await asyncio.gather(*running, return_exceptions=True)
