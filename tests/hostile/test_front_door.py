@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy's port, the real command's, against strangers: clients are served, and nothing of the others stays."""
+"""The proxy's command under hostile connections: it serves clients, and keeps nothing of the others."""
 
 import contextlib
 import re
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(3600)  # the long form
 
 PATIENCE_S = 90.0
 MAX_GROWTH_BYTES = 200 << 20
-"""Three bodies of 64 MiB, the most a client may send, are there at once while they are refused; 4096 connections."""
+"""For three bodies of 64 MiB, the largest allowed, while they are refused, and for 4096 connections."""
 
 
 class Proxy:
@@ -39,7 +39,7 @@ class Proxy:
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S, **PLAIN_HTTP)
 
     def serves(self) -> None:
-        """A client, new or known, gets an answer of the application's: that no engine is there."""
+        """Both a new and a known connection get the application's answer: no engine can be reached."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -56,7 +56,7 @@ class Proxy:
         return int(self.process.num_fds())
 
     def stop(self) -> str:
-        """What it logged: nothing that strangers can make long."""
+        """Stops the process. Returns its log."""
         self.client.close()
         self._process.send_signal(signal.SIGTERM)
         _, log = self._process.communicate(timeout=PATIENCE_S)
@@ -92,12 +92,12 @@ def test_ten_thousand_connections_at_once(proxy: Proxy) -> None:
     with attack("flood", proxy.port, 10_000) as finish:
         for _ in range(3):
             proxy.serves()
-        assert proxy.files() < 7000  # its door takes 4096; the kernel may have queued 2048 more just now
+        assert proxy.files() < 7000  # the proxy allows 4096; the kernel may have queued 2048 more
         assert finish() >= 10_000
 
 
 def test_slow_connections(proxy: Proxy) -> None:
-    """All are cut in the end, whatever they were in the middle of."""
+    """The proxy closes all of them in the end, whatever they have sent."""
     with attack("drip", proxy.port, 500) as finish:
         for _ in range(3):
             proxy.serves()

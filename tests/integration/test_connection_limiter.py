@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that do not read their answers, or ask without end: over real connections."""
+"""Clients that do not read their answers, or send requests without end, over real connections."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def get(path: str, header: bytes = b"") -> bytes:
 
 
 def answered(connection: socket.socket) -> bool:
-    """Whether the app's answer comes, whole: headers and body may come one by one."""
+    """Whether the whole answer of the app arrives. Headers and body may arrive separately."""
     received = b""
     while not received.endswith(b"\r\n\r\n" + bytes(2)) and (chunk := connection.recv(65536)):
         received += chunk
@@ -105,7 +105,7 @@ def answered(connection: socket.socket) -> bool:
 
 
 def rest_of(connection: socket.socket) -> bytes:
-    """What comes until the server ends the connection."""
+    """The bytes until the server closes the connection."""
     received = b""
     with suppress(ConnectionError):
         while chunk := connection.recv(65536):
@@ -115,8 +115,8 @@ def rest_of(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("closes", [False, True], ids=["keep-alive", "close"])
 @pytest.mark.parametrize("size", [60_000, 1_000_000])
-def test_answer_that_nobody_reads_is_given_up(size: int, closes: bool) -> None:
-    """One that the server takes whole, and one at which it makes the application wait."""
+def test_an_unread_answer_is_dropped(size: int, closes: bool) -> None:
+    """One answer that fits the server's buffer, and one that makes the application wait."""
     app = App(size)
     with serving(app, unread_timeout=0.5) as (limiter, port), closing(connect(port, receive_buffer=1)) as connection:
         connection.sendall(get("/", b"Connection: close\r\n" if closes else b""))
@@ -149,7 +149,7 @@ def test_one_request_may_be_sent_ahead() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_client_that_leaves_is_noticed(ahead: int) -> None:
+def test_a_disconnect_is_noticed(ahead: int) -> None:
     app = App()
     with serving(app) as (_, port):
         with closing(connect(port)) as connection:
@@ -164,8 +164,8 @@ NO_REQUEST = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.mark.parametrize("apart", [False, True], ids=["at once", "in pieces"])
 @pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
-def test_who_offers_another_protocol_is_answered_by_this_one(chunked: bool, apart: bool) -> None:
-    """As JDK's HttpClient does by default: the body is its own, and the next request too."""
+def test_a_request_to_upgrade_is_answered_over_http_1(chunked: bool, apart: bool) -> None:
+    """JDK's HttpClient asks for HTTP/2 by default. Its body and its next request are read as usual."""
     app = App()
     length = b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % len(NO_REQUEST)
     body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(NO_REQUEST), NO_REQUEST) if chunked else NO_REQUEST
@@ -182,7 +182,7 @@ def test_who_offers_another_protocol_is_answered_by_this_one(chunked: bool, apar
         assert (app.begun, app.body) == (["/first", "/second"], NO_REQUEST)
 
 
-def test_client_that_offers_another_protocol_and_leaves_is_noticed() -> None:
+def test_a_disconnect_after_a_request_to_upgrade_is_noticed() -> None:
     app = App()
     with serving(app) as (_, port):
         with closing(connect(port)) as connection:
@@ -193,7 +193,7 @@ def test_client_that_offers_another_protocol_and_leaves_is_noticed() -> None:
         eventually(app.left.is_set, timeout_s=5)
 
 
-def test_nobody_gets_a_tunnel() -> None:
+def test_connect_is_refused() -> None:
     app = App()
     with serving(app) as (_, port), closing(connect(port)) as connection:
         connection.sendall(b"CONNECT /first HTTP/1.1\r\nHost: x\r\nContent-Length: 38\r\n\r\n" + NO_REQUEST)
@@ -202,8 +202,8 @@ def test_nobody_gets_a_tunnel() -> None:
 
 
 @pytest.mark.parametrize("size", [100_000, 400_000])
-def test_client_that_leaves_is_noticed_behind_the_body_of_a_request_ahead(size: int) -> None:
-    """Whole, or not: uvicorn reads no further than 64 KiB of it."""
+def test_a_disconnect_is_noticed_after_the_body_of_a_request_sent_ahead(size: int) -> None:
+    """Whether the body is complete or not. uvicorn itself stops reading after 64 KiB."""
     app = App()
     with serving(app) as (limiter, port):
         with closing(connect(port)) as connection:
@@ -216,7 +216,7 @@ def test_client_that_leaves_is_noticed_behind_the_body_of_a_request_ahead(size: 
         assert not limiter.refused
 
 
-def test_a_request_ahead_that_is_larger_is_refused() -> None:
+def test_a_large_request_sent_ahead_is_refused() -> None:
     app = App()
     with serving(app) as (limiter, port), closing(connect(port)) as connection:
         connection.sendall(get("/held"))
@@ -227,7 +227,7 @@ def test_a_request_ahead_that_is_larger_is_refused() -> None:
         assert limiter.refused == {HTTPStatus.BAD_REQUEST: 1}
 
 
-def test_who_still_reads_its_answer_makes_no_room_for_others() -> None:
+def test_a_connection_that_reads_its_answer_is_not_closed_for_others() -> None:
     app = App(size := 300_000)
     with serving(app, limit=1) as (_, port), closing(connect(port, 4096)) as reader:
         reader.sendall(get("/"))
@@ -242,7 +242,7 @@ def test_who_still_reads_its_answer_makes_no_room_for_others() -> None:
 
 
 def test_idle_connection_is_kept_beyond_the_time_for_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the first byte of another request on, there is as much time as for the first."""
+    """The time for headers starts again with the first byte of another request."""
     monkeypatch.setattr(limiter_module, "_REQUEST_SECONDS", 1.0)
     app = App()
     with serving(app) as (limiter, port), closing(connect(port)) as connection:
@@ -257,7 +257,7 @@ def test_idle_connection_is_kept_beyond_the_time_for_headers(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("bound", [{"limit": 2}, {"idle": 2}], ids=["all", "idle"])
-def test_the_connection_that_is_idle_longest_makes_room(bound: dict[str, int]) -> None:
+def test_the_connection_that_is_idle_longest_is_closed_for_another(bound: dict[str, int]) -> None:
     with ExitStack() as stack:
         limiter, port = stack.enter_context(serving(App(), **bound))
         clients = []
@@ -289,7 +289,7 @@ def test_idle_connections_stay_bounded_when_many_requests_end() -> None:
         eventually(lambda: limiter.connections == 2)
 
 
-def test_requests_ahead_without_end_are_not_kept() -> None:
+def test_endless_requests_sent_ahead_are_refused() -> None:
     with serving(App()) as (limiter, port), closing(connect(port)) as connection:
         reader = threading.Thread(target=rest_of, args=(connection,))
         reader.start()
@@ -300,7 +300,7 @@ def test_requests_ahead_without_end_are_not_kept() -> None:
         assert limiter.refused.total() == 1
 
 
-def test_proxy_lets_a_client_go_that_does_not_read() -> None:
+def test_the_proxy_closes_the_connection_of_a_client_that_does_not_read() -> None:
     decode = DecodeEngine()
     with Servers() as servers:
         urls = servers.start(lambda _: PrefillEngine().app), servers.start(lambda _: decode.app)
@@ -319,7 +319,7 @@ def test_proxy_lets_a_client_go_that_does_not_read() -> None:
 
 
 def test_client_connection_is_reused_after_longer_than_5_s() -> None:
-    """Gateways keep theirs for a minute and more; decode engines' to the metaserver's own port is as any other."""
+    """Gateways keep idle connections for a minute and more. The metaserver's own port is no different."""
     nobody = "http://127.0.0.1:9", "http://127.0.0.1:11"
     metaserver_port = reserve_port()
     with running_proxy(*nobody, "--metaserver-port", str(metaserver_port)) as (_, port), ExitStack() as stack:

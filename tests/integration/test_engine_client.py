@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP to engines: what is sent, what comes back byte for byte, and errors that name no address."""
+"""HTTP to engines: the bytes sent and received, and errors without addresses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADERS = [(b"content-type", b"application/json"), (b"x-twice", b"1"), (b"x-twic
 
 
 class Peer:
-    """A server that notes each request and does with its connection what a test says."""
+    """A server that records each request and serves it by a function of the test."""
 
     def __init__(self, serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
         self._serve = serve
@@ -176,7 +176,7 @@ STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n"
     ids=["before it is read", "no size", "no end of a chunk", "no size, and more"],
 )
 def test_an_answer_that_stops_being_http(garbage: bytes, read_first: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Behind its headers, and whether anybody reads it yet or not: well before the read timeout."""
+    """After its headers, with a reader waiting or not. The error comes well before the read timeout."""
     goes_on = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -206,8 +206,8 @@ def test_an_answer_that_stops_being_http(garbage: bytes, read_first: bool, caplo
 
 
 @pytest.mark.parametrize("breaks_off", [False, True])
-def test_a_reset_is_no_error_that_nobody_saw(breaks_off: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a connection that had answers before, and nobody uses, or somebody reads from."""
+def test_asyncio_logs_no_reset(breaks_off: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A reset of a connection that was used before, while it is idle or while somebody reads from it."""
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         last = len(peers[0].requests) == 2
@@ -256,7 +256,7 @@ def test_a_post_on_a_connection_that_was_just_closed_is_not_sent_again() -> None
     run(test)
 
 
-def test_a_request_that_is_not_taken() -> None:
+def test_a_request_that_is_not_read() -> None:
     async def test() -> None:
         async with peer_of(is_silent, read_timeout=1) as (peer, client):
             with pytest.raises(ReadTimeout):
@@ -278,7 +278,7 @@ def test_nobody_listens() -> None:
     run(test)
 
 
-def test_as_many_requests_as_there_may_be() -> None:
+def test_requests_at_a_time_are_bounded() -> None:
     async def test() -> None:
         async with peer_of(says(OK), max_connections=1, connect_timeout=1) as (peer, client):
             answer = await client.send("POST", peer.url, [])
@@ -292,7 +292,7 @@ def test_as_many_requests_as_there_may_be() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"x" * (32 << 20)])
 def test_cancelled_it_closes_the_connection_at_once(body: bytes) -> None:
-    """Also when most of the request has not been taken by an engine that reads nothing."""
+    """Also while most of the request is unsent, because the engine reads nothing."""
 
     async def test() -> None:
         async def serve(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:

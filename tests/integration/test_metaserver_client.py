@@ -145,8 +145,8 @@ def client(retries: Retries) -> Iterator[MetaserverClient]:
 
 @contextlib.contextmanager
 def raw_server(answer: bytes, reset: bool = False, until_closed: bool = False) -> Iterator[tuple[str, list[None]]]:
-    """A server that sends `answer` whatever it is asked, and no more, or resets the connection instead: its URL and
-    one entry per connection. `until_closed`: it does not close connections, and another entry is for each that was."""
+    """A server that sends `answer` to any request and closes the connection, or resets it (`reset`). Yields its URL and
+    a list with one entry per connection. `until_closed`: the client closes connections, which adds another entry."""
     connections: list[None] = []
 
     def serve(peer: socket.socket) -> None:
@@ -290,7 +290,7 @@ def test_read_timeout_below_the_deadline(metaserver: Metaserver) -> None:
 
 
 def test_a_ticket_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than the kernel takes, to a server that accepts and reads nothing."""
+    """A ticket larger than the kernel's buffers, for a server that accepts and reads nothing."""
     monkeypatch.setattr(metaserver_http, "_WRITE_TIMEOUT_S", 0.3)
     client = MetaserverClient(QUICK, own_host="127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -305,7 +305,7 @@ def test_a_ticket_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_connection_that_is_not_accepted_in_time() -> None:
-    """The server's queue is full, so the kernel drops what comes."""
+    """The server's backlog is full, so the kernel drops new connections."""
     settings = msgspec.structs.replace(QUICK, connect_timeout_s=0.3, retries=0)
     client = MetaserverClient(settings, own_host="127.0.0.1")
     with contextlib.ExitStack() as stack:
@@ -357,7 +357,7 @@ def test_cancelled_post_has_no_outcome_and_frees_its_key(client: MetaserverClien
     assert client.poll() == []
 
 
-def test_failures_are_told_beside_the_post(metaserver: Metaserver, tmp_path: Path) -> None:
+def test_failures_are_reported_beside_the_post(metaserver: Metaserver, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("told\n")
     token.chmod(0o600)
@@ -373,7 +373,7 @@ def test_failures_are_told_beside_the_post(metaserver: Metaserver, tmp_path: Pat
     client.close()
 
 
-def test_failures_are_told_while_posts_have_all_connections(metaserver: Metaserver) -> None:
+def test_failures_are_reported_while_posts_have_all_connections(metaserver: Metaserver) -> None:
     client = MetaserverClient(msgspec.structs.replace(QUICK, max_connections=1), own_host="127.0.0.1")
     for key in ("first", "second"):
         client.post(key, metaserver.url, {"id": key, "do": "hang"})
@@ -383,8 +383,8 @@ def test_failures_are_told_while_posts_have_all_connections(metaserver: Metaserv
     client.close()
 
 
-def test_failures_that_cannot_be_told(metaserver: Metaserver, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody waits for them, and nothing else suffers."""
+def test_failures_that_cannot_be_reported(metaserver: Metaserver, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is logged, and posts work as before."""
     failure = TransferFailure("r", "t", 0, "why", final=True)
     client = MetaserverClient(QUICK, own_host="127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -403,7 +403,7 @@ def test_failures_that_cannot_be_told(metaserver: Metaserver, caplog: pytest.Log
     client.report_failure(metaserver.url, failure)
 
 
-def test_a_failure_is_told_again_where_the_connection_was_just_being_closed(client: MetaserverClient) -> None:
+def test_a_failure_is_reported_again_if_the_connection_was_just_being_closed(client: MetaserverClient) -> None:
     heard: list[bytes] = []
 
     def serve(peer: socket.socket) -> None:
@@ -423,7 +423,7 @@ def test_a_failure_is_told_again_where_the_connection_was_just_being_closed(clie
         assert b"why" in heard[1]
 
 
-def test_of_an_endless_answer_to_a_failure_little_is_read(client: MetaserverClient) -> None:
+def test_little_is_read_of_an_endless_answer_to_a_failure_report(client: MetaserverClient) -> None:
     most = 64
     taken: list[bool] = []
 
@@ -446,7 +446,7 @@ def test_of_an_endless_answer_to_a_failure_little_is_read(client: MetaserverClie
     assert taken == [False]
 
 
-def test_failures_told_at_once_are_bounded() -> None:
+def test_failure_reports_at_a_time_are_bounded() -> None:
     client = MetaserverClient(msgspec.structs.replace(QUICK, max_pending=2), own_host="127.0.0.1")
     with socket.create_server(("127.0.0.1", 0), backlog=16) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}{METASERVER_PATH}"
@@ -464,7 +464,7 @@ def test_failures_told_at_once_are_bounded() -> None:
             peer.close()
 
 
-def test_decode_says_that_it_recomputes(metaserver: Metaserver) -> None:
+def test_a_ticket_has_a_header_if_decode_recomputes(metaserver: Metaserver) -> None:
     for recomputes in (False, True):
         client = MetaserverClient(msgspec.structs.replace(QUICK, recomputes=recomputes), own_host="127.0.0.1")
         assert outcome_of(client, metaserver.url, "ok").ok
@@ -472,14 +472,14 @@ def test_decode_says_that_it_recomputes(metaserver: Metaserver) -> None:
         client.close()
 
 
-def test_idle_connections_go_without_another_post(client: MetaserverClient) -> None:
+def test_idle_connections_are_closed_without_another_post(client: MetaserverClient) -> None:
     with raw_server(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", until_closed=True) as (url, seen):
         assert outcome_of(client, url, "ok").ok
         eventually(lambda: seen == [None, None])  # one connection, and its end
 
 
 def test_cancelled_posts_leave_no_connection(client: MetaserverClient) -> None:
-    """At any moment: while a connection is made, before and after it is first used."""
+    """Posts are cancelled while a connection is opened, and before and after its first use."""
     chance = random.Random(1)
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as server:  # it accepts nothing, the kernel does
         port = server.getsockname()[1]
@@ -493,10 +493,10 @@ def test_cancelled_posts_leave_no_connection(client: MetaserverClient) -> None:
         eventually(lambda: not [one for one in ours("tcp") if one.raddr and one.raddr.port == port])
 
 
-def test_a_post_cancelled_while_it_closes_old_connections_leaves_none(
+def test_a_post_cancelled_while_old_connections_are_closed_leaves_none(
     metaserver: Metaserver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At any moment of that. Without the garbage collector, which would close what was forgotten."""
+    """The garbage collector is off: it would close forgotten connections."""
     monkeypatch.setattr(http_session, "IDLE_CONNECTION_S", 0.01)
     gc.disable()
     client = MetaserverClient(QUICK, own_host="127.0.0.1")
@@ -524,10 +524,10 @@ def test_a_post_cancelled_while_it_closes_old_connections_leaves_none(
         client.close()
 
 
-def test_connections_that_posts_begin_on_meanwhile_are_left_alone(
+def test_connections_that_posts_reuse_are_not_closed_with_expired_ones(
     metaserver: Metaserver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some connections have expired, three have not: posts get those while the others are being closed."""
+    """Posts reuse three connections while others, which have expired, are being closed."""
     monkeypatch.setattr(http_session, "IDLE_CONNECTION_S", 0.6)
 
     def body(name: str, seconds: float) -> bytes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decode asks the metaserver about tickets without an answer, and what it makes of what it hears."""
+"""Decode's questions about tickets without an answer, and how the answers change deadlines."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_ticket_answered_soon_is_not_asked_about() -> None:
 
 
 def test_a_deadline_that_is_prolonged_too_late_is_no_success() -> None:
-    """The post is being ended at that moment."""
+    """The deadline passes at that moment."""
     with posted(lambda _: Response(status_code=404), "t", deadline_s=2.0) as (_, client):
         [post], loop = client._pending.snapshot(), client._loop.loop
         wait_until(lambda: post.limit, 20)
@@ -162,7 +162,7 @@ def test_a_deadline_that_is_prolonged_too_late_is_no_success() -> None:
 
 
 def test_an_answer_counts_from_when_it_was_asked_for() -> None:
-    """A late one prolongs nothing beyond that."""
+    """A late answer extends the deadline no further."""
 
     def says(ticket_ids: list[str]) -> Response:
         time.sleep(0.3)  # the server's only thread: nothing else is answered meanwhile

@@ -6,13 +6,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.proxy.operate.latency import MAX_SAMPLES, WINDOW_SECONDS, Percentiles, Recent, percentiles
+from vllm_ascend_pd.proxy.operate.latency import MAX_SAMPLES, WINDOW_SECONDS, Percentiles, RecentSamples, percentiles
 
 SECONDS = st.lists(st.floats(0, 1e6), min_size=1, max_size=250)
 
 
 def test_nothing_yet() -> None:
-    assert Recent().percentiles(0.0) == Percentiles(0, None, None, None)
+    assert RecentSamples().percentiles(0.0) == Percentiles(0, None, None, None)
 
 
 def test_one_to_a_hundred() -> None:
@@ -30,7 +30,7 @@ def test_a_percentile_is_the_smallest_sample_with_enough_samples_at_or_below_it(
 
 
 def test_old_samples_do_not_count() -> None:
-    recent = Recent()
+    recent = RecentSamples()
     recent.add(9.0, now=0.0)
     recent.add(1.0, now=1.0)
     assert recent.percentiles(WINDOW_SECONDS).count == 2
@@ -39,7 +39,7 @@ def test_old_samples_do_not_count() -> None:
 
 
 def test_samples_are_bounded_and_the_newest_stay() -> None:
-    recent = Recent()
+    recent = RecentSamples()
     for number in range(MAX_SAMPLES + 10):
         recent.add(float(number), now=0.0)
     found = recent.percentiles(0.0)

@@ -21,7 +21,7 @@ class Percentiles(msgspec.Struct, frozen=True):
     p99: float | None = None
 
 
-class Recent:
+class RecentSamples:
     """The samples of the last `WINDOW_SECONDS`, at most `MAX_SAMPLES`. The event loop's thread owns it."""
 
     def __init__(self) -> None:

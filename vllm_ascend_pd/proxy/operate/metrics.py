@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.operate.counts import Counts
-from vllm_ascend_pd.proxy.operate.latency import Recent
+from vllm_ascend_pd.proxy.operate.latency import RecentSamples
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
@@ -47,9 +47,9 @@ class Metrics:
     ) -> None:
         """`engine_states` is called for each scrape. It bounds how often and how long engines are probed."""
         self._engine_states = engine_states
-        self.recent_first_token = Recent()
-        self.recent_prefill = Recent()
-        self.recent_after_prefill = Recent()
+        self.recent_first_token = RecentSamples()
+        self.recent_prefill = RecentSamples()
+        self.recent_after_prefill = RecentSamples()
         self._registry = registry = CollectorRegistry()
         self._engines = _Engines()
         registry.register(_Counted(counts))
