@@ -36,9 +36,9 @@ def test_both_writers_write_and_the_ticket_is_received():
     assert ticket.grant(asks(LEFT), 0.0) == ticket.grant(asks(RIGHT), 0.0) == Granted(LEASE_S)
     assert ticket.live_writers() == [LEFT, RIGHT]
     assert ticket.report(wrote(LEFT, 100, 70), 1.0)
-    assert (ticket.state, ticket.quiet(1.0), ticket.live_writers()) == (TicketState.OPEN, False, [RIGHT])
+    assert (ticket.state, ticket.is_quiesced(1.0), ticket.live_writers()) == (TicketState.OPEN, False, [RIGHT])
     assert ticket.report(wrote(RIGHT, 50, 50), 1.0)
-    assert (ticket.state, ticket.quiet(1.0), ticket.live_writers()) == (TicketState.RECEIVED, True, [])
+    assert (ticket.state, ticket.is_quiesced(1.0), ticket.live_writers()) == (TicketState.RECEIVED, True, [])
     assert (ticket.num_bytes, ticket.bytes_before_end) == (150, 120)
 
 
@@ -118,10 +118,10 @@ def test_a_writer_that_fails_fails_the_attempt():
     assert ticket.grant(asks(LEFT), 1.0) == GrantRefused("attempt 0 is over: prefill rank 1: it broke", retry=False)
     ticket.fail("prefill answered 502")
     assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 1: it broke")
-    assert not ticket.quiet(1.0)  # the other one may still write
+    assert not ticket.is_quiesced(1.0)  # the other one may still write
     assert ticket.report(wrote(LEFT), 1.0)
     assert ticket.state is TicketState.FAILED
-    assert ticket.quiet(1.0)
+    assert ticket.is_quiesced(1.0)
 
 
 def test_a_writer_that_goes_silent():
@@ -139,11 +139,11 @@ def test_blocks_are_kept_for_a_writer_whose_process_is_stopped():
     ticket.grant(asks(LEFT), 0.0)
     ticket.fail("the request was aborted")
     over = LEASE_S + SETTLE_S
-    assert (ticket.quiet(1e6), ticket.overdue(over - 0.1), ticket.overdue(over)) == (False, [], [LEFT])
+    assert (ticket.is_quiesced(1e6), ticket.overdue(over - 0.1), ticket.overdue(over)) == (False, [], [LEFT])
     assert ticket.report(failed(LEFT, settle_s=4.0), 1e6)
-    assert (ticket.quiet(1e6 + 4.0), ticket.overdue(1e6), ticket.overdue(1e6 + 4.0)) == (False, [], [LEFT])
+    assert (ticket.is_quiesced(1e6 + 4.0), ticket.overdue(1e6), ticket.overdue(1e6 + 4.0)) == (False, [], [LEFT])
     assert ticket.report(failed(LEFT), 1e6 + 4.0)
-    assert (ticket.quiet(1e6 + 4.0), ticket.overdue(1e6 + 4.0)) == (True, [])
+    assert (ticket.is_quiesced(1e6 + 4.0), ticket.overdue(1e6 + 4.0)) == (True, [])
 
 
 def test_a_process_that_has_ended_writes_nothing_once_its_lease_is_over():
@@ -152,8 +152,8 @@ def test_a_process_that_has_ended_writes_nothing_once_its_lease_is_over():
     ticket.fail("the request was aborted")
     ticket.gone(LEFT, 1.0)
     ticket.gone(RIGHT, 1.0)  # was granted nothing
-    assert not ticket.quiet(LEASE_S + SETTLE_S - 0.1)
-    assert ticket.quiet(LEASE_S + SETTLE_S)
+    assert not ticket.is_quiesced(LEASE_S + SETTLE_S - 0.1)
+    assert ticket.is_quiesced(LEASE_S + SETTLE_S)
 
 
 def test_a_process_that_went_on_before_it_ended():
@@ -163,8 +163,8 @@ def test_a_process_that_went_on_before_it_ended():
     ticket.fail("the request was aborted")
     for now in (100.0, 101.0):
         ticket.gone(LEFT, now)
-    assert not ticket.quiet(100.0 + SETTLE_S - 0.1)
-    assert ticket.quiet(100.0 + SETTLE_S)
+    assert not ticket.is_quiesced(100.0 + SETTLE_S - 0.1)
+    assert ticket.is_quiesced(100.0 + SETTLE_S)
 
 
 def test_a_process_that_ends_before_its_bytes_have_settled():
@@ -173,8 +173,8 @@ def test_a_process_that_ends_before_its_bytes_have_settled():
     ticket.report(failed(LEFT, settle_s=4.0), 1.0)
     ticket.fail("the request was aborted")
     ticket.gone(LEFT, 1.5)
-    assert not ticket.quiet(4.9)
-    assert ticket.quiet(5.0)
+    assert not ticket.is_quiesced(4.9)
+    assert ticket.is_quiesced(5.0)
 
 
 def test_who_comes_back_on_another_connection_is_not_gone():
@@ -187,7 +187,7 @@ def test_who_comes_back_on_another_connection_is_not_gone():
     ticket.report(failed(RIGHT, settle_s=4.0), 1.0)
     ticket.fail("the request was aborted")
     assert ticket.overdue(1e6) == [LEFT, RIGHT]
-    assert not ticket.quiet(1e6)
+    assert not ticket.is_quiesced(1e6)
 
 
 def test_each_writer_says_how_long_it_may_outlast_its_lease():
@@ -206,9 +206,9 @@ def test_bytes_of_a_failed_write_may_still_arrive():
     assert (ticket.state, ticket.reason) == (TicketState.FENCING, "prefill rank 0: it broke")
     ticket.fail("prefill answered 502")
     assert ticket.live_writers() == []  # nothing to revoke
-    assert not ticket.quiet(1.0)
+    assert not ticket.is_quiesced(1.0)
     assert ticket.report(failed(LEFT), 3.0)
-    assert ticket.quiet(3.0)
+    assert ticket.is_quiesced(3.0)
 
 
 def test_a_repeated_report_does_not_settle_anew():
@@ -238,9 +238,9 @@ def test_settling_after_another_writer_failed():
     assert ticket.report(failed(LEFT, settle_s=4.0), 2.0)
     ticket.fail("prefill answered 502")
     assert ticket.reason == "prefill rank 1: it broke"
-    assert not ticket.quiet(6.0)
+    assert not ticket.is_quiesced(6.0)
     ticket.report(failed(LEFT), 6.0)
-    assert ticket.quiet(6.0)
+    assert ticket.is_quiesced(6.0)
 
 
 # Attempts.
@@ -408,13 +408,13 @@ def test_nobody_came():
     assert ticket.state is TicketState.OPEN
     ticket.tick(DEADLINE)
     assert (ticket.state, ticket.reason) == (TicketState.FAILED, NOBODY_BEGAN)
-    assert ticket.quiet(DEADLINE)
+    assert ticket.is_quiesced(DEADLINE)
 
 
 def test_no_grant_after_the_deadline_even_if_nobody_looked_at_the_clock():
     ticket = opened()
     assert ticket.grant(asks(LEFT), DEADLINE) == GrantRefused(f"the ticket is failed: {NOBODY_BEGAN}", retry=False)
-    assert ticket.quiet(DEADLINE)
+    assert ticket.is_quiesced(DEADLINE)
 
 
 def renewed(ticket, begin, end):
@@ -468,7 +468,7 @@ def test_prefill_ended_without_asking_to_write():
     assert ticket.state is TicketState.OPEN
     ticket.tick(5.0)
     assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill ended without writing everything")
-    assert ticket.quiet(5.0)
+    assert ticket.is_quiesced(5.0)
 
 
 def test_prefill_ended_and_its_writers_are_still_at_it():
@@ -496,19 +496,19 @@ def test_prefill_ended_and_one_writer_never_came():
 def test_an_open_ticket_is_never_quiet():
     """It has no lease yet, or none any more, but may give one at any time."""
     ticket = opened()
-    assert not ticket.quiet(0.0)
+    assert not ticket.is_quiesced(0.0)
     ticket.grant(asks(LEFT), 0.0)
-    assert not ticket.quiet(LEASE_S + SETTLE_S)
+    assert not ticket.is_quiesced(LEASE_S + SETTLE_S)
 
 
 def test_a_cancelled_ticket_waits_for_its_writers():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     ticket.fail("the request was aborted")
-    assert not ticket.quiet(1.0)
+    assert not ticket.is_quiesced(1.0)
     assert ticket.grant(asks(LEFT), 1.0) == GrantRefused("the ticket is failed: the request was aborted", retry=False)
     ticket.report(failed(LEFT), 2.0)
-    assert ticket.quiet(2.0)
+    assert ticket.is_quiesced(2.0)
 
 
 @pytest.mark.parametrize(
@@ -587,4 +587,4 @@ def test_anyone_may_say_that_it_cannot_before_the_engine_is_known():
     assert ticket.report(failed(STRANGER, "models differ"), 1.0)
     assert (ticket.state, ticket.reason) == (TicketState.FENCING, "prefill rank 0: models differ")
     ticket.fail("prefill answered 502")
-    assert ticket.quiet(1.0)
+    assert ticket.is_quiesced(1.0)

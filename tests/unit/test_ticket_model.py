@@ -131,7 +131,7 @@ class ForgetsWhatIsOnItsWay(DecodeTicket):
 class ReleasesAtOnce(DecodeTicket):
     """What has ended is not kept for its writers."""
 
-    def quiet(self, now):
+    def is_quiesced(self, now):
         return self.state in (TicketState.RECEIVED, TicketState.FAILED)
 
 
@@ -160,7 +160,7 @@ class WaitsInTheQueueForEver(DecodeTicket):
 class TrustsLeases(DecodeTicket):
     """Blocks are given back when leases are over, although processes live that may have been stopped."""
 
-    def quiet(self, now):
+    def is_quiesced(self, now):
         over = all(lease.settled or now >= lease.until for lease in self._leases.values())
         return self.state in (TicketState.RECEIVED, TicketState.FAILED) and over
 
@@ -168,7 +168,7 @@ class TrustsLeases(DecodeTicket):
 class TrustsTheFirstReport(DecodeTicket):
     """Bytes of a writer that has failed are taken to arrive in time, whether its process runs or not."""
 
-    def quiet(self, now):
+    def is_quiesced(self, now):
         over = all(lease.is_over(now) or (lease.reported and now >= lease.until) for lease in self._leases.values())
         return self.state in (TicketState.RECEIVED, TicketState.FAILED) and over
 

@@ -218,7 +218,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def quiet_means_quiet(self):
         """R2."""
-        if self.ticket.quiet(self.now):
+        if self.ticket.is_quiesced(self.now):
             self.was_quiet = True
             assert self.ticket.state in ENDED
             assert not any(lease.can_write(self.now) for lease in self.leases.values())
@@ -248,7 +248,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.ticket.state in ENDED
         for writer in self.leases:
             self.ticket.gone(writer, self.now)
-        assert self.ticket.quiet(max(self.now, 2 * DEADLINE, self.ticket.deadline) + LEASE_S + LONGEST_SETTLE_S)
+        assert self.ticket.is_quiesced(max(self.now, 2 * DEADLINE, self.ticket.deadline) + LEASE_S + LONGEST_SETTLE_S)
 
 
 AnyOrder.TestCase.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)

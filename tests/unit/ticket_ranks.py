@@ -166,12 +166,12 @@ class Ranks:
             if ticket.state is not TicketState.OPEN:
                 for writer, transfer in dead:
                     ticket.gone(_writer(writer, transfer), 0)
-            return ticket.quiet(0)
+            return ticket.is_quiesced(0)
 
         return self._consumers.after(number, ("tick", dead), tick)
 
     def _consumed(self, world: World, at: int, after: int) -> World:
-        """A decode rank's ticket has changed: what failed is revoked, what is quiet is over."""
+        """A decode rank's ticket has changed: what failed is revoked, what is quiesced is over."""
         ticket, reader = divmod(at, self.bounds.readers)
         before = self._consumers[world.consumers[at]]
         now = self._consumers[after]
@@ -185,7 +185,7 @@ class Ranks:
                 served = (serving.ticket, serving.attempt) == (ticket, now.attempt)
                 if served and (transfer, reader) not in world.landed:
                     return world._replace(wrong=f"R1: decode {reader} counts as received what {serving.process} lacks")
-        if self._consumers.ask(after, "quiet", lambda c: c.quiet(0)):
+        if self._consumers.ask(after, "quiet", lambda c: c.is_quiesced(0)):
             after = FAILED if now.state is TicketState.FAILED else RECEIVED
         return world._replace(consumers=put(world.consumers, at, after))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ticket as a decode rank sees it: who may write, has everything arrived, may its blocks be given back?
+"""A ticket on a decode rank: which writers may write, whether everything has arrived, when its blocks are free.
 
 The decode side's state machine, one per decode rank and ticket:
 
@@ -7,15 +7,17 @@ The decode side's state machine, one per decode rank and ticket:
       |---a writer failed, its lease ran out, a higher attempt asks--> FENCING
     FENCING --no writer of the attempt can write any more, a higher one asks--> OPEN
     OPEN, FENCING --cancelled, deadline, prefill ended without writing everything--> FAILED
-    RECEIVED and FAILED are final; blocks may be released when no writer can still write (`quiet`).
+    RECEIVED and FAILED are final. Blocks may be released when no writer can write any more (`is_quiesced`).
 
 The deadline depends on what the ticket waits for. Until a writer of the attempt asks for a grant, the prompt is in a
 queue for prefill, and the ticket may wait until `queue_deadline`. From the first request on, the attempt has
 `transfer_s`. A failed attempt leaves the ticket in a queue again.
 
-A writer holds a lease from its grant until it reports. Rule R2: a granted writer can write until it has reported that
-it stopped and that nothing of it is on its way, or until its lease has passed, with it the time that bytes may take to
-arrive, and its process has ended: one that is stopped for longer goes on where it was.
+A writer holds a lease from its grant until it reports. A granted writer can write (R2) until one of these:
+
+- It has reported that it stopped, and that no byte of it is in flight.
+- Its process has ended, its lease has passed, and so has the time that bytes in flight may take. The end of the process
+  is needed, because a stopped process goes on where it was.
 """
 
 import enum
@@ -26,99 +28,123 @@ from typing import NamedTuple
 from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused, GrantRequest, WriteReport, WriterId
 from vllm_ascend_pd.core.topology import Sharding
 
-# What a rank remembers of tickets it has closed, so that late requests are refused, not asked to retry.
 MAX_TOMBSTONES = 16384
-# More writers than any prefill engine has ranks: bounds what grant requests can make us remember.
+"""Closed tickets that a rank remembers, so that it refuses late requests instead of asking them to retry."""
 MAX_WRITERS = 4096
+"""More writers than any prefill engine has ranks. It limits what grant requests can make a rank remember."""
 MAX_ATTEMPTS = 16
+"""Attempts at one ticket."""
 
 _WAITED = "no prefill engine began within queue_timeout_s: the prompt waited in the proxy's line or in prefill's queue"
 
-# A writer of a higher attempt asks again and again: one that has within this time still waits for its grant.
+# Seconds. A writer of a higher attempt that asked within this time still waits for its grant: it asks repeatedly.
 _WAITS_S = 5.0
 
 
 class TicketState(enum.Enum):
+    # Writers of one attempt may write.
     OPEN = "open"
+    # The attempt has failed. Another one may begin when no writer of it can write any more.
     FENCING = "fencing"
+    # Everything has arrived.
     RECEIVED = "received"
+    # The KV will not arrive.
     FAILED = "failed"
 
 
 @dataclass
 class _Lease:
-    """`ends`: a writer that runs has renewed it by then. `until`: by then a writer that runs, or has ended, has
-    stopped, and what it sent has arrived. `reported`: it begins no write any more; `settled`: and nothing of it is on
-    its way; `gone`: its process has ended."""
+    """What one writer was granted. Times are in seconds of the ticket's clock."""
 
+    # Indices of our tensors that the writer fills.
     covers: frozenset[int]
+    # Seconds that bytes of the writer may take to arrive.
     settle_s: float
+    # When the lease runs out unless the writer renews it.
     ends: float
+    # When bytes of the writer have arrived, unless its process is stopped.
     until: float
+    # Whether it has reported, so that it begins no write any more.
     reported: bool = False
+    # Whether it has reported that no byte of it is in flight.
     settled: bool = False
+    # Whether its process has ended.
     gone: bool = False
 
     def is_over(self, now: float) -> bool:
+        """Returns whether no byte of the writer can arrive any more."""
         return self.settled or (self.gone and now >= self.until)
 
 
 class _PrefillEnd(NamedTuple):
-    """When prefill ended, and for how long from then on writers may still come."""
+    """Prefill has ended, as the metaserver's answer says."""
 
+    # When.
     at: float
+    # For so many seconds after that, writers may still ask for a grant.
     settle_s: float
 
 
 @dataclass
 class DecodeTicket:
-    """What a decode rank knows of a ticket. Times are seconds of one monotonic clock, passed in.
-
-    `queue_deadline`: when an attempt must have begun; `transfer_s`: how long one may take from then on;
-    `attempt`: the one that writes, or wrote last; `lease_s`: how long a grant lasts; each writer says how long a write
-    begun within it may outlast it; `reason`: what the attempt, or the ticket, failed of first; `cached_tokens`: the
-    least that any report said, of whichever attempt: what one of them has computed was computed for this request.
-    """
+    """The state of a ticket on one decode rank. Times are in seconds of one monotonic clock, and passed in."""
 
     ticket_id: str
+    # The attempt that writes, or wrote last.
     attempt: int
+    # Digest of the ticket, which requests must repeat.
     digest: str
+    # When an attempt must have begun.
     queue_deadline: float
+    # Seconds that an attempt may take.
     transfer_s: float
+    # Seconds that a grant lasts. Each writer states how long its bytes may arrive after that.
     lease_s: float
     state: TicketState = TicketState.OPEN
+    # Why the attempt, or the ticket, failed first. "" if neither has.
     reason: str = ""
+    # Bytes that writers of the attempt have reported.
     num_bytes: int = 0
+    # Those of them that arrived before prefill ended.
     bytes_before_end: int = 0
+    # The fewest tokens in prefill's prefix cache that a report of any attempt stated. A later attempt may find more
+    # there, because an earlier one computed them for this request.
     cached_tokens: int | None = None
-    _begun_at: float | None = None  # when a writer of the attempt first asked; None while FENCING
-    _next: int = 0  # while FENCING: no lower attempt is granted any more
-    _asked_at: float = -math.inf  # when a higher attempt last did
+    # When a writer of the attempt first asked. None while FENCING, and before that.
+    _begun_at: float | None = None
+    # While FENCING: the lowest attempt that may begin.
+    _next: int = 0
+    # When a writer of a higher attempt last asked.
+    _asked_at: float = -math.inf
     _prefill_end: _PrefillEnd | None = None
+    # The prefill engine of this attempt, once a writer has asked.
     _engine: tuple[str, Sharding] | None = None
     _leases: dict[WriterId, _Lease] = field(default_factory=dict)
-    _missing: frozenset[tuple[int, int]] = frozenset()  # which tickets of equal shapes share until a writer reports
+    # What is not written yet: (index of our tensor, writer's rank). Tickets of equal shape share one object at first.
+    _missing: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def engine_known(self) -> bool:
-        """Of this attempt."""
+        """Whether `expect` was called for this attempt."""
         return self._engine is not None
 
     @property
     def deadline(self) -> float:
-        """When it fails unless something else happens first."""
+        """When the ticket fails unless something else happens first."""
         return self.queue_deadline if self._begun_at is None else self._begun_at + self.transfer_s
 
     def expect(self, engine_id: str, sharding: Sharding, expected: frozenset[tuple[int, int]]) -> None:
-        """Fixes who must write what: pairs (index of our tensor, rank of the writer in its pipeline stage)."""
+        """Fixes what must be written: pairs (index of our tensor, rank of the writer in its pipeline stage)."""
         assert self.state is TicketState.OPEN
         assert self._engine is None
         self._engine = (engine_id, sharding)
         self._missing = expected
 
     def admit(self, request: GrantRequest, now: float) -> GrantRefused | Complete | None:
-        """Whether the request's attempt may write at all: None, or the answer. A higher attempt than the one that
-        writes has its turn when no writer of that can write any more."""
+        """Decides whether the request's attempt may write at all. Returns None if it may, else the answer.
+
+        A higher attempt than the one that writes begins as soon as no writer of the lower one can write any more.
+        """
         self.tick(now)
         if request.digest != self.digest:
             return GrantRefused("the ticket was altered", retry=False)
@@ -172,10 +198,10 @@ class DecodeTicket:
         return Granted(self.lease_s)
 
     def report(self, report: WriteReport, now: float) -> bool:
-        """A writer has stopped; with `settle_s`, it reports again when nothing of it is on its way any more. Returns
-        False for a report that is not to be believed.
+        """Takes a writer's report that it has stopped. Returns False for a report that is not believed.
 
-        A writer that was never granted anything may say that it cannot serve the ticket, nothing else.
+        With `settle_s`, the writer reports again when no byte of it is in flight. A writer without a grant may only
+        report that it cannot serve the ticket.
         """
         lease = self._leases.get(report.writer)
         if report.attempt != self.attempt:
@@ -207,25 +233,28 @@ class DecodeTicket:
         return True
 
     def gone(self, writer: WriterId, now: float) -> None:
-        """A writer's connection is closed. Its process has ended; else it says so by what it sends next. It may have
-        been stopped until just before, so what it sent last is given its time from now on."""
+        """A writer's connection is closed, so its process has ended. If not, its next message shows that.
+
+        It may have been stopped until just now, so the time for its last bytes counts from now.
+        """
         lease = self._leases.get(writer)
         if lease is not None and not lease.gone:
             lease.gone = True
             lease.until = max(lease.until, now + lease.settle_s)
 
     def fail(self, reason: str) -> None:
-        """Final unless the ticket already ended. Why an attempt was given up explains more than what came of it."""
+        """Fails the ticket unless it has ended already. The reason of an attempt that failed before is kept: it
+        says more."""
         if self.state in (TicketState.OPEN, TicketState.FENCING):
             self.state = TicketState.FAILED
             self.reason = self.reason or reason
 
     def prefill_has_ended(self, now: float, settle_s: float) -> None:
-        """Whoever wants to write has asked for it by now, or will within `settle_s`; else nobody will."""
+        """Prefill has ended: writers have asked for a grant, or will within `settle_s` seconds."""
         self._prefill_end = _PrefillEnd(now, settle_s)
 
     def tick(self, now: float) -> None:
-        """Lets time pass: a writer whose lease ran out is lost, and so is a ticket past its deadline."""
+        """Lets time pass. The attempt fails if a lease has run out, and the ticket if it is past its deadline."""
         end = self._prefill_end
         if self.state is TicketState.OPEN:
             lost = [w for w, lease in self._leases.items() if not lease.reported and now >= lease.ends]
@@ -236,39 +265,39 @@ class DecodeTicket:
             elif end is not None and now >= end.at + end.settle_s and not self.live_writers():
                 self.fail("prefill ended without writing everything")
         if self.state is TicketState.FENCING:
-            # Ranks of another attempt ask when it begins, and go on asking: none does, so prefill ended with this one.
+            # Ranks of another attempt would ask from its beginning on. If none does, prefill ended with this attempt.
             over = end is not None and now >= end.at + min(end.settle_s, _WAITS_S)
             if now >= self.deadline or (over and now >= self._asked_at + _WAITS_S):
                 self.fail(self.reason)
 
-    def quiet(self, now: float) -> bool:
-        """The ticket has ended, and nothing that was granted under it can write any more."""
+    def is_quiesced(self, now: float) -> bool:
+        """Returns whether the ticket has ended and no writer can write any more, so that its blocks may be released."""
         return self.state in (TicketState.RECEIVED, TicketState.FAILED) and self._silent(now)
 
     def live_writers(self) -> list[WriterId]:
-        """Those that may begin a write, as far as they have said."""
+        """Returns the writers that have not reported, so that they may begin a write."""
         return [w for w, lease in self._leases.items() if not lease.reported]
 
     def overdue(self, now: float) -> list[WriterId]:
-        """Those whose time has passed, but whose process may go on where it was stopped."""
+        """Returns the writers whose time has passed, but whose process may be stopped and go on later."""
         return [w for w, lease in self._leases.items() if now >= lease.until and not lease.is_over(now)]
 
     def _silent(self, now: float) -> bool:
         return all(lease.is_over(now) for lease in self._leases.values())
 
     def _has_other(self, writer: WriterId) -> bool:
-        """Whether the same rank was granted something in another transfer of this attempt."""
+        """Returns whether the same rank has a grant for another transfer of this attempt."""
         rank = (writer.engine_id, writer.pp_rank, writer.rank)
         return any((w.engine_id, w.pp_rank, w.rank) == rank for w in self._leases if w != writer)
 
     def _note_cached(self, report: WriteReport) -> None:
-        if report.cached_tokens is None and report.reason is not None:  # perhaps of a transfer that P has forgotten
+        if report.cached_tokens is None and report.reason is not None:  # the writer may have forgotten the transfer
             return
         tokens = report.cached_tokens or 0
         self.cached_tokens = tokens if self.cached_tokens is None else min(self.cached_tokens, tokens)
 
     def _fence(self, reason: str) -> None:
-        """The attempt has failed: what it was granted is taken back."""
+        """Ends the attempt as failed. Its grants are revoked."""
         if self.state is TicketState.OPEN:
             self.state = TicketState.FENCING
             self.reason = reason
@@ -276,7 +305,7 @@ class DecodeTicket:
             self._next = self.attempt + 1
 
     def _begin(self, attempt: int, now: float) -> None:
-        """Everything is to be written again, by whoever comes."""
+        """Begins an attempt, which writes everything again."""
         self.state, self.attempt, self.reason = TicketState.OPEN, attempt, ""
         self._begun_at = now
         self.num_bytes = self.bytes_before_end = 0

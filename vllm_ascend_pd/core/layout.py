@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one rank's KV cache lies in memory."""
+"""Describes how one rank's KV cache lies in memory."""
 
 import enum
 import math
@@ -8,45 +8,46 @@ from typing import Annotated
 
 import msgspec
 
-# Descriptions come from other engines: whatever passes fits offset arithmetic (an id times a size below 2**62).
+# Descriptions come from other engines. Within these ranges an id times a size is below 2**62.
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Size = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 _Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class LayoutError(ValueError):
-    """A cache tensor whose memory layout this package cannot describe, or two that do not fit together."""
+    """A cache tensor's memory layout cannot be described, or does not fit another one."""
 
 
 class Order(enum.Enum):
-    """What varies slowest inside a block.
+    """What varies slowest inside a block."""
 
-    HEAD_MAJOR: each head's part of a block is one run of bytes, opaque to us (vLLM's CPU backend packs K and
-    V inside it in an order that depends on the instruction set): it is moved whole or not at all.
-    TOKEN_MAJOR: each token's heads are one run of bytes (vllm-ascend).
-    """
-
+    # Each head's part of a block is one run of bytes, which is moved as a whole. Its content is opaque: vLLM's CPU
+    # backend packs K and V inside it in an order that depends on the instruction set.
     HEAD_MAJOR = "head_major"
+    # Each token's heads are one run of bytes (vllm-ascend).
     TOKEN_MAJOR = "token_major"
 
 
 class BlockKind(enum.Enum):
-    """What a block holds: some tokens' KV, or a request's state after some token (`core/states.py`), which then
-    counts as one token."""
+    """What a block holds."""
 
+    # KV of some tokens.
     TOKENS = "tokens"
+    # A request's state after some token (`core/states.py`). It counts as one token.
     STATE = "state"
 
 
 class TokenShare(msgspec.Struct, frozen=True):
-    """Which of a request's tokens a rank holds: all, or with context parallelism those of one of `ranks` ranks.
+    """Which of a request's tokens a rank holds: all of them, or with context parallelism the share of one rank.
 
-    Tokens are dealt out in runs of `interleave` (vLLM's `cp_kv_cache_interleave_size`): run `n` is on rank
-    `n % ranks`. A block id stands for a block on each of these ranks.
+    Tokens are divided in runs: run `n` is on rank `n % ranks`. A block id stands for a block on each of these ranks.
     """
 
+    # Ranks that share the tokens.
     ranks: _Size = 1
+    # This rank's place among them.
     rank: _Index = 0
+    # Tokens in a run (vLLM's `cp_kv_cache_interleave_size`).
     interleave: _Size = 1
 
     def __post_init__(self) -> None:
@@ -54,15 +55,15 @@ class TokenShare(msgspec.Struct, frozen=True):
             raise LayoutError(f"share {self.rank} of tokens that are shared by {self.ranks} ranks")
 
     def meets(self, other: "TokenShare") -> bool:
-        """Whether there are tokens in both shares, in a prompt long enough."""
-        # Runs of the two begin at `start + any multiple of the period`; they overlap where the distance between
-        # two beginnings, which is `distance` modulo what both periods have in common, is shorter than a run.
+        """Returns whether some tokens of a long prompt are in both shares."""
+        # Runs of each begin at a start plus a multiple of its period. Two overlap if their beginnings are less than a
+        # run apart. That distance is `distance` modulo the periods' greatest common divisor.
         common = math.gcd(self.ranks * self.interleave, other.ranks * other.interleave)
         distance = (self.rank * self.interleave - other.rank * other.interleave) % common
         return distance < other.interleave or common - distance < self.interleave
 
     def run(self, block_size: int) -> int:
-        """How many of a request's tokens follow each other in a block of `block_size`."""
+        """Returns how many of a request's tokens follow each other in a block of `block_size` tokens."""
         return block_size if self.ranks == 1 else self.interleave
 
     def __str__(self) -> str:
@@ -73,24 +74,27 @@ ALL_TOKENS = TokenShare()
 
 
 class Geometry(msgspec.Struct, frozen=True):
-    """How a block lies in memory. Tensors of equal geometry share a step's offsets.
+    """How the blocks of a cache tensor lie in memory. Tensors of equal geometry share a step's offsets."""
 
-    `heads` are KV heads on this rank, `total_heads` those of the whole model (1 for MLA's latent);
-    `head_bytes` is what one head of one token takes; `block_stride` the bytes from one block to the next;
-    `block_size` the tokens that a block holds here, of those that are in this rank's `share`; `draft` what drafts, in
-    a line, for the layers of speculative decoding's draft, and "" for those of the served model.
-    """
-
+    # vLLM's cache group, which has a block table of its own.
     group: _Index
     order: Order
+    # What an element is, as both sides compare it.
     dtype: str
+    # Tokens in a block, of those in this rank's `share`.
     block_size: _Size
+    # Bytes from one block to the next.
     block_stride: _Size
+    # KV heads on this rank.
     heads: _Size
+    # KV heads of the whole model. 1 for MLA's latent.
     total_heads: _Size
+    # Bytes of one head of one token.
     head_bytes: _Size
     kind: BlockKind = BlockKind.TOKENS
+    # The tokens whose KV is on this rank.
     share: TokenShare = ALL_TOKENS
+    # For layers of speculative decoding's draft model: that model, in a line. "" for layers of the served model.
     draft: str = ""
 
     def __post_init__(self) -> None:
@@ -99,36 +103,39 @@ class Geometry(msgspec.Struct, frozen=True):
 
     @property
     def span(self) -> int:
-        """How many of a request's tokens a block id stands for."""
+        """Tokens of a request that a block id stands for."""
         return self.block_size * self.share.ranks
 
     @property
     def run(self) -> int:
-        """How many of a request's tokens follow each other in a block."""
+        """Tokens of a request that follow each other in a block."""
         return self.share.run(self.block_size)
 
     def is_known_to(self, draft: str) -> bool:
-        """Whether an engine of the same model that drafts with `draft` ("": without layers of its own) has such
-        caches."""
+        """Returns whether an engine of the same model has such caches. `draft`: its draft model, "" without one."""
         return self.draft in ("", draft)
 
     @property
     def token_bytes(self) -> int:
+        """Bytes of one token."""
         return self.heads * self.head_bytes
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of one block that hold KV."""
         return self.block_size * self.token_bytes
 
 
 class CacheTensor(msgspec.Struct, frozen=True):
-    """One tensor of a layer's cache. `part` counts a layer's tensors (0: K, 1: V where they are apart);
-    `geometry` indexes the rank's geometries; `base` is the address of block 0."""
+    """One tensor of a layer's cache."""
 
     layer: str
+    # Counts the layer's tensors: 0 is K and 1 is V if they are two.
     part: _Index
+    # Address of block 0.
     base: _Address
     num_blocks: _Index
+    # Index into the rank's geometries.
     geometry: _Index
 
 
@@ -147,11 +154,11 @@ class RankCaches(msgspec.Struct, frozen=True):
 
     @property
     def draft(self) -> str:
-        """What drafts with caches on this rank; "" if nothing does."""
+        """The draft model with caches on this rank; "" if there is none."""
         return max((geometry.draft for geometry in self.geometries), default="")
 
     def by_name(self) -> dict[tuple[str, int], int]:
-        """(layer, part) -> index into `tensors`."""
+        """Returns a map from (layer, part) to the index into `tensors`."""
         return {(t.layer, t.part): i for i, t in enumerate(self.tensors)}
 
 
@@ -169,12 +176,12 @@ def block_geometry(
     share: TokenShare = ALL_TOKENS,
     draft: str = "",
 ) -> Geometry:
-    """Geometry of a cache tensor `[num_blocks, heads, tokens, content]` or `[.., tokens, heads, content]`.
+    """Returns the geometry of a cache tensor `[num_blocks, heads, tokens, content]` or `[.., tokens, heads, content]`.
 
-    `strides` are in elements, as torch gives them. Which of the two middle dimensions holds heads follows
-    from their sizes; where the sizes are equal, from `heads_first`. The order in memory follows from strides
-    alone.
-    Raises LayoutError where a block is not one run of bytes.
+    `strides`: in elements, as torch gives them. The order in memory follows from them alone.
+    `heads_first`: which of the two middle dimensions holds heads if their sizes are equal. Else the sizes decide.
+
+    Raises LayoutError if a block is not one run of bytes.
     """
     if len(shape) != 4:
         raise LayoutError(f"cache tensor of shape {tuple(shape)}: expected 4 dimensions, block first")
@@ -193,7 +200,7 @@ def block_geometry(
     head_major = strides[head_dim] > strides[token_dim]
     expected = (block_size * content, content) if head_major else (content, heads * content)
     actual = (strides[head_dim], strides[token_dim])
-    # A dimension of size 1 may carry any stride.
+    # A dimension of size 1 may have any stride.
     fits = (heads == 1 or actual[0] == expected[0]) and (block_size == 1 or actual[1] == expected[1])
     apart = strides[0] >= heads * block_size * content
     if strides[3] != 1 or not fits or not apart:

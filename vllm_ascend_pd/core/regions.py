@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory regions for registration with Mooncake, and what protocol `ascend` allows of them. Pure.
+"""Memory regions for registration with Mooncake, and the limits of protocol `ascend`. Pure.
 
 Where the limits are from:
 
@@ -30,9 +30,9 @@ _A2_AND_A3 = ("Ascend910B", "Ascend910_93")
 
 
 def merge(regions: Iterable[Region], gap: int = -1) -> list[Region]:
-    """Sorted, disjoint regions that cover `regions`.
+    """Returns sorted, disjoint regions that cover `regions`.
 
-    Regions that overlap become one. So do regions with at most `gap` bytes between them: 0 merges adjacent ones.
+    Regions that overlap become one. So do regions with at most `gap` bytes between them: 0 merges adjacent regions.
     Raises ValueError for a region without bytes.
     """
     merged: list[Region] = []
@@ -48,15 +48,15 @@ def merge(regions: Iterable[Region], gap: int = -1) -> list[Region]:
 
 
 def covered(region: Region, known: Iterable[Region]) -> bool:
-    """Whether one of `known` contains the region."""
+    """Returns whether one of `known` contains the region."""
     address, size = region
     return any(begin <= address and address + size <= begin + length for begin, length in known)
 
 
 def refusal(regions: Sequence[Region], chip: str) -> str | None:
-    """Why a process cannot register `regions`, which are all that it registers; None if it can.
+    """Returns why a process cannot register `regions`, which are all that it registers; None if it can.
 
-    `chip`: the chip's name as ACL says it, such as "Ascend910B1".
+    `chip`: the chip's name as ACL returns it, such as "Ascend910B1".
     """
     for address, size in regions:
         if address % ALIGNMENT:

@@ -4,12 +4,15 @@
 import threading
 import time
 
+# Seconds between two calls after which the process counts as stopped.
 _STOPPED_S = 1.0
 
 
 class RunningTime:
-    """Seconds of `time.monotonic`, without those in which the process did not run. Somebody must ask often: nobody
-    having asked for `_STOPPED_S` counts as having been stopped."""
+    """Returns seconds of `time.monotonic`, without those in which the process was stopped. Any thread may call it.
+
+    Call it often: if no call comes for `_STOPPED_S`, the process counts as stopped for that time.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

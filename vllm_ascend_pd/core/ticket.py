@@ -13,84 +13,99 @@ from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.text import is_name
 from vllm_ascend_pd.core.topology import Sharding, sharding
 
-# Numbers of blocks and tokens from outside: whatever passes fits offset arithmetic and messages.
+# Numbers of blocks and tokens from outside. Within this range they fit offset arithmetic and messages.
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
-# More ranks than any engine has: bounds what a ticket or a grant request can make us compute.
 MAX_TP = 1024
+"""More ranks than any engine has. It limits what a ticket or a grant request can make us compute."""
 
 
 WANTS_TOKEN_IDS = "wants_token_ids"
-"""In the `kv_transfer_params` of a request to decode: our proxy's wish for `Ticket.token_ids`."""
+"""Key in the `kv_transfer_params` of a request to decode. Our proxy asks for `Ticket.token_ids` by it."""
 
 
 class TicketError(ValueError):
-    """A ticket that is malformed or does not fit the request it came with."""
+    """A ticket is malformed, or does not fit the request that it came with."""
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for what is worked out once
-    """The ticket as it travels in `kv_transfer_params`, from decode over the metaserver to prefill.
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for cached_property
+    """The ticket as `kv_transfer_params` carry it, from decode over the metaserver to prefill.
 
-    The names that vllm-ascend's layerwise connector uses keep their meaning; the last block are our own.
-    Block ids are per cache group and cover the whole prompt; prefill writes tokens
-    `[remote_cached_tokens, num_tokens)` only. With decode context parallelism a block id stands for a block of
-    `remote_block_size` tokens on each of `remote_dcp_size` ranks, `remote_interleave_size` tokens in turn. Of draft
-    layers those of `remote_draft` are written (`Geometry.draft`). `prompt` says whose KV it is for. `expires_at` (unix
-    seconds) and `signature` are there when the cluster has a secret (`core/signing.py`). `token_ids` are for the
-    metaserver alone, which may ask prefill by them: no digest and no signature covers them, and `parse_ticket` drops
-    them.
+    Prefill writes the KV of tokens `[remote_cached_tokens, num_tokens)`.
     """
 
+    # These names are vllm-ascend's layerwise connector's, and keep their meaning.
+
+    # Decode's id of the request.
     request_id: str
     do_remote_prefill: bool = False
     do_remote_decode: bool = True
+    # The prompt, for a metaserver that asks prefill by token ids. No digest and no signature covers it, and
+    # `parse_ticket` drops it.
     token_ids: list[int] = []
+    # Per cache group: decode's blocks for the whole prompt.
     remote_block_ids: list[list[_Count]]
+    # Per cache group: tokens in a block on one rank.
     remote_block_size: list[_Count]
     remote_engine_id: str
+    # Decode's listener.
     remote_host: str
     remote_port: int
+    # Decode's parallel sizes. A block id stands for a block on each of `remote_dcp_size` ranks.
     remote_tp_size: int
     remote_pcp_size: int = 1
     remote_dcp_size: _Count = 1
+    # Tokens that decode has in its own prefix cache.
     remote_cached_tokens: _Count
 
+    # These names are our own.
+
+    # 32 hexadecimal digits, drawn at random.
     ticket_id: str
+    # Counts the prefill engines that were asked, from 0.
     attempt: _Count = 0
+    # Tokens whose KV decode needs: the prompt's length, or one less.
     num_tokens: _Count
+    # Tokens in a run, as in `TokenShare`.
     remote_interleave_size: _Count = 1
+    # Decode's draft model (`Geometry.draft`). Prefill writes draft layers only if it is its own, too.
     remote_draft: str = ""
+    # The prompt that the KV is for. None from versions that do not send it.
     prompt: PromptDigest | None = None
+    # Unix seconds. Set if the cluster has a secret (`core/signing.py`).
     expires_at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
+    # Set if the cluster has a secret.
     signature: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
     @property
     def sharding(self) -> Sharding:
-        """Decode's."""
+        """How decode's ranks share KV."""
         return sharding(self.remote_tp_size, self.remote_dcp_size, self.remote_interleave_size)
 
     def span(self, group: int) -> int:
-        """How many of the prompt's tokens one of decode's block ids stands for."""
+        """Returns how many of the prompt's tokens one of decode's block ids stands for."""
         return self.remote_block_size[group] * self.remote_dcp_size
 
     @property
     def replica_hash(self) -> int:
-        """A number that spreads tickets over replicas, the same on both sides."""
+        """Spreads tickets over replicas. It is the same on both sides."""
         return replica_hash_of(self.ticket_id)
 
     @property
     def endpoint(self) -> str:
-        """Decode's listener."""
+        """Address of decode's listener."""
         return f"tcp://{authority(self.remote_host, self.remote_port)}"
 
     @functools.cached_property
     def issuer(self) -> tuple[str, str]:
-        """The decode engine: where it is asked, and its id."""
+        """The decode engine: the address of its listener, and its id."""
         return (self.endpoint, self.remote_engine_id)
 
     def digest(self) -> str:
-        """Fingerprint of all that decides which bytes go where, the same in all attempts. Without a `prompt` it is that
-        of versions that know none."""
+        """Returns a digest of everything that decides which bytes go where. It is the same in all attempts.
+
+        Without a `prompt` it equals the digest of versions that have no such field.
+        """
         content: tuple[object, ...] = (
             self.ticket_id,
             self.remote_engine_id,
@@ -106,14 +121,15 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
 
 
 def replica_hash_of(ticket_id: str) -> int:
+    """Returns `Ticket.replica_hash` of a ticket with this id."""
     return int(ticket_id[:8], 16)
 
 
 def wants_ticket(params: Mapping[str, Any] | None) -> bool:
-    """Whether a request on decode asks for its prompt's KV to be pushed.
+    """Returns whether a request on decode asks for its prompt's KV to be pushed.
 
-    Where several connectors serve one engine, all see all requests. One for a connector that pulls says which engine
-    it pulls from; vLLM's and vllm-ascend's name it `remote_engine_id`.
+    If several connectors serve one engine, each sees all requests. A request for a connector that pulls names the
+    engine to pull from: vLLM's and vllm-ascend's call it `remote_engine_id`.
     """
     if not isinstance(params, Mapping):  # vLLM checks the type of `kv_transfer_params`, but not in `vllm_xargs`
         return False
@@ -121,12 +137,12 @@ def wants_ticket(params: Mapping[str, Any] | None) -> bool:
 
 
 def wants_token_ids(params: Mapping[str, Any]) -> bool:
-    """Whether the metaserver that such a request's ticket is posted to asks prefill by token ids."""
+    """Returns whether the request's metaserver wants `Ticket.token_ids`."""
     return params.get(WANTS_TOKEN_IDS) is True
 
 
 def carries_ticket(params: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a request on prefill is to be pushed. One that another connector's decode will pull names no blocks."""
+    """Returns whether a request on prefill has a ticket. A request for a connector that pulls names no blocks."""
     if not isinstance(params, Mapping) or not params.get("do_remote_decode"):
         return False
     return any(params.get(name) is not None for name in ("ticket_id", "remote_block_ids"))
@@ -135,10 +151,13 @@ def carries_ticket(params: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, A
 def parse_ticket(
     params: object, num_tokens: int, num_groups: int, state_groups: Collection[int] = frozenset()
 ) -> Ticket:
-    """The ticket in a request's `kv_transfer_params`, checked. Raises TicketError naming what is wrong.
+    """Returns the ticket in a request's `kv_transfer_params`, checked.
 
-    `num_tokens`: the prompt's length; the ticket may be for one less. `num_groups`: how many cache groups this engine
-    has; `state_groups`: which of them hold states, so that their tickets name one block, of one token.
+    `num_tokens`: the prompt's length. The ticket may be for one token less.
+    `num_groups`: the number of cache groups of this engine.
+    `state_groups`: those of them that hold states. A ticket names one block of one token for each.
+
+    Raises TicketError, which names what is wrong.
     """
     try:
         ticket = msgspec.convert(params, Ticket)

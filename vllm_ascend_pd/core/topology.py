@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV heads and tokens a rank owns, and who writes to whom.
+"""Which KV heads and tokens a rank holds, and which ranks write to which.
 
-Heads are dealt out as vLLM does it: with `tp <= total` each rank owns `total / tp` neighbouring heads; with
-`tp > total` each head is held by `tp / total` neighbouring ranks (replicas). With context parallelism ranks that
-hold the same heads share the tokens; those of equal heads and tokens are what is left of the replicas.
+Heads are divided as in vLLM. With `tp <= total` each rank holds `total / tp` neighbouring heads. With `tp > total`
+each head is held by `tp / total` neighbouring ranks, which are replicas. With context parallelism, ranks with the same
+heads share the tokens, so only those with equal heads and tokens are replicas.
 """
 
 import functools
@@ -16,18 +16,18 @@ from vllm_ascend_pd.core.layout import ALL_TOKENS, TokenShare
 
 
 class TopologyError(ValueError):
-    """Parallel sizes that do not fit a number of KV heads, or each other."""
+    """Parallel sizes do not fit a number of KV heads, or each other."""
 
 
 def replicas(tp: int, total: int) -> int:
-    """How many of `tp` ranks hold the same heads."""
+    """Returns how many of `tp` ranks hold the same heads. Raises TopologyError."""
     if tp < 1 or total < 1 or (tp % total and total % tp):
         raise TopologyError(f"tensor parallel size {tp} and {total} KV heads: neither divides the other")
     return max(1, tp // total)
 
 
 def owned_heads(rank: int, tp: int, total: int) -> range:
-    """The heads, numbered over the whole model, that `rank` of `tp` holds."""
+    """Returns the heads that `rank` of `tp` holds, numbered over the whole model."""
     copies = replicas(tp, total)
     count = max(1, total // tp)
     first = (rank // copies) * count
@@ -35,7 +35,7 @@ def owned_heads(rank: int, tp: int, total: int) -> range:
 
 
 def holders(head: int, tp: int, total: int) -> range:
-    """The ranks of `tp` that hold `head`."""
+    """Returns the ranks of `tp` that hold `head`."""
     copies = replicas(tp, total)
     count = max(1, total // tp)
     first = (head // count) * copies
@@ -45,32 +45,37 @@ def holders(head: int, tp: int, total: int) -> range:
 class Sharding(msgspec.Struct, frozen=True, array_like=True):
     """How the ranks of a pipeline stage share its KV.
 
-    Rank `r` of a stage is tensor-parallel rank `r % tp`, which says what heads it holds, and prefill-context-parallel
-    rank `r // tp`; `shares[r]` is its share of the tokens, which are interleaved as `TokenShare` says.
+    Rank `r` of a stage is tensor-parallel rank `r % tp`, which decides its heads, and prefill-context-parallel rank
+    `r // tp`.
     """
 
+    # Tensor-parallel size.
     tp: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+    # Each rank's share of the tokens.
     shares: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(min_length=1)]
+    # As in `TokenShare`.
     interleave: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)] = 1
 
     @property
     def parts(self) -> int:
-        """Into how many shares tokens are divided."""
+        """The number of shares that tokens are divided into."""
         return max(self.shares, default=0) + 1
 
     def share(self, rank: int) -> TokenShare:
+        """Returns the tokens that `rank` holds."""
         return self.part(self.shares[rank])
 
     def part(self, index: int) -> TokenShare:
+        """Returns the tokens of share `index`."""
         parts = self.parts
         return TokenShare(parts, index, self.interleave) if parts > 1 else ALL_TOKENS
 
     def heads(self, rank: int, total: int) -> range:
-        """The heads, numbered over the whole model, that `rank` holds."""
+        """Returns the heads that `rank` holds, numbered over the whole model."""
         return owned_heads(rank % self.tp, self.tp, total)
 
     def replicas(self, total: int) -> int:
-        """How many ranks hold the same heads of the same tokens."""
+        """Returns how many ranks hold the same heads of the same tokens. Raises TopologyError if that differs."""
         copies = replicas(self.tp, total)
         counts = Counter((rank % self.tp // copies, share) for rank, share in enumerate(self.shares))
         if len(self.shares) % self.tp or len(counts) != self.tp // copies * self.parts or len({*counts.values()}) > 1:
@@ -81,7 +86,7 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
         return counts[0, 0]
 
     def holders(self, head: int, total: int, share: int) -> tuple[int, ...]:
-        """The ranks that hold `head` of the tokens in `share`, ascending."""
+        """Returns the ranks that hold `head` of the tokens in `share`, ascending."""
         owners = holders(head, self.tp, total)
         return tuple(rank for rank, held in enumerate(self.shares) if held == share and rank % self.tp in owners)
 
@@ -92,8 +97,11 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
 
 @functools.lru_cache(maxsize=1024)
 def sharding(tp: int, dcp: int = 1, interleave: int = 1, pcp: int = 1) -> Sharding:
-    """As vLLM 0.23 and vllm-ascend divide tokens: decode context parallelism (`dcp`) among neighbouring
-    tensor-parallel ranks, times prefill context parallelism (`pcp`), which multiplies the ranks."""
+    """Divides tokens as vLLM 0.23 and vllm-ascend do. Raises TopologyError for sizes below 1.
+
+    `dcp`: decode context parallelism, among neighbouring tensor-parallel ranks.
+    `pcp`: prefill context parallelism, which multiplies the ranks.
+    """
     if min(tp, dcp, interleave, pcp) < 1:
         raise TopologyError(f"parallel sizes: tp {tp}, dcp {dcp}, pcp {pcp}, interleaved by {interleave}")
     shares = tuple(pcp_rank * dcp + tp_rank % dcp for pcp_rank in range(pcp) for tp_rank in range(tp))

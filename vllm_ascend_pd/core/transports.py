@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a rank's Mooncake engine moves bytes, and which engines can write to each other.
+"""Describes how a rank's Mooncake engine moves bytes, and which engines can write to each other.
 
 Facts and where they are from:
 
@@ -8,8 +8,8 @@ Facts and where they are from:
   newer one writes over TCP as the older one reads.
 - CANN's HIXL, src/hixl/engine/engine_factory.cc: an engine is one of several kinds. Each kind has messages of its own,
   so engines of different kinds do not connect.
-- HIXL, hixl_engine.cc and adxl_inner_engine.cc: AutoConnect is the writer's own affair. It decides when the writer
-  connects, and the peer accepts either.
+- HIXL, hixl_engine.cc and adxl_inner_engine.cc: AutoConnect only decides when the writer connects. The peer accepts
+  either.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Connects(enum.StrEnum):
 
 
 class TransportInfo(msgspec.Struct, frozen=True):
-    """How one rank's engine moves bytes. An empty field: the rank does not say.
+    """How one rank's engine moves bytes. A field is empty if the rank does not state it.
 
     The fields are plain text, so that a later version may send values that this one does not know.
     """
 
+    # `transfer_protocol`: tcp, rdma or ascend.
     protocol: str = ""
-    """`transfer_protocol`: tcp, rdma or ascend."""
+    # Mooncake's distribution and its version.
     wheel: str = ""
-    """Mooncake's distribution and its version."""
+    # With `ascend`, an `EngineKind`.
     kind: str = ""
-    """With `ascend`, an `EngineKind`."""
+    # With `ascend`, a `Connects`.
     connects: str = ""
-    """With `ascend`, a `Connects`."""
 
     def __str__(self) -> str:
         kind = f" with HIXL's {self.kind} engine" if self.kind else ""
@@ -58,7 +58,7 @@ class TransportInfo(msgspec.Struct, frozen=True):
 
 
 def cannot_write(prefill: TransportInfo, decode: TransportInfo) -> str | None:
-    """Why prefill's engine cannot write to decode's, with both named. None if it can, or if a side does not say."""
+    """Returns why prefill's engine cannot write to decode's, with both named. None if it can, or if it is not known."""
     both = f"prefill transfers by {prefill}, decode by {decode}"
     if _differ(prefill.protocol, decode.protocol):
         return f"{both}: set transfer_protocol to the same on both sides"

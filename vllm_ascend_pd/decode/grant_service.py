@@ -276,7 +276,7 @@ class GrantService:
             )
             self._arrivals.ticket_failed(ticket_id, ticket.reason, each.expect.blocks)
         self._revoke(each, now)
-        if not ticket.quiet(now):
+        if not ticket.is_quiesced(now):
             return
         del self._open[ticket_id]
         self._closed[ticket_id] = _ClosedTicket(ticket.digest, ticket.state, ticket.reason)
