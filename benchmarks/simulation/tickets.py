@@ -132,8 +132,8 @@ class Transfer:
         share = 1 / (common.exchange.decode.tp * len(self._producers))
         for rank, state in self._producers.items():
             state.finish(now)
-            state.tell(now)
-            assert state.next_round().keys() == {_KEY}
+            state.notify(now)
+            assert state.notify_pending().keys() == {_KEY}
             reports.append(
                 WriteReport(
                     self._id,
@@ -160,6 +160,6 @@ class Transfer:
 
     def _acknowledged(self) -> None:
         for state in self._producers.values():
-            state.told(_KEY)
-            assert state.next_round() == {}
+            state.acked(_KEY)
+            assert state.notify_pending() == {}
             assert state.end(), state

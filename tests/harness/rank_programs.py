@@ -235,8 +235,8 @@ class PrefillRank(_RankBase):
         return copies
 
     def sent(self) -> tuple[set[str], dict[str, str]]:
-        report = self.worker.take_report()
-        return self.worker.take_sent(), report.failed if report else {}
+        sent, report = self.worker.take_sent(), self.worker.take_report()
+        return sent, report.failed if report else {}
 
     def stats(self) -> dict[str, Any]:
         """What the worker has counted since the last time."""

@@ -39,9 +39,9 @@ def test_an_engine_whose_ranks_are_outside_the_allow_list(pair: Pair) -> None:
 
 
 def writer_of(rank: PrefillRank, ticket_id: str) -> WriterId:
-    peers = rank.worker._transfers.peers
-    [number] = [number for number, transfer in peers._transfers.items() if transfer.ticket.ticket_id == ticket_id]
-    return peers._writer(number)
+    control = rank.worker._transfers._control._transfers
+    [number] = [number for number, transfer in control._transfers.items() if transfer.ticket.ticket_id == ticket_id]
+    return control._writer(number)
 
 
 @pytest.mark.parametrize("pair", [{}], indirect=True, ids=["private"])

@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +11,18 @@ import pytest
 from harness.scheduling import make_ticket
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
 from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.prefill.peers import Peers
-from vllm_ascend_pd.prefill.sender import Sender
-from vllm_ascend_pd.prefill.transfer import Transfer
+from vllm_ascend_pd.core.transports import TransportInfo
+from vllm_ascend_pd.core.weights import LoadedWeights
+from vllm_ascend_pd.prefill.control import ControlPlane
+from vllm_ascend_pd.prefill.fit import FitCheck
+from vllm_ascend_pd.prefill.routes import Routes
+from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 from vllm_ascend_pd.transport import loop
 from vllm_ascend_pd.transport.side_channel import SideChannelClient
 
@@ -40,70 +45,57 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def make_peers() -> Iterator[Callable[[], Peers]]:
-    made: list[Peers] = []
+def make_control() -> Iterator[Callable[[], ControlPlane]]:
+    made: list[ControlPlane] = []
 
-    def make() -> Peers:
-        running_time = RunningTime()
-
-        def make_sender(name: str) -> Sender:
-            engine: Any = None  # nothing is written
-            return Sender(
-                name,
+    def make() -> ControlPlane:
+        engine: Any = SimpleNamespace(limits=SimpleNamespace(settle_s=1.0))  # nothing is written
+        caches = RankCaches((), ())
+        identity = RankInfo("prefill", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
+        made.append(
+            ControlPlane(
+                identity,
+                ConnectorConfig(),
                 engine,
                 None,
-                lambda transfer: None,
-                running_time,
+                RunningTime(),
+                LoadedWeights(),
+                Routes(identity, caches),
+                FitCheck(identity, ConnectorConfig(), caches, TransportInfo("tcp")),
                 PrefillObserver(),
-                queue_size=1,
-                ready_timeout_s=1.0,
-                grant_wait_s=1.0,
             )
-
-        peers = Peers(
-            RankInfo("prefill", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,)),
-            ConnectorConfig(),
-            1.0,
-            running_time,
-            make_sender,
-            check=lambda description: None,
-            destinations=lambda layout, transfer: {},
-            revoked=lambda transfer: None,
-            told=lambda transfer: None,
-            ended=lambda transfer: None,
-            forget_sessions=lambda sessions: None,
-            observer=PrefillObserver(),
         )
-        made.append(peers)
-        return peers
+        return made[-1]
 
     yield make
-    for peers in made:
-        peers.close(5.0)
+    for control in made:
+        control.close(5.0)
+
+
+def open_transfer(control: ControlPlane, grant_timeout_s: float) -> Transfer:
+    state = PrefillTicket(time.monotonic() + grant_timeout_s)
+    transfer = Transfer("r", TICKET, control.acquire(TICKET), state, Withdrawals())
+    control.open([transfer])
+    return transfer
 
 
 def test_an_engine_that_cannot_be_asked_does_not_keep_the_channel_from_others(
-    make_peers: Callable[[], Peers], requests: list[str], monkeypatch: pytest.MonkeyPatch
+    make_control: Callable[[], ControlPlane], requests: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ZMQ may refuse at once: here it has no socket left."""
     monkeypatch.setattr(loop, "_MAX_SOCKETS", 2)  # which the mailbox takes
-    peers = make_peers()
-    peers.acquire(TICKET)
     opened = time.monotonic()
-    transfer = Transfer("r", TICKET, PrefillTicket(opened + GRANT_TIMEOUT_S))
-    peers.open([transfer])
+    transfer = open_transfer(make_control(), GRANT_TIMEOUT_S)
     wait_until(lambda: transfer.failure is not None, 20)
     assert transfer.failure == "decode engine decode does not describe itself: nothing can be sent: Too many open files"
     assert 2 <= len(requests) <= 1 + (time.monotonic() - opened) / 0.05
 
 
 def test_closing_while_an_engine_cannot_be_asked(
-    make_peers: Callable[[], Peers], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_control: Callable[[], ControlPlane], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loop, "_MAX_SOCKETS", 2)
-    peers = make_peers()
-    peers.acquire(TICKET)
-    transfer = Transfer("r", TICKET, PrefillTicket(time.monotonic() + 60))
-    peers.open([transfer])
-    peers.close(5.0)
+    control = make_control()
+    open_transfer(control, 60)
+    control.close(5.0)
     assert caplog.records == []

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the sender asks without a lock, once for many requests, says what each ticket would say."""
 
+from typing import Any
 from unittest import mock
 
 from hypothesis import given
@@ -56,7 +57,8 @@ def happen(state: PrefillTicket, event: Message | str, now: float) -> None:
 def test_many_are_asked_like_one_after_the_other(events: list[tuple[int, Message | str | None, int]]) -> None:
     """`events`: what happens to which transfer, and how many seconds pass then."""
     withdrawals = Withdrawals()
-    transfers = [Transfer(str(i), TICKET, PrefillTicket(NEVER), withdrawals) for i in range(3)]
+    sender: Any = None  # nothing is waited for
+    transfers = [Transfer(str(i), TICKET, sender, PrefillTicket(NEVER), withdrawals) for i in range(3)]
     states = [transfer.state for transfer in transfers]
     now, check, asked_again = 0.0, None, LeaseCheck(transfers, KEY)
     leases = [float("-inf")] * len(states)
@@ -67,7 +69,7 @@ def test_many_are_asked_like_one_after_the_other(events: list[tuple[int, Message
                     happen(state, event, now)
             now += seconds
             plain = LeaseCheck(transfers, KEY).may_plan()
-            assert plain == all(s.destinations is not None and s.leave(KEY) > now for s in states)
+            assert plain == all(s.destinations is not None and s.writable_until(KEY) > now for s in states)
             if all(state.phase is Phase.WRITING for state in states):  # nothing is asked for a transfer that has ended
                 assert asked_again.may_plan() == plain
             if plain:
@@ -75,5 +77,5 @@ def test_many_are_asked_like_one_after_the_other(events: list[tuple[int, Message
             if all(state.destinations is not None for state in states):
                 check = check or LeaseCheck(transfers, KEY)  # kept, as if for a long write
                 assert check.may_begin() == all(state.holds(KEY, now) for state in states)
-                assert all(state.lease(KEY) >= before for state, before in zip(states, leases, strict=True))
-                leases = [state.lease(KEY) for state in states]
+                assert all(state.lease_until(KEY) >= before for state, before in zip(states, leases, strict=True))
+                leases = [state.lease_until(KEY) for state in states]

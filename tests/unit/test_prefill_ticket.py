@@ -33,14 +33,14 @@ def test_writes_under_its_grants_and_tells_success_once_to_each():
     assert state.may_write(LEFT, 1.0)
     assert state.finish(2.0)
     assert not state.may_write(LEFT, 2.0)
-    assert state.tell(2.0)
-    assert not state.tell(2.0)
-    assert (list(state.next_round()), state.settle_s(2.0)) == ([LEFT, RIGHT], 0.0)
+    assert state.notify(2.0)
+    assert not state.notify(2.0)
+    assert (list(state.notify_pending()), state.settle_s(2.0)) == ([LEFT, RIGHT], 0.0)
     assert not state.end()
-    state.told(LEFT)
-    assert list(state.next_round()) == [RIGHT]
-    state.told(RIGHT)
-    assert not state.next_round()
+    state.acked(LEFT)
+    assert list(state.notify_pending()) == [RIGHT]
+    state.acked(RIGHT)
+    assert not state.notify_pending()
     assert state.end()
     assert (state.phase, state.failure, state.end()) == (Phase.ENDED, None, False)
 
@@ -51,10 +51,10 @@ def test_waits_for_decodes_description_until_the_grant_deadline():
     assert state.known(GRANT_DEADLINE) is False
     assert state.failure == "the decode engine did not describe itself in time"
     assert state.finish(GRANT_DEADLINE) is False
-    assert not state.tell(GRANT_DEADLINE)  # whom?
+    assert not state.notify(GRANT_DEADLINE)  # whom?
     state.contacted({})
-    assert state.tell(GRANT_DEADLINE)
-    assert not state.next_round()
+    assert state.notify(GRANT_DEADLINE)
+    assert not state.notify_pending()
     assert state.end()
 
 
@@ -134,49 +134,49 @@ def test_the_first_reason_stays_and_none_comes_after_the_end():
 
 def test_success_waits_for_bytes_on_their_way_and_keeps_its_leases_meanwhile():
     state = granted()
-    state.unsettle(8.0)
-    state.unsettle(7.0)
+    state.mark_in_flight(8.0)
+    state.mark_in_flight(7.0)
     assert state.finish(4.0)
-    assert not state.tell(7.9)
+    assert not state.notify(7.9)
     assert state.due(4.0) == [LEFT, RIGHT]
-    assert state.tell(8.0)
+    assert state.notify(8.0)
     assert state.settle_s(8.0) == 0.0
     assert state.due(20.0) == []
 
 
 def test_failure_is_told_at_once_and_the_blocks_are_kept_for_what_still_reads_them():
     state = granted()
-    state.unsettle(8.0)
+    state.mark_in_flight(8.0)
     state.fail("it broke", PushFailure.WRITE)
     assert state.finish(4.0) is False
-    assert state.tell(4.0)
+    assert state.notify(4.0)
     assert state.settle_s(4.0) == 4.0
-    for key in state.next_round():
-        state.told(key)
-    assert not state.next_round()
-    assert not state.tell(7.9)
+    for key in state.notify_pending():
+        state.acked(key)
+    assert not state.notify_pending()
+    assert not state.notify(7.9)
     assert not state.end()
-    assert state.tell(8.0)  # once more: nothing can arrive any more
-    assert (list(state.next_round()), state.settle_s(8.0)) == ([LEFT, RIGHT], 0.0)
+    assert state.notify(8.0)  # once more: nothing can arrive any more
+    assert (list(state.notify_pending()), state.settle_s(8.0)) == ([LEFT, RIGHT], 0.0)
     assert not state.end()
     for key in (LEFT, RIGHT):
-        state.told(key)
-    assert not state.next_round()
-    assert not state.tell(9.0)
+        state.acked(key)
+    assert not state.notify_pending()
+    assert not state.notify(9.0)
     assert state.end()
 
 
 def test_who_did_not_hear_of_a_failure_asks():
     state = granted()
-    state.unsettle(8.0)
+    state.mark_in_flight(8.0)
     state.fail("it broke", PushFailure.WRITE)
     state.finish(4.0)
-    state.tell(4.0)
-    state.next_round()
-    state.told(RIGHT)
-    assert [list(state.next_round()) for _ in range(3)] == [[LEFT], [LEFT], []]
-    assert state.tell(8.0)
-    assert list(state.next_round()) == [RIGHT]
+    state.notify(4.0)
+    state.notify_pending()
+    state.acked(RIGHT)
+    assert [list(state.notify_pending()) for _ in range(3)] == [[LEFT], [LEFT], []]
+    assert state.notify(8.0)
+    assert list(state.notify_pending()) == [RIGHT]
 
 
 def test_nothing_is_written_to_who_needs_nothing():
@@ -188,8 +188,8 @@ def test_nothing_is_written_to_who_needs_nothing():
     assert (state.may_write(LEFT, 1.0), state.may_write(RIGHT, 1.0)) == (False, True)
     assert state.due(100.0) == [RIGHT]
     assert state.finish(1.0)
-    assert state.tell(1.0)
-    assert list(state.next_round()) == [LEFT, RIGHT]
+    assert state.notify(1.0)
+    assert list(state.notify_pending()) == [LEFT, RIGHT]
 
 
 def test_decode_may_ask_for_patience():
@@ -217,6 +217,6 @@ def test_patience_ends():
 def test_who_never_answers_is_told_three_times():
     state = granted()
     state.finish(1.0)
-    state.tell(1.0)
-    assert [len(state.next_round()) for _ in range(4)] == [2, 2, 2, 0]
+    state.notify(1.0)
+    assert [len(state.notify_pending()) for _ in range(4)] == [2, 2, 2, 0]
     assert state.end()

@@ -62,7 +62,7 @@ class BeginsOldPlans(PrefillTicket):
 class LeavesWithoutEnd(PrefillTicket):
     """Whoever was granted once may write."""
 
-    def lease(self, key):
+    def lease_until(self, key):
         return math.inf if self.destinations[key].granted else -math.inf
 
 
@@ -83,10 +83,10 @@ class ClaimsSuccess(PrefillTicket):
 class TellsSuccessTooSoon(PrefillTicket):
     """While bytes of a first attempt may still arrive."""
 
-    def tell(self, running):
+    def notify(self, running):
         if self.phase is not Phase.FINISHED or self.failure is not None:
-            return super().tell(running)
-        told = super().tell(math.inf)
+            return super().notify(running)
+        told = super().notify(math.inf)
         self.final = running >= self.settled_at
         return told
 
@@ -110,9 +110,9 @@ class FreesTooSoon(PrefillTicket):
 
 
 class AsksForEver(PrefillTicket):
-    def next_round(self):
+    def notify_pending(self):
         self.rounds = 0
-        return super().next_round()
+        return super().notify_pending()
 
 
 # Decode's guards.

@@ -169,7 +169,7 @@ class TicketModel(Ranks):
         if isinstance(message, Heard):
             if reader not in dict(world.awaited[transfer]):
                 return world
-            after, _ = self._producers.after(producer, ("told", reader), lambda p: p.told((0, reader)))
+            after, _ = self._producers.after(producer, ("told", reader), lambda p: p.acked((0, reader)))
             world = world._replace(producers=put(world.producers, transfer, after))
             return self._unawaited(world, transfer, reader)
         if producer == ENDED:  # who does not know the transfer any more has stopped
@@ -223,7 +223,7 @@ class TicketModel(Ranks):
         )
         world = world._replace(writes=world.writes - {write} | stray)
         sender = world.senders[transfer]
-        after, _ = self._producers.after(world.producers[transfer], "unsettle", lambda p: p.unsettle(SETTLE_S))
+        after, _ = self._producers.after(world.producers[transfer], "unsettle", lambda p: p.mark_in_flight(SETTLE_S))
         if not sender.retried:
             again = self._with_sender(world, transfer, Sender(sender.target, retried=True))
             yield f"{describe(write, self._who)} fails, and is tried again", self._produced(again, transfer, after)

@@ -321,7 +321,7 @@ class Ranks:
             yield f"may not write to decode {key[1]}", told
 
     def _may_write(self, number: int, key: RankKey) -> tuple[int, bool | None]:
-        if self._producers.ask(number, ("leave", key), lambda p: p.leave(key) > 0):
+        if self._producers.ask(number, ("leave", key), lambda p: p.writable_until(key) > 0):
             return number, True
         after, known = self._producers.after(number, "known", lambda p: p.known(0))
         return (
@@ -387,11 +387,11 @@ def _writer(rank: int, transfer: int) -> WriterId:
 
 def _follow(nobody_awaited: bool) -> Any:
     def follow(state: PrefillTicket) -> tuple[list[int], bool, float, bool]:
-        telling = state.phase is Phase.TELLING and nobody_awaited
+        telling = state.phase is Phase.NOTIFYING and nobody_awaited
         untold: list[tuple[int, int]] = []
-        while telling or state.tell(0):
+        while telling or state.notify(0):
             telling = False
-            untold = list(state.next_round())
+            untold = list(state.notify_pending())
             if untold:
                 break
         end = state.end()

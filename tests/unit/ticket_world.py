@@ -139,8 +139,8 @@ def producer_key(state: PrefillTicket) -> Any:
     key = (state.phase, state.failure is None, state.settled_at, state.rounds, state.final)
     if state.destinations is None:
         return (*key, state.grant_deadline)
-    if state.phase in (Phase.TELLING, Phase.TOLD, Phase.ENDED):
-        return (*key, tuple((w.covers, w.told) for w in state.destinations.values()))
+    if state.phase in (Phase.NOTIFYING, Phase.NOTIFIED, Phase.ENDED):
+        return (*key, tuple((w.covers, w.acked) for w in state.destinations.values()))
     grants = tuple(
         (d.covers, d.granted, d.until, d.asking, d.asked_at, d.complete) for d in state.destinations.values()
     )

@@ -78,11 +78,11 @@ class PrefillObserver:
     def layer_written(self, seconds: float) -> None:
         """All writes of a layer's KV to one decode engine are over. They took `seconds`."""
 
+    # The control thread.
+
     def transfer_ended(self, ticket: Ticket, num_bytes: int, early_bytes: int, cause: PushFailure | None) -> None:
         """No write for `ticket` follows. `num_bytes` were delivered, `early_bytes` of them before the prompt's last
         layer was computed. `cause` is None if all was delivered."""
-
-    # The control thread.
 
     def grant_answered(self, ticket: Ticket, key: RankKey, asked_at: float, renewal: bool, answer: str) -> None:
         """Decode rank `key` has answered a request for a grant. `answer` is the type of its message."""

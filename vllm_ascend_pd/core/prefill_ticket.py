@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ticket as a prefill rank sees it: may it write, whom does it ask, what does it say in the end?
+"""A ticket on a prefill rank: whether it may write, which decode ranks it asks, and what it reports in the end.
 
 The prefill side's state machine, one per prefill rank and ticket:
 
-    WRITING --finish--> FINISHED --tell--> TELLING --all answered, or none will--> TOLD --end--> ENDED
-                                              ^-----------tell: nothing can arrive any more-----------'
+    WRITING --finish--> FINISHED --notify--> NOTIFYING --all answered, or none will--> NOTIFIED --end--> ENDED
+                                                 ^-----notify: nothing can arrive any more-----'
 
-A write begins in WRITING only, to a decode rank whose lease still runs (`may_write`); a lease is counted from when
-it was asked for, so it ends here before it ends there (R2). `failure` says that the KV will not be complete (R1): it
-is set once, in WRITING, and never cleared, and no write begins after it. Whatever may still read the blocks once the
-writes are over, does so until `settled_at`: success is told only after that, a failure at once and once more after it
-(R2), and only then the ticket ends (R3).
+A write begins in WRITING only, to a decode rank whose lease still runs. A lease is counted from the moment of the
+request for it, so it ends here before it ends there (R2). `failure` says that the KV will not be complete (R1). It is
+set once, in WRITING, and never cleared. A failed write may still read the blocks until `settled_at`. So success is
+reported only after that, a failure at once and once more after that (R2), and only then the ticket ends (R3).
+
+The control thread owns the ticket. It publishes a `TicketView` for other threads after each change.
 
 Leases and deadlines are dates of a monotonic clock. `settled_at` is a date of one that stands still while the process
-is stopped, as do the writes that are to settle; methods that depend on it call it `running`.
+is stopped, as do the writes that are to settle. Methods that depend on it call it `running`.
 """
 
 import enum
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused, Message, RankDescription
@@ -26,7 +28,7 @@ from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused, Messag
 RankKey = tuple[int, int]  # (pp_rank, tp_rank)
 
 GRANT_RETRY_S = 0.02
-"""Until who said not yet is asked again."""
+"""Pause before a decode rank that said "not yet" is asked again."""
 
 _REPORT_ROUNDS = 3
 
@@ -34,25 +36,30 @@ _REPORT_ROUNDS = 3
 class Phase(enum.Enum):
     WRITING = "writing"
     FINISHED = "finished"
-    TELLING = "telling"
-    TOLD = "told"
+    NOTIFYING = "notifying"
+    NOTIFIED = "notified"
     ENDED = "ended"
 
 
 @dataclass
 class Destination:
-    """A decode rank. `covers`: indices of its tensors that this rank fills; `until`: when the lease ends on this
-    side's clock; `complete`: it needs nothing; `told`: it knows how the transfer ended."""
+    """A decode rank."""
 
     rank: RankDescription
+    # Indices of its tensors that this rank fills.
     covers: tuple[int, ...]
+    # It has granted the ticket.
     granted: bool = False
+    # When the lease ends, on this side's clock.
     until: float = -math.inf
     lease_s: float = 0.0
     asked_at: float = -math.inf
+    # A request for a grant is under way.
     asking: bool = False
+    # It needs nothing.
     complete: bool = False
-    told: bool = False
+    # It has acknowledged the report of how the transfer ended.
+    acked: bool = False
 
     @property
     def pause_s(self) -> float:
@@ -60,26 +67,99 @@ class Destination:
         return self.lease_s / 3 if self.granted else GRANT_RETRY_S
 
 
+@dataclass(frozen=True)
+class TicketView:
+    """What a ticket allows at one moment. Immutable, so any thread may read it.
+
+    An old view never allows too much: leases only get longer, and a write that begins after a failure does no harm
+    while its lease runs.
+    """
+
+    # No write may begin any more, and the KV will not be complete.
+    failed: bool
+    # The writing is not over.
+    is_writing: bool
+    # It is known where to write.
+    is_located: bool
+    # When it is too late for a description or a grant.
+    grant_deadline: float
+    # By decode rank that has granted: when its lease ends.
+    leases: Mapping[RankKey, float] = field(default_factory=dict)
+    # Decode ranks that need nothing.
+    complete: frozenset[RankKey] = frozenset()
+    # A decode rank has still to answer yes or no.
+    waits_for_grant: bool = True
+
+    def may_write(self, key: RankKey, now: float) -> bool | None:
+        """Whether a write to `key` may be planned. None: not known yet."""
+        if self.failed or not self.is_writing or key in self.complete:
+            return False
+        until = self.leases.get(key)
+        return None if until is None else now < until
+
+    def located(self) -> bool | None:
+        """Whether it is known where to write. None: not known yet."""
+        if self.failed:
+            return False
+        return True if self.is_located else None
+
+    def overdue(self, key: RankKey | None, now: float) -> tuple[str, PushFailure] | None:
+        """Why a write to `key` must fail now, because something came too late. `key` None: whatever the rank is."""
+        if self.failed:
+            return None
+        if not self.is_located:
+            late = "the decode engine did not describe itself in time", PushFailure.UNREACHABLE
+            return late if now >= self.grant_deadline else None
+        if key is None or key in self.complete:
+            return None
+        until = self.leases.get(key)
+        if until is None:
+            late = f"decode rank {key} gave no grant in time", PushFailure.NO_GRANT
+            return late if now >= self.grant_deadline else None
+        return (f"the lease for decode rank {key} ran out", PushFailure.LEASE) if now >= until else None
+
+    def writable_until(self, key: RankKey) -> float:
+        """Until when `may_write` answers True, as far as this view shows; -inf if it does not."""
+        if self.failed or not self.is_writing or key in self.complete:
+            return -math.inf
+        return self.leases.get(key, -math.inf)
+
+    def lease_until(self, key: RankKey) -> float:
+        """Until when bytes for `key` may leave, also after a failure: they do no harm while the lease runs."""
+        return self.leases.get(key, -math.inf)
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether all decode ranks have granted, and not everything is written."""
+        return not self.failed and self.is_writing and not self.waits_for_grant
+
+
 @dataclass
 class PrefillTicket:
     """Times are seconds, passed in.
 
-    `known`, `may_write` and `finish` answer yes, no, or None: not yet, ask again when something has changed; never
-    None from `grant_deadline` on, which moves while decode asks for patience, to `patience_ends` at most.
-    `destinations`: where to write, once that is known, and whom to tell; `final`: what was told last is that nothing
-    can arrive any more.
+    `known`, `may_write` and `finish` return None for "not yet": ask again when something has changed. They never do so
+    from `grant_deadline` on.
     """
 
+    # Until when a description and grants may come. It moves while decode asks for patience.
     grant_deadline: float
+    # The latest that `grant_deadline` moves to.
     patience_ends: float = math.inf
     phase: Phase = Phase.WRITING
     failure: str | None = None
-    cause: PushFailure | None = None  # of the failure
+    # Of the failure.
+    cause: PushFailure | None = None
+    # Until when failed writes may read and arrive, in running time.
     settled_at: float = -math.inf
+    # Where to write, and whom to notify. None until that is known.
     destinations: dict[RankKey, Destination] | None = None
-    rounds: int = 0  # of telling
+    # How often decode was notified.
+    rounds: int = 0
+    # The last report said that nothing can arrive any more.
     final: bool = False
-    withdrawals: int = 0  # how often `leave` may have become less than it was
+    # How often a view has allowed less than the one before.
+    withdrawals: int = 0
 
     def fail(self, reason: str, cause: PushFailure) -> None:
         """Records the first reason. Has no effect once the writing is over."""
@@ -89,25 +169,32 @@ class PrefillTicket:
 
     @property
     def waits_for_grant(self) -> bool:
-        """Whether a decode rank has still to say yes or no. Any thread may ask: it may be over when it is told."""
+        """Whether a decode rank has still to answer yes or no."""
         if self.failure is not None or self.phase is not Phase.WRITING:
             return False
         destinations = self.destinations
         return destinations is None or not all(d.granted or d.complete for d in destinations.values())
 
-    @property
-    def may_be_written(self) -> bool:
-        """Whether all decode ranks have said yes, and not everything is written. Any thread may ask."""
-        return self.failure is None and self.phase is Phase.WRITING and not self.waits_for_grant
+    def view(self) -> TicketView:
+        destinations = self.destinations or {}
+        return TicketView(
+            self.failure is not None,
+            self.phase is Phase.WRITING,
+            self.destinations is not None,
+            self.grant_deadline,
+            {key: self.lease_until(key) for key, d in destinations.items() if d.granted},
+            frozenset(key for key, d in destinations.items() if d.complete),
+            self.waits_for_grant,
+        )
 
     def contacted(self, destinations: dict[RankKey, Destination]) -> None:
-        """The decode engine is known, or will not be."""
+        """The decode engine has described itself, or will not: then there is nobody to write to."""
         self.destinations = destinations
 
     # Grants.
 
     def due(self, now: float) -> list[RankKey]:
-        """Whom to ask for a grant, or to renew it."""
+        """Returns the decode ranks to ask for a grant, or for its renewal."""
         if self.failure is not None or self.phase not in (Phase.WRITING, Phase.FINISHED):
             return []
         destinations = (self.destinations or {}).items()
@@ -120,7 +207,7 @@ class PrefillTicket:
         return destination
 
     def answered(self, key: RankKey, asked_at: float, answer: Message | Exception) -> bool:
-        """To the request of `asked_at`. Whether that was a last no; what is neither yes nor no may pass."""
+        """Takes the answer to the request of `asked_at`. Returns whether it refuses for good."""
         destination = self._destination(key)
         destination.asking = False
         if isinstance(answer, Granted):
@@ -140,50 +227,39 @@ class PrefillTicket:
     # Writing.
 
     def known(self, now: float) -> bool | None:
-        """Is it known where to write?"""
-        if self.failure is None and self.destinations is None:
-            if now < self.grant_deadline:
-                return None
-            self.fail("the decode engine did not describe itself in time", PushFailure.UNREACHABLE)
-        return self.failure is None
+        """Whether it is known where to write."""
+        self._fail_if_overdue(None, now)
+        return self.view().located()
 
     def may_write(self, key: RankKey, now: float) -> bool | None:
-        """May a write to `key` be planned now? It may begin as long as `holds`. To a rank that needs nothing none."""
-        if self.failure is not None:  # which may be that nobody is known to write to
-            return False
-        if self._destination(key).complete:
-            return False
-        if not self._destination(key).granted:
-            if now < self.grant_deadline:
-                return None
-            self.fail(f"decode rank {key} gave no grant in time", PushFailure.NO_GRANT)
-        if self.failure is None and not self.holds(key, now):
-            self.fail(f"the lease for decode rank {key} ran out", PushFailure.LEASE)
-        return self.failure is None and self.phase is Phase.WRITING
+        """Whether a write to `key` may be planned now. It may begin as long as `holds`. False for a rank that needs
+        nothing."""
+        self._fail_if_overdue(key, now)
+        return self.view().may_write(key, now)
 
-    def leave(self, key: RankKey) -> float:
-        """Until when `may_write` says yes unless something changes; -inf: it may say something else. Any thread may ask
-        without more: as if it had asked a moment earlier."""
-        destination = (self.destinations or {}).get(key)
-        if self.failure is not None or self.phase is not Phase.WRITING or destination is None or destination.complete:
-            return -math.inf
-        return destination.until
+    def _fail_if_overdue(self, key: RankKey | None, now: float) -> None:
+        overdue = self.view().overdue(key, now)
+        if overdue is not None:
+            self.fail(*overdue)
 
-    def lease(self, key: RankKey) -> float:
-        """Until when bytes for `key` may leave; it only gets later, so any thread may ask. Even after a failure they
-        do no harm as long as the lease runs."""
+    def writable_until(self, key: RankKey) -> float:
+        """As `TicketView.writable_until`."""
+        return self.view().writable_until(key)
+
+    def lease_until(self, key: RankKey) -> float:
+        """Until when bytes for `key` may leave. It only gets later."""
         return self._destination(key).until
 
     def holds(self, key: RankKey, now: float) -> bool:
-        """May bytes for `key` leave now?"""
-        return now < self.lease(key)
+        """Whether bytes for `key` may leave now."""
+        return now < self.lease_until(key)
 
-    def unsettle(self, until: float) -> None:
-        """A write was given up: what is on its way arrives by `until`."""
+    def mark_in_flight(self, until: float) -> None:
+        """A write was given up: its bytes may arrive until then."""
         self.settled_at = max(self.settled_at, until)
 
     def finish(self, now: float) -> bool | None:
-        """No write will begin any more. Whether the KV is complete: only who holds all its grants may say so."""
+        """No write will begin any more. Returns whether the KV is complete: not without all grants."""
         if self.known(now):
             answers = [self.may_write(key, now) for key in self.destinations or ()]
             if self.failure is None and None in answers:
@@ -195,21 +271,23 @@ class PrefillTicket:
 
     # The end.
 
-    def tell(self, running: float) -> bool:
-        """Is decode to be told now? A failure at once, success only when no byte can arrive any more: decode goes
-        on with the blocks. Who has heard of a failure hears once more when no byte can arrive any more; who has not,
-        asks."""
+    def notify(self, running: float) -> bool:
+        """Whether decode is to be notified now. Then `notify_pending` says whom.
+
+        A failure is reported at once, success only when no byte can arrive any more: decode goes on with the blocks.
+        Ranks that acknowledged a failure hear once more when no byte can arrive any more. Those that did not, ask.
+        """
         settled = running >= self.settled_at
         if self.phase is Phase.FINISHED and self.destinations is not None:
             if self.failure is None and not settled:
                 return False
-        elif self.phase is Phase.TOLD and settled and not self.final:
+        elif self.phase is Phase.NOTIFIED and settled and not self.final:
             self.rounds = 0
             for destination in (self.destinations or {}).values():
-                destination.told = not destination.told
+                destination.acked = not destination.acked
         else:
             return False
-        self.phase = Phase.TELLING
+        self.phase = Phase.NOTIFYING
         self.final = settled
         return True
 
@@ -217,21 +295,23 @@ class PrefillTicket:
         """How long bytes may still arrive."""
         return max(0.0, self.settled_at - running)
 
-    def next_round(self) -> dict[RankKey, Destination]:
-        """Whom to tell: all, then those that have not answered. Nobody: the telling is over."""
-        untold = {key: d for key, d in (self.destinations or {}).items() if not d.told}
-        if not untold or self.rounds == _REPORT_ROUNDS:
-            self.phase = Phase.TOLD
+    def notify_pending(self) -> dict[RankKey, Destination]:
+        """Begins a round. Returns the decode ranks to report to: all, then those that have not acknowledged. None are
+        left: decode has been notified."""
+        pending = {key: d for key, d in (self.destinations or {}).items() if not d.acked}
+        if not pending or self.rounds == _REPORT_ROUNDS:
+            self.phase = Phase.NOTIFIED
             return {}
         self.rounds += 1
-        return untold
+        return pending
 
-    def told(self, key: RankKey) -> None:
-        self._destination(key).told = True
+    def acked(self, key: RankKey) -> None:
+        """Decode rank `key` has acknowledged the report."""
+        self._destination(key).acked = True
 
     def end(self) -> bool:
-        """Is it over now? Decode knows or cannot be reached, and nothing reads the blocks any more."""
-        if self.phase is not Phase.TOLD or not self.final:
+        """Whether it is over: decode was notified or cannot be reached, and nothing reads the blocks any more."""
+        if self.phase is not Phase.NOTIFIED or not self.final:
             return False
         self.phase = Phase.ENDED
         return True

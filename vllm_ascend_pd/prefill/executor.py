@@ -208,7 +208,7 @@ class LayerExecutor:
         if error.may_arrive:
             write.push.settled_at = self._running_time() + self._engine.limits.settle_s
             for i in requests:
-                write.plan.transfers[i].unsettle(write.push.settled_at)
+                write.plan.transfers[i].mark_in_flight(write.push.settled_at)
 
 
 def _fail(push: LayerPush, error: Exception) -> None:

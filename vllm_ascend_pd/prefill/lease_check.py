@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """May bytes of several requests leave for one decode rank now (R2)? One comparison, most of the time.
 
-The sender's thread owns a check. It reads the requests' tickets without their locks, as `PrefillTicket` allows.
+The sender's thread owns a check. It reads the latest views of the requests' tickets.
 """
 
 import math
@@ -35,7 +35,7 @@ class LeaseCheck:
         """
         withdrawn = self._withdrawals.count
         if withdrawn != self._withdrawn or time.monotonic() >= self._until:
-            until = min(transfer.state.leave(self._key) for transfer in self._transfers)
+            until = min(transfer.writable_until(self._key) for transfer in self._transfers)
             self._until = max(self._until, until)
             if time.monotonic() >= until:
                 return False
@@ -46,5 +46,5 @@ class LeaseCheck:
         """Whether bytes of all of them may leave now. Asked before each batch."""
         if time.monotonic() < self._until:
             return True
-        self._until = min(transfer.state.lease(self._key) for transfer in self._transfers)
+        self._until = min(transfer.lease_until(self._key) for transfer in self._transfers)
         return time.monotonic() < self._until

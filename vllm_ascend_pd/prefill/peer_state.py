@@ -7,26 +7,36 @@ from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.transfer import Transfer
 
-# An engine nobody sent anything to for this long is forgotten; it is described again at next contact.
+# An engine to which nothing was sent for this long is forgotten. It is described again at the next contact.
 _FORGET_AFTER_S = 600.0
 
 
 @dataclass
 class Peer:
-    """One decode engine. `layout` is None until it has answered; `gone`: why it will never answer again; `users`:
-    tickets of it that were acquired and not yet released."""
+    """One decode engine. The control thread owns it, but for `users` and `used_at`."""
 
+    # Where it describes itself.
     endpoint: str
     engine_id: str
+    # Writes to it.
     sender: Sender
+    # How its ranks' caches lie. None until it has described itself.
     layout: DecodeLayout | None = None
-    waiting: list[Transfer] = field(default_factory=list)  # for its description
+    # Transfers that wait for its description.
+    waiting: list[Transfer] = field(default_factory=list)
+    # It is asked for its description.
     describing: bool = False
-    describe_at: float = 0.0  # not before
+    # When it may be asked again, on the monotonic clock.
+    describe_at: float = 0.0
+    # Why it will never answer again.
     gone: str | None = None
+    # Addresses that were connected to for it.
+    endpoints: set[str] = field(default_factory=set)
+    # Tickets of it that were acquired and not yet released. The model's thread writes it and the next, the control
+    # thread reads them, both under the lock of `Peers`.
     users: int = 0
+    # When a ticket of it was released last.
     used_at: float = 0.0
-    endpoints: set[str] = field(default_factory=set)  # connections opened for it
 
     @property
     def busy(self) -> bool:
@@ -34,8 +44,10 @@ class Peer:
         return self.users > 0 or self.describing
 
     def is_over(self, now: float) -> bool:
-        """Whether what is known of the engine can be dropped. One that never described itself, or whose address
-        belongs to another engine by now, is dropped as soon as no transfer needs it."""
+        """Whether what is known of the engine can be dropped.
+
+        An engine that never described itself, or whose address another engine has by now, is dropped as soon as no
+        transfer needs it."""
         if self.busy:
             return False
         return self.layout is None or self.gone is not None or now - self.used_at > _FORGET_AFTER_S

@@ -1,33 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan: from one step of the scheduler to step transfers, once per step, before the first layer."""
 
-import logging
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.failure import PushFailure
-from vllm_ascend_pd.core.plan import Regroup, Route, make_route, why_slow
-from vllm_ascend_pd.core.prefill_ticket import Destination, RankKey
-from vllm_ascend_pd.core.rank_info import RankInfo
+from vllm_ascend_pd.core.plan import Regroup
 from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.device.base import Device, DeviceError
-from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.regroup import Regrouper
+from vllm_ascend_pd.prefill.routes import Routes
 from vllm_ascend_pd.prefill.sender import Sender
 from vllm_ascend_pd.prefill.step_transfer import RequestSlice, StepTransfer, plan_transfers
 from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.prefill.transfers import Transfers
 from vllm_ascend_pd.prefill.write_plan import StepWrites
-
-logger = logging.getLogger(__name__)
-
-
-# Decode engines of that many shapes, times our geometries. Tickets name the shapes, and come from outside.
-_MAX_ROUTES = 4096
 
 
 class Planned(NamedTuple):
@@ -67,13 +58,11 @@ class TicketShape(NamedTuple):
 
 
 class Planner:
-    """Plans steps. The model's thread calls `plan`, the control thread `destinations`. They share known routes."""
+    """Plans steps. The model's thread owns it."""
 
-    def __init__(
-        self, identity: RankInfo, caches: RegisteredCaches, device: Device, regrouper: Regrouper | None
-    ) -> None:
+    def __init__(self, routes: Routes, caches: RegisteredCaches, device: Device, regrouper: Regrouper | None) -> None:
         """`regrouper`: None where the layout never needs it."""
-        self._identity = identity
+        self._routes = routes
         self._caches = caches
         self._geometries = caches.description.geometries
         self._device = device
@@ -87,9 +76,6 @@ class Planner:
         self._layers = [sum(g in of for of in layers) for g in range(len(self._geometries))]
         # How many steps there were. All ranks get the same ones from the scheduler.
         self._steps = 0
-        # By geometry and decode's shape. Both threads may find a route missing and make it: they make the same one.
-        self._routes: dict[tuple[int, Sharding, tuple[int, ...]], Route] = {}
-        self._warned_of_pieces = False
 
     @owned
     def plan(self, sends: list[Send], transfers: Transfers) -> StepPlan:
@@ -108,7 +94,7 @@ class Planner:
                 shape = TicketShape.of(transfer.ticket)
                 slices.setdefault(shape, []).append(RequestSlice(transfer, send.start, send.stop, send.blocks))
         for decode, group in slices.items():
-            sender = transfers.sender_of(group[0].transfer)
+            sender = group[0].transfer.sender
             for index, geometry in enumerate(self._geometries):
                 if geometry.is_known_to(decode.draft):
                     for step_transfer in self._plan_geometry(index, decode, group):
@@ -118,7 +104,7 @@ class Planner:
 
     def _plan_geometry(self, index: int, decode: TicketShape, slices: list[RequestSlice]) -> list[StepTransfer]:
         try:
-            route = self._route(index, decode.sharding, decode.block_sizes)
+            route = self._routes.route(index, decode.sharding, decode.block_sizes)
         except ValueError as error:  # the two sides cannot fit
             for each in slices:
                 each.transfer.fail(str(error), PushFailure.UNFIT)
@@ -140,32 +126,3 @@ class Planner:
             for each in served:
                 each.transfer.fail(str(error), PushFailure.DEVICE)
             return []
-
-    def _route(self, index: int, decode: Sharding, d_block_sizes: tuple[int, ...]) -> Route:
-        key = (index, decode, d_block_sizes)
-        route = self._routes.get(key)
-        if route is None:
-            geometry = self._geometries[index]
-            identity = self._identity
-            if len(self._routes) >= _MAX_ROUTES:
-                self._routes.clear()
-            route = make_route(geometry, identity.rank, identity.sharding, decode, d_block_sizes[geometry.group])
-            self._routes[key] = route
-            slow = why_slow(route, geometry, identity.sharding, decode, d_block_sizes[geometry.group])
-            if slow is not None and not self._warned_of_pieces:
-                self._warned_of_pieces = True
-                logger.warning("%s", slow)
-        return route
-
-    def destinations(self, layout: DecodeLayout, transfer: Transfer) -> dict[RankKey, Destination]:
-        """Returns the decode ranks that this rank writes to for the ticket, and which of their tensors it covers."""
-        ticket = transfer.ticket
-        block_sizes = tuple(ticket.remote_block_size)
-        routes = (
-            (index, self._route(index, ticket.sharding, block_sizes))
-            for index, geometry in enumerate(self._geometries)
-            if geometry.is_known_to(ticket.remote_draft)
-        )
-        served = tuple((index, route) for index, route in routes if route.serves(ticket.replica_hash))
-        covers = layout.covers(self._caches.description.tensors, served)
-        return {key: Destination(rank, indices) for key, (rank, indices) in covers.items()}

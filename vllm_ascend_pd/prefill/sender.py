@@ -15,6 +15,7 @@ from functools import partial
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.running_time import RunningTime
+from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.executor import LayerExecutor
 from vllm_ascend_pd.prefill.grant_wait import GrantWaitLimit
@@ -22,6 +23,7 @@ from vllm_ascend_pd.prefill.layer_push import LayerPush
 from vllm_ascend_pd.prefill.staging import LOOK_S, StagingRing
 from vllm_ascend_pd.prefill.step_transfer import StepTransfer
 from vllm_ascend_pd.prefill.transfer import Transfer
+from vllm_ascend_pd.prefill.transfer_control import TransferControl
 from vllm_ascend_pd.transport.engine import TransferEngine
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,8 @@ class Sender:
         name: str,
         engine: TransferEngine,
         ring: StagingRing[StepTransfer] | None,
-        finished: Callable[[Sequence[Transfer]], None],
+        control: TransferControl,
+        loaded: LoadedWeights,
         running_time: RunningTime,
         observer: PrefillObserver,
         *,
@@ -45,18 +48,21 @@ class Sender:
     ) -> None:
         """Starts the thread.
 
-        `finished(transfers)` is called on it once their writes are over. `queue_size`: how many layers may wait.
-        `ready_timeout_s`: how long a layer's bytes may take until they can be read. `grant_wait_s`: how long a transfer
-        without a grant may keep others waiting.
+        control: is told when no write of a transfer follows.
+        loaded: the model's weights.
+        queue_size: how many layers may wait.
+        ready_timeout_s: how long a layer's bytes may take until they can be read.
+        grant_wait_s: how long a transfer without a grant may keep others waiting.
         """
         self._executor = LayerExecutor(engine, ring, running_time, observer, ready_timeout_s)
         self._ring = ring
-        self._finished = finished
+        self._control = control
+        self._loaded = loaded
         self.grant_wait = GrantWaitLimit(grant_wait_s, self._others_wait)
         # The transfers that it writes, by number. The model's thread changes it, this thread takes copies.
         self._transfers: dict[int, Transfer] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        # A token for each further layer that may wait; the number of transfers bounds the other tasks. Not a semaphore:
+        # A token for each further layer that may wait. The number of transfers bounds the other tasks. Not a semaphore:
         # its methods are Python, and each layer would run them on the model's thread.
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(queue_size):
@@ -105,8 +111,9 @@ class Sender:
     # On any thread.
 
     def finish(self, transfers: Sequence[Transfer]) -> None:
-        """Nothing more will be put for `transfers`: `finished` is called with them after all their writes."""
-        self._tasks.put(partial(self._executor.then, partial(self._finished, transfers)))
+        """Nothing more will be put for `transfers`: they end after all their writes. May be called any number of
+        times."""
+        self._tasks.put(partial(self._executor.then, partial(self._finish, transfers)))
 
     def barrier(self) -> threading.Event:
         """Returns an event that is set after all tasks that were put before."""
@@ -175,6 +182,24 @@ class Sender:
         if has_room:
             self._executor.then(partial(self._room.put, None))
 
+    def _finish(self, transfers: Sequence[Transfer]) -> None:
+        """No write of them can follow."""
+        written = [transfer for transfer in transfers if not transfer.is_written]
+        for transfer in written:
+            self._check_weights(transfer)
+            transfer.is_written = True
+        if written:
+            self._control.finish(written)
+
+    def _check_weights(self, transfer: Transfer) -> None:
+        """All of the prompt must be computed with the weights that decode was told of (R8). They change between steps,
+        and its last layer has been computed by now."""
+        before, now = transfer.weights, self._loaded.current
+        if before.version != now.version:
+            names = f"from {before.fingerprint or 'unknown ones'} to {now.fingerprint or 'unknown ones'}"
+            reason = f"prefill's weights were updated before all KV was sent, {names}"
+            transfer.fail(reason, PushFailure.WEIGHTS)
+
     def _retire(self) -> None:
         self._retired = True
 
@@ -183,4 +208,4 @@ class Sender:
 
     def _others_wait(self) -> bool:
         """Whether transfers have KV to be written, and all their grants."""
-        return any(other.planned and other.state.may_be_written for other in list(self._transfers.values()))
+        return any(other.planned and other.may_be_written for other in list(self._transfers.values()))

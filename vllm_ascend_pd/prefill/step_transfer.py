@@ -66,7 +66,7 @@ class StepTransfer:
 
     @property
     def waits_for_grant(self) -> bool:
-        return any(transfer.state.waits_for_grant for transfer in self.transfers)
+        return any(transfer.waits_for_grant for transfer in self.transfers)
 
     @property
     def decode_engine(self) -> str:
@@ -78,7 +78,7 @@ class StepTransfer:
 
     def give_up_ungranted(self, reason: str) -> None:
         for transfer in self.transfers:
-            if transfer.state.waits_for_grant:
+            if transfer.waits_for_grant:
                 transfer.fail(reason, PushFailure.NO_GRANT)
 
 

@@ -2,7 +2,6 @@
 """The prefill side of a worker: plans each step, and pushes each layer as soon as it is computed."""
 
 import time
-from functools import partial
 
 from vllm_ascend_pd.core.caches import LayerTensors, RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
@@ -15,10 +14,12 @@ from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
-from vllm_ascend_pd.prefill.fit import misfit
+from vllm_ascend_pd.prefill.control import ControlPlane
+from vllm_ascend_pd.prefill.fit import FitCheck
 from vllm_ascend_pd.prefill.layer_push import LayerPush, StagedLayer
 from vllm_ascend_pd.prefill.planner import Planned, Planner, StepPlan
 from vllm_ascend_pd.prefill.regroup import make_regrouper
+from vllm_ascend_pd.prefill.routes import Routes
 from vllm_ascend_pd.prefill.transfers import Transfers
 from vllm_ascend_pd.transport.engine import TransferEngine
 
@@ -49,19 +50,21 @@ class PrefillWorker:
         self._ring, self._regrouper = make_regrouper(
             identity, config, device, engine, caches, step_tokens, self._running_time
         )
-        self._planner = Planner(identity, caches, device, self._regrouper)
+        routes = Routes(identity, caches.description)
+        self._planner = Planner(routes, caches, device, self._regrouper)
         self._observer = observer or PrefillObserver()
-        self._transfers = Transfers(
+        control = ControlPlane(
             identity,
             config,
             engine,
             self._ring,
             self._running_time,
             loaded,
+            routes,
+            FitCheck(identity, config, caches.description, engine.transport),
             self._observer,
-            check=partial(misfit, identity, config, caches.description, engine.transport),
-            destinations=self._planner.destinations,
         )
+        self._transfers = Transfers(config, loaded, control)
         # What is left of this step.
         self._plan = StepPlan()
         # Whether the forward pass of that step has ended.
@@ -144,13 +147,13 @@ class PrefillWorker:
         """Their blocks are about to be reused: waits until no push reads them any more (R3)."""
         self._end_open_step()
         preempted = [transfer for transfer in map(self._transfers.get, request_ids) if transfer is not None]
-        barriers = [(transfer, self._transfers.sender_of(transfer).barrier()) for transfer in preempted]
+        barriers = [(transfer, transfer.sender.barrier()) for transfer in preempted]
         deadline = time.monotonic() + self._config.write_timeout_s
         for transfer, passed in barriers:
             reason = None
             if not passed.wait(max(0.0, deadline - time.monotonic())):
                 reason = "the request was preempted while its KV could not be sent"
-            elif transfer.settled_at > self._running_time():
+            elif transfer.in_flight_until > self._running_time():
                 # What the failed write left behind would read the blocks' next content, and deliver that.
                 reason = "the request was preempted while a failed write of its KV may still be under way"
             if reason is not None:

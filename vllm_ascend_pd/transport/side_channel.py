@@ -220,8 +220,9 @@ class SideChannelClient(Loop):
         tick: Callable[[float], None] = lambda now: None,
         name: str = "pd-side-channel",
         keys: Keys | None = None,
+        start: bool = True,
     ) -> None:
-        """Starts the thread.
+        """Starts the thread, unless `start` is False: then `start()` does, once what the callbacks need is there.
 
         `unasked`: `unasked(endpoint, message)` gets messages that servers send without a request. Runs on the thread.
         `tick`: `tick(now)` runs on the thread 20 times a second.
@@ -241,6 +242,10 @@ class SideChannelClient(Loop):
         self._rest_look_at = 0.0
         # Requests without an answer, by `seq`.
         self._pending: dict[int, _Pending] = {}
+        if start:
+            self.start()
+
+    def start(self) -> None:
         self._thread.start()
 
     def request(
