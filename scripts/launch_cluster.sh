@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Starts a prefill/decode cluster on its hosts over ssh, waits until it serves, and stops it at Ctrl-C or when one of its
-# processes ends.
+# Starts a prefill/decode cluster on its hosts over ssh and waits until it serves. Stops it on Ctrl-C, or when one of
+# its processes ends.
 #
 #   scripts/launch_cluster.sh HOSTS_YAML [--detach | --stop | --dry-run]
 #
-#   HOSTS_YAML              the cluster: docs/configuration.md has all keys, examples/ has several
-#   --detach                exit once it serves, and leave it running
-#   --stop                  stop what runs of it, and exit
-#   --dry-run               print what would run where, and start nothing
+#   HOSTS_YAML              describes the cluster; docs/configuration.md lists all keys, examples/ has examples
+#   --detach                exit once the cluster serves, and leave it running
+#   --stop                  stop the running cluster and exit
+#   --dry-run               print the commands for each host, and start nothing
 #
-# PYTHON (default: $VENV/bin/python, else python3) is a Python with this package in it; `python:` in hosts.yaml names
-# the one on the hosts. ssh must get in without asking: keys, or an agent. Exits with 2 for a hosts.yaml that cannot
-# work, 1 where something failed, 130 after Ctrl-C.
+# PYTHON (default: $VENV/bin/python, else python3) is a Python with this package; `python:` in hosts.yaml names the one
+# on the hosts. ssh must not ask for passwords: use keys or an agent. Exit codes: 2 for an invalid hosts.yaml, 1 for a
+# failure, 130 after Ctrl-C.
 set -euo pipefail
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Starts one node of a decode engine (D) on Ascend NPUs, or on the CPU for trying out.
+# Starts one node of a decode engine on Ascend NPUs, or on the CPU for tests.
 #
 #   scripts/launch_decode.sh --model PATH --device a2|a3|cpu --address IP [OPTION...] [-- VLLM_ARGUMENT...]
 #
@@ -9,14 +9,14 @@
 #   scripts/launch_decode.sh --model /models/DeepSeek-R1-W8A8 --device a3 --address 10.0.0.12 --tp 4 --dp 4 \
 #     --metaserver http://10.0.0.10:8000 -- --enable-expert-parallel --quantization ascend
 #
-# Options of decode alone:
+# Options for decode only:
 #
-#   --metaserver URL        a proxy to which tickets may be posted; may be repeated (default: this host's own)
-#   --metaserver-token FILE the bearer token that it asks for
-#   --kv-port PORT          where prefill engines ask what this one looks like (19000); a port for each data-parallel
-#                           replica from there on
+#   --metaserver URL        a proxy that the engine may post tickets to; may be repeated (default: a proxy on this host)
+#   --metaserver-token FILE file with the bearer token that the proxy requires
+#   --kv-port PORT          port at which prefill engines ask for this engine's description (19000); each data-parallel
+#                           replica uses the next port
 #   --load-failure-policy fail|recompute
-#                           what becomes of a request whose KV does not come: an error (default), or decode prefills
+#                           whether a request whose KV does not arrive fails (default), or decode computes its prompt
 #
 set -euo pipefail
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Starts one node of a prefill engine (P) on Ascend NPUs, or on the CPU for trying out.
+# Starts one node of a prefill engine on Ascend NPUs, or on the CPU for tests.
 #
 #   scripts/launch_prefill.sh --model PATH --device a2|a3|cpu --address IP [OPTION...] [-- VLLM_ARGUMENT...]
 #
@@ -9,9 +9,9 @@
 #   scripts/launch_prefill.sh --model /models/DeepSeek-R1-W8A8 --device a3 --address 10.0.0.11 --tp 16 \
 #     --decode-host 10.0.0.12 -- --enable-expert-parallel --quantization ascend --enforce-eager
 #
-# Option of prefill alone:
+# Option for prefill only:
 #
-#   --decode-host HOST      a decode engine's address, network (10.0.0.0/24) or name, to whom alone this one writes;
+#   --decode-host HOST      address, network (10.0.0.0/24) or name of a decode engine that this engine may write to;
 #                           may be repeated (default: private networks, or any if --ticket-secret is given)
 #
 set -euo pipefail

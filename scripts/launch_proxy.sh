@@ -5,28 +5,28 @@
 #   scripts/launch_proxy.sh --prefill URL... --decode URL... --address IP [OPTION...] [-- PROXY_ARGUMENT...]
 #
 #   --prefill URL, --decode URL
-#                           engines, such as http://10.0.0.11:8100, or dns+http://NAME:PORT for all addresses of a name;
-#                           may be repeated, or left out with -- --engines-file FILE or -- --admin-token-file FILE
-#   --address HOST          this host's address: where decode engines find the proxy, to post their tickets
-#   --port PORT             where it serves clients and takes tickets (8000)
-#   --listen ADDRESS        on which address (default: --address)
-#   --ticket-secret FILE    the cluster's, to try tickets of signing engines again
-#   --metaserver-token FILE a bearer token without which it takes no ticket
+#                           engines, such as http://10.0.0.11:8100, or dns+http://NAME:PORT for all addresses of NAME;
+#                           may be repeated; optional with -- --engines-file FILE or -- --admin-token-file FILE
+#   --address HOST          address of this host, to which decode engines post tickets
+#   --port PORT             port for clients and tickets (8000)
+#   --listen ADDRESS        address to listen on (default: --address)
+#   --ticket-secret FILE    file with the cluster's ticket secret, for retries of signed tickets
+#   --metaserver-token FILE file with the bearer token that decode engines must send with tickets
 #   --tls-cert FILE, --tls-key FILE
-#                           HTTPS: PEM files with the port's certificate (chain) and its key, for clients, and for
-#                           tickets too; decode engines need `tls_config` then, and an https:// --metaserver
-#   --tls-key-password FILE with the key's password, of mode 0600
-#   --metaserver-port PORT  takes tickets here, and not on --port; with --tls-cert behind the same certificate
+#                           PEM files with the certificate chain and its key; enables HTTPS for clients and tickets;
+#                           decode engines then need `tls_config` and an https:// --metaserver
+#   --tls-key-password FILE file with the key's password, mode 0600
+#   --metaserver-port PORT  separate port for tickets, with the certificate of --tls-cert unless there is another
 #   --metaserver-tls-cert FILE, --metaserver-tls-key FILE, --metaserver-tls-key-password FILE
-#                           another certificate for --metaserver-port
+#                           certificate for --metaserver-port
 #   --metaserver-client-ca FILE
-#                           mutual TLS on --metaserver-port: only decode engines with a certificate of this authority
+#                           CA for mutual TLS on --metaserver-port: only decode engines with a certificate from it
 #                           may post tickets
 #   --dry-run               print the command as a shell script, and start nothing
-#   -- ARGUMENT...          everything after it goes to `vllm-ascend-pd proxy` (its --help)
+#   -- ARGUMENT...          all further arguments go to `vllm-ascend-pd proxy` (see its --help)
 #
-# PYTHON (default: $VENV/bin/python, else python3) is the Python with vllm-ascend-pd in it. Exits with 2 and a reason
-# for options that make no sense together.
+# PYTHON (default: $VENV/bin/python, else python3) is the Python with vllm-ascend-pd. Exits with 2 and a reason if
+# options contradict each other.
 set -euo pipefail
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
@@ -77,7 +77,7 @@ while (($#)); do
       (($# > 1)) || die "$1 needs a value; see --help"
       shift
       ;;
-    *) die "what is $1? arguments for the proxy go behind --; see --help" ;;
+    *) die "unknown argument $1: arguments for the proxy go after --; see --help" ;;
   esac
   shift
 done
@@ -90,16 +90,16 @@ for word in "${rest[@]}"; do
 done
 [[ $from_elsewhere ]] || ((${#prefill[@]})) || die "--prefill is missing: at least one prefill engine's URL"
 [[ $from_elsewhere ]] || ((${#decode[@]})) || die "--decode is missing: at least one decode engine's URL"
-[[ $address ]] || die "--address is missing: how do decode engines reach this proxy?"
-[[ $port =~ ^[1-9][0-9]{0,4}$ ]] || die "--port $port: 1 to 65535"
+[[ $address ]] || die "--address is missing: decode engines need it to reach this proxy"
+[[ $port =~ ^[1-9][0-9]{0,4}$ ]] || die "--port $port: must be from 1 to 65535"
 if [[ $metaserver_port ]]; then
-  [[ $metaserver_port =~ ^[1-9][0-9]{0,4}$ ]] || die "--metaserver-port $metaserver_port: 1 to 65535"
-  ((metaserver_port != port)) || die "--metaserver-port $port is --port: leave it out, or take another"
+  [[ $metaserver_port =~ ^[1-9][0-9]{0,4}$ ]] || die "--metaserver-port $metaserver_port: must be from 1 to 65535"
+  ((metaserver_port != port)) || die "--metaserver-port $port is the same as --port: omit it, or choose another port"
 elif [[ $metaserver_cert$metaserver_key$metaserver_password$metaserver_client_ca ]]; then
-  die "--metaserver-tls-* and --metaserver-client-ca need --metaserver-port: on --port clients are served"
+  die "--metaserver-tls-* and --metaserver-client-ca need --metaserver-port: --port serves clients"
 fi
 check_pair() { # NAME CERT KEY PASSWORD
-  [[ ${2:+given} == "${3:+given}" ]] || die "$1-cert and $1-key go together"
+  [[ ${2:+given} == "${3:+given}" ]] || die "$1-cert and $1-key need each other"
   [[ $2 || ! $4 ]] || die "$1-key-password needs $1-cert and $1-key"
 }
 check_pair --tls "$tls_cert" "$tls_key" "$tls_password"
@@ -107,15 +107,15 @@ check_pair --metaserver-tls "$metaserver_cert" "$metaserver_key" "$metaserver_pa
 [[ $tls_cert || $metaserver_cert || ! $metaserver_client_ca ]] ||
   die "--metaserver-client-ca needs a certificate: --metaserver-tls-cert or --tls-cert"
 case $address in
-  0.0.0.0 | ::) die "--address $address is no address that decode engines can reach; --listen $address listens on all" ;;
+  0.0.0.0 | ::) die "--address $address is not an address that decode engines can reach; use --listen $address to listen on all addresses" ;;
 esac
 for url in "${prefill[@]}" "${decode[@]}"; do
   [[ $url =~ ^(https?://[^/[:space:]@?#]+|dns\+http://[^/[:space:]@?#]+:[0-9]+)/?$ ]] ||
-    die "$url: an engine's URL is such as http://10.0.0.11:8100 or dns+http://NAME:8100"
+    die "$url: must be an engine's URL, such as http://10.0.0.11:8100 or dns+http://NAME:8100"
 done
 for url in "${prefill[@]}"; do
   for other in "${decode[@]}"; do
-    [[ ${url%/} != "${other%/}" ]] || die "$url is given as a prefill and as a decode engine"
+    [[ ${url%/} != "${other%/}" ]] || die "$url is both a prefill and a decode engine"
   done
 done
 

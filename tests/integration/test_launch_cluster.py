@@ -244,9 +244,9 @@ def test_a_host_that_cannot_be_reached(site: Site) -> None:
     assert launcher.returncode == 1
     assert "decode-0-node-1 on b could not be started or watched: ssh ended with code 255" in output
     assert "No route to host" in output
-    assert "error: not known to have ended:\ndecode-0-node-1 on b:" in output
+    assert "error: these may still run:\ndecode-0-node-1 on b:" in output
     record = site.state / "test/cluster.json"
-    assert output.splitlines()[-1] == f"try again with --stop; where a host is gone for good, remove {record}"
+    assert output.splitlines()[-1] == f"try again with --stop; if a host is gone for good, remove {record}"
     assert site.alive() == []
     record.unlink()
     stopper = site.launch("--stop")
@@ -298,7 +298,7 @@ def test_detach_and_stop(site: Site) -> None:
     record.rename(site.folder / "kept")  # as on another machine, which does not know
     third = site.launch()
     output = ended(third)
-    assert re.search(r"could not be started or watched: \S+ runs already as process \d+", output)
+    assert re.search(r"could not be started or watched: \S+ already runs as process \d+", output)
     assert third.returncode == 1
     assert httpx.get(f"{site.endpoint}/health", trust_env=False).status_code == 200
     assert all(psutil.pid_exists(pid) for pid in groups.values())
@@ -315,7 +315,7 @@ def test_detach_and_stop(site: Site) -> None:
     assert (stopper.returncode, output.splitlines()[-1]) == (0, "all stopped")
     assert site.alive() == []
     again = site.launch("--stop")
-    assert ended(again) == f"nothing of test is recorded in {site.state}, here or on the hosts\n"
+    assert ended(again) == f"no process of test is recorded in {site.state}, here or on the hosts\n"
     assert again.returncode == 0
 
 

@@ -28,10 +28,10 @@ from vllm_ascend_pd.tools.launch.arguments import refused_argument, refused_prox
         ("--kv-transfer", "--kv-transfer-config is set here"),
         ("--kv-transfer-config.kv_role=kv_both", "--kv-transfer-config is set here"),
         ("--kv_transfer_config.kv_connector_extra_config.lease_s", "--kv-transfer-config is set here"),
-        ("--config", "--config names a file that could set what is set here: give"),
-        ("--config=/f", "--config names a file that could set what is set here: give"),
-        ("--prefill_context_parallel_size=2", "--prefill-context-parallel-size is not counted in"),
-        ("-pcp", "-pcp is not counted in an engine's NPUs here"),
+        ("--config", "--config names a file that could contradict this script: give"),
+        ("--config=/f", "--config names a file that could contradict this script: give"),
+        ("--prefill_context_parallel_size=2", "--prefill-context-parallel-size is not supported here"),
+        ("-pcp", "-pcp is not supported here"),
         ("--model", "--model is set here: use --model"),
     ],
 )  # fmt: skip
@@ -55,7 +55,7 @@ def test_other_arguments_are_handed_on(word: str) -> None:
 def test_a_model_is_no_option(model: str, tmp_path: Path) -> None:
     done = launch("prefill", *CPU, "--model", model, env=base_environment(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"launch_prefill: --model {model!r} is empty or begins as options do" in done.stderr
+    assert f"launch_prefill: --model {model!r} is empty or begins with a dash" in done.stderr
 
 
 def proxy_options() -> set[str]:
@@ -98,4 +98,4 @@ def test_options_of_the_script_itself_are_not_handed_on(role: str, option: str, 
     options = PROXY if role == "proxy" else CPU
     done = launch(role, *options, "--", option, env=base_environment(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"launch_{role}: {option} is the launch script's, before the --" in done.stderr
+    assert f"launch_{role}: {option} is an option of the launch script: put it before the --" in done.stderr

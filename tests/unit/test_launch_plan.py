@@ -99,25 +99,25 @@ def test_ray_runs_on_all_nodes_before_vllm_on_the_first() -> None:
         ("tp: 8", "tp: 0", "hosts.yaml:8: prefill[0].tp: must be from 1 to 4096"),
         ("tp: 8", "tp: 17", "hosts.yaml:7: prefill[0].devices: prefill-0 needs 17 NPUs on host a, 16 of 16 are left"),
         ("tp: 8", "tp: 12", "hosts.yaml:10: decode[0].devices: decode-0 needs 8 NPUs on host a, 4 of 16 are left"),
-        ("tp: 8", "devices: [16]", "hosts.yaml:8: prefill[0].devices: an A3 server has NPUs 0 to 15, no 16"),
-        ("tp: 8", "tp: 8\n    tp: 4", "hosts.yaml:9: prefill[0].tp: is there twice"),
-        ("tp: 8", "kv_port: 1", "hosts.yaml:8: prefill[0].kv_port: is decode's"),
-        ("tp: 8", "port: 8000", "hosts.yaml:8: prefill[0].port: port 8000 of host a is the proxy's already"),
-        ("tp: 8", "head_port: 9", "hosts.yaml:8: prefill[0].head_port: is for engines on several hosts"),
+        ("tp: 8", "devices: [16]", "hosts.yaml:8: prefill[0].devices: an A3 server has NPUs 0 to 15, not 16"),
+        ("tp: 8", "tp: 8\n    tp: 4", "hosts.yaml:9: prefill[0].tp: is listed twice"),
+        ("tp: 8", "kv_port: 1", "hosts.yaml:8: prefill[0].kv_port: is only for decode"),
+        ("tp: 8", "port: 8000", "hosts.yaml:8: prefill[0].port: port 8000 of host a is already used by the proxy"),
+        ("tp: 8", "head_port: 9", "hosts.yaml:8: prefill[0].head_port: is only for engines on several hosts"),
         ("dp: 4", "dp: 3", "hosts.yaml:10: decode[0].hosts: a node has 6 devices, a data-parallel replica 4"),
         ("tp: 4\n    dp: 4", "tp: 7", "decode[0].hosts: tensor x pipeline x data parallel is 7 x 1 x 1 = 7"),
         ("tp: 4\n    dp: 4", "tp: 16\n    dp: 1\n    pp: 3", "decode-0 needs 24 NPUs on host a, 8 of 16 are left"),
         ("dp: 4", "dp: 4\n    kv_port: 21598", "hosts.yaml:13: decode[0].kv_port: 21598: Mooncake listens on"),
-        ("dp: 4", "dp: 4\n    kv_port: 8099", "hosts.yaml:13: decode[0].kv_port: port 8100 of host a is prefill-0's"),
-        ("[a, b]", "[a, c]", "hosts.yaml:10: decode[0].hosts[1]: there is no host 'c' in `hosts`"),
-        ("[a, b]", "[a, a]", "hosts.yaml:10: decode[0].hosts: the same host is there twice"),
-        ("host: a", "host: z", "hosts.yaml:14: proxy.host: there is no host 'z' in `hosts`"),
+        ("dp: 4", "dp: 4\n    kv_port: 8099", "hosts.yaml:13: decode[0].kv_port: port 8100 of host a is already"),
+        ("[a, b]", "[a, c]", "hosts.yaml:10: decode[0].hosts[1]: no host 'c' in `hosts`"),
+        ("[a, b]", "[a, a]", "hosts.yaml:10: decode[0].hosts: lists a host twice"),
+        ("host: a", "host: z", "hosts.yaml:14: proxy.host: no host 'z' in `hosts`"),
         ("10.0.0.1", "node-a", "hosts.yaml:4: hosts.a.address: 'node-a' is not an IP address"),
-        ("10.0.0.2", "10.0.0.1", "hosts.yaml:5: hosts.b.address: 10.0.0.1 is a's already: a machine is one host"),
-        ("10.0.0.1", "127.0.0.1", ":4: hosts.a.address: by 127.0.0.1 other hosts reach themselves, and not a"),
-        ("10.0.0.2", "'::1'", "hosts.yaml:5: hosts.b.address: by ::1 other hosts reach themselves, and not b"),
+        ("10.0.0.2", "10.0.0.1", "hosts.yaml:5: hosts.b.address: 10.0.0.1 is already the address of a: list"),
+        ("10.0.0.1", "127.0.0.1", ":4: hosts.a.address: 127.0.0.1 is a loopback address: other hosts cannot reach a"),
+        ("10.0.0.2", "'::1'", "hosts.yaml:5: hosts.b.address: ::1 is a loopback address: other hosts cannot reach b"),
         ("user@b", "-oProxyCommand=x", "hosts.yaml:5: hosts.b.ssh: '-oProxyCommand=x'"),
-        ("ssh: user@b", "ssh: b, local: true", "hosts.yaml:5: hosts.b.ssh: `local: true` is this machine"),
+        ("ssh: user@b", "ssh: b, local: true", "hosts.yaml:5: hosts.b.ssh: contradicts `local: true`"),
         ("device: a3", "device: a4", "hosts.yaml:2: device: invalid enum value 'a4'"),
         ("device: a3", "start_seconds: 0\ndevice: a3", "hosts.yaml:1: the file: `start_seconds` must be"),
         ("device: a3", "state: state\ndevice: a3", "hosts.yaml:2: state: 'state' is another folder from everywhere"),
@@ -129,16 +129,16 @@ def test_ray_runs_on_all_nodes_before_vllm_on_the_first() -> None:
         ("tp: 8", "args: [--tensor_parallel_size=3]", "args[0]: --tensor-parallel-size is set here: use --tp"),
         ("host: a", "host: a\n  args: [--port, '8001']", ":15: proxy.args[0]: --port is set here: use proxy.port"),
         ("host: a", "host: a\n  args: [--prefill=http://x:1]", "proxy.args[0]: --prefill is set here: use prefill"),
-        ("host: a", "host: a\n  args: [--metaserver-port, '1']", "args[0]: --metaserver-port: not with hosts.yaml"),
+        ("host: a", "host: a\n  args: [--metaserver-port, '1']", "--metaserver-port: not supported in hosts.yaml"),
         ("host: a", 'host: a\n  listen: "a\\nb"', "hosts.yaml:15: proxy.listen: must be one printable line"),
-        ("/models/m", "''", "hosts.yaml:1: model: '' is empty or begins as options do"),
-        ("/models/m", "--help", "hosts.yaml:1: model: '--help' is empty or begins as options do"),
+        ("/models/m", "''", "hosts.yaml:1: model: '' is empty or begins with a dash"),
+        ("/models/m", "--help", "hosts.yaml:1: model: '--help' is empty or begins with a dash"),
         ("device: a3", "python: ''\ndevice: a3", "hosts.yaml:2: python: '' is empty"),
         ("device: a3", "served_model_name: ''\ndevice: a3", "hosts.yaml:2: served_model_name: '' is empty"),
         ("device: a3", "ticket_secret: ''\ndevice: a3", "hosts.yaml:2: ticket_secret: '' is empty"),
         ("tp: 8", "extra: {lease: 3}", "prefill[0].extra: kv_connector_extra_config: unknown key `lease`"),
         ("tp: 8", "extra: {write_timeout_s: -1}", "hosts.yaml:8: prefill[0].extra: kv_connector_extra_config: `write"),
-        ("dp: 4", "extra: {metaserver_allowlist: []}", "decode[0].extra: --extra metaserver_allowlist: there is"),
+        ("dp: 4", "extra: {metaserver_allowlist: []}", "decode[0].extra: --extra metaserver_allowlist: use the script"),
         ("tp: 8", "extra: &a {b: *a}", "too deep, or too much"),
         ("tp: 8", "extra: {a: !!python/name:os.system ''}", "prefill[0].extra.a: not a plain value"),
         ("tp: 8", 'args: ["a\\nb"]', "hosts.yaml:8: prefill[0].args[0]: must be one printable line"),
@@ -155,7 +155,7 @@ def test_what_cannot_work_is_refused_at_its_line(old: str, new: str, message: st
 def test_one_machine_plays_several_hosts_without_npus() -> None:
     text = TWO_NODES.replace("a3", "cpu").replace("10.0.0.", "127.0.0.")
     assert {process.ssh for process in plan(text).processes} == {"127.0.0.1", "user@b"}
-    with pytest.raises(HostsError, match=r"hosts\.yaml:5: hosts\.b\.address: by 127\.0\.0\.2"):
+    with pytest.raises(HostsError, match=r"hosts\.yaml:5: hosts\.b\.address: 127\.0\.0\.2 is a loopback"):
         plan(text.replace("127.0.0.1", "10.0.0.1"))
 
 
@@ -206,7 +206,9 @@ def test_every_word_of_the_file_reaches_the_other_side_as_one_word(model: str, a
     assert list(prefill.command[prefill.command.index("--") + 1 :]) == args
 
 
-@pytest.mark.parametrize(("found", "said"), [("proxy", "all stopped"), ("", "nothing of test is recorded in /state, ")])
+@pytest.mark.parametrize(
+    ("found", "said"), [("proxy", "all stopped"), ("", "no process of test is recorded in /state, ")]
+)
 def test_what_stop_says_without_a_record(
     found: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

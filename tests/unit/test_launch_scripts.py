@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch scripts of one node: a dry run is what is run, options that make no sense together are refused, and what
+"""The launch scripts of one node: a dry run is what is run, contradictory options are refused, and what
 the connector is told is what it understands."""
 
 import json
@@ -184,7 +184,7 @@ def test_says_which_python_is_missing(script: str, environment: dict[str, str], 
     python.chmod(0o755)
     named = {name: value for name, value in environment.items() if name != "PYTHON"}
     named["PATH"] = "/usr/bin:/bin"
-    for venv, reason in (("/nowhere", "there is no /nowhere/bin/python: set PYTHON"), (str(tmp_path), "or VENV")):
+    for venv, reason in (("/nowhere", "/nowhere/bin/python not found: set PYTHON"), (str(tmp_path), "or VENV")):
         command = [str(SCRIPTS / f"{script}.sh"), *options]
         env = named | {"VENV": venv}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
@@ -197,34 +197,34 @@ def test_says_which_python_is_missing(script: str, environment: dict[str, str], 
     ("role", "options", "reason"),
     [
         ("prefill", ("--model", "/m"), "--device is missing"),
-        ("prefill", ("--device", "a4", "--model", "/m"), "--device a4: a2, a3 or cpu"),
+        ("prefill", ("--device", "a4", "--model", "/m"), "--device a4: must be a2, a3 or cpu"),
         ("prefill", ("--device", "a2", "--model", "/m"), "--address is missing"),
-        ("prefill", (*A3, "--kv-port", "19000"), "launch_prefill: --kv-port: prefill takes no connections"),
-        ("decode", (*A3, "--tp", "4", "--devices", "0,1,2"), "3 of them, but the engine needs 4"),
-        ("decode", (*A3, "--tp", "2", "--devices", "1,1"), "1 is there twice"),
-        ("decode", (*A3, "--tp", "2", "--devices", "0,00"), "--devices 0,00: numbers, as 0,1,2"),
-        ("decode", (*A3, "--tp", "2", "--devices", "0,1,"), "--devices 0,1,: numbers, as 0,1,2"),
-        ("prefill", (*A2, "--tp", "2", "--devices", "0,8"), "--devices 0,8: A2 servers have NPUs 0 to 7, no 8"),
+        ("prefill", (*A3, "--kv-port", "19000"), "launch_prefill: --kv-port: only for decode; prefill"),
+        ("decode", (*A3, "--tp", "4", "--devices", "0,1,2"), "lists 3 NPUs, but the engine needs 4"),
+        ("decode", (*A3, "--tp", "2", "--devices", "1,1"), "1 is listed twice"),
+        ("decode", (*A3, "--tp", "2", "--devices", "0,00"), "--devices 0,00: must be numbers, such as 0,1,2"),
+        ("decode", (*A3, "--tp", "2", "--devices", "0,1,"), "--devices 0,1,: must be numbers, such as 0,1,2"),
+        ("prefill", (*A2, "--tp", "2", "--devices", "0,8"), "--devices 0,8: A2 servers have NPUs 0 to 7, not 8"),
         ("decode", (*CPU, "--executor", "ray"), "vLLM's CPU backend does not run on Ray"),
-        ("decode", (*CPU, "--devices", "0"), "--devices: the CPU backend has none"),
+        ("decode", (*CPU, "--devices", "0"), "--devices: the CPU backend has no NPUs"),
         ("decode", (*A3, "--", "--api-key", "sesame"), "--api-key: every user of the machine can read command lines"),
         ("decode", (*A3, "--port"), "--port needs a value"),
-        ("decode", (*A3, "stray"), "what is stray?"),
+        ("decode", (*A3, "stray"), "unknown argument stray:"),
         ("proxy", ("--prefill", "http://a:1", "--address", "10.0.0.1"), "--decode is missing"),
         ("proxy", ("--prefill", "http://a:1", "--decode", "http://b:1"), "--address is missing"),
-        ("proxy", ("--prefill", "http://a:1", "--decode", "http://a:1/", "--address", "h"), "as a prefill and"),
-        ("proxy", ("--prefill", "a:1", "--decode", "http://b:1", "--address", "h"), "a:1: an engine's URL is such as"),
-        ("proxy", ("--prefill", "dns+http://a", "--decode", "http://b:1", "--address", "h"), "dns+http://a: an engine"),
-        ("proxy", ("--prefill", "http://a:1", "--decode", "http://b:1", "--address", "0.0.0.0"), "no address that"),
+        ("proxy", ("--prefill", "http://a:1", "--decode", "http://a:1/", "--address", "h"), "is both a prefill and"),
+        ("proxy", ("--prefill", "a:1", "--decode", "http://b:1", "--address", "h"), "a:1: must be an engine's URL"),
+        ("proxy", ("--prefill", "dns+http://a", "--decode", "http://b:1", "--address", "h"), "dns+http://a: must be"),
+        ("proxy", ("--prefill", "http://a:1", "--decode", "http://b:1", "--address", "0.0.0.0"), "is not an address"),
         ("proxy", ("--frefill", "http://a:1"), "unknown option --frefill"),
-        ("proxy", (*PROXY, "--tls-cert", "/c"), "--tls-cert and --tls-key go together"),
+        ("proxy", (*PROXY, "--tls-cert", "/c"), "--tls-cert and --tls-key need each other"),
         ("proxy", (*PROXY, "--tls-key-password", "/p"), "--tls-key-password needs --tls-cert and --tls-key"),
         ("proxy", (*PROXY, "--metaserver-tls-cert", "/c", "--metaserver-tls-key", "/k"), "need --metaserver-port"),
         ("proxy", (*PROXY, "--metaserver-client-ca", "/a"), "need --metaserver-port"),
         ("proxy", (*PROXY, "--metaserver-port", "8001", "--metaserver-client-ca", "/a"), "needs a certificate"),
-        ("proxy", (*PROXY, "--metaserver-port", "8001", "--metaserver-tls-key", "/k"), "go together"),
-        ("proxy", (*PROXY, "--metaserver-port", "8000"), "--metaserver-port 8000 is --port"),
-        ("proxy", (*PROXY, "--metaserver-port", "x"), "--metaserver-port x: 1 to 65535"),
+        ("proxy", (*PROXY, "--metaserver-port", "8001", "--metaserver-tls-key", "/k"), "need each other"),
+        ("proxy", (*PROXY, "--metaserver-port", "8000"), "--metaserver-port 8000 is the same as"),
+        ("proxy", (*PROXY, "--metaserver-port", "x"), "--metaserver-port x: must be from 1 to 65535"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_refused_with_a_reason(
@@ -240,24 +240,24 @@ def test_wrong_options_are_refused_with_a_reason(
 @pytest.mark.parametrize(
     ("role", "options", "reason"),
     [
-        ("prefill", ("--metaserver", "http://x:1"), "--metaserver: prefill takes no connections"),
-        ("decode", ("--decode-host", "10.0.0.1"), "--decode-host: decode connects to no decode engine"),
+        ("prefill", ("--metaserver", "http://x:1"), "--metaserver: only for decode; prefill"),
+        ("decode", ("--decode-host", "10.0.0.1"), "--decode-host: only for prefill; decode connects"),
         ("prefill", ("--decode-host", "10.0.0.1/33"), "`decode_allowlist`: '10.0.0.1/33' is not a host"),
         ("decode", ("--metaserver", "proxy:8000"), "metaserver allow-list entry 'proxy:8000'"),
         ("decode", ("--kv-port", "21600"), "Mooncake listens on ports 20000 to 21600 of an A3 server"),
-        ("decode", ("--kv-port", "65535", "--dp", "2"), "there are not enough ports"),
-        ("decode", ("--port", "19001", "--dp", "2"), "--port 19001 is one of decode's side channel"),
-        ("decode", ("--load-failure-policy", "retry"), "--load-failure-policy retry: fail or recompute"),
+        ("decode", ("--kv-port", "65535", "--dp", "2"), "too few ports below 65536"),
+        ("decode", ("--port", "19001", "--dp", "2"), "--port 19001 is a side-channel port of decode"),
+        ("decode", ("--load-failure-policy", "retry"), "--load-failure-policy retry: must be fail or recompute"),
         ("decode", ("--tp", "32"), "32 devices on a node, but A3 servers have 16"),
-        ("decode", ("--nodes", "2", "--tp", "3"), "which 2 nodes do not share evenly"),
+        ("decode", ("--nodes", "2", "--tp", "3"), "which is not a multiple of 2 nodes"),
         ("decode", ("--nodes", "2", "--tp", "6", "--dp", "3"), "a node has 9 devices, a data-parallel replica 6"),
         ("decode", ("--nodes", "4", "--tp", "8", "--dp", "2"), "each of 2 data-parallel replicas would span 2 nodes"),
-        ("decode", ("--nodes", "2", "--tp", "4", "--node-rank", "1"), "needs the first one's address"),
-        ("decode", ("--nodes", "2", "--tp", "4", "--node-rank", "2", "--head-address", "x"), "there is no node 2 of 2"),
-        ("decode", ("--ray-node",), "--ray-node goes with --executor ray"),
+        ("decode", ("--nodes", "2", "--tp", "4", "--node-rank", "1"), "needs the address of the first one"),
+        ("decode", ("--nodes", "2", "--tp", "4", "--node-rank", "2", "--head-address", "x"), "node 2 of 2 does not"),
+        ("decode", ("--ray-node",), "--ray-node needs --executor ray"),
         ("decode", ("--extra", "lease=3"), "unknown key `lease`; did you mean `lease_s`?"),
         ("decode", ("--extra", "lease_s=soon"), "Expected `float`, got `str` - at `$.lease_s`"),
-        ("decode", ("--extra", "ticket_secret_file=/x", "--ticket-secret", "/y"), "there is an option for it"),
+        ("decode", ("--extra", "ticket_secret_file=/x", "--ticket-secret", "/y"), "use the script's own option"),
         ("decode", ("--", "--kv_transfer_config={}"), "--kv-transfer-config is set here"),
         ("decode", ("--port", "99999"), "'--port': Input should be less than or equal to 65535"),
     ],
@@ -288,7 +288,7 @@ def test_without_cann_nothing_is_started(environment: dict[str, str]) -> None:
     environment["ASCEND_TOOLKIT_ENV"] = "/nowhere/set_env.sh"
     done = launch("prefill", *A3, env=environment)
     assert done.returncode == 1
-    assert "CANN's environment is not loaded, and there is no /nowhere/set_env.sh" in done.stderr
+    assert "CANN's environment is not loaded, and /nowhere/set_env.sh does not exist" in done.stderr
     assert done.stdout == ""
     arguments, _ = told("prefill", *A3, env=environment | {"ASCEND_HOME_PATH": "/usr/local/Ascend"})
     assert arguments[0] == "serve"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trace files hold: Chrome trace events, one per line of a JSON array that nobody needs to close.
+"""The contents of trace files: Chrome trace events, one per line of a JSON array that is not closed.
 
-A line is `{...},` after a first line `[`: chrome://tracing and Perfetto open such a file, and a process that is killed
-leaves all of it but its last line. The category (`cat`) says what `args` hold. Times are microseconds of the host's
-monotonic clock; `timeline` brings them onto one clock. Requests are named, their contents and secrets are not: of a
-ticket's id there is only a fingerprint, which tells transfers apart and opens nothing.
+The first line is `[`, every other line is `{...},`. chrome://tracing and Perfetto open such files. A process that is
+killed loses at most its last line. The category (`cat`) determines the type of `args`. Times are microseconds of the
+host's monotonic clock, and `vllm-ascend-pd timeline` aligns the clocks. Traces name requests, but have no contents and
+no secrets: tickets appear as fingerprints.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ FILE_PATTERN = "events-*.json"
 
 _MAX_NAME = 300
 
-# Far above what engines write: what is read back may come from anywhere.
+# Bounds far above what engines write, because trace files are untrusted input.
 _Micros = Annotated[float, msgspec.Meta(ge=-1e17, le=1e17)]
 _Name = Annotated[str, msgspec.Meta(max_length=4 * _MAX_NAME)]
 _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
@@ -29,29 +29,29 @@ _Few = msgspec.Meta(max_length=4096)
 
 
 def fingerprint(ticket_id: str) -> str:
-    """Names a transfer in traces: the same on prefill and decode, and of no use to who reads them."""
+    """Names a transfer in traces, equally on both sides. It does not reveal the ticket's id, which is a secret."""
     return hashlib.blake2b(ticket_id.encode(), digest_size=8, person=b"pd-trace").hexdigest()
 
 
 def short_name(name: str) -> str:
-    """A name as traces hold it."""
+    """Shortens a name for traces."""
     return one_line(name, _MAX_NAME)
 
 
 class TracedProcess(msgspec.Struct, frozen=True):
-    """Who wrote a file. `clock` names the host's monotonic clock; `unix_offset_us` added to its time is unix time."""
+    """The process that wrote a file."""
 
     format: int
     part: Literal["prefill rank", "decode rank", "decode scheduler"]
     engine: _Name
     pp_rank: _Id
     rank: _Id
-    clock: _Transfer
-    unix_offset_us: _Micros
+    clock: _Transfer  # names the host's monotonic clock
+    unix_offset_us: _Micros  # unix time minus this clock's time
 
 
 class ClockOffset(msgspec.Struct, frozen=True):
-    """A clock of a peer: its time is ours plus `offset_us`, give or take `uncertainty_us`."""
+    """A peer's clock: its time is this host's time plus `offset_us`, with an error of at most `uncertainty_us`."""
 
     clock: _Transfer
     offset_us: _Micros
@@ -59,7 +59,7 @@ class ClockOffset(msgspec.Struct, frozen=True):
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """The name of a process or of a row in it, as Chrome wants it."""
+    """The name of a process or of one of its rows, in Chrome's format."""
 
     name: _Name
 
@@ -74,28 +74,28 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A forward pass, and whose KV it completes."""
+    """A forward pass, and the tokens whose KV it completes."""
 
     step: _Id
     parts: Annotated[tuple[Part, ...], _Few]
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """From the end of the layer before until the KV of this one was computed."""
+    """Span from the end of the previous layer until the KV of this layer was computed."""
 
     step: _Id
     layer: _Name
 
 
 class Regrouping(msgspec.Struct, frozen=True):
-    """From when the side stream could begin to regroup a layer's KV until that was in the staging buffer."""
+    """Span from when a layer's regrouping could begin until its KV was in the staging buffer."""
 
     layer: _Name
     transfers: Annotated[tuple[_Transfer, ...], _Few]
 
 
 class Push(msgspec.Struct, frozen=True):
-    """The write of a layer's KV to a decode rank. `bytes`: by transfer, of those that did not fail."""
+    """Span of a write of a layer's KV to a decode rank. `bytes` lists the transfers that did not fail."""
 
     layer: _Name
     to: _Name
@@ -103,7 +103,7 @@ class Push(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """From asking a decode rank for a grant, or its renewal, until its answer."""
+    """Span from a request for a grant, or for its renewal, until the decode rank's answer."""
 
     request: _Name
     transfer: _Transfer
@@ -112,7 +112,7 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A prefill rank has stopped writing. `failure`: the kind, "" if all is written."""
+    """A prefill rank has stopped writing. `failure` is the kind of failure, "" if all was written."""
 
     request: _Name
     transfer: _Transfer
@@ -131,7 +131,7 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """Events that were not written."""
+    """Events that are missing in the file."""
 
     events: _Id
     why: _Name
@@ -210,7 +210,7 @@ TraceEvent = (
     | LostEvent
 )
 
-# What happens to a request on decode, and that prefill has told it how a transfer ended.
+# Names of marks: what happens to a request on decode. TOLD is prefill's: decode has been told how the transfer ended.
 ISSUED = "ticket issued"
 EXPECTED = "ticket received"
 GRANTED = "grant sent"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes when device events happen, on a thread of its own: the model's thread may not wait for them."""
+"""Measures when device events happen, on a separate thread, because the model's thread must not wait for them."""
 
 import logging
 import queue
@@ -12,20 +12,20 @@ from vllm_ascend_pd.device.base import DeviceError, Event
 logger = logging.getLogger(__name__)
 
 Moment = float | Event
-"""A time of the monotonic clock in seconds, or what has yet to happen."""
+"""Seconds of the monotonic clock, or an event that has not happened yet."""
 
 _QUEUE = 8192
 
 
 def moment(event: Event) -> Moment:
-    """The time, if it has happened already."""
+    """Returns the current time if the event has happened, else the event."""
     return time.monotonic() if event.is_done() else event
 
 
 class Stopwatch:
-    """Spans of one stream, where one follows another: `record(what, begin, end)` in the order of `put`.
+    """Measures consecutive spans of one stream, and calls `record(begin, end)` for each in the order of `put`.
 
-    What cannot be timed, because the device failed or the queue is full, is left out, and counted in `missed`.
+    Spans that cannot be measured, because the device failed or the queue is full, are counted in `missed`.
     """
 
     def __init__(self, name: str, patience_s: float) -> None:
@@ -33,19 +33,19 @@ class Stopwatch:
         self._patience_s = patience_s
         self._spans: queue.Queue[tuple[Callable[[float, float], None], Moment, Moment]] = queue.Queue(_QUEUE)
         self._closing = threading.Event()
-        self._end = 0.0  # of the span before
+        self._end = 0.0  # of the previous span
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, record: Callable[[float, float], None], begin: Moment, end: Moment) -> None:
-        """A span from `begin`, but not before the one before it has ended, until `end`."""
+        """Adds a span. It begins at `begin`, or at the end of the previous span if that is later."""
         try:
             self._spans.put_nowait((record, begin, end))
         except queue.Full:
             self.missed += 1
 
     def close(self, timeout_s: float) -> None:
-        """Times what is queued, if that takes no longer."""
+        """Measures what is queued, for at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not self._spans.empty() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -61,7 +61,7 @@ class Stopwatch:
             try:
                 started = max(self._time(begin), self._end)
                 self._end = max(self._time(end), started)
-            except (TimeoutError, DeviceError):  # the requests it belongs to learn of it from the sender
+            except (TimeoutError, DeviceError):  # the sender fails the requests
                 self.missed += 1
                 continue
             record(started, self._end)

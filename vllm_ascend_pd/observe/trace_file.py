@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process's trace file, written by a thread of its own: whoever traces only appends to a bounded queue."""
+"""The trace file of one process. A thread writes it; callers only append to a bounded queue."""
 
 import contextlib
 import itertools
@@ -26,21 +26,23 @@ from vllm_ascend_pd.observe.events import (
 
 logger = logging.getLogger(__name__)
 
-# Events that wait to be written: two seconds of a busy rank. It holds 10 MB at most.
+# Maximum number of queued events: two seconds of a busy rank, at most 10 MB.
 QUEUE_EVENTS = 65536
-# A process that is killed loses what happened in this time.
+# A process that is killed loses the events of this time.
 _WRITE_EVERY_S = 0.1
-# The last event must fit behind the limit.
+# Reserved for the last event, which says that the file is full.
 _LAST_WORDS_BYTES = 1024
 
 
 class TraceError(ValueError):
-    """A trace that cannot be written, or read."""
+    """A trace cannot be written or read."""
 
 
 class TraceFile:
-    """`max_bytes`: the file ends there, and says so. What does not fit into the queue is counted, and said in the
-    file. Raises TraceError when the file cannot be made."""
+    """Creates the file and starts its thread. Raises TraceError if the file cannot be created.
+
+    The file ends at `max_bytes`. An event in the file counts the events that did not fit into the queue.
+    """
 
     def __init__(self, folder: str, process: TracedProcess, max_bytes: int, queue_events: int = QUEUE_EVENTS) -> None:
         who = re.sub(r"[^A-Za-z0-9_.-]", "_", f"{process.part} {process.engine[:80]}")
@@ -56,7 +58,7 @@ class TraceFile:
         self._queue: deque[TraceEvent] = deque()
         self._bound = queue_events
         self._lost = 0
-        self._lock = threading.RLock()  # `lane` puts an event
+        self._lock = threading.RLock()  # reentrant, because `lane` calls `put`
         self._lanes: dict[str, int] = {}
         self._numbers = itertools.count(1)
         self._full = False
@@ -70,7 +72,7 @@ class TraceFile:
         self._thread.start()
 
     def put(self, event: TraceEvent) -> None:
-        """Any thread. Neither waits nor wakes anybody up."""
+        """Appends an event. Any thread may call this. It neither blocks nor wakes a thread."""
         if len(self._queue) >= self._bound or self._full:
             with self._lock:
                 self._lost += 1
@@ -79,7 +81,7 @@ class TraceFile:
         self._queue.append(event)
 
     def lane(self, name: str) -> int:
-        """The row of that name, for an event's `tid`."""
+        """Returns the row with that name, for an event's `tid`."""
         with self._lock:
             if name not in self._lanes:
                 number = self._lanes[name] = next(self._numbers)
@@ -87,7 +89,7 @@ class TraceFile:
             return self._lanes[name]
 
     def close(self, timeout_s: float) -> None:
-        """Writes what is queued, if that takes no longer."""
+        """Writes what is queued, for at most `timeout_s`."""
         self._closing.set()
         self._thread.join(timeout_s)
 
@@ -124,7 +126,7 @@ class TraceFile:
         return LostEvent(name="events lost", ph="i", ts=now, pid=self._pid, args=Lost(events, why))
 
     def _write(self, data: bytes) -> None:
-        """A disk that takes no more ends the trace, not the engine."""
+        """Writes to the file. An error, such as a full disk, ends the trace but not the engine."""
         try:
             while data:
                 data = data[os.write(self._file, data) :]

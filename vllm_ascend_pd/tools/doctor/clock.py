@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far clocks of hosts are apart, by the Date that HTTP servers put into their answers.
+"""Compares the clocks of hosts by the Date header of HTTP answers.
 
 A Date is a whole second. uvicorn, which vLLM and our proxy are served by, writes it anew once a second, so when it is
 read the server's clock is between that second and two later; the way there and back adds to that. All in seconds.
@@ -16,18 +16,18 @@ from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warnin
 _DATE_S = 1.0
 _REFRESHED_S = 1.0
 NOTICEABLE_S = 5.0
-"""NTP keeps clocks within a fraction of a second: beyond this it is not running."""
+"""NTP keeps clocks within a fraction of a second. A larger difference means that it does not run."""
 
 
 class OffsetRange(NamedTuple):
-    """A clock is ahead of another by at least `low` and at most `high`."""
+    """One clock is ahead of another by `low` to `high` seconds."""
 
     low: float
     high: float
 
     @property
     def least(self) -> float:
-        """How far they are apart at least, either way."""
+        """The smallest possible difference, in either direction."""
         return max(0.0, self.low, -self.high)
 
     def __str__(self) -> str:
@@ -35,8 +35,10 @@ class OffsetRange(NamedTuple):
 
 
 def offset(date: str, sent: float, received: float) -> OffsetRange | None:
-    """Of the clock of a server that answered with `date` to what was `sent` and `received` by this host's clock; None
-    if that is no date."""
+    """Returns the offset of a server's clock to this host's clock, or None if `date` cannot be parsed.
+
+    `date` is the server's header, `sent` and `received` are times of this host's clock.
+    """
     try:
         second = parsedate_to_datetime(date).timestamp()
     except (ValueError, TypeError, OverflowError):
@@ -45,12 +47,12 @@ def offset(date: str, sent: float, received: float) -> OffsetRange | None:
 
 
 def between(one: OffsetRange, other: OffsetRange) -> OffsetRange:
-    """Of the first one's clock against the other's, both known against this host's."""
+    """Returns the offset between two servers' clocks from their offsets to this host's clock."""
     return OffsetRange(one.low - other.high, one.high - other.low)
 
 
 def judge(check: str, what: str, apart: OffsetRange | None) -> Finding:
-    """`what`: whose clock against whose."""
+    """`what` names the two clocks."""
     if apart is None:
         return note(check, f"{what}: unknown, without a Date in the answer")
     found = f"{what}: {apart}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of an engine that is to run on this machine, as given to `vllm serve`."""
+"""Checks the configuration of an engine on this machine, as given to `vllm serve`."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _ACTION = "correct --kv-transfer-config, here and where the engine starts"
 
 
 class UsageError(ValueError):
-    """An option that cannot be understood."""
+    """An option is invalid."""
 
 
 class KvTransferConfig(msgspec.Struct, frozen=True):
-    """What the doctor reads of vLLM's `KVTransferConfig`."""
+    """The fields of vLLM's `KVTransferConfig` that the doctor reads."""
 
     kv_connector: str = ""
     kv_role: str = ""
     kv_port: int = DEFAULT_KV_PORT
     kv_connector_extra_config: dict[str, Any] = {}
     asked_before: tuple[str, ...] = ()
-    """Connectors that a MultiConnector asks before this one: `read` finds them out."""
+    """Connectors that a MultiConnector asks before this one. `read` sets it."""
 
 
 def read(text: str) -> KvTransferConfig:
-    """The value of `--kv-transfer-config`; below a `MultiConnector`, our own entry. Raises UsageError."""
+    """Parses `--kv-transfer-config`. Returns this connector's entry of a `MultiConnector`. Raises UsageError."""
     try:
         # Not strict: numbers may be strings of digits, as for vLLM.
         config = msgspec.json.decode(text, type=KvTransferConfig, strict=False)
@@ -58,9 +58,9 @@ def read(text: str) -> KvTransferConfig:
 
 
 def judge(config: KvTransferConfig | None, wanted: Sequence[str] = ()) -> tuple[list[Finding], ConnectorConfig]:
-    """What is wrong with it, secret files included; and the connector's part, its defaults where it is wrong.
+    """Returns the findings, also about secret files, and the connector's configuration, or its defaults if invalid.
 
-    `wanted`: hosts of decode engines that a prefill engine must serve."""
+    `wanted` are hosts of decode engines that a prefill engine must serve."""
     if config is None:
         unseen = "no --kv-transfer-config given: defaults are assumed, and its ports are not checked"
         return [note("config.connector", unseen)], ConnectorConfig()

@@ -35,14 +35,13 @@ Figure = int | float | str | bool
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`check` names what was looked at, `area.subject`, and stays the same; `found` is one line; `action` says what to
-    do, and is there for every warning and error. `figures` are what was measured or read, in bytes and seconds."""
+    """One result of a check."""
 
-    check: str
+    check: str  # names the check, as `area.subject`; a stable name
     level: Level
-    found: str
-    action: str = ""
-    figures: dict[str, Figure] = {}
+    found: str  # one line
+    action: str = ""  # what to do; present for every warning and error
+    figures: dict[str, Figure] = {}  # measured values, in bytes and seconds
 
     def __post_init__(self) -> None:
         if "\n" in self.found or "\n" in self.action:
@@ -52,12 +51,12 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class DoctorReport(msgspec.Struct, frozen=True):
-    """`ok`: there is no error. `counts`: findings of each level, those without any included."""
+    """All findings."""
 
     schema: int
     target: DoctorTarget
-    ok: bool
-    counts: dict[Level, int]
+    ok: bool  # whether there is no error
+    counts: dict[Level, int]  # findings by level, including levels without findings
     findings: tuple[Finding, ...]
 
 

@@ -23,7 +23,7 @@ _NO_LIMITS = time_limits(None, None)  # TIMEOUT_S bounds the whole
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """`status` 0 and a `problem` where there was none. `sent`, `received`: by this host's clock, unix seconds."""
+    """An HTTP answer. Without one, `status` is 0 and `problem` says why. `sent` and `received` are unix seconds."""
 
     status: int
     body: bytes
@@ -34,7 +34,7 @@ class HttpAnswer:
 
 
 def root_url(text: str) -> str:
-    """`text` without a slash at its end. Raises ValueError if it is not the root of an HTTP server."""
+    """Returns `text` without a slash at its end. Raises ValueError if it is not the root URL of an HTTP server."""
     try:
         parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text.isascii()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this user's processes may take of the machine. Engines inherit the limits of the shell that starts them."""
+"""Checks the limits of this user's processes. Engines inherit the limits of the shell that starts them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from vllm_ascend_pd.transport.socket_limiter import FILES_WANTED, connections_fo
 
 SHM = "/dev/shm"
 SHM_BYTES = 256 << 20
-"""vLLM (shm_broadcast.py) makes a ring of 10 chunks of 24 MiB there for each engine with several ranks; Docker gives
-64 MiB by default."""
+"""vLLM (shm_broadcast.py) allocates 10 chunks of 24 MiB there for each engine with several ranks. Docker's default is
+64 MiB."""
 
 _MIB = 1 << 20
 
@@ -30,7 +30,7 @@ def check(protocol: str) -> list[Finding]:
 
 
 def judge_files(soft: int | None) -> Finding:
-    """`soft`: files that a process may have open; None: any number."""
+    """`soft` is the number of files that a process may open, None for no limit."""
     check = "limits.open-files"
     connections = connections_for(soft)
     if soft is None or soft >= FILES_WANTED:
@@ -43,7 +43,7 @@ def judge_files(soft: int | None) -> Finding:
 
 
 def judge_memlock(nbytes: int | None, protocol: str) -> Finding:
-    """`nbytes` that a process may lock; None: any. Only RDMA of this host's own memory locks any."""
+    """`nbytes` is the memory that a process may lock, None for no limit. Only RDMA from host memory locks memory."""
     check = "limits.memlock"
     size = "any number of bytes" if nbytes is None else f"{nbytes >> 10} KiB"
     if protocol == "rdma" and nbytes is not None:

@@ -57,14 +57,14 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 class SendTiming(msgspec.Struct, frozen=True):
-    """`seconds`: of all writes together; `descriptors`: of each."""
+    """The duration of a series of writes."""
 
-    seconds: float
-    descriptors: int
+    seconds: float  # of all writes
+    descriptors: int  # of each write
 
 
 class Memory(ABC):
-    """Memory that an engine can register; zeros at first."""
+    """Memory that an engine can register. It is zero at first."""
 
     address: int
     num_bytes: int

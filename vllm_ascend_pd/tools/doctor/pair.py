@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running pair: do proxy, prefill and decode engines answer, and do they fit together?"""
+"""Checks that a running proxy and its prefill and decode engines answer and fit together."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from vllm_ascend_pd.tools.doctor.versions import release
 from vllm_ascend_pd.transport.http_session import open_session
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
-"""vLLM's own: the key that its API server asks for."""
+"""vLLM's variable with the key of its API server."""
 
 _PATHS = ("/health", "/version", "/v1/models", "/metrics")
 _MAX_BYTES = {"/metrics": 16 << 20}
-"""An engine says some 100 KiB for each data-parallel rank."""
+"""An engine's metrics have about 100 KiB per data-parallel rank."""
 
 _AT_ONCE = 16
 _CHARS = 200
@@ -36,12 +36,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False)
 class CheckedServer:
-    """`role`: proxy, prefill or decode; `number`: its place among those of its role; `answers`: by path."""
+    """A server whose URL was given."""
 
-    role: str
-    number: int
+    role: str  # the option: proxy, prefill or decode
+    number: int  # among the servers of this role
     url: str
-    answers: Mapping[str, HttpAnswer]
+    answers: Mapping[str, HttpAnswer]  # by path
 
     @property
     def check(self) -> str:
@@ -66,7 +66,7 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 class _ProxyHealth(msgspec.Struct, frozen=True):
-    """As `proxy/operate/health.py` answers: each engine's state by its URL."""
+    """The answer of `proxy/operate/health.py`: each engine's state by its URL."""
 
     status: str
     prefill: dict[str, str]
@@ -74,7 +74,7 @@ class _ProxyHealth(msgspec.Struct, frozen=True):
 
 
 def api_key(environment: Mapping[str, str]) -> str | None:
-    """What engines ask for. Raises ValueError, which does not show it, for what cannot be sent."""
+    """Returns the engines' API key. Raises ValueError, without the key in it, if HTTP cannot send it."""
     key = environment.get(API_KEY_VARIABLE, "").strip()
     if not key.isascii() or not key.isprintable():
         raise ValueError(f"{API_KEY_VARIABLE} is no API key: it has characters that HTTP cannot send")
@@ -84,7 +84,7 @@ def api_key(environment: Mapping[str, str]) -> str | None:
 async def ask(
     urls: Mapping[str, Sequence[str]], environment: Mapping[str, str], trusted: ssl.SSLContext | None = None
 ) -> list[CheckedServer]:
-    """`urls`: root URLs by role; `trusted`: whose certificates. Raises ValueError as `api_key` does."""
+    """Checks the servers. `urls` are root URLs by role, `trusted` the CAs. Raises ValueError as `api_key` does."""
     key = api_key(environment)
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
     session = open_session(headers=headers, ssl_context=trusted)
@@ -141,14 +141,14 @@ def _health(server: CheckedServer) -> Finding:
 
 
 def _kinds(server: CheckedServer) -> frozenset[ServerKind]:
-    """What it is, as far as it says."""
+    """Returns what the server is, as far as its metrics show it."""
     answer = server.answers["/metrics"]
     found = roles.kinds(answer.body) if answer.status == 200 else frozenset()
     return found | {ServerKind.PROXY} if _decoded(server, "/health", _ProxyHealth) is not None else found
 
 
 def _used(servers: Sequence[CheckedServer]) -> dict[str, set[ServerKind]]:
-    """As what the proxies use an engine, by its URL."""
+    """Returns the roles in which the proxies use an engine, by its URL."""
     used: dict[str, set[ServerKind]] = {}
     for server in servers:
         health = _decoded(server, "/health", _ProxyHealth)
@@ -191,7 +191,7 @@ def _models_of(server: CheckedServer) -> Finding:
 
 
 def _proxied(proxy: CheckedServer, engines: Sequence[CheckedServer]) -> list[Finding]:
-    """What the proxy says of its engines, and whether it has those that were given."""
+    """Checks the proxy's list of engines: their state, and whether the given engines are in it."""
     check = f"{proxy.check}.engines"
     health = _decoded(proxy, "/health", _ProxyHealth)
     if health is None:
@@ -228,7 +228,7 @@ def _versions(engines: Sequence[CheckedServer]) -> list[Finding]:
 
 
 def _models(servers: Sequence[CheckedServer]) -> list[Finding]:
-    """Equal names, and prompts that fit on both sides."""
+    """Checks that all engines serve the same models with the same context length."""
     models = {server: found for server in servers if (found := _decoded(server, "/v1/models", _Models)) is not None}
     if len(models) < 2:
         return []
@@ -246,7 +246,7 @@ def _models(servers: Sequence[CheckedServer]) -> list[Finding]:
 
 
 def _transports(engines: Sequence[CheckedServer]) -> list[Finding]:
-    """Each prefill engine's transfer engine against each decode engine's."""
+    """Compares each prefill engine's transport with each decode engine's."""
     known = [each for each in engines if ServerKind(each.role) in _kinds(each)]
     said = {each: transports.read(each.answers["/metrics"].body) for each in known}
     findings = []
@@ -258,7 +258,7 @@ def _transports(engines: Sequence[CheckedServer]) -> list[Finding]:
 
 
 def _clocks(engines: Sequence[CheckedServer], offsets: Mapping[str, clock.OffsetRange | None]) -> list[Finding]:
-    """Each prefill engine's host against each decode engine's: what signed tickets count on."""
+    """Compares the clocks of prefill and decode hosts, which signed tickets depend on."""
     findings = []
     prefills, decodes = ([e for e in engines if e.role == role] for role in ("prefill", "decode"))
     for one, other in product(prefills, decodes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the ports free that an engine will listen on?"""
+"""Checks that the ports are free that an engine will listen on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ base + 100 * its physical number to base + 100 * (that + 1), both included."""
 
 
 class Port(NamedTuple):
-    """`host`: the address it is listened on; "" for all."""
+    """A port to listen on. `host` is the address, "" for all."""
 
     number: int
     what: str
@@ -29,7 +29,7 @@ class Port(NamedTuple):
 
 
 def needed(kv_port: int | None, engines: int, host: str, api_port: int | None) -> list[Port]:
-    """`kv_port` of a decode engine, else None; `engines`: data-parallel ones here, with a listener each."""
+    """Returns the ports. `kv_port` is None on prefill. Each of the `engines` data-parallel engines has a listener."""
     ports = [] if api_port is None else [Port(api_port, "the API server")]
     if kv_port is not None:
         ports += [Port(kv_port + i, f"the listener of data-parallel engine {i}", host) for i in range(engines)]
@@ -37,7 +37,7 @@ def needed(kv_port: int | None, engines: int, host: str, api_port: int | None) -
 
 
 def check(ports: Sequence[Port], devices: Sequence[int], environment: Mapping[str, str]) -> list[Finding]:
-    """`devices`: NPUs of this machine, for each of which Mooncake listens on ports of its own."""
+    """Checks all ports. Mooncake listens on separate ports for each NPU in `devices`."""
     ephemeral = _ephemeral()
     taken = ascend_ports(devices, environment)
     findings = []
@@ -53,15 +53,19 @@ def _twice(port: Port, other: Port) -> Finding:
 
 
 def ascend_ports(devices: Iterable[int], environment: Mapping[str, str]) -> dict[int, range]:
-    """By device, where Mooncake's protocol `ascend` looks for a free port."""
+    """Returns by device the ports among which Mooncake's protocol `ascend` chooses a free one."""
     preset = environment.get("ASCEND_BASE_PORT", "")
     base = int(preset) if re.fullmatch("[0-9]{1,5}", preset) else _ASCEND_BASE_PORT
     return {n: range(base + _ASCEND_PORTS * n, base + _ASCEND_PORTS * (n + 1) + 1) for n in devices}
 
 
 def judge(port: Port, ascend: Mapping[int, range], ephemeral: range | None, problem: int | None) -> Finding:
-    """`ascend`: Mooncake's ports by NPU. `ephemeral`: ports of outgoing connections. `problem`: the error of listening
-    there now, None if it works."""
+    """Judges one port.
+
+    ascend: Mooncake's ports by NPU.
+    ephemeral: ports of outgoing connections.
+    problem: the error number of listening there now, None if it works.
+    """
     check = f"ports.{port.number}"
     named = f"port {port.number}{f' of {port.host}' if port.host else ''}, for {port.what},"
     for device, ports in ascend.items():
@@ -86,7 +90,7 @@ def judge(port: Port, ascend: Mapping[int, range], ephemeral: range | None, prob
 
 
 def try_port(port: Port) -> int | None:
-    """The error of listening there now; None if it works."""
+    """Returns the error number of listening there now, or None if it works."""
     family = socket.AF_INET6 if ":" in port.host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

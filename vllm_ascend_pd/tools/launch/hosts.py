@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hosts.yaml: what a cluster is made of, decoded by type. Errors name the file's line and the key."""
+"""Reads hosts.yaml, which describes a cluster, into typed values. Errors name the file's line and the key."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from vllm_ascend_pd.tools.launch.shape import Executor
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 16
 _MAX_VALUES = 100_000
-"""Of YAML, whose aliases can stand for themselves or for very much."""
+"""Bounds of the YAML values, because aliases can be recursive or expand without limit."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _SSH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:%\[\]-]{0,254}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)\Z", re.IGNORECASE)
 
 KeyPath = tuple[str | int, ...]
-"""Where a value stands: ("prefill", 0, "tp")."""
+"""The place of a value, such as ("prefill", 0, "tp")."""
 
 
 class HostsError(ValueError):
-    """A hosts.yaml that cannot work. The message begins with its line."""
+    """hosts.yaml cannot work. The message begins with the file's name and line."""
 
 
 class Invalid(ValueError):
-    """A value that cannot work, by its place; the file's name and line come in `located`."""
+    """A value cannot work. `located` adds the file's name and line."""
 
     def __init__(self, path: KeyPath, reason: str) -> None:
         super().__init__(reason)
@@ -121,7 +121,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: tuple[EngineEntry, ...]
     """Decode engines, at least one."""
     proxy: Proxy
-    """The front door."""
+    """The proxy, which clients talk to."""
     name: str = "pd"
     """Name of the cluster's state folder. Two clusters that share a host need two names."""
     served_model_name: str | None = None
@@ -144,14 +144,14 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """File with the bearer token. The proxy takes no ticket without it."""
 
     def __post_init__(self) -> None:
-        # msgspec names the value; these need more than a type.
+        # Checks that types cannot express.
         for name in ("start_seconds", "stop_seconds"):
             if not 0 < getattr(self, name) <= 86400:
                 raise ValueError(f"`{name}` must be from 0 seconds to a day")
 
 
 class HostsFile:
-    """A hosts.yaml that was read: the cluster, and the line of each key."""
+    """A parsed hosts.yaml: the cluster, and the line of each key."""
 
     def __init__(self, text: str, name: str = "hosts.yaml") -> None:
         """Raises HostsError."""
@@ -207,7 +207,7 @@ class HostsFile:
                 self._lines.setdefault((*path, name), key_node.start_mark.line + 1)
                 if name in result:
                     self._lines[(*path, name)] = key_node.start_mark.line + 1
-                    raise Invalid((*path, name), "is there twice")
+                    raise Invalid((*path, name), "is listed twice")
                 result[name] = self._plain(value, (*path, name))
             return result
         if isinstance(node, yaml.SequenceNode):
@@ -250,7 +250,7 @@ def _path_of(text: str) -> KeyPath:
 
 def _check(cluster: Cluster) -> None:
     """Raises Invalid for single values that a type does not rule out."""
-    _match(("name",), cluster.name, _NAME, "letters, digits, `_`, `.` and `-`")
+    _match(("name",), cluster.name, _NAME, "must have only letters, digits, `_`, `.` and `-`")
     for name in ("model", "python", "repository", "state", "served_model_name"):
         _check_value((name,), getattr(cluster, name))
     if not cluster.state.startswith(("/", "~")):
@@ -266,7 +266,7 @@ def _check(cluster: Cluster) -> None:
             _check_engine((role, i), engine, cluster.hosts)
     proxy = cluster.proxy
     if proxy.host not in cluster.hosts:
-        raise Invalid(("proxy", "host"), f"there is no host {proxy.host!r} in `hosts`")
+        raise Invalid(("proxy", "host"), f"no host {proxy.host!r} in `hosts`")
     _check_addresses(cluster)
     _check_port(("proxy", "port"), proxy.port)
     _check_value(("proxy", "listen"), proxy.listen)
@@ -277,34 +277,44 @@ def _check(cluster: Cluster) -> None:
 
 
 def _check_host(path: KeyPath, name: str, host: Host) -> None:
-    _match(path, name, _NAME, "letters, digits, `_`, `.` and `-`")
+    _match(path, name, _NAME, "must have only letters, digits, `_`, `.` and `-`")
     try:
         address = ipaddress.ip_address(host.address)
     except ValueError:
         raise Invalid((*path, "address"), f"{host.address!r} is not an IP address") from None
     if address.is_unspecified or address.is_multicast:
-        raise Invalid((*path, "address"), f"{host.address} is no address of a host")
+        raise Invalid((*path, "address"), f"{host.address} is not the address of a host")
     if host.ssh is not None:
         if host.local:
-            raise Invalid((*path, "ssh"), "`local: true` is this machine, without ssh: which?")
-        _match((*path, "ssh"), host.ssh, _SSH, "as `user@host` or a name of ssh's configuration")
+            raise Invalid((*path, "ssh"), "contradicts `local: true`, which uses no ssh")
+        _match((*path, "ssh"), host.ssh, _SSH, "must be `user@host` or a name from ssh's configuration")
     if host.interface is not None:
-        _match((*path, "interface"), host.interface, re.compile(r"[A-Za-z0-9_.:@-]{1,15}"), "the name of an interface")
+        _match(
+            (*path, "interface"),
+            host.interface,
+            re.compile(r"[A-Za-z0-9_.:@-]{1,15}"),
+            "must be the name of an interface",
+        )
 
 
 def _check_addresses(cluster: Cluster) -> None:
-    """NPUs and ports are counted by host, so two of them must not be one machine."""
+    """NPUs and ports are assigned per host, so two hosts must not be the same machine."""
     addresses = {name: ipaddress.ip_address(normal_host(host.address)) for name, host in cluster.hosts.items()}
     names: dict[object, str] = {}
     for name, address in addresses.items():
         if (other := names.setdefault(address, name)) != name:
-            raise Invalid(("hosts", name, "address"), f"{address} is {other}'s already: a machine is one host")
+            raise Invalid(
+                ("hosts", name, "address"), f"{address} is already the address of {other}: list each machine once"
+            )
     used = {cluster.proxy.host, *(name for engine in (*cluster.prefill, *cluster.decode) for name in engine.hosts)}
     loopback = sorted(name for name in used if addresses[name].is_loopback)
-    # Without NPUs a machine may play several hosts, which reach each other there.
+    # Without NPUs, one machine may stand in for several hosts.
     if loopback and len(used) > (len(loopback) if cluster.device == "cpu" else 1):
         name = loopback[0]
-        raise Invalid(("hosts", name, "address"), f"by {addresses[name]} other hosts reach themselves, and not {name}")
+        raise Invalid(
+            ("hosts", name, "address"),
+            f"{addresses[name]} is a loopback address: other hosts cannot reach {name} there",
+        )
 
 
 def _check_engine(path: KeyPath, engine: EngineEntry, hosts: dict[str, Host]) -> None:
@@ -312,9 +322,9 @@ def _check_engine(path: KeyPath, engine: EngineEntry, hosts: dict[str, Host]) ->
         raise Invalid((*path, "hosts"), "at least one host is needed")
     for i, name in enumerate(engine.hosts):
         if name not in hosts:
-            raise Invalid((*path, "hosts", i), f"there is no host {name!r} in `hosts`")
+            raise Invalid((*path, "hosts", i), f"no host {name!r} in `hosts`")
     if len(set(engine.hosts)) < len(engine.hosts):
-        raise Invalid((*path, "hosts"), "the same host is there twice")
+        raise Invalid((*path, "hosts"), "lists a host twice")
     for size in ("tp", "pp", "dp"):
         if not 1 <= getattr(engine, size) <= 4096:
             raise Invalid((*path, size), "must be from 1 to 4096")
@@ -324,25 +334,25 @@ def _check_engine(path: KeyPath, engine: EngineEntry, hosts: dict[str, Host]) ->
     if engine.devices is not None and (
         len(set(engine.devices)) < len(engine.devices) or any(device < 0 for device in engine.devices)
     ):
-        raise Invalid((*path, "devices"), "numbers from 0 on, none of them twice")
+        raise Invalid((*path, "devices"), "must be different numbers from 0 on")
     for i, argument in enumerate(engine.args):
         _check_line((*path, "args", i), argument)
     for name in ("engine_id", "beside", "env_file"):
         _check_value((*path, name), getattr(engine, name))
     for name, value in engine.env.items():
-        _match((*path, "env", name), name, _VARIABLE, "a variable's name")
+        _match((*path, "env", name), name, _VARIABLE, "must be the name of a variable")
         if _SECRET_VARIABLE.search(name):
             raise Invalid(
                 (*path, "env", name),
-                "looks like a secret, and command lines are read by many: put it into a file of mode 0600 on the "
-                "host, and name that as env_file",
+                "looks like a secret, and every user can read command lines: put it into a file of mode 0600 on the "
+                "host, and name the file as env_file",
             )
         _check_line((*path, "env", name), value)
 
 
 def _check_port(path: KeyPath, port: int) -> None:
     if not 1 <= port <= 65535:
-        raise Invalid(path, f"{port} is no port")
+        raise Invalid(path, f"{port} is not a port")
 
 
 def _match(path: KeyPath, value: str, pattern: re.Pattern[str], what: str) -> None:
@@ -351,10 +361,10 @@ def _match(path: KeyPath, value: str, pattern: re.Pattern[str], what: str) -> No
 
 
 def _check_value(path: KeyPath, value: str | None) -> None:
-    """Of an option."""
+    """Checks the value of an option."""
     _check_line(path, value)
     if value is not None and (not value or value.startswith("-")):
-        raise Invalid(path, f"{value!r} is empty or begins as options do")
+        raise Invalid(path, f"{value!r} is empty or begins with a dash")
 
 
 def _check_line(path: KeyPath, value: str | None) -> None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On each host: starts one process, watches it, and stops it. Run by vllm_ascend_pd/tools/launch/cluster.py, over ssh.
+"""The agent on each host: starts, watches and stops one process. tools/launch/cluster.py runs it over ssh.
 
-`run` says on standard output, one JSON object a line, what becomes of the process (`started`, `ready`, `detached`,
-`ended`, ...), and takes orders on standard input: `stop`, or `detach`, after which the process is left alone. The end
-of standard input is an order to stop: who started the process has gone, and nobody else looks after it. `stop` finds a
-process that another `run` has started by its file in the state's folder.
+`run` prints events of the process to standard output, one JSON object per line (`started`, `ready`, `detached`,
+`ended`, ...). It reads orders from standard input: `stop`, or `detach`, which leaves the process running. The end of
+standard input means `stop`, because the launcher has gone. `stop` finds a process that another `run` has started by its
+file in the state folder.
 
-Only Python's own library: this must start on any host, and fast.
+Uses only the standard library, so that it starts fast on any host.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ class NodeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Running:
-    """A process that was started, and when: its id alone may belong to another one by now."""
+    """A started process and its time of start. The id alone may belong to another process later."""
 
     pid: int
     start_ticks: int
 
     def is_it(self) -> bool:
-        """Whether the process with this id is still that one, or its zombie."""
+        """Whether this id still belongs to that process, or to its zombie."""
         return start_ticks(self.pid) == self.start_ticks
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since the machine did; None if there is none."""
+    """Returns when a process started, in clock ticks since boot, or None if it does not exist."""
     fields = _stat(pid)
     return None if fields is None else int(fields[19])
 
 
 def members(group: int) -> list[int]:
-    """The living processes of a process group; zombies do not count."""
+    """Returns the running processes of a process group, without zombies."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal() and (fields := _stat(int(entry))) is not None:
@@ -70,7 +70,7 @@ def members(group: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """/proc/PID/stat from the third field on: the second one, the command's name, may hold anything."""
+    """Returns /proc/PID/stat from the third field on. The second one, the command's name, may have any characters."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -78,9 +78,9 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def end(process: Running, grace: float) -> bool:
-    """SIGTERM to the first process, which ends its own; after `grace` seconds SIGKILL to all of its group.
+    """Sends SIGTERM to the first process, which ends its children. After `grace` seconds, sends SIGKILL to its group.
 
-    Returns whether all have ended. Twice `grace` at most, and 5 seconds.
+    Returns whether all have ended. Takes at most 2 * `grace` + 5 seconds.
     """
     _signal(process.pid, signal.SIGTERM, group=False)
     _wait(process, grace)
@@ -106,7 +106,7 @@ def _signal(pid: int, number: int, *, group: bool) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process' files are: its log, its id, and a lock that its agent holds."""
+    """The paths of a process's files: its log, its id, and a lock that its agent holds."""
 
     folder: Path
     name: str
@@ -146,7 +146,7 @@ def is_ready(url: str) -> bool:
             parts = urllib.parse.urlsplit(url)
             socket.create_connection((parts.hostname, parts.port), PROBE_SECONDS).close()
             return True
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever the environment says
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores proxies of the environment
         with opener.open(url, timeout=PROBE_SECONDS) as response:
             return bool(response.status == 200)
     except (OSError, ValueError, http.client.HTTPException):
@@ -154,21 +154,21 @@ def is_ready(url: str) -> bool:
 
 
 def say(event: str, **more: object) -> None:
-    """One line to who started us, who may have gone: then standard input ends, too."""
+    """Prints one event to the launcher. If it has gone, standard input ends, too."""
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps({"event": event, **more}), flush=True)
 
 
 def run(place: Place, command: Sequence[str], ready: str | None, grace: float) -> int:
-    """Until the process has ended, or is to be left alone."""
+    """Starts the process and watches it until it has ended or is detached."""
     place.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (place.folder / f"{place.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise NodeError(f"{place.name} is being started or watched already: stop that cluster first") from None
+            raise NodeError(f"{place.name} is already being started or watched: stop that cluster first") from None
         if (other := place.running()) is not None:
-            raise NodeError(f"{place.name} runs already as process {other.pid}: stop that cluster first")
+            raise NodeError(f"{place.name} already runs as process {other.pid}: stop that cluster first")
         with place.log.open("wb") as log:
             try:
                 process = subprocess.Popen(
@@ -196,7 +196,7 @@ def _watch(place: Place, process: subprocess.Popen[bytes], running: Running, rea
             say("stopped" if stopped else "not stopped", pid=running.pid)
             return 0 if stopped else 1
         if (code := process.poll()) is not None:
-            gone = _end(place, running, grace)  # of its group, what has outlived it
+            gone = _end(place, running, grace)  # the rest of its group
             say("ended", code=code, tail=place.tail(), gone=gone)
             return 1
         if waiting_for is not None and is_ready(waiting_for):
@@ -205,7 +205,7 @@ def _watch(place: Place, process: subprocess.Popen[bytes], running: Running, rea
 
 
 def _end(place: Place, running: Running, grace: float) -> bool:
-    """As `end`. The record goes when all have ended: else `stop` must find them."""
+    """Calls `end`. Removes the record only if all have ended, because `stop` must find the others."""
     ended = end(running, grace)
     if ended:
         place.record.unlink(missing_ok=True)
@@ -213,7 +213,7 @@ def _end(place: Place, running: Running, grace: float) -> bool:
 
 
 def _order(seconds: float) -> str | None:
-    """The next line of standard input; `stop` at its end, or where a signal asks for it."""
+    """Returns the next line of standard input, or `stop` at its end or after a signal."""
     if _terminated:
         return "stop"
     if not select.select([0], [], [], seconds)[0]:
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--name", required=True)
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("--ready")
-    # Not SIG_IGN, which the process that is started would inherit.
+    # Not SIG_IGN, which the started process would inherit.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, _terminate)
     split = list(arguments).index("--") if "--" in arguments else len(arguments)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a cluster's description to the commands on each host: pure, nothing is started or looked up here."""
+"""Turns a cluster's description into the commands for each host. Starts nothing and looks nothing up."""
 
 from __future__ import annotations
 
@@ -17,45 +17,51 @@ from vllm_ascend_pd.tools.launch.transfer import ConnectorOptions, ConnectorOpti
 
 DEFAULT_PORTS = {"prefill": 8100, "decode": 8200}
 HEAD_PORT = 13345
-"""Where the nodes of an engine meet. Below the ports that the kernel gives to outgoing connections."""
+"""Port at which an engine's nodes connect. It is below the kernel's ephemeral ports."""
 
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """One process on one host. `command` is for that host; `ready` a URL that says when it serves, None: at once."""
+    """One process on one host."""
 
     name: str
     host: str
     ssh: str | None
-    """What to give to ssh; None: here."""
+    """The destination for ssh. None: this machine."""
     command: tuple[str, ...]
+    """Runs on the host."""
     ready: str | None
+    """URL that answers once the process serves. None: the process is ready at once."""
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """`stages` start one after another, the processes of one side by side."""
+    """All processes of a cluster, in the order of their start."""
 
     stages: tuple[tuple[LaunchedProcess, ...], ...]
+    """Stages start one after another. The processes of a stage start together."""
     endpoint: str
+    """The proxy's URL."""
     agent: tuple[str, ...]
-    """What runs vllm_ascend_pd/tools/launch/node.py on each host."""
+    """The command that runs vllm_ascend_pd/tools/launch/node.py on each host."""
     folder: str
-    """For logs and process ids, on each host. May begin with `~`."""
+    """Holds logs and process ids on each host. May begin with `~`."""
     start_seconds: float
+    """Timeout until all processes are ready."""
     stop_seconds: float
+    """Time between SIGTERM and SIGKILL."""
 
     @property
     def processes(self) -> tuple[LaunchedProcess, ...]:
         return tuple(process for stage in self.stages for process in stage)
 
     def run(self, process: LaunchedProcess) -> list[str]:
-        """The command of its agent, which starts and watches it."""
+        """Returns the command of the agent that starts and watches `process`."""
         ready = [] if process.ready is None else ["--ready", process.ready]
         return [*self._agent("run", process), *ready, "--", *process.command]
 
     def stop(self, process: LaunchedProcess) -> list[str]:
-        """The command that stops it, whoever has started it."""
+        """Returns the command that stops `process`, whichever agent has started it."""
         return self._agent("stop", process)
 
     def _agent(self, verb: str, process: LaunchedProcess) -> list[str]:
@@ -64,9 +70,9 @@ class LaunchPlan:
 
 
 def reach(process: LaunchedProcess, command: list[str]) -> list[str]:
-    """The local command that runs `command` on the host of `process`.
+    """Returns the local command that runs `command` on the host of `process`.
 
-    ssh joins its arguments and hands them to a shell there: each word is quoted for it.
+    ssh passes its arguments to a shell on the host, so each word is quoted for a shell.
     """
     if process.ssh is None:
         return command
@@ -82,7 +88,7 @@ def reach(process: LaunchedProcess, command: list[str]) -> list[str]:
 
 
 def make_plan(cluster: Cluster, python: str, repository: str) -> LaunchPlan:
-    """`python` and `repository` are where the file names none. Raises Invalid."""
+    """`python` and `repository` are the defaults of the file's keys. Raises Invalid."""
     return _Planner(cluster, cluster.python or python, cluster.repository or repository).plan()
 
 
@@ -92,7 +98,7 @@ class _Planner:
     python: str
     repository: str
     ports: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
-    """By host: who has a port."""
+    """By host and port: the process that uses it."""
     devices: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
 
     def plan(self) -> LaunchPlan:
@@ -127,7 +133,7 @@ class _Planner:
     def _engine(
         self, role: str, index: int, engine: EngineEntry
     ) -> tuple[list[LaunchedProcess], list[LaunchedProcess]]:
-        """The Ray nodes it needs, and vLLM's processes."""
+        """Returns the Ray nodes that the engine needs, and vLLM's processes."""
         path: KeyPath = (role, index)
         name = f"{role}-{index}"
         ray = engine.executor is Executor.RAY
@@ -145,7 +151,7 @@ class _Planner:
         if shape.nodes > 1 or ray:
             self._take(engine.hosts[0], head_port, name, (*path, "head_port"))
         elif engine.head_port is not None:
-            raise Invalid((*path, "head_port"), "is for engines on several hosts")
+            raise Invalid((*path, "head_port"), "is only for engines on several hosts")
         devices = [self._devices(name, host, shape, (*path, "devices"), engine) for host in engine.hosts]
         if role == "decode":
             for rank, host in enumerate(engine.hosts):
@@ -170,7 +176,7 @@ class _Planner:
         return starts, processes
 
     def _options(self, role: str, engine: EngineEntry, host_name: str, devices: str | None) -> list[str]:
-        """Of the launch script, on one host."""
+        """Returns the options of the launch script on one host."""
         cluster, host = self.cluster, self.cluster.hosts[host_name]
         given: list[tuple[str, object]] = [
             ("--model", cluster.model),
@@ -227,12 +233,12 @@ class _Planner:
     def _check_arguments(self, path: KeyPath, engine: EngineEntry, role: str) -> None:
         for i, argument in enumerate(engine.args):
             if argument.startswith("--ssl"):
-                raise Invalid((*path, "args", i), "the proxy and the health checks here speak http to engines")
+                raise Invalid((*path, "args", i), "the proxy and the health checks use plain http to engines")
             if (reason := refused_argument(argument)) is not None:
                 raise Invalid((*path, "args", i), reason)
         for name in ("kv_port", "load_failure_policy"):
             if role == "prefill" and getattr(engine, name) is not None:
-                raise Invalid((*path, name), "is decode's")
+                raise Invalid((*path, name), "is only for decode")
 
     def _check_extra(self, path: KeyPath, engine: EngineEntry, role: EngineSide) -> None:
         cluster, of_decode = self.cluster, role is EngineSide.DECODE
@@ -252,7 +258,7 @@ class _Planner:
 
     def _take(self, host: str, port: int, owner: str, path: KeyPath) -> None:
         if (other := self.ports[host].get(port)) is not None:
-            raise Invalid(path, f"port {port} of host {host} is {other}'s already")
+            raise Invalid(path, f"port {port} of host {host} is already used by {other}")
         self.ports[host][port] = owner
 
     def _take_kv_ports(self, host: str, engine: EngineEntry, listeners: range, name: str, path: KeyPath) -> None:
@@ -262,17 +268,17 @@ class _Planner:
         for index in listeners:
             port = first + index
             if port > 65535:
-                raise Invalid(path, f"with {engine.dp} data-parallel replicas there are not enough ports")
+                raise Invalid(path, f"too few ports below 65536 for {engine.dp} data-parallel replicas")
             if port in mooncake:
                 raise Invalid(path, f"{port}: Mooncake listens on ports {mooncake.start} to {mooncake.stop - 1}")
             self._take(host, port, name, path)
 
     def _devices(self, name: str, host: str, shape: ParallelSizes, path: KeyPath, engine: EngineEntry) -> str | None:
-        """NPUs of one host for one engine, as a list for the launch script."""
+        """Returns an engine's NPUs on one host, as a list for the launch script."""
         most = DEVICES_PER_NODE[self.cluster.device]
         if most is None:
             if engine.devices is not None:
-                raise Invalid(path, "the CPU backend has none")
+                raise Invalid(path, "the CPU backend has no NPUs")
             return None
         taken, needed = self.devices[host], shape.per_node
         chosen = engine.devices
@@ -283,9 +289,9 @@ class _Planner:
             raise Invalid(path, f"{name} needs {needed} NPUs on host {host}, {have}")
         for device in chosen:
             if device >= most:
-                raise Invalid(path, f"an {self.cluster.device.upper()} server has NPUs 0 to {most - 1}, no {device}")
+                raise Invalid(path, f"an {self.cluster.device.upper()} server has NPUs 0 to {most - 1}, not {device}")
             if device in taken:
-                raise Invalid(path, f"NPU {device} of host {host} is {taken[device]}'s already")
+                raise Invalid(path, f"NPU {device} of host {host} is already used by {taken[device]}")
             taken[device] = name
         return ",".join(map(str, chosen))
 

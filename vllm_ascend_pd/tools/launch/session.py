@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of a cluster, seen from where the cluster is launched: its agent on the host, over ssh."""
+"""The launcher's connection to one process: over ssh to the agent that watches it on its host."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from vllm_ascend_pd.tools.launch.plan import LaunchedProcess, LaunchPlan, reach
 
 SSH_SECONDS = 30.0
-"""For ssh to connect and an agent to start, beyond the time that what it does may take."""
+"""Time for ssh to connect and for an agent to start. The agent's own work comes on top."""
 _CHATTER_LINES = 20
 
 
 @dataclass(frozen=True)
 class AgentEvent:
-    """What an agent says (`started`, `ready`, `detached`, `ended`, ...), or `lost`: ssh ended."""
+    """An agent's message (`started`, `ready`, `detached`, `ended`, ...), or `lost` if ssh has ended."""
 
     process: LaunchedProcess
     kind: str
@@ -28,7 +28,7 @@ class AgentEvent:
 
 
 class Session:
-    """An agent that runs. Its events go to a queue, read by whoever launches the cluster."""
+    """A running agent. Its events go to a queue that the launcher reads."""
 
     def __init__(self, plan: LaunchPlan, process: LaunchedProcess, events: queue.SimpleQueue[AgentEvent]) -> None:
         self.process = process
@@ -37,7 +37,7 @@ class Session:
         self._events = events
         self._chatter: deque[str] = deque(maxlen=_CHATTER_LINES)
         self._stopped = self._detached = False
-        # A session of its own: Ctrl-C is for the launcher, which then stops everything in order.
+        # In its own session, so that Ctrl-C reaches only the launcher, which then stops everything in order.
         self._ssh = subprocess.Popen(
             reach(process, plan.run(process)),
             stdin=subprocess.PIPE,
@@ -61,7 +61,7 @@ class Session:
             if kind == "started":
                 self.log = str(said.get("log"))
             self._detached = self._detached or kind == "detached"
-            # `failed`: it never ran; one that runs under its name is not ours to stop.
+            # `failed`: the process never ran. A process that runs under its name belongs to another cluster.
             self._stopped = self._stopped or (kind in ("stopped", "ended", "failed") and said.get("gone") is not False)
             detail = self._ended(said) if kind == "ended" else str(said.get("reason", ""))
             self._events.put(AgentEvent(self.process, kind, detail))
@@ -72,13 +72,13 @@ class Session:
         return f"ended with code {said.get('code')}; the end of {self.process.host}:{self.log}:\n{said.get('tail')}"
 
     def detach(self) -> bool:
-        """Leave the process to itself. Return whether its agent has heard it: else that stops the process."""
+        """Detaches, and returns whether the agent has confirmed it. An agent that has not stops the process."""
         self._order("detach")
         self._close()
         return self._detached
 
     def stop(self) -> str | None:
-        """Return when the process has ended; else why that is not known."""
+        """Stops the process. Returns None once it has ended, or why that is not known."""
         self._order("stop")
         self._reader.join(2 * self._plan.stop_seconds + SSH_SECONDS)
         self._close()
@@ -88,7 +88,7 @@ class Session:
 
     def _order(self, order: str) -> None:
         assert self._ssh.stdin is not None
-        # It has gone, or was closed already; the agent, if there is one, has noticed.
+        # ssh has ended or its input is closed. The agent notices both.
         with contextlib.suppress(OSError, ValueError):
             self._ssh.stdin.write(order + "\n")
             self._ssh.stdin.flush()
@@ -107,14 +107,14 @@ class Session:
 
 @dataclass(frozen=True)
 class StopOutcome:
-    """Of an order to stop. `reason`: why it is not known to have ended; `found`: whether there was anything to stop."""
+    """The result of stopping a process."""
 
-    reason: str | None
-    found: bool = True
+    reason: str | None  # why it is not known to have ended; None if it has
+    found: bool = True  # whether there was anything to stop
 
 
 def stop_anew(plan: LaunchPlan, process: LaunchedProcess) -> StopOutcome:
-    """Stop a process over a connection of its own."""
+    """Stops a process over a new connection."""
     try:
         done = subprocess.run(
             reach(process, plan.stop(process)),
@@ -135,7 +135,7 @@ def stop_anew(plan: LaunchPlan, process: LaunchedProcess) -> StopOutcome:
 
 
 def _said(line: str) -> dict[str, object] | None:
-    """What an agent says in a line; None for ssh's own words, or the login shell's."""
+    """Parses an agent's line. Returns None for output of ssh or of the login shell."""
     try:
         said = json.loads(line)
     except ValueError:

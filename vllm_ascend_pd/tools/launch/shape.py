@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine is spread over nodes, in vLLM's own arguments.
+"""Spreads an engine over nodes, and says so in vLLM's own arguments.
 
-vLLM 0.23 to 0.32 (`vllm/entrypoints/cli/serve.py`, `vllm/engine/arg_utils.py`) knows two ways. Where each data-parallel
-replica fits on a node, nodes hold whole replicas: `--data-parallel-size-local`, and `--headless` with
-`--data-parallel-start-rank` on all nodes but the first. A replica of several nodes is `--nnodes`, `--node-rank`,
-`--master-addr`. The first node serves HTTP, the others have no port of their own. With Ray (`--executor ray`) vLLM is
-started on the first node alone, and Ray has processes on the others.
+vLLM 0.23 to 0.32 (`vllm/entrypoints/cli/serve.py`, `vllm/engine/arg_utils.py`) has two ways:
+
+- If each data-parallel replica fits on a node, nodes have whole replicas: `--data-parallel-size-local`. All nodes but
+  the first also get `--headless` and `--data-parallel-start-rank`.
+- If a replica spans several nodes: `--nnodes`, `--node-rank` and `--master-addr`.
+
+The first node serves HTTP, and the others have no HTTP port. With Ray (`--executor ray`), vLLM is started on the first
+node only, and Ray starts processes on the others.
 """
 
 from __future__ import annotations
@@ -15,19 +18,19 @@ from dataclasses import dataclass
 
 
 class Executor(enum.StrEnum):
-    """Who starts an engine's ranks: vLLM by itself (`mp`), or a Ray cluster that runs already."""
+    """What starts an engine's ranks: vLLM itself (`mp`), or a Ray cluster that already runs."""
 
     MP = "mp"
     RAY = "ray"
 
 
 class ShapeError(ValueError):
-    """Sizes that make no sense together, in words for the operator."""
+    """The sizes of an engine contradict each other. The message is for the operator."""
 
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Sizes of one engine: tensor, pipeline and data parallel, and the nodes it runs on. Raises ShapeError."""
+    """The parallel sizes of one engine, and the number of its nodes. Raises ShapeError."""
 
     tp: int = 1
     pp: int = 1
@@ -41,7 +44,7 @@ class ParallelSizes:
         if self.devices % self.nodes:
             raise ShapeError(
                 f"tensor x pipeline x data parallel is {self.tp} x {self.pp} x {self.dp} = {self.devices} devices, "
-                f"which {self.nodes} nodes do not share evenly"
+                f"which is not a multiple of {self.nodes} nodes"
             )
         if self.replica % self.per_node and self.per_node % self.replica:
             raise ShapeError(
@@ -73,7 +76,7 @@ class ParallelSizes:
         return self.replica > self.per_node
 
     def listeners(self, rank: int) -> range:
-        """Data-parallel indices of the engine cores that run on a node. With Ray vLLM places them itself: any."""
+        """Data-parallel indices of the engine cores on node `rank`. With Ray, vLLM places them, so all are returned."""
         if self.executor is Executor.RAY:
             return range(self.dp)
         if self.spans_nodes:
@@ -82,7 +85,8 @@ class ParallelSizes:
         return range(rank * local, (rank + 1) * local)
 
     def arguments(self, rank: int, head: str | None, port: int) -> list[str]:
-        """For `vllm serve` on node `rank`. `head`: address of the first node, `port`: a free one there."""
+        """Returns the arguments of `vllm serve` on node `rank`. `head` is the first node's address, `port` a free port
+        there."""
         arguments = ["--tensor-parallel-size", str(self.tp)]
         if self.pp > 1:
             arguments += ["--pipeline-parallel-size", str(self.pp)]
@@ -94,9 +98,9 @@ class ParallelSizes:
         if self.nodes == 1:
             return arguments
         if head is None:
-            raise ShapeError("an engine of several nodes needs the first one's address: --head-address")
+            raise ShapeError("an engine on several nodes needs the address of the first one: --head-address")
         if not 0 <= rank < self.nodes:
-            raise ShapeError(f"there is no node {rank} of {self.nodes}: they count from 0")
+            raise ShapeError(f"node {rank} of {self.nodes} does not exist: nodes are numbered from 0")
         headless = ["--headless"] if rank else []
         if self.spans_nodes:
             place = ["--nnodes", str(self.nodes), "--node-rank", str(rank)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--kv-transfer-config` from a few options: checked by the connector's own config before an engine starts."""
+"""Builds `--kv-transfer-config` from a few options, and checks it with the connector's own configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EngineSide(enum.StrEnum):
 
 
 class ConnectorOptionsError(ValueError):
-    """Options that make no sense together, in words for the operator."""
+    """Options that contradict each other. The message is for the operator."""
 
 
 _KV_ROLES = {EngineSide.PREFILL: "kv_producer", EngineSide.DECODE: "kv_consumer"}
@@ -27,7 +27,7 @@ _KV_ROLES = {EngineSide.PREFILL: "kv_producer", EngineSide.DECODE: "kv_consumer"
 
 @dataclass(frozen=True)
 class ConnectorOptions:
-    """What an engine's connector is told. Empty or None: the connector's default, see `ConnectorConfig`."""
+    """The connector's options of one engine. Empty or None means the default of `ConnectorConfig`."""
 
     role: EngineSide
     kv_port: int | None = None
@@ -39,12 +39,12 @@ class ConnectorOptions:
     side_channel_key_file: str | None = None
     ticket_secret_file: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-    """More of `kv_connector_extra_config`."""
+    """More keys of `kv_connector_extra_config`."""
     beside: dict[str, Any] | None = None
-    """Another connector's entry below a MultiConnector, a KV pool's."""
+    """The entry of another connector, such as a KV pool's, in a MultiConnector."""
 
     def config(self) -> dict[str, Any]:
-        """The value of `--kv-transfer-config`. Raises TransferError."""
+        """The value of `--kv-transfer-config`. Raises ConnectorOptionsError."""
         self._check_side()
         extra = {
             "metaserver_allowlist": list(self.metaservers),
@@ -55,7 +55,7 @@ class ConnectorOptions:
         }
         extra = {name: value for name, value in extra.items() if value}
         if twice := sorted(extra.keys() & self.extra.keys()):
-            raise ConnectorOptionsError(f"--extra {twice[0]}: there is an option for it")
+            raise ConnectorOptionsError(f"--extra {twice[0]}: use the script's own option for this key")
         extra |= self.extra
         try:
             Allowlist(parse_config(extra).metaserver_allowlist, "localhost")
@@ -77,7 +77,7 @@ class ConnectorOptions:
         return whole
 
     def _multi(self, ours: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
-        """Ours first: on decode the first connector with a handshake must be this one."""
+        """This connector comes first: on decode it must be the first one that has a handshake."""
         if beside.get("kv_connector") in (None, "LayerwisePushConnector", "MultiConnector"):
             raise ConnectorOptionsError("the other connector's file must be one JSON object with its kv_connector")
         other = {"kv_role": _KV_ROLES[self.role], **beside}
@@ -87,7 +87,7 @@ class ConnectorOptions:
         return whole | {"kv_connector_extra_config": {"connectors": [ours, other]}}
 
     def _check_side(self) -> None:
-        """Some options mean nothing on one of the sides, so whoever gives them there expects something else."""
+        """Refuses options that have no meaning on this side."""
         if self.role is EngineSide.PREFILL:
             given = {
                 "--kv-port": self.kv_port,
@@ -95,22 +95,22 @@ class ConnectorOptions:
                 "--metaserver-token": self.metaserver_token_file,
                 "--load-failure-policy": self.load_failure_policy,
             }
-            reason = "prefill takes no connections and posts no tickets; it is decode's"
+            reason = "only for decode; prefill accepts no connections and posts no tickets"
         else:
             given = {"--decode-host": self.decode_hosts}
-            reason = "decode connects to no decode engine; it is prefill's"
+            reason = "only for prefill; decode connects to no decode engine"
         for option, value in given.items():
             if value:
                 raise ConnectorOptionsError(f"{option}: {reason}")
 
 
 def parse_extra(entries: list[str]) -> dict[str, Any]:
-    """`KEY=VALUE` pairs, each value JSON or else a string. Raises TransferError."""
+    """Parses `KEY=VALUE` pairs. A value that is not JSON is a string. Raises ConnectorOptionsError."""
     extra = {}
     for entry in entries:
         key, equals, value = entry.partition("=")
         if not equals:
-            raise ConnectorOptionsError(f"--extra {entry}: give KEY=VALUE")
+            raise ConnectorOptionsError(f"--extra {entry}: must be KEY=VALUE")
         try:
             extra[key] = json.loads(value)
         except json.JSONDecodeError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the options of `vllm-ascend-pd plan` to what it prints."""
+"""Turns the options of `vllm-ascend-pd plan` into its output."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from vllm_ascend_pd.tools.plan.timing import make_timing
 
 
 class EngineSizes(NamedTuple):
-    """Parallel sizes of one side; `block_size` is the layout's default if not given."""
+    """Sizes of one side's engines. `block_size` None means the layout's default."""
 
     tp: int = 1
     pp: int = 1
@@ -35,7 +35,7 @@ def plan_text(
     compute_ms: float | None,
     as_json: bool,
 ) -> str:
-    """`compute_ms` per 1000 tokens. Raises PlanError where the engines cannot work, OSError without a config.json."""
+    """`compute_ms` is per 1000 tokens. Raises PlanError if the engines cannot work, OSError without a config.json."""
     model = read_model(path, dtype)
     block_size = default_block_size(model, layout)
     engines = [

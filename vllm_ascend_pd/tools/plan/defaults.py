@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a `config.json` whose value, where it is missing, is known to the code of these models alone."""
+"""Fields of `config.json` whose default only the code of these models defines."""
 
 # By `model_type` without `_text`, from transformers 5.19 and vLLM 0.32 (`tests/unit/test_plan_defaults.py` compares).
 # All other models take what `model.py` takes: a head is hidden_size / num_attention_heads, every attention head has a
@@ -38,5 +38,5 @@ _MODEL_TYPES = {field: frozenset(types.split()) for field, types in _IN_CODE.ite
 
 
 def in_code(field: str, model_type: str) -> bool:
-    """Whether only the code of such models knows what a missing `field` means."""
+    """Whether only the code of such models defines the default of `field`."""
     return model_type.removesuffix("_text") in _MODEL_TYPES[field]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caches that the ranks of an engine will register, as vLLM's CPU backend or vllm-ascend lays them out."""
+"""The KV caches that an engine's ranks register, in the layout of vLLM's CPU backend or of vllm-ascend."""
 
 import enum
 from collections.abc import Sequence
@@ -11,7 +11,10 @@ from vllm_ascend_pd.tools.plan.model import Cached, ModelShape, PlanError
 
 
 class Layout(enum.StrEnum):
-    """Who lays caches out. VLLM_ASCEND: token-major, a tensor each for K and V; VLLM_CPU: head-major, both in one."""
+    """The layout of KV caches.
+
+    VLLM_ASCEND: token-major, with a tensor each for K and V. VLLM_CPU: head-major, with K and V in one tensor.
+    """
 
     VLLM_ASCEND = "vllm-ascend"
     VLLM_CPU = "vllm-cpu"
@@ -19,13 +22,13 @@ class Layout(enum.StrEnum):
 
 @dataclass(frozen=True)
 class PlannedEngine:
-    """`side` is prefill or decode; `dp` engines of `pp` stages of `tp` ranks; `block_size` in tokens."""
+    """The engines of one side."""
 
-    side: str
+    side: str  # prefill or decode
     tp: int
     pp: int
     dp: int
-    block_size: int
+    block_size: int  # tokens
 
     @property
     def sharding(self) -> topology.Sharding:
@@ -37,7 +40,7 @@ def default_block_size(model: ModelShape, layout: Layout) -> int:
 
 
 def check_engine(model: ModelShape, layout: Layout, engine: PlannedEngine) -> None:
-    """Raises PlanError where vLLM would not start such an engine."""
+    """Raises PlanError if vLLM would not start such an engine."""
     side, tp = engine.side, engine.tp
     if model.attention_heads % tp:
         raise PlanError(f"{side}: tensor parallel size {tp} does not divide {model.attention_heads} attention heads")
@@ -63,8 +66,10 @@ def check_engine(model: ModelShape, layout: Layout, engine: PlannedEngine) -> No
 
 
 def stage_layers(layers: int, pp: int) -> list[range]:
-    """The layers of each pipeline stage, as vLLM deals them out: what does not divide goes to the stages before the
-    last one, from its neighbour on."""
+    """Returns the layers of each pipeline stage, as vLLM splits them.
+
+    Remaining layers go to the stages before the last one, starting from the one next to it.
+    """
     each, rest = divmod(layers, pp)
     stages = []
     first = 0
@@ -78,7 +83,7 @@ def stage_layers(layers: int, pp: int) -> list[range]:
 def rank_caches(
     model: ModelShape, layout: Layout, engine: PlannedEngine, pp_rank: int, tp_rank: int, num_blocks: int
 ) -> RankCaches:
-    """The caches of one rank; addresses are 0."""
+    """Returns the caches of one rank, with addresses 0."""
     heads = len(topology.owned_heads(tp_rank, engine.tp, model.kv_heads))
     groups = sorted({kind.name for kind in model.cached if kind in (Cached.FULL, Cached.WINDOW)})
     geometries = [
@@ -98,7 +103,7 @@ def rank_caches(
 
 
 def tensor_widths(model: ModelShape, layout: Layout) -> tuple[int, ...]:
-    """Elements that one head of one token takes in each tensor of a layer."""
+    """Returns the elements per head and token in each tensor of a layer."""
     return model.widths if layout is Layout.VLLM_ASCEND else (sum(model.widths),)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Works a plan out with the functions that the connector itself uses, so that it says what the connector does."""
+"""Computes a plan with the connector's own functions, so that it matches what the connector does."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ from vllm_ascend_pd.tools.plan.figures import (
 from vllm_ascend_pd.tools.plan.model import Cached, ModelShape, PlanError
 
 PROMPT_TOKENS = 1000
-"""Length of the prompt that figures are given for."""
+"""Length of the prompt that the figures are for, in tokens."""
 
 _NUM_BLOCKS = 1 << 20  # of every cache: more than any figure needs
 _EXCHANGE_BUFFERS = 2  # of a slot's size, see `worker.regroup.Regrouper`
@@ -53,7 +53,7 @@ def make_plan(
     staging_slots: int,
     tokens: int = PROMPT_TOKENS,
 ) -> PlanFigures:
-    """What one prefill engine sends one decode engine, with figures for a prompt of `tokens`; without timing.
+    """Returns the transfers from one prefill engine to one decode engine, for a prompt of `tokens`, without timing.
 
     Raises PlanError where that cannot work.
     """
@@ -61,7 +61,7 @@ def make_plan(
         check_engine(model, layout, engine)
     p_ranks, d_ranks = (_ranks(model, layout, engine) for engine in (prefill, decode))
     _check_fit(model.name, prefill, decode, p_ranks, d_ranks)
-    # The same in every stage: heads are dealt out alike.
+    # Heads are split equally in every stage, so one stage represents all.
     routes = [
         [make_route(ours, rank, prefill.sharding, decode.sharding, decode.block_size) for ours in caches.geometries]
         for (stage, rank), caches in p_ranks.items()
@@ -106,7 +106,7 @@ def _check_fit(
     p_ranks: Mapping[RankPosition, RankCaches],
     d_ranks: Mapping[RankPosition, RankCaches],
 ) -> None:
-    """What every prefill rank checks at first contact."""
+    """Checks what every prefill rank checks at first contact."""
     described = tuple(RankDescription(*rank, "", "", caches) for rank, caches in d_ranks.items())
     description = EngineDescription("decode", name, decode.tp, decode.pp, described)
     for rank, caches in p_ranks.items():
@@ -126,7 +126,7 @@ class _Traffic:
 def _flows(
     source: RankPosition, caches: RankCaches, routes: Sequence[Route], d_stage: int, theirs: RankCaches, tokens: int
 ) -> list[Flow]:
-    """What `source` sends the ranks of decode's stage `d_stage`, whose caches are like `theirs`."""
+    """Returns what `source` sends to the ranks of decode's stage `d_stage`, whose caches look like `theirs`."""
     there = theirs.by_name()
     traffic: dict[int, _Traffic] = {}
     copies: dict[tuple[int, Target], tuple[int, int, int]] = {}
@@ -165,7 +165,7 @@ def _flows(
 
 
 def _copies(route: Route, target: Target, source: Geometry, theirs: Geometry, tokens: int, gap: int) -> tuple[int, int]:
-    """(bytes, descriptors) of one tensor of one layer for a prompt with `gap` blocks between any two of its blocks."""
+    """Returns (bytes, descriptors) of one tensor of a layer, with `gap` blocks between any two blocks of the prompt."""
     units = Units.of(route.unit, [(0, tokens)])
     src, dst = (
         units.offsets(units.blocks([_blocks(tokens, geometry, gap)], [0], geometry.span), geometry)
@@ -213,7 +213,7 @@ def _sender(rank: int, tp: int, model: ModelShape, layout: Layout, routes: Seque
         exchanges_with=first.ranks,
         pieces=tuple(
             Piece(part, target.tp_rank, target.rows, target.nbytes)
-            # Cache groups differ in their block ids only: one stands for all.
+            # Cache groups differ only in their block ids, so one represents all.
             for part, route in enumerate(routes[: len(tensor_widths(model, layout))])
             for target in route.targets
         ),

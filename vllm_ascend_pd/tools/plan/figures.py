@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-ascend-pd plan` finds out; `--json` prints it as it stands here. Sizes are bytes, times milliseconds."""
+"""The result of `vllm-ascend-pd plan`, which `--json` prints as it is. Sizes are in bytes, times in milliseconds."""
 
 from typing import NamedTuple
 
@@ -7,152 +7,143 @@ import msgspec
 
 
 class RankPosition(NamedTuple):
-    """A rank within its engine."""
+    """The position of a rank within its engine."""
 
     pp_rank: int
     tp_rank: int
 
 
 class ModelFigures(msgspec.Struct, frozen=True):
-    """`widths`: elements that one head of one token takes in each of a layer's tensors."""
+    """The model, as far as its KV cache depends on it."""
 
     name: str
     layers: int
-    cached_layers: int
+    cached_layers: int  # layers that have a KV cache
     kv_heads: int
     mla: bool
     dtype: str
-    widths: tuple[int, ...]
+    widths: tuple[int, ...]  # elements per head and token in each tensor of a layer
     bytes_per_token: int
     bytes_per_token_and_layer: int
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """Layers `[first, stop)`, of which `cached` have a KV cache."""
+    """A pipeline stage with layers `[first, stop)`."""
 
     first: int
     stop: int
-    cached: int
+    cached: int  # layers of the stage that have a KV cache
 
 
 class EngineFigures(msgspec.Struct, frozen=True):
-    """`bytes_per_token`: what a token takes on each rank of each stage."""
+    """One side's engines."""
 
     tp: int
     pp: int
     dp: int
-    block_size: int
+    block_size: int  # tokens
     stages: tuple[Stage, ...]
-    bytes_per_token: tuple[int, ...]
+    bytes_per_token: tuple[int, ...]  # by stage, on each of its ranks
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Of every unit of tensor `tensor` of a layer, `per_unit` runs of `nbytes` go to decode's rank `to`."""
+    """The part of each unit of a tensor that goes to one decode rank."""
 
-    tensor: int
-    to: int
-    per_unit: int
-    nbytes: int
+    tensor: int  # number of the tensor within its layer
+    to: int  # tp rank on decode
+    per_unit: int  # contiguous runs per unit
+    nbytes: int  # bytes of a run
 
 
 class SenderFigures(msgspec.Struct, frozen=True):
-    """A prefill rank, in every stage. It holds heads `[first_head, stop_head)`, as `lanes` ranks do: it serves every
-    request whose ticket falls on its `lane`. `exchanges_with`: the ranks of its all-to-all, itself included."""
+    """A prefill rank, in every stage. It has heads `[first_head, stop_head)`."""
 
     tp_rank: int
     first_head: int
     stop_head: int
-    lane: int
-    lanes: int
+    lane: int  # index among the ranks with the same heads; it serves the requests of this index
+    lanes: int  # number of ranks with the same heads
     regroup: str
-    exchanges_with: tuple[int, ...]
+    exchanges_with: tuple[int, ...]  # ranks of its all-to-all, including itself
     pieces: tuple[Piece, ...]
 
 
 class ReaderFigures(msgspec.Struct, frozen=True):
-    """A decode rank, in every stage. `writers`: per lane of prefill's, the ranks of each stage that write to it."""
+    """A decode rank, in every stage. It has heads `[first_head, stop_head)`."""
 
     tp_rank: int
     first_head: int
     stop_head: int
-    writers: tuple[tuple[int, ...], ...]
+    writers: tuple[tuple[int, ...], ...]  # by prefill's lane: the ranks of each stage that write to it
 
 
 class Staging(msgspec.Struct, frozen=True):
-    """Memory that every prefill rank sets aside for regrouping: `slots` slots of `slot_bytes`, which hold a layer of
-    a step of `step_tokens`, and two buffers of a slot's size for the all-to-all. All 0 if nothing can need it.
-    Not in `total_bytes`: `communicator_bytes`, which HCCL takes on an NPU for the `groups` that a rank belongs to."""
+    """Memory that each prefill rank reserves for regrouping. All figures are 0 if no request can need it."""
 
-    step_tokens: int
+    step_tokens: int  # tokens of a step, a layer of which fits into a slot
     slots: int
     slot_bytes: int
-    total_bytes: int
-    groups: int
-    communicator_bytes: int
+    total_bytes: int  # of all slots, and of two buffers of a slot's size for the all-to-all
+    groups: int  # all-to-all groups that a rank belongs to
+    communicator_bytes: int  # that HCCL takes for these groups on an NPU; not in `total_bytes`
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """What one rank writes to another for a prompt on `lane`: `layers` layers, from `first_layer` to `last_layer`.
-    Descriptors: with no two of the prompt's blocks next to each other, and with all of them so."""
+    """The writes of one prefill rank to one decode rank for a prompt."""
 
     source: RankPosition
     target: RankPosition
-    lane: int
+    lane: int  # as in `SenderFigures`, of the prompt
     first_layer: int
     last_layer: int
-    layers: int
+    layers: int  # number of layers written
     nbytes: int
-    descriptors: int
-    descriptors_contiguous: int
+    descriptors: int  # if no two blocks of the prompt are adjacent
+    descriptors_contiguous: int  # if all blocks of the prompt are adjacent
 
 
 class PromptFigures(msgspec.Struct, frozen=True):
-    """A prompt of `tokens` tokens, which travels as `units` whole units. `nbytes` and `descriptors` are those of all
-    ranks together; `busiest_sender` and `busiest_reader` what passes one rank's link at most."""
+    """The transfer of one prompt."""
 
     tokens: int
-    units: int
+    units: int  # whole units that the prompt is transferred as
     flows: tuple[Flow, ...]
-    nbytes: int
-    busiest_sender: int
-    busiest_reader: int
-    descriptors: int
-    descriptors_contiguous: int
+    nbytes: int  # of all ranks
+    busiest_sender: int  # maximum bytes that one prefill rank sends
+    busiest_reader: int  # maximum bytes that one decode rank receives
+    descriptors: int  # of all ranks, if no two blocks are adjacent
+    descriptors_contiguous: int  # of all ranks, if all blocks are adjacent
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """For the prompt, over links of `link_gbit` per rank and direction.
+    """The transfer times of the prompt."""
 
-    transfer_ms: on the busiest link, if nothing else uses it. layer_ms: the same for one layer.
-    prefill_link_ms, decode_link_ms: in the time in which every prefill engine computes one such prompt, how long a
-    rank's link is busy; prompts spread over lanes and over data-parallel engines.
-    compute_ms: how long prefill computes the prompt. after_prefill_ms: from then until decode has everything, if all
-    layers take equally long to compute. Both are none where the caller does not know.
-    """
-
-    link_gbit: float
-    transfer_ms: float
-    layer_ms: float
+    link_gbit: float  # bandwidth per rank and direction
+    transfer_ms: float  # on the busiest link, if nothing else uses it
+    layer_ms: float  # the same for one layer
+    # How long a rank's link is busy while each prefill engine computes one such prompt. Prompts are spread over lanes
+    # and data-parallel engines.
     prefill_link_ms: float
     decode_link_ms: float
+    # How long prefill computes the prompt. None if unknown.
     compute_ms: float | None
+    # Time from the end of prefill until decode has all KV, if all layers take equally long. None if unknown.
     after_prefill_ms: float | None
 
 
 class PlanFigures(msgspec.Struct, frozen=True):
-    """`unit_tokens`: the smaller of the two sides' blocks. `all_to_all`: groups of prefill's ranks that exchange heads
-    for this decode engine; `groups_created`: how many prefill creates at its start, for any decode engine."""
+    """The whole result."""
 
     model: ModelFigures
     layout: str
     prefill: EngineFigures
     decode: EngineFigures
-    unit_tokens: int
+    unit_tokens: int  # the smaller block size of the two sides
     senders: tuple[SenderFigures, ...]
     readers: tuple[ReaderFigures, ...]
-    all_to_all: tuple[tuple[int, ...], ...]
-    groups_created: int
+    all_to_all: tuple[tuple[int, ...], ...]  # groups of prefill ranks that exchange heads for this decode engine
+    groups_created: int  # groups that prefill creates at its start, for any decode engine
     staging: Staging
     prompt: PromptFigures
     timing: Timing | None
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what the figures leave out

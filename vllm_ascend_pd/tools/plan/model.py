@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's `config.json` says about its KV cache, read as vLLM reads it; what it leaves to code is refused."""
+"""Reads the shape of a model's KV cache from its `config.json`, as vLLM does. Refuses what only code defines."""
 
 import enum
 import json
@@ -12,11 +12,11 @@ from vllm_ascend_pd.tools.plan.defaults import in_code
 
 
 class PlanError(ValueError):
-    """Engines or a model that cannot work together, or that this command cannot describe."""
+    """The engines do not fit together or to the model, or this command cannot describe the model."""
 
 
 class CacheDtype(enum.StrEnum):
-    """Type of a cache's elements; AUTO is the model's own."""
+    """The data type of a cache. AUTO is the model's."""
 
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
@@ -27,7 +27,7 @@ class CacheDtype(enum.StrEnum):
 
     @property
     def torch_name(self) -> str:
-        """As a cache tensor's dtype is called: vLLM keeps fp8 in bytes."""
+        """The name of the cache tensor's dtype. vLLM stores fp8 as bytes."""
         return "uint8" if self is CacheDtype.FP8 else self.value
 
     @property
@@ -36,7 +36,7 @@ class CacheDtype(enum.StrEnum):
 
 
 class Cached(enum.Enum):
-    """What a layer keeps of the tokens it has seen."""
+    """What a layer caches."""
 
     FULL = "full attention"
     WINDOW = "attention within a window"
@@ -62,7 +62,7 @@ _LAYER_KINDS = {
     "moe": Cached.NOTHING,
 }
 
-# Fields that change the cache in a way this command does not know: better no figures than wrong ones.
+# Fields that change the cache in a way that this command does not support. It refuses such models.
 _NOT_DESCRIBED = {
     "compress_ratios": "caches of compressed tokens",
     "block_configs": "layers that differ in their KV heads",
@@ -75,31 +75,31 @@ _NOT_DESCRIBED = {
     "is_encoder_decoder": "an encoder with caches of its own",
 }
 
-# Fields of models in which only some layers have attention, where no list says which.
+# Fields of models in which only some layers have attention, and no list names them.
 _HYBRID_PREFIXES = ("mamba_", "ssm_", "attn_layer_", "attn_type_list", "hybrid_", "linear_attn_config")
 
-# Where models for more than text keep their text part, outermost first.
+# Fields with the text part of multimodal models, outermost first.
 _TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """`cached` has an entry per layer. `widths`: elements that one head of one token takes in each of a layer's
-    tensors where they are apart (K and V; MLA: the latent, its rotary part and, with sparse attention, the indexer's
-    key). `kv_heads` is 1 for MLA, whose latent every rank holds. `notes`: what the figures leave out."""
+    """What the size of a model's KV cache depends on."""
 
     name: str
-    cached: tuple[Cached, ...]
+    cached: tuple[Cached, ...]  # by layer
     attention_heads: int
-    kv_heads: int
+    kv_heads: int  # 1 for MLA, whose latent every rank has
     mla: bool
+    # Elements per head and token in each separate tensor of a layer: K and V. For MLA: the latent, its rotary part and,
+    # with sparse attention, the indexer's key.
     widths: tuple[int, ...]
     dtype: CacheDtype
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what the figures leave out
 
 
 def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
-    """The model whose `config.json` is `path` or in it. Raises PlanError, or OSError where there is no such file."""
+    """Reads the model whose `config.json` is `path` or in that folder. Raises PlanError or OSError."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -111,7 +111,7 @@ def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
 
 
 def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
-    """Raises PlanError naming the field that is missing or not described."""
+    """Raises PlanError, which names the missing or unsupported field."""
     text, model_type = config, str(config.get("model_type"))
     for part in _TEXT_PARTS:
         inner = text.get(part)

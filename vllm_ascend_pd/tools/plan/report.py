@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as tables for people."""
+"""Renders a plan as tables."""
 
 from collections.abc import Iterable, Sequence
 
@@ -51,7 +51,7 @@ def _senders(plan: PlanFigures) -> Table:
     table.add_column(f"of every {plan.unit_tokens} tokens of a layer, by tensor")
     alike: dict[tuple[object, ...], list[SenderFigures]] = {}
     for sender in plan.senders:
-        # Replicas take turns, request by request; those in groups of their own stay apart.
+        # Replicas serve alternating requests and share a row, unless they are in different groups.
         key = (sender.first_head, sender.stop_head, sender.regroup, sender.exchanges_with, sender.pieces)
         alike.setdefault(key, []).append(sender)
     for senders in alike.values():
@@ -72,7 +72,7 @@ def _senders(plan: PlanFigures) -> Table:
 
 
 def _pieces(pieces: Iterable[Piece]) -> str:
-    """Tensors in one line, decode ranks that get the same in one."""
+    """Returns one line for all tensors. Decode ranks that get the same are listed together."""
     by_target: dict[int, list[Piece]] = {}
     for piece in pieces:
         by_target.setdefault(piece.to, []).append(piece)
@@ -140,7 +140,7 @@ def _prompt(plan: PlanFigures) -> Table:
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    """Numbers with runs of three and more cut short: 0-3, 6."""
+    """Shortens runs of three and more numbers: 0-3, 6."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

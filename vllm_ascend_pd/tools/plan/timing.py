@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a plan's prompt is on its way, and how much of that prefill's computation hides."""
+"""Computes the transfer time of a plan's prompt, and how much of it overlaps with prefill's computation."""
 
 from collections.abc import Iterable
 
@@ -7,8 +7,7 @@ from vllm_ascend_pd.tools.plan.figures import Flow, PlanFigures, Timing
 
 
 def make_timing(plan: PlanFigures, link_gbit: float, compute_ms: float | None) -> Timing:
-    """`link_gbit` is what each rank can send, and receive, per second; `compute_ms` what prefill computes the plan's
-    prompt in."""
+    """`link_gbit` is each rank's bandwidth in each direction. `compute_ms` is prefill's time for the plan's prompt."""
     ms_per_byte = 8 / (link_gbit * 1e6)
     one = [flow for flow in plan.prompt.flows if flow.lane == 0]
     links: dict[object, list[Flow]] = {}
@@ -29,7 +28,7 @@ def make_timing(plan: PlanFigures, link_gbit: float, compute_ms: float | None) -
 
 
 def _layer_bytes(flows: Iterable[Flow]) -> float:
-    """Bytes of a layer that pass a link with these flows. A layer is one of all flows with the same layers."""
+    """Returns the bytes of one layer on a link with these flows. Flows with the same layers are added."""
     by_layers: dict[tuple[int, int], float] = {}
     for flow in flows:
         layers = (flow.first_layer, flow.last_layer)
@@ -38,8 +37,10 @@ def _layer_bytes(flows: Iterable[Flow]) -> float:
 
 
 def _end_ms(flows: list[Flow], num_layers: int, compute_ms: float, ms_per_byte: float) -> float:
-    """When a link is through with its flows: it cannot begin before their first layer is computed, nor send the last
-    one before that is."""
+    """Returns when a link has sent its flows.
+
+    It cannot begin before their first layer is computed, and cannot send the last layer before that is computed.
+    """
     layer_ms = compute_ms / num_layers
     first = min(flow.first_layer for flow in flows)
     last = max(flow.last_layer for flow in flows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-ascend-pd timeline`: from a folder of traces to a table, a picture and a page."""
+"""Turns a folder of traces into a table, a picture and a page, for `vllm-ascend-pd timeline`."""
 
 from __future__ import annotations
 
@@ -63,14 +63,13 @@ def show_timeline(
 
 
 def _in_file_names(request: Request) -> str:
-    """Its id, if that can be part of any file's name; else its transfer's fingerprint, which may be, or what is left
-    of that: a trace may hold anything."""
+    """Returns the request's id if a file name may have it, else its transfer's fingerprint, made safe."""
     usable = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,99}", request.name)
     return request.name if usable else re.sub(r"[^A-Za-z0-9]", "_", request.transfer)
 
 
 def _draw(picture: Picture, note: str, png: Path | None, default: Path, console: Console) -> Path | None:
-    """The PNG's path, if matplotlib is there; only who asks for a PNG must have it."""
+    """Returns the PNG's path, or None without matplotlib, which is only required if `png` is given."""
     path = png or default
     try:
         draw_png(picture, note, path)
@@ -85,7 +84,7 @@ def _draw(picture: Picture, note: str, png: Path | None, default: Path, console:
 
 
 def _write(path: Path, content: bytes) -> Path:
-    """All of it or nothing; a link that lies there is replaced, not followed."""
+    """Writes the file atomically. Replaces a symbolic link instead of following it."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_bytes(content)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings of several processes on one clock."""
+"""Merges the recordings of several processes onto one clock."""
 
 import dataclasses
 from collections import deque
@@ -16,8 +16,10 @@ _PARTS = ("prefill rank", "decode rank", "decode scheduler")
 
 @dataclasses.dataclass(frozen=True)
 class Shift:
-    """What is added to a clock's times. `uncertainty_us` is None where nobody has measured it: then it follows from
-    what the hosts take for unix time."""
+    """What is added to a clock's times.
+
+    `uncertainty_us` is None if no process has measured the clock. Then the shift follows from the hosts' unix time.
+    """
 
     us: float
     uncertainty_us: float | None
@@ -25,14 +27,14 @@ class Shift:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """Recordings with all events in microseconds since the first one. `shifts` by clock."""
+    """Recordings whose times are microseconds since the first event. `shifts` is by clock."""
 
     recordings: list[Recording]
     shifts: Mapping[str, Shift]
 
     @property
     def clock_note(self) -> str:
-        """How well the clocks are known, in a few words."""
+        """Describes the accuracy of the clocks in a few words."""
         measured = [s.uncertainty_us for s in self.shifts.values() if s.uncertainty_us is not None]
         if len(measured) < len(self.shifts):
             return "clocks of some hosts were not compared: their times follow unix time, and may be wrong"
@@ -42,8 +44,10 @@ class Timeline:
 
 
 def align(recordings: Sequence[Recording]) -> dict[str, Shift]:
-    """Brings all clocks onto that of the first decode process, else of the first process: along the measurements with
-    the least uncertainty where there are any."""
+    """Returns the shift of each clock to the clock of the first decode process, or else of the first process.
+
+    Follows the measurements with the smallest uncertainty, as far as there are any.
+    """
     clocks = {r.process.clock: r.process for r in recordings}
     reference = next((r.process.clock for r in recordings if r.process.part != "prefill rank"), next(iter(clocks)))
     edges: dict[str, dict[str, tuple[float, float]]] = {clock: {} for clock in clocks}
@@ -63,7 +67,7 @@ def align(recordings: Sequence[Recording]) -> dict[str, Shift]:
         known = shifts[clock]
         for other, (offset_us, uncertainty_us) in edges[clock].items():
             if other not in shifts:
-                # The other's time is ours plus the offset, so the offset comes off again.
+                # The other clock's time is this one's plus the offset, so the offset is subtracted.
                 assert known.uncertainty_us is not None
                 shifts[other] = Shift(known.us - offset_us, known.uncertainty_us + uncertainty_us)
                 reached.append(other)
@@ -74,7 +78,7 @@ def align(recordings: Sequence[Recording]) -> dict[str, Shift]:
 
 
 def merge(recordings: Sequence[Recording]) -> Timeline:
-    """Prefill's ranks first, then decode's; times from 0."""
+    """Sorts prefill's ranks before decode's, and lets times begin at 0."""
     shifts = align(recordings)
     ordered = sorted(recordings, key=lambda r: (_PARTS.index(r.process.part), r.process.engine, *_place(r.process)))
     begin = min((e.ts + shifts[r.process.clock].us for r in recordings for e in r.events), default=0.0)
@@ -87,7 +91,7 @@ def merge(recordings: Sequence[Recording]) -> Timeline:
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """What chrome://tracing and Perfetto open."""
+    """Returns the trace for chrome://tracing and Perfetto."""
     events: list[Any] = []
     for pid, recording in enumerate(timeline.recordings, 1):
         named = [("process_name", 0, title(recording.process))]

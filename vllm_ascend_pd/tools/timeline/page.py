@@ -19,7 +19,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def page(picture: Picture, requests: Sequence[Request], note: str) -> str:
-    """The whole file."""
+    """Returns the HTML file."""
     head = "".join(f'<th title="{html.escape(why)}">{html.escape(name)}</th>' for name, why in columns())
     body = "".join(
         f"<tr><td>{html.escape(one.name)}{_failures(one)}</td>"
@@ -36,7 +36,7 @@ def page(picture: Picture, requests: Sequence[Request], note: str) -> str:
     }
     text = _TEMPLATE.read_text(encoding="utf-8")
     before, *rest = text.split("@@")
-    # Split once: what is put in is not looked at again, whatever it holds.
+    # Split once, so that inserted values are never searched for placeholders.
     return before + "".join(parts[piece] if i % 2 == 0 else piece for i, piece in enumerate(rest))
 
 
@@ -73,6 +73,6 @@ def _script_data(picture: Picture) -> str:
             if at is not None
         ],
     }
-    # JSON inside a script element: only `<` can end that, and only these two end a line of JavaScript.
+    # In a script element only `<` can end the JSON, and only these two characters end a line of JavaScript.
     text = json.dumps(data)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

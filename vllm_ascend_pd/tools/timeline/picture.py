@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows and bars of a timeline, for the PNG and the page alike."""
+"""The rows and bars of a timeline, for both the PNG and the page."""
 
 import dataclasses
 import re
@@ -15,8 +15,10 @@ MAX_BARS = 50_000
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """Microseconds. `layer`: its place among all layers, -1 for what is none's; `mine`: it belongs to the request
-    that is looked at."""
+    """A span, in microseconds.
+
+    `layer` is its number among all layers, or -1. `mine`: it belongs to the request of the picture.
+    """
 
     begin: float
     end: float
@@ -36,7 +38,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """That share of the request's bytes had arrived at that time."""
+    """The share of the request's bytes that had arrived at a time."""
 
     at: float
     share: float
@@ -44,7 +46,7 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """`begin` and `end`: what to look at. `omitted`: bars that were too many."""
+    """`begin` and `end` are the time shown. `omitted` is the number of bars beyond the limit."""
 
     rows: list[Row]
     layers: list[str]
@@ -56,7 +58,7 @@ class Picture:
 
 
 def paint(timeline: Timeline, requests: list[Request], request: Request) -> Picture:
-    """All rows, with those of `request` to look at. At most MAX_BARS bars: the request's own go first."""
+    """Returns the picture of `request`, with rows of all processes and at most MAX_BARS bars, the request's first."""
     layers = sorted({name for r in timeline.recordings for name in _layers(r)}, key=natural)
     places = {name: place for place, name in enumerate(layers)}
     rows: list[Row] = []
@@ -91,7 +93,7 @@ def paint(timeline: Timeline, requests: list[Request], request: Request) -> Pict
         for event in recording.events:
             if isinstance(event, LayerEvent):
                 last_of[event.args.step] = max(event.end, last_of.get(event.args.step, 0.0))
-        for step in rests:  # what comes after the last layer's KV
+        for step in rests:  # after the last layer's KV
             number = step.args.step
             computed.append(Bar(last_of.get(number, step.ts), step.end, -1, "", number in mine))
         rows.append(Row("compute", f"{who} computes", sorted(computed, key=lambda bar: bar.begin)))
@@ -112,7 +114,7 @@ def paint(timeline: Timeline, requests: list[Request], request: Request) -> Pict
 
 
 def headline(request: Request) -> str:
-    """The result in one line."""
+    """Returns the result in one line."""
     if request.early_share is None or request.compute_end is None:
         return f"request {request.name[:60]}"
     text = f"{request.early_share:.0%} of the KV was in decode's cache when prefill's forward pass ended"
@@ -129,12 +131,12 @@ def explanation(picture: Picture) -> str:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layer 10 behind layer 9."""
+    """A sort key that puts layer 10 after layer 9."""
     return [(int(part[:18]), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def short_layer(name: str) -> str:
-    """What tells a layer from others: its number."""
+    """Returns a layer's number."""
     numbers = re.findall(r"[0-9]+", name)
     return numbers[0][:6] if numbers else name[:12]
 
@@ -173,9 +175,9 @@ def _arrivals(arriving: list[tuple[float, int]]) -> list[Arrival]:
 
 
 def _window(request: Request) -> tuple[float, float]:
-    """From the first layer, or the ticket if that is not long before, until decode is ready, with a margin."""
+    """Returns the time to show: from the first layer or the ticket until decode is ready, with a margin."""
     begin, end = request.begin or 0.0, request.end or 1.0
     if request.compute_begin is not None and request.compute is not None and request.queue is not None:
         begin = max(begin, request.compute_begin - 0.25 * request.compute)
     margin = max(0.02 * (end - begin), 1.0)
-    return begin - margin, end + 4 * margin  # where it says that decode is ready
+    return begin - margin, end + 4 * margin  # room for the label "decode ready"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline of one request as a PNG. Needs matplotlib, which nothing else here does."""
+"""Draws the timeline of one request as a PNG. Only this module needs matplotlib."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ _MAX_ROWS = 40
 _OTHERS = "0.88"
 _REST = "0.6"
 _LABEL_ROWS = 0.45
-"""Between two heights of labels, in rows."""
+"""Distance between two label heights, in rows."""
 _GAP = 6
-"""Between two labels of one height, in pixels."""
+"""Distance between two labels of one height, in pixels."""
 
 
 def draw_png(picture: Picture, note: str, path: Path) -> None:
-    """Raises ImportError without matplotlib, OSError when the file cannot be written."""
+    """Raises ImportError without matplotlib, OSError if the file cannot be written."""
     with tempfile.TemporaryDirectory() as scratch:
-        os.environ.setdefault("MPLCONFIGDIR", scratch)  # else it leaves its cache in the user's home
-        logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # it would say that it makes that cache
+        os.environ.setdefault("MPLCONFIGDIR", scratch)  # otherwise matplotlib writes its cache to the user's home
+        logging.getLogger("matplotlib.font_manager").setLevel(
+            logging.ERROR
+        )  # otherwise it logs that it builds the cache
         _draw(picture, note, path)
 
 
@@ -54,7 +56,7 @@ def _draw(picture: Picture, note: str, path: Path) -> None:
         axes.spines[side].set_visible(False)
     figure.suptitle(_plain(headline(request)), fontsize=12, fontweight="bold")
     axes.set_title(_plain(explanation(picture)), fontsize=9, color="0.3")
-    _draw_moments(figure, axes, picture, zero, len(rows))  # last: where there is room depends on the rest
+    _draw_moments(figure, axes, picture, zero, len(rows))  # last, because the free space depends on the rest
     figure.savefig(path, format="png", dpi=100, metadata={"Software": None})
 
 
@@ -86,7 +88,7 @@ def _draw_row(axes: Any, y: int, row: Row, palette: list[Any], picture: Picture,
 
 
 def _draw_arrivals(axes: Any, y: int, picture: Picture, zero: float) -> None:
-    """A row that fills up as bytes arrive."""
+    """Draws a row that fills as bytes arrive."""
     times = [picture.begin, *(arrival.at for arrival in picture.arrivals), picture.end]
     shares = [0.0, *(arrival.share for arrival in picture.arrivals)]
     shares.append(shares[-1])
@@ -122,7 +124,7 @@ def _draw_moments(figure: Any, axes: Any, picture: Picture, zero: float, rows: i
             alpha=0.07,
             linewidth=0,
         )
-    figure.draw_without_rendering()  # from here on it is known how wide a text is, and where
+    figure.draw_without_rendering()  # determines the size and place of texts
     left, right = (axes.transData.transform((x, 0))[0] for x in axes.get_xlim())
     places = place_labels(
         [
@@ -169,5 +171,5 @@ def _color(bar: Bar, palette: list[Any]) -> Any:
 
 
 def _plain(text: str) -> str:
-    """Without what matplotlib would take for mathematics."""
+    """Escapes what matplotlib would render as mathematics."""
     return text.replace("$", r"\$")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trace files, read back. They may come from anywhere: sizes are bounded, and what cannot be read is named."""
+"""Reads trace files. They are untrusted, so sizes are bounded, and unreadable parts are reported."""
 
 import os
 import stat
@@ -25,13 +25,13 @@ MAX_FILES = 4096
 MAX_LINE_BYTES = 4 << 20
 MAX_PROBLEM_CHARS = 1000
 MAX_EVENTS = 2_000_000
-"""Of all files together: about 2 GB of memory."""
+"""Maximum of all files together, about 2 GB of memory."""
 
 _decoder: msgspec.json.Decoder[TraceEvent] = msgspec.json.Decoder(TraceEvent)
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """What one process traced. `lanes`: names of its rows, by number; `problems`: what was wrong with the file."""
+    """The trace of one process. `lanes` has the names of its rows by number, `problems` what is wrong with the file."""
 
     file: str
     process: TracedProcess
@@ -42,7 +42,7 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
-    """All recordings, and what is wrong with files that are none. Raises TraceError when there is nothing to read."""
+    """Returns all recordings and the problems of unreadable files. Raises TraceError if there is nothing to read."""
     try:
         files = sorted(folder.glob(FILE_PATTERN))
     except OSError as error:
@@ -74,9 +74,9 @@ def read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
 
 
 def read_file(path: Path, max_events: int) -> Recording:
-    """Raises TraceError for a file that does not begin as a trace does."""
+    """Raises TraceError for a file that does not begin like a trace."""
     try:
-        # A pipe must not make us wait.
+        # Opening a pipe must not block.
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     except OSError as error:
         raise TraceError(f"cannot be read: {error.strerror}") from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a request's time went, from the events of all processes."""
+"""Computes where a request's time went, from the events of all processes."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ from vllm_ascend_pd.observe.events import (
 from vllm_ascend_pd.tools.timeline.merge import Timeline
 
 ELLIPSIS = "\u2026"
-"""Stands for what is left out of an id."""
+"""Replaces the omitted part of an id."""
 
 _MAX_NAMES = 16
 
@@ -27,18 +27,20 @@ Span = tuple[float, float]
 
 @dataclasses.dataclass
 class Request:
-    """One transfer; times in microseconds, None where nothing was seen. `names`: what prefill and decode call the
-    request, the proxy's name first."""
+    """One transfer. Times are in microseconds, None without an event.
+
+    `names` are the request's ids on prefill and decode, the proxy's id first.
+    """
 
     transfer: str
     names: list[str] = dataclasses.field(default_factory=list)
     prompt_tokens: int | None = None
-    """Of the prompt, up to the last one whose KV prefill has begun to compute for decode."""
+    """Tokens of the prompt, up to the last one whose KV prefill has begun to compute for decode."""
     issued: float | None = None
     granted: float | None = None
-    """When the last rank had its first grant."""
+    """Time at which the last rank got its first grant."""
     computed: list[Span] = dataclasses.field(default_factory=list)
-    """Steps that completed its KV, on all ranks."""
+    """Steps of all ranks that completed its KV."""
     regrouped: list[Span] = dataclasses.field(default_factory=list)
     pushed: list[Span] = dataclasses.field(default_factory=list)
     bytes: int = 0
@@ -70,11 +72,11 @@ class Request:
     def end(self) -> float | None:
         return max(_known(self.ready, self.push_end, self.compute_end), default=None)
 
-    # What the table shows, in microseconds.
+    # Values of the table, in microseconds.
 
     @property
     def queue(self) -> float | None:
-        """From the ticket until its first layer begins: the way over the proxy, and prefill's queue."""
+        """Time from the ticket until the first layer begins, in the proxy and in prefill's queue."""
         return _between(self.issued, self.compute_begin)
 
     @property
@@ -87,18 +89,18 @@ class Request:
 
     @property
     def push(self) -> float | None:
-        """While at least one rank pushed."""
+        """Time in which at least one rank pushed."""
         return covered(self.pushed) if self.pushed else None
 
     @property
     def push_after(self) -> float | None:
-        """From the end of the forward pass until all was pushed."""
+        """Time from the end of the forward pass until all was pushed."""
         after = _between(self.compute_end, self.push_end)
         return None if after is None else max(0.0, after)
 
     @property
     def early_share(self) -> float | None:
-        """Of the bytes, those that had arrived when the forward pass ended."""
+        """Share of the bytes that had arrived when the forward pass ended."""
         return self.bytes_before_end / self.bytes if self.bytes else None
 
     @property
@@ -107,12 +109,12 @@ class Request:
 
 
 def summarize(timeline: Timeline) -> list[Request]:
-    """All transfers that a prefill or decode process has seen, in the order of their first event."""
+    """Returns all transfers in the traces, in the order of their first event."""
     found: dict[str, Request] = {}
 
     def request(transfer: str, name: str | None = None, first: bool = False) -> Request:
         one = found.setdefault(transfer, Request(transfer))
-        name = None if name is None else short_name(name)  # again: a file may hold anything
+        name = None if name is None else short_name(name)  # again, because files are untrusted
         if name is not None and name not in one.names and len(one.names) < _MAX_NAMES:
             one.names.insert(0 if first else len(one.names), name)
         return one
@@ -156,8 +158,10 @@ def summarize(timeline: Timeline) -> list[Request]:
 
 
 def chosen(requests: Sequence[Request], wanted: str | None) -> list[Request]:
-    """Those that `wanted` names, by a request's id, as a whole or as the table shortens it, or by a transfer's
-    fingerprint; all if None."""
+    """Returns the requests with the id or fingerprint `wanted`, or all if it is None.
+
+    An id may be shortened as in the table.
+    """
     if wanted is None:
         return list(requests)
     exact = [one for one in requests if wanted in (one.transfer, *one.names)]
@@ -168,12 +172,12 @@ def chosen(requests: Sequence[Request], wanted: str | None) -> list[Request]:
 
 
 def covered(spans: Iterable[Span]) -> float:
-    """The time in which at least one span runs."""
+    """Returns the time covered by at least one span."""
     return sum(end - begin for begin, end in union(spans))
 
 
 def union(spans: Iterable[Span]) -> Iterator[Span]:
-    """The same time in spans that do not overlap."""
+    """Returns spans that cover the same time without overlap."""
     current: Span | None = None
     for begin, end in sorted(spans):
         if current is None or begin > current[1]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where requests' time went, as a table."""
+"""Renders where requests' time went as a table."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,10 @@ _LEAST_NAME = 8
 
 
 def table(requests: Sequence[Request], width: int) -> Table:
-    """Where the time went, at most MAX_ROWS requests; of one alone, with what the figures mean. `width`: of the
-    console. Where that is too little for all, ids are shortened, and figures never are."""
+    """Returns a table of at most MAX_ROWS requests. A single request's table explains the figures.
+
+    `width` is the console's. If it is too small, ids are shortened, but never figures.
+    """
     if len(requests) == 1:
         result = Table(title=f"where the time of {escape(requests[0].name)} went (ms)", box=SIMPLE, show_header=False)
         result.add_column(no_wrap=True)
@@ -34,12 +36,12 @@ def table(requests: Sequence[Request], width: int) -> Table:
         max(map(len, [*heading.split("\n"), *column])) for heading, *column in zip(headings, *rows, strict=True)
     )
     names = [one.name for one in requests]
-    between = len(headings) + 2  # a space between columns, and one at each edge
+    between = len(headings) + 2  # spaces between columns and at both edges
     spacious = max(map(len, names), default=0) + figures + 3 * between <= width
     if not spacious:
         names = short_names(names, max(_LEAST_NAME, width - figures - between))
     result = Table(title="where the time went (ms)", box=SIMPLE, padding=(0, int(spacious)))
-    result.add_column("request", overflow="fold")  # the only one that may be narrower than what is in it
+    result.add_column("request", overflow="fold")  # the only column that may be narrower than its content
     for heading in headings:
         result.add_column(heading, justify="right", no_wrap=True)
     for one, name, row in zip(requests, names, rows, strict=False):
@@ -48,10 +50,14 @@ def table(requests: Sequence[Request], width: int) -> Table:
 
 
 def short_names(names: Sequence[str], room: int) -> list[str]:
-    """`names` with at most `room` characters, by which they can still be told apart; as they are if none such are
-    found. Ids of one kind differ at their beginning, at their end, or behind what they have in common."""
+    """Shortens `names` to at most `room` characters so that they still differ. Returns them unchanged if that fails.
+
+    Ids of one kind differ at the beginning, at the end, or after their common prefix.
+    """
     long = [name for name in names if len(name) > room]
-    pairs = zip(min(long, default=""), max(long, default=""), strict=False)  # what these two have in common all have
+    pairs = zip(
+        min(long, default=""), max(long, default=""), strict=False
+    )  # the common prefix of these two is common to all
     begin = next((place for place, (one, other) in enumerate(pairs) if one != other), 0)
     ends = (min(2, room - 1), room // 2, 0, room - 1)
     ways = [(0, room - 1 - end, end) for end in ends] + [(begin, room - 2, 0)]
@@ -68,12 +74,12 @@ def _shorten(name: str, first: int, head: int, tail: int) -> str:
 
 
 def failures(one: Request) -> str:
-    """The kinds, each once."""
+    """Returns the kinds of failures, each once."""
     return ", ".join(sorted({*one.failures}))
 
 
 def columns() -> list[tuple[str, str]]:
-    """(heading, what it means), in the order of `cells`."""
+    """Returns (heading, meaning) of each column, in the order of `cells`."""
     return [
         ("prompt tokens", "of the prompt, as far as prefill has computed it for decode"),
         ("queue", "from the ticket until prefill begins to compute: the way over the proxy, and prefill's queue"),
