@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What threads share of a transfer: the control thread publishes views, others read them and report failures."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.scheduling import make_ticket
+from vllm_ascend_pd.core.failure import PushFailure
+from vllm_ascend_pd.core.layout import RankCaches
+from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
+from vllm_ascend_pd.core.protocol import Complete, Granted, Message, RankDescription
+from vllm_ascend_pd.core.threads import WrongThreadError, hand_over
+from vllm_ascend_pd.prefill.grant_wait import GrantWaitLimit
+from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
+
+KEY = (0, 0)
+
+
+def make_transfer(grant_timeout_s: float = 60.0) -> Transfer:
+    sender: Any = SimpleNamespace(grant_wait=GrantWaitLimit())
+    state = PrefillTicket(time.monotonic() + grant_timeout_s)
+    return Transfer("request", make_ticket(10, [1]), sender, state, Withdrawals())
+
+
+def contact(transfer: Transfer) -> None:
+    with transfer.changing() as state:
+        state.contacted({KEY: Destination(RankDescription(*KEY, "", "", RankCaches((), ())), (0,))})
+
+
+def answer(transfer: Transfer, message: Message) -> None:
+    now = time.monotonic()
+    with transfer.changing() as state:
+        state.asked(KEY, now)
+        state.answered(KEY, now, message)
+
+
+def test_only_the_control_thread_changes_the_state() -> None:
+    transfer = make_transfer()
+    contact(transfer)
+    with ThreadPoolExecutor(1) as other, pytest.raises(WrongThreadError):
+        other.submit(contact, transfer).result()
+
+
+def test_a_failure_stops_writes_at_once_and_the_state_takes_it_over_before_it_ends() -> None:
+    transfer = make_transfer()
+    contact(transfer)
+    answer(transfer, Granted(30.0))
+    assert transfer.await_grant(KEY)
+    before = transfer.withdrawals.count
+    with ThreadPoolExecutor(1) as other:
+        other.submit(transfer.fail, "the device failed", PushFailure.DEVICE).result()
+    transfer.fail("a later reason", PushFailure.INTERNAL)
+    assert transfer.withdrawals.count > before
+    assert not transfer.await_grant(KEY)
+    assert transfer.writable_until(KEY) < time.monotonic() < transfer.lease_until(KEY)
+    assert transfer.state.failure is None, "another thread does not touch it"
+    with transfer.changing() as state:
+        assert state.finish(time.monotonic()) is False
+    assert (state.failure, state.cause) == ("the device failed", PushFailure.DEVICE)
+
+
+def test_what_fails_after_the_end_does_not_count() -> None:
+    transfer = make_transfer()
+    contact(transfer)
+    answer(transfer, Granted(30.0))
+    with transfer.changing() as state:
+        assert state.finish(time.monotonic())
+    transfer.fail("too late", PushFailure.ABORTED)
+    assert transfer.failure is None
+    with transfer.changing() as state:
+        assert (state.failure, state.phase) == (None, Phase.FINISHED)
+    assert not transfer.await_grant(KEY), "nothing is written after the end"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda transfer: answer(transfer, Granted(30.0)), True),
+        (lambda transfer: answer(transfer, Complete()), False),
+        (lambda transfer: transfer.fail("for the test", PushFailure.ABORTED), False),
+    ],
+    ids=["granted", "complete", "failed"],
+)
+def test_the_sender_wakes_up_when_something_changes(change: Callable[[Transfer], None], expected: bool) -> None:
+    transfer = make_transfer()
+    contact(transfer)
+    with ThreadPoolExecutor(1) as sender:
+        allowed = sender.submit(transfer.await_grant, KEY)
+        time.sleep(0.05)
+        assert not allowed.done()
+        change(transfer)
+        assert allowed.result(10) is expected
+
+
+def test_without_a_description_or_a_grant_it_fails_at_the_deadline() -> None:
+    undescribed, ungranted = make_transfer(0.1), make_transfer(0.1)
+    contact(ungranted)
+    assert not undescribed.await_destinations()
+    assert undescribed.failure == "the decode engine did not describe itself in time"
+    assert ungranted.await_destinations()
+    assert not ungranted.await_grant(KEY)
+    assert ungranted.failure == "decode rank (0, 0) gave no grant in time"
+
+
+def test_a_lease_that_has_run_out_fails_it_though_a_renewal_crosses() -> None:
+    """A layer that was not written must not count as delivered (R1)."""
+    transfer = make_transfer()
+    contact(transfer)
+    answer(transfer, Granted(0.05))
+    time.sleep(0.1)
+    assert not transfer.await_grant(KEY)
+    answer(transfer, Granted(30.0))
+    assert not transfer.await_grant(KEY)
+    with transfer.changing() as state:
+        assert state.finish(time.monotonic()) is False
+    assert state.failure == "the lease for decode rank (0, 0) ran out"
+
+
+def test_readers_never_wait_for_the_control_thread() -> None:
+    transfer = make_transfer()
+    contact(transfer)
+    answer(transfer, Granted(30.0))
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold_the_state() -> None:
+        hand_over(transfer.state)
+        with transfer.changing():
+            inside.set()
+            leave.wait(10)
+
+    with ThreadPoolExecutor(1) as control:
+        held = control.submit(hold_the_state)
+        assert inside.wait(10)
+        assert transfer.await_grant(KEY)
+        assert transfer.writable_until(KEY) > time.monotonic()
+        transfer.fail("for the test", PushFailure.ABORTED)
+        leave.set()
+        held.result(10)
+    assert transfer.failure == "for the test"
