@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes the KV cache tensors that vLLM registers, and the memory they lie in."""
+"""Describes the KV cache tensors that vLLM registers, and their memory."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -20,29 +20,34 @@ from vllm_ascend_pd.core.layout import (
 from vllm_ascend_pd.core.regions import Region, merge
 from vllm_ascend_pd.core.states import LayerState, state_geometries
 
+# Two regions of a storage with at most so many bytes between them are registered as one, as in vllm-ascend: the number
+# of regions is limited (`core/regions.py`).
 _SMALL_GAP = 4096
-"""Bytes between two regions of a storage that are registered along with them, as vllm-ascend does: the number of
-regions is limited (`core/regions.py`)."""
 
 KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What the tensors of a layer's cache hold: its cache group, tokens per block, KV heads here and in all.
-    `encoding` names what is in tensors of plain bytes (uint8), where they are not numbers themselves; `share` says
-    which of a request's tokens are here, `draft` whose layer it is, both as in `Geometry`."""
+    """What the tensors of a layer's cache hold."""
 
+    # vLLM's cache group.
     group: int
+    # Tokens in a block.
     block_size: int
+    # KV heads on this rank.
     heads: int
+    # KV heads of the whole model.
     total_heads: int
+    # What is encoded in tensors of plain bytes (uint8). None if the bytes are numbers.
     encoding: str | None = None
+    # As in `Geometry`.
     share: TokenShare = ALL_TOKENS
+    # As in `Geometry`.
     draft: str = ""
 
     def dtype_of(self, tensor: torch.Tensor) -> str:
-        """As both sides compare it: two encodings may take the same bytes."""
+        """Returns the element type for both sides to compare. Two encodings of uint8 differ."""
         if tensor.dtype is torch.uint8 and self.encoding is not None:
             return self.encoding
         return str(tensor.dtype).removeprefix("torch.")
@@ -50,34 +55,42 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What a block of a Mamba or linear attention layer holds: its cache group, and states one after the other."""
+    """What a block of a Mamba or linear attention layer holds."""
 
+    # vLLM's cache group.
     group: int
+    # In the order in which they lie in the block.
     states: tuple[LayerState, ...]
 
 
 class LayerTensors(NamedTuple):
-    """Tensors of one layer that have one geometry: their descriptions, and the tensors."""
+    """The tensors of one layer that have one geometry."""
 
     described: tuple[CacheTensor, ...]
+    # In the same order.
     tensors: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class RegisteredCaches:
-    """A rank's caches: their description, the tensors by index, and each layer's tensor indices.
+    """A rank's caches.
 
-    A tensor that holds several states is described by its runs of bytes, and is there once for each. A layer that
-    only reads another's cache has no tensors of its own.
+    A tensor that holds several states is described by its runs of bytes, and listed once for each. A layer that only
+    reads another layer's cache has no tensors.
     """
 
     description: RankCaches
+    # In the order of `description.tensors`.
     tensors: tuple[torch.Tensor, ...]
+    # By layer: indices into `tensors`.
     layers: dict[str, tuple[int, ...]]
 
     def regions(self) -> list[Region]:
-        """The memory of all tensors. Tensors of one storage with small gaps between them are one region; a region never
-        reaches from one storage into another, which may be another allocation."""
+        """Returns the memory of all tensors.
+
+        Tensors of one storage with small gaps between them are one region. A region never spans two storages, which
+        may be two allocations.
+        """
         by_storage: dict[int, list[Region]] = {}
         for tensor in self.tensors:
             regions = by_storage.setdefault(tensor.untyped_storage().data_ptr(), [])
@@ -86,7 +99,7 @@ class RegisteredCaches:
 
     @functools.cached_property
     def layers_by_geometry(self) -> dict[str, dict[int, LayerTensors]]:
-        """layer -> index of a geometry -> the layer's tensors that lie so."""
+        """By layer and index of a geometry: the layer's tensors of that geometry."""
         grouped: dict[str, dict[int, LayerTensors]] = {}
         for layer, indices in self.layers.items():
             alike = grouped[layer] = {}
@@ -100,9 +113,13 @@ class RegisteredCaches:
 def describe(
     kv_caches: Mapping[str, KVCache], specs: Mapping[str, LayerSpec | StateSpec], *, heads_first: bool
 ) -> RegisteredCaches:
-    """Describes `kv_caches` (layer name -> tensor or tuple of tensors, `[num_blocks, ...]` each).
+    """Describes the KV caches of a rank.
 
-    `heads_first`: where a shape leaves it open, heads come before tokens. Raises LayoutError.
+    `kv_caches`: by layer, a tensor or several, of shape `[num_blocks, ...]` each.
+    `specs`: by layer, what they hold.
+    `heads_first`: whether heads come before tokens if a tensor's shape does not decide it.
+
+    Raises LayoutError.
     """
     geometries: dict[Geometry, int] = {}
     described: list[CacheTensor] = []
@@ -113,7 +130,7 @@ def describe(
         whole = (cache,) if isinstance(cache, torch.Tensor) else tuple(cache)
         if layer not in specs:
             if {tensor.data_ptr() for tensor in whole} <= {tensor.base for tensor in described}:
-                layers[layer] = ()  # vLLM tells its ranks alone of layers that read another's cache
+                layers[layer] = ()  # a layer that reads another's cache, of which only ranks know
                 continue
             raise LayoutError(f"{layer}: registered without belonging to a cache group")
         spec = specs[layer]
@@ -134,7 +151,8 @@ def describe(
     return RegisteredCaches(RankCaches(tuple(geometries), tuple(described)), tuple(tensors), layers)
 
 
-_Run: TypeAlias = tuple[torch.Tensor, int, Geometry]  # the tensor, bytes from its start, how blocks lie from there
+# A tensor, an offset in bytes from its start, and the geometry of the blocks from there on.
+_Run: TypeAlias = tuple[torch.Tensor, int, Geometry]
 
 
 def _tokens(cache: Sequence[torch.Tensor], spec: LayerSpec, heads_first: bool) -> list[_Run]:
@@ -162,8 +180,10 @@ def _tokens(cache: Sequence[torch.Tensor], spec: LayerSpec, heads_first: bool) -
 
 
 def _by_blocks(tensor: torch.Tensor, block_size: int, heads_first: bool) -> torch.Tensor:
-    """`[num_blocks, block_size, ...]`. Beside states vllm-ascend makes blocks long, and gives its kernels several of
-    theirs for each, one after the other."""
+    """Returns the tensor as `[num_blocks, block_size, ...]`.
+
+    In models that also have states, vllm-ascend makes blocks long. Its kernels see each as several short blocks.
+    """
     number, tokens = tensor.shape[:2]
     if heads_first or block_size in tensor.shape[1:3] or block_size % tokens or not tensor.is_contiguous():
         return tensor
@@ -173,7 +193,7 @@ def _by_blocks(tensor: torch.Tensor, block_size: int, heads_first: bool) -> torc
 
 
 def _states(cache: Sequence[torch.Tensor], spec: StateSpec) -> list[_Run]:
-    """The states lie one after the other in a block of one tensor, or in a tensor each."""
+    """Describes states that lie one after the other in the blocks of one tensor, or in a tensor each."""
     whole_block = len(cache) == 1
     if not whole_block and len(cache) != len(spec.states):
         raise LayoutError(f"{len(cache)} tensors for {len(spec.states)} states")
@@ -192,6 +212,6 @@ def _states(cache: Sequence[torch.Tensor], spec: StateSpec) -> list[_Run]:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the tensor's first element to the end of its last."""
+    """Returns the bytes from the tensor's first element to the end of its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int((last + 1) * tensor.element_size())

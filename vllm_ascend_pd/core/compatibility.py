@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do a prefill rank and a decode engine fit together? Checked at first contact, before a byte moves."""
+"""Checks whether a prefill rank and a decode engine fit together: at first contact, before a byte moves."""
 
 from collections.abc import Mapping
 
@@ -13,17 +13,17 @@ from vllm_ascend_pd.core.topology import Sharding, TopologyError
 def mismatch(
     caches: RankCaches, model: str, rank: int, prefill: Sharding, whole_model: bool, decode: EngineDescription
 ) -> str | None:
-    """Why prefill's `rank` cannot send to `decode`, with both sides' values; None if it can.
+    """Returns why prefill's `rank` cannot send to `decode`, with both sides' values; None if it can.
 
-    `whole_model`: this rank holds every layer (no pipeline parallelism), so layers that only decode has count too.
-    Draft layers need not be there on both sides: text is right without their KV, since drafts are verified.
+    `whole_model`: this rank holds every layer (no pipeline parallelism), so layers that only decode has count, too.
+    Draft layers may be on one side only: output is right without their KV, since drafts are verified.
     """
     if model != decode.model:
         return f"prefill serves {model}, decode serves {decode.model}"
     if (reason := _contradiction(decode)) is not None:
         return reason
     our_draft, their_draft = caches.draft, decode.draft
-    theirs: dict[tuple[str, int], dict[Geometry, None]] = {}  # what the ranks say that have the tensor
+    theirs: dict[tuple[str, int], dict[Geometry, None]] = {}  # by tensor, from all ranks that have it
     for described in decode.ranks:
         for tensor in described.caches.tensors:
             geometry = described.caches.geometry_of(tensor)
@@ -47,12 +47,15 @@ def mismatch(
     return None
 
 
+# A message names so many settings that differ.
 _NAMED_SETTINGS = 3
 
 
 def different_settings(prefill: Mapping[str, str], decode: Mapping[str, str]) -> str | None:
-    """Which settings that change what KV means differ, with both sides' values; None if none do, or if decode does not
-    say."""
+    """Returns which settings that change the meaning of KV differ, with both sides' values.
+
+    Returns None if none do, or if decode does not state its settings.
+    """
     if not decode:
         return None
     differ = [key for key in sorted({*prefill, *decode}) if prefill.get(key) != decode.get(key)]
@@ -68,6 +71,7 @@ def different_settings(prefill: Mapping[str, str], decode: Mapping[str, str]) ->
 
 
 def _unequal(mine: Geometry, rank: int, prefill: Sharding, other: Geometry, decode: EngineDescription) -> str | None:
+    """Returns why blocks of `mine` cannot be written into blocks of `other`; None if they can."""
     for what in ("kind", "dtype", "order", "total_heads", "head_bytes", "group"):
         if getattr(mine, what) != getattr(other, what):
             values = [getattr(g, what) for g in (mine, other)]
@@ -81,7 +85,7 @@ def _unequal(mine: Geometry, rank: int, prefill: Sharding, other: Geometry, deco
 
 
 def _contradiction(decode: EngineDescription) -> str | None:
-    """Where what an engine says of itself and of its ranks differs."""
+    """Returns where an engine's description contradicts those of its ranks; None if it does not."""
     ranks = {(rank.pp_rank, rank.tp_rank) for rank in decode.ranks}
     complete = len(decode.ranks) == decode.pp * decode.tp
     if not complete or ranks != {(pp, t) for pp in range(decode.pp) for t in range(decode.tp)}:

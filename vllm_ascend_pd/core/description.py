@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode engine says of itself, before anything of it is used (R6): can that be, and may we go there?"""
+"""Checks a decode engine's description before anything of it is used (R6)."""
 
 from collections.abc import Iterator
 
@@ -15,8 +15,10 @@ MAX_PP = 1024
 
 
 def unsound(description: EngineDescription, hosts: HostList) -> str | None:
-    """Why nothing of `description` may be used; None if all of it may. It decodes, so each number by itself is in
-    range; `hosts` are those that ranks may be on."""
+    """Returns why nothing of `description` may be used; None if all of it may.
+
+    Decoding has checked each field by itself. This checks how they fit together. `hosts`: where ranks may be.
+    """
     tp, pp = description.tp, description.pp
     if not (0 < tp <= MAX_TP and 0 < pp <= MAX_PP):
         return f"decode says tp {tp}, pp {pp}"
@@ -44,7 +46,7 @@ def _names(description: EngineDescription) -> Iterator[str]:
 
 
 def _misplaced(rank: RankDescription, hosts: HostList) -> str | None:
-    """Both of a rank's addresses are of the host it runs on."""
+    """Returns what is wrong with a rank's two addresses, which must be on one admitted host; None if nothing is."""
     try:
         control, session = host_of(rank.control), host_of(rank.session)
     except ValueError as error:
@@ -57,6 +59,7 @@ def _misplaced(rank: RankDescription, hosts: HostList) -> str | None:
 
 
 def _impossible(caches: RankCaches, tp: int) -> str | None:
+    """Returns what cannot be true of a rank's caches; None if everything can."""
     for geometry in caches.geometries:
         if geometry.block_bytes > geometry.block_stride:
             return f"blocks of {geometry.block_bytes} bytes, {geometry.block_stride} apart"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why transfers fail, in few words: a metric's label, where the reason itself may hold a peer's text."""
+"""Why transfers fail, as labels of a metric. The reasons in logs and errors say more, and may quote a peer."""
 
 import enum
 
@@ -12,7 +12,7 @@ class PushFailure(enum.Enum):
     UNREACHABLE = "unreachable"
     """The decode engine did not describe itself in time, or has ended."""
     UNFIT = "unfit"
-    """What the decode engine says of itself does not fit the ticket, or this engine."""
+    """The decode engine's description does not fit the ticket, or this engine."""
     REFUSED = "refused"
     """A decode rank refused the grant for good."""
     NO_GRANT = "no_grant"
@@ -20,7 +20,7 @@ class PushFailure(enum.Enum):
     LEASE = "lease"
     """A lease ran out and was not renewed."""
     REVOKED = "revoked"
-    """Decode took the ticket back: its client left, or another writer failed."""
+    """Decode revoked the ticket: its client left, or another writer failed."""
     QUEUE_FULL = "queue_full"
     """The link did not keep up with the computation."""
     WRITE = "write"
@@ -47,4 +47,4 @@ class ReceiveFailure(enum.Enum):
     TRANSFER = "transfer"
     """The transfer to a rank failed, or took too long."""
     ABORTED = "aborted"
-    """The request ended before its KV was here."""
+    """The request ended before its KV had arrived."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts that peers and clients name: how they are spelled and compared, and which may be connected to.
+"""Parses and compares the hosts that peers and clients name, and decides which may be connected to.
 
-Every allow-list uses this module, so a host gets the same answer from each. Names are compared as they are and never
-looked up, so an answer of the DNS cannot widen a list.
+Every allow-list uses this module, so all give the same answer for a host. Names are compared as text and never looked
+up, so DNS cannot widen a list.
 """
 
 import ipaddress
@@ -25,41 +25,43 @@ _PRIVATE = (
     "fc00::/7",
 )
 
-# Hosts and networks that a log line names. A host with many virtual interfaces is in hundreds of networks.
+# Most hosts and networks that a log line names. A host with many virtual interfaces is in hundreds of networks.
 _NAMED = 32
 
 
 def is_host(text: str) -> bool:
-    """Whether `text` is an address or a name: nothing that an address parser could take for more than that."""
+    """Returns whether `text` is an IP address or a host name, and nothing else, such as a port or a path."""
     return _address(text) is not None or _NAME.fullmatch(text) is not None
 
 
 def normal_host(host: str) -> str:
-    """One spelling per host. An IPv4 address that is written as an IPv6 one (`::ffff:10.0.0.1`) becomes IPv4."""
+    """Returns the one spelling of a host. An IPv4 address in IPv6 notation (`::ffff:10.0.0.1`) becomes IPv4."""
     address = _address(host)
     return host.lower() if address is None else str(address)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine, for whoever connects to it."""
+    """Returns whether `host` means the machine that connects to it."""
     address = _address(host)
     return host.lower() == "localhost" if address is None else address.is_loopback
 
 
 def ip_version(host: str) -> int | None:
-    """4 or 6 for an address; None for a name."""
+    """Returns 4 or 6 for an address; None for a name."""
     address = _address(host)
     return None if address is None else address.version
 
 
 def authority(host: str, port: int) -> str:
-    """`host:port` as it stands in URLs and endpoints: an IPv6 address is in brackets."""
+    """Returns `host:port` for URLs and endpoints, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def host_of(endpoint: str) -> str:
-    """The host of `host:port` or `tcp://host:port`. Raises ValueError where it is anything else, without quoting it:
-    clients shall not learn addresses."""
+    """Returns the host of `host:port` or `tcp://host:port`.
+
+    Raises ValueError for anything else. The message does not quote it, since clients must not learn addresses.
+    """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -69,13 +71,18 @@ def host_of(endpoint: str) -> str:
 
 
 class HostList:
-    """Which hosts are admitted. `hint` is what to do about one that is not."""
+    """Decides which hosts are admitted."""
 
     def __init__(self, entries: Sequence[str], hint: str) -> None:
-        """`entries`: addresses, networks (`10.0.0.0/8`) and names. Raises ValueError naming one that is neither."""
+        """
+        `entries`: addresses, networks (`10.0.0.0/8`) and names.
+        `hint`: ends the sentence "host ..." about one that is not admitted. It says what to do.
+
+        Raises ValueError, which names an entry that is none of these.
+        """
         left_out = len(entries) - _NAMED
+        # The entries in words, for logs.
         self.admitted = ", ".join(entries[:_NAMED]) + (f" and {left_out} more" if left_out > 0 else "")
-        """In words, for logs."""
         self._networks = []
         self._names = set()
         self._hint = hint
@@ -88,7 +95,8 @@ class HostList:
                 self._names.add(normal_host(entry))
 
     def refusal(self, host: str) -> str | None:
-        """Why `host` must not be connected to, without its name, which clients shall not learn; None if it may."""
+        """Returns why `host` must not be connected to; None if it may. The reason does not name it: clients may
+        read it."""
         address = _address(host)
         if address is None:
             admitted = host.lower() in self._names
@@ -109,9 +117,11 @@ class AnyHost(HostList):
 
 
 def decode_hosts(allowlist: Sequence[str], own_host: str, signed: bool, own_networks: Sequence[str] = ()) -> HostList:
-    """Where prefill may look for decode engines: `allowlist` if it says anything; else anywhere, if tickets are
-    signed by who knows the cluster's secret; else in private networks, in `own_networks`, which this host is in, and on
-    this host. Raises ValueError."""
+    """Returns the hosts where prefill may look for decode engines.
+
+    They are those in `allowlist` if it has entries. Else any host if tickets are `signed` with the cluster's secret.
+    Else private networks, `own_networks` (those of this host's interfaces) and this host. Raises ValueError.
+    """
     if allowlist:
         return HostList(allowlist, "is not in decode_allowlist")
     if signed:
@@ -124,7 +134,7 @@ def decode_hosts(allowlist: Sequence[str], own_host: str, signed: bool, own_netw
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    if "%" in host:  # an IPv6 zone, which means something on its own host alone, and may be any text
+    if "%" in host:  # an IPv6 zone is valid on its own host only, and may be any text
         return None
     try:
         address = ipaddress.ip_address(host)
@@ -145,6 +155,6 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
 
 
 def looks_numeric(name: str) -> bool:
-    """Whether resolvers may take `name` for an address that `is_host` takes for a name: `127.1`, `0x7f000001`."""
+    """Returns whether a resolver may read `name` as an address: `127.1`, `0x7f000001`. `is_host` reads it as a name."""
     last = name.rpartition(".")[2]
     return _address(name) is None and re.fullmatch(r"(0[xX][0-9a-fA-F]*|[0-9]+)", last) is not None

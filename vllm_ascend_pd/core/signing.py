@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signed tickets: who knows the cluster's secret vouches for all that a ticket says, until it expires.
+"""Signs tickets with the cluster's secret, and verifies them.
 
-Decode signs what it issues, prefill serves nothing else, and a proxy that tries a ticket again under another attempt
-signs it anew. The signature is an HMAC-SHA256 over the ticket's fields as prefill understands them: what it does not
-know or use does not count, and a field at its default is as good as absent.
+Decode signs the tickets that it issues. Prefill serves only signed ones. A proxy that retries a ticket as another
+attempt signs it again. The signature is an HMAC-SHA256 over the ticket's fields. Fields that prefill does not know, and
+fields with their default value, do not count.
 """
 
 import hashlib
@@ -17,26 +17,27 @@ from vllm_ascend_pd.core.ticket import Ticket, TicketError
 
 MIN_SECRET_BYTES = 32
 CLOCK_SKEW_S = 30
-"""How far the clocks of decode and prefill hosts may be apart."""
+"""Seconds that the clocks of decode and prefill hosts may differ by."""
 
 _PURPOSE = b"vllm-ascend-pd ticket 1\0"
+# `token_ids` are used only after a comparison with `prompt`, which is signed.
 _NOT_SIGNED = ("signature", "token_ids")
-"""Nobody uses `token_ids` that are not compared with `prompt`, which is signed."""
 _encoder = msgspec.msgpack.Encoder(order="sorted")
 
 
 class Secret:
-    """The cluster's ticket secret. It shows itself to nobody."""
+    """The cluster's ticket secret. Neither `repr` nor pickling shows it."""
 
     __slots__ = ("_content",)
 
     def __init__(self, content: bytes) -> None:
-        """Raises ValueError for one that can be guessed."""
+        """Raises ValueError for a secret that is too short."""
         if len(content) < MIN_SECRET_BYTES:
             raise ValueError(f"{len(content)} bytes are too short for a secret: {MIN_SECRET_BYTES} at least")
         self._content = content
 
     def signature(self, content: bytes) -> str:
+        """Returns the signature of `content` in hexadecimal digits."""
         return hmac.new(self._content, _PURPOSE + content, hashlib.sha256).hexdigest()
 
     def __repr__(self) -> str:
@@ -47,13 +48,13 @@ class Secret:
 
 
 def signed(ticket: Ticket, secret: Secret, expires_at: int) -> Ticket:
-    """`ticket`, valid until `expires_at` (unix seconds)."""
+    """Returns `ticket`, signed and valid until `expires_at` (unix seconds)."""
     ticket = msgspec.structs.replace(ticket, expires_at=expires_at)
     return msgspec.structs.replace(ticket, signature=secret.signature(_content(ticket)))
 
 
 def verify(ticket: Ticket, secret: Secret) -> None:
-    """Raises TicketError unless `ticket` is as it was signed."""
+    """Raises TicketError unless `ticket` has the right signature. Does not look at `expires_at`."""
     if not ticket.signature:
         raise TicketError("the ticket is not signed: decode needs this cluster's ticket_secret_file")
     if not hmac.compare_digest(ticket.signature.encode(), secret.signature(_content(ticket)).encode()):
@@ -61,8 +62,10 @@ def verify(ticket: Ticket, secret: Secret) -> None:
 
 
 def resigned(params: Mapping[str, Any], secret: Secret, attempt: int) -> dict[str, Any]:
-    """The ticket in `params` as attempt number `attempt`; it expires when it would have. Raises TicketError for one
-    that was not signed with `secret`."""
+    """Returns `params` with their ticket signed again as attempt number `attempt`. It expires at the same time.
+
+    Raises TicketError for a ticket that was not signed with `secret`.
+    """
     try:
         ticket = msgspec.convert(params, Ticket)
     except msgspec.ValidationError as error:
@@ -73,6 +76,7 @@ def resigned(params: Mapping[str, Any], secret: Secret, attempt: int) -> dict[st
 
 
 def _content(ticket: Ticket) -> bytes:
+    """Returns what is signed."""
     said = {}
     for field in msgspec.structs.fields(ticket):
         value = getattr(ticket, field.name)

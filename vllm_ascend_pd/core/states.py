@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the states of Mamba and linear attention layers lie in a block, and how ranks share them.
+"""Describes the states of Mamba and linear attention layers: how they lie in a block, and how ranks share them.
 
-Such a layer keeps no KV per token but a state per request: in the block that would hold the KV of the last token
-computed. A state is an array of which one dimension, its channels, is dealt out over ranks, in sections: those of
-Mamba 2's convolution are x, B and C, each dealt out by itself. So each section (and within it each row, where
-channels are not the outermost dimension) is a run of bytes per head, and moves as a head-major block of one
-token would.
+Such a layer keeps a state per request instead of KV per token. The state is in the block that would hold the KV of the
+last computed token. It is an array, one dimension of which, its channels, is divided among ranks in sections. Mamba 2's
+convolution has the sections x, B and C. So each section is a run of bytes per head, and moves like a head-major block
+of one token. If channels are not the outermost dimension, this holds for each row of a section.
 """
 
 import math
@@ -17,10 +16,13 @@ from vllm_ascend_pd.core.layout import BlockKind, Geometry, Order
 
 @dataclass(frozen=True)
 class Section:
-    """Neighbouring channels that are dealt out by head: `heads` of `total_heads`, `width` channels each."""
+    """Neighbouring channels that are divided among ranks by head."""
 
+    # Heads on this rank.
     heads: int
+    # Heads of the whole model.
     total_heads: int
+    # Channels of a head.
     width: int
 
     @property
@@ -30,11 +32,13 @@ class Section:
 
 @dataclass(frozen=True)
 class LayerState:
-    """One of a layer's states on this rank. `axis`: the dimension of `shape` that the sections divide."""
+    """One of a layer's states on this rank."""
 
     shape: tuple[int, ...]
     dtype: str
+    # Bytes of an element.
     itemsize: int
+    # The dimension of `shape` that the sections divide.
     axis: int
     sections: tuple[Section, ...]
 
@@ -45,55 +49,59 @@ class LayerState:
 
 @dataclass(frozen=True)
 class StatePartition:
-    """What decides how a layer's states are shared: its kind (the name of vLLM's `MambaAttentionBackendEnum`), the
-    tensor-parallel size, the groups of B and C in the whole model (Mamba 2) and which dimension of the
-    convolution's state its channels are."""
+    """What decides how ranks share a layer's states."""
 
+    # Name of the layer's kind in vLLM's `MambaAttentionBackendEnum`.
     kind: str
+    # Tensor-parallel size.
     tp: int
+    # Mamba 2: groups of B and C in the whole model.
     groups: int | None
+    # The dimension of the convolution's state that its channels are.
     conv_axis: int
 
 
 def partition_states(
-    dealing: StatePartition, shapes: Sequence[tuple[int, ...]]
+    partition: StatePartition, shapes: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, tuple[Section, ...]]]:
-    """(axis, sections) of each state of a layer.
+    """Returns (axis, sections) of each state of a layer.
 
-    States of an unknown kind are one head per rank: they fit engines of the same tensor-parallel size only.
+    A state of an unknown kind counts as one head per rank, so it fits only engines of the same tensor-parallel size.
     """
-    tp, axis = dealing.tp, dealing.conv_axis
+    tp, axis = partition.tp, partition.conv_axis
 
     def evenly(heads: int, width: int = 1) -> Section:
         return Section(heads, heads * tp, width)
 
-    if dealing.kind in ("MAMBA1", "MAMBA2", "GDN_ATTN") and len(shapes) == 2:
+    if partition.kind in ("MAMBA1", "MAMBA2", "GDN_ATTN") and len(shapes) == 2:
         conv, recurrent = shapes
         channels, heads, width = conv[axis], recurrent[0], recurrent[1]
         by_head = (0, (evenly(heads),))
-        if dealing.kind == "MAMBA1":
+        if partition.kind == "MAMBA1":
             return [(axis, (evenly(channels),)), by_head]
         last = evenly(heads, width)  # Mamba 2's x, Gated DeltaNet's V
         key_width = recurrent[2]
         key_heads, rest = divmod(channels - last.channels, 2 * key_width)
         if key_heads > 0 and rest == 0:
-            if dealing.kind == "GDN_ATTN":
+            if partition.kind == "GDN_ATTN":
                 keys = evenly(key_heads, key_width)
                 return [(axis, (keys, keys, last)), by_head]
-            # Fewer groups than ranks: vLLM gives each rank a copy of the one its heads belong to.
-            total = key_heads * tp if dealing.groups is None or dealing.groups >= tp else dealing.groups
+            # With fewer groups than ranks, vLLM gives each rank a copy of the group that its heads belong to.
+            total = key_heads * tp if partition.groups is None or partition.groups >= tp else partition.groups
             group = Section(key_heads, total, key_width)
             return [(axis, (last, group, group)), by_head]
-    if dealing.kind == "SHORT_CONV" and len(shapes) == 1:
+    if partition.kind == "SHORT_CONV" and len(shapes) == 1:
         return [(axis, (evenly(shapes[0][axis]),))]
-    if dealing.kind == "LINEAR" and len(shapes) == 1:
+    if partition.kind == "LINEAR" and len(shapes) == 1:
         return [(0, (evenly(shapes[0][0]),))]
     return [(0, (Section(1, tp, shape[0]),)) for shape in shapes]
 
 
 def state_geometries(state: LayerState, group: int, block_stride: int) -> list[tuple[int, Geometry]]:
-    """Each run of bytes that moves by itself: its offset from the state's first byte, and how it lies in blocks
-    `block_stride` bytes apart."""
+    """Returns each run of bytes that moves by itself: (offset from the state's first byte, its geometry).
+
+    `block_stride`: bytes from one block to the next.
+    """
     rows = math.prod(state.shape[: state.axis])
     channel_bytes = math.prod(state.shape[state.axis + 1 :]) * state.itemsize
     runs = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights a model has loaded: a fingerprint taken while they are loaded, without a pass over them afterwards."""
+"""Takes a fingerprint of a model's weights while they are loaded, without a pass over them afterwards."""
 
 import functools
 import hashlib
@@ -16,16 +16,16 @@ _T = TypeVar("_T")
 
 NamedTensor = tuple[str, torch.Tensor]
 
+# Places of a tensor that are sampled, evenly spread. Each costs a page of the checkpoint's file.
 _RUNS = 8
-"""Places of a tensor that are looked at, evenly spread. Each is a page of the checkpoint's file."""
+# Neighbouring values that are read at each place.
 _RUN_VALUES = 8
-"""Neighbouring values read at each place."""
 
 _DIGEST_BYTES = 16
 _MODULUS = 1 << (8 * _DIGEST_BYTES)
 _FINGERPRINT_CHARS = 16
 
-# Tensors whose KV is the same without them, or that not every rank or checkpoint format has:
+# Tensors that the fingerprint leaves out: without effect on KV, or not in every rank or checkpoint format.
 _LEFT_OUT = re.compile(
     r"\.experts\.\d+\."  # routed experts: with expert parallelism, loaders skip those of other ranks
     r"|(^|\.)lm_head\."  # the output head has no effect on KV; safetensors leaves it out where it is tied
@@ -37,19 +37,19 @@ _LEFT_OUT = re.compile(
 class Weights:
     """What is known of a model's weights at one moment."""
 
+    # Rises with every change, so between two equal versions nothing has changed.
     version: int = 0
-    """Rises with every change: two equal ones enclose no change."""
+    # Equal for equal weights. "" if it is not known what was loaded.
     fingerprint: str = ""
-    """Equal for equal weights. "" if it is not known what was loaded."""
+    # Whether a load is in progress, so that some weights are new and some old.
     loading: bool = False
-    """A load is under way: some weights are new, some old."""
 
 
 NOTHING_KNOWN = Weights()
 
 
 class LoadedWeights:
-    """The record of one model.
+    """Records the weights of one model. The model thread calls all methods. Any thread may read `current`.
 
     The fingerprint covers each checkpoint tensor's name, shape and up to 64 sampled values. It does not depend on:
     - the tensor-parallel and pipeline-parallel size, since every rank is handed every tensor;
@@ -61,16 +61,19 @@ class LoadedWeights:
     """
 
     def __init__(self) -> None:
-        # The model's thread alone, which loads weights between two steps.
-        self._digests: dict[str, int] = {}  # by the tensor's name in the checkpoint
-        self._sum = 0  # of the digests
-        self._unseen = 0  # updates whose tensors were not seen
+        # By the tensor's name in the checkpoint.
+        self._digests: dict[str, int] = {}
+        # Sum of the digests.
+        self._sum = 0
+        # Updates whose tensors were not seen.
+        self._unseen = 0
+        # Whether fingerprints of engines can be compared.
         self._comparable = True
-        # Replaced by the model's thread as a whole. Any thread reads it, without a lock.
+        # The model thread replaces it as a whole, so any thread may read it without a lock.
         self.current = NOTHING_KNOWN
 
     def load(self, weights: Iterable[NamedTensor], into: Callable[[Iterable[NamedTensor]], _T]) -> _T:
-        """Calls `into(weights)`, which loads them, and notes them on their way. A load that fails counts too."""
+        """Calls `into(weights)`, which loads them, and records them meanwhile. A load that fails counts, too."""
         if _nested.active:  # a part of a model that is recorded as a whole
             return into(weights)
         self._publish(loading=True)
@@ -82,19 +85,20 @@ class LoadedWeights:
             self._publish(loading=False)
 
     def changed_unseen(self) -> None:
-        """The weights were updated in a way that has no checkpoint tensors. Such updates are counted: engines that had
-        the same number of them count as equal."""
+        """Records an update without checkpoint tensors. Engines with the same number of such updates count as equal."""
         self._unseen += 1
         self._publish(loading=False)
 
     def stay_unknown(self) -> None:
-        """From now on there is no fingerprint: ranks are handed other tensors on an engine of another parallel size.
-        The version still rises with every change."""
+        """Gives no fingerprint from now on. For loaders that give ranks other tensors at other parallel sizes.
+
+        The version still rises with every change.
+        """
         self._comparable = False
         self._publish(loading=self.current.loading)
 
     def _noted(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
-        if isinstance(weights, list | tuple):  # which a model may read more than once
+        if isinstance(weights, list | tuple):  # a model may read these more than once
             for name, tensor in weights:
                 self._note(name, tensor)
             return weights
@@ -129,7 +133,7 @@ class LoadedWeights:
 
 
 class WeightUpdates:
-    """How often a rank's weights have changed since it started to serve, and what its scheduler has heard of it."""
+    """Counts how often a rank's weights have changed since it started to serve. The model thread calls all methods."""
 
     def __init__(self, rank: str, loaded: LoadedWeights) -> None:
         self._rank = rank
@@ -138,7 +142,7 @@ class WeightUpdates:
         self._reported = 0
 
     def take_news(self) -> dict[str, int]:
-        """Rank -> number of updates, once for each number."""
+        """Returns {rank: number of updates}, once for each number; else {}."""
         count = self._count()
         if count == self._reported:
             return {}
@@ -146,7 +150,7 @@ class WeightUpdates:
         return {self._rank: count}
 
     def are_unknown_to(self, known: dict[str, int]) -> bool:
-        """Whether the scheduler made a step without knowing of the latest. `known`: as the step says."""
+        """Returns whether the scheduler made a step without knowing the latest update. `known`: as in the step."""
         return known.get(self._rank, 0) != self._count()
 
     def _count(self) -> int:
@@ -161,20 +165,22 @@ _nested = _Nested()
 
 
 class _Sample(NamedTuple):
-    """Some of a tensor's values. `partial`: NaN stands for a value that an update leaves as it was."""
+    """Some of a tensor's values."""
 
+    # Their type. "floating" for all floating-point types, which are compared as float32.
     kind: str
     values: bytes
+    # Whether some are NaN, which stands for a value that an update leaves as it was.
     partial: bool = False
 
 
 def _sample(tensor: torch.Tensor) -> _Sample | None:
-    """None for a tensor that torch cannot index: it is loaded all the same."""
+    """Returns None for a tensor that torch cannot index. It is loaded all the same."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
     tensor, dtype = tensor.detach(), tensor.dtype
     try:
-        # Of one byte as bytes: torch cannot index 8-bit floats.
+        # Torch cannot index 8-bit floats, so types of one byte are read as bytes.
         indexable = tensor if dtype.itemsize > 1 else tensor.view(torch.uint8)
         values = _picked(indexable).cpu().view(dtype)
         if not (dtype.is_floating_point and (dtype.itemsize > 1 or dtype in _FLOATS_OF_8_BITS)):
@@ -193,7 +199,7 @@ _FLOATS_OF_8_BITS = frozenset(
 
 
 def _picked(tensor: torch.Tensor) -> torch.Tensor:
-    """The sampled values of a tensor, in one dimension. Nothing else of it is read, however it lies in memory."""
+    """Returns the sampled values of a tensor, in one dimension. Reads nothing else of it."""
     if tensor.numel() <= _RUNS * _RUN_VALUES:
         return tensor.reshape(-1)
     if tensor.is_contiguous():
@@ -203,8 +209,8 @@ def _picked(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _places(shape: torch.Size) -> tuple[torch.Tensor, ...]:
-    """Where the sampled values are, by dimension."""
+    """Returns the indices of the sampled values, by dimension."""
     starts = [i * (shape.numel() - _RUN_VALUES) // (_RUNS - 1) for i in range(_RUNS)]
     places = [start + i for start in starts for i in range(_RUN_VALUES)]
-    # From arrays: a loader has made the model's device torch's default.
+    # From arrays, because a loader makes the model's device torch's default.
     return tuple(torch.from_numpy(index) for index in np.unravel_index(places, shape))

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode's one well-known port: tells prefill ranks what this engine's ranks look like."""
+"""Describes a decode engine's ranks to prefill ranks, on the one port that tickets name (`kv_port`)."""
 
 from vllm_ascend_pd.core.protocol import Describe, EngineDescription, Message, Problem
 from vllm_ascend_pd.transport.curve import Keys
 from vllm_ascend_pd.transport.side_channel import ClientConnection, SideChannelServer
 from vllm_ascend_pd.transport.socket_limiter import default_limit
 
-# Descriptions are large, and a prefill rank asks once: more wait for nobody who reads. With 1 or 2 libzmq drops even
-# what is read: it learns late that there is room again.
+# Answers that wait for a prefill rank which does not read. Descriptions are large, and a rank asks only once. With 1
+# or 2
+# libzmq also drops answers to ranks that do read, because it learns late that there is room again.
 _UNREAD_DESCRIPTIONS = 8
-# Times the above, what strangers can make us keep. One for each rank of all prefill engines: 64 engines of 16.
+# One for each rank of 64 prefill engines of 16 ranks. Strangers can make the process keep so many times the above.
 _MAX_CONNECTIONS = 1024
 
 
 class DescriptionListener:
-    """Answers `Describe` on `host:port`. Raises SideChannelError when it cannot listen there."""
+    """Answers `Describe`, on a thread of its own (`pd-listener`)."""
 
     def __init__(self, description: EngineDescription, host: str, port: int, keys: Keys | None = None) -> None:
+        """Starts the thread. Raises SideChannelError if it cannot listen on `host:port`."""
         self._description = description
         self._server = SideChannelServer(
             host,
