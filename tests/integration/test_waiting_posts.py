@@ -20,6 +20,7 @@ from starlette.routing import Route
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.metaserver import WAITING_SUFFIX
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.threads import WrongThreadError
 from vllm_ascend_pd.decode import waiting_posts
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
@@ -173,3 +174,10 @@ def test_an_answer_counts_from_when_it_was_asked_for() -> None:
         [outcome] = outcomes(client, 1)
         assert not outcome.ok
         assert time.monotonic() - began < DEADLINE_S / 4 * 2 + DEADLINE_S + 0.5
+
+
+def test_only_the_thread_of_the_event_loop_asks() -> None:
+    with posted(all_wait, "t") as (metaserver, client):
+        wait_until(lambda: metaserver.questions, 20)
+        with pytest.raises(WrongThreadError, match="metaserver-client owns the MetaserverHttp"):
+            anyio.run(client._loop._http.still_waiting, "http://127.0.0.1:1/v1/metaserver", ["t"])

@@ -20,6 +20,7 @@ from vllm_ascend_pd.core.metaserver import (
     WaitingQuestion,
 )
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.transport.http_session import NotSent, TimedBody, open_session, time_limits
 from vllm_ascend_pd.transport.secret_files import read_text_secret
@@ -60,6 +61,7 @@ class MetaserverHttp:
         self._side_messages = asyncio.Semaphore(_MAX_SIDE_MESSAGES)
         self._opened: aiohttp.ClientSession | None = None
 
+    @owned
     async def post(self, url: str, content: bytes) -> None:
         """One attempt. Raises `FinalError` or `RetryableError` unless the metaserver accepted the ticket."""
         try:
@@ -87,6 +89,7 @@ class MetaserverHttp:
             raise RetryableError(f"closed the connection without an answer; {self._why_closed(url)}") from error
         _judge(url, status, body)
 
+    @owned
     async def report(self, url: str, failure: TransferFailure) -> str | None:
         """Reports a failed transfer. Returns why that did not work, or None. A repeated report does no harm."""
         try:
@@ -96,6 +99,7 @@ class MetaserverHttp:
             return _describe(error)
         return f"it answered {status}" if status >= 500 else None
 
+    @owned
     async def still_waiting(self, url: str, ticket_ids: list[str]) -> frozenset[str] | None:
         """Asks which tickets wait for prefill, at most `MAX_ASKED`. None: the metaserver gave no answer, or does not
         have this endpoint."""
@@ -112,6 +116,7 @@ class MetaserverHttp:
         except UNREADABLE:
             return None
 
+    @owned
     async def close(self) -> None:
         if self._opened is not None:
             await self._opened.close()
