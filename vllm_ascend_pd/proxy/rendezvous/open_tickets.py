@@ -42,7 +42,7 @@ class OpenTickets:
     async def post_question(self, request: Request) -> Response:
         """Answers 200 with those of the asked tickets that are open; 400, 401 and 503 as for a ticket.
 
-        Only engines that have a ticket know its id, so this tells nobody about the tickets of others.
+        Only engines that have a ticket know its id, so an engine learns nothing about other tickets.
         """
         try:
             question = await self._reader.read(request, _MAX_QUESTION_BYTES, _decode, "question")

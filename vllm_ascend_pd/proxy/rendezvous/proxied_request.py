@@ -35,7 +35,7 @@ class ProxiedRequest:
         self.failed_prefill: set[str] = set()
         """URLs of prefill engines that failed for this request."""
         self.prefills = RequestGroup()
-        """All its prefills, under whichever attempt: they share one place in the queue."""
+        """All its prefills, of all attempts. They share one place in the queue."""
         self._prefill_failures: dict[int, list[Failure]] = {}
         """Why prefills failed under earlier attempts, by the number of the prompt."""
         self._ended = False

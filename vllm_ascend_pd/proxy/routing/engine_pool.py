@@ -81,7 +81,7 @@ class EnginePool:
         return self.engines.urls
 
     def judge(self, url: str, kind: FailureKind | None) -> None:
-        """Records how a request to an engine ended. None: well."""
+        """Records how a request to an engine ended. `kind`: None if it succeeded."""
         engine = self.engines.get(url)
         if engine is not None and (kind is None or kind in self._blamed):
             engine.served(kind is None, time.monotonic())

@@ -40,7 +40,7 @@ class RegisteredEngine:
         self.removed = False
         """Whether it has been removed. Only the registry changes it."""
         self.sources: set[str] = set()
-        """Who lists it: the command line, a file, a DNS name, the admin API. Only the registry changes it."""
+        """What lists it: the command line, a file, a DNS name, the admin API. Only the registry changes it."""
         self.sent = InFlightLoad()
         """What this proxy has in flight there. Only `serving` changes it."""
         self.worked_at = float("-inf")
@@ -116,7 +116,7 @@ class TooManyEnginesError(Exception):
 
 
 class SlotListener(Protocol):
-    """Hears which engines may get requests: whoever lets requests wait for an engine."""
+    """Is called when an engine starts or stops taking requests. `ConcurrencyLimiter` implements it."""
 
     def engine_opened(self, engine: RegisteredEngine) -> None:
         """An engine may get requests now and could not before."""
@@ -126,7 +126,7 @@ class SlotListener(Protocol):
 
 
 class CacheListener(Protocol):
-    """Hears when an engine's prefix cache may be lost: whoever remembers what engines have cached."""
+    """Is called when an engine's prefix cache may be lost. Routing strategies implement it."""
 
     def forget(self, url: str) -> None:
         """An engine was removed or ejected, so it may have been restarted."""
