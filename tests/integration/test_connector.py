@@ -199,7 +199,7 @@ def test_its_scheduler_pauses_where_a_rank_has_a_process_of_its_own(
     with decode_scheduler(connector_class, config) as connector:
         first = connector.build_connector_meta(EMPTY).step
         assert first.wait_s > 0
-        assert bool(first.doorbell) == pauses  # without, it never does
+        assert bool(first.wakeup_address) == pauses  # without, it never does
         began = time.monotonic()
         connector.build_connector_meta(EMPTY)
         assert time.monotonic() - began > (0.9 * PAUSE_S if pauses else 0.0)

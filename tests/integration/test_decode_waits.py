@@ -34,34 +34,36 @@ def test_a_step_behind_one_that_brought_something_does_not_wait() -> None:
     assert pair.close() == []
 
 
-def rings(rank: DecodeRank) -> tuple[bool, bool, set[str]]:
-    """Of two tickets that nobody writes for, one ends while no step waits and one while a step does: whether each
-    rings, and what the steps bring."""
-    doorbell = WakeupSocket()
+def wakes(rank: DecodeRank) -> tuple[bool, bool, set[str]]:
+    """Whether each of two tickets wakes the scheduler, and which requests the steps return. Nobody writes for them.
+
+    The first ticket ends while no step waits, the second while a step does.
+    """
+    wakeup = WakeupSocket()
     expects = [Expect(f"request-{i}", f"{i:016x}", 1, "digest", [i]) for i in range(2)]
-    rank.worker.start_step(DecodeStep(expects=expects[:1], doorbell=doorbell.address))
+    rank.worker.start_step(DecodeStep(expects=expects[:1], wakeup_address=wakeup.address))
     brought = rank.worker.take_arrivals().finished
-    first = has_rung(doorbell, LONG_S)
+    first = was_woken(wakeup, LONG_S)
     for _ in range(2):  # behind one that brought something none waits
-        rank.worker.start_step(DecodeStep(doorbell=doorbell.address))
+        rank.worker.start_step(DecodeStep(wakeup_address=wakeup.address))
         brought |= rank.worker.take_arrivals().finished
-    doorbell.silence()  # a ticket that fails rings for that, and again when its blocks are quiet
-    rank.worker.start_step(DecodeStep(expects=expects[1:], wait_s=LONG_S, doorbell=doorbell.address))
+    wakeup.drain()  # a ticket wakes it when it fails, and again when its blocks are quiet
+    rank.worker.start_step(DecodeStep(expects=expects[1:], wait_s=LONG_S, wakeup_address=wakeup.address))
     brought |= rank.worker.take_arrivals().finished
-    second = has_rung(doorbell, 0.5)
-    doorbell.close()
+    second = was_woken(wakeup, 0.5)
+    wakeup.close()
     return first, second, brought
 
 
-def has_rung(doorbell: WakeupSocket, timeout_s: float) -> bool:
+def was_woken(wakeup: WakeupSocket, timeout_s: float) -> bool:
     began = time.monotonic()
-    doorbell.wait(timeout_s)
-    rung = time.monotonic() - began < 0.9 * timeout_s
-    doorbell.silence()
-    return rung
+    wakeup.wait(timeout_s)
+    woken = time.monotonic() - began < 0.9 * timeout_s
+    wakeup.drain()
+    return woken
 
 
-def test_what_ends_while_no_step_waits_rings() -> None:
+def test_what_ends_while_no_step_waits_wakes_the_scheduler() -> None:
     pair = Pair(Model(), Side(1), Side(1), {"queue_timeout_s": 1.0})
-    assert pair.each(pair.d_ranks, "do", rings) == [(True, False, {"request-0", "request-1"})]
+    assert pair.each(pair.d_ranks, "do", wakes) == [(True, False, {"request-0", "request-1"})]
     assert pair.close() == []

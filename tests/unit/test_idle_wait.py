@@ -53,23 +53,23 @@ def test_none_waits_behind_a_step_that_computes(clock, in_flight):
 
 
 @pytest.fixture
-def ringer() -> Iterator[WakeupSender]:
-    ringer = WakeupSender()
-    yield ringer
-    ringer.close()
+def sender() -> Iterator[WakeupSender]:
+    sender = WakeupSender()
+    yield sender
+    sender.close()
 
 
 @pytest.fixture
-def doorbell() -> Iterator[WakeupSocket]:
-    doorbell = WakeupSocket()
-    yield doorbell
-    doorbell.close()
+def wakeup() -> Iterator[WakeupSocket]:
+    wakeup = WakeupSocket()
+    yield wakeup
+    wakeup.close()
 
 
-def test_pauses_only_before_a_step_behind_one_that_waited(doorbell, monkeypatch):
-    wait = IdleWait(0.05, in_flight=2, doorbell=doorbell)
+def test_pauses_only_before_a_step_behind_one_that_waited(wakeup, monkeypatch):
+    wait = IdleWait(0.05, in_flight=2, wakeup=wakeup)
     pauses = []
-    monkeypatch.setattr(doorbell, "wait", pauses.append)
+    monkeypatch.setattr(wakeup, "wait", pauses.append)
     paused = []
     for computes in (False, True, False, False, False):
         wait.pause()
@@ -79,20 +79,20 @@ def test_pauses_only_before_a_step_behind_one_that_waited(doorbell, monkeypatch)
     assert pauses == [PAUSE_S, PAUSE_S]
 
 
-def test_a_ring_ends_the_pause(doorbell, ringer, monkeypatch):
+def test_a_wakeup_ends_the_pause(wakeup, sender, monkeypatch):
     monkeypatch.setattr(idle, "PAUSE_S", LONG_S)
-    wait = IdleWait(LONG_S, in_flight=1, doorbell=doorbell)
+    wait = IdleWait(LONG_S, in_flight=1, wakeup=wakeup)
     wait.next(computes=False, news=False)
     began = time.monotonic()
-    ringer.ring(wait.doorbell)
+    sender.wake(wait.wakeup_address)
     wait.pause()
     assert time.monotonic() - began < LONG_S / 2
 
 
-def test_what_rang_before_a_step_does_not_end_the_pause_behind_it(doorbell, ringer):
-    wait = IdleWait(0.05, in_flight=1, doorbell=doorbell)
+def test_wakeups_before_a_step_do_not_end_the_pause_behind_it(wakeup, sender):
+    wait = IdleWait(0.05, in_flight=1, wakeup=wakeup)
     for _ in range(3):
-        ringer.ring(wait.doorbell)
+        sender.wake(wait.wakeup_address)
     wait.next(computes=False, news=False)
     began = time.monotonic()
     wait.pause()
@@ -101,7 +101,7 @@ def test_what_rang_before_a_step_does_not_end_the_pause_behind_it(doorbell, ring
 
 def test_nobody_pauses_for_ranks_that_share_the_schedulers_process(monkeypatch):
     wait = IdleWait(0.05, in_flight=1)
-    assert wait.doorbell == ""
+    assert wait.wakeup_address == ""
     assert wait.next(computes=False, news=False) > 0
     monkeypatch.setattr(idle, "PAUSE_S", LONG_S)
     wait.pause()

@@ -71,7 +71,7 @@ class DecodeStep:
     # Seconds that this step waits for KV. 0 if it computes something.
     wait_s: float = 0.0
     # Address that wakes the scheduler (`transport/wakeup.py`). "": none.
-    doorbell: str = ""
+    wakeup_address: str = ""
     # As in `PrefillStep`.
     weight_updates: dict[str, int] = field(default_factory=dict)
 

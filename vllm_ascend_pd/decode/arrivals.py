@@ -48,7 +48,7 @@ class ArrivalQueue:
         # Whether the model thread waits in `take`.
         self._waiting = False
         # Where the scheduler sleeps between two steps (`transport/wakeup.py`). "": nowhere.
-        self._doorbell = ""
+        self._address = ""
         # The control thread's.
         self._wakeup = WakeupSender()
 
@@ -85,10 +85,10 @@ class ArrivalQueue:
 
     # The model thread calls these.
 
-    def wake_at(self, doorbell: str) -> None:
-        """From now on news wakes the scheduler at address `doorbell` while no step waits. "": nowhere."""
+    def wake_at(self, address: str) -> None:
+        """From now on news wakes the scheduler at `address` while no step waits. "": nowhere."""
         with self._changed:
-            self._doorbell = doorbell
+            self._address = address
 
     def take(self, wait_s: float) -> Arrivals:
         """Returns what has ended since the last call. Waits up to `wait_s` seconds if nothing has."""
@@ -112,7 +112,7 @@ class ArrivalQueue:
 
     def _wake(self) -> None:
         """Wakes the step that waits, or else the scheduler, which sleeps before the next step."""
-        if self._waiting or not self._doorbell:
+        if self._waiting or not self._address:
             self._changed.notify_all()
         else:
-            self._wakeup.ring(self._doorbell)
+            self._wakeup.wake(self._address)

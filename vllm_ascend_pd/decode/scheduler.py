@@ -147,7 +147,7 @@ class DecodeScheduler:
         self._take_answers()
         step, self._step = self._step, DecodeStep()
         step.wait_s = self._idle.next(computes, news=step != DecodeStep())
-        step.doorbell = self._idle.doorbell
+        step.wakeup_address = self._idle.wakeup_address
         step.weight_updates = self._blocks.weight_updates
         for transfer in self._to_post.values():
             assert transfer.url is not None

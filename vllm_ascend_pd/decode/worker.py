@@ -85,7 +85,7 @@ class DecodeWorker:
         """Takes what the scheduler says. Call it before the step's forward pass."""
         now = time.monotonic()
         self._wait_s = step.wait_s
-        self._arrivals.wake_at(step.doorbell)
+        self._arrivals.wake_at(step.wakeup_address)
         if step.expects:
             vacated = self._device.record_event()
             opened = [self._open(expect, vacated, step, now) for expect in step.expects]

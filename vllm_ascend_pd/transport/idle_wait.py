@@ -28,17 +28,17 @@ PAUSE_S = 0.011
 class IdleWait:
     """Decides how long each step waits. Used by the scheduler's thread alone."""
 
-    def __init__(self, longest_s: float, in_flight: int, doorbell: WakeupSocket | None = None) -> None:
+    def __init__(self, longest_s: float, in_flight: int, wakeup: WakeupSocket | None = None) -> None:
         """Creates it; no step is in flight yet.
 
         longest_s: the longest wait, in seconds. 0 if other engines wait for every step of this one (data-parallel MoE).
         in_flight: how many steps vLLM has in flight at most. While one of them computes, no step behind it waits: that
             would delay the next token.
-        doorbell: wakes the scheduler if ranks have processes of their own. None: it never pauses. `close` closes it.
+        wakeup: wakes the scheduler if ranks have processes of their own. None: it never pauses. `close` closes it.
         """
         self._longest_s = longest_s
         self._in_flight = in_flight
-        self._doorbell = doorbell
+        self._wakeup = wakeup
         # Steps since one computed something.
         self._empty = in_flight - 1
         # When something last happened, in monotonic seconds.
@@ -50,25 +50,25 @@ class IdleWait:
         return self._longest_s > 0 and self._empty >= self._in_flight and self._empty % self._in_flight == 0
 
     @property
-    def doorbell(self) -> str:
+    def wakeup_address(self) -> str:
         """The address where ranks report that a transfer has ended while no step waits for it. "": none."""
-        return "" if self._doorbell is None else self._doorbell.address
+        return "" if self._wakeup is None else self._wakeup.address
 
     def pause(self) -> None:
         """Sleeps if the last step waited in the ranks, until one of them wakes the scheduler.
 
         Call it before a step that computes nothing and has no news for the ranks.
         """
-        if self._doorbell is not None and self._waits:
-            self._doorbell.wait(min(PAUSE_S, self._longest_s))
+        if self._wakeup is not None and self._waits:
+            self._wakeup.wait(min(PAUSE_S, self._longest_s))
 
     def next(self, computes: bool, news: bool) -> float:
         """Returns how many seconds the next step waits.
 
         `computes`: whether it computes anything. `news`: whether it brings anything new to the ranks.
         """
-        if self._doorbell is not None:
-            self._doorbell.silence()  # this step collects what the ranks have woken it for
+        if self._wakeup is not None:
+            self._wakeup.drain()  # this step collects what the ranks have woken it for
         now = time.monotonic()
         if computes or news:
             self._since = now
@@ -76,6 +76,6 @@ class IdleWait:
         return min(self._longest_s, max(FIRST_S, now - self._since)) if self._waits else 0.0
 
     def close(self) -> None:
-        """Closes the doorbell."""
-        if self._doorbell is not None:
-            self._doorbell.close()
+        """Closes the wakeup socket."""
+        if self._wakeup is not None:
+            self._wakeup.close()

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks wake decode's scheduler, which sleeps between two steps: by an empty datagram on its host.
+"""How ranks wake decode's scheduler while it sleeps between two steps: by an empty datagram.
 
-It is only a hint. Without it, as from ranks on other hosts or in other network namespaces, the scheduler sleeps to the
-end. One too many, which any process on the host could send, wakes it early.
+A wakeup is only a hint. If it is missing, the scheduler sleeps to the end: ranks on other hosts or in other network
+namespaces cannot send it. One too many wakes the scheduler early: any process on the host can send it.
 """
 
 import contextlib
 import secrets
 import socket
 
-# Datagrams that `silence` drops at most. The kernel keeps fewer (net.unix.max_dgram_qlen).
-_MOST_UNHEARD = 1024
+# How many datagrams `drain` drops at most. The kernel keeps fewer (net.unix.max_dgram_qlen).
+_MAX_PENDING_WAKEUPS = 1024
 
 
 class WakeupSocket:
-    """The scheduler's end."""
+    """The scheduler's end, used by its thread alone."""
 
     def __init__(self) -> None:
-        """Raises OSError where there are no abstract sockets."""
-        # What ranks send to: a name in Linux's abstract namespace, which leaves no file.
+        """Raises OSError if the system has no abstract sockets."""
+        # The address that ranks send to: a name in Linux's abstract namespace, which leaves no file.
         self.address = f"vllm-ascend-pd-{secrets.token_hex(16)}"
         self._socket = _datagrams()
         try:
@@ -28,16 +28,16 @@ class WakeupSocket:
             raise
 
     def wait(self, timeout_s: float) -> None:
-        """Blocks until a rank rings, or has rung since `silence`, for `timeout_s` at most."""
+        """Blocks until a rank wakes the scheduler, or has done so since `drain`. `timeout_s`: the longest wait."""
         self._socket.settimeout(timeout_s)
         with contextlib.suppress(TimeoutError, BlockingIOError):  # the latter for 0
             self._socket.recv(1)
 
-    def silence(self) -> None:
+    def drain(self) -> None:
         """Drops earlier wake-ups."""
         self._socket.settimeout(0.0)
         with contextlib.suppress(BlockingIOError):
-            for _ in range(_MOST_UNHEARD):
+            for _ in range(_MAX_PENDING_WAKEUPS):
                 self._socket.recv(1)
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class WakeupSender:
         self._socket = _datagrams()
         self._socket.settimeout(0.0)
 
-    def ring(self, address: str) -> None:
+    def wake(self, address: str) -> None:
         """Wakes the scheduler at `address`. Never blocks or raises."""
         with contextlib.suppress(OSError):  # nobody is there, or enough wake-ups wait already
             self._socket.sendto(b"", f"\0{address}")

@@ -11,7 +11,9 @@ from vllm_ascend_pd.prefill.worker import PrefillWorker
 
 
 class PrefillWorkerRole(ConnectorRole):
-    """measured: what the worker's observer counts.
+    """A prefill rank.
+
+    measured: what the worker's observer counts.
     closing: closes the worker and what it uses.
     always_has_stats: whether there are statistics in every step.
     """
