@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from vllm_ascend_pd.core.compatibility import mismatch
-from vllm_ascend_pd.core.config import parse_config
+from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
 from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry, Order, RankCaches
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.rank_info import RankInfo
@@ -15,7 +15,7 @@ from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
-from vllm_ascend_pd.prefill.fit import misfit
+from vllm_ascend_pd.prefill.fit import FitCheck
 
 MODEL = "LlamaForCausalLM with 4 layers of hidden size 64, 8 heads, 4 KV heads, vocabulary 512"
 LAYERS = tuple(f"model.layers.{n}.self_attn.attn" for n in range(4))
@@ -186,7 +186,7 @@ def test_ranks_that_are_not_all_there(ranks):
     answer = found(caches(), msgspec.structs.replace(decode, ranks=ranks(decode.ranks)))
     assert answer is not None
     assert answer.startswith("decode describes ranks [")
-    assert answer.endswith("but says tp 2, pp 2")
+    assert answer.endswith("but has tp 2, pp 2")
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2**62, 1), (1, 2**62), (2**40, 2**40), (0, 1), (-1, -1), (1, -1)])
@@ -194,7 +194,7 @@ def test_ranks_that_are_not_all_there(ranks):
 def test_sizes_that_no_engine_has(tp, pp):
     """They are not believed, nor counted up to."""
     answer = found(caches(), msgspec.structs.replace(engine(), tp=tp, pp=pp))
-    assert answer == f"decode describes ranks [(0, 0)] but says tp {tp}, pp {pp}"
+    assert answer == f"decode describes ranks [(0, 0)], but has tp {tp}, pp {pp}"
 
 
 def test_engines_that_deal_out_tokens_differently():
@@ -229,12 +229,14 @@ def test_ranks_that_hold_other_tokens_than_their_engine_says(dcp, interleave):
     decode = msgspec.structs.replace(sharing(engine(4, heads=1, total_heads=1), 2, 16), dcp=dcp, interleave=interleave)
     answer = found(caches(heads=1, total_heads=1), decode)
     assert answer is not None
-    assert f"of 2, interleaved by 16 tokens of the tokens, decode says dcp {dcp}, interleaved by {interleave}" in answer
+    assert (
+        f"of 2, interleaved by 16 tokens of the tokens, but decode has dcp {dcp}, interleaved by {interleave}" in answer
+    )
 
 
 def test_a_size_of_context_parallelism_that_does_not_divide():
     decode = msgspec.structs.replace(engine(2), dcp=3)
-    assert found(caches(), decode) == "decode says tp 2 and dcp 3, which does not divide it"
+    assert found(caches(), decode) == "decode has tp 2 and dcp 3, which does not divide it"
 
 
 def test_tokens_dealt_out_among_ranks_of_different_heads():
@@ -280,6 +282,12 @@ def test_a_ticket_that_deals_out_tokens_otherwise_than_its_engine(dcp, interleav
 
 
 ROTATED = {"rope_theta": "20000"}
+
+
+def misfit(
+    identity: RankInfo, config: ConnectorConfig, caches: RankCaches, transport: TransportInfo, decode: EngineDescription
+) -> str | None:
+    return FitCheck(identity, config, caches, transport).misfit(decode)
 
 
 def misfit_of(settings: dict[str, str], **config: object) -> str | None:

@@ -518,10 +518,10 @@ def test_a_cancelled_ticket_waits_for_its_writers():
         (asks(LEFT, digest="e" * 32), "altered"),
         (asks(LEFT, sharding=sharding(4)), "another prefill engine"),
         (asks(STRANGER, (0,)), "another prefill engine"),
-        (asks(LEFT, (0, 1)), "not its to write"),
-        (asks(LEFT, (0, 2, 3)), "not its to write"),
-        (asks(LEFT, (-1,)), "not its to write"),
-        (asks(WriterId("prefill-0", 0, 2), (0,)), "not its to write"),
+        (asks(LEFT, (0, 1)), "it must not write"),
+        (asks(LEFT, (0, 2, 3)), "it must not write"),
+        (asks(LEFT, (-1,)), "it must not write"),
+        (asks(WriterId("prefill-0", 0, 2), (0,)), "it must not write"),
     ],
 )
 def test_requests_that_are_refused(request_, complaint):
@@ -544,7 +544,7 @@ def test_a_tensor_has_one_writer_of_each_rank():
     """Two stages cannot both bring a layer: what one has claimed or written the other must not touch."""
     ticket = opened()
     ticket.grant(asks(LEFT, (0,)), 0.0)
-    refused = GrantRefused("the writer covers tensors that are not its to write", retry=False)
+    refused = GrantRefused("the writer covers tensors that it must not write", retry=False)
     assert ticket.grant(asks(TWIN, (0,)), 0.0) == refused
     assert ticket.grant(asks(TWIN, (0, 2)), 0.0) == refused
     assert ticket.grant(asks(TWIN, (2,)), 0.0) == Granted(LEASE_S)

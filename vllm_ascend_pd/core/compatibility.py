@@ -89,14 +89,14 @@ def _contradiction(decode: EngineDescription) -> str | None:
     ranks = {(rank.pp_rank, rank.tp_rank) for rank in decode.ranks}
     complete = len(decode.ranks) == decode.pp * decode.tp
     if not complete or ranks != {(pp, t) for pp in range(decode.pp) for t in range(decode.tp)}:
-        return f"decode describes ranks {sorted(ranks)} but says tp {decode.tp}, pp {decode.pp}"
+        return f"decode describes ranks {sorted(ranks)}, but has tp {decode.tp}, pp {decode.pp}"
     if decode.tp % decode.dcp:
-        return f"decode says tp {decode.tp} and dcp {decode.dcp}, which does not divide it"
+        return f"decode has tp {decode.tp} and dcp {decode.dcp}, which does not divide it"
     for rank in decode.ranks:
         for geometry in rank.caches.geometries:
             if geometry.share != decode.sharding.share(rank.tp_rank):
                 return (
-                    f"decode's tensor-parallel rank {rank.tp_rank} describes {geometry.share} of the tokens, decode "
-                    f"says dcp {decode.dcp}, interleaved by {decode.interleave}"
+                    f"decode's tensor-parallel rank {rank.tp_rank} describes {geometry.share} of the tokens, but "
+                    f"decode has dcp {decode.dcp}, interleaved by {decode.interleave}"
                 )
     return None

@@ -180,7 +180,7 @@ class DecodeTicket:
             return GrantRefused("this writer has already reported", retry=False)
         covers = frozenset(request.covers)
         if lease is not None and lease.covers != covers:
-            return GrantRefused("a renewal must cover what the grant covered", retry=False)
+            return GrantRefused("a renewal must cover the same tensors as the grant", retry=False)
         ends = now + self.lease_s
         until = ends + request.settle_s
         if lease is None:
@@ -190,7 +190,7 @@ class DecodeTicket:
                 )
             claimed = {(t, w.rank) for w, other in self._leases.items() for t in other.covers}
             if not {(tensor, writer.rank) for tensor in covers} <= self._missing - claimed:
-                return GrantRefused("the writer covers tensors that are not its to write", retry=False)
+                return GrantRefused("the writer covers tensors that it must not write", retry=False)
             self._leases[writer] = _Lease(covers, request.settle_s, ends, until)
         else:
             lease.ends, lease.until, lease.settle_s = ends, until, request.settle_s

@@ -21,14 +21,14 @@ def unsound(description: EngineDescription, hosts: HostList) -> str | None:
     """
     tp, pp = description.tp, description.pp
     if not (0 < tp <= MAX_TP and 0 < pp <= MAX_PP):
-        return f"decode says tp {tp}, pp {pp}"
+        return f"decode's description has tp {tp}, pp {pp}"
     ranks = {(rank.pp_rank, rank.tp_rank) for rank in description.ranks}
     in_range = all(0 <= pp_rank < pp and 0 <= tp_rank < tp for pp_rank, tp_rank in ranks)
     if not in_range or not len(ranks) == len(description.ranks) == tp * pp:
-        return f"decode says tp {tp}, pp {pp} but does not describe each of these ranks once"
+        return f"decode's description has tp {tp}, pp {pp}, but not each of these ranks once"
     if not all(map(is_name, _names(description))):
         named = "an engine, a model, a setting, a transport or a layer"
-        return f"decode names {named} in unprintable characters, or at great length"
+        return f"decode's description has a name of {named} that is too long or unprintable"
     for rank in description.ranks:
         if (reason := _misplaced(rank, hosts) or _impossible(rank.caches, tp)) is not None:
             return f"decode's rank {(rank.pp_rank, rank.tp_rank)}: {reason}"
@@ -52,9 +52,9 @@ def _misplaced(rank: RankDescription, hosts: HostList) -> str | None:
     except ValueError as error:
         return str(error)
     if not rank.control.startswith("tcp://"):
-        return "its control is not at tcp://host:port"
+        return "its control address is not tcp://host:port"
     if normal_host(control) != normal_host(session):
-        return "its control is on another host than its session"
+        return "its control address and its session are on different hosts"
     return hosts.refusal(control)
 
 

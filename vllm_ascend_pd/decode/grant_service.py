@@ -301,8 +301,8 @@ class GrantService:
         if overdue and now >= each.warn_at:
             if each.warn_at > -math.inf:
                 logger.warning(
-                    "request %s: its blocks are kept for prefill rank %d of engine %s, which neither says that it has "
-                    "stopped writing nor has ended: continue or kill its process",
+                    "request %s: its blocks are kept for prefill rank %d of engine %s, which has not "
+                    "reported that it stopped writing, and has not ended: continue or kill its process",
                     each.expect.request_id,
                     overdue[0].rank,
                     overdue[0].engine_id,

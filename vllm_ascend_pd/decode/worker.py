@@ -82,7 +82,7 @@ class DecodeWorker:
 
     @owned
     def start_step(self, step: DecodeStep) -> None:
-        """Takes what the scheduler says. Call it before the step's forward pass."""
+        """Begins a step: posts the scheduler's new tickets and cancellations. Call it before the forward pass."""
         now = time.monotonic()
         self._wait_s = step.wait_s
         self._arrivals.wake_at(step.wakeup_address)
@@ -115,8 +115,8 @@ class DecodeWorker:
     def take_arrivals(self) -> Arrivals:
         """Returns the requests that have ended, each once.
 
-        Waits for one as long as the step says. It does not wait right after a step that brought one: the scheduler made
-        this step without it, and what it computes next must not be delayed.
+        Waits for one, `DecodeStep.wait_s` seconds at most. It does not wait right after a step that brought one: the
+        scheduler made this step without it, and what it computes next must not be delayed.
         """
         wait_s = self._wait_s if self._num_open and not self._brought else 0.0
         arrivals = self._arrivals.take(wait_s)

@@ -75,7 +75,7 @@ class AscendWriter:
         except Exception as error:
             raise flight.unknown(error) from error
         if flight.batch_id in _NOT_TAKEN:
-            raise flight.lost("Mooncake did not take it: it cannot read what the peer says of itself")
+            raise flight.lost("Mooncake did not take it: it cannot read the peer's metadata")
         return flight
 
     def forget(self, sessions: Collection[str]) -> None:
