@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's way through the executor, with an engine that only notes what is written."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_ascend_pd.core.failure import PushFailure
+from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches
+from vllm_ascend_pd.core.observer import PrefillObserver
+from vllm_ascend_pd.core.plan import Regroup, Route, make_route
+from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket
+from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
+from vllm_ascend_pd.core.running_time import RunningTime
+from vllm_ascend_pd.core.threads import WrongThreadError
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.prefill import write_plan
+from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
+from vllm_ascend_pd.prefill.executor import LayerExecutor
+from vllm_ascend_pd.prefill.grant_wait import GrantWaitLimit
+from vllm_ascend_pd.prefill.layer_push import LayerPush
+from vllm_ascend_pd.prefill.step_transfer import RequestSlice, StepTransfer, plan_transfers
+from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
+from vllm_ascend_pd.prefill.write_plan import StepWrites
+from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.writer import TransferError
+
+KEY = (0, 0)
+BLOCK, TOKEN_BYTES = 16, 8
+BLOCK_BYTES = BLOCK * TOKEN_BYTES
+GEOMETRY = Geometry(
+    group=0,
+    order=Order.TOKEN_MAJOR,
+    dtype="bfloat16",
+    block_size=BLOCK,
+    block_stride=BLOCK_BYTES,
+    heads=1,
+    total_heads=1,
+    head_bytes=TOKEN_BYTES,
+)
+LAYERS = ("layers.0", "layers.1")
+OURS = [CacheTensor(layer, 0, 1_000_000 * (n + 1), 100, 0) for n, layer in enumerate(LAYERS)]
+THEIRS = tuple(CacheTensor(layer, 0, 1_000_000_000 * (n + 1), 100, 0) for n, layer in enumerate(LAYERS))
+RANK = RankDescription(*KEY, "", "peer", RankCaches((GEOMETRY,), THEIRS))
+LAYOUT = DecodeLayout(EngineDescription("decode", "model", 1, 1, (RANK,)))
+ROUTE = make_route(GEOMETRY, 0, sharding(1), sharding(1), BLOCK)
+
+
+class Engine:
+    """Notes what arrives as (source, destination, bytes). A write that has a destination in `lost` fails."""
+
+    limits = TransferLimits()
+
+    def __init__(self) -> None:
+        self.arrived: list[tuple[int, int, int]] = []
+        self.lost: set[int] = set()
+
+    def has_room(self, session: str, batch: Any) -> bool:
+        return True
+
+    def begin(self, session: str, batch: Any, may_begin: Callable[[], bool]) -> None:
+        assert session == "peer"
+        if not may_begin():
+            raise TransferError(session, "the lease has ended", retryable=False)
+        copies = list(zip(*batch, strict=True))
+        if self.lost & {dst for _, dst, _ in copies}:
+            raise TransferError(session, "it is lost", retryable=False)
+        self.arrived += copies
+
+    def write_batches(self, session: str, batches: Iterable[Any], may_begin: Callable[[], bool]) -> None:
+        for batch in batches:
+            self.begin(session, batch, may_begin)
+
+
+class Done(Event):
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+
+def make_transfer(name: str, d_block: int, lease_s: float = 60.0) -> Transfer:
+    """A request of one block, which decode has granted."""
+    ticket = Ticket(
+        request_id=name,
+        remote_block_ids=[[d_block]],
+        remote_block_size=[BLOCK],
+        remote_engine_id="decode",
+        remote_host="127.0.0.1",
+        remote_port=1,
+        remote_tp_size=1,
+        remote_cached_tokens=0,
+        ticket_id=name * 16,
+        num_tokens=BLOCK,
+    )
+    sender: Any = SimpleNamespace(grant_wait=GrantWaitLimit())
+    transfer = Transfer(name, ticket, sender, PrefillTicket(time.monotonic() + 60), WITHDRAWALS)
+    now = time.monotonic()
+    with transfer.changing() as state:
+        state.contacted({KEY: Destination(RANK, (0, 1))})
+        state.asked(KEY, now)
+        state.answered(KEY, now, Granted(lease_s))
+    return transfer
+
+
+WITHDRAWALS = Withdrawals()
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def executor(engine: Engine) -> LayerExecutor:
+    fake: Any = engine
+    executor = LayerExecutor(fake, None, RunningTime(), PrefillObserver(), ready_timeout_s=1.0)
+    executor.engine_described(LAYOUT)
+    return executor
+
+
+@pytest.fixture
+def transfers() -> list[Transfer]:
+    return [make_transfer("a", 7), make_transfer("b", 9)]
+
+
+def plan(transfers: list[Transfer], route: Route = ROUTE, slot_units: int = 0) -> list[StepTransfer]:
+    """Request n is in our block 2 * n + 1."""
+    device: Any = SimpleNamespace(upload=lambda tensor: tensor)
+    slices = [RequestSlice(each, 0, BLOCK, ([2 * n + 1],)) for n, each in enumerate(transfers)]
+    return plan_transfers(route, GEOMETRY, slices, device, slot_units)
+
+
+def pushes(transfers: list[Transfer]) -> list[LayerPush]:
+    """Both layers of a step with these requests."""
+    [step_transfer] = plan(transfers)
+    writes = StepWrites(step_transfer, len(LAYERS))
+    return [LayerPush(tensor.layer, step_transfer, writes, [tensor], Done()) for tensor in OURS]
+
+
+def copy_of(layer: int, p_block: int, d_block: int) -> tuple[int, int, int]:
+    return OURS[layer].base + p_block * BLOCK_BYTES, THEIRS[layer].base + d_block * BLOCK_BYTES, BLOCK_BYTES
+
+
+def test_layers_are_written_to_decodes_blocks_and_counted(engine, executor, transfers):
+    for push in pushes(transfers):
+        executor.execute(push)
+    assert sorted(engine.arrived) == [
+        copy_of(layer, 2 * n + 1, block) for layer in (0, 1) for n, block in ((0, 7), (1, 9))
+    ]
+    assert [transfer.written for transfer in transfers] == [{KEY: (2 * BLOCK_BYTES, 2 * BLOCK_BYTES)}] * 2
+
+
+def test_what_arrives_after_the_prompt_was_computed_is_not_early(executor, transfers):
+    first, second = pushes(transfers)
+    executor.execute(first)
+    transfers[0].computed = Done()
+    executor.execute(second)
+    assert [transfer.written[KEY] for transfer in transfers] == [
+        (2 * BLOCK_BYTES, BLOCK_BYTES),
+        (2 * BLOCK_BYTES, 2 * BLOCK_BYTES),
+    ]
+
+
+def test_a_plan_is_resolved_once_for_all_layers(executor, transfers, monkeypatch):
+    resolved = []
+    resolve = write_plan.resolve
+    monkeypatch.setattr(write_plan, "resolve", lambda *args: resolved.append(args) or resolve(*args))
+    for push in pushes(transfers):
+        executor.execute(push)
+    assert len(resolved) == 1
+
+
+def test_nothing_is_written_without_a_lease(engine, executor):
+    expired = make_transfer("c", 5, lease_s=0.0)
+    for push in pushes([expired]):
+        executor.execute(push)
+    assert engine.arrived == []
+    assert expired.failure == "the lease for decode rank (0, 0) ran out"
+
+
+def test_a_request_that_has_failed_is_left_out(engine, executor, transfers):
+    first, second = pushes(transfers)
+    executor.execute(first)
+    transfers[0].fail("aborted", PushFailure.ABORTED)
+    executor.execute(second)
+    assert sorted(engine.arrived) == [copy_of(0, 1, 7), copy_of(0, 3, 9), copy_of(1, 3, 9)]
+
+
+def test_a_lost_write_fails_those_at_fault_only(engine, executor, transfers):
+    engine.lost = {copy_of(0, 1, 7)[1]}
+    for push in pushes(transfers):
+        executor.execute(push)
+    assert transfers[0].failure == "writing to decode rank (0, 0) failed: it is lost"
+    assert transfers[1].failure is None
+    assert sorted(engine.arrived) == [copy_of(0, 3, 9), copy_of(1, 3, 9)]
+    assert transfers[1].num_bytes == 2 * BLOCK_BYTES
+
+
+def test_another_thread_may_not_execute(engine, executor, transfers):
+    first, second = pushes(transfers)
+    executor.execute(first)
+    written = len(engine.arrived)
+    errors: list[BaseException] = []
+
+    def execute() -> None:
+        try:
+            executor.execute(second)
+        except BaseException as error:  # noqa: BLE001 - of another thread
+            errors.append(error)
+
+    thread = threading.Thread(target=execute, name="intruder")
+    thread.start()
+    thread.join()
+    [error] = errors
+    assert isinstance(error, WrongThreadError)
+    assert "intruder" in str(error)
+    assert len(engine.arrived) == written
+
+
+def test_what_a_staging_slot_does_not_hold_is_several_transfers(transfers):
+    split = Route(Regroup.SPLIT, BLOCK, ROUTE.targets, staged_bytes=BLOCK_BYTES, row_bytes=TOKEN_BYTES)
+    [whole] = plan(transfers, split, slot_units=2)
+    parts = plan(transfers, split, slot_units=1)
+    assert [len(part.src_units) for part in parts] == [1, 1]
+    for name in ("src_units", "d_blocks"):
+        assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
+    assert np.array_equal(np.concatenate([part.units.owner for part in parts]), whole.units.owner)
+    on_device = [part.unit_offsets for part in parts]
+    assert torch.equal(torch.cat([each for each in on_device if each is not None]), torch.from_numpy(whole.src_units))
