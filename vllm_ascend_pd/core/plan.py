@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From block ids to copies: what one prefill rank sends of a step, as arrays of byte offsets.
 
-A `Route` says, once per decode engine's shape and cache geometry, what happens to every unit of KV on its
-way: is it regrouped, and which bytes of it go to which decode ranks. A unit is the longest run of tokens that lies
-within one block on either side. Per step only block ids change, per layer only base addresses: routes and offsets are
-shared by all layers.
+A `Route` says, once per decode engine's shape and cache geometry, what happens to every unit of KV on its way: whether
+it is regrouped, and which bytes of it go to which decode ranks. A unit is the longest run of tokens that lies within
+one block on either side. Per step only block ids change, per layer only base addresses. So all layers share routes and
+offsets.
 """
 
 import enum
@@ -37,17 +37,24 @@ class Regroup(enum.Enum):
 class Target:
     """What of every source unit goes to one decode rank: `rows` runs of `nbytes`.
 
-    Offsets count from the start of the unit, on either side. `plane` is the staging plane the bytes come from
-    (always 0 unless the route splits).
+    Offsets count from the start of the unit, on either side, in bytes.
     """
 
+    # The decode rank.
     tp_rank: int
+    # Of one run.
     nbytes: int
+    # The staging plane that the bytes come from. Always 0 unless the route splits.
     plane: int = 0
+    # Where the first run begins in the source unit.
     src_offset: int = 0
+    # Where it goes in decode's unit.
     dst_offset: int = 0
+    # How many runs there are.
     rows: int = 1
+    # From the start of one run to the start of the next, in the source unit.
     src_pitch: int = 0
+    # The same in decode's unit.
     dst_pitch: int = 0
 
 
@@ -55,27 +62,31 @@ class Target:
 class Route:
     """How units of one geometry travel from one prefill rank to a decode engine.
 
-    `unit`: tokens. `staged_bytes`: what a unit takes in each of the `planes` of the staging buffer (0 when
-    nothing is staged). `ranks`: the all-to-all group in the order of its heads, `index`: our place in it.
-    Of the `replicas` ranks that hold the same, this one serves the tickets whose `replica_hash` falls on its
-    `replica_index`.
+    Of several prefill ranks that hold the same KV, each serves the tickets whose `replica_hash` falls on its index.
     """
 
     regroup: Regroup
+    # Tokens of a unit.
     unit: int
     targets: tuple[Target, ...]
+    # The index of this rank among those that hold the same.
     replica_index: int = 0
+    # How many ranks hold the same.
     replicas: int = 1
+    # What a unit takes in each plane of a staging slot. 0 when nothing is staged.
     staged_bytes: int = 0
+    # How many planes a staging slot has for a tensor.
     planes: int = 1
+    # The all-to-all group, in the order of its heads.
     ranks: tuple[int, ...] = ()
+    # Our place in it.
     index: int = 0
-    row_bytes: int = 0  # of one token on the finer side: the run that regrouping moves
+    # Bytes of one token on the side with fewer heads: the run that regrouping moves.
+    row_bytes: int = 0
 
     @property
     def pieces(self) -> int:
-        """In how many runs a target gets its share of a unit at most: more than one where rows are written one by
-        one."""
+        """In how many runs at most a target gets its share of a unit: more than one if rows are written one by one."""
         return max((target.rows for target in self.targets), default=0)
 
     def serves(self, replica_hash: int) -> bool:

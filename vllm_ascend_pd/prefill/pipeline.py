@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes to one decode engine, in order, the next one begun before the last one has ended: the link is never idle while
-something waits for it."""
+"""Writes to one decode engine, in order. The next one begins before the last one has ended, so that the link does not
+idle. The sender's thread owns a pipeline."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Done = Callable[[TransferError | None], None]
 
 
 class _Entry(NamedTuple):
-    """What is to be done when all before it is done: to wait for a flight, or to tell who wants to know."""
+    """A step that is taken when all before it are done."""
 
+    # Whether `do` waits for a batch in flight. Else it only calls somebody back.
     is_flight: bool
     do: Callable[[], None]
 
@@ -32,13 +33,14 @@ class Pipeline:
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
+        # The first one, if there is any, is a flight: callbacks after it are called as soon as it has ended.
         self._entries: deque[_Entry] = deque()
-        """The first one, if there is any, is a flight: who is to be told after it is told at once (`_tell`)."""
+        # How many of them are flights.
         self._flights = 0
 
     def write(self, session: str, batches: Iterable[Batch], may_begin: Callable[[], bool], done: Done) -> None:
-        """Begins all `batches` (`TransferEngine.begin`), unless one fails. `done` is called once none of them is under
-        way any more, with the first error; with the first of those after which bytes may still arrive, if any did."""
+        """Begins all `batches` (`TransferEngine.begin`), unless one fails. Calls `done` once none of them is in flight,
+        with None or an error: the first one after which bytes may still arrive, else the first one."""
         errors: list[TransferError] = []
 
         def tell() -> None:
@@ -47,13 +49,13 @@ class Pipeline:
         try:
             for batch in batches:
                 self.make_room()
-                # Nobody waits for room who takes it from others: two senders to one peer would wait for each other.
+                # Release our own room before blocking for more, or two senders to one peer deadlock.
                 while self._flights and not self._engine.has_room(session, batch):
                     self._end_first()
                 if errors or not self._begin(session, batch, may_begin, errors):
                     break
         except Exception as error:
-            # Another's, whom `_end_first` told; but what is under way of this write has to be waited for, too.
+            # An earlier write's callback raised it. What is in flight of this write must be waited for, too.
             errors.append(_failure(session, error))
             self._entries.append(_Entry(False, tell))
             raise

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings KV into decode's layout on its way: gather + all-to-all + interleave, or split.
+"""Regroups KV into decode's layout on its way: gather + all-to-all + interleave, or split.
 
-Everything here runs in order on the device's side stream. Every rank of a group runs the same chunks in the same
-order whatever became of the requests in them, so collectives stay aligned (R5). After one has failed, its group runs
-no more of them (R9, `prefill/exchange_group.py`).
+The model's thread submits layers. The rest runs in order on the device's side stream. Every rank of a group runs the
+same step transfers in the same order, whatever became of their requests, so collectives stay aligned (R5). After one
+has failed, its group runs no more of them (R9, `prefill/exchange_group.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +28,7 @@ from vllm_ascend_pd.transport.engine import TransferEngine
 
 
 class Regrouper:
-    """Regroups chunks of a layer's tensors into slots of a staging ring.
-
-    `groups`: all-to-all groups by the tensor-parallel ranks in them.
-    """
+    """Regroups the tensors of a layer into a slot of the staging ring."""
 
     def __init__(
         self,
@@ -39,21 +36,27 @@ class Regrouper:
         ring: StagingRing[StepTransfer],
         groups: dict[tuple[int, ...], ExchangeGroup],
         slot_timeout_s: float,
-        grant_patience_s: float,
+        grant_wait_s: float,
     ) -> None:
-        """`slot_timeout_s`: how long a slot may take to become free; `grant_patience_s`: how long those that none is
-        left for wait for others' grants."""
+        """Takes memory for two more slots.
+
+        groups: all-to-all groups by the tensor-parallel ranks in them.
+        slot_timeout_s: how long a slot may take to become free.
+        grant_wait_s: how long a layer without a slot waits while holders of slots wait for grants.
+        """
         self._slot_timeout_s = slot_timeout_s
-        self._grant_patience_s = grant_patience_s
-        self._tried_patience: set[str] = set()  # decode engines that others have waited for in vain
+        self._grant_wait_s = grant_wait_s
+        # Decode engines whose grants others have waited for in vain.
+        self._waited_in_vain: set[str] = set()
         self._device = device
         self._groups = groups
         self._ring = ring
         self.slot_bytes = ring.slot_bytes
-        # Used on the side stream only, where one chunk follows another: one pair serves all.
+        # What the all-to-all sends and receives. The side stream runs one at a time, so one pair serves all.
         self._send = device.allocate(ring.slot_bytes)
         self._received = device.allocate(ring.slot_bytes)
-        self._exchanged = (self._received, self._send)  # as much of them as was exchanged last: alike for all layers
+        # As much of the two as was exchanged last, which is the same for all layers of a step.
+        self._exchanged = (self._received, self._send)
 
     def missed(self, ranks: tuple[int, ...], reason: str) -> None:
         """This rank misses a collective of the group of `ranks`, which breaks the group. Without ranks: nothing."""
@@ -140,7 +143,7 @@ class Regrouper:
         )
 
     def _filled(self, step_transfer: StepTransfer, fill: Callable[[Slot], None]) -> Slot:
-        """A slot that is kept unless filling it fails."""
+        """Returns a slot that `fill` has filled."""
         slot = self._acquire(step_transfer)
         try:
             fill(slot)
@@ -150,20 +153,23 @@ class Regrouper:
         return slot
 
     def _acquire(self, step_transfer: StepTransfer) -> Slot:
-        """Waits for a slot. What has no grant yet keeps its slots, and when no other is left, the model stands still
-        (on a CPU, all regrouping does). So for a decode engine's grants others wait `grant_patience_s` once; if that
-        was in vain, then what waits for its grants loses its slots at once, until it has granted something."""
-        if self._tried_patience and not step_transfer.waits_for_grant:
-            self._tried_patience.discard(step_transfer.decode_engine)
+        """Waits for a slot. Raises TimeoutError.
+
+        Layers without a grant keep their slots. If they have all of them, the model stands still (on a CPU, all
+        regrouping does). So others wait `grant_wait_s` once for a decode engine's grants. If none comes, layers that
+        wait for that engine lose their slots at once, until it has granted something.
+        """
+        if self._waited_in_vain and not step_transfer.waits_for_grant:
+            self._waited_in_vain.discard(step_transfer.decode_engine)
         if (slot := self._ring.take(step_transfer)) is not None:
             return slot
         waiting = {holder.decode_engine for holder in self._ring.holders if holder.waits_for_grant}
-        if not waiting & self._tried_patience:
+        if not waiting & self._waited_in_vain:
             with suppress(TimeoutError):
-                return self._ring.acquire(step_transfer, self._grant_patience_s)
+                return self._ring.acquire(step_transfer, self._grant_wait_s)
         for holder in self._ring.holders:
             if holder.waits_for_grant:
-                self._tried_patience.add(holder.decode_engine)
+                self._waited_in_vain.add(holder.decode_engine)
                 holder.give_up_ungranted("no grant came while all staging slots were taken: other requests need them")
         return self._ring.acquire(step_transfer, self._slot_timeout_s)
 
@@ -177,9 +183,9 @@ def make_regrouper(
     step_tokens: int,
     running_time: RunningTime,
 ) -> tuple[StagingRing[StepTransfer] | None, Regrouper | None]:
-    """A ring and all-to-all groups, where this engine's layout may ever need regrouping.
+    """Returns the staging ring and the regrouper, or None and None if this engine's layout never needs regrouping.
 
-    The same on all ranks: it depends on the model, the layout and the parallel sizes alone.
+    The answer is the same on all ranks: it depends on the model, the layout and the parallel sizes alone.
     """
     size, slots = slot_bytes(caches.description, step_tokens), config.slots(step_tokens)
     if size == 0:
@@ -200,11 +206,13 @@ def make_regrouper(
     ring: StagingRing[StepTransfer] = StagingRing(buffer, size, slots, running_time)
     # A slot may have to rest.
     slot_timeout_s = config.write_timeout_s + engine.limits.rest_s
-    return ring, Regrouper(device, ring, mine, slot_timeout_s, grant_patience_s=config.control_timeout_s)
+    return ring, Regrouper(device, ring, mine, slot_timeout_s, grant_wait_s=config.control_timeout_s)
 
 
 def _world_groups(identity: RankInfo, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """`wanted` within every pipeline stage of the world: creating a group takes all ranks, in one order.
+    """Returns the `wanted` groups of every pipeline stage, in ranks of the world.
+
+    Creating a group takes all ranks of the world, in one order.
 
     vLLM numbers the world with tensor-parallel ranks running fastest, then prefill-context-parallel ones.
     """

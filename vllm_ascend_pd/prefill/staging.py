@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staging ring: registered memory where regrouped KV waits to be sent, a slot per layer in flight."""
+"""The staging ring: registered memory where regrouped KV waits to be sent, a slot per layer in flight.
+
+The side stream takes slots, senders give them back, each under the ring's lock.
+"""
 
 import threading
 import time
@@ -12,44 +15,49 @@ from vllm_ascend_pd.core.running_time import RunningTime
 
 H = TypeVar("H")
 
+# How often, in seconds, to look whether a slot has rested for long enough.
 LOOK_S = 0.5
-"""How often, in seconds, it is looked whether a slot has rested for long enough."""
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """`offset` bytes into the ring's buffer, at `address`."""
+    """A part of the ring's buffer."""
 
     index: int
+    # Bytes from the start of the buffer.
     offset: int
+    # In this process.
     address: int
 
 
 class StagingRing(Generic[H]):
-    """`slots` slots of `slot_bytes` each in `buffer`, handed out to holders and taken back in any order. After a failed
-    write a slot rests until nothing can read it any more."""
+    """Hands out slots of one buffer to holders, and takes them back in any order. After a failed write a slot rests
+    until nothing can read it any more."""
 
     def __init__(self, buffer: torch.Tensor, slot_bytes: int, slots: int, running_time: RunningTime) -> None:
+        """`buffer`: uint8 `[n]`, with room for `slots` slots of `slot_bytes` bytes."""
         assert buffer.numel() >= slot_bytes * slots
         self.buffer = buffer
         self.slot_bytes = slot_bytes
         first = buffer.data_ptr()
         self._free = [Slot(n, n * slot_bytes, first + n * slot_bytes) for n in range(slots)]
+        # By slot index.
         self._holders: dict[int, H] = {}
-        self._resting: list[tuple[float, Slot]] = []  # until when
+        # Until when each rests, in running time.
+        self._resting: list[tuple[float, Slot]] = []
         self._running_time = running_time
-        # Taken and given back for every layer, on two threads: a condition's own methods are Python.
+        # Guards the three above. Not only a condition: its methods are Python, and every layer would run them.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
 
     @property
     def holders(self) -> list[H]:
-        """Of slots that are not free."""
+        """Returns who holds the slots that are not free."""
         with self._lock:
             return list(self._holders.values())
 
     def take(self, holder: H) -> Slot | None:
-        """None: none is free."""
+        """Returns a slot, or None if none is free."""
         with self._lock:
             self.rests()
             if not self._free:
@@ -70,7 +78,7 @@ class StagingRing(Generic[H]):
         return slot
 
     def release(self, slot: Slot, settled_at: float = 0.0) -> None:
-        """`settled_at`: when nothing can read it any more, in running time."""
+        """Takes a slot back. `settled_at`: from when on nothing can read it any more, in running time."""
         with self._lock:
             del self._holders[slot.index]  # KeyError: it was free
             if settled_at:
@@ -81,8 +89,8 @@ class StagingRing(Generic[H]):
             self._changed.notify()
 
     def rests(self) -> bool:
-        """Does any slot? To be asked every `LOOK_S` while one does, by whoever has nothing else to do: running time
-        stands still where nobody asks."""
+        """Whether a slot rests. While one does, somebody must call this every `LOOK_S` seconds: running time stands
+        still where nobody asks for it."""
         if not self._resting:
             return False
         with self._lock:
