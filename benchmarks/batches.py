@@ -5,13 +5,13 @@ $ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/batches.py [--cases CASE ...] [
 
 Cases are those of benchmarks/plan.py, of one rank. Both sides run in one process, one after the other, on one engine of
 Mooncake's wheel for NPUs, and write real bytes into the registered caches of a decode rank in another process. CANN's
-libraries are emulated, so counts are exact and times are none of an NPU's.
+libraries are emulated, so counts are exact, and times are not an NPU's.
 
 For each layer: `calls` into Mooncake that begin a write, `polls` that ask it whether one is over, `batches` that
 Mooncake gives to CANN's HIXL, their `descriptors`, and `kernels`: HIXL launches one on the AI CPU for every 128
 descriptors of a batch, or part of them. `KiB`: bytes. `sending`: CPU milliseconds of the sending thread, with a
-link that takes SLOW_MS longer for each batch. A thread that waits inside of Mooncake polls without a pause: these polls
-cannot be counted, and it takes a core as far as it gets one.
+link that takes SLOW_MS longer for each batch. A thread that waits inside Mooncake polls without a pause. These polls
+cannot be counted, and the thread takes as much of a core as it gets.
 """
 
 import argparse

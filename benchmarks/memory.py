@@ -6,15 +6,15 @@ $ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/memory.py --npu ...
 
 ours       the staging ring: slots of a layer of one step's tokens, in whole 2 MiB as an NPU's memory is registered.
            Worked out for models of known shapes by the code that the connector itself uses, without allocating anything
-others     the send and receive buffer of the all-to-all, a slot's size each, which are not registered
+others     the send and receive buffers of the all-to-all, each of a slot's size. They are not registered
 reference  what vllm-ascend v0.23.0 registers for the same (`create_kv_buffer` of its layerwise connector): as much as
-           the K and V cache of one layer. Its all-to-all allocates anew for each layer, which is not counted
+           the K and V cache of one layer. Its all-to-all allocates buffers for each layer, which are not counted
 
-The first line is of real ranks: two ProducerWorkers with a small cache, and what they passed to Mooncake's
-`batch_register_memory` beside their caches, which must be what the code says. With --npu they are on emulated CANN
+The first line is from two real PrefillWorkers with a small cache: what they passed to Mooncake's
+`batch_register_memory` besides their caches. It must equal what the code computes. With --npu they are on emulated CANN
 libraries, which also count what torch_npu allocates. A GB is 10^9 bytes; caches are per rank.
 
-Exits with 1, with --check, where ours is more than 1/MIN_LESS of the reference's.
+With --check, exits with 1 where ours is more than 1/MIN_LESS of the reference's.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a request's KV is in decode when prefill's last layer ends, and how long the rest takes: layer by layer
-against one push of everything after prefill.
+"""How much of a request's KV is in decode when prefill's last layer ends, and how long the rest takes. Compares pushing
+layer by layer with one push of everything after prefill.
 
 $ python benchmarks/overlap.py [--layers 16] [--mib 128] [--compute 2 1 0.5] [--rounds 9] [--check] [--json]
 $ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/overlap.py --npu ...
@@ -16,11 +16,10 @@ bulk       all layers are announced after the last one
 A layer's push time is the bulk side's time after prefill, divided by the layers. Counted as being in decode is what
 prefill's ranks had written by the end of the last layer, as they report it to decode.
 
-With --npu, on emulated CANN libraries, a layer is a few kernels that take that long, and a bit more, on the device's
-stream: the model's thread queues and announces all layers at once (`queued`: how long it takes), and is not there when
-they end.
+With --npu, on emulated CANN libraries, a layer is a few kernels on the device's stream that take that long and a little
+more. The model's thread queues and announces all layers at once (`queued`: how long this takes).
 
-Exits with 1, with --check, where the link keeps up and less than 1 - 2/layers of the bytes are there, or the rest takes
+With --check, exits with 1 where the link keeps up and less than 1 - 2/layers of the bytes are there, or the rest takes
 longer than pushing two layers.
 """
 

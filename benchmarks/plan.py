@@ -16,11 +16,10 @@ reference  `start_load_kv`, `save_kv_layer` and the running KVCacheSendingLayerT
 floor      what no connector can do without that pushes layer by layer from a thread of its own: events, streams, one
            hand-over, as many addresses and calls as ours (helpers/plan_floor.py). `less`: how far below the reference
 
-Mooncake's engine is one that does nothing, at Mooncake's interface, on both sides. Ours gives it as much in one call as
-over protocol "ascend": 8192 descriptors and 1 GiB at most (the reference: all of a layer). Nothing is computed, so what
-a sender spends on waiting for the device is left out, on both sides. With `-tp2` the work on the device is left out,
-too: either side changes to its side stream, waits for the event there, and calls operators and a collective that do
-nothing.
+On both sides Mooncake's engine is replaced, at its own interface, by one that does nothing. Ours gives it as much in
+one call as over protocol "ascend": 8192 descriptors and 1 GiB at most (the reference: all of a layer). Nothing is
+computed, so neither side spends time on waiting for the device. With `-tp2` the work on the device is left out, too:
+both sides change to their side stream, wait for the event there, and call operators and a collective that do nothing.
 
 CPU milliseconds per layer: `plan` at the start of the step and at its end, `save` when a layer is computed (both on
 the model's thread), `send` on the sending thread; `cpu` is their sum, which is compared. `control`: of ours, the thread

@@ -3,7 +3,7 @@
 
 $ python benchmarks/proxy_overhead.py [--requests 300] [--rate 100] [--seconds 10] [--streams 2000] [--json]
 
-Client, proxy, a prefill and a decode engine are processes of their own on 127.0.0.1; the engines compute nothing
+Client, proxy, a prefill and a decode engine are separate processes on 127.0.0.1. The engines compute nothing
 (helpers/stub_engine.py). Four ways to the same decode engine take turns, one request at a time:
 
 direct   the decode engine posts its ticket straight to the prefill engine, which answers at once
@@ -11,9 +11,9 @@ bare     the decode engine needs no prefill
 floor    a relay in the proxy's place that does the same exchanges and nothing else (helpers/relay_floor.py)
 proxy    the decode engine posts its ticket to the proxy, which has the prefill engine run the prompt
 
-`added` is proxy - direct: what the proxy adds where there must be a ticket anyhow. proxy - bare has the stubs' own work
-for the ticket in it. What the floor costs no proxy in these libraries can avoid. Exits with 1 if a request failed, or
-a bar is missed and --check was given.
+`added` is proxy - direct: what the proxy adds to requests that need a ticket. proxy - bare includes the stubs' own work
+for the ticket. No proxy on these libraries can cost less than the floor. Exits with 1 if a request failed, or if a bar
+is missed and --check was given.
 """
 
 import argparse

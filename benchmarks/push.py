@@ -9,8 +9,8 @@ ours   our PrefillWorker and DecodeWorker in a process each, over Mooncake's TCP
        request is there, so with all writes and reports. Tickets come to prefill FIRST_LAYER_S earlier, when a model
        would begin with the first layer; grants are asked for meanwhile
 cold   the same, but the tickets come with the KV: nothing can be sent before decode has granted it
-best   Mooncake's engine alone with its default settings: the same number of bytes in one buffer, in whatever of SIZES
-       is fastest as a descriptor, found out first. Each size has two processes of its own: connections that have moved
+best   Mooncake's engine alone with its default settings: the same number of bytes in one buffer, in descriptors of the
+       fastest of SIZES, which is measured first. Each size has two processes of its own: connections that have moved
        long descriptors are slower with short ones, too
 same   the same, in descriptors as long as ours and a call for each layer: what Mooncake needs for such ones
 TCP    one plain connection on loopback
@@ -23,7 +23,7 @@ With --npu, on emulated CANN libraries, one step's work is counted, and nothing 
 descriptors that Mooncake gets, and what prefill's NPUs have to do beside the model's work (helpers/push_counts.py). The
 regrouping kernels are those of tests/ascendc_twin.
 
-Exits with 1, with --check, where ours is slower than MIN_OF_BEST of Mooncake at its best for BIG_MIB or more; with
+With --check, exits with 1 where ours is slower than MIN_OF_BEST of Mooncake at its best for BIG_MIB or more; with
 --npu, where a device does anything for KV that decode wants as it is, more than MAX_LAUNCHES launches a layer or
 MAX_PASSES passes over what is regrouped (launches.py), or where a thread waits for it.
 """

@@ -12,9 +12,9 @@ reference  for K and V one after the other: index_select, transpose, reshape, ze
            contiguous, copy_; as facts of vllm-ascend v0.23.0, in operators of torch
 
 Each must leave the right bytes for the transfer engine, or the benchmark fails. Compared is the time outside the
-collective, which no connector can save. (Of fewer tokens than a block, all of the block is regrouped on both sides.)
+collective, which no connector can save. (For fewer tokens than a block, both sides regroup the whole block.)
 
-Exits with 1, with --check, where the reference takes less than MIN_GAIN times as long at 1024 tokens or more, or gather
+With --check, exits with 1 where the reference takes less than MIN_GAIN times as long at 1024 tokens or more, or gather
 or interleave is slower than MIN_OF_COPY of a copy of the same bytes.
 """
 

@@ -14,7 +14,7 @@ docs/simulator.md says where the defaults are from.
 --cells             so many such clusters side by side, each with its own proxy; --rate is that of all of them
 --validate          runs real workers of ours over TCP, without a model, and compares with what the simulator says
 
-Exits with 1, with --validate --check, where a percentile, or the median of the time from prefill's end until decode has
+With --validate --check, exits with 1 where a percentile, or the median of the time from prefill's end until decode has
 all KV, is more than 20 % off.
 """
 

@@ -14,7 +14,7 @@ and `digest` is what a scheduler takes for the digest of the prompt, which both 
 engines send each other of the prompt, without decode's own copy of the client's body. The tokenizer is a byte-level BPE
 of 32,000 tokens, trained here on the sources of Python's standard library; prompts are other parts of those sources.
 
-Exits with 1, with --check, where ids take more than MAX_RATIO of the time that text takes.
+With --check, exits with 1 where ids take more than MAX_RATIO of the time that text takes.
 """
 
 import argparse

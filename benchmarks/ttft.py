@@ -6,12 +6,12 @@ $ python benchmarks/ttft.py [--quick] [--models small wide] [--pairs 1/1 2/1] [-
       [--folder DIR [--traces]] [--check] [--json]
 $ CANN_ON_HOST=1 .venv-npu/bin/python benchmarks/ttft.py --npu [--sides ours layerwise v1 bare] ...
 
-Real engines on vLLM's CPU backend, Llamas of random weights (helpers/ttft_sides.py), float32, streamed by the proxy.
-A pair is prefill's and decode's tensor-parallel size; the single instance has prefill's. Each side takes turns with
-the single instance, which is what its figures are divided by; who is not in turn is stopped (SIGSTOP). A round is one
-request of every prompt length at either; new prompts each time, the same for both, and all tokens must be equal. Then
-the load: --requests requests of 512 + 16 tokens, 8 at a time, in turns again. Medians of the rounds; in brackets, the
-least and the most of the rounds' own ratios, and their first and third quartile.
+Real engines on vLLM's CPU backend, Llamas of random weights (helpers/ttft_sides.py), float32, streamed by the proxy. A
+pair is prefill's and decode's tensor-parallel size; the single instance has prefill's. Each side takes turns with the
+single instance, and its figures are divided by the single instance's. The idle one of the two is stopped (SIGSTOP). A
+round sends one request of every prompt length to both. Prompts are new each time and the same for both, and all tokens
+must be equal. Then comes the load, in turns again: --requests requests of 512 + 16 tokens, 8 at a time. Figures are
+medians of the rounds. Brackets hold the least and the greatest ratio of a round, and the first and third quartile.
 
 ours      LayerwisePushConnector behind `vllm-ascend-pd proxy`
 mooncake  vLLM's MooncakeConnector behind helpers/pull_proxy.py, over TCP as ours
@@ -19,15 +19,14 @@ nixl      vLLM's NixlConnector behind helpers/pull_proxy.py (needs `pip install 
 bare      no connector behind helpers/pull_proxy.py: decode gets each prompt's last token alone, answers wrongly, and
           shows what two engines cost without any transfer
 
-With --npu, vllm-ascend on emulated CANN libraries, which is no NPU's speed: what the connectors do is compared, while
-each operator takes as long as a slow processor does. Engines compute in bfloat16 there, so tokens that are a near-tie
-may differ. The peers are
+With --npu, vllm-ascend runs on emulated CANN libraries. Operators take a slow processor's time, not an NPU's, so only
+the connectors' work is compared. Engines compute in bfloat16, so tokens of near-ties may differ. The peers are
 
 layerwise vllm-ascend's MooncakeLayerwiseConnector behind our proxy
 v1        vllm-ascend's MooncakeConnectorV1 behind helpers/pull_proxy.py
 
-A side that does not start, or does not give the single instance's tokens, has a row that says why, and the exit code is
-1. --check exits with 1, too, where a bar is missed or could not be measured.
+A side that does not start, or returns other tokens than the single instance, has a row that says why, and the exit code
+is 1. With --check it is also 1 if a bar is missed or could not be measured.
 """
 
 import argparse
