@@ -92,3 +92,13 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert {
         str(page.relative_to(REPOSITORY)) for page in (REPOSITORY / "docs").glob("*.md") if page not in reached
     } == set()
+
+
+def test_the_support_matrix_has_every_test_with_engines() -> None:
+    linked = set(re.findall(r"\]\(\.\./(tests/\S+?\.py)\)", (REPOSITORY / "docs" / "support-matrix.md").read_text()))
+    tests = {
+        str(file.relative_to(REPOSITORY))
+        for folder in ("tests/e2e", "tests/npu/e2e")
+        for file in (REPOSITORY / folder).glob("test_*.py")
+    }
+    assert {file for file in tests if "benchmark" not in file} - linked == set()
