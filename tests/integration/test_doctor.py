@@ -157,7 +157,7 @@ def test_a_pair() -> None:
         asked = [each for each in cluster.prefill.received if each.path == "/v1/models"]
         assert [each.headers.get("authorization") for each in asked] == ["Bearer geheim"]
         assert "geheim" not in done.stdout + done.stderr
-        assert f"proxy {proxy} finds all its 2 engines healthy" in done.stdout
+        assert f"proxy {proxy} finds all 2 engines healthy" in done.stdout
         assert "known to 1." in done.stdout  # a Date is known to a second either way
         # Stand-ins have no /version, and do not say how they move bytes.
         assert "0 errors, 0 warnings, 3 notes" in done.stdout
@@ -183,7 +183,7 @@ def test_a_proxy_behind_tls(ours: Authority, others: Authority) -> None:
             trusting = run("--proxy", url, "--prefill", prefill, "--decode", decode, "--ca-file", str(ours.cert))
             refusing = [run("--proxy", url, *ca) for ca in ((), ("--ca-file", str(others.cert)))]
     assert trusting.returncode == 0, trusting.stdout
-    assert f"proxy {url} finds all its 2 engines healthy" in trusting.stdout
+    assert f"proxy {url} finds all 2 engines healthy" in trusting.stdout
     for done in refusing:
         assert done.returncode == 1
         assert "CERTIFICATE_VERIFY_FAILED" in done.stdout

@@ -306,7 +306,7 @@ def test_detach_and_stop(site: Site) -> None:
 
     site.hosts.write_text(site.hosts.read_text().replace("name: test", "name: other"))
     other = site.launch("--stop")
-    assert ended(other) == f"nothing of other is recorded in {site.state}, here or on the hosts\n"
+    assert ended(other) == f"no process of other is recorded in {site.state}, here or on the hosts\n"
     assert httpx.get(f"{site.endpoint}/health", trust_env=False).status_code == 200
 
     site.write(spread=False)  # what was started stays known, whatever has become of the file

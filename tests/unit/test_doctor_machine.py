@@ -133,10 +133,10 @@ def test_ports_of_data_parallel_engines() -> None:
     ("number", "problem", "level", "says"),
     [
         (30101, None, Level.OK, "is free"),
-        (30101, errno.EADDRINUSE, Level.ERROR, "is taken"),
+        (30101, errno.EADDRINUSE, Level.ERROR, "is in use"),
         (30101, errno.EADDRNOTAVAIL, Level.ERROR, "VLLM_HOST_IP"),
         (70, errno.EACCES, Level.ERROR, "Permission denied"),
-        (65536, errno.EINVAL, Level.ERROR, "cannot be had"),
+        (65536, errno.EINVAL, Level.ERROR, "cannot be used"),
         (40000, None, Level.NOTE, "ip_local_reserved_ports=40000"),
         (20400, None, Level.ERROR, "one of Mooncake's for NPU 3 (20300-20400)"),
         (20401, None, Level.OK, "is free"),
@@ -295,7 +295,7 @@ def test_options_that_cannot_be_understood(change: dict[str, Any], says: str) ->
 
 @pytest.mark.parametrize("key", ["geheim\nno", "gehäim", "ge\x00heim"])
 def test_a_key_that_cannot_be_sent_is_not_shown(key: str) -> None:
-    with pytest.raises(ValueError, match="VLLM_API_KEY is no API key") as raised:
+    with pytest.raises(ValueError, match="VLLM_API_KEY is not an API key") as raised:
         api_key({"VLLM_API_KEY": key})
     assert "heim" not in str(raised.value)
     assert api_key({"VLLM_API_KEY": " geheim\n"}) == "geheim"

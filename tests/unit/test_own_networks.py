@@ -90,7 +90,7 @@ def test_the_doctor_says_whether_prefill_serves_a_decode_host(
     findings, _ = engine_config.judge(chosen.config, chosen.decode_hosts)
     [finding] = [finding for finding in findings if finding.check == "config.decode_hosts"]
     assert finding.level is level
-    assert finding.found.endswith(f", those for {host} too") is (level is Level.ERROR)
+    assert finding.found.endswith(f", including those for {host}") is (level is Level.ERROR)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's all-to-all beside a model's all-reduce, on several NPUs: results, deadlocks, speed."""
+"""Runs the connector's all-to-all beside a model's all-reduce on several NPUs: checks results, deadlocks and speed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from vllm_ascend_pd.tools.doctor.tools import MAX_OUTPUT_BYTES, collect_last, ru
 CHECK = "hardware.collectives"
 MAX_RANKS = 8
 LAYERS = 8
-"""That a round has: two all-reduces and one all-to-all each."""
+"""Layers of a round. Each has two all-reduces and one all-to-all."""
 
 STAGES = ("the model's group", "the connector's group", "all-reduce", "all-to-all", "all-to-all beside all-reduce")
-"""In order; a rank says each when it has passed it."""
+"""Stages in their order. A rank reports each one that it has passed."""
 
 _MODE = "HCCL_OP_EXPANSION_MODE"
 _PRESET_MODE = "AIV"
-"""As scripts/launch_common.sh presets it for engines: the model's collectives start on vector cores."""
+"""The value of scripts/launch_common.sh for engines: the model's collectives run on vector cores."""
 
-_GRACE_S = 3.0  # for what other ranks have to say once one has failed
+_GRACE_S = 3.0  # for the reports of other ranks after one has failed
 _CHARS = 300
 _CONNECT = (
     "see that no other process holds these NPUs, and that HCCL_IF_IP and HCCL_SOCKET_IFNAME name this host's interface "
@@ -47,16 +47,16 @@ class Reached(msgspec.Struct, frozen=True):
 
     stage: str
     seconds: float = 0.0
-    """To connect, or of the shortest round."""
+    """Seconds for connecting, or for the shortest round."""
     num_bytes: int = 0
-    """Memory that connecting took, or what a rank sends to others in a round."""
+    """Bytes of memory that connecting took, or that a rank sends to others in a round."""
     rounds: int = 1
     problem: str = ""
-    """What went wrong; "" if nothing did."""
+    """The error, or ""."""
 
 
 class RankReport:
-    """What one rank's process has said."""
+    """The reports of one rank's process."""
 
     def __init__(self) -> None:
         self.reached: list[Reached] = []
@@ -93,7 +93,7 @@ async def check(size: int, timeout_s: float) -> Finding:
 
 
 async def _follow(command: Sequence[str], environment: dict[str, str], rank: RankReport) -> None:
-    """Until the rank's process ends, or has said that it failed."""
+    """Waits until the rank's process ends or reports a failure."""
     async with running(command, environment=environment) as process:
         assert process.stdout is not None
         output = BufferedByteReceiveStream(process.stdout)
@@ -109,7 +109,7 @@ async def _follow(command: Sequence[str], environment: dict[str, str], rank: Ran
 
 
 def judge(ranks: Sequence[RankReport], mode: str, timed_out: str) -> Finding:
-    """`timed_out`: that they did not end; "" if all did."""
+    """`timed_out` says that ranks did not end; "" if all did."""
     for number, rank in enumerate(ranks):
         if rank.problem:
             stage = rank.reached[-1].stage

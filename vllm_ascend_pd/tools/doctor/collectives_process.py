@@ -26,10 +26,10 @@ from vllm_ascend_pd.tools.doctor import child
 from vllm_ascend_pd.tools.doctor.collectives import LAYERS, STAGES, Reached
 
 SECTION_BYTES = 1 << 20
-"""That a rank sends to each rank, for a layer."""
+"""Bytes that a rank sends to each rank per layer."""
 
 HIDDEN = (512, 4096)
-"""Tokens and elements that the model's ranks reduce, twice a layer: 4 MiB."""
+"""Tokens and elements that the model's ranks reduce twice per layer: 4 MiB."""
 
 _TOGETHER_S = 3.0
 _TIMEOUT_S = 20.0
@@ -80,14 +80,14 @@ class CollectiveRank:
         return Reached(STAGES[4], seconds, self._sent_bytes(), rounds, self._wrong_sum() or self._wrong_bytes())
 
     def _rounds(self, exchange: bool, reduce: bool) -> tuple[float, int]:
-        """Seconds of the shortest round, and how many there were. All ranks stop after the same one."""
+        """Returns the seconds of the shortest round and the number of rounds. All ranks stop after the same round."""
         began, best, rounds = time.monotonic(), float("inf"), 0
         while True:
             self._barrier()
             started = time.monotonic()
             events = []
             for layer in range(LAYERS):
-                if self._chance.random() < 0.1:  # ranks queue the two groups' collectives at different times
+                if self._chance.random() < 0.1:  # so that ranks queue the two groups' collectives at different times
                     time.sleep(self._chance.random() * _JITTER_S)
                 if reduce:
                     self._reduce(layer)
@@ -165,4 +165,4 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - torch_npu raises all kinds
         stage = STAGES[min(passed, len(STAGES) - 1)]
         child.say(out, Reached(stage, problem=one_line(f"{type(error).__name__}: {error}", _CHARS)))
-    os._exit(0)  # a group that has failed may never end
+    os._exit(0)  # a failed group may never end

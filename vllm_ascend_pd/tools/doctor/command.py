@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the options of `vllm-ascend-pd doctor` to its report."""
+"""Turns the options of `vllm-ascend-pd doctor` into its report."""
 
 from __future__ import annotations
 
@@ -43,8 +43,11 @@ MAX_PEERS = 64
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What is to run on this machine. `peers`: addresses of NPUs of other nodes; `decode_hosts`: what a prefill engine
-    here must serve."""
+    """What is planned to run on this machine.
+
+    peers: addresses of NPUs of other nodes.
+    decode_hosts: hosts of decode engines that a prefill engine here must serve.
+    """
 
     config: KvTransferConfig | None
     api_port: int | None
@@ -52,11 +55,11 @@ class Machine(msgspec.Struct, frozen=True):
     peers: tuple[str, ...]
     decode_hosts: tuple[str, ...] = ()
     hardware_step_s: float | None = None
-    """Seconds that each step on NPUs may take; None: nothing is tried on them."""
+    """Timeout in seconds of each step on NPUs. None: the NPUs are not tried."""
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Root URLs of what runs, by role. `trusted`: whose certificates; None: of the well-known authorities."""
+    """Root URLs of running servers by role. `trusted`: file with CAs, None for well-known CAs."""
 
     urls: dict[str, tuple[str, ...]]
     trusted: ssl.SSLContext | None
@@ -75,7 +78,7 @@ def options(
     hardware: bool = False,
     step_timeout: float | None = None,
 ) -> Machine | Pair:
-    """What to look at: a pair where URLs are given, else this machine. Raises UsageError."""
+    """Returns what to check: a pair if URLs are given, else this machine. Raises UsageError."""
     if step_timeout is not None and not hardware:
         raise UsageError("--step-timeout is for the steps of --hardware: give that, too")
     if proxy is None and not prefill and not decode:
@@ -116,7 +119,7 @@ def options(
 
 
 def print_report(chosen: Machine | Pair, as_json: bool) -> bool:
-    """Prints the report; whether there is no error."""
+    """Prints the report and returns whether there is no error."""
     report = anyio.run(examine, chosen)
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
@@ -181,7 +184,7 @@ async def _examine_network(devices: Sequence[int], peers: Sequence[str]) -> list
 
 
 def _kv_port(config: KvTransferConfig | None) -> int | None:
-    """The first one that decode's engines listen on."""
+    """Returns the first port that decode's engines listen on."""
     return config.kv_port if config is not None and config.kv_role == "kv_consumer" else None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of the Ascend driver and of the NPUs' firmware, from the files that their packages install.
+"""Reads the versions of the Ascend driver and firmware from the files that their packages install.
 
 Both are a `version.info` of lines `name=value`, below `/usr/local/Ascend` or the folder that `/etc/ascend_install.info`
 names. `Version=` is the version: `25.2.0` or `25.0.rc1.1` of a driver, `7.7.0.1.231` of firmware. A container has only
@@ -19,12 +19,12 @@ DEFAULT_ROOT = Path("/usr/local/Ascend")
 CHECK = "npu.driver"
 
 _MAX_INFO_BYTES = 64 << 10
-_BEFORE_RELEASE = -1  # of the part `rc1` of a version
+_BEFORE_RELEASE = -1  # rank of a version's part `rc1`
 
 
 @dataclass(frozen=True)
 class Driver:
-    """None: its `version.info` cannot be read here, or has no version. `root`: the folder of both packages."""
+    """The installed versions, None if `version.info` has none or cannot be read. `root`: folder of the packages."""
 
     root: Path
     driver: str | None
@@ -32,14 +32,14 @@ class Driver:
 
 
 def installed(install_info: Path = INSTALL_INFO, default_root: Path = DEFAULT_ROOT) -> Driver:
-    """The versions on this machine, or what a container can see of them."""
+    """Reads the versions on this machine, as far as a container can see them."""
     root = Path(_values(install_info).get("Driver_Install_Path_Param") or default_root)
     driver, firmware = (_values(root / part / "version.info").get("Version") for part in ("driver", "firmware"))
     return Driver(root, driver, firmware)
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """Orders versions of drivers: `25.0.rc1.1` < `25.0.0` < `25.5.0`. A part that is no number counts as 0."""
+    """A sort key for driver versions: `25.0.rc1.1` < `25.0.0` < `25.5.0`. A part that is not a number counts as 0."""
     key: list[int] = []
     for part in version.lower().split("."):
         if part.startswith("rc"):
@@ -50,7 +50,7 @@ def version_key(version: str) -> tuple[int, ...]:
 
 
 def judge(found: Driver) -> list[Finding]:
-    """What can be read of the versions."""
+    """Reports the versions."""
     if found.driver is None:
         info = found.root / "driver" / "version.info"
         return [note(CHECK, f"{info} does not say the driver's version", f"in a container, mount the host's {info}")]
@@ -60,7 +60,7 @@ def judge(found: Driver) -> list[Finding]:
 
 
 def _values(path: Path) -> Mapping[str, str]:
-    """The lines `name=value` of a small text file; empty if it cannot be read."""
+    """Returns the lines `name=value` of a small text file, or nothing if it cannot be read."""
     try:
         with path.open(errors="replace") as file:
             text = file.read(_MAX_INFO_BYTES)

@@ -65,16 +65,16 @@ def judge(config: KvTransferConfig | None, wanted: Sequence[str] = ()) -> tuple[
         unseen = "no --kv-transfer-config given: defaults are assumed, and its ports are not checked"
         return [note("config.connector", unseen)], ConnectorConfig()
     if config.kv_connector != CONNECTOR:
-        found = f"kv_connector is {config.kv_connector!r}, and {CONNECTOR} is not in it"
+        found = f"kv_connector is {config.kv_connector!r}, which does not have {CONNECTOR}"
         return [error("config.connector", found, _ACTION)], ConnectorConfig()
     if config.kv_role not in _ROLES:
-        found = f"kv_role is {config.kv_role!r}: it is {' or '.join(_ROLES)}"
+        found = f"kv_role is {config.kv_role!r}: must be {' or '.join(_ROLES)}"
         return [error("config.connector", found, _ACTION)], ConnectorConfig()
     try:
         extra = parse_config(config.kv_connector_extra_config)
     except ConfigError as problem:
         return [error("config.connector", " ".join(str(problem).split()), _ACTION)], ConnectorConfig()
-    findings = [ok("config.connector", f"{config.kv_role}, every key of kv_connector_extra_config is understood")]
+    findings = [ok("config.connector", f"{config.kv_role}, all keys of kv_connector_extra_config are valid")]
     if config.kv_role == "kv_producer":
         admitted = decode_hosts(extra.decode_allowlist, "localhost", bool(extra.ticket_secret_file), own_networks())
         said = f"decode engines at {admitted.admitted} are served; tickets for other hosts are refused"
@@ -82,7 +82,7 @@ def judge(config: KvTransferConfig | None, wanted: Sequence[str] = ()) -> tuple[
         if refused:
             action = "name them in decode_allowlist of prefill, or have tickets signed (ticket_secret_file)"
             findings.append(
-                error("config.decode_hosts", f"{said}, those for {one_line(', '.join(refused), 400)} too", action)
+                error("config.decode_hosts", f"{said}, including those for {one_line(', '.join(refused), 400)}", action)
             )
         else:
             findings.append(ok("config.decode_hosts", said))
@@ -105,9 +105,7 @@ def _secrets(config: ConnectorConfig) -> list[Finding]:
         try:
             read_file(path)
         except SecretFileError as problem:
-            action = (
-                "make it with `vllm-ascend-pd keygen` and copy it to all hosts, for the user that runs vLLM, mode 0600"
-            )
+            action = "create it with `vllm-ascend-pd keygen`, copy it to all hosts, owner: vLLM's user, mode 0600"
             findings.append(error(f"config.{name}", str(problem), action))
         else:
             findings.append(ok(f"config.{name}", f"{path} can be used"))

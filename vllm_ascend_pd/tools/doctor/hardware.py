@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-ascend-pd doctor --hardware` tries on the NPUs themselves. Each step has child processes and a timeout."""
+"""The steps of `vllm-ascend-pd doctor --hardware` on NPUs. Each step runs in child processes, with a timeout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP_TIMEOUT_S = 60.0
 WRITES = 16
 
 _TIMEOUTS = {"ASCEND_CONNECT_TIMEOUT": "10000", "ASCEND_TRANSFER_TIMEOUT": "10000"}
-"""Milliseconds. Both of Mooncake's attempts are over within a step, so the finding has Mooncake's reason."""
+"""Milliseconds. Both of Mooncake's attempts end within a step, so that the finding has Mooncake's reason."""
 _OVER_ROCE = {"HCCL_INTRA_ROCE_ENABLE": "1", "HCCL_INTRA_PCIE_ENABLE": "0"}
 
 _DEVICES = "hardware.devices"
@@ -34,7 +34,7 @@ _ROCE = (
 
 
 async def check(npus: Sequence[str], host: str, progress: Progress, timeout_s: float) -> list[Finding]:
-    """Tries the NPUs, one step after the other.
+    """Runs the steps one after the other.
 
     `npus`: numbers on the machine of those that processes see, in their order; "?" where ACL does not say.
     `host`: where engines listen.
@@ -60,7 +60,7 @@ async def check(npus: Sequence[str], host: str, progress: Progress, timeout_s: f
 
 
 def ways(npus: Sequence[str], host: str) -> list[Way]:
-    """From the first NPU to its neighbour, to the last one where that is another, and back over RoCE."""
+    """Returns transfers from the first NPU to its neighbour and to the last NPU, and back over RoCE."""
     pairs = dict.fromkeys([(0, 1), (0, len(npus) - 1)])
     made = [_way(npus, source, destination, host) for source, destination in pairs]
     return [*made, _way(npus, len(npus) - 1, 0, host, roce=True)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HCCL takes of an NPU's memory for a prefill engine's all-to-all groups."""
+"""Reports the memory that HCCL takes on an NPU for a prefill engine's all-to-all groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_ascend_pd.tools.doctor.finding import Finding, ok
 
 
 def judge(config: KvTransferConfig | None, on_npu: bool) -> list[Finding]:
-    """Nothing where no prefill engine with NPUs is to run."""
+    """Returns nothing unless a prefill engine is planned on NPUs."""
     if not on_npu or config is None or config.kv_role != "kv_producer":
         return []
     each = communicator_bytes(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network between NPUs: `/etc/hccn.conf`, and what `hccn_tool` says of links, addresses and other nodes.
+"""Checks the network between NPUs by `/etc/hccn.conf` and `hccn_tool`: links, addresses, other nodes.
 
 Formats, from vllm-ascend's and CANN's guides: `-link -g` prints `link status: UP`; `-net_health -g` prints `net health
 status: Success` (`Init` where no address to probe is set, `Fault` and others); `-ip -g` prints `ipaddr:A` and
@@ -27,7 +27,7 @@ from vllm_ascend_pd.tools.doctor.tools import Ran, run_tool
 from vllm_ascend_pd.transport import ascend
 
 TIMEOUT_S = 20.0
-"""Of one call; three packets without an answer take some seconds."""
+"""Timeout of one call. Three unanswered packets take some seconds."""
 
 _AT_ONCE = 8
 _MAX_CONF_BYTES = 1 << 20
@@ -46,7 +46,7 @@ class Ping:
 
 
 def parse_conf(text: str) -> dict[int, list[str]]:
-    """Addresses by device."""
+    """Returns the addresses by device."""
     found: dict[int, list[str]] = {}
     for device, address in _ADDRESS.findall(text):
         found.setdefault(int(device), []).append(address)
@@ -54,13 +54,13 @@ def parse_conf(text: str) -> dict[int, list[str]]:
 
 
 def parse_link(text: str) -> str | None:
-    """UP, DOWN or what else the link is; None if `text` does not say."""
+    """Returns the link's state, such as UP or DOWN, or None if `text` does not have it."""
     found = _LINK.search(text)
     return found[1].upper() if found else None
 
 
 def parse_health(text: str) -> str | None:
-    """Success, Init, Fault or what else the network's health is; None if `text` does not say."""
+    """Returns the network's health, such as Success or Fault, or None if `text` does not have it."""
     found = _HEALTH.search(text)
     return found[1].strip() if found else None
 
@@ -75,7 +75,7 @@ def parse_ping(text: str) -> Ping | None:
 
 
 def judge_conf(conf: Path, devices: Sequence[int], has_tool: bool) -> tuple[list[Finding], dict[int, list[str]]]:
-    """What is wrong with the file for these devices of the machine, and the addresses in it."""
+    """Returns the findings about the file for these devices, and the addresses in it."""
     findings = []
     for device in devices:
         for wrong in ascend.check_address(conf, device, has_tool):
@@ -105,12 +105,12 @@ def _twice(conf: Mapping[int, list[str]]) -> Iterable[Finding]:
 
 
 def tool() -> str | None:
-    """Where `hccn_tool` is."""
+    """Returns the path of `hccn_tool`."""
     return shutil.which("hccn_tool") or (str(ascend.HCCN_TOOL) if ascend.HCCN_TOOL.exists() else None)
 
 
 async def check_devices(devices: Sequence[int], peers: Sequence[str], conf: Mapping[int, list[str]]) -> list[Finding]:
-    """Asks `hccn_tool` for each device of the machine. `peers`: addresses of NPUs of other nodes."""
+    """Runs `hccn_tool` for each device of the machine. `peers` are addresses of NPUs of other nodes."""
     path = tool()
     if path is None:
         action = f"in a container, mount the host's {ascend.HCCN_TOOL.parent}"
@@ -125,7 +125,7 @@ async def check_devices(devices: Sequence[int], peers: Sequence[str], conf: Mapp
         questions.append((["-i", str(device), "-link", "-g"], partial(judge_link, device)))
         questions.append((["-i", str(device), "-net_health", "-g"], partial(judge_health, device)))
         configured = [address for address in conf.get(device, []) if ":" not in address]
-        if configured or device not in conf:  # one of IPv6 alone is not asked for
+        if configured or device not in conf:  # a device with only IPv6 is skipped
             own = partial(judge_addresses, device, configured=configured)
             questions.append((["-i", str(device), "-ip", "-g"], own))
     for device, peer in product(devices, peers):
@@ -160,7 +160,7 @@ def judge_link(device: int, ran: Ran) -> list[Finding]:
 
 
 def judge_health(device: int, ran: Ran) -> list[Finding]:
-    """Whether the device reaches the address that it probes, which is its gateway or switch."""
+    """Checks that the device reaches its detect address, which is its gateway or switch."""
     check = f"hccn.health.{device}"
     health = parse_health(ran.said)
     if health == "Success":
@@ -176,7 +176,7 @@ def judge_health(device: int, ran: Ran) -> list[Finding]:
 
 
 def judge_addresses(device: int, ran: Ran, configured: Sequence[str]) -> list[Finding]:
-    """The device's own address beside what hccn.conf says of it."""
+    """Compares the device's address with hccn.conf."""
     check = f"hccn.address.{device}"
     own = parse_addresses(ran.said)
     repair = f"hccn_tool -i {device} -ip -s address ADDRESS netmask MASK"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's kernels on an NPU: do they run, and give the bytes that torch's operators and the CPU give?"""
+"""Checks that the connector's kernels run on an NPU and give the same bytes as torch's operators and the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_ascend_pd.tools.doctor.tools import Ran, run_tool
 
 CHECK = "hardware.kernels"
 ROWS = (2048, 1152, 40)
-"""Bytes of a token in a rank's cache: 8 heads of 128 in bfloat16; MLA; a size that is no multiple of 32."""
+"""Bytes of a token in a rank's cache: 8 heads of 128 in bfloat16, MLA, and a size that is not a multiple of 32."""
 
 _CHARS = 300
 _BUILD = "load CANN's environment, then pip install -v --no-build-isolation -e . in vllm-ascend-pd: it says what fails"
@@ -22,22 +22,22 @@ _WITHOUT = "try again without vllm_ascend_pd/libvllm_ascend_pd_npu.so where it e
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One op, for rows of one size, against the same op on the CPU."""
+    """The comparison of one op with the CPU, for rows of one size."""
 
     op: str
     row_bytes: int
     num_bytes: int
     chip: str
     not_compiled: str
-    """Why torch's operators do the op's work; "" if it is a compiled kernel."""
+    """Why torch's operators replace the kernel; "" if there is a compiled kernel."""
     wrong: int
-    """Bytes that differ from the CPU's."""
+    """Number of bytes that differ from the CPU's."""
     fallback_wrong: int
-    """The same of torch's operators."""
+    """The same for torch's operators."""
     seconds: float
-    """Of a call of the op."""
+    """Seconds of a call of the op."""
     fallback_seconds: float
-    """Of the same with torch's operators."""
+    """Seconds of the same call with torch's operators."""
 
 
 async def check(timeout_s: float) -> Finding:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child of the doctor: the regroup ops on NPU 0, beside torch's operators there and the same ops on the CPU."""
+"""A child of the doctor: compares the regroup ops on NPU 0 with torch's operators and with the CPU."""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ def judge_memlock(nbytes: int | None, protocol: str) -> Finding:
     size = "any number of bytes" if nbytes is None else f"{nbytes >> 10} KiB"
     if protocol == "rdma" and nbytes is not None:
         action = "ulimit -l unlimited before engines start (LimitMEMLOCK of a unit, --ulimit memlock=-1 of a container)"
-        return warning(check, f"a process may lock {size}: registering KV caches for RDMA locks all of them", action)
+        return warning(
+            check, f"a process may lock {size}, but registering KV caches for RDMA locks all of them", action
+        )
     return ok(check, f"a process may lock {size}" + ("" if protocol == "rdma" else f", and {protocol} locks none"))
 
 
@@ -59,7 +61,7 @@ def judge_shm(total: int, free: int) -> Finding:
         return ok(check, found, total_bytes=total, free_bytes=free)
     action = (
         f"an engine with several ranks takes {SHM_BYTES // _MIB} MiB: give its container --ipc=host or --shm-size; "
-        "remove what dead processes left there"
+        "remove the files of dead processes there"
     )
     return warning(check, found, action, total_bytes=total, free_bytes=free)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Can everything that an engine needs be loaded, and what does it say then?"""
+"""Checks that everything that an engine needs can be loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_ascend_pd.tools.doctor.tools import Ran, run_tool
 from vllm_ascend_pd.transport.mooncake_library import remedy
 
 TIMEOUT_S = 240.0
-"""Importing vLLM takes some seconds, on a machine whose disks and cores are busy a minute and more."""
+"""Importing vLLM takes seconds, or more than a minute on a busy machine."""
 
 _CHARS = 300
 
@@ -43,7 +43,7 @@ _WHAT = {
 
 
 async def load_all() -> tuple[list[Loaded], Ran]:
-    """Loads everything in a child process: what could be asked, and how the child ended."""
+    """Loads everything in a child process. Returns its reports and how it ended."""
     ran = await run_tool(child.command("probe"), TIMEOUT_S)
     return child.lines(ran.output, Loaded), ran
 
@@ -63,12 +63,12 @@ def judge(loaded: Sequence[Loaded], ran: Ran, on_npu: bool) -> list[Finding]:
 
 
 def detail_of(loaded: Sequence[Loaded], part: str) -> str | None:
-    """What `part` says of itself; None if it could not be loaded."""
+    """Returns the details of `part`, or None if it could not be loaded."""
     return next((each.detail for each in loaded if each.part == part and not each.error), None)
 
 
 def npus_seen(loaded: Sequence[Loaded]) -> list[int] | None:
-    """The numbers on the machine of the NPUs that a process started from here sees; None where that is unknown."""
+    """Returns the machine's numbers of the NPUs that a process started here sees, or None if unknown."""
     detail = detail_of(loaded, "npus")
     if detail is None:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real transfer between two of our transfer engines on this machine, every byte compared."""
+"""Runs a transfer between two transfer engines on this machine and compares every byte."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REPLACE = "do not use this Mooncake: install the version that requirements/ nam
 
 @dataclass(frozen=True)
 class Way:
-    """How bytes go from one process to another.
+    """A way for bytes from one process to another.
 
     `check`: of the finding; `between`: what findings say of the way; `action`: what to do when a transfer fails.
     """
@@ -40,34 +40,34 @@ class Way:
     action: str
     protocol: str
     host: str
-    """Where both engines listen."""
+    """Address on which both engines listen."""
     source: int | None = None
-    """The NPU whose memory is sent; None for the host's."""
+    """The NPU whose memory is sent. None: host memory."""
     destination: int | None = None
-    """The same of the memory that is written to."""
+    """The NPU whose memory is written to. None: host memory."""
     writes: int = 1
-    """Times that the bytes are sent, for the speed."""
+    """How often the bytes are sent, to measure the speed."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of both processes, beside the doctor's own."""
+    """Environment variables of both processes, besides the doctor's."""
     failed: Level = Level.ERROR
-    """Of the finding when a transfer fails."""
+    """The finding's action if the transfer fails."""
 
 
 def over_tcp() -> Way:
-    """Mooncake over TCP, from one process's host memory to another's."""
+    """Returns the way over TCP, from the host memory of one process to another's."""
     return Way(
         check="transfer.loopback",
         between="from one Mooncake engine to another over TCP",
         action="see that Mooncake can be loaded, that no MC_* variable is set by mistake, and that nothing filters "
         "connections of 127.0.0.1 (with MC_USE_IPV6: of ::1) to itself",
         protocol="tcp",
-        # Where it is set, Mooncake has no IPv4.
+        # With this variable, Mooncake does not support IPv4.
         host="::1" if "MC_USE_IPV6" in os.environ else "127.0.0.1",
     )
 
 
 class _Failed(Exception):
-    """Why there was no transfer."""
+    """The transfer did not happen, and why."""
 
 
 async def check(way: Way, nbytes: int = TRANSFER_BYTES, timeout_s: float = TIMEOUT_S) -> Finding:
@@ -90,7 +90,7 @@ async def _transfer(way: Way, task: Task, timeout_s: float, errors: bytearray) -
     command = child.command("loopback_process", "receive", receive)
     async with running(command, stdin=subprocess.PIPE, environment=way.environment) as receiver:
         outcome: Finding | _Failed
-        async with anyio.create_task_group() as tasks:  # which would wrap what is raised in it
+        async with anyio.create_task_group() as tasks:  # it would wrap exceptions
             tasks.start_soon(collect_last, receiver.stderr, errors)
             try:
                 outcome = await _exchange(receiver, way, task, timeout_s, errors)

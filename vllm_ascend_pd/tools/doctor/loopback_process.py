@@ -20,15 +20,18 @@ from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.limits import TransferLimits
 
 GUARD_BYTES = 4096
-"""Registered behind what is written, and not written to."""
+"""Bytes registered after the written ones, which must stay unchanged."""
 
 PIECE_BYTES = 256 << 10
-"""Of a descriptor: some neighbouring KV blocks of a layer, merged."""
+"""Bytes of a descriptor: some adjacent KV blocks of a layer."""
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What both processes are told, each with its own `device`: the NPU whose memory it registers; None for the host's.
-    `writes`: how often the same bytes are written."""
+    """The task of a process.
+
+    device: the NPU whose memory it registers; None for host memory.
+    writes: how often the same bytes are written.
+    """
 
     seed: int
     nbytes: int
@@ -38,19 +41,19 @@ class Task(msgspec.Struct, frozen=True):
     writes: int = 1
 
     def argument(self) -> str:
-        """As one word of a command line."""
+        """Encodes the task as one word of a command line."""
         return msgspec.json.encode(self).decode()
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Where the receiver's memory is."""
+    """The location of the receiver's memory."""
 
     session: str
     address: int
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """Bytes that are not what they must be, and the first one's place."""
+    """The number of wrong bytes, and the place of the first one."""
 
     wrong: int
     first: int = -1
@@ -71,11 +74,11 @@ class Memory(ABC):
 
     @abstractmethod
     def fill(self, content: bytes) -> None:
-        """Puts `content` at the start."""
+        """Writes `content` to the start."""
 
     @abstractmethod
     def read(self, num_bytes: int) -> bytes:
-        """The first bytes."""
+        """Returns the first bytes."""
 
 
 class HostMemory(Memory):
@@ -91,7 +94,7 @@ class HostMemory(Memory):
 
 
 class NpuMemory(Memory):
-    """As the product allocates its staging memory. The NPU becomes the current one of the calling thread."""
+    """Allocates like the staging buffer. Makes the NPU the current one of the calling thread."""
 
     def __init__(self, num_bytes: int, device: int) -> None:
         import torch
@@ -145,7 +148,7 @@ def _send(engine: TransferEngine, task: Task, start: int, session: str, address:
     offsets = range(0, task.nbytes, PIECE_BYTES)
     lengths = [min(PIECE_BYTES, task.nbytes - offset) for offset in offsets]
     sources, destinations = [start + o for o in offsets], [address + o for o in offsets]
-    engine.write(session, [start], [address], [1])  # connects, which is not what is measured
+    engine.write(session, [start], [address], [1])  # connects, which must not be measured
     began = time.monotonic()
     for _ in range(task.writes):
         engine.write(session, sources, destinations, lengths)

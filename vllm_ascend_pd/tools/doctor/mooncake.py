@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which protocol of Mooncake's an engine on this machine would use, and whether it can."""
+"""Checks which of Mooncake's protocols an engine on this machine uses, and whether it works."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MAX_INFO_BYTES = 64 << 10
 
 
 def protocol_of(transfer_protocol: str | None, on_npu: bool) -> str:
-    """As the connector chooses: what the configuration says, else the device's."""
+    """Chooses the protocol as the connector does: the configured one, else the device's."""
     return transfer_protocol or ("ascend" if on_npu else "tcp")
 
 
 def judge(transfer_protocol: str | None, on_npu: bool, installed: Installed | None) -> Finding:
-    """`installed`: the Mooncake that was loaded (`probe`); None if it was not."""
+    """`installed` is the loaded Mooncake (`probe`), or None."""
     check = "mooncake.protocol"
     protocol = protocol_of(transfer_protocol, on_npu)
     why = "as transfer_protocol says" if transfer_protocol else f"the default on {'NPUs' if on_npu else 'CPUs'}"
@@ -53,7 +53,7 @@ def judge(transfer_protocol: str | None, on_npu: bool, installed: Installed | No
 
 
 def check_cann(environment: Mapping[str, str]) -> Finding:
-    """CANN, on a machine for NPUs."""
+    """Checks CANN on a machine with NPUs."""
     check = "mooncake.cann"
     home = environment.get("ASCEND_HOME_PATH")
     if not home:
@@ -69,7 +69,7 @@ def check_cann(environment: Mapping[str, str]) -> Finding:
 
 
 def installed_toolkit(environment: Mapping[str, str]) -> str | None:
-    """The version of the CANN whose environment is loaded; None if there is none or it does not say."""
+    """Returns the version of the loaded CANN, or None if there is none or its version is unknown."""
     home = environment.get("ASCEND_HOME_PATH")
     for info in sorted(Path(home).glob(_CANN_INFO)) if home else []:
         try:
@@ -83,6 +83,6 @@ def installed_toolkit(environment: Mapping[str, str]) -> str | None:
 
 
 def parse_version(info: str) -> str | None:
-    """Of the text of `ascend_toolkit_install.info`, which has lines `name=value`."""
+    """Parses `ascend_toolkit_install.info`, which has lines `name=value`."""
     values = dict(line.strip().split("=", 1) for line in info.splitlines() if "=" in line)
     return values.get("version")

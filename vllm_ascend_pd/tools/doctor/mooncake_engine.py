@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of HIXL's engines Mooncake starts on this machine, and whether its driver and CANN suffice for that.
+"""Checks which of HIXL's engines Mooncake starts on this machine, and whether driver and CANN support it.
 
 HIXL's reference of its options (docs/zh/api/cpp/HIXL-interface.md, `version`) says what the client/server engine
 needs. HIXL says that it has that engine whatever the driver is, so Mooncake chooses it on older drivers, too.
@@ -18,7 +18,7 @@ from vllm_ascend_pd.transport import ascend, hixl_engine, mooncake_library
 
 CHECK = "mooncake.engine"
 DRIVER, TOOLKIT = "25.5.0", "9.1.0"
-"""The lowest versions that the client/server engine needs."""
+"""The minimum versions for the client/server engine."""
 
 WITHOUT_TCP = "this Mooncake moves bytes by ascend alone"
 
@@ -27,9 +27,9 @@ class Installed(msgspec.Struct, frozen=True):
     """The Mooncake that the doctor's child has loaded."""
 
     ascend: TransportInfo | None
-    """Its engine with protocol `ascend`; None if it does not have that protocol."""
+    """Its engine with protocol `ascend`, or None without that protocol."""
     tcp: bool
-    """It can move bytes over TCP."""
+    """Whether it supports TCP."""
 
     def has(self, protocol: str) -> bool:
         if protocol == "ascend":
@@ -38,7 +38,7 @@ class Installed(msgspec.Struct, frozen=True):
 
 
 def installed() -> Installed:
-    """Of this process, which has loaded Mooncake."""
+    """Returns what this process has loaded."""
     has_ascend = ascend.is_loaded(Path("/proc/self/maps").read_text())
     try:
         mooncake_library.check_protocol("tcp", has_ascend)
@@ -50,12 +50,12 @@ def installed() -> Installed:
 
 
 def read(detail: str | None) -> Installed | None:
-    """What the child said; None if it did not load Mooncake."""
+    """Parses the child's report. Returns None if it did not load Mooncake."""
     return None if detail is None else msgspec.json.decode(detail, type=Installed)
 
 
 def judge(transport: TransportInfo, driver: Driver, toolkit: str | None) -> Finding:
-    """`transport`: of an engine with protocol `ascend`. `toolkit`: CANN's version, None if it does not say."""
+    """`transport` is that of an engine with protocol `ascend`, `toolkit` CANN's version or None if unknown."""
     starts = f"{transport.wheel} starts HIXL's {transport.kind} engine ({transport.connects})"
     figures = {"kind": transport.kind, "connects": transport.connects, "wheel": transport.wheel}
     if transport.kind == EngineKind.UNKNOWN:
@@ -81,7 +81,7 @@ def judge(transport: TransportInfo, driver: Driver, toolkit: str | None) -> Find
 
 
 def no_loopback(mooncake: Installed | None) -> Finding | None:
-    """Why two engines on this machine are not tried over TCP; None if they can be."""
+    """Returns why the transfer over TCP is skipped on this machine, or None if it is possible."""
     if mooncake is None or mooncake.tcp:
         return None
     found = f"not tried: {WITHOUT_TCP}"

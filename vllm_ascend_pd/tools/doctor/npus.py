@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NPUs and their driver, as `npu-smi info` prints them.
+"""Checks NPUs and their driver by `npu-smi info`.
 
 Its table has one row of two lines for each chip: `NPU Name | Health | Power Temp Hugepages`, then
 `Chip [Phy-ID] | Bus-Id | AICore Memory HBM`; a second table has the processes. The second number of the second line
@@ -37,7 +37,7 @@ _INIT = (
 
 @dataclass(frozen=True)
 class Chip:
-    """`device`: its number on the machine. `used_mib`, `total_mib`: its memory (HBM where it has some)."""
+    """A chip. `device` is its number on the machine. The memory figures are of HBM if it has some."""
 
     npu: int
     chip: int
@@ -50,7 +50,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class Npus:
-    """`processes`: (npu, chip) of each process that uses one."""
+    """The output of `npu-smi info`. `processes` has (npu, chip) of each process that uses a chip."""
 
     version: str
     chips: tuple[Chip, ...]
@@ -58,7 +58,7 @@ class Npus:
 
 
 def parse(text: str) -> Npus | None:
-    """What `npu-smi info` printed; None for anything else."""
+    """Parses the output of `npu-smi info`. Returns None for other output."""
     header = _HEADER.search(text)
     if header is None:
         return None
@@ -93,8 +93,12 @@ async def look() -> Ran:
 
 
 def judge(ran: Ran, wanted: bool, seen: Sequence[int] | None) -> tuple[list[Finding], list[Chip]]:
-    """What `ran` says of the machine, and the chips that engines may use. `wanted`: its software is for NPUs.
-    `seen`: numbers on the machine of the NPUs that processes see, as ACL says; None where that is unknown."""
+    """Returns the findings, and the chips that engines may use.
+
+    ran: the call of `npu-smi info`.
+    wanted: whether the machine's software is for NPUs.
+    seen: the machine's numbers of the NPUs that processes see, as ACL says; None if unknown.
+    """
     found = parse(ran.output)
     if ran.problem is not None and ran.problem.startswith("cannot be started"):
         if not wanted:

@@ -77,7 +77,7 @@ def api_key(environment: Mapping[str, str]) -> str | None:
     """Returns the engines' API key. Raises ValueError, without the key in it, if HTTP cannot send it."""
     key = environment.get(API_KEY_VARIABLE, "").strip()
     if not key.isascii() or not key.isprintable():
-        raise ValueError(f"{API_KEY_VARIABLE} is no API key: it has characters that HTTP cannot send")
+        raise ValueError(f"{API_KEY_VARIABLE} is not an API key: it has characters that HTTP cannot send")
     return key or None
 
 
@@ -171,9 +171,11 @@ def _version(server: CheckedServer) -> Finding:
     check = f"{server.check}.version"
     version = _decoded(server, "/version", _Version)
     if version is None:
-        return note(check, f"{server.named} does not say its version ({_why(server, '/version')})")
+        return note(check, f"{server.named} does not report its version ({_why(server, '/version')})")
     if release(version.version) not in VLLM:
-        found = f"{server.named} is vLLM {one_line(version.version, 80)}: this package knows {' and '.join(VLLM)}"
+        found = (
+            f"{server.named} is vLLM {one_line(version.version, 80)}, but this package supports {' and '.join(VLLM)}"
+        )
         return warning(
             check, found, "run engines of a version that it knows, with `vllm-ascend-pd doctor` on their hosts"
         )
@@ -212,10 +214,10 @@ def _proxied(proxy: CheckedServer, engines: Sequence[CheckedServer]) -> list[Fin
                 action = "start the proxy with its URL, or ignore this if it has another address there"
                 findings.append(warning(check, found, action))
             elif ServerKind(role) in _kinds(engine):  # else its own role is the finding
-                found = f"{proxy.named} does not use {engine.named} for {role}, but for the other role"
+                found = f"{proxy.named} uses {engine.named} for the other role, not for {role}"
                 findings.append(error(check, found, "correct the proxy's --prefill and --decode"))
     count = len(health.prefill) + len(health.decode)
-    return findings or [ok(check, f"{proxy.named} finds all its {count} engines healthy", engines=count)]
+    return findings or [ok(check, f"{proxy.named} finds all {count} engines healthy", engines=count)]
 
 
 def _versions(engines: Sequence[CheckedServer]) -> list[Finding]:
@@ -235,8 +237,8 @@ def _models(servers: Sequence[CheckedServer]) -> list[Finding]:
     if len({frozenset(model.id for model in found.data) for found in models.values()}) > 1:
         listed = one_line("; ".join(f"{s.named}: {_names(found)}" for s, found in models.items()), 2 * _CHARS)
         action = "serve the same model, and adapters, under the same names everywhere (--served-model-name)"
-        return [error("pair.models", f"not all serve the same models: {listed}", action)]
-    findings = [ok("pair.models", "all serve the same models")]
+        return [error("pair.models", f"the engines serve different models: {listed}", action)]
+    findings = [ok("pair.models", "all engines serve the same models")]
     lengths = {s.named: m.max_model_len for s, found in models.items() for m in found.data[:1] if s.role != "proxy"}
     if len(set(lengths.values()) - {None}) > 1:
         listed = one_line("; ".join(f"{name}: {length}" for name, length in lengths.items()), 2 * _CHARS)

@@ -48,7 +48,7 @@ def check(ports: Sequence[Port], devices: Sequence[int], environment: Mapping[st
 
 
 def _twice(port: Port, other: Port) -> Finding:
-    found = f"port {port.number} is wanted twice, for {port.what} and for {other.what}"
+    found = f"port {port.number} is used twice, for {port.what} and for {other.what}"
     return error(f"ports.{port.number}", found, "choose another --port or kv_port")
 
 
@@ -72,18 +72,18 @@ def judge(port: Port, ascend: Mapping[int, range], ephemeral: range | None, prob
         if port.number in ports:
             found = f"{named} is one of Mooncake's for NPU {device} ({ports[0]}-{ports[-1]})"
             lowest, highest = min(each[0] for each in ascend.values()), max(each[-1] for each in ascend.values())
-            return error(check, found, f"choose one below {lowest}, or above {highest}")
+            return error(check, found, f"choose a port below {lowest} or above {highest}")
     if problem == errno.EADDRINUSE:
-        action = f"end who listens there (ss -ltnp 'sport = :{port.number}'), or choose another port"
-        return error(check, f"{named} is taken", action)
+        action = f"stop the process that listens there (ss -ltnp 'sport = :{port.number}'), or choose another port"
+        return error(check, f"{named} is in use", action)
     if problem is not None:
         own = problem in (errno.EADDRNOTAVAIL, errno.EINVAL)
         action = "set VLLM_HOST_IP to an address of this host" if own else "choose another port"
-        return error(check, f"{named} cannot be had: {os.strerror(problem)}", action)
+        return error(check, f"{named} cannot be used: {os.strerror(problem)}", action)
     if ephemeral is not None and port.number in ephemeral:
-        found = f"{named} is free now, but outgoing connections get such ports too ({ephemeral[0]}-{ephemeral[-1]})"
+        found = f"{named} is free now, but outgoing connections may take it ({ephemeral[0]}-{ephemeral[-1]})"
         action = (
-            f"choose one below {ephemeral[0]}, or reserve it: sysctl net.ipv4.ip_local_reserved_ports={port.number}"
+            f"choose a port below {ephemeral[0]}, or reserve it: sysctl net.ipv4.ip_local_reserved_ports={port.number}"
         )
         return note(check, found, action)
     return ok(check, f"{named} is free")

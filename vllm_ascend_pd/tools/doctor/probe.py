@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child of the doctor: loads what an engine loads, in its order, and says how far it came.
+"""A child of the doctor: loads what an engine loads, in the same order, and reports each part.
 
 Importing is the test that versions fit: compiled parts find their libraries, the connector finds vLLM's internals.
 """
@@ -18,8 +18,12 @@ from vllm_ascend_pd.tools.doctor import child, mooncake_engine
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """`detail`: what it says of itself. `error`: why it could not be loaded; "" if it could, or was not tried.
-    `missing`: the part without which it was not tried."""
+    """The result of loading one part.
+
+    detail: what the part says about itself.
+    error: why it could not be loaded; "" if it was loaded or not tried.
+    missing: the required part that is missing, so that this one was not tried.
+    """
 
     part: str
     seconds: float
@@ -42,7 +46,7 @@ def _torch_npu() -> str:
 
 
 def _npus() -> str:
-    """The numbers on the machine of the NPUs that this process sees, such as "4,5"; "?" where ACL does not say it."""
+    """Returns the machine's numbers of the NPUs that this process sees, such as "4,5", or "?" if ACL does not say."""
     import torch
 
     from vllm_ascend_pd.transport import ascend
@@ -65,7 +69,7 @@ def _ops() -> str:
 
 
 def _kernels() -> str:
-    """Loaded with the ops: "" if they were not built."""
+    """Loads the ops. Returns "" if they were not built."""
     from vllm_ascend_pd.device import ops
 
     if ops.npu_kernels.error:
@@ -90,16 +94,16 @@ PARTS: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "device": (environment.device_type, ("connector",)),
     "host": (environment.host_address, ("connector",)),
 }
-"""In the order in which they are loaded, and what each needs."""
+"""The parts in the order of loading, and what each requires."""
 
 ON_NPUS = ("torch_npu", "npus", "kernels")
-"""Parts that are loaded only where torch_npu is installed."""
+"""Parts that are loaded only if torch_npu is installed."""
 
 
 def main() -> None:
     out = child.take_stdout()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_npu is imported next, and says more by itself
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_npu is imported next, with better errors
     failed: set[str] = set()
     for part, (load, needs) in PARTS.items():
         if part in ON_NPUS and find_spec("torch_npu") is None:
@@ -109,7 +113,7 @@ def main() -> None:
         if loaded.error or loaded.missing:
             failed.add(part)
         child.say(out, loaded)
-    os._exit(0)  # how libraries end, and in what order, is not the question
+    os._exit(0)  # skips the libraries' shutdown, which is not checked
 
 
 def _try(part: str, load: Callable[[], str]) -> Loaded:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says on standard error what takes more than a second."""
+"""Shows on standard error the steps that take more than a second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUIET_S = 1.0
 
 
 class Progress:
-    """On a terminal a line that moves and goes away; elsewhere a line for each step that takes longer."""
+    """On a terminal, shows a temporary progress line. Elsewhere, prints a line for each long step."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False)

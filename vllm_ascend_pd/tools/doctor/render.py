@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report for people."""
+"""Prints a report as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level
 
 
 def show(report: DoctorReport) -> None:
-    """Prints to standard output, in colours where that is a terminal."""
+    """Prints to standard output, with colours on a terminal."""
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)

@@ -70,7 +70,7 @@ def judge(
         return ok(check, f"{url} is {given.named}")
     if not found and (not used or given in used or given is ServerKind.PROXY):
         action = "engines started with --disable-log-stats have no metrics: else check that the URL is the right one"
-        found_nothing = f"{url} does not say whether it is {given.named}: {why}"
+        found_nothing = f"cannot tell whether {url} is {given.named}: {why}"
         return note(check, found_nothing, "" if given is ServerKind.PROXY else action)
     kind = next(each for each in ServerKind if each in (found or used))
     said = f"{url} is given as --{given.value}, and " + ("is " if found else "the proxy uses it as ") + kind.named
@@ -93,5 +93,5 @@ def judge(
 
 def judge_no_proxy(check: str, url: str) -> Finding:
     """Judges a server given as --proxy that answers, but not like the proxy."""
-    found = f"{url} is given as --proxy, and neither its /health nor its /metrics are those of `vllm-ascend-pd proxy`"
-    return error(check, found, "give the URL of the proxy itself, not of a server before it or of another one")
+    found = f"{url} is given as --proxy, but its /health and /metrics are not those of `vllm-ascend-pd proxy`"
+    return error(check, found, "give the URL of the proxy itself, not of a server in front of it")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions that work together: what was tested, as `requirements/` pins it (a test compares the two)."""
+"""Versions that were tested together. They are those of `requirements/`, which a test checks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MIN_PYTHON = (3, 11)
-"""As `requires-python` in pyproject.toml."""
+"""The same as `requires-python` in pyproject.toml."""
 
 VLLM = ("0.23.0", "0.32.0")
 """The versions that `connector/vllm_versions.py` is for."""
 
 CANN = "9.1.0"
-"""What vllm-ascend 0.23.0 is built for."""
+"""The versions that vllm-ascend 0.23.0 is built for."""
 
 MOONCAKE = (
     "mooncake-transfer-engine",
@@ -24,17 +24,17 @@ MOONCAKE = (
     "mooncake-transfer-engine-efa-non-cuda",
     "mooncake-transfer-engine-musa",
 )
-"""Distributions that all hold the one Python package `mooncake`; only the second has the Ascend transport."""
+"""Distributions with the Python package `mooncake`. Only the second one has the Ascend transport."""
 
 MOONCAKE_NPU = "mooncake-transfer-engine-npu"
 
 MOONCAKE_NPU_TESTED = ("0.3.11.post1", "0.3.13.post1")
-"""In vllm-ascend 0.23.0's images, and pinned in requirements/npu.txt."""
+"""The versions in vllm-ascend 0.23.0's images and in requirements/npu.txt."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Distributions on one kind of machine, and where their pins come from."""
+    """The distributions for one kind of machine, and the file that pins them."""
 
     name: str
     file: str
@@ -60,5 +60,5 @@ NPU = Stack(
 
 
 def stack_of(installed: Mapping[str, str]) -> Stack:
-    """What the machine was set up for, by its distributions."""
+    """Returns the stack that the machine was set up for, judged by its distributions."""
     return NPU if {"torch-npu", "vllm-ascend", MOONCAKE_NPU} & installed.keys() else CPU

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that the doctor runs: each ends in time, with all that it started, and what it says is bounded."""
+"""Runs programs with a timeout and bounded output, and ends all processes that they start."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ import anyio
 from anyio.abc import ByteReceiveStream, Process
 
 MAX_OUTPUT_BYTES = 256 << 10
-"""Of each stream of a program. `npu-smi info` prints some 10 KiB for 16 chips."""
+"""Maximum per stream of a program. `npu-smi info` prints about 10 KiB for 16 chips."""
 
 _REAP_S = 5.0
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a program said, and how it ended. `problem`: why that cannot be relied on; None if it ended by itself,
-    with code 0."""
+    """The output of a program.
+
+    `problem` is why the output cannot be relied on, or None if the program ended by itself with code 0.
+    """
 
     output: str
     errors: str
@@ -38,7 +40,7 @@ class Ran:
 async def running(
     command: Sequence[str], stdin: int = subprocess.DEVNULL, environment: Mapping[str, str] | None = None
 ) -> AsyncIterator[Process]:
-    """`command`, in a session of its own: with the block its whole process group ends. Raises OSError.
+    """Runs `command` in its own session. Its whole process group ends with the block. Raises OSError.
 
     `environment`: variables beside those of this process.
     """
@@ -53,7 +55,7 @@ async def running(
     try:
         yield process
     finally:
-        # Even where its leader has ended: what it started may live on, and keeps the group's number from reuse.
+        # Also if the leader has ended: its children may still run, and keep the group's number from being reused.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         with anyio.move_on_after(_REAP_S, shield=True):
@@ -62,7 +64,7 @@ async def running(
 
 
 async def read_bounded(stream: ByteReceiveStream | None, into: bytearray, limit: int = MAX_OUTPUT_BYTES) -> bool:
-    """Reads to the end of `stream`, or to `limit`; whether it came to the end."""
+    """Reads `stream` to its end or to `limit`. Returns whether the end was reached."""
     assert stream is not None
     with contextlib.suppress(anyio.EndOfStream):
         while len(into) <= limit:
@@ -73,7 +75,7 @@ async def read_bounded(stream: ByteReceiveStream | None, into: bytearray, limit:
 
 
 async def collect_last(stream: ByteReceiveStream | None, into: bytearray) -> None:
-    """The last part of all that comes: a child must not wait for who reads it."""
+    """Reads everything and keeps the last part, so that a child never blocks on writing."""
     assert stream is not None
     async for piece in stream:
         into += piece
@@ -81,7 +83,7 @@ async def collect_last(stream: ByteReceiveStream | None, into: bytearray) -> Non
 
 
 async def run_tool(command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> Ran:
-    """Runs `command` for at most `timeout_s` seconds. Never raises for what a program does, or if there is none."""
+    """Runs `command` for at most `timeout_s` seconds. Does not raise if the program fails or is missing."""
     output, errors = bytearray(), bytearray()
     problem: str | None = None
     try:

@@ -32,14 +32,14 @@ def judge(check: str, engines: Mapping[str, frozenset[TransportInfo]]) -> Findin
     """`engines` are a prefill engine and a decode engine, each with the transports of its ranks."""
     (prefill, ours), (decode, theirs) = engines.items()
     if silent := [name for name, said in engines.items() if not said]:
-        found = f"{' and '.join(silent)} does not say how it moves bytes"
-        return note(check, found, "engines say it with their first step: send a request, then look again")
+        found = f"{' and '.join(silent)} does not report its transport yet"
+        return note(check, found, "engines report it with their first step: send a request, then run this again")
     for one in ours:
         for other in theirs:
             if (reason := cannot_write(one, other)) is not None:
                 found = f"{prefill} cannot write to {decode}: {one_line(reason, _CHARS)}"
-                return error(check, found, "install and set the same on both sides: docs/versions.md")
-    both = one_line(f"{_listed(ours)}, and there {_listed(theirs)}", _CHARS)
+                return error(check, found, "use the same versions and settings on both sides: docs/versions.md")
+    both = one_line(f"{_listed(ours)}, to {_listed(theirs)}", _CHARS)
     return ok(check, f"{prefill} can write to {decode}: {both}")
 
 

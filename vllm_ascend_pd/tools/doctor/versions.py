@@ -75,9 +75,9 @@ def _package(name: str, found: str | None, stack: Stack) -> Finding:
     if found.partition("+")[0] == pin:
         return ok(check, f"{name} {found}", version=found)
     if name == "vllm" and release(found) not in VLLM:
-        reads = f"vllm {found}: this package reads the insides of {' and '.join(VLLM)} alone"
+        reads = f"vllm {found}: this package supports only {' and '.join(VLLM)}"
         return error(check, reads, install, version=found)
-    return warning(check, f"{name} {found} is not what was tested, {pin}", install, version=found)
+    return warning(check, f"{name} {found} is not the tested version, {pin}", install, version=found)
 
 
 def _pairs(installed: Mapping[str, str]) -> Iterator[Finding]:
@@ -102,9 +102,9 @@ def _mooncake(installed: Mapping[str, str], stack: Stack) -> Finding:
         both = f"{' and '.join(found)} overwrite each other's files"
         return warning(check, both, f"uninstall all of them, then {install}")
     if wanted not in installed:
-        missing = f"{found[0]}, where {stack.name} needs {wanted}"
+        missing = f"{found[0]} is installed, but {stack.name} needs {wanted}"
         return warning(check, missing, f"uninstall it, then {install}")
     tested = MOONCAKE_NPU_TESTED if wanted == MOONCAKE_NPU else (stack.pins[wanted],)
     if installed[wanted] not in tested:
-        return note(check, f"{found[0]} is not what was tested, {' or '.join(tested)}", install)
+        return note(check, f"{found[0]} is not the tested version, {' or '.join(tested)}", install)
     return ok(check, found[0], version=installed[wanted])
