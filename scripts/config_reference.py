@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/configuration.md from the types that configuration is checked with."""
+"""Writes docs/configuration.md from the types that check the configuration."""
 
 import ast
 import inspect
@@ -58,7 +58,7 @@ _TYPES = {
 
 
 def documented(struct: type[msgspec.Struct]) -> dict[str, tuple[str, str]]:
-    """Name -> (type, what the string below the field says). Raises ValueError for a field without one."""
+    """Returns name -> (type, docstring) of each field. Raises ValueError for a field without a docstring."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(struct))).body
     assert isinstance(definition, ast.ClassDef)
     found = {}
@@ -76,7 +76,7 @@ def documented(struct: type[msgspec.Struct]) -> dict[str, tuple[str, str]]:
 
 
 def table(struct: type[msgspec.Struct]) -> str:
-    """A Markdown table: key, type, default, meaning."""
+    """Returns a Markdown table of key, type, default and meaning."""
     defaults = {field.name: shown_default(field) for field in msgspec.structs.fields(struct)}
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, (kind, text) in documented(struct).items():

@@ -39,7 +39,7 @@ T = TypeVar("T")
 PROMPT_TOKENS = (16, 128, 500, 1000, 2000)
 OUTPUT_TOKENS = 32
 END_SECONDS = 5.0
-"""In which a server ends whose engine has died, as it has told its clients."""
+"""Seconds in which a server ends after its engine has died."""
 
 console = Console()
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -51,7 +51,7 @@ class Device(enum.StrEnum):
 
 
 class DemoError(RuntimeError):
-    """Ends the program with its message."""
+    """Ends the program with this message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,22 +99,25 @@ def main(
     ] = False,
     model: Annotated[
         Path | None,
-        typer.Option(exists=True, file_okay=False, help="Model folder; default: a small random model."),
+        typer.Option(exists=True, file_okay=False, help="Model folder. Default: a small model with random weights."),
     ] = None,
     prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the prefill engine.")] = 2,
     prefill_pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size of the prefill engine.")] = 1,
     decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the decode engine.")] = 1,
     decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size of the decode engine.")] = 1,
     port: Annotated[
-        int, typer.Option(min=1024, max=51000, help="The proxy's; engines: +100, +200, and +14001, +14101 for KV.")
+        int,
+        typer.Option(
+            min=1024, max=51000, help="Port of the proxy. The engines use +100 and +200, and +14001 and +14101 for KV."
+        ),
     ] = 8000,
     timeline: Annotated[
         Path, typer.Option(file_okay=False, help="Folder for a picture of the longest request, and its traces.")
     ] = Path("timeline"),
-    keep: Annotated[bool, typer.Option("--keep", help="Stay up until Ctrl-C.")] = False,
-    prefill_args: Annotated[str, typer.Option(help="More arguments for the prefill engine's vLLM.")] = "",
-    decode_args: Annotated[str, typer.Option(help="More for the decode engine's, and the single instance's.")] = "",
-    start_seconds: Annotated[float, typer.Option(help="How long an engine may take to start.")] = 600,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep running until Ctrl-C.")] = False,
+    prefill_args: Annotated[str, typer.Option(help="More arguments of `vllm serve` for the prefill engine.")] = "",
+    decode_args: Annotated[str, typer.Option(help="The same for the decode engine and the single instance.")] = "",
+    start_seconds: Annotated[float, typer.Option(help="Timeout in seconds for the start of an engine.")] = 600,
 ) -> None:
     """Start one prefill and one decode engine behind the proxy, compare them with a single vLLM instance, and show
     where the time of the requests went.
@@ -154,7 +157,7 @@ def main(
 
 
 def own_model(device: Device, *, emulate: bool) -> ModelSpec:
-    """The model of random weights: bfloat16 for NPUs, and smaller for emulated ones."""
+    """Creates the model with random weights: in bfloat16 for NPUs, and smaller for emulated NPUs."""
     spec = TINY if emulate else DEMO
     return for_npu(spec) if device is Device.NPU else spec
 
@@ -162,7 +165,7 @@ def own_model(device: Device, *, emulate: bool) -> ModelSpec:
 def engine_configs(
     device: Device, *, emulate: bool, tiny: bool, sizes: tuple[Parallel, Parallel], port: int, args: tuple[str, str]
 ) -> tuple[EngineConfig, EngineConfig]:
-    """The prefill and the decode engine."""
+    """Returns the prefill and the decode engine."""
     if emulate and device is not Device.NPU:
         raise DemoError("--emulate goes with --device npu")
     if device is Device.NPU and not emulate and (problems := ascend.problems()):
@@ -207,7 +210,7 @@ def check_ports(port: int, *engines: EngineConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Demo:
-    """The comparison: first a single instance, then prefill and decode."""
+    """Runs a single instance first, then prefill and decode, and compares them."""
 
     model: Path
     prefill: EngineConfig
@@ -218,7 +221,7 @@ class Demo:
     start_seconds: float
 
     def run(self, keep: bool) -> bool:
-        """Print the table; return whether every output is equal."""
+        """Prints the table. Returns whether all outputs are equal."""
         single = dataclasses.replace(self.decode, role=Role.SINGLE, port=None, kv_port=None)
         with running_engines(self.model, [single], self.folder, print_ready, self.start_seconds) as [engine]:
             pairs = self.prompts(engine.url)
@@ -259,7 +262,7 @@ class Demo:
         return Client(url, str(self.model), logprobs=listed_logprobs(self.decode.dtype))
 
     def prompts(self, url: str) -> list[tuple[list[int], list[int]]]:
-        """Two prompts of each length, as long as the model takes."""
+        """Returns two prompts of each length that the model supports."""
         card = httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status().json()["data"][0]
         longest = card["max_model_len"] - OUTPUT_TOKENS
         vocabulary = vocab_size(self.model)
@@ -280,7 +283,7 @@ def vocab_size(model: Path) -> int:
 def measure(
     client: Client, decode: Engine, prompts: tuple[list[int], list[int]], expected: tuple[Completion, ...]
 ) -> Row:
-    """One streaming request for TTFT, another one for what the decode engine reports about the transfer."""
+    """Sends one streaming request for the TTFT, and one for the decode engine's report about the transfer."""
     before = decode.metric("vllm:request_decode_time_seconds_sum")
     streamed = client.complete(prompts[0], OUTPUT_TOKENS, stream=True)
     whole = client.complete(prompts[1], OUTPUT_TOKENS)
@@ -290,14 +293,14 @@ def measure(
 
 
 def track(items: Sequence[T], what: str) -> Iterator[T]:
-    """Iterate, with a progress line of the requests."""
+    """Iterates, with a progress line."""
     columns = (SpinnerColumn(), TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         yield from progress.track(items)
 
 
 def table(rows: list[Row]) -> Table:
-    """The result."""
+    """Returns the result as a table."""
     result = Table(title="prefill and decode apart, through the proxy")
     headings = (
         "prompt tokens",
@@ -327,7 +330,7 @@ def processes(cluster: Cluster) -> list[ManagedProcess]:
 
 
 def ended(running: Sequence[ManagedProcess]) -> str:
-    """Which of them ended by themselves, with what, and what they said; empty where none did."""
+    """Returns which processes ended by themselves, with their exit codes and last output, or ""."""
     return "\n\n".join(
         f"{process.name} ended with code {process.exit_code}; {process.account()}"
         for process in running
@@ -337,7 +340,7 @@ def ended(running: Sequence[ManagedProcess]) -> str:
 
 @contextmanager
 def naming_who_ended(running: Sequence[ManagedProcess]) -> Iterator[None]:
-    """A request that fails since a server has ended does not say so: raises DemoError, which does."""
+    """Raises DemoError with the reason if a request fails because a server has ended."""
     try:
         yield
     except (StreamError, httpx.HTTPError) as error:
@@ -351,7 +354,7 @@ def naming_who_ended(running: Sequence[ManagedProcess]) -> Iterator[None]:
 
 @contextmanager
 def folder_for(traces: Path) -> Iterator[None]:
-    """Made, and gone again if it stays empty: a run that is interrupted leaves nothing behind."""
+    """Creates the folder, and removes it at the end if it is empty."""
     made = [folder for folder in (traces, *traces.parents) if not folder.exists()]
     traces.mkdir(parents=True)
     try:
@@ -363,7 +366,7 @@ def folder_for(traces: Path) -> Iterator[None]:
 
 
 def wait_for_failure(running: Sequence[ManagedProcess]) -> None:
-    """Return only by an exception: Ctrl-C, or a process that ended by itself."""
+    """Waits until Ctrl-C is pressed or a process ends by itself. Ends only by an exception."""
     while not (why := ended(running)):
         time.sleep(1)
     raise DemoError(why)

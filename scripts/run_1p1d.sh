@@ -1,30 +1,30 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Starts one prefill and one decode engine behind the proxy, compares them with a single vLLM instance, and shows where
-# the time of the requests went.
+# the requests spend their time.
 #
 #   scripts/run_1p1d.sh [OPTION...]
 #
 #   --device DEVICE         cpu (default) or npu
 #   --emulate               with --device npu: vllm-ascend on emulated NPUs
-#   --model FOLDER          a model of yours (default: a small one of random weights)
+#   --model FOLDER          model to use (default: a small model with random weights)
 #   --prefill-tp SIZE       tensor-parallel size of the prefill engine (2)
-#   --prefill-pp SIZE       its pipeline-parallel size (1)
+#   --prefill-pp SIZE       pipeline-parallel size of the prefill engine (1)
 #   --decode-tp SIZE        tensor-parallel size of the decode engine (1)
-#   --decode-pp SIZE        its pipeline-parallel size (1)
-#   --port PORT             the proxy's (8000); engines: +100, +200, and +14001, +14101 for KV
-#   --timeline FOLDER       a picture of the longest request and its traces go to FOLDER/DATE-TIME (timeline)
-#   --keep                  stay up until Ctrl-C
+#   --decode-pp SIZE        pipeline-parallel size of the decode engine (1)
+#   --port PORT             port of the proxy (8000); the engines use +100 and +200, and +14001 and +14101 for KV
+#   --timeline FOLDER       folder for a picture of the longest request and its traces, as FOLDER/DATE-TIME (timeline)
+#   --keep                  keep running until Ctrl-C
 #   --prefill-args ARGUMENTS
-#                           more arguments for the prefill engine's vLLM, as one word
+#                           more arguments of `vllm serve` for the prefill engine, as one word
 #   --decode-args ARGUMENTS
-#                           more for the decode engine's, and the single instance's
+#                           the same for the decode engine and the single instance
 #   --start-seconds SECONDS
-#                           how long an engine may take to start (600)
+#                           timeout for the start of an engine (600)
 #
-# With --device npu the environment is the active one, with vllm-ascend; else scripts/setup_env.sh makes it, and for
-# emulated NPUs scripts/setup_npu_emulation.sh: VENV and PYTHON as there. Exits with 0 only if every output is equal,
-# token by token.
+# With --device npu the script uses the active environment, which must have vllm-ascend. Otherwise scripts/setup_env.sh
+# creates one, or scripts/setup_npu_emulation.sh for emulated NPUs, with their VENV and PYTHON. Exits with 0 only if all
+# outputs are equal, token by token.
 set -euo pipefail
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)

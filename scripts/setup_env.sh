@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Makes the virtual environment in which everything here runs: vLLM's CPU backend, Mooncake, this package with
-# its compiled extension, and the developers' tools.
+# Creates the virtual environment for everything here: vLLM's CPU backend, Mooncake, this package with its compiled
+# extension, and the development tools.
 #
 #   scripts/setup_env.sh [--with-compat] [--with-browser] [--with-prometheus]
 #
 #   --with-compat   also unpack vLLM 0.23.0's Python part to $VENV/vllm-0.23 for the compatibility tests
-#   --with-browser  also install Chromium and its driver for the tests of the status page; where this cannot be
-#                   done (not root, or not Debian) they are skipped
+#   --with-browser  also install Chromium and its driver for the tests of the status page; these are skipped if
+#                   that is not possible (not root, or not Debian)
 #   --with-prometheus
 #                   also unpack Debian's or Ubuntu's prometheus and promtool to $VENV/prometheus for the tests of
-#                   examples/observability; nothing is installed or started. Elsewhere those tests are skipped
+#                   examples/observability, without installing them; elsewhere these tests are skipped
 #
 #   VENV=PATH       the environment's folder (default: .venv at the repository root)
-#   PYTHON=COMMAND  the Python that makes it, 3.11 or newer (default: the first one found)
+#   PYTHON=COMMAND  the Python to create it with, 3.11 or newer (default: the first one found)
 #
-# Run it as often as you like: a stage whose inputs have not changed is skipped. What pip prints goes to
-# $VENV/setup.log and is shown if a stage fails.
+# The script may run repeatedly: it skips stages whose inputs have not changed. pip's output goes to $VENV/setup.log
+# and is shown if a stage fails.
 set -euo pipefail
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
@@ -25,7 +25,7 @@ log=$VENV/setup.log
 pins=requirements/cpu.txt
 source "$root/scripts/stages.sh"
 
-# --- what the machine itself must have ---------------------------------------------------------------------
+# --- requirements of the machine ---------------------------------------------------------------------------
 
 find_python() {
   local command

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Makes the virtual environment in which the production path for NPUs runs on a machine without one: the real
+# Creates the virtual environment that runs the production path for NPUs on a machine without NPUs: the real
 # vllm-ascend, vLLM and torch_npu, on the emulated CANN libraries of tests/cann_on_host.
 #
 #   scripts/setup_npu_emulation.sh
 #
 #   VENV=PATH       the environment of scripts/setup_env.sh (default: .venv at the repository root); this one is
-#                   made beside it, as PATH-npu
-#   PYTHON=COMMAND  the Python that makes it: 3.11, which torch_npu and vllm-ascend have wheels for (default: the
-#                   first one found)
+#                   created beside it, as PATH-npu
+#   PYTHON=COMMAND  the Python to create it with: 3.11, for which torch_npu and vllm-ascend have wheels (default:
+#                   the first one found)
 #
-# Run it as often as you like: a stage whose inputs have not changed is skipped. What pip and the compiler print
+# The script may run repeatedly: it skips stages whose inputs have not changed. The output of pip and of the compiler
 # goes to $VENV-npu/setup.log and is shown if a stage fails.
 set -euo pipefail
 
@@ -29,7 +29,7 @@ case ${1:-} in
   *) unknown_option "$1" ;;
 esac
 
-# --- what the machine itself must have ---------------------------------------------------------------------
+# --- requirements of the machine ---------------------------------------------------------------------------
 
 find_python() {
   local command

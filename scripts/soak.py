@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thousands of requests through two prefill engines, one of which is killed and comes back, and one decode engine."""
+"""Sends thousands of requests through two prefill engines, one of which is killed and restarts, and a decode engine."""
 
 import importlib.util
 import shlex
@@ -62,15 +62,19 @@ class Screen(Events):
 
 @app.command()
 def main(
-    requests: Annotated[int, typer.Option(min=1, help="How many; more than before continues a finished run.")] = 10_000,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Number of requests. A larger number continues a finished run.")
+    ] = 10_000,
     folder: Annotated[
-        Path, typer.Option("--dir", file_okay=False, help="Where everything is kept; a run there is resumed.")
+        Path, typer.Option("--dir", file_okay=False, help="Folder for all results. A run there is continued.")
     ] = ROOT / "soak-results",
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard the run in the folder.")] = False,
-    seed: Annotated[int, typer.Option(help="Decides all requests.")] = 0,
-    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests at a time.")] = 12,
-    signal: Annotated[Signal, typer.Option(help="How the prefill engine with TP 2 ends in the middle.")] = Signal.KILL,
-    sample_seconds: Annotated[float, typer.Option(min=0.1, help="Between two samples of all processes.")] = 3.0,
+    seed: Annotated[int, typer.Option(help="Seed of all requests.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Number of requests in flight.")] = 12,
+    signal: Annotated[
+        Signal, typer.Option(help="Signal that ends the prefill engine with TP 2 halfway.")
+    ] = Signal.KILL,
+    sample_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds between two samples of all processes.")] = 3.0,
 ) -> None:
     """Send many requests through two prefill engines (TP 2 and TP 1) and one decode engine, all vLLM on its CPU
     backend, and compare every answer with a single vLLM instance's.
@@ -98,7 +102,7 @@ def main(
             summary = soak(folder, requests, settings, Screen(progress, requests))
     except KeyboardInterrupt:
         again = [arg for arg in sys.argv[1:] if arg != "--fresh"]
-        console.print(f"interrupted; go on with: {escape(shlex.join(['scripts/soak.sh', *again]))}")
+        console.print(f"interrupted; continue with: {escape(shlex.join(['scripts/soak.sh', *again]))}")
         raise typer.Exit(130) from None
     except FolderError as error:
         raise typer.BadParameter(str(error), param_hint="--dir") from None
@@ -108,7 +112,7 @@ def main(
     console.print(escape(summary.line))
     for reason, count in summary.reasons.most_common():
         console.print(f"  {count:,} x {escape(reason)}")
-    console.print("[green]passed[/]" if summary.passed else "[red]FAILED[/]", f"- all of it is in {folder}")
+    console.print("[green]passed[/]" if summary.passed else "[red]FAILED[/]", f"- results are in {folder}")
     raise typer.Exit(0 if summary.passed else 1)
 
 

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Thousands of requests through two prefill engines, one of which is ended and comes back, and one decode engine, all
-# compared with a single vLLM instance. Ctrl-C stops everything; the same command goes on from there.
+# Sends thousands of requests through two prefill engines, one of which ends and restarts, and one decode engine, and
+# compares all outputs with a single vLLM instance. Ctrl-C stops everything; the same command continues the run.
 #
 #   scripts/soak.sh [OPTION...]
 #
-#   --requests NUMBER       how many (10000); more than before continues a finished run
-#   --dir FOLDER            where everything is kept (soak-results in the repository); a run there is resumed
+#   --requests NUMBER       number of requests (10000); a larger number continues a finished run
+#   --dir FOLDER            folder for all results (soak-results in the repository); a run there is continued
 #   --fresh                 discard the run in the folder
-#   --seed NUMBER           decides all requests (0)
-#   --concurrency NUMBER    requests at a time (12)
-#   --signal KILL|TERM      how the prefill engine with TP 2 ends in the middle (KILL)
+#   --seed NUMBER           seed of all requests (0)
+#   --concurrency NUMBER    number of requests in flight (12)
+#   --signal KILL|TERM      signal that ends the prefill engine with TP 2 halfway (KILL)
 #   --sample-seconds SECONDS
-#                           between two samples of all processes (3)
+#                           time between two samples of all processes (3)
 #
-# scripts/setup_env.sh makes the environment: VENV and PYTHON as there. Exits with 0 only if no answer was wrong, none
-# hung, no block leaked, and nothing failed but at the restart.
+# scripts/setup_env.sh creates the environment, with its VENV and PYTHON. Exits with 0 only if no answer was wrong, no
+# request hung, no block leaked, and requests failed only at the restart.
 set -euo pipefail
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)

@@ -5,19 +5,19 @@
 #   scripts/test.sh [--quick | --npu | --e2e | --benchmarks | --faults | --hostile] [-k EXPRESSION]
 #                   [-- PYTEST_ARGUMENT...]
 #
-#   --quick         leave out the end-to-end tests (real vLLM engines, most of the time) and the NPU's
-#   --npu           only the NPU's: torch_npu and vllm-ascend, on emulated CANN libraries; with more pairs of
-#                   parallel sizes than without it
-#   --e2e           only the end-to-end tests on vLLM's CPU backend, with more kinds of engines than without it
-#   --benchmarks    only the tests of benchmarks that take minutes each; without it, the others
-#   --faults        only the fault injection, in its long form, whose table is in docs/reliability.md; without it, a
-#                   few of its faults are among the tests. FAULTS_REPORT=FOLDER: also writes the table there
-#   --hostile       only the decoders and listeners against hostile input, in the long form: over 1,000,000 inputs
+#   --quick         skip the end-to-end tests (real vLLM engines, which take most of the time) and the NPU tests
+#   --npu           only the NPU tests: torch_npu and vllm-ascend on emulated CANN libraries, with more pairs of
+#                   parallel sizes
+#   --e2e           only the end-to-end tests on vLLM's CPU backend, with more kinds of engines
+#   --benchmarks    only the tests of benchmarks that take minutes each, which the other forms skip
+#   --faults        only the fault injection in its long form, whose table is in docs/reliability.md; the other
+#                   forms inject only a few of its faults. FAULTS_REPORT=FOLDER: also writes the table there
+#   --hostile       only the hostile inputs to decoders and listeners in their long form: over 1,000,000 inputs
 #   -k EXPRESSION   only the tests that match, as in pytest
-#   -- ...          everything after it goes to each pytest run, for example: -- -x --durations=5
+#   -- ...          all further arguments go to each pytest run, for example: -- -x --durations=5
 #
-# VENV and PYTHON as in scripts/setup_env.sh. Every stage runs even if an earlier one failed; the exit code is 0
-# if none did, 130 after Ctrl-C.
+# VENV and PYTHON are as in scripts/setup_env.sh. Every stage runs even if an earlier one failed. The exit code is 0 if
+# all passed, 130 after Ctrl-C.
 set -euo pipefail
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)

