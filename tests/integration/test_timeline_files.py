@@ -229,9 +229,9 @@ def test_a_picture_is_a_png_whatever_its_name(tmp_path: Path, name: str) -> None
     [
         (lambda folder: None, (), "has no trace"),
         (lambda folder: (folder / "events-x.json").touch(), (), "none of the 1 files .* is a trace"),
-        (a_trace, ("--request", "cmpl-2"), "no request cmpl-2 in .*; there are 1, as cmpl-1-0"),
+        (a_trace, ("--request", "cmpl-2"), "no request cmpl-2 in .*; requests: 1, such as cmpl-1-0"),
         (a_trace, ("--png", "/proc/none/x.png"), "cannot be written"),
-        (lambda folder: folder.rmdir(), (), "is no folder"),
+        (lambda folder: folder.rmdir(), (), "is not a folder"),
     ],
     ids=["empty", "no trace", "no such request", "no place", "no folder"],
 )

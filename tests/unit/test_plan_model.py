@@ -76,8 +76,8 @@ def test_which_layers_have_a_cache(fields, kinds):
     model = parse_model({**TINY, **fields})
     assert model.cached == tuple(letters[kind] for kind in kinds)
     said = " ".join(model.notes)
-    assert ("keep a state" in said) == ("S" in kinds)
-    assert ("see a window only" in said) == ("W" in kinds)
+    assert ("have a state" in said) == ("S" in kinds)
+    assert ("have a window of" in said) == ("W" in kinds)
 
 
 def test_layers_that_read_what_others_wrote_are_not_noted():
@@ -85,8 +85,8 @@ def test_layers_that_read_what_others_wrote_are_not_noted():
     shared = {"num_hidden_layers": 30, "layer_types": kinds, "sliding_window": 512, "num_kv_shared_layers": 10}
     model = parse_model({**TINY, **shared})
     assert sum(kind is Cached.WINDOW for kind in model.cached) == 16
-    assert model.notes[0].startswith("16 layers see a window only")
-    with pytest.raises(PlanError, match="no layer of this model has attention of its own"):
+    assert model.notes[0].startswith("16 layers have a window")
+    with pytest.raises(PlanError, match="no layer of this model has its own attention"):
         parse_model({**TINY, "num_kv_shared_layers": 4})
 
 
@@ -142,10 +142,10 @@ def test_bytes_of_a_dtype(dtype, itemsize):
         ({"architectures": {}}, "architectures is {}, not a list of names"),
         ({"layer_types": ["full_attention"] * 3}, "lists 3 kinds of layers for 4 layers"),
         ({"layer_types": ["psychic_attention"] * 4}, "does not know layers of kind psychic_attention"),
-        ({"layer_types": ["mamba"] * 4}, "no layer of this model has attention"),
+        ({"layer_types": ["mamba"] * 4}, "no layer of this model has its own attention"),
         ({"mamba_d_conv": 4}, "has mamba_d_conv but no layer_types"),
         ({"compress_ratios": [4, 128]}, "compress_ratios, caches of compressed tokens"),
-        ({"v_head_dim": 32}, "keys of 16 and values of 32 elements a head"),
+        ({"v_head_dim": 32}, "keys of 16 and values of 32 elements per head"),
     ],
 )
 def test_what_is_not_described(fields, reason):
@@ -154,12 +154,12 @@ def test_what_is_not_described(fields, reason):
 
 
 def test_latent_of_bytes_is_not_described():
-    with pytest.raises(PlanError, match="fp8 lies in memory in another way with MLA"):
+    with pytest.raises(PlanError, match="with MLA, a KV cache of fp8 has another memory layout"):
         read_model(DEEPSEEK, CacheDtype.FP8)
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_files_that_are_no_config(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(PlanError, match=r"config.json (is not JSON|holds no JSON object)"):
+    with pytest.raises(PlanError, match=r"config.json (is not JSON|is not a JSON object)"):
         read_model(tmp_path)

@@ -71,7 +71,7 @@ class Launcher:
                     )
 
     def watch(self) -> NoReturn:
-        """Returns never. Raises LaunchError when a process ends."""
+        """Watches the processes until one ends, then raises LaunchError."""
         while True:
             self._next(WATCH_SECONDS)
 

@@ -106,7 +106,7 @@ def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
     except ValueError as error:
         raise PlanError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise PlanError(f"{file} holds no JSON object")
+        raise PlanError(f"{file} is not a JSON object")
     return parse_model(config, dtype)
 
 
@@ -170,7 +170,7 @@ def _cached(text: Mapping[str, Any], model_type: str) -> tuple[Cached, ...]:
         shared = min(_number(text, "num_kv_shared_layers"), len(kinds))
         kinds = (*kinds[: len(kinds) - shared], *[Cached.NOTHING] * shared)
     if not {Cached.FULL, Cached.WINDOW} & set(kinds):
-        raise PlanError("no layer of this model has attention of its own, so there is no KV cache to send")
+        raise PlanError("no layer of this model has its own attention, so there is no KV cache to transfer")
     return kinds
 
 
@@ -193,16 +193,18 @@ def _kinds(text: Mapping[str, Any], model_type: str, layers: int) -> tuple[Cache
 def _notes_of_kinds(text: Mapping[str, Any], cached: tuple[Cached, ...]) -> list[str]:
     notes = []
     if states := cached.count(Cached.STATE):
-        notes.append(f"{states} layers keep a state instead of keys and values, sent once a prompt: not in the figures")
+        notes.append(
+            f"{states} layers have a state instead of keys and values, sent once per prompt: not in the figures"
+        )
         notes.append("vLLM chooses the block size of such models itself, see its log: give it with --block-size")
     if windows := cached.count(Cached.WINDOW):
         size = text.get("sliding_window") or text.get("attention_chunk_size") or "unknown"
-        notes.append(f"{windows} layers see a window only (of {size} tokens): of longer prompts less is sent for them")
+        notes.append(f"{windows} layers have a window of {size} tokens: less is sent for them if the prompt is longer")
     return notes
 
 
 def _alike_or_in_turn(text: Mapping[str, Any], model_type: str, layers: int) -> list[str]:
-    """Without a list of layers: all of one kind, or every so many of them with full attention."""
+    """Returns the kinds of layers without a list: all of one kind, or full attention in every n-th layer."""
     if text.get("sliding_window") and text.get("sliding_window_pattern"):
         pattern = _number(text, "sliding_window_pattern")
         return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
@@ -220,7 +222,7 @@ def _alike_or_in_turn(text: Mapping[str, Any], model_type: str, layers: int) -> 
 
 def _latent_widths(text: Mapping[str, Any], dtype: CacheDtype) -> tuple[int, ...]:
     if dtype.itemsize == 1:
-        raise PlanError(f"a KV cache of {dtype.value} lies in memory in another way with MLA: not described")
+        raise PlanError(f"with MLA, a KV cache of {dtype.value} has another memory layout: not supported")
     widths = (_number(text, "kv_lora_rank"), _number(text, "qk_rope_head_dim"))
     return (*widths, _number(text, "index_head_dim")) if text.get("index_head_dim") else widths
 
@@ -239,7 +241,7 @@ def _head_widths(text: Mapping[str, Any], model_type: str, heads: int) -> tuple[
     key = _number(text, "head_dim") if text.get("head_dim") else _number(text, "hidden_size") // heads
     value = text.get("v_head_dim") or key
     if value != key:
-        raise PlanError(f"keys of {key} and values of {value} elements a head: this command does not describe them")
+        raise PlanError(f"keys of {key} and values of {value} elements per head: not supported")
     return (key, key)
 
 
@@ -249,5 +251,7 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], notes: list[str])
     if name in ("bfloat16", "float16"):
         return CacheDtype(name)
     # vLLM runs float32 models in half precision unless told otherwise.
-    notes.append(f"config.json says {name or 'no'} dtype, the KV cache is taken as bfloat16: see --kv-cache-dtype")
+    notes.append(
+        f"config.json says {name or 'no'} dtype, so the KV cache is assumed to be bfloat16: see --kv-cache-dtype"
+    )
     return CacheDtype.BFLOAT16

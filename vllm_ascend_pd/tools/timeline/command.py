@@ -27,9 +27,15 @@ _NO_MATPLOTLIB = "the picture needs matplotlib: pip install 'vllm-ascend-pd[time
 def show_timeline(
     folder: Path, wanted: str | None, png: Path | None, html: Path | None, console: Console, warm_ups: int = 0
 ) -> None:
-    """Writes `trace.json` and what is asked for, timeline.png and timeline.html in the folder by default (of a wanted
-    request, with its id in their names), and prints where the time went. `warm_ups`: so many of the first requests are
-    left out. Raises TraceError."""
+    """Prints where the requests' time went, and writes `trace.json`, a page and a picture.
+
+    wanted: the id of the only request to show.
+    png, html: paths of picture and page. By default they are timeline.png and timeline.html in the folder, with the id
+      of a wanted request in their names.
+    warm_ups: number of first requests to omit.
+
+    Raises TraceError.
+    """
     recordings, problems = read_folder(folder)
     for problem in problems:
         console.print(f"[yellow]note:[/] {escape(problem)}", soft_wrap=True)
@@ -37,15 +43,15 @@ def show_timeline(
     everyone = summarize(timeline)
     requests = chosen(everyone[warm_ups:], wanted)
     if not everyone:
-        raise TraceError(f"the traces in {folder} are of no request: send one through the proxy")
+        raise TraceError(f"the traces in {folder} have no request: send one through the proxy")
     if not requests:
         known = ", ".join(one.name for one in everyone[:5])
-        raise TraceError(f"no request {wanted} in {folder}; there are {len(everyone)}, as {known}")
+        raise TraceError(f"no request {wanted} in {folder}; requests: {len(everyone)}, such as {known}")
     console.print(table(requests, console.width))
     if len(requests) > MAX_ROWS:
         console.print(f"and {len(requests) - MAX_ROWS} more requests; --request ID shows one")
     if warm_ups:
-        console.print(f"left out: what came first, to warm the engines up ({warm_ups})")
+        console.print(f"left out: the first {warm_ups} requests, which warm up the engines")
     console.print(f"{len(recordings)} processes; {timeline.clock_note}", highlight=False)
     looked_at = max(requests, key=lambda one: one.bytes)
     picture = paint(timeline, everyone, looked_at)
@@ -57,7 +63,7 @@ def show_timeline(
     if (drawn := _draw(picture, note, png, folder / f"{stem}.png", console)) is not None:
         written.append(drawn)
     if len(requests) > 1:
-        console.print(f"drawn: request {escape(looked_at.name)}, the one with the most bytes", soft_wrap=True)
+        console.print(f"the picture shows request {escape(looked_at.name)}, which has the most bytes", soft_wrap=True)
     for path in written:
         console.print(f"wrote {escape(str(path))}", soft_wrap=True, highlight=False)
 

@@ -48,7 +48,7 @@ def read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
     except OSError as error:
         raise TraceError(f"{folder} cannot be read: {error.strerror}") from None
     if not folder.is_dir():
-        raise TraceError(f"{folder} is no folder")
+        raise TraceError(f"{folder} is not a folder")
     if not files:
         raise TraceError(
             f"{folder} has no trace ({FILE_PATTERN}): name it as `trace_dir` in the kv_connector_extra_config of the "
