@@ -254,7 +254,7 @@ def starts_what_is_there(command: Command, folder: Path) -> None:
         (folder / "scripts" / name).write_text(f'#!/usr/bin/env bash\necho "set up $*" >>{log}\n')
     for environment in ("venv", "venv-npu"):
         (folder / environment / "bin").mkdir(parents=True)
-        for name in ("python", "ruff", "mypy"):
+        for name in ("python", "ruff", "mypy", "lint-imports"):
             program = folder / environment / "bin" / name
             program.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >>{log}\n')
             program.chmod(0o755)
