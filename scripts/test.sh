@@ -172,7 +172,8 @@ case $mode in
     tests "NPU kernels on a CPU twin of AscendC" tests/ascendc_twin
     tests_at_once "integration tests" tests/integration -m "not long"
     PYTHONPATH="$VENV/vllm-0.23${PYTHONPATH:+:$PYTHONPATH}" \
-      tests "tests that touch vLLM, with vLLM 0.23.0" tests/unit/test_{decode_scheduler,prefill_scheduler,transfer_span,windows}.py \
+      tests "tests that touch vLLM, with vLLM 0.23.0" tests/unit/test_{decode_scheduler,decode_scheduler_failures}.py \
+        tests/unit/test_{prefill_scheduler,prefill_scheduler_preemption,prefill_scheduler_finish,transfer_span,windows}.py \
         tests/integration/test_{connector,context_parallelism,failed_forward,multi_connector,aggregation,engine_metrics}.py
     if [[ $mode == all ]]; then
       tests "end-to-end tests" tests/e2e -m "not long"

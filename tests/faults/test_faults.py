@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from faults.report import Report, Row
-from faults.scenarios import SCENARIOS, Scenario
+from faults.scenario import Scenario
+from faults.scenarios import SCENARIOS
 from faults.traffic import Outcome
 from faults.world import Worlds
 

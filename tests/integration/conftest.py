@@ -15,6 +15,8 @@ from harness.processes import interrupt_on_sigterm
 from vllm_ascend_pd.transport.curve import Keys
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelServer
 
+pytest.register_assert_rewrite("metaserver_posts", "page_commands", "proxy_commands", "transfer_receiver")
+
 
 def pytest_configure() -> None:
     interrupt_on_sigterm()

@@ -4,73 +4,30 @@ how. A command that is in no row fails, and so does a row without a command."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 import test_launch_examples as examples
 import typer
 import yaml
-from engine_standin import DecodeEngine, PrefillEngine, Servers
+from page_commands import COMMANDS, ENVIRONMENT, Command
 from proxy_cluster import eventually
+from proxy_commands import curls, opens_the_front_door
 
-from harness.documented import PAGES, REPOSITORY, fences, filled, lines, taken_by
+from harness.documented import PAGES, REPOSITORY, fences, lines, taken_by
 from harness.ports import is_free, release_port, reserve_port
 from vllm_ascend_pd.cli import app
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.secret_files import read_text_secret, read_ticket_secret
 
 MODELS = {"Llama-3.1-70B": "llama-3.1-70b.json", "DeepSeek-R1-W8A8": "deepseek-r1.json"}
-ENVIRONMENT = {
-    **os.environ,
-    "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ["PATH"]]),
-    "PYTHON": sys.executable,  # of launch scripts
-    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
-}
-
-
-class Command(NamedTuple):
-    line: str
-    pages: tuple[Path, ...]
-
-    @property
-    def words(self) -> list[str]:
-        return shlex.split(self.line)
-
-    def run(self, folder: Path, more: str = "", /, codes: tuple[int, ...] = (0,), **values: str) -> str:
-        """What it prints in `folder`, with `more` options. `values`: environment."""
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", f"{self.line} {more}"],
-            cwd=folder,
-            env=ENVIRONMENT | values,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode in codes, done.stdout + done.stderr
-        return done.stdout
-
-    def with_values(self, values: dict[str, str]) -> Command:
-        return self._replace(line=filled(self.line, values))
-
-
-def documented_commands() -> list[Command]:
-    pages: dict[str, list[Path]] = {}
-    for page in PAGES:
-        for line in lines(page):
-            pages.setdefault(line, []).append(page)
-    return [Command(line, tuple(found)) for line, found in sorted(pages.items())]
-
 
 # --- run as they are, in a folder of their own -------------------------------------------------------------
 
@@ -134,103 +91,6 @@ def serves_a_pool(command: Command, folder: Path) -> None:
         process.wait()
         release_port(port)
         release_port(metrics)
-
-
-# --- the proxy's, with stand-ins for its engines -----------------------------------------------------------
-
-
-class FrontDoor(NamedTuple):
-    url: str
-    prefill: str
-    decode: str
-    another: str
-    """A decode engine that the proxy has not been told of."""
-
-    def ask(self, method: str, path: str) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        return httpx.request(method, self.url + path, headers=headers, trust_env=False, timeout=30).raise_for_status()
-
-    def engines(self) -> dict[str, dict[str, Any]]:
-        """By URL."""
-        return {engine["url"]: engine for engine in self.ask("GET", "/admin/engines").json()["engines"]}
-
-
-TOKEN = "an-admin-token-of-some-length-0123456789"
-
-
-@contextmanager
-def front_door(command: Command, folder: Path) -> Iterator[FrontDoor]:
-    """A proxy started by `command`."""
-    token = folder / "admin.token"
-    token.write_text(TOKEN)
-    token.chmod(0o600)
-    port = reserve_port()
-    with Servers() as servers, (folder / "log").open("wb") as log:
-        prefill, decode, another = (
-            servers.start(lambda _, e=e: e.app) for e in (PrefillEngine(), DecodeEngine(), DecodeEngine())
-        )
-        url = f"http://127.0.0.1:{port}"
-        engines = {"http://127.0.0.1:8100": prefill, "http://127.0.0.1:8200": decode}
-        if " ... " in command.line:
-            values = {" ... ": f" --port {port} --prefill {prefill} --decode {decode} "}
-            values["http://collector.example:4317"] = "http://127.0.0.1:9"  # nobody: the proxy serves all the same
-        else:
-            values = {"--port 8000": f"--port {port}", **engines}
-        words = [*command.with_values(values).words, "--admin-token-file", str(token)]
-        process = subprocess.Popen(words, cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log)
-        try:
-            eventually(lambda: process.poll() is not None or not is_free(port))
-            assert process.poll() is None, (folder / "log").read_text()
-            eventually(lambda: httpx.get(f"{url}/health", trust_env=False, timeout=30).status_code == 200)
-            yield FrontDoor(url, prefill, decode, another)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(30)
-            finally:
-                process.kill()
-                process.wait()
-                release_port(port)
-
-
-def opens_the_front_door(command: Command, folder: Path) -> None:
-    with front_door(command, folder) as door:
-        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2}
-        answer = httpx.post(f"{door.url}/v1/completions", json=body, trust_env=False, timeout=30)
-        assert answer.status_code == 200, answer.text
-
-
-def curls(command: Command, folder: Path) -> None:
-    """Against a proxy that the README's command has started."""
-    [proxy] = [each for each in COMMANDS if each.line.startswith("vllm-ascend-pd proxy --host")]
-    with front_door(proxy, folder) as door:
-        values = {"127.0.0.1:8000": door.url.removeprefix("http://")}
-        if "/ID" in command.line:
-            values["/ID"] = f"/{door.engines()[door.decode]['id']}"
-            if ":undrain" in command.line:
-                door.ask("POST", f"/admin/engines{values['/ID']}:drain")
-        if "8201" in command.line:
-            values["http://127.0.0.1:8201"] = door.another
-        options = "--silent --show-error --fail-with-body --max-time 30 --noproxy '*'"
-        answer = command.with_values(values).run(folder, options, TOKEN=TOKEN)
-        [end] = re.findall(r"127\.0\.0\.1:8000/\S*?([\w.]+)(?!\S)", command.line)
-        assert EXPECTED[end, method(command)](answer, door)
-
-
-def method(command: Command) -> str:
-    return command.words[command.words.index("-X") + 1] if "-X" in command.words else "-"
-
-
-EXPECTED: dict[tuple[str, str], Callable[[str, FrontDoor], bool]] = {
-    ("completions", "-"): lambda answer, door: '"choices"' in answer,
-    ("status.json", "-"): lambda answer, door: '"verdict"' in answer,
-    ("engines", "-"): lambda answer, door: {door.prefill, door.decode} == set(door.engines()) and door.decode in answer,
-    ("engines", "POST"): lambda answer, door: door.another in door.engines(),
-    ("drain", "POST"): lambda answer, door: door.engines()[door.decode]["state"] == "draining",
-    ("undrain", "POST"): lambda answer, door: door.engines()[door.decode]["state"] == "serving",
-    ("ID", "DELETE"): lambda answer, door: door.decode not in door.engines(),
-}
-"""What must be so after each, by the end of its path and its method; it was not so before, where that can be."""
 
 
 # --- the nearest that can be run here ----------------------------------------------------------------------
@@ -385,7 +245,6 @@ TABLE = (
     Row(r"kubectl apply .*", has_valid_manifests, "there is no Kubernetes here"),
     Row(r"kubectl .* create secret .*", names_what_pods_mount, "there is no Kubernetes here"),
 )  # fmt: skip
-COMMANDS = documented_commands()
 
 
 def rows_of(command: Command) -> list[Row]:

@@ -1,89 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tickets decode's scheduler issues and what becomes of them, with a real metaserver client and server."""
+"""The tickets that decode's scheduler issues, and what it reports of those that are received. The metaserver client and
+its HTTP server are real."""
 
 import dataclasses
-import json
-import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from vllm.v1.request import RequestStatus
+from decode_requests import *  # noqa: F403
+from decode_requests import BLOCK, BLOCKS, ENGINE, PROMPT, SETTINGS, eventually, issue, step_with, wanting
 
 from harness.schedulers import decode_scheduler
 from harness.scheduling import FOR_A_PULLING_CONNECTOR, make_request, remembered
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
-from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
 from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_tokens
-from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.signing import Secret, verify
-from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
+from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
-from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler
-from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer
+from vllm_ascend_pd.decode.ticket_issuer import Signer
 from vllm_ascend_pd.observe import stats
-
-BLOCK = 4
-PROMPT = 10
-BLOCKS = ([7, 1, 5],)
-ENGINE = EngineInfo("decode-0", "10.0.0.1", 5555, 2)
-SETTINGS = MetaserverSettings(deadline_s=20, retries=0)
-
-
-class Metaserver:
-    """Answers posts with `status`, once `answering` is set."""
-
-    def __init__(self) -> None:
-        self.status = 200
-        self.bodies: list[dict] = []
-        self.failures: list[dict] = []
-        self.answering = threading.Event()
-        self.answering.set()
-        metaserver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if self.path == METASERVER_PATH + FAILURE_SUFFIX:
-                    metaserver.failures.append(body)
-                else:
-                    metaserver.bodies.append(body)
-                    metaserver.answering.wait(20)
-                self.send_response(metaserver.status)
-                self.end_headers()
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}{METASERVER_PATH}"
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05})
-        self.thread.start()
-
-    def stop(self) -> None:
-        self.answering.set()
-        self.server.shutdown()
-        self.thread.join(5)
-        self.server.server_close()
-
-
-@pytest.fixture
-def metaserver() -> Iterator[Metaserver]:
-    metaserver = Metaserver()
-    yield metaserver
-    metaserver.stop()
-
-
-@pytest.fixture
-def scheduler() -> Iterator[DecodeScheduler]:
-    scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], MetaserverClient(SETTINGS, own_host="127.0.0.1"))
-    yield scheduler
-    scheduler.close()
 
 
 def test_tickets_are_signed_for_as_long_as_they_may_wait(metaserver):
@@ -100,32 +36,6 @@ def test_tickets_are_signed_for_as_long_as_they_may_wait(metaserver):
         scheduler.close()
     verify(ticket, secret)
     assert before + 480 <= ticket.expires_at <= time.time() + 481
-
-
-def wanting(url: object, request_id: str = "r", num_tokens: int = PROMPT, **wants: object):
-    """A request as the proxy sends it to decode."""
-    return make_request(request_id, num_tokens, {"do_remote_prefill": True, "metaserver": url}, **wants)
-
-
-def issue(scheduler: DecodeScheduler, request, blocks=BLOCKS, computed: int = 0) -> DecodeStep:
-    """The step in which `request` gets its ticket."""
-    external = scheduler.matched_tokens(request, computed)
-    scheduler.allocated(request, blocks, external)
-    return scheduler.build_step(computes=True)
-
-
-def step_with(scheduler: DecodeScheduler, what: Callable[[DecodeStep], object]) -> DecodeStep:
-    """Runs empty steps until `what` is in one."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        step = scheduler.build_step(computes=False)
-        if what(step):
-            return step
-        time.sleep(0.005)
-    raise AssertionError("no step had it")
-
-
-eventually = partial(wait_until, timeout_s=10)
 
 
 def test_a_request_gets_a_ticket(scheduler, metaserver):
@@ -310,177 +220,6 @@ def test_one_ticket_however_often_blocks_are_allocated(scheduler, metaserver):
 def test_tickets_are_not_alike(scheduler, metaserver):
     tickets = [issue(scheduler, wanting(metaserver.url, str(n))).expects[0].ticket_id for n in range(50)]
     assert len(set(tickets)) == 50
-
-
-# --- what goes wrong -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("url", "complaint"),
-    [
-        (None, "no metaserver URL"),
-        (8000, "no metaserver URL"),
-        ("http://192.0.2.1/v1/metaserver", "allow-list"),
-        ("http://127.0.0.1:8000/admin", "its path is not /v1/metaserver"),
-        ("ftp://127.0.0.1/v1/metaserver", "not http or https"),
-        ("", ""),
-    ],
-)
-def test_a_metaserver_that_may_not_be_posted_to(scheduler, url, complaint):
-    request = wanting(url)
-    step = issue(scheduler, request)
-    [expect] = step.expects
-    assert set(step.cancelled) == {expect.ticket_id}
-    assert complaint in step.cancelled[expect.ticket_id]
-    scheduler.update(WorkerReport(failed={expect.ticket_id: "as cancelled"}), {"r"})
-    assert scheduler.build_step(computes=False).cancelled == {}
-    assert scheduler.finished(request) == {"error": step.cancelled[expect.ticket_id]}
-    assert remembered(scheduler) == {}
-
-
-def test_params_without_a_metaserver(scheduler):
-    request = make_request("r", PROMPT, {"do_remote_prefill": True})
-    assert len(issue(scheduler, request).cancelled) == 1
-
-
-def test_the_metaserver_does_not_know_the_request(scheduler, metaserver):
-    metaserver.status = 404
-    request = wanting(metaserver.url)
-    step = issue(scheduler, request)
-    [expect] = step.expects
-    assert step.cancelled == {}
-    later = step_with(scheduler, lambda step: step.cancelled)
-    assert set(later.cancelled) == {expect.ticket_id}
-    assert "answered 404" in later.cancelled[expect.ticket_id]
-    assert later.prefilled == []
-    scheduler.update(None, {"r"})
-    answer = scheduler.finished(request)
-    assert answer is not None
-    assert "answered 404" in answer["error"]
-    assert remembered(scheduler) == {}
-
-
-def test_one_rank_fails_and_the_others_are_told(scheduler, metaserver):
-    metaserver.answering.clear()
-    request = wanting(metaserver.url)
-    [expect] = issue(scheduler, request).expects
-    scheduler.update(WorkerReport(failed={expect.ticket_id: "prefill rank 1: it broke", "unknown": "x"}), set())
-    assert scheduler.build_step(computes=False).cancelled == {expect.ticket_id: "prefill rank 1: it broke"}
-    scheduler.update(WorkerReport(failed={expect.ticket_id: "cancelled"}), {"r"})
-    assert scheduler.build_step(computes=False).cancelled == {}
-    assert scheduler.finished(request) == {"error": "prefill rank 1: it broke"}
-    assert remembered(scheduler) == {}
-
-
-def test_the_metaserver_hears_what_ranks_noticed(scheduler, metaserver):
-    """While it works on the ticket, of an attempt that failed, once; then that there will be no other."""
-    metaserver.answering.clear()
-    [expect] = issue(scheduler, wanting(metaserver.url)).expects
-    given_up = WorkerReport(given_up={expect.ticket_id: (0, "prefill rank 1 went silent"), "unknown": (0, "x")})
-    scheduler.update(given_up, set())
-    scheduler.update(given_up, set())
-    eventually(lambda: metaserver.failures)
-    ids = {"request_id": "r", "ticket_id": expect.ticket_id}
-    told = {**ids, "attempt": 0, "reason": "prefill rank 1 went silent", "final": False}
-    assert metaserver.failures == [told]
-    again = WorkerReport({expect.ticket_id: "x" * 1000}, given_up={expect.ticket_id: (1, "it broke")})
-    scheduler.update(again, set())
-    eventually(lambda: len(metaserver.failures) == 2)
-    assert metaserver.failures[1] == {**ids, "attempt": 1, "reason": "x" * 500, "final": True}
-    assert scheduler.build_step(computes=False).cancelled == {expect.ticket_id: "x" * 1000}
-    scheduler.update(WorkerReport({expect.ticket_id: "another rank"}), {"r"})
-    time.sleep(0.1)
-    assert len(metaserver.failures) == 2
-
-
-def test_the_metaserver_is_not_told_of_an_abort(scheduler, metaserver):
-    request = wanting(metaserver.url)
-    [expect] = issue(scheduler, request).expects
-    scheduler.finished(request)
-    [reason] = scheduler.build_step(computes=False).cancelled.values()
-    scheduler.update(WorkerReport({expect.ticket_id: reason}), {"r"})
-    time.sleep(0.1)
-    assert metaserver.failures == []
-
-
-def test_a_request_that_vllm_ends_because_its_kv_is_lost(scheduler, metaserver):
-    """Under kv_load_failure_policy `fail`: before the report that says why, which is what everybody hears."""
-    metaserver.answering.clear()
-    request = wanting(metaserver.url)
-    [expect] = issue(scheduler, request).expects
-    why = "prefill rank 1 went silent"
-    request.status = RequestStatus.FINISHED_ERROR
-    assert scheduler.finished(request) == {"error": "its KV was lost"}
-    assert scheduler.build_step(computes=False).cancelled == {}
-    scheduler.update(WorkerReport({expect.ticket_id: why}), set())
-    eventually(lambda: metaserver.failures)
-    assert [(told["reason"], told["final"]) for told in metaserver.failures] == [(why, True)]
-    assert scheduler.build_step(computes=False).cancelled == {expect.ticket_id: why}
-    assert scheduler._observer.take()["counters"] == {stats.RECEIVE_FAILURES.name: {"transfer": 1}}
-    scheduler.update(WorkerReport({expect.ticket_id: why}), {"r"})
-    assert remembered(scheduler) == {}
-
-
-def test_a_request_that_vllm_ends_because_prefill_failed(scheduler, metaserver):
-    metaserver.status = 404
-    request = wanting(metaserver.url)
-    [expect] = issue(scheduler, request).expects
-    why = step_with(scheduler, lambda step: step.cancelled).cancelled[expect.ticket_id]
-    request.status = RequestStatus.FINISHED_ERROR
-    assert scheduler.finished(request) == {"error": why}
-    scheduler.update(WorkerReport({expect.ticket_id: why}), {"r"})
-    assert scheduler._observer.take()["counters"] == {stats.RECEIVE_FAILURES.name: {"prefill": 1}}
-    assert remembered(scheduler) == {}
-
-
-def test_an_abort_cancels_the_ticket_and_the_post(scheduler, metaserver):
-    metaserver.answering.clear()
-    request = wanting(metaserver.url)
-    [expect] = issue(scheduler, request).expects
-    eventually(lambda: metaserver.bodies)
-    assert scheduler.finished(request) == {"error": "the request was aborted"}
-    assert scheduler.build_step(computes=False).cancelled == {expect.ticket_id: "the request was aborted"}
-    metaserver.answering.set()
-    time.sleep(0.1)
-    step = scheduler.build_step(computes=False)
-    assert (step.prefilled, step.cancelled) == ([], {})
-    scheduler.update(None, {"r"})  # only now has every rank stopped expecting it
-    assert remembered(scheduler) == {}
-
-
-def test_an_abort_before_the_ticket_left(scheduler, metaserver):
-    request = wanting(metaserver.url)
-    scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
-    scheduler.finished(request)
-    step = scheduler.build_step(computes=False)
-    [expect] = step.expects
-    assert step.cancelled == {expect.ticket_id: "the request was aborted"}
-    time.sleep(0.1)
-    assert metaserver.bodies == []
-    scheduler.update(None, {"r"})
-    assert remembered(scheduler) == {}
-
-
-def test_an_abort_after_a_failure_keeps_the_reason(scheduler):
-    request = wanting(None)
-    step = issue(scheduler, request)
-    assert scheduler.finished(request) == {"error": next(iter(step.cancelled.values()))}
-    assert scheduler.build_step(computes=False).cancelled == {}
-
-
-def test_the_metaserver_answers_after_the_kv_has_arrived(scheduler, metaserver):
-    metaserver.status = 404
-    request = wanting(metaserver.url)
-    [expect] = issue(scheduler, request).expects
-    scheduler.update(WorkerReport(received={expect.ticket_id: (1000, 800)}), {"r"})
-    eventually(lambda: metaserver.bodies)
-    time.sleep(0.1)
-    assert scheduler.build_step(computes=False).cancelled == {}
-    assert scheduler.finished(request) == {"received_bytes": 1000, "bytes_before_prefill_end": 800}
-    assert remembered(scheduler) == {}
-
-
-# --- what goes well ------------------------------------------------------------------------------------------
 
 
 def test_received_bytes_are_in_the_answer(scheduler, metaserver):

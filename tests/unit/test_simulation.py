@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator of benchmarks/simulate.py."""
+"""The simulator of benchmarks/simulate.py: plans, requests and clusters."""
 
-import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.documented import REPOSITORY
@@ -19,10 +17,10 @@ sys.path.append(str(REPOSITORY / "benchmarks"))
 
 from simulation.clock import Clock
 from simulation.cluster import Cluster, Costs, Setup
-from simulation.engines import DecodeEngine, DecodeSpeed, PrefillSpeed, Request
+from simulation.engines import DecodeSpeed, PrefillSpeed
 from simulation.exchange import make_exchange
 from simulation.figures import Spread, advise, run, simulated
-from simulation.links import Flow, Link, Network
+from simulation.links import Link
 from simulation.presets import find_model
 from simulation.traffic import Arrival, Lengths, poisson
 from simulation.validation import Compared
@@ -110,77 +108,6 @@ def test_engines_share_nics() -> None:
     passed = sum(link.carried for link in {first, third})
     assert passed == pytest.approx(sum(-(-a.prompt // small.unit) * small.unit_bytes for a in TRAFFIC))
     assert advise(cluster.setup, 1000, 10).p_links == pytest.approx(1.5 * FREE.nic / (8 * small.unit_bytes))
-
-
-# --- links -------------------------------------------------------------------------------------------------
-
-
-class Traffic:
-    """Flows over random links; what was true whenever something changed."""
-
-    def __init__(self, chance: random.Random, flows: int) -> None:
-        self.clock = Clock()
-        self.network = Network(self.clock)
-        self.links = [Link(chance.uniform(50, 200)) for _ in range(4)]
-        self.flows: list[Flow] = []
-        self.over: dict[Flow, float] = {}
-        for _ in range(flows):
-            loads = tuple((link, chance.choice([0.25, 0.5, 1.0])) for link in chance.sample(self.links, 2))
-            at, fastest = chance.uniform(0, 5), chance.choice([40.0, 1e9])
-            compute_s = chance.choice([0.0, 0.5, 3.0])
-            flow = Flow(chance.uniform(1, 300), loads, fastest, at, compute_s, 4, lambda: None)
-            flow.done = partial(self._done, flow)
-            self.flows.append(flow)
-            self.clock.at(max(flow.first, chance.uniform(0, 6)), self.network.start, flow)
-
-    def _done(self, flow: Flow) -> None:
-        self.over[flow] = self.clock.now
-
-
-@given(st.integers(0, 1 << 30), st.integers(1, 12))
-@settings(deadline=None)
-def test_links_carry_every_byte_once_and_never_more_than_they_can(seed: int, flows: int) -> None:
-    traffic = Traffic(random.Random(seed), flows)
-    traffic.clock.run()
-    assert len(traffic.over) == flows
-    for link in traffic.links:
-        passed = sum(flow.nbytes * dict(flow.loads).get(link, 0.0) for flow in traffic.flows)
-        assert link.carried == pytest.approx(passed)
-        assert link.peak <= link.capacity * (1 + 1e-6)
-        assert not link.flows
-    for flow, at in traffic.over.items():
-        assert at >= flow.end
-        assert flow.early <= flow.nbytes * 3 / 4 * (1 + 1e-6)  # not the last of four layers
-
-
-def test_flows_share_what_others_leave() -> None:
-    """Max-min: one that is slow by itself gets what it wants, the others the rest alike."""
-    clock = Clock()
-    network, link = Network(clock), Link(100.0)
-    ends: dict[str, float] = {}
-
-    def start(name: str, nbytes: float, fastest: float) -> None:
-        network.start(Flow(nbytes, ((link, 1.0),), fastest, 0.0, 0.0, 1, lambda: ends.update({name: clock.now})))
-
-    start("slow", 100.0, 10.0)
-    start("one", 90.0, 1e9)
-    start("other", 450.0, 1e9)
-    clock.run()
-    assert ends["one"] == pytest.approx(2.0)  # at 45 each
-    assert ends["other"] == pytest.approx(2.0 + 360.0 / 90.0)
-    assert ends["slow"] == pytest.approx(10.0)
-
-
-def test_a_flow_catches_up_with_what_has_been_computed() -> None:
-    """Ten layers of 10 bytes in 10 s over a link of 20: begun at 5.5 s, with 45 bytes available, it has sent them at
-    10 s, but for the last layer."""
-    clock = Clock()
-    network, link = Network(clock), Link(20.0)
-    flow = Flow(100.0, ((link, 1.0),), 1e9, 0.0, 10.0, 10, lambda: None)
-    clock.at(5.5, network.start, flow)
-    clock.run()
-    assert flow.early == pytest.approx(90.0)
-    assert clock.now == pytest.approx(10.5)
 
 
 # --- a request by itself -----------------------------------------------------------------------------------
@@ -279,79 +206,6 @@ def test_decode_admits_what_it_has_room_for() -> None:
     small = replace(DECODE, tokens=5000)
     [engine] = play(cluster_of(4, 1, decode_speed=small), TRAFFIC).decode.values()
     assert engine.queue.maximum > 10
-
-
-def decode_engine(seen: list[tuple[str, float]], **speed: Any) -> tuple[Clock, DecodeEngine]:
-    """`seen`: what the engine tells, with the time. A step with `n` requests takes `1 + n / 4` seconds."""
-    clock = Clock()
-
-    def tell(what: str, request: Request) -> None:
-        seen.append((f"{request.arrival.salt} {what}", clock.now))
-
-    told = (partial(tell, what) for what in ("admitted", "token", "ended"))
-    return clock, DecodeEngine("d0", clock, DecodeSpeed(**{**STEP, **speed}), *told)
-
-
-STEP = {"step_s": 1.0, "request_s": 0.25, "slots": 10, "tokens": 1000}
-
-
-def test_an_idle_engine_admits_at_once() -> None:
-    seen: list[tuple[str, float]] = []
-    clock, engine = decode_engine(seen)
-    clock.at(0.3, engine.add, Request(Arrival(0.3, 5, 5, 0)))
-    clock.at(0.7, engine.add, Request(Arrival(0.7, 5, 5, 1)))  # the first one waits for its KV: no step is under way
-    clock.run()
-    assert seen == [("0 admitted", 0.3), ("1 admitted", 0.7)]
-
-
-def test_a_busy_engine_admits_between_two_steps() -> None:
-    """As vLLM does: its scheduler runs before each step. One that comes in the second of three steps has its ticket
-    when that is over; two that come in one step have it together, and one that comes at a step's end at once."""
-    seen: list[tuple[str, float]] = []
-    clock, engine = decode_engine(seen)
-    first = Request(Arrival(0.0, 5, 3, 0))
-    engine.add(first)
-    clock.at(1.0, engine.run, first)  # its steps end at 2.25, 3.5 and 4.75
-    for number, at in enumerate((2.5, 3.0, 3.5, 5.0), 1):
-        clock.at(at, engine.add, Request(Arrival(at, 5, 5, number)))
-    clock.run()
-    assert [(what, at) for what, at in seen if "admitted" in what] == [
-        ("0 admitted", 0.0),
-        ("1 admitted", 3.5),
-        ("2 admitted", 3.5),
-        ("3 admitted", 3.5),
-        ("4 admitted", 5.0),
-    ]
-    assert [each for each in seen if each[0][0] == "0"][1:] == [("0 token", 2.25), ("0 ended", 4.75)]
-
-
-def test_a_step_that_gets_longer_admits_later() -> None:
-    """KV of another request arrives in the middle of a step."""
-    seen: list[tuple[str, float]] = []
-    clock, engine = decode_engine(seen)
-    one, other, late = (Request(Arrival(0.0, 5, 4, number)) for number in range(3))
-    engine.add(one)
-    engine.add(other)
-    clock.at(0.0, engine.run, one)  # a step takes 1.25 s
-    clock.at(0.5, engine.add, late)
-    clock.at(0.625, engine.run, other)  # and from now on 1.5: half of it is left
-    clock.run()
-    assert ("2 admitted", 0.625 + 0.75) in seen
-
-
-def test_room_is_given_to_the_next_between_two_steps() -> None:
-    """When one has its last token, in whose step another one goes on; and when a transfer has failed in the middle."""
-    seen: list[tuple[str, float]] = []
-    clock, engine = decode_engine(seen, slots=2)
-    short, long, third, fourth = (Request(Arrival(0.0, 5, output, i)) for i, output in enumerate((1, 9, 9, 9)))
-    for request in (short, long, third, fourth):
-        engine.add(request)
-    clock.at(0.0, engine.run, short)
-    clock.at(0.0, engine.run, long)  # a step of both ends at 1.5; those after it take 1.25
-    clock.at(2.0, engine.leave, third)
-    clock.run()
-    admitted = [each for each in seen if "admitted" in each[0]]
-    assert admitted == [("0 admitted", 0.0), ("1 admitted", 0.0), ("2 admitted", 1.5), ("3 admitted", 2.75)]
 
 
 def test_tickets_that_wait_too_long_fail() -> None:

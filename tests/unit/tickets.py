@@ -42,3 +42,9 @@ def wrote(writer: WriterId, num_bytes: int = 0, bytes_before_end: int = 0) -> Wr
 
 def failed(writer: WriterId, reason: str = "it broke", settle_s: float = 0.0) -> WriteReport:
     return WriteReport(TICKET_ID, 0, writer, reason, settle_s=settle_s)
+
+
+def again(writer: WriterId = LEFT, attempt: int = 1, **changes: object) -> GrantRequest:
+    """Another transfer of the rank asks."""
+    other = msgspec.structs.replace(writer, transfer=100 + attempt)
+    return asks(other, COVERS[writer], attempt=attempt, **changes)

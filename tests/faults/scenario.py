@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One fault: what is broken, when, and what may become of the requests in flight."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+from faults.traffic import Answer, Volley
+from faults.world import DECODE, PREFILL, Shape, World
+from harness.models import TINY
+from harness.waiting import wait_until
+
+SOON_S = 60.0
+"""Within which something that must happen does."""
+SLOW_S = 0.15
+"""A batch then takes so much longer: there is a middle to interrupt."""
+
+BLOCK_BYTES = 128 * TINY.kv_bytes_per_token
+FAIL = Shape(
+    "TP 2 to TP 1, `kv_load_failure_policy` fail", decode=dataclasses.replace(DECODE, load_failure_policy="fail")
+)
+RECOMPUTE = Shape(
+    "TP 2 to TP 1, `kv_load_failure_policy` recompute",
+    decode=dataclasses.replace(DECODE, load_failure_policy="recompute"),
+)
+FEW_BLOCKS = Shape(
+    "TP 2 to TP 1, 14 blocks each",
+    # Per rank: prefill's two have half of the heads each.
+    prefill=dataclasses.replace(PREFILL, kv_cache_bytes=14 * BLOCK_BYTES // 2, max_model_len=1500),
+    decode=dataclasses.replace(DECODE, kv_cache_bytes=14 * BLOCK_BYTES, max_model_len=1500),
+    longest=1450,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """`number`: in the list of what must be survived; `run`: breaks things and mends them again, and returns how the
+    requests ended that were in flight."""
+
+    number: int
+    name: str
+    run: Callable[[World], list[Answer]]
+    shape: Shape = FAIL
+    short: bool = False
+    absorbed: bool = False
+    """All answers are right: nobody notices."""
+    disconnects: bool = False
+    """Clients may see their connections break."""
+
+    def __str__(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower())
+
+
+Run = Callable[[World], list[Answer]]
+
+
+def adds_to(scenarios: list[Scenario]) -> Callable[..., Callable[[Run], Run]]:
+    """Returns a decorator of `run` that appends to `scenarios`. Its other arguments are the fields of `Scenario`."""
+
+    def scenario(number: int, name: str, **options: object) -> Callable[[Run], Run]:
+        def add(run: Run) -> Run:
+            scenarios.append(Scenario(number, name, run, **options))  # type: ignore[arg-type]
+            return run
+
+        return add
+
+    return scenario
+
+
+def pushing(world: World, requests: int = 12) -> Volley:
+    """Requests in flight, of which prefill is writing some: batches have been written, more are to come."""
+    before = sum(world.tell(world.prefill, "batches"))
+    volley = world.send(world.requests(requests))
+    wait_until(lambda: sum(world.tell(world.prefill, "batches")) > before + 2, SOON_S)
+    assert volley.in_flight >= 8
+    return volley

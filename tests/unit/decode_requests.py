@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode's scheduler with a real metaserver client, a metaserver for it, and requests that get a ticket."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from harness.schedulers import decode_scheduler
+from harness.scheduling import make_request
+from harness.waiting import wait_until
+from vllm_ascend_pd.core.groups import TokenGroup
+from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.core.step import DecodeStep
+from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
+from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.decode.ticket_issuer import EngineInfo
+
+BLOCK = 4
+PROMPT = 10
+BLOCKS = ([7, 1, 5],)
+ENGINE = EngineInfo("decode-0", "10.0.0.1", 5555, 2)
+SETTINGS = MetaserverSettings(deadline_s=20, retries=0)
+
+
+class Metaserver:
+    """Answers posts with `status`, once `answering` is set."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.bodies: list[dict] = []
+        self.failures: list[dict] = []
+        self.answering = threading.Event()
+        self.answering.set()
+        metaserver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path == METASERVER_PATH + FAILURE_SUFFIX:
+                    metaserver.failures.append(body)
+                else:
+                    metaserver.bodies.append(body)
+                    metaserver.answering.wait(20)
+                self.send_response(metaserver.status)
+                self.end_headers()
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}{METASERVER_PATH}"
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05})
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.answering.set()
+        self.server.shutdown()
+        self.thread.join(5)
+        self.server.server_close()
+
+
+@pytest.fixture
+def metaserver() -> Iterator[Metaserver]:
+    metaserver = Metaserver()
+    yield metaserver
+    metaserver.stop()
+
+
+@pytest.fixture
+def scheduler() -> Iterator[DecodeScheduler]:
+    scheduler = decode_scheduler(ENGINE, [TokenGroup(BLOCK)], MetaserverClient(SETTINGS, own_host="127.0.0.1"))
+    yield scheduler
+    scheduler.close()
+
+
+def wanting(url: object, request_id: str = "r", num_tokens: int = PROMPT, **wants: object):
+    """A request as the proxy sends it to decode."""
+    return make_request(request_id, num_tokens, {"do_remote_prefill": True, "metaserver": url}, **wants)
+
+
+def issue(scheduler: DecodeScheduler, request, blocks=BLOCKS, computed: int = 0) -> DecodeStep:
+    """The step in which `request` gets its ticket."""
+    external = scheduler.matched_tokens(request, computed)
+    scheduler.allocated(request, blocks, external)
+    return scheduler.build_step(computes=True)
+
+
+def step_with(scheduler: DecodeScheduler, what: Callable[[DecodeStep], object]) -> DecodeStep:
+    """Runs empty steps until `what` is in one."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        step = scheduler.build_step(computes=False)
+        if what(step):
+            return step
+        time.sleep(0.005)
+    raise AssertionError("no step had it")
+
+
+eventually = partial(wait_until, timeout_s=10)
