@@ -97,7 +97,7 @@ class Device(ABC):
         """Send the j-th of `inp`'s equal parts to rank j of `group`; part i of `out` comes from rank i.
 
         Call it in submitted work: it runs on the current stream. `out` and `inp` must be contiguous uint8 tensors
-        of the same size, a multiple of the group's size; nobody looks whether they are, for every layer.
+        of the same size, a multiple of the group's size. This is not checked, because it runs for every layer.
         """
         assert isinstance(group, dist.ProcessGroup)
         dist.all_to_all_single(out, inp, group=group)

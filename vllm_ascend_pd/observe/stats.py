@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine counts of its transfers: the metrics, and how threads, ranks and steps add up to them.
+"""The connector's metrics, and how the figures of threads, ranks and steps add up.
 
-Threads record into a `Stats`; a step takes what was recorded as plain data, whose size does not depend on how much that
-was, and `merged` adds up the data of ranks and steps:
+Threads record into a `Stats`. A step takes what was recorded as plain data of bounded size. `merged` adds up the data
+of ranks and steps:
 
     {"counters": {name: {reason: sum}},            "" where a counter has no reasons
      "histograms": {name: [[count], [sum]]},       by bucket
@@ -28,10 +28,13 @@ PREFIX = "vllm:kv_pd_"
 
 @dataclass(frozen=True)
 class Counter:
-    """`reasons`: all values of its label `reason`, if it has one."""
+    """A sum that only grows."""
 
+    # Without vLLM's prefix, see `PREFIX`.
     name: str
+    # What Prometheus shows.
     help: str
+    # All values of its label `reason`, if it has one.
     reasons: tuple[str, ...] = ("",)
 
     @property
@@ -41,17 +44,18 @@ class Counter:
 
 @dataclass(frozen=True)
 class Histogram:
-    """`bounds`: the upper ones of its buckets, ascending, without the last, infinite one."""
+    """Counts and sums of values, by bucket."""
 
     name: str
     help: str
+    # Upper bounds of its buckets, ascending, without the last, infinite one.
     bounds: tuple[float, ...]
     labels = ()
 
 
 @dataclass(frozen=True)
 class Gauge:
-    """One for each rank, which is its label: several front ends may each hear of some changes, and none of all."""
+    """A value of each rank. The rank is its label, because several API servers may each see only some changes."""
 
     name: str
     help: str
@@ -60,10 +64,11 @@ class Gauge:
 
 @dataclass(frozen=True)
 class Info:
-    """What does not change of a rank, as text: `facts` are labels, and the value is 1."""
+    """Text about a rank that does not change. Its value is always 1."""
 
     name: str
     help: str
+    # Names of its labels.
     facts: tuple[str, ...]
 
     @property
@@ -150,24 +155,30 @@ DECODE_METRICS: tuple[Metric, ...] = (
 )
 
 
-# What is noted is added up so many at a time: layer by layer, each would find the code for it in no cache.
+# How many records are added up at a time. One by one, each layer would run this code with cold caches.
 _NOTED_AT_ONCE = 64
 
 
 class Stats:
-    """Records from any thread. `rank` tells its gauges from other ranks'."""
+    """Records from any thread. `rank`: the label of its gauges."""
 
     def __init__(self, rank: str = "") -> None:
         self._rank = rank
-        self._noted: deque[tuple[Counter | Histogram, float, str]] = deque()  # and not added up yet
-        self._lock = threading.Lock()  # for what follows
+        # Recorded, and not added up yet: (metric, value, reason).
+        self._noted: deque[tuple[Counter | Histogram, float, str]] = deque()
+        # Guards the fields below.
+        self._lock = threading.Lock()
+        # Sums by name and reason.
         self._counters: dict[str, dict[str, int]] = {}
+        # Counts and sums by bucket, by name.
         self._histograms: dict[str, tuple[list[int], list[float]]] = {}
-        self._gauges: dict[str, int] = {}  # as they were taken last
-        self._infos: dict[str, dict[str, list[str]]] = {}  # that were not taken yet
+        # Values that were taken last, by name.
+        self._gauges: dict[str, int] = {}
+        # Facts by name and rank that were not taken yet.
+        self._infos: dict[str, dict[str, list[str]]] = {}
 
     def add(self, counter: Counter, amount: int = 1, reason: str = "") -> None:
-        """`reason`: one of the counter's."""
+        """Adds `amount`. Raises ValueError if `reason` is none of the counter's."""
         if reason not in counter.reasons:
             raise ValueError(f"{counter.name} has no reason {reason!r}")
         self._note(counter, amount, reason)
@@ -176,7 +187,7 @@ class Stats:
         self._note(histogram, value, "")
 
     def state(self, info: Info, facts: Sequence[str], rank: str | None = None) -> None:
-        """`facts`: as `info` names them. `rank`: whose they are, if another's."""
+        """Sets the `facts` that `info` names. `rank`: theirs, if it is not this one."""
         if len(facts) != len(info.facts):
             raise ValueError(f"{info.name} has {len(info.facts)} facts, not {len(facts)}")
         with self._lock:
@@ -204,8 +215,8 @@ class Stats:
                 of[1][bucket] += value
 
     def take(self, gauges: Callable[[], Mapping[Gauge, int]] = dict) -> Data:
-        """What was recorded since the last time, and of `gauges` those that have changed; {} if nothing. They are read
-        last: whoever sees what ended something sees gauges without it. One thread takes."""
+        """Returns what was recorded since the last call, and those of `gauges` that have changed; {} if nothing has.
+        Gauges are read last, so that they no longer include what a counter says has ended. Only one thread takes."""
         data: Data = {}
         self._add_up()
         with self._lock:
@@ -226,7 +237,7 @@ class Stats:
 
 
 def merged(earlier: Data, later: Data) -> Data:
-    """What both say together; of a rank's gauge the later value. Neither is changed."""
+    """Returns the sums of both, and the later values of gauges. Changes neither."""
     both: Data = {kind: dict(of) for kind, of in earlier.items()}
     for kind, of in later.items():
         mine = both.setdefault(kind, {})
@@ -251,8 +262,8 @@ _MERGE: dict[str, Any] = {"counters": _added, "histograms": _added_by_bucket, "g
 
 
 def observations(histogram: Histogram, counts: list[int], sums: list[float]) -> Iterator[tuple[float, int]]:
-    """(value, how often): for who takes single values only. They fall in the same buckets and have the same sum as
-    those that were observed: each stands for its bucket's mean."""
+    """Yields (value, how often), for clients that take single values only. Each value is its bucket's mean, so buckets
+    and sum are those of the observed values."""
     edges = (-math.inf, *histogram.bounds, math.inf)
     for bucket, (count, total) in enumerate(zip(counts, sums, strict=True)):
         if count:  # rounding may have moved a mean across its bucket's edge

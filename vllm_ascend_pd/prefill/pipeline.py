@@ -43,7 +43,7 @@ class Pipeline:
         with None or an error: the first one after which bytes may still arrive, else the first one."""
         errors: list[TransferError] = []
 
-        def tell() -> None:
+        def call_done() -> None:
             done(next((e for e in errors if e.may_arrive), errors[0]) if errors else None)
 
         try:
@@ -57,9 +57,9 @@ class Pipeline:
         except Exception as error:
             # An earlier write's callback raised it. What is in flight of this write must be waited for, too.
             errors.append(_failure(session, error))
-            self._entries.append(_Entry(False, tell))
+            self._entries.append(_Entry(False, call_done))
             raise
-        self.then(tell)
+        self.then(call_done)
 
     def _begin(self, session: str, batch: Batch, may_begin: Callable[[], bool], errors: list[TransferError]) -> bool:
         try:
@@ -78,7 +78,7 @@ class Pipeline:
             self._end_first()
 
     def then(self, call: Callable[[], None]) -> None:
-        """`call` is called once all writes before it are over."""
+        """Calls `call` once all writes before it are over."""
         if self._entries:
             self._entries.append(_Entry(False, call))  # the first one is a flight
         else:
@@ -95,10 +95,10 @@ class Pipeline:
 
     def _end_first(self) -> None:
         self._entries.popleft().do()
-        self._tell()
+        self._call_back()
 
-    def _tell(self) -> None:
-        """Whoever waits for no flight any more."""
+    def _call_back(self) -> None:
+        """Calls what waits for no flight any more."""
         while self._entries and not self._entries[0].is_flight:
             self._entries.popleft().do()
 
@@ -106,12 +106,12 @@ class Pipeline:
         self._flights -= 1
         try:
             flight.wait()
-        except Exception as error:  # noqa: BLE001 - the write's owner is told, who must not take it for success
+        except Exception as error:  # noqa: BLE001 - `done` gets it, and must not take it for success
             errors.append(_failure(flight.session, error))
 
 
 def _failure(session: str, error: Exception) -> TransferError:
-    """Of an error that nobody expects it is not known what it left under way."""
+    """Returns `error` as a TransferError. An unexpected error may have left bytes in flight."""
     if isinstance(error, TransferError):
         return error
     logger.error("a write to %s failed", session, exc_info=error)

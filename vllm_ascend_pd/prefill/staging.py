@@ -78,7 +78,7 @@ class StagingRing(Generic[H]):
         return slot
 
     def release(self, slot: Slot, settled_at: float = 0.0) -> None:
-        """Takes a slot back. `settled_at`: from when on nothing can read it any more, in running time."""
+        """Takes a slot back. `settled_at`: the running time at which nothing reads it any more."""
         with self._lock:
             del self._holders[slot.index]  # KeyError: it was free
             if settled_at:
@@ -89,8 +89,8 @@ class StagingRing(Generic[H]):
             self._changed.notify()
 
     def rests(self) -> bool:
-        """Whether a slot rests. While one does, somebody must call this every `LOOK_S` seconds: running time stands
-        still where nobody asks for it."""
+        """Returns whether a slot rests. While one does, call this every `LOOK_S` seconds: running time advances only
+        when it is read."""
         if not self._resting:
             return False
         with self._lock:
