@@ -115,19 +115,34 @@ stage() { # stage TITLE COMMAND...
   judge "$title" $((SECONDS - start)) "$status"
 }
 
-# One stage may run beside the others: engines mostly wait for each other, and leave half of two cores idle.
-start_beside() { # start_beside COMMAND...
-  beside_start=$SECONDS
-  "$@" &>"$scratch/beside.log" </dev/null &
+# Two stages with engines run beside the others, one after the other: engines mostly wait for each other, and leave half
+# of two cores idle.
+run_beside() { # run_beside NAME COMMAND...
+  local name=$1 start=$SECONDS status=0
+  shift
+  "$@" &>"$scratch/$name.log" || status=$?
+  echo "$((SECONDS - start)) $status" >"$scratch/$name.result"
+}
+engines_beside() {
+  run_beside npu npu_tests -m "not long"
+  run_beside soak run_pytest "$VENV" tests/soak
+}
+start_beside() {
+  engines_beside </dev/null &
   beside=$!
 }
-end_beside() { # end_beside TITLE
-  local status=0
-  printf '\n=== %s\n' "$1"
-  wait "$beside" || status=$?
+end_beside() {
+  wait "$beside" || true # each stage has a status of its own
   beside=
-  cat "$scratch/beside.log"
-  judge "$1" $((SECONDS - beside_start)) "$status"
+  show_beside npu "$npu_title"
+  show_beside soak "soak, 300 requests"
+}
+show_beside() { # show_beside NAME TITLE
+  local seconds=0 status=1 # a stage without a result was killed
+  printf '\n=== %s\n' "$2"
+  cat "$scratch/$1.log" || true
+  [[ ! -e $scratch/$1.result ]] || read -r seconds status <"$scratch/$1.result"
+  judge "$2" "$seconds" "$status"
 }
 
 run_pytest() { # run_pytest ENVIRONMENT PATH...
@@ -163,7 +178,7 @@ case $mode in
   faults) tests "faults, long form" tests/faults ;;
   hostile) tests "hostile input, long form" tests/hostile --inputs 1100000 ;;
   *)
-    [[ $mode == quick ]] || start_beside npu_tests -m "not long"
+    [[ $mode == quick ]] || start_beside
     stage "ruff check" "$VENV/bin/ruff" check
     stage "ruff format" "$VENV/bin/ruff" format --check
     stage "mypy" "$VENV/bin/mypy"
@@ -178,8 +193,7 @@ case $mode in
     if [[ $mode == all ]]; then
       tests "end-to-end tests" tests/e2e -m "not long"
       tests "faults, short form" tests/faults -m "not long"
-      tests "soak, 300 requests" tests/soak
-      end_beside "$npu_title"
+      end_beside
     fi
     # By itself: it takes thousands of ports, among them those that starting engines have chosen.
     tests "hostile input, short form" tests/hostile
