@@ -57,7 +57,7 @@ def test_soak(tmp_path: Path) -> None:
         first.send_signal(signal.SIGINT)
         output, _ = first.communicate()
     assert first.returncode == 130, output
-    assert f"go on with: scripts/soak.sh --requests {REQUESTS} --dir {folder}" in output
+    assert f"continue with: scripts/soak.sh --requests {REQUESTS} --dir {folder}" in output
     assert not [process for process in processes if runs(process)], output
     assert finished(folder) < REQUESTS
 

@@ -29,9 +29,9 @@ from vllm_ascend_pd.proxy.operate.counts import Counts
 from vllm_ascend_pd.proxy.operate.health import Health
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.observer import OperatorObserver
+from vllm_ascend_pd.proxy.operate.start_tracing import start_tracing
 from vllm_ascend_pd.proxy.operate.status import Status, snapshot
 from vllm_ascend_pd.proxy.operate.status_page import StatusPage
-from vllm_ascend_pd.proxy.operate.tracing import start_tracing
 from vllm_ascend_pd.proxy.rendezvous.client_endpoint import ClientEndpoint
 from vllm_ascend_pd.proxy.rendezvous.decode_requests import DecodeRequests
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver

@@ -10,7 +10,7 @@ import msgspec
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.signing import Secret
 from vllm_ascend_pd.proxy.http.tls import Tls
-from vllm_ascend_pd.proxy.operate.tracing import check_tracing
+from vllm_ascend_pd.proxy.operate.start_tracing import check_tracing
 from vllm_ascend_pd.proxy.routing.addresses import check_engine_urls, is_http
 from vllm_ascend_pd.proxy.routing.balance import DEFAULT_STRATEGY, STRATEGIES
 from vllm_ascend_pd.proxy.routing.engines_file import read_engines
