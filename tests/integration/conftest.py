@@ -4,7 +4,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,6 +14,9 @@ from harness.models import TINY, make_model
 from harness.processes import interrupt_on_sigterm
 from vllm_ascend_pd.transport.curve import Keys
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelServer
+
+if TYPE_CHECKING:
+    from proxy_cluster import Cluster
 
 pytest.register_assert_rewrite("metaserver_posts", "page_commands", "proxy_commands", "transfer_receiver")
 
@@ -50,6 +53,26 @@ def client(keys: Keys | None) -> Iterator[SideChannelClient]:
     client = SideChannelClient(keys=keys)
     yield client
     client.close()
+
+
+@pytest.fixture
+def cluster() -> "Iterator[Cluster]":
+    """A proxy with stand-ins for a prefill and a decode engine."""
+    from proxy_cluster import running_cluster
+
+    with running_cluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def idle_cluster() -> "Iterator[Cluster]":
+    """For tests whose requests never reach an engine. A module's tests share it."""
+    from proxy_cluster import running_cluster
+
+    with running_cluster() as running:
+        yield running
+        assert running.decode.received == []
+        assert running.prefill.received == []
 
 
 @pytest.fixture

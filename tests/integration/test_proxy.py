@@ -21,21 +21,6 @@ UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with running_cluster() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def idle_cluster() -> Iterator[Cluster]:
-    """For tests whose requests never reach an engine. They share it."""
-    with running_cluster() as running:
-        yield running
-        assert running.decode.received == []
-        assert running.prefill.received == []
-
-
-@pytest.fixture
 def refusing_url() -> Iterator[str]:
     """A URL that refuses connections. No other process can take its port meanwhile."""
     with socket.socket() as unheard:

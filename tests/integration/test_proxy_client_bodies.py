@@ -12,12 +12,6 @@ from engine_standin import NO_OBJECT
 from proxy_cluster import Cluster, running_cluster
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with running_cluster() as cluster:
-        yield cluster
-
-
 @pytest.fixture(scope="module")
 def idle_cluster() -> Iterator[Cluster]:
     """For tests whose requests no engine computes."""

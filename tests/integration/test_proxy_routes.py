@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from engine_standin import NO_OBJECT, OTHER_PATHS, Received, limit_of, make_ticket
-from proxy_cluster import CHAT, COMPLETION, Cluster, running_cluster
+from proxy_cluster import CHAT, COMPLETION, Cluster
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -42,12 +41,6 @@ TRACE = {
 }
 
 routes = pytest.mark.parametrize(("path", "body"), BODIES.items(), ids=BODIES)
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with running_cluster() as running:
-        yield running
 
 
 @routes

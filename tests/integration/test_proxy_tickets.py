@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,21 +14,6 @@ from proxy_cluster import CHAT, COMPLETION, STREAM, Cluster, eventually, running
 
 from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with running_cluster() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def idle_cluster() -> Iterator[Cluster]:
-    """For tests whose requests never reach an engine. They share it."""
-    with running_cluster() as running:
-        yield running
-        assert running.decode.received == []
-        assert running.prefill.received == []
 
 
 @pytest.mark.parametrize("samples", [1, 2])
