@@ -228,19 +228,21 @@ class PrefillTicket:
 
     def known(self, now: float) -> bool | None:
         """Whether it is known where to write."""
-        self._fail_if_overdue(None, now)
-        return self.view().located()
+        return self._view_at(None, now).located()
 
     def may_write(self, key: RankKey, now: float) -> bool | None:
         """Whether a write to `key` may be planned now. It may begin as long as `holds`. False for a rank that needs
         nothing."""
-        self._fail_if_overdue(key, now)
-        return self.view().may_write(key, now)
+        return self._view_at(key, now).may_write(key, now)
 
-    def _fail_if_overdue(self, key: RankKey | None, now: float) -> None:
-        overdue = self.view().overdue(key, now)
-        if overdue is not None:
-            self.fail(*overdue)
+    def _view_at(self, key: RankKey | None, now: float) -> TicketView:
+        """Returns the view after what came too late for `key` has failed the transfer."""
+        view = self.view()
+        overdue = view.overdue(key, now)
+        if overdue is None:
+            return view
+        self.fail(*overdue)
+        return self.view()
 
     def writable_until(self, key: RankKey) -> float:
         """As `TicketView.writable_until`."""

@@ -28,6 +28,11 @@ class Outcomes:
     def put(self, outcome: Outcome) -> None:
         self._queue.put(outcome)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether `take` would wait. Every step asks, and a call of `take` that finds nothing costs more."""
+        return self._queue.empty()
+
     def take(self, deadline: float) -> Outcome | None:
         """Returns the next outcome. Waits for it until `deadline` of the monotonic clock; None if there is none."""
         try:

@@ -126,11 +126,6 @@ class Sender:
         """Tasks that have not begun."""
         return self._tasks.qsize()
 
-    @property
-    def in_use(self) -> bool:
-        """Whether it has transfers."""
-        return bool(self._transfers)
-
     def check(self) -> None:
         """Raises RuntimeError if the thread has ended by a bug: then its transfers would wait for ever."""
         if self._broken is not None:

@@ -5,6 +5,7 @@ The model's thread owns this. It learns from the control thread's `Outcomes` how
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from vllm_ascend_pd.core.config import ConnectorConfig
@@ -28,6 +29,8 @@ class Transfers:
         self._loaded = loaded
         self._control = control
         self._by_request: dict[str, Transfer] = {}
+        # How many of them each sender has.
+        self._senders: Counter[Sender] = Counter()
         # Those that lacked a grant when last asked.
         self._ungranted: list[Transfer] = []
         # Shared by all transfers: see `LeaseCheck`.
@@ -65,6 +68,7 @@ class Transfers:
             )
             self._by_request[request_id] = transfer
             transfer.sender.add(transfer)
+            self._senders[transfer.sender] += 1
             opened.append(transfer)
         if opened:
             self._control.open(opened)
@@ -104,26 +108,29 @@ class Transfers:
     def take_done(self, wait_s: float) -> set[str]:
         """Returns the requests whose blocks vLLM may free: it is done with them and no push reads them any more. Waits
         for one at most `wait_s`. Raises RuntimeError if a sender has ended by a bug."""
-        now = time.monotonic()
-        self._take_outcomes(now)
-        while self._by_request and not self._done:
-            outcome = self._control.outcomes.take(now + wait_s)
+        self._take_outcomes()
+        deadline = time.monotonic() + wait_s
+        while wait_s and self._by_request and not self._done:
+            outcome = self._control.outcomes.take(deadline)
             if outcome is None:
                 break
             self._take(outcome)
         done, self._done = self._done, set()
-        for sender in self._senders_in_use():
+        for sender in self._senders:
             sender.check()
         for request_id in done:
             transfer = self._by_request.pop(request_id)
             transfer.sender.remove(transfer)
+            self._senders[transfer.sender] -= 1
+            if not self._senders[transfer.sender]:
+                del self._senders[transfer.sender]
             self._control.release(transfer.ticket)
         return done
 
     @owned
     def take_failed(self) -> dict[str, str]:
         """Returns by request id why KV was not delivered, as far as that is new."""
-        self._take_outcomes(time.monotonic())
+        self._take_outcomes()
         failed, self._failed = self._failed, {}
         return failed
 
@@ -131,7 +138,7 @@ class Transfers:
     def status(self, restart_needed: bool) -> PrefillStatus:
         """How the rank is now, with `restart_needed` as the caller says."""
         self._ungranted = self._still_ungranted()
-        queued = sum(sender.queued for sender in self._senders_in_use())
+        queued = sum(sender.queued for sender in self._senders)
         return PrefillStatus(queued, len(self._ungranted), restart_needed)
 
     def close(self, timeout_s: float) -> None:
@@ -139,9 +146,10 @@ class Transfers:
             transfer.fail("prefill shuts down", PushFailure.ABORTED)
         self._control.close(timeout_s)
 
-    def _take_outcomes(self, now: float) -> None:
+    def _take_outcomes(self) -> None:
         """Takes what is there."""
-        while (outcome := self._control.outcomes.take(now)) is not None:
+        outcomes = self._control.outcomes
+        while not outcomes.is_empty and (outcome := outcomes.take(0.0)) is not None:
             self._take(outcome)
 
     def _take(self, outcome: Outcome) -> None:
@@ -157,6 +165,3 @@ class Transfers:
     def _still_ungranted(self) -> list[Transfer]:
         """Only those that waited when last asked: a transfer that has all grants keeps them."""
         return [transfer for transfer in self._ungranted if transfer.waits_for_grant]
-
-    def _senders_in_use(self) -> set[Sender]:
-        return {transfer.sender for transfer in self._by_request.values()}
