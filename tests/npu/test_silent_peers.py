@@ -2,7 +2,7 @@
 """Row of the fault suite for NPUs: the links of 24 decode engines hang while prefill writes to them.
 
 Their requests fail, their blocks get other owners, and nothing is written there when the links come back. A healthy
-decode engine gets its KV meanwhile.
+decode engine that prefill has written to before gets its KV meanwhile.
 """
 
 import time
@@ -16,7 +16,7 @@ from harness.kv import Model, Side
 from harness.ports import reserve_port
 from harness.rank_hosts import Rank
 from harness.rank_programs import HOST, MODEL
-from harness.ranks import Pair, prefill, prompts
+from harness.ranks import Pair, expect_delivery, prefill, prompts
 from silent_decodes import Decodes
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.step import DecodeStep, Expect
@@ -49,8 +49,10 @@ def test_nothing_is_written_late_when_the_links_of_24_peers_hang(pair: Pair) -> 
         DescriptionListener(EngineDescription(f"silent-{n}", MODEL, 1, 1, (description,), 1, 1), HOST, 0, None)
         for n, description in enumerate(silent.call("descriptions"))
     ]
-    requests = prompts(pair, [BLOCK] * (COUNT + 1))
+    [earlier, *requests] = prompts(pair, [BLOCK] * (COUNT + 2))
     [healthy, *unlucky] = requests
+    prefill(pair, [earlier], pair.announce([earlier]))
+    expect_delivery(pair, [earlier])  # a peer that has got nothing yet shares slots with those that hang
     tickets = pair.announce([healthy])
     for n, (prompt, listener) in enumerate(zip(unlucky, listeners, strict=True)):
         port = int(listener.endpoint.rpartition(":")[2])
@@ -65,7 +67,7 @@ def test_nothing_is_written_late_when_the_links_of_24_peers_hang(pair: Pair) -> 
     with cann_on_host.link_fault(silent.call("process"), "hang"):
         prefill(pair, requests, tickets)
         assert pair.wait_arrivals(1, 60.0) == ({healthy.request_id}, {})
-        assert pair.differences([healthy]) == []
+        assert pair.differences([earlier, healthy]) == []
         ended: set[str] = set()
         deadline = time.monotonic() + 120
         while len(ended) < COUNT:
