@@ -21,7 +21,7 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket, wants_ticket, wants_token_ids
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.ticket_issuer import TicketIssuer
-from vllm_ascend_pd.decode.who_computes import decode_computes
+from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.transport.idle_wait import IdleWait
 
 _CLOSE_OBSERVER_S = 2.0
@@ -80,6 +80,7 @@ class DecodeScheduler:
         self._issuer = issuer
         self._requests = requests
         self._blocks = blocks
+        self._placement = PromptPlacement(issuer.groups, blocks)
         self._metaserver = metaserver
         self._idle = idle
         self._observer = observer or DecodeSchedulerObserver()
@@ -96,11 +97,7 @@ class DecodeScheduler:
         """
         if not wants_ticket(request.kv_transfer_params) or request.request_id in self._transfers:
             return 0
-        if request.num_output_tokens:  # preempted: its client has tokens already, and prefill could still fail
-            return 0
-        if request.skip_reading_prefix_cache:  # for logprobs of the prompt, decode has to compute all of it
-            return 0
-        if decode_computes(request, num_computed_tokens, self._issuer.groups, self._blocks):
+        if self._placement.decide(request, num_computed_tokens).by_decode:
             return 0
         return max(0, self._issuer.num_tokens(request) - num_computed_tokens)
 

@@ -1,17 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes a prompt: decode itself, or a prefill engine."""
+"""Who computes a prompt: decode itself, or a prefill engine. It is decided here, once per request, and nowhere else."""
 
+import enum
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from vllm_ascend_pd.core.engine_view import EngineBlocks, ScheduledRequest
 from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
 
 
-def decode_computes(
+class Reason(enum.StrEnum):
+    """Why a prompt is computed where it is."""
+
+    # Decode's prefix cache has the whole prompt.
+    CACHED = "cached"
+    # The request was preempted. Its client has tokens already, and prefill could still fail.
+    PREEMPTED = "preempted"
+    # The request asks for log probabilities of its prompt, which the engine that answers has to compute.
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    # Prefill computes prompts, unless something else is the case.
+    POLICY = "policy"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who computes a prompt's tokens that decode does not have cached."""
+
+    # Whether decode does. Otherwise prefill does.
+    by_decode: bool
+    reason: Reason
+
+
+class PromptPlacement:
+    """Decides who computes a prompt. The scheduler's thread owns it.
+
+    groups: the engine's cache groups.
+    blocks: answers questions about the engine's KV blocks.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], blocks: EngineBlocks) -> None:
+        self._groups = list(groups)
+        self._blocks = blocks
+
+    def decide(self, request: ScheduledRequest, num_computed_tokens: int) -> Decision:
+        """Decides for a request that asks for a prefill. Has no side effects.
+
+        `num_computed_tokens`: how many of the prompt's tokens the engine takes from its prefix cache.
+        """
+        if request.num_output_tokens:
+            return Decision(True, Reason.PREEMPTED)
+        if request.skip_reading_prefix_cache:
+            return Decision(True, Reason.PROMPT_LOGPROBS)
+        if is_cached(request, num_computed_tokens, self._groups, self._blocks):
+            return Decision(True, Reason.CACHED)
+        return Decision(False, Reason.POLICY)
+
+
+def is_cached(
     request: ScheduledRequest, num_computed_tokens: int, groups: Sequence[CacheGroup], blocks: EngineBlocks
 ) -> bool:
-    """Whether decode computes the rest of the prompt itself: only if its prefix cache has the whole prompt.
+    """Whether decode's prefix cache has the whole prompt.
 
     `num_computed_tokens`: how many of the prompt's tokens the engine takes from its prefix cache.
 
