@@ -13,6 +13,7 @@ from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
+from vllm_ascend_pd.decode.who_computes import PlacementSettings, PromptPlacement
 from vllm_ascend_pd.observe.listeners import DecodeSchedulerStats
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
@@ -42,12 +43,16 @@ def decode_scheduler(
     *,
     media_hashing: str = "",
     observer: DecodeSchedulerObserver | None = None,
+    placement: PlacementSettings | None = None,
 ) -> DecodeScheduler:
-    """A decode engine's scheduler. `metaserver`: the client, which the scheduler closes. It counts by default."""
+    """A decode engine's scheduler. `metaserver`: the client, which the scheduler closes. It counts by default, and
+    has all prompts computed by prefill."""
     observer = observer or DecodeSchedulerStats()
     requests = VllmRequests(Prompts(media_hashing))
     issuer = TicketIssuer(engine, groups, requests, signer)
-    return DecodeScheduler(issuer, requests, VllmBlocks(), metaserver, IdleWait(0.05, in_flight=2), observer)
+    blocks = VllmBlocks()
+    who = PromptPlacement(groups, blocks, placement or PlacementSettings("prefill"))
+    return DecodeScheduler(issuer, requests, blocks, metaserver, who, IdleWait(0.05, in_flight=2), observer)
 
 
 def blocks_of(pool: Any) -> VllmBlocks:

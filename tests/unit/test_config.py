@@ -6,10 +6,11 @@ import pytest
 
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, PeerParallel, TlsConfig, parse_config
 
+MAY_BE_ZERO = ("metaserver_retries", "decode_prompt_tokens", "decode_prompt_share", "max_decode_prompt_tokens")
 TIMES_AND_SIZES = [
     field.name
     for field in msgspec.structs.fields(ConnectorConfig)
-    if field.type in (int, float, int | None) and field.name != "metaserver_retries"
+    if field.type in (int, float, int | None) and field.name not in MAY_BE_ZERO
 ]
 
 
@@ -147,6 +148,11 @@ def test_times_are_finite(name, value):
         parse_config({name: value})
 
 
+def test_zero_switches_off_what_decode_computes():
+    config = parse_config({"decode_prompt_tokens": 0, "decode_prompt_share": 0, "max_decode_prompt_tokens": 0})
+    assert (config.decode_prompt_tokens, config.decode_prompt_share, config.max_decode_prompt_tokens) == (0, 0.0, 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -154,6 +160,12 @@ def test_times_are_finite(name, value):
         ({"lease_s": 86401}, "`lease_s` must be from 1 second to a day"),
         ({"write_timeout_s": 601}, "`write_timeout_s` must be at most 600 seconds"),
         ({"metaserver_retries": -1}, "`metaserver_retries` must not be negative"),
+        ({"decode_prompt_tokens": -1}, "`decode_prompt_tokens` must not be negative"),
+        ({"decode_prompt_share": -0.1}, "`decode_prompt_share` must not be negative"),
+        ({"decode_prompt_share": float("nan")}, "`decode_prompt_share` must not be negative"),
+        ({"decode_prompt_share": 1.5}, "`decode_prompt_share` must be at most 1, not 1.5"),
+        ({"max_decode_prompt_tokens": -1}, "`max_decode_prompt_tokens` must not be negative"),
+        ({"who_computes": "decode"}, "who_computes"),
         ({"decode_allowlist": ["10.0.0.1:80"]}, "`decode_allowlist`: '10.0.0.1:80' is not a host"),
         (
             {"tls_config": {"ssl_enable": True, "ssl_keyfile_password": "a", "ssl_keyfile_password_file": "/b"}},

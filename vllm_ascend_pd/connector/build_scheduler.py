@@ -27,6 +27,7 @@ from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
+from vllm_ascend_pd.decode.who_computes import PlacementSettings, PromptPlacement
 from vllm_ascend_pd.observe.listeners import (
     DecodeSchedulerStats,
     PrefillSchedulerStats,
@@ -101,11 +102,22 @@ def _decode(
     blocks = VllmBlocks()
     measured = DecodeSchedulerStats()
     observer = decode_scheduler_observer(config, setup.started_as, measured, ReceiveSpans())
+    placement = PromptPlacement(
+        groups,
+        blocks,
+        PlacementSettings(
+            config.who_computes,
+            config.decode_prompt_tokens,
+            config.decode_prompt_share,
+            config.max_decode_prompt_tokens,
+        ),
+    )
     scheduler = DecodeScheduler(
         TicketIssuer(engine, groups, requests, signer),
         requests,
         blocks,
         MetaserverClient(_metaserver_settings(config, recomputes), setup.host, observer),
+        placement,
         _idle_wait(setup, wakeup),
         observer,
     )

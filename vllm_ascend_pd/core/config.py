@@ -7,7 +7,7 @@ below the fields are the reference of docs/configuration.md (`scripts/config_ref
 
 import difflib
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,6 +16,9 @@ from vllm_ascend_pd.core.hosts import HostList
 
 class ConfigError(ValueError):
     """A `kv_transfer_config` this connector cannot work with."""
+
+
+_MAY_BE_ZERO = ("metaserver_retries", "decode_prompt_tokens", "decode_prompt_share", "max_decode_prompt_tokens")
 
 
 class PeerParallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,6 +131,18 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_protocol: str | None = None
     """Mooncake's protocol: `tcp`, `rdma` or `ascend`. None: `tcp` on CPU and `ascend` on NPU. The same on prefill and
     decode. Mooncake for NPUs has `tcp` from 0.3.13.post1 on."""
+    who_computes: Literal["auto", "prefill", "never"] = "auto"
+    """Who computes prompts, or what decode has not cached of them. `auto`: decode computes those that it computes
+    sooner than prefill would. `prefill`: prefill computes all. `never`: decode computes none, not even that of a
+    preempted request. Read by decode, as are the next three."""
+    decode_prompt_tokens: int | None = None
+    """With `auto`: the most tokens of a prompt, beyond decode's cache, that decode computes. None: tuned by measuring.
+    """
+    decode_prompt_share: float = 0.1
+    """The largest share of its time that decode spends on prompts while it generates for other requests. 0 to 1."""
+    max_decode_prompt_tokens: int = 16384
+    """Most tokens of a prompt, beyond decode's cache, that decode computes if the request asks for it, or if no prefill
+    engine is well. 0: none."""
     allow_other_model: bool = False
     """Accept KV of another model: of other weights, or of settings that change what KV means. **Answers may be wrong
     without any sign.** For checkpoints that differ although you know that they mean the same. On prefill it allows
@@ -154,12 +169,18 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, bool) or name == "metaserver_retries":
+            if isinstance(value, bool) or name in _MAY_BE_ZERO:
                 continue
             if isinstance(value, (int, float)) and not 0 < value < math.inf:
                 raise ValueError(f"`{name}` must be positive and finite, not {value}")
-        if self.metaserver_retries < 0:
-            raise ValueError(f"`metaserver_retries` must not be negative, not {self.metaserver_retries}")
+        for name in _MAY_BE_ZERO:
+            value = getattr(self, name)
+            if value is not None and not value >= 0:  # NaN is not
+                raise ValueError(f"`{name}` must not be negative, not {value}")
+        if self.decode_prompt_share > 1:
+            raise ValueError(f"`decode_prompt_share` must be at most 1, not {self.decode_prompt_share}")
+        if self.who_computes == "never":
+            raise ValueError("`who_computes` is never: not supported yet")
         # Upper bounds: what the messages that carry these times (or multiples of them) allow.
         if not 1.0 <= self.lease_s <= 86400.0:
             raise ValueError(f"`lease_s` must be from 1 second to a day, not {self.lease_s}")

@@ -23,6 +23,20 @@ MAX_TP = 1024
 WANTS_TOKEN_IDS = "wants_token_ids"
 """Key in the `kv_transfer_params` of a request to decode. Our proxy asks for `Ticket.token_ids` by it."""
 
+# Keys that our proxy adds to the `kv_transfer_params` of a request to decode. All are optional. Decode checks their
+# types, because a client that knows the engine may send anything.
+
+WHO_COMPUTES = "who_computes"
+"""Who is asked to compute the prompt: `BY_DECODE` or `BY_PREFILL`."""
+
+BY_DECODE, BY_PREFILL = "decode", "prefill"
+
+PREFILL_AVAILABLE = "prefill_available"
+"""False if no prefill engine is well."""
+
+PREFILL_WAIT_S = "prefill_wait_s"
+"""How many seconds the prompt would wait in prefill's queue, as the proxy estimates it."""
+
 
 class TicketError(ValueError):
     """A ticket is malformed, or does not fit the request that it came with."""

@@ -64,6 +64,7 @@ class DecodeScheduler:
     issuer: makes the tickets.
     requests, blocks: answer questions about the engine's requests and KV blocks.
     metaserver: the client that posts tickets. The scheduler closes it.
+    placement: decides who computes prompts.
     idle: decides how long steps wait for KV. The scheduler closes it.
     observer: is told of the transfers' milestones. The scheduler closes it.
     """
@@ -74,13 +75,14 @@ class DecodeScheduler:
         requests: EngineRequests,
         blocks: EngineBlocks,
         metaserver: MetaserverClient,
+        placement: PromptPlacement,
         idle: IdleWait,
         observer: DecodeSchedulerObserver | None = None,
     ) -> None:
         self._issuer = issuer
         self._requests = requests
         self._blocks = blocks
-        self._placement = PromptPlacement(issuer.groups, blocks)
+        self._placement = placement
         self._metaserver = metaserver
         self._idle = idle
         self._observer = observer or DecodeSchedulerObserver()

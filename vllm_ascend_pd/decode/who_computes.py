@@ -5,6 +5,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from vllm_ascend_pd.core.engine_view import EngineBlocks, ScheduledRequest
 from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
@@ -32,16 +33,28 @@ class Decision:
     reason: Reason
 
 
+@dataclass(frozen=True)
+class PlacementSettings:
+    """What the configuration says about who computes prompts. The fields are keys of `core/config.py`."""
+
+    who_computes: Literal["auto", "prefill", "never"] = "prefill"
+    decode_prompt_tokens: int | None = None
+    decode_prompt_share: float = 0.1
+    max_decode_prompt_tokens: int = 16384
+
+
 class PromptPlacement:
     """Decides who computes a prompt. The scheduler's thread owns it.
 
     groups: the engine's cache groups.
     blocks: answers questions about the engine's KV blocks.
+    settings: what the configuration says.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], blocks: EngineBlocks) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], blocks: EngineBlocks, settings: PlacementSettings) -> None:
         self._groups = list(groups)
         self._blocks = blocks
+        self._settings = settings
 
     def decide(self, request: ScheduledRequest, num_computed_tokens: int) -> Decision:
         """Decides for a request that asks for a prefill. Has no side effects.
