@@ -6,19 +6,25 @@ import msgspec
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches, TokenShare
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
+    AskTicket,
     ClockReading,
     Describe,
     EngineDescription,
     Granted,
     GrantRefused,
     GrantRequest,
+    OfferTicket,
     Problem,
     RankDescription,
     ReadClock,
+    ReleasePrompt,
     Revoke,
+    TicketRefused,
+    TicketTaken,
     WriteReport,
     WriterId,
 )
+from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import sharding
 
 WRITER = WriterId("prefill-0", 0, 1)
@@ -28,6 +34,18 @@ CACHES = RankCaches(
     (CacheTensor("model.layers.0", 0, 1 << 40, 64, 0), CacheTensor("model.layers.0", 1, 1 << 41, 64, 1)),
 )
 RANK = RankDescription(0, 1, "tcp://127.0.0.1:5555", "127.0.0.1:5556", CACHES)
+TICKET = Ticket(
+    request_id="cmpl-0",
+    remote_block_ids=[[1, 2, 3]],
+    remote_block_size=[16],
+    remote_engine_id="decode-0",
+    remote_host="127.0.0.1",
+    remote_port=5555,
+    remote_tp_size=1,
+    remote_cached_tokens=0,
+    ticket_id="0" * 32,
+    num_tokens=40,
+)
 MESSAGES = (
     Describe("decode-0"),
     EngineDescription("decode-0", "a model", 2, 1, (RANK, RANK), 2, 8, {"rope_theta": "10000"}),
@@ -40,6 +58,11 @@ MESSAGES = (
     Revoke("0" * 32, 0, WRITER, "the client left", "f" * 32),
     ReadClock("0" * 32, "f" * 32),
     ClockReading("0" * 16, 1.5, 2.5),
+    OfferTicket("prefill-0", "xfer-0", TICKET),
+    AskTicket("prefill-0", "xfer-0", "0" * 32),
+    TicketTaken(),
+    TicketRefused("too many tickets wait", retry=True),
+    ReleasePrompt("prefill-0", "xfer-0", "decode computes the prompt"),
     Problem("unreadable"),
 )
 PLAIN = tuple(msgspec.to_builtins(message) for message in MESSAGES)

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, Order, RankCaches, TokenShare
+from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.protocol import (
-    MAX_DESCRIPTION_BYTES,
     MAX_MESSAGE_BYTES,
-    MAX_SETTINGS,
     PROTOCOL_VERSION,
     Acknowledged,
+    AskTicket,
     ClockReading,
     Complete,
     Describe,
@@ -23,16 +23,21 @@ from vllm_ascend_pd.core.protocol import (
     GrantRefused,
     GrantRequest,
     Message,
+    OfferTicket,
     Problem,
     ProtocolError,
     RankDescription,
     ReadClock,
+    ReleasePrompt,
     Revoke,
+    TicketRefused,
+    TicketTaken,
     WriteReport,
     WriterId,
     decode,
     encode,
 )
+from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import Sharding, sharding
 
 WRITER = WriterId("prefill-0", 1, 3)
@@ -41,6 +46,19 @@ CACHES = RankCaches(
     (CacheTensor("model.layers.0.attn", 0, 2**47, 1000, 0), CacheTensor("model.layers.0.attn", 1, 2**48, 1000, 0)),
 )
 WROTE = WriteReport("0" * 32, 0, WRITER, None, num_bytes=2**40, bytes_before_end=2**39, cached_tokens=2**20)
+TICKET = Ticket(
+    request_id="cmpl-0",
+    remote_block_ids=[[1, 2, 3]],
+    remote_block_size=[16],
+    remote_engine_id="decode-0",
+    remote_host="10.0.0.1",
+    remote_port=5555,
+    remote_tp_size=1,
+    remote_cached_tokens=0,
+    ticket_id="0" * 32,
+    num_tokens=40,
+    prompt=PromptDigest(tokens="0" * 32),
+)
 EXAMPLES = [
     Describe("decode-0"),
     EngineDescription(
@@ -58,6 +76,11 @@ EXAMPLES = [
     Problem("malformed message"),
     ReadClock("0" * 32, "f" * 32),
     ClockReading("0" * 16, 1.5, 2.5),
+    OfferTicket("prefill-0", "xfer-0", TICKET),
+    AskTicket("prefill-0", "xfer-0", "0" * 32),
+    TicketTaken(),
+    TicketRefused("too many tickets wait", retry=True),
+    ReleasePrompt("prefill-0", "xfer-0", "decode computes the prompt"),
     EngineDescription("decode-0", "llama", 1, 1, (), settings={"rope_theta": "10000"}),
     GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0, weights="0123456789abcdef"),
 ]
@@ -119,6 +142,20 @@ NO_CACHES = st.just(RankCaches((), ()))
 CACHES_OF_TWO = st.builds(RankCaches, st.tuples(GEOMETRIES, OF_A_SHARE), tuples(TENSORS))
 RANKS = st.builds(RankDescription, INTS, INTS, TEXT, TEXT, NO_CACHES | CACHES_OF_TWO)
 SETTINGS = st.dictionaries(TEXT, TEXT, max_size=5)
+TRANSFER_IDS = NAMES.filter(lambda name: len(name) <= 128)
+TICKETS = st.builds(
+    Ticket,
+    request_id=TEXT,
+    remote_block_ids=st.lists(st.lists(INDICES, max_size=5), max_size=3),
+    remote_block_size=st.lists(INDICES, max_size=3),
+    remote_engine_id=TEXT,
+    remote_host=TEXT,
+    remote_port=INTS,
+    remote_tp_size=INTS,
+    remote_cached_tokens=INDICES,
+    ticket_id=TEXT,
+    num_tokens=INDICES,
+)
 MESSAGES = st.one_of(
     st.builds(Describe, TEXT),
     st.builds(EngineDescription, TEXT, TEXT, RANK_COUNTS, RANK_COUNTS, tuples(RANKS), SIZES, SIZES, SETTINGS),
@@ -142,6 +179,11 @@ MESSAGES = st.one_of(
     st.builds(Revoke, IDS, INTS, WRITERS, TEXT, IDS),
     st.builds(ReadClock, IDS, IDS),
     st.builds(ClockReading, st.just("0123456789abcdef"), st.floats(0, 1e10), st.floats(0, 1e10)),
+    st.builds(OfferTicket, NAMES, TRANSFER_IDS, TICKETS),
+    st.builds(AskTicket, NAMES, TRANSFER_IDS, IDS),
+    st.builds(TicketTaken),
+    st.builds(TicketRefused, TEXT, st.booleans()),
+    st.builds(ReleasePrompt, NAMES, TRANSFER_IDS, TEXT),
     st.builds(Problem, TEXT),
 )
 
@@ -167,6 +209,7 @@ def test_another_version_may_have_bodies_unknown_here():
 
 
 GRANT_REQUEST = msgspec.to_builtins(EXAMPLES[2])
+OFFER = msgspec.to_builtins(OfferTicket("prefill-0", "xfer-0", TICKET))
 REPORT = msgspec.to_builtins(EXAMPLES[6])
 DESCRIPTION = msgspec.to_builtins(EXAMPLES[1])
 
@@ -227,6 +270,11 @@ def described(part: str, **fields: object) -> bytes:
         pytest.param(body({"type": "Granted", "lease_s": -10.0}), id="negative lease"),
         pytest.param(body({"type": "Granted", "lease_s": 86401}), id="lease of more than a day"),
         pytest.param(body({"type": "Granted", "lease_s": float("nan")}), id="lease of nan"),
+        pytest.param(altered(OFFER, ticket=None), id="offer without a ticket"),
+        pytest.param(altered(OFFER, ticket={}), id="offer of an empty ticket"),
+        pytest.param(altered(OFFER, ticket={**OFFER["ticket"], "remote_block_ids": [[-1]]}), id="negative block id"),
+        pytest.param(altered(OFFER, transfer_id="x" * 129), id="transfer id that is too long"),
+        pytest.param(altered(OFFER, transfer_id="two\nlines"), id="transfer id of two lines"),
         pytest.param(altered(DESCRIPTION, ranks=[{}]), id="empty rank"),
         pytest.param(described("geometries", block_size=0), id="empty blocks"),
         pytest.param(described("geometries", block_stride=-32768), id="blocks in reverse"),
@@ -324,40 +372,3 @@ def _decode_or_protocol_error(data: bytes) -> None:
         return
     assert isinstance(seq, int)
     assert isinstance(message, typing.get_args(Message))
-
-
-# --- sizes ---------------------------------------------------------------------------------------------------
-
-
-def test_large_engines_stay_within_the_bounds():
-    """64 ranks of 61 layers with K and V: still far from what a listener accepts."""
-    layers = tuple(
-        CacheTensor(f"model.layers.{n}.self_attn.attn", part, 2**47, 100_000, 0) for n in range(61) for part in (0, 1)
-    )
-    caches = RankCaches(CACHES.geometries, layers)
-    ranks = tuple(RankDescription(0, n, "tcp://10.0.0.1:55555", "10.0.0.1:55555", caches) for n in range(64))
-    assert len(encode(0, EngineDescription("decode-0", "large", 64, 1, ranks))) < MAX_DESCRIPTION_BYTES / 4
-    request = GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(64), tuple(range(10_000)), 5.0)
-    assert len(encode(0, request)) < 1024 + 5 * len(request.covers) < MAX_MESSAGE_BYTES
-
-
-def test_an_engine_that_says_nothing_of_its_weights_and_settings_is_understood() -> None:
-    asked = GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0, weights="0123456789abcdef")
-    described = EngineDescription("decode-0", "llama", 1, 1, (), settings={"rope_theta": "10000"})
-    for message, field, nothing in ((asked, "weights", ""), (described, "settings", {})):
-        old = {name: value for name, value in msgspec.to_builtins(message).items() if name != field}
-        assert getattr(decode(frame(body(old)))[1], field) == nothing
-
-
-@pytest.mark.parametrize("weights", ["x" * 65, "two\nlines"])
-def test_a_fingerprint_of_weights_is_a_short_name(weights: str) -> None:
-    asked = GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0)
-    with pytest.raises(ProtocolError):
-        decode(frame(body(msgspec.to_builtins(asked) | {"weights": weights})))
-
-
-def test_settings_are_not_without_number() -> None:
-    settings = {str(i): "" for i in range(MAX_SETTINGS + 1)}
-    described = EngineDescription("decode-0", "llama", 1, 1, (), settings=settings)
-    with pytest.raises(ProtocolError):
-        decode(frame(body(described)))

@@ -9,6 +9,12 @@ P is a prefill rank, D a decode engine:
     P -> a rank of D, if P traces            ReadClock     -> ClockReading
     a rank of D -> P, without a request      Revoke
 
+Where a router asks prefill first, D's scheduler sends its ticket straight to the listener in P's engine core:
+
+    D -> P's listener                        OfferTicket   -> TicketTaken | TicketRefused
+    D -> P's listener                        AskTicket     -> TicketTaken | TicketRefused
+    D -> P's listener                        ReleasePrompt -> Acknowledged
+
 A frame is `[version, seq, body]` in msgpack. A reply has the `seq` of its request. A message without a request has 0.
 A peer answers `Problem` to a message that it cannot read.
 
@@ -22,6 +28,7 @@ import msgspec
 
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.text import is_name, one_line
+from vllm_ascend_pd.core.ticket import MAX_TRANSFER_ID_CHARS, Ticket
 from vllm_ascend_pd.core.topology import Sharding, sharding
 from vllm_ascend_pd.core.transports import TransportInfo
 
@@ -35,6 +42,7 @@ with `Problem`, as long as the sender gets along without an answer.
 Version 1: the first one. Since then, without a new version:
 - `GrantRequest.wants_clock` and `Granted.clock` are gone. Both were optional, and are ignored where they still come.
 - `ReadClock` and `ClockReading` replace them. Older peers answer `Problem`.
+- `OfferTicket`, `AskTicket` and `ReleasePrompt` came. Older prefill engines do not listen.
 """
 
 METASERVER_PATH = "/v1/metaserver"
@@ -44,6 +52,8 @@ MAX_DESCRIPTION_BYTES = 8 << 20
 """The longest description that is read. A tensor takes about 100 bytes, so this is some 80,000 tensors."""
 MAX_MESSAGE_BYTES = 64 << 10
 """The longest other message that is read. Real ones take under a kilobyte, and 5 bytes per tensor."""
+MAX_TICKET_BYTES = 1 << 20
+"""The longest message that a listener for tickets reads. A block id takes 5 bytes, so this is some 200,000 blocks."""
 MAX_REASON_CHARS = 1000
 """The length that reasons are cut to."""
 MAX_SETTINGS = 512
@@ -59,6 +69,7 @@ _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 # Bytes of one writer to one rank. The sum over 1024 ranks of prefill and of decode is below 2^63, which vLLM encodes.
 _Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 41)]
 _Covers = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(max_length=1 << 17)]
+_TransferId = Annotated[str, msgspec.Meta(max_length=MAX_TRANSFER_ID_CHARS)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 _ClockSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e10)]
 
@@ -205,7 +216,7 @@ class WriteReport(msgspec.Struct, frozen=True, tag="Report"):
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):
-    """Answers a `WriteReport`."""
+    """Answers a `WriteReport` or a `ReleasePrompt`."""
 
 
 class Revoke(msgspec.Struct, frozen=True, tag=True):
@@ -242,6 +253,62 @@ class ClockReading(msgspec.Struct, frozen=True, tag=True):
     sent_s: _ClockSeconds
 
 
+class OfferTicket(msgspec.Struct, frozen=True, tag=True):
+    """Decode's ticket for a prompt that prefill computes without one. Sending it again changes nothing."""
+
+    # The prefill engine that the router's parameters name, in this start of it.
+    engine_id: str
+    # Names the prompt: `TRANSFER_ID` of both requests.
+    transfer_id: _TransferId
+    ticket: Ticket
+
+    def __post_init__(self) -> None:
+        _check_name(self.engine_id)
+        _check_name(self.transfer_id)
+
+
+class AskTicket(msgspec.Struct, frozen=True, tag=True):
+    """Asks what has become of a ticket that was offered."""
+
+    # These three as in `OfferTicket`.
+    engine_id: str
+    transfer_id: _TransferId
+    ticket_id: _Id
+
+    def __post_init__(self) -> None:
+        _check_name(self.engine_id)
+        _check_name(self.transfer_id)
+
+
+class TicketTaken(msgspec.Struct, frozen=True, tag=True):
+    """Prefill has the ticket: its ranks serve it, or it waits for its prompt or for prefill's next step."""
+
+
+class TicketRefused(msgspec.Struct, frozen=True, tag=True):
+    """Prefill does not have the ticket, or does not serve it."""
+
+    reason: str
+    # Whether to offer it again: prefill has no room for it now, or does not know it (any more).
+    retry: bool
+
+    def __post_init__(self) -> None:
+        _shorten_reason(self)
+
+
+class ReleasePrompt(msgspec.Struct, frozen=True, tag=True):
+    """No ticket will come for a prompt: prefill frees its blocks at once. Without effect on a ticket that is served."""
+
+    # These two as in `OfferTicket`.
+    engine_id: str
+    transfer_id: _TransferId
+    reason: str
+
+    def __post_init__(self) -> None:
+        _check_name(self.engine_id)
+        _check_name(self.transfer_id)
+        _shorten_reason(self)
+
+
 class Problem(msgspec.Struct, frozen=True, tag=True):
     """Answers a message that could not be read or served."""
 
@@ -263,6 +330,11 @@ Message = (
     | Revoke
     | ReadClock
     | ClockReading
+    | OfferTicket
+    | AskTicket
+    | TicketTaken
+    | TicketRefused
+    | ReleasePrompt
     | Problem
 )
 
@@ -272,7 +344,7 @@ def _check_name(name: str) -> None:
         raise ValueError("a name that is too long or has unprintable characters")
 
 
-def _shorten_reason(message: GrantRefused | WriteReport | Revoke | Problem) -> None:
+def _shorten_reason(message: GrantRefused | WriteReport | Revoke | TicketRefused | ReleasePrompt | Problem) -> None:
     if message.reason is not None:
         msgspec.structs.force_setattr(message, "reason", one_line(message.reason, MAX_REASON_CHARS))
 

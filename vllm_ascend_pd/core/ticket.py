@@ -37,6 +37,21 @@ PREFILL_AVAILABLE = "prefill_available"
 PREFILL_WAIT_S = "prefill_wait_s"
 """How many seconds the prompt would wait in prefill's queue, as the proxy estimates it."""
 
+# Keys in the `kv_transfer_params` of prefill's answer to a router that asks prefill first. The router hands them to
+# decode as they are.
+
+TRANSFER_ID = "transfer_id"
+"""Names the prompt that prefill has computed. Routers of Mooncake's kind choose it and send it to both engines."""
+
+TICKET_HOST = "ticket_host"
+"""The host where prefill takes decode's ticket (`OfferTicket`)."""
+
+TICKET_PORT = "ticket_port"
+"""The port where prefill takes decode's ticket."""
+
+MAX_TRANSFER_ID_CHARS = 128
+"""The longest `TRANSFER_ID`."""
+
 
 class TicketError(ValueError):
     """A ticket is malformed, or does not fit the request that it came with."""
