@@ -50,11 +50,11 @@ class Ours:
             engine = TransferEngine(HOST, "ascend", TransferLimits.over("ascend"), existing)
         spec = LayerSpec(0, BLOCK, case.heads, KV_HEADS)
         caches = describe(tensors, dict.fromkeys(tensors, spec), heads_first=False)
-        identity = RankInfo("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))
+        rank_info = RankInfo("prefill", MODEL, HOST, 0, sharding(case.ratio), 0, 1, tuple(range(case.ratio)))
         self._device = device_without_kernels()
         config = parse_config({})
-        measured = PrefillStats(identity, engine.transport)
-        self._worker = PrefillWorker(identity, config, self._device, engine, caches, case.tokens, observer=measured)
+        measured = PrefillStats(rank_info, engine.transport)
+        self._worker = PrefillWorker(rank_info, config, self._device, engine, caches, case.tokens, observer=measured)
         self._p_blocks, self._d_blocks = case.block_ids(1), case.block_ids(2)
 
     def step(self) -> Cost:

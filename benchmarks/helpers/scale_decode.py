@@ -24,7 +24,7 @@ class DecodeEngine:
         with self.meter.owning():
             self._connector = configs.scheduler("kv_consumer", engine_id, port)
             self._worker = DecodeWorker(
-                configs.identity(engine_id), parse_config({}), self._device, configs.engine(), configs.caches
+                configs.rank_info(engine_id), parse_config({}), self._device, configs.engine(), configs.caches
             )
         handshake = HandshakeMetadata(encode_description(self._worker.description), {})
         self._connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})

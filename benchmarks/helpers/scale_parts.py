@@ -137,7 +137,7 @@ class Configs:
         )
         return LayerwisePushConnector(config, KVConnectorRole.SCHEDULER, self._groups)
 
-    def identity(self, engine_id: str) -> Any:
+    def rank_info(self, engine_id: str) -> Any:
         from vllm_ascend_pd.connector.model_summary import model_summary
         from vllm_ascend_pd.core.rank_info import RankInfo
         from vllm_ascend_pd.core.topology import sharding

@@ -30,10 +30,10 @@ class Prefill:
         self._layers = list(configs.caches.layers)
         with self.meter.owning():
             self._connector = configs.scheduler("kv_producer", engine_id, 0)
-            identity, engine = configs.identity(engine_id), configs.engine()
-            self._measured = PrefillStats(identity, engine.transport)
+            rank_info, engine = configs.rank_info(engine_id), configs.engine()
+            self._measured = PrefillStats(rank_info, engine.transport)
             self._worker = PrefillWorker(
-                identity,
+                rank_info,
                 parse_config({}),
                 self._device,
                 engine,

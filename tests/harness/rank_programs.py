@@ -105,7 +105,7 @@ class _RankBase:
         self.engine = TransferEngine(self.host, protocol, limits)
         self.engine.register(self.registered.regions())
         self.loaded = LoadedWeights()
-        self.identity = RankInfo(
+        self.rank_info = RankInfo(
             engine_id=self.engine_id,
             model=MODEL,
             host=self.host,
@@ -169,16 +169,16 @@ class _RankBase:
 class PrefillRank(_RankBase):
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.measured = PrefillStats(self.identity, self.engine.transport)
+        self.measured = PrefillStats(self.rank_info, self.engine.transport)
         self.worker = PrefillWorker(
-            self.identity,
+            self.rank_info,
             self.parsed,
             self.device,
             self.engine,
             self.registered,
             self.side.step_tokens,
             self.loaded,
-            prefill_observer(self.parsed, self.identity, self.measured),
+            prefill_observer(self.parsed, self.rank_info, self.measured),
         )
 
     def step(self, step: Any, prompts: dict[str, Prompt], hooks: Hooks = ONCE) -> None:
@@ -323,9 +323,9 @@ class DecodeRank(_RankBase):
         self.received_bytes = 0
         self.cached_tokens: dict[str, int] = {}
         """By ticket: what prefill had of the prompt, as it says."""
-        observer = decode_observer(self.parsed, self.identity)
+        observer = decode_observer(self.parsed, self.rank_info)
         self.worker = DecodeWorker(
-            self.identity, self.parsed, self.device, self.engine, self.registered, self.loaded, observer
+            self.rank_info, self.parsed, self.device, self.engine, self.registered, self.loaded, observer
         )
 
     def own_ports(self) -> set[int]:

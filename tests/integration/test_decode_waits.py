@@ -47,7 +47,7 @@ def wakes(rank: DecodeRank) -> tuple[bool, bool, set[str]]:
     for _ in range(2):  # behind one that brought something none waits
         rank.worker.start_step(DecodeStep(wakeup_address=wakeup.address))
         brought |= rank.worker.take_arrivals().finished
-    wakeup.drain()  # a ticket wakes it when it fails, and again when its blocks are quiet
+    wakeup.clear()  # a ticket wakes it when it fails, and again when its blocks are quiet
     rank.worker.start_step(DecodeStep(expects=expects[1:], wait_s=LONG_S, wakeup_address=wakeup.address))
     brought |= rank.worker.take_arrivals().finished
     second = was_woken(wakeup, 0.5)
@@ -59,7 +59,7 @@ def was_woken(wakeup: WakeupSocket, timeout_s: float) -> bool:
     began = time.monotonic()
     wakeup.wait(timeout_s)
     woken = time.monotonic() - began < 0.9 * timeout_s
-    wakeup.drain()
+    wakeup.clear()
     return woken
 
 

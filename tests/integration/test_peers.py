@@ -51,17 +51,17 @@ def make_control() -> Iterator[Callable[[], ControlPlane]]:
     def make() -> ControlPlane:
         engine: Any = SimpleNamespace(limits=SimpleNamespace(settle_s=1.0))  # nothing is written
         caches = RankCaches((), ())
-        identity = RankInfo("prefill", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
+        rank_info = RankInfo("prefill", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
         made.append(
             ControlPlane(
-                identity,
+                rank_info,
                 ConnectorConfig(),
                 engine,
                 None,
                 RunningTime(),
                 LoadedWeights(),
-                Routes(identity, caches),
-                FitCheck(identity, ConnectorConfig(), caches, TransportInfo("tcp")),
+                Routes(rank_info, caches),
+                FitCheck(rank_info, ConnectorConfig(), caches, TransportInfo("tcp")),
                 PrefillObserver(),
             )
         )

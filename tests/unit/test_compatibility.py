@@ -285,15 +285,19 @@ ROTATED = {"rope_theta": "20000"}
 
 
 def misfit(
-    identity: RankInfo, config: ConnectorConfig, caches: RankCaches, transport: TransportInfo, decode: EngineDescription
+    rank_info: RankInfo,
+    config: ConnectorConfig,
+    caches: RankCaches,
+    transport: TransportInfo,
+    decode: EngineDescription,
 ) -> str | None:
-    return FitCheck(identity, config, caches, transport).misfit(decode)
+    return FitCheck(rank_info, config, caches, transport).misfit(decode)
 
 
 def misfit_of(settings: dict[str, str], **config: object) -> str | None:
-    identity = RankInfo("prefill", MODEL, "127.0.0.1", 0, sharding(1), 0, 1, (0,), settings={"rope_theta": "10000"})
+    rank_info = RankInfo("prefill", MODEL, "127.0.0.1", 0, sharding(1), 0, 1, (0,), settings={"rope_theta": "10000"})
     described = msgspec.structs.replace(engine(), settings=settings)
-    return misfit(identity, parse_config(config), caches(), TransportInfo(), described)
+    return misfit(rank_info, parse_config(config), caches(), TransportInfo(), described)
 
 
 def test_other_settings_are_refused_unless_prefill_allows_it(caplog):
@@ -306,24 +310,24 @@ def test_other_settings_are_refused_unless_prefill_allows_it(caplog):
 
 
 def test_what_is_allowed_of_another_model_is_not_its_shape():
-    identity = RankInfo("prefill", "another model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
+    rank_info = RankInfo("prefill", "another model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
     config = parse_config({"allow_other_model": True})
-    assert "prefill serves another model" in (misfit(identity, config, caches(), TransportInfo(), engine()) or "")
+    assert "prefill serves another model" in (misfit(rank_info, config, caches(), TransportInfo(), engine()) or "")
     unequal = misfit(
-        dataclasses.replace(identity, model=MODEL), config, caches(dtype="int8"), TransportInfo(), engine()
+        dataclasses.replace(rank_info, model=MODEL), config, caches(dtype="int8"), TransportInfo(), engine()
     )
     assert "dtype is int8 on prefill" in (unequal or "")
 
 
 def test_a_transport_that_cannot_write_to_one_of_decodes_ranks_is_refused():
-    identity = RankInfo("prefill", MODEL, "127.0.0.1", 0, sharding(1), 0, 1, (0,))
+    rank_info = RankInfo("prefill", MODEL, "127.0.0.1", 0, sharding(1), 0, 1, (0,))
     ours = TransportInfo("ascend", "mooncake-transfer-engine-npu 0.3.13.post1", "client/server", "AutoConnect")
     theirs = TransportInfo("ascend", "mooncake-transfer-engine-npu 0.3.11.post1", "comm", "Connect")
     described = engine(2)
     silent, other = described.ranks
     ranks = (silent, msgspec.structs.replace(other, transport=theirs))
-    reason = misfit(identity, parse_config({}), caches(), ours, msgspec.structs.replace(described, ranks=ranks))
+    reason = misfit(rank_info, parse_config({}), caches(), ours, msgspec.structs.replace(described, ranks=ranks))
     assert reason is not None
     assert str(ours) in reason
     assert str(theirs) in reason
-    assert misfit(identity, parse_config({}), caches(), ours, described) is None, "an engine that does not say"
+    assert misfit(rank_info, parse_config({}), caches(), ours, described) is None, "an engine that does not say"

@@ -232,9 +232,21 @@ def test_ascend_where_the_environment_turns_it_into_tcp(monkeypatch: pytest.Monk
 )
 def test_the_engine_that_starts(kind: str, driver: str | None, toolkit: str | None, level: Level) -> None:
     transport = TransportInfo("ascend", "mooncake-transfer-engine-npu 0.3.13.post1", kind, "AutoConnect")
-    finding = mooncake_engine.judge(transport, Driver(Path("/"), driver, None), toolkit)
+    finding = mooncake_engine.judge(transport, Driver(Path("/"), driver, None), toolkit, {})
     assert finding.level is level
     assert finding.figures["kind"] == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "buffer_pool", "level"),
+    [("client/server", "4:8", Level.ERROR), ("client/server", "0:0", Level.OK), ("comm", "4:8", Level.OK)],
+)
+def test_the_client_server_engine_does_not_start_with_a_buffer_pool(kind: str, buffer_pool: str, level: Level) -> None:
+    transport = TransportInfo("ascend", "mooncake-transfer-engine-npu 0.3.13.post1", kind, "AutoConnect")
+    environment = {"ASCEND_BUFFER_POOL": buffer_pool}
+    finding = mooncake_engine.judge(transport, Driver(Path("/"), "25.5.0", None), "9.1.0", environment)
+    assert finding.level is level
+    assert ("ASCEND_BUFFER_POOL=4:8" in finding.found) == (level is Level.ERROR)
 
 
 def test_a_mooncake_without_tcp_is_not_tried_over_tcp() -> None:

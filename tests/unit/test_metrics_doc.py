@@ -14,7 +14,7 @@ from starlette.types import Message
 from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
 from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, Counter, Info, Metric
 from vllm_ascend_pd.proxy.http.reply import Reply
-from vllm_ascend_pd.proxy.operate.counts import Counts
+from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
@@ -89,7 +89,7 @@ async def _exposed() -> str:
         fresh_for=1.0,
     )
     pool.engines.add("http://10.0.0.1:8100", "test")
-    metrics = Metrics(RequestTable(limit=1), Counts(), (pool,), states)
+    metrics = Metrics(RequestTable(limit=1), FailureStats(), (pool,), states)
     reply = Reply(send, request_id=None, timeout=1.0)
     with metrics.request("/v1/completions", reply):
         reply.status, reply.first_event_at = 200, float("inf")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from starlette.responses import Response
 
 from vllm_ascend_pd.proxy.http.events import Events, Opening, error_of, opening, split_errors
-from vllm_ascend_pd.proxy.operate.counts import Counts
+from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
 from vllm_ascend_pd.proxy.rendezvous.retry import (
     DECODE_AGAIN,
     PREFILL_AGAIN,
@@ -109,12 +109,12 @@ def test_summary() -> None:
     )
 
 
-def test_counts() -> None:
-    counts = Counts()
-    counts.failed(EngineRole.PREFILL, failure(FailureKind.LOST), "id")
-    counts.failed(EngineRole.PREFILL, failure(FailureKind.LOST), "id")
-    counts.retried(EngineRole.PREFILL)
-    assert counts.shown() == {
+def test_failures_and_retries_are_counted() -> None:
+    failure_stats = FailureStats()
+    failure_stats.failed(EngineRole.PREFILL, failure(FailureKind.LOST), "id")
+    failure_stats.failed(EngineRole.PREFILL, failure(FailureKind.LOST), "id")
+    failure_stats.retried(EngineRole.PREFILL)
+    assert failure_stats.shown() == {
         "retries": {"prefill": 1, "decode": 0},
         "failures": {"prefill": {"connection lost": 2}, "decode": {}},
     }

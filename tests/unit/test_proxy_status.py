@@ -10,7 +10,7 @@ import anyio
 import msgspec
 from starlette.responses import Response
 
-from vllm_ascend_pd.proxy.operate.counts import MAX_RECENT, Counts
+from vllm_ascend_pd.proxy.operate.failure_stats import MAX_RECENT, FailureStats
 from vllm_ascend_pd.proxy.operate.metrics import EngineStates, Metrics
 from vllm_ascend_pd.proxy.operate.status import EngineState, Status, Verdict, snapshot
 from vllm_ascend_pd.proxy.rendezvous.decode_attempt import RequestPhase
@@ -37,8 +37,8 @@ class Proxy:
     def __init__(self, limit: int | None = None) -> None:
         self.prefill, self.decode = (self._pool(role, limit) for role in EngineRole)
         self.request_table = RequestTable(limit=8)
-        self.counts = Counts()
-        self.metrics = Metrics(self.request_table, self.counts, (self.prefill, self.decode), no_states)
+        self.failure_stats = FailureStats()
+        self.metrics = Metrics(self.request_table, self.failure_stats, (self.prefill, self.decode), no_states)
         self.problems: list[str] = []
         self.p, self.d = self.prefill.engines.add("http://p:1", "test"), self.decode.engines.add("http://d:1", "test")
         for engine in (self.p, self.d):
@@ -61,13 +61,13 @@ class Proxy:
         self, role: EngineRole, kind: FailureKind = FailureKind.LOST, reason: str = "why", unquoted: str | None = None
     ) -> None:
         url = (self.p if role is EngineRole.PREFILL else self.d).url
-        self.counts.failed(role, Failure(kind, reason, url, Response(), unquoted), "0123456789abcdef")
+        self.failure_stats.failed(role, Failure(kind, reason, url, Response(), unquoted), "0123456789abcdef")
 
     def status(self, now: float = NOW) -> Status:
         return snapshot(
             (self.prefill, self.decode),
             self.request_table,
-            self.counts,
+            self.failure_stats,
             self.metrics,
             self.problems,
             version="1",
@@ -221,7 +221,7 @@ def test_failures_are_the_last_ones_newest_first() -> None:
     for number in range(MAX_RECENT + 5):
         proxy.fail(EngineRole.PREFILL, FailureKind.TIMEOUT, reason=f"reason {number}")
     proxy.fail(EngineRole.DECODE, FailureKind.TRANSFER, reason="no grant\nin time " + "x" * 1000)
-    proxy.counts.retried(EngineRole.DECODE)
+    proxy.failure_stats.retried(EngineRole.DECODE)
     status = proxy.status()
     assert [failure.number for failure in status.failures] == list(range(MAX_RECENT + 6, 6, -1))
     first, second = status.failures[:2]

@@ -17,23 +17,23 @@ from vllm_ascend_pd.observe.listeners import PrefillStats, prefill_observer
 from vllm_ascend_pd.observe.prefill_trace import prefill_trace
 from vllm_ascend_pd.observe.stopwatch import Stopwatch, moment
 
-IDENTITY = RankInfo("engine", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
+RANK_INFO = RankInfo("engine", "model", "127.0.0.1", 0, sharding(1), 0, 1, (0,))
 
 
 def test_off_is_decided_once() -> None:
     off = parse_config({})
     before = threading.active_count()
-    assert prefill_trace(off, IDENTITY) is None
-    assert not prefill_observer(off, IDENTITY, PrefillStats(IDENTITY, TransportInfo())).wants_clock
-    assert rank_trace(off, IDENTITY) is scheduler_trace(off, "engine") is None
+    assert prefill_trace(off, RANK_INFO) is None
+    assert not prefill_observer(off, RANK_INFO, PrefillStats(RANK_INFO, TransportInfo())).wants_clock
+    assert rank_trace(off, RANK_INFO) is scheduler_trace(off, "engine") is None
     assert threading.active_count() == before
 
 
 def test_on_makes_a_file_each(tmp_path: Path) -> None:
     on = parse_config({"trace_dir": str(tmp_path / "traces")})
-    prefill = prefill_observer(on, IDENTITY, PrefillStats(IDENTITY, TransportInfo()))
+    prefill = prefill_observer(on, RANK_INFO, PrefillStats(RANK_INFO, TransportInfo()))
     assert prefill.wants_clock
-    for trace in (prefill, rank_trace(on, IDENTITY), scheduler_trace(on, "engine")):
+    for trace in (prefill, rank_trace(on, RANK_INFO), scheduler_trace(on, "engine")):
         assert trace is not None
         trace.close(6.0)
     assert len(list((tmp_path / "traces").iterdir())) == 3

@@ -37,7 +37,7 @@ class DecodeWorker:
 
     def __init__(
         self,
-        identity: RankInfo,
+        rank_info: RankInfo,
         config: ConnectorConfig,
         device: Device,
         engine: TransferEngine,
@@ -56,7 +56,7 @@ class DecodeWorker:
         self._config = config
         self._device = device
         self._loaded = loaded or LoadedWeights()
-        self._updates = WeightUpdates(f"{identity.pp_rank}/{identity.rank}", self._loaded)
+        self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", self._loaded)
         # Seconds that this step waits for KV.
         self._wait_s = 0.0
         # Requests whose tickets were opened and that no step has brought back yet.
@@ -65,15 +65,15 @@ class DecodeWorker:
         self._brought = False
         self._observer = observer or DecodeObserver()
         self._arrivals = ArrivalQueue()
-        expected_writers = ExpectedWriters(caches.description, identity.rank, identity.sharding)
+        expected_writers = ExpectedWriters(caches.description, rank_info.rank, rank_info.sharding)
         self._grants = GrantService(config, expected_writers, self._loaded, self._arrivals, self._observer)
         keys = load_keys(config.side_channel_key_file)
         self._server = SideChannelServer(
-            identity.host, 0, self._grants.handle, self._grants.tick, name="pd-grants", keys=keys
+            rank_info.host, 0, self._grants.handle, self._grants.tick, name="pd-grants", keys=keys
         )
         self.description = RankDescription(
-            identity.pp_rank,
-            identity.tp_rank,
+            rank_info.pp_rank,
+            rank_info.tp_rank,
             self._server.endpoint,
             engine.session,
             caches.description,

@@ -76,11 +76,11 @@ class DecodeSchedulerTrace(DecodeSchedulerObserver):
         self._file.close(timeout_s)
 
 
-def rank_trace(config: ConnectorConfig, identity: RankInfo) -> DecodeTrace | None:
+def rank_trace(config: ConnectorConfig, rank_info: RankInfo) -> DecodeTrace | None:
     """None if traces are off. Raises TraceError if a trace cannot be written."""
     if config.trace_dir is None:
         return None
-    process = process_of("decode rank", identity.engine_id, identity.pp_rank, identity.rank)
+    process = process_of("decode rank", rank_info.engine_id, rank_info.pp_rank, rank_info.rank)
     return DecodeTrace(TraceFile(config.trace_dir, process, config.trace_max_bytes))
 
 

@@ -32,8 +32,8 @@ _Observer = TypeVar("_Observer")
 class PrefillStats(PrefillObserver):
     """The metrics of a prefill rank. Any thread records, one thread takes."""
 
-    def __init__(self, identity: RankInfo, transport: TransportInfo) -> None:
-        self._stats = stats.Stats(f"{identity.pp_rank}/{identity.rank}")
+    def __init__(self, rank_info: RankInfo, transport: TransportInfo) -> None:
+        self._stats = stats.Stats(f"{rank_info.pp_rank}/{rank_info.rank}")
         self._stats.state(stats.TRANSPORT_INFO, msgspec.structs.astuple(transport))
 
     def take(self, status: Callable[[], PrefillStatus]) -> stats.Data:
@@ -114,14 +114,14 @@ class DecodeSchedulerStats(DecodeSchedulerObserver):
             self._stats.observe(stats.TICKET_TO_READY_SECONDS, ending.seconds)
 
 
-def prefill_observer(config: ConnectorConfig, identity: RankInfo, measured: PrefillStats) -> PrefillObserver:
+def prefill_observer(config: ConnectorConfig, rank_info: RankInfo, measured: PrefillStats) -> PrefillObserver:
     """Metrics, and traces if they are on. Raises TraceError if a trace cannot be written."""
-    return tell_all(PrefillObserver, measured, prefill_trace(config, identity))
+    return tell_all(PrefillObserver, measured, prefill_trace(config, rank_info))
 
 
-def decode_observer(config: ConnectorConfig, identity: RankInfo) -> DecodeObserver:
+def decode_observer(config: ConnectorConfig, rank_info: RankInfo) -> DecodeObserver:
     """Traces, if they are on. Raises TraceError if they cannot be written."""
-    return tell_all(DecodeObserver, rank_trace(config, identity))
+    return tell_all(DecodeObserver, rank_trace(config, rank_info))
 
 
 def decode_scheduler_observer(

@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 _CLOSE_SHARE = 3  # of the time to close: two stopwatches and the file
 
 
-def prefill_trace(config: ConnectorConfig, identity: RankInfo) -> PrefillTrace | None:
+def prefill_trace(config: ConnectorConfig, rank_info: RankInfo) -> PrefillTrace | None:
     """None if traces are off. Raises TraceError if a trace cannot be written."""
     if config.trace_dir is None:
         return None
-    process = process_of("prefill rank", identity.engine_id, identity.pp_rank, identity.rank)
+    process = process_of("prefill rank", rank_info.engine_id, rank_info.pp_rank, rank_info.rank)
     file = TraceFile(config.trace_dir, process, config.trace_max_bytes)
     return PrefillTrace(file, config.collective_timeout_s + config.write_timeout_s)
 

@@ -36,7 +36,7 @@ class ControlPlane:
 
     def __init__(
         self,
-        identity: RankInfo,
+        rank_info: RankInfo,
         config: ConnectorConfig,
         engine: TransferEngine,
         ring: StagingRing[StepTransfer] | None,
@@ -54,7 +54,7 @@ class ControlPlane:
         self._client = SideChannelClient(self._on_unasked, self._on_tick, name="pd-control", keys=keys, start=False)
         self._transfers = TransferControl(
             self._client,
-            identity,
+            rank_info,
             config,
             engine.limits.settle_s,
             running_time,
@@ -75,7 +75,7 @@ class ControlPlane:
             grant_wait_s=config.control_timeout_s,
         )
         signed = config.ticket_secret_file is not None
-        hosts = decode_hosts(config.decode_allowlist, identity.host, signed, own_networks())
+        hosts = decode_hosts(config.decode_allowlist, rank_info.host, signed, own_networks())
         self._peers = Peers(self._client, self._transfers, engine, make_sender, fit, hosts, config.control_timeout_s)
         self._client.start()
 

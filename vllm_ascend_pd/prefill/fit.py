@@ -17,9 +17,9 @@ class FitCheck:
     """Checks decode engines. The control thread calls it. Nothing in it changes."""
 
     def __init__(
-        self, identity: RankInfo, config: ConnectorConfig, caches: RankCaches, transport: TransportInfo
+        self, rank_info: RankInfo, config: ConnectorConfig, caches: RankCaches, transport: TransportInfo
     ) -> None:
-        self._identity = identity
+        self._rank_info = rank_info
         self._config = config
         self._caches = caches
         self._transport = transport
@@ -28,27 +28,27 @@ class FitCheck:
         """Returns why this rank cannot send to the decode engine that described itself, None if it can.
 
         Logs what costs something and is allowed."""
-        declared, identity = self._config.decode, self._identity
+        declared, rank_info = self._config.decode, self._rank_info
         if declared is not None and declared.tp_size not in (None, description.tp):
             return f"config says decode's tp_size is {declared.tp_size}, decode's is {description.tp}"
         if declared is not None and declared.pp_size not in (None, description.pp):
             return f"config says decode's pp_size is {declared.pp_size}, decode's is {description.pp}"
-        if description.draft not in ("", identity.draft):
+        if description.draft not in ("", rank_info.draft):
             logger.warning(
                 "decode engine %s drafts with %s, prefill with %s: the draft's KV of prompts is not sent, and fewer of "
                 "its tokens will be accepted",
                 description.engine_id,
                 description.draft,
-                identity.draft or "no layers of its own",
+                rank_info.draft or "no layers of its own",
             )
-        whole = identity.pp == 1
-        reason = mismatch(self._caches, identity.model, identity.rank, identity.sharding, whole, description)
+        whole = rank_info.pp == 1
+        reason = mismatch(self._caches, rank_info.model, rank_info.rank, rank_info.sharding, whole, description)
         if reason is not None:
             return reason
         for rank in description.ranks:
             if (reason := cannot_write(self._transport, rank.transport)) is not None:
                 return reason
-        different = different_settings(identity.settings, description.settings)
+        different = different_settings(rank_info.settings, description.settings)
         if different is not None and self._config.allow_other_model:
             logger.warning(
                 "decode engine %s: %s: allow_other_model is set, so answers may be wrong",

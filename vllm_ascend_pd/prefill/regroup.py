@@ -175,7 +175,7 @@ class Regrouper:
 
 
 def make_regrouper(
-    identity: RankInfo,
+    rank_info: RankInfo,
     config: ConnectorConfig,
     device: Device,
     engine: TransferEngine,
@@ -195,13 +195,13 @@ def make_regrouper(
         ops_fallback.warn_once()
     engine.register([(buffer.data_ptr(), buffer.numel())])
     movable = regroupable(caches.description.geometries)
-    sharding = identity.sharding
+    sharding = rank_info.sharding
     wanted = sorted({ranks for g in movable for ranks in topology.regroup_groups(sharding, g.total_heads)})
-    groups = device.new_groups(_world_groups(identity, wanted), config.collective_timeout_s)
+    groups = device.new_groups(_world_groups(rank_info, wanted), config.collective_timeout_s)
     mine = {}
     for ranks in wanted:
-        if identity.rank in ranks:
-            world = tuple(identity.stage_ranks[rank] for rank in ranks)
+        if rank_info.rank in ranks:
+            world = tuple(rank_info.stage_ranks[rank] for rank in ranks)
             mine[ranks] = ExchangeGroup(ranks, groups[world])
     ring: StagingRing[StepTransfer] = StagingRing(buffer, size, slots, running_time)
     # A slot may have to rest.
@@ -209,13 +209,13 @@ def make_regrouper(
     return ring, Regrouper(device, ring, mine, slot_timeout_s, grant_wait_s=config.control_timeout_s)
 
 
-def _world_groups(identity: RankInfo, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _world_groups(rank_info: RankInfo, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Returns the `wanted` groups of every pipeline stage, in ranks of the world.
 
     Creating a group takes all ranks of the world, in one order.
 
     vLLM numbers the world with tensor-parallel ranks running fastest, then prefill-context-parallel ones.
     """
-    stage = len(identity.stage_ranks)
+    stage = len(rank_info.stage_ranks)
     world = torch.distributed.get_world_size() if wanted else 0
     return [tuple(first + rank for rank in ranks) for first in range(0, world, stage) for ranks in wanted]

@@ -24,8 +24,8 @@ _MAX_ROUTES = 4096
 class Routes:
     """The routes of one prefill rank."""
 
-    def __init__(self, identity: RankInfo, caches: RankCaches) -> None:
-        self._identity = identity
+    def __init__(self, rank_info: RankInfo, caches: RankCaches) -> None:
+        self._rank_info = rank_info
         self._caches = caches
         # By the geometry's index and decode's shape. Both threads read and write it.
         self._routes: dict[tuple[int, Sharding, tuple[int, ...]], Route] = {}
@@ -40,12 +40,12 @@ class Routes:
         route = self._routes.get(key)
         if route is None:
             geometry = self._caches.geometries[index]
-            identity = self._identity
+            rank_info = self._rank_info
             if len(self._routes) >= _MAX_ROUTES:
                 self._routes.clear()
-            route = make_route(geometry, identity.rank, identity.sharding, decode, d_block_sizes[geometry.group])
+            route = make_route(geometry, rank_info.rank, rank_info.sharding, decode, d_block_sizes[geometry.group])
             self._routes[key] = route
-            slow = why_slow(route, geometry, identity.sharding, decode, d_block_sizes[geometry.group])
+            slow = why_slow(route, geometry, rank_info.sharding, decode, d_block_sizes[geometry.group])
             if slow is not None and not self._warned_of_pieces:
                 self._warned_of_pieces = True
                 logger.warning("%s", slow)

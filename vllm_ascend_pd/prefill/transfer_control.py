@@ -43,7 +43,7 @@ class TransferControl:
     def __init__(
         self,
         client: SideChannelClient,
-        identity: RankInfo,
+        rank_info: RankInfo,
         config: ConnectorConfig,
         settle_s: float,
         running_time: RunningTime,
@@ -53,7 +53,7 @@ class TransferControl:
     ) -> None:
         """`settle_s`: how long bytes of a failed write may arrive."""
         self._client = client
-        self._identity = identity
+        self._rank_info = rank_info
         self._timeout_s = config.control_timeout_s
         self._settle_s = settle_s
         self._running_time = running_time
@@ -143,7 +143,7 @@ class TransferControl:
         )
 
     def _writer(self, number: int) -> WriterId:
-        return WriterId(self._identity.engine_id, self._identity.pp_rank, self._identity.rank, number)
+        return WriterId(self._rank_info.engine_id, self._rank_info.pp_rank, self._rank_info.rank, number)
 
     def _finish(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
@@ -181,10 +181,10 @@ class TransferControl:
             ticket.attempt,
             transfer.digest,
             self._writer(transfer.number),
-            self._identity.sharding,
+            self._rank_info.sharding,
             destination.covers,
             self._settle_s,
-            self._identity.draft,
+            self._rank_info.draft,
             weights=transfer.weights.fingerprint,
         )
         answered = functools.partial(self._on_grant, transfer, key, asked_at, destination.granted)

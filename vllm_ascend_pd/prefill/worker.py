@@ -30,7 +30,7 @@ class PrefillWorker:
 
     def __init__(
         self,
-        identity: RankInfo,
+        rank_info: RankInfo,
         config: ConnectorConfig,
         device: Device,
         engine: TransferEngine,
@@ -42,26 +42,26 @@ class PrefillWorker:
         """`step_tokens`: most tokens one step computes, which sizes the staging ring. `loaded`: the model's weights,
         None if they are not known."""
         loaded = loaded or LoadedWeights()
-        self._updates = WeightUpdates(f"{identity.pp_rank}/{identity.rank}", loaded)
+        self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", loaded)
         self._config = config
         self._device = device
         self._caches = caches
         self._running_time = RunningTime()
         self._ring, self._regrouper = make_regrouper(
-            identity, config, device, engine, caches, step_tokens, self._running_time
+            rank_info, config, device, engine, caches, step_tokens, self._running_time
         )
-        routes = Routes(identity, caches.description)
+        routes = Routes(rank_info, caches.description)
         self._planner = Planner(routes, caches, device, self._regrouper)
         self._observer = observer or PrefillObserver()
         control = ControlPlane(
-            identity,
+            rank_info,
             config,
             engine,
             self._ring,
             self._running_time,
             loaded,
             routes,
-            FitCheck(identity, config, caches.description, engine.transport),
+            FitCheck(rank_info, config, caches.description, engine.transport),
             self._observer,
         )
         self._transfers = Transfers(config, loaded, control)

@@ -25,7 +25,7 @@ from vllm_ascend_pd.proxy.http.cross_origin import CrossOrigin
 from vllm_ascend_pd.proxy.http.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
 from vllm_ascend_pd.proxy.http.errors import error_response
 from vllm_ascend_pd.proxy.operate.admin import Admin
-from vllm_ascend_pd.proxy.operate.counts import Counts
+from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
 from vllm_ascend_pd.proxy.operate.health import Health
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.observer import OperatorObserver
@@ -58,11 +58,11 @@ class ProxyApp:
         self._pools = (self._prefill, self._decode)
         self._request_table = RequestTable(settings.max_concurrent, settings.max_waiting, settings.queue_timeout)
         self._background = Background(settings, *self._pools)
-        self._counts = Counts()
-        self._health = Health(self._pools, self._counts, self._background.problems, settings.health_timeout)
-        self._metrics = Metrics(self._request_table, self._counts, self._pools, self._health.states)
+        self._failure_stats = FailureStats()
+        self._health = Health(self._pools, self._failure_stats, self._background.problems, settings.health_timeout)
+        self._metrics = Metrics(self._request_table, self._failure_stats, self._pools, self._health.states)
         self._tracing = start_tracing(settings.otlp_traces_endpoint)
-        self._observer = OperatorObserver(self._counts, self._metrics, self._tracing)
+        self._observer = OperatorObserver(self._failure_stats, self._metrics, self._tracing)
         metaserver = self._metaserver_routes(settings)
         routes = self._client_routes(settings) + self._operator_routes(settings)
         if not settings.metaserver_apart:
@@ -150,7 +150,7 @@ class ProxyApp:
         return snapshot(
             self._pools,
             self._request_table,
-            self._counts,
+            self._failure_stats,
             self._metrics,
             self._background.problems(),
             version=__version__,

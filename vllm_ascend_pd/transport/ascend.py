@@ -43,6 +43,8 @@ LOG_LEVEL = "ERROR"
 NPU is not its process's first (transfer_executor_base.cpp, EngineNameForDestAddr), which is thousands per batch."""
 INSTALL = "pip install mooncake-transfer-engine-npu, or build Mooncake with -DUSE_ASCEND_DIRECT=ON"
 
+BUFFER_POOL = "ASCEND_BUFFER_POOL"
+_NO_BUFFER_POOL = "0:0"
 POOL_SIZE = "ASCEND_THREAD_POOL_SIZE"
 _DEFAULT_POOL, _LARGEST_POOL = 8, 16
 _SLOTS_ONE_BY_ONE = 4
@@ -95,13 +97,18 @@ def repair_s(environment: Mapping[str, str]) -> int:
 
 def pool_size(environment: Mapping[str, str]) -> int:
     """Returns the number of threads in Mooncake's pool. Repeats Mooncake's rules."""
-    if environment.get("ASCEND_BUFFER_POOL", "0:0") != "0:0":
+    if has_buffer_pool(environment):
         return 1
     try:
         size = int(environment.get(POOL_SIZE, ""))
     except ValueError:
         return _DEFAULT_POOL
     return size if 0 <= size <= _LARGEST_POOL else _DEFAULT_POOL
+
+
+def has_buffer_pool(environment: Mapping[str, str]) -> bool:
+    """Returns whether Mooncake copies through a pool of intermediate buffers."""
+    return environment.get(BUFFER_POOL, _NO_BUFFER_POOL) != _NO_BUFFER_POOL
 
 
 def connects_one_by_one(transport: TransportInfo) -> bool:

@@ -68,7 +68,7 @@ class IdleWait:
         `computes`: whether it computes anything. `news`: whether it brings anything new to the ranks.
         """
         if self._wakeup is not None:
-            self._wakeup.drain()  # this step collects what the ranks have woken it for
+            self._wakeup.clear()  # this step collects what the ranks have woken it for
         now = time.monotonic()
         if computes or news:
             self._since = now

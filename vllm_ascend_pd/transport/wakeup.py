@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import socket
 
-# How many datagrams `drain` drops at most. The kernel keeps fewer (net.unix.max_dgram_qlen).
+# How many datagrams `clear` drops at most. The kernel keeps fewer (net.unix.max_dgram_qlen).
 _MAX_PENDING_WAKEUPS = 1024
 
 
@@ -28,12 +28,12 @@ class WakeupSocket:
             raise
 
     def wait(self, timeout_s: float) -> None:
-        """Blocks until a rank wakes the scheduler, or has done so since `drain`. `timeout_s`: the longest wait."""
+        """Blocks until a rank wakes the scheduler, or has done so since `clear`. `timeout_s`: the longest wait."""
         self._socket.settimeout(timeout_s)
         with contextlib.suppress(TimeoutError, BlockingIOError):  # the latter for 0
             self._socket.recv(1)
 
-    def drain(self) -> None:
+    def clear(self) -> None:
         """Drops earlier wake-ups."""
         self._socket.settimeout(0.0)
         with contextlib.suppress(BlockingIOError):

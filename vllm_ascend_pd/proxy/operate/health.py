@@ -11,7 +11,7 @@ import anyio
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from vllm_ascend_pd.proxy.operate.counts import Counts
+from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
 from vllm_ascend_pd.proxy.routing.registry import EngineRegistry, RegisteredEngine
 
@@ -21,10 +21,14 @@ _FRESH_SECONDS = 1.0
 
 class Health:
     def __init__(
-        self, pools: tuple[EnginePool, ...], counts: Counts, problems: Callable[[], list[str]], timeout: float
+        self,
+        pools: tuple[EnginePool, ...],
+        failure_stats: FailureStats,
+        problems: Callable[[], list[str]],
+        timeout: float,
     ) -> None:
         self._pools = pools
-        self._counts = counts
+        self._failure_stats = failure_stats
         self._problems = problems
         self._timeout = timeout
         self._lock = anyio.Lock()
@@ -43,7 +47,7 @@ class Health:
                 **states,
                 "withheld": withheld,
                 "problems": self._problems(),
-                **self._counts.shown(),
+                **self._failure_stats.shown(),
             },
             status_code=HTTPStatus.OK if usable else HTTPStatus.SERVICE_UNAVAILABLE,
         )

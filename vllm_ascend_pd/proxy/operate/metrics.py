@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vllm_ascend_pd.proxy.http.reply import Reply
-from vllm_ascend_pd.proxy.operate.counts import Counts
+from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
 from vllm_ascend_pd.proxy.operate.latency import RecentSamples
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
@@ -41,7 +41,7 @@ class Metrics:
     def __init__(
         self,
         request_table: RequestTable,
-        counts: Counts,
+        failure_stats: FailureStats,
         pools: tuple[EnginePool, ...],
         engine_states: Callable[[], Awaitable[EngineStates]],
     ) -> None:
@@ -51,9 +51,9 @@ class Metrics:
         self.recent_prefill = RecentSamples()
         self.recent_after_prefill = RecentSamples()
         self._registry = registry = CollectorRegistry()
-        self._engines = _Engines()
-        registry.register(_Counted(counts))
-        registry.register(_Seats(pools))
+        self._engines = _EngineHealthCollector()
+        registry.register(_FailureCollector(failure_stats))
+        registry.register(_SlotCollector(pools))
         registry.register(self._engines)
         self._requests = Counter(
             PREFIX + "requests",
@@ -141,11 +141,11 @@ class Metrics:
         return Response(generate_latest(self._registry), headers={"Content-Type": _TEXT_FORMAT})
 
 
-class _Counted(Collector):
+class _FailureCollector(Collector):
     """The counts that `/health` shows, too."""
 
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
+    def __init__(self, failure_stats: FailureStats) -> None:
+        self._failure_stats = failure_stats
 
     def collect(self) -> Iterator[Metric]:
         retries = CounterMetricFamily(PREFIX + "retries", "Attempts that followed a failed one.", labels=("role",))
@@ -153,15 +153,15 @@ class _Counted(Collector):
             PREFIX + "failures", "Failed attempts at engines, by kind of failure.", labels=("role", "kind")
         )
         for role in EngineRole:
-            retries.add_metric((role.value,), self._counts.retries().get(role, 0))
-            of_role = self._counts.failures()[role]
+            retries.add_metric((role.value,), self._failure_stats.retries().get(role, 0))
+            of_role = self._failure_stats.failures()[role]
             for kind in FailureKind:
                 failures.add_metric((role.value, kind.label), of_role.get(kind, 0))
         yield retries
         yield failures
 
 
-class _Seats(Collector):
+class _SlotCollector(Collector):
     """This proxy's requests at each engine, and the requests that wait for a slot."""
 
     def __init__(self, pools: tuple[EnginePool, ...]) -> None:
@@ -184,7 +184,7 @@ class _Seats(Collector):
         yield waiting
 
 
-class _Engines(Collector):
+class _EngineHealthCollector(Collector):
     """Whether each engine answers health probes."""
 
     states: EngineStates | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes what the proxy reports about its requests to the metrics, the counts and the traces."""
+"""Passes what the proxy reports about its requests to the metrics, the failure statistics and the traces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 from vllm_ascend_pd.proxy.http.headers import Headers
 from vllm_ascend_pd.proxy.http.reply import Reply
-from vllm_ascend_pd.proxy.operate.counts import Counts
+from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.operate.tracing import Tracing
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer, Span
@@ -20,8 +20,8 @@ from vllm_ascend_pd.proxy.routing.registry import EngineRole
 class OperatorObserver(Observer):
     """The observer of a running proxy."""
 
-    def __init__(self, counts: Counts, metrics: Metrics, tracing: Tracing) -> None:
-        self._counts = counts
+    def __init__(self, failure_stats: FailureStats, metrics: Metrics, tracing: Tracing) -> None:
+        self._failure_stats = failure_stats
         self._metrics = metrics
         self._tracing = tracing
 
@@ -35,10 +35,10 @@ class OperatorObserver(Observer):
         self._metrics.refused(status)
 
     def attempt_failed(self, role: EngineRole, failure: Failure, request_id: str) -> None:
-        self._counts.failed(role, failure, request_id)
+        self._failure_stats.failed(role, failure, request_id)
 
     def attempt_retried(self, role: EngineRole) -> None:
-        self._counts.retried(role)
+        self._failure_stats.retried(role)
 
     @contextmanager
     def ticket_waits(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from vllm_ascend_pd.core.text import one_line
-from vllm_ascend_pd.proxy.operate.counts import Counts, RecentFailure
+from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats, RecentFailure
 from vllm_ascend_pd.proxy.operate.latency import WINDOW_SECONDS, Percentiles
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.rendezvous.decode_attempt import RequestPhase
@@ -117,7 +117,7 @@ class Status(msgspec.Struct, frozen=True):
 def snapshot(
     pools: Sequence[EnginePool],
     request_table: RequestTable,
-    counts: Counts,
+    failure_stats: FailureStats,
     metrics: Metrics,
     problems: Sequence[str],
     *,
@@ -126,7 +126,7 @@ def snapshot(
     wall: float,
 ) -> Status:
     """`now`: from `time.monotonic`. `wall`: from `time.time`."""
-    roles = tuple(_role(pool, counts, now) for pool in pools)
+    roles = tuple(_role(pool, failure_stats, now) for pool in pools)
     return Status(
         version,
         wall,
@@ -145,17 +145,17 @@ def snapshot(
             metrics.recent_after_prefill.percentiles(now),
         ),
         roles,
-        tuple(counts.recent()),
+        tuple(failure_stats.recent()),
     )
 
 
-def _role(pool: EnginePool, counts: Counts, now: float) -> RoleStatus:
+def _role(pool: EnginePool, failure_stats: FailureStats, now: float) -> RoleStatus:
     return RoleStatus(
         pool.role,
         pool.limiter.limit,
         pool.limiter.waiting,
-        counts.retries().get(pool.role, 0),
-        sum(counts.failures()[pool.role].values()),
+        failure_stats.retries().get(pool.role, 0),
+        sum(failure_stats.failures()[pool.role].values()),
         tuple(_engine(pool, engine, now) for engine in pool.engines),
     )
 

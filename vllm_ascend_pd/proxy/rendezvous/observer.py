@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the proxy reports about its requests. `operate/` implements it: metrics, counts and traces.
+"""What the proxy reports about its requests. `operate/` implements it: metrics, failure statistics and traces.
 
 `Observer` and `Span` themselves ignore all reports, so nothing here depends on how requests are observed.
 """

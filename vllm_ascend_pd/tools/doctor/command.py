@@ -152,7 +152,7 @@ async def _examine_machine(chosen: Machine, progress: Progress) -> list[Finding]
     findings += [mooncake.check_cann(os.environ)] if on_npu else []
     if on_npu and library is not None and library.ascend is not None:
         toolkit = mooncake.installed_toolkit(os.environ)
-        findings.append(mooncake_engine.judge(library.ascend, driver.installed(), toolkit))
+        findings.append(mooncake_engine.judge(library.ascend, driver.installed(), toolkit, os.environ))
     async with progress.step("asking npu-smi"):
         seen, chips = npus.judge(await npus.look(), on_npu, loading.npus_seen(loaded))
     findings += [*seen, *hccl.judge(chosen.config, on_npu)]

@@ -3,10 +3,12 @@
 
 HIXL's reference of its options (docs/zh/api/cpp/HIXL-interface.md, `version`) says what the client/server engine
 needs. HIXL says that it has that engine whatever the driver is, so Mooncake chooses it on older drivers, too.
+That engine does not start with a buffer pool (HIXL, src/hixl/engine/hixl_engine.cc, `HixlEngine::Initialize`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -54,8 +56,11 @@ def read(detail: str | None) -> Installed | None:
     return None if detail is None else msgspec.json.decode(detail, type=Installed)
 
 
-def judge(transport: TransportInfo, driver: Driver, toolkit: str | None) -> Finding:
-    """`transport` is that of an engine with protocol `ascend`, `toolkit` CANN's version or None if unknown."""
+def judge(transport: TransportInfo, driver: Driver, toolkit: str | None, environment: Mapping[str, str]) -> Finding:
+    """Judges whether the engine that `transport` describes can start with protocol `ascend`.
+
+    `toolkit` is CANN's version, None if unknown. `environment` has the settings that the engine will start with.
+    """
     starts = f"{transport.wheel} starts HIXL's {transport.kind} engine ({transport.connects})"
     figures = {"kind": transport.kind, "connects": transport.connects, "wheel": transport.wheel}
     if transport.kind == EngineKind.UNKNOWN:
@@ -63,6 +68,10 @@ def judge(transport: TransportInfo, driver: Driver, toolkit: str | None) -> Find
         return note(CHECK, found, "see that prefill and decode have the same settings and the same Mooncake", **figures)
     if transport.kind != EngineKind.CLIENT_SERVER:
         return ok(CHECK, starts, **figures)
+    if ascend.has_buffer_pool(environment):
+        setting = f"{ascend.BUFFER_POOL}={environment[ascend.BUFFER_POOL]}"
+        action = f"unset {ascend.BUFFER_POOL} on prefill and decode"
+        return error(CHECK, f"{starts}, which does not start with {setting}", action, **figures)
     too_old = [
         f"{name} {found}"
         for name, found, least in (("driver", driver.driver, DRIVER), ("CANN", toolkit, TOOLKIT))

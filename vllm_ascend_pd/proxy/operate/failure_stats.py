@@ -39,7 +39,7 @@ class RecentFailure(msgspec.Struct, frozen=True):
     """The beginning of the attempt's request id."""
 
 
-class Counts:
+class FailureStats:
     """The event loop's thread owns it."""
 
     def __init__(self) -> None:
