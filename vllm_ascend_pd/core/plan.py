@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From block ids to copies: what one prefill rank sends of a step, as arrays of byte offsets.
+"""Plans what one prefill rank sends of a step: turns block ids into copies, as arrays of byte offsets.
 
 A `Route` says, once per decode engine's shape and cache geometry, what happens to every unit of KV on its way: whether
 it is regrouped, and which bytes of it go to which decode ranks. A unit is the longest run of tokens that lies within
@@ -28,21 +28,21 @@ NULL_BLOCK = 0
 class Regroup(enum.Enum):
     """What the sender does to units before it writes them."""
 
-    NONE = "none"  # written straight from the paged cache
-    GATHER = "gather"  # heads of several prefill ranks brought together by an all-to-all
-    SPLIT = "split"  # heads of this rank dealt out over several decode ranks
+    NONE = "none"  # units are written straight from the paged cache
+    GATHER = "gather"  # an all-to-all brings the heads of several prefill ranks together
+    SPLIT = "split"  # the heads of this rank are divided among several decode ranks
 
 
 @dataclass(frozen=True)
 class Target:
-    """What of every source unit goes to one decode rank: `rows` runs of `nbytes`.
+    """The part of every source unit that goes to one decode rank: `rows` runs of `nbytes`.
 
     Offsets count from the start of the unit, on either side, in bytes.
     """
 
     # The decode rank.
     tp_rank: int
-    # Of one run.
+    # Bytes of one run.
     nbytes: int
     # The staging plane that the bytes come from. Always 0 unless the route splits.
     plane: int = 0
@@ -62,31 +62,31 @@ class Target:
 class Route:
     """How units of one geometry travel from one prefill rank to a decode engine.
 
-    Of several prefill ranks that hold the same KV, each serves the tickets whose `replica_hash` falls on its index.
+    If several prefill ranks hold the same KV, each serves the tickets whose `replica_hash` selects its index.
     """
 
     regroup: Regroup
     # Tokens of a unit.
     unit: int
     targets: tuple[Target, ...]
-    # The index of this rank among those that hold the same.
+    # The index of this rank among the ranks that hold the same KV.
     replica_index: int = 0
-    # How many ranks hold the same.
+    # How many ranks hold the same KV.
     replicas: int = 1
-    # What a unit takes in each plane of a staging slot. 0 when nothing is staged.
+    # Bytes of a unit in each plane of a staging slot. 0 if nothing is staged.
     staged_bytes: int = 0
     # How many planes a staging slot has for a tensor.
     planes: int = 1
-    # The all-to-all group, in the order of its heads.
+    # The ranks of the all-to-all group, in the order of their heads.
     ranks: tuple[int, ...] = ()
-    # Our place in it.
+    # This rank's index in the group.
     index: int = 0
     # Bytes of one token on the side with fewer heads: the run that regrouping moves.
     row_bytes: int = 0
 
     @property
     def pieces(self) -> int:
-        """In how many runs at most a target gets its share of a unit: more than one if rows are written one by one."""
+        """The most runs in which a target gets its share of a unit: more than one if rows are written one by one."""
         return max((target.rows for target in self.targets), default=0)
 
     def serves(self, replica_hash: int) -> bool:
@@ -94,9 +94,9 @@ class Route:
 
 
 def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding, d_block_size: int) -> Route:
-    """The route of `source`'s units from prefill's `rank` to a decode engine with blocks of `d_block_size` tokens.
+    """Returns the route of `source`'s units from prefill's `rank` to a decode engine.
 
-    Raises LayoutError or TopologyError where the two sides cannot fit.
+    `d_block_size`: tokens in decode's blocks. Raises LayoutError or TopologyError if the two sides cannot fit.
     """
     total = source.total_heads
     copies, replica = prefill.replicas(total), prefill.replica_index(rank, total)
@@ -136,15 +136,15 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
 
 
 def regroupable(geometries: Iterable[Geometry]) -> list[Geometry]:
-    """Those that some decode engine's shape may make a rank regroup."""
+    """Returns the geometries that a rank must regroup for some shapes of a decode engine."""
     return [g for g in geometries if g.order is Order.TOKEN_MAJOR and g.total_heads > 1]
 
 
 def slot_bytes(caches: RankCaches, step_tokens: int) -> int:
-    """What one layer of a step of `step_tokens` takes once regrouped; 0 where nothing may need it.
+    """Returns the bytes that one layer of a step of `step_tokens` takes after regrouping; 0 if no layer can need it.
 
-    A little more than that: every request may end in a unit that is filled only in part. What does not fit goes
-    in a further chunk.
+    The result has a little room to spare, since every request may end in a unit that is filled only in part. A step
+    that does not fit is sent in several transfers.
     """
     movable = regroupable(caches.geometries)
     layers: dict[str, int] = {}
@@ -158,14 +158,14 @@ def slot_bytes(caches: RankCaches, step_tokens: int) -> int:
 
 
 def why_slow(route: Route, source: Geometry, prefill: Sharding, decode: Sharding, d_block_size: int) -> str | None:
-    """Why units cannot travel as whole blocks, or as all of what another block has of them; None where they can."""
+    """Returns why units are sent in small pieces, in words for the log; None if they are sent as whole blocks."""
     if route.pieces > 1:
         return (
             f"tensor-parallel sizes {prefill.tp} (prefill) and {decode.tp} (decode) do not divide each other's "
             f"{source.total_heads} KV heads evenly: KV is written in {route.pieces} pieces per {route.unit} tokens of "
             "a layer, which is right but slow"
         )
-    # Runs that both sides deal out alike merge again to what a block holds.
+    # If both sides divide tokens alike, neighbouring runs merge into whole blocks again.
     alike = decode.parts > 1 and (prefill.parts, prefill.interleave) == (decode.parts, decode.interleave)
     if route.unit < min(source.block_size, d_block_size) and not alike:
         return (
@@ -194,7 +194,7 @@ def _common_unit(source: Geometry, decode: Sharding, d_block_size: int) -> int:
 
 
 def _overlap(source: Geometry, unit: int, own: range, d_rank: int, theirs: range) -> Target | None:
-    """What goes straight from the cache to `d_rank`: the heads both hold, in as few runs as can be."""
+    """Returns what goes straight from the cache to `d_rank`: the heads that both hold, in as few runs as possible."""
     first, last = max(own.start, theirs.start), min(own.stop, theirs.stop)
     if first >= last:
         return None
@@ -232,7 +232,7 @@ class Descriptors:
 
 
 def descriptors(target: Target, src_units: Offsets, dst_units: Offsets) -> Descriptors:
-    """The copies that bring every unit's share to `target`, neighbours merged to the minimum."""
+    """Returns the copies that bring every unit's share to `target`. Neighbouring copies are merged."""
     src = src_units + target.src_offset
     dst = dst_units + target.dst_offset
     if target.rows > 1:
@@ -243,11 +243,13 @@ def descriptors(target: Target, src_units: Offsets, dst_units: Offsets) -> Descr
 
 
 def merge(src: Offsets, dst: Offsets, nbytes: int) -> Descriptors:
-    """Merges copies of `nbytes` each that continue each other on both sides. No two destinations may overlap, and no
-    two sources unless they are the same.
+    """Merges copies of `nbytes` each that continue each other on both sides.
 
-    The result is minimal: a copy has at most one successor, which is its neighbour once they are sorted by either side.
-    By sources only where none repeats, as they do of requests that share a prefix in prefill's cache.
+    Destinations must not overlap. Sources may repeat, but must not overlap in part.
+
+    The result is minimal: a copy has at most one successor, which is its neighbour after sorting by either side. The
+    copies are used in the order of their sources if no source repeats, and sorted by destination otherwise. Sources
+    repeat if requests share a prefix in prefill's cache.
     """
     if len(src) == 0:
         return Descriptors(src, dst, src)
@@ -265,7 +267,7 @@ def merge(src: Offsets, dst: Offsets, nbytes: int) -> Descriptors:
 
 
 def staged_units(route: Route, plane: int, capacity: int, count: int) -> Offsets:
-    """Offsets of `count` units in `plane` of a staging buffer whose planes hold `capacity` units each."""
+    """Returns the offsets of `count` units in `plane` of a staging buffer whose planes hold `capacity` units each."""
     return (plane * capacity + np.arange(count, dtype=np.int64)) * route.staged_bytes
 
 

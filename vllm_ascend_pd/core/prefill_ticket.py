@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ticket on a prefill rank: whether it may write, which decode ranks it asks, and what it reports in the end.
+"""The state machine of a ticket on one prefill rank: whether the rank may write, and what it asks and reports.
 
-The prefill side's state machine, one per prefill rank and ticket:
+There is one per prefill rank and ticket:
 
     WRITING --finish--> FINISHED --notify--> NOTIFYING --all answered, or none will--> NOTIFIED --end--> ENDED
                                                  ^-----notify: nothing can arrive any more-----'
@@ -9,12 +9,12 @@ The prefill side's state machine, one per prefill rank and ticket:
 A write begins in WRITING only, to a decode rank whose lease still runs. A lease is counted from the moment of the
 request for it, so it ends here before it ends there (R2). `failure` says that the KV will not be complete (R1). It is
 set once, in WRITING, and never cleared. A failed write may still read the blocks until `settled_at`. So success is
-reported only after that, a failure at once and once more after that (R2), and only then the ticket ends (R3).
+reported only after that time. A failure is reported at once, and again after that time (R2). Then the ticket ends (R3).
 
 The control thread owns the ticket. It publishes a `TicketView` for other threads after each change.
 
-Leases and deadlines are dates of a monotonic clock. `settled_at` is a date of one that stands still while the process
-is stopped, as do the writes that are to settle. Methods that depend on it call it `running`.
+Leases and deadlines are times of a monotonic clock. `settled_at` is a running time (`core/running_time.py`), which
+stands still while the process is stopped, because the writes stand still, too. Methods call it `running`.
 """
 
 import enum
@@ -43,68 +43,71 @@ class Phase(enum.Enum):
 
 @dataclass
 class Destination:
-    """A decode rank."""
+    """A decode rank that the ticket is for."""
 
     rank: RankDescription
     # Indices of its tensors that this rank fills.
     covers: tuple[int, ...]
-    # It has granted the ticket.
+    # Whether it has granted the ticket.
     granted: bool = False
     # When the lease ends, on this side's clock.
     until: float = -math.inf
     lease_s: float = 0.0
     asked_at: float = -math.inf
-    # A request for a grant is under way.
+    # Whether a request for a grant is in flight.
     asking: bool = False
-    # It needs nothing.
+    # Whether it needs nothing.
     complete: bool = False
-    # It has acknowledged the report of how the transfer ended.
+    # Whether it has acknowledged the report of how the transfer ended.
     acked: bool = False
 
     @property
     def pause_s(self) -> float:
-        """Between two requests."""
+        """Seconds between two requests for a grant."""
         return self.lease_s / 3 if self.granted else GRANT_RETRY_S
 
 
 @dataclass(frozen=True)
 class TicketView:
-    """What a ticket allows at one moment. Immutable, so any thread may read it.
+    """What a ticket allows at one moment. It is immutable, so any thread may read it.
 
-    An old view never allows too much: leases only get longer, and a write that begins after a failure does no harm
-    while its lease runs.
+    An old view never allows too much: leases only get longer. A write that begins after a failure does no harm while
+    its lease runs.
     """
 
-    # No write may begin any more, and the KV will not be complete.
+    # Whether the transfer has failed: no write may begin, and the KV will not be complete.
     failed: bool
-    # The writing is not over.
+    # Whether writes may still follow.
     is_writing: bool
-    # It is known where to write.
+    # Whether it is known where to write.
     is_located: bool
-    # When it is too late for a description or a grant.
+    # When a description or a grant comes too late.
     grant_deadline: float
-    # By decode rank that has granted: when its lease ends.
+    # When the lease of each decode rank ends that has granted.
     leases: Mapping[RankKey, float] = field(default_factory=dict)
     # Decode ranks that need nothing.
     complete: frozenset[RankKey] = frozenset()
-    # A decode rank has still to answer yes or no.
+    # Whether a decode rank has not granted or refused yet.
     waits_for_grant: bool = True
 
     def may_write(self, key: RankKey, now: float) -> bool | None:
-        """Whether a write to `key` may be planned. None: not known yet."""
+        """Whether a write to decode rank `key` may be planned; None if that is not known yet."""
         if self.failed or not self.is_writing or key in self.complete:
             return False
         until = self.leases.get(key)
         return None if until is None else now < until
 
     def located(self) -> bool | None:
-        """Whether it is known where to write. None: not known yet."""
+        """Whether it is known where to write; None if the decode engine may still describe itself."""
         if self.failed:
             return False
         return True if self.is_located else None
 
     def overdue(self, key: RankKey | None, now: float) -> tuple[str, PushFailure] | None:
-        """Why a write to `key` must fail now, because something came too late. `key` None: whatever the rank is."""
+        """Returns why a write to `key` must fail now because something came too late; None if it need not fail.
+
+        `key` is None if the decode ranks are not known yet.
+        """
         if self.failed:
             return None
         if not self.is_located:
@@ -119,13 +122,14 @@ class TicketView:
         return (f"the lease for decode rank {key} ran out", PushFailure.LEASE) if now >= until else None
 
     def writable_until(self, key: RankKey) -> float:
-        """Until when `may_write` answers True, as far as this view shows; -inf if it does not."""
+        """Returns the time until which `may_write` returns True in this view; -inf if it does not."""
         if self.failed or not self.is_writing or key in self.complete:
             return -math.inf
         return self.leases.get(key, -math.inf)
 
     def lease_until(self, key: RankKey) -> float:
-        """Until when bytes for `key` may leave, also after a failure: they do no harm while the lease runs."""
+        """Returns the time until which bytes for `key` may be sent. They do no harm while the lease runs, so a failure
+        does not change it."""
         return self.leases.get(key, -math.inf)
 
     @property
@@ -136,19 +140,19 @@ class TicketView:
 
 @dataclass
 class PrefillTicket:
-    """Times are seconds, passed in.
+    """The state of a ticket on one prefill rank. Times are in seconds, and passed in.
 
-    `known`, `may_write` and `finish` return None for "not yet": ask again when something has changed. They never do so
-    from `grant_deadline` on.
+    `known`, `may_write` and `finish` return None for "not yet": call them again when something has changed. After
+    `grant_deadline` they never return None.
     """
 
-    # Until when a description and grants may come. It moves while decode asks for patience.
+    # Until when a description and grants may come. It moves later if decode asks for more time.
     grant_deadline: float
-    # The latest that `grant_deadline` moves to.
+    # The latest value of `grant_deadline`.
     patience_ends: float = math.inf
     phase: Phase = Phase.WRITING
     failure: str | None = None
-    # Of the failure.
+    # The kind of failure.
     cause: PushFailure | None = None
     # Until when failed writes may read and arrive, in running time.
     settled_at: float = -math.inf
@@ -156,7 +160,7 @@ class PrefillTicket:
     destinations: dict[RankKey, Destination] | None = None
     # How often decode was notified.
     rounds: int = 0
-    # The last report said that nothing can arrive any more.
+    # Whether the last report said that nothing can arrive any more.
     final: bool = False
     # How often a view has allowed less than the one before.
     withdrawals: int = 0
@@ -169,7 +173,7 @@ class PrefillTicket:
 
     @property
     def waits_for_grant(self) -> bool:
-        """Whether a decode rank has still to answer yes or no."""
+        """Whether a decode rank has not granted or refused yet."""
         if self.failure is not None or self.phase is not Phase.WRITING:
             return False
         destinations = self.destinations
@@ -188,7 +192,7 @@ class PrefillTicket:
         )
 
     def contacted(self, destinations: dict[RankKey, Destination]) -> None:
-        """The decode engine has described itself, or will not: then there is nobody to write to."""
+        """Takes the decode ranks to write to. There are none if the decode engine did not describe itself."""
         self.destinations = destinations
 
     # Grants.
@@ -207,7 +211,7 @@ class PrefillTicket:
         return destination
 
     def answered(self, key: RankKey, asked_at: float, answer: Message | Exception) -> bool:
-        """Takes the answer to the request of `asked_at`. Returns whether it refuses for good."""
+        """Takes the answer to the request sent at `asked_at`. Returns whether the rank has refused for good."""
         destination = self._destination(key)
         destination.asking = False
         if isinstance(answer, Granted):
@@ -231,12 +235,12 @@ class PrefillTicket:
         return self._view_at(None, now).located()
 
     def may_write(self, key: RankKey, now: float) -> bool | None:
-        """Whether a write to `key` may be planned now. It may begin as long as `holds`. False for a rank that needs
-        nothing."""
+        """Whether a write to `key` may be planned now; it may begin as long as `holds` returns True. Returns False for
+        a rank that needs nothing."""
         return self._view_at(key, now).may_write(key, now)
 
     def _view_at(self, key: RankKey | None, now: float) -> TicketView:
-        """Returns the view after what came too late for `key` has failed the transfer."""
+        """Fails the transfer if something for `key` came too late. Returns the view afterwards."""
         view = self.view()
         overdue = view.overdue(key, now)
         if overdue is None:
@@ -249,19 +253,19 @@ class PrefillTicket:
         return self.view().writable_until(key)
 
     def lease_until(self, key: RankKey) -> float:
-        """Until when bytes for `key` may leave. It only gets later."""
+        """Returns the time until which bytes for `key` may be sent. It only gets later."""
         return self._destination(key).until
 
     def holds(self, key: RankKey, now: float) -> bool:
-        """Whether bytes for `key` may leave now."""
+        """Whether bytes for `key` may be sent now."""
         return now < self.lease_until(key)
 
     def mark_in_flight(self, until: float) -> None:
-        """A write was given up: its bytes may arrive until then."""
+        """Records that a write was given up, whose bytes may arrive until `until`."""
         self.settled_at = max(self.settled_at, until)
 
     def finish(self, now: float) -> bool | None:
-        """No write will begin any more. Returns whether the KV is complete: not without all grants."""
+        """Ends the writing. Returns whether the KV is complete; None while a decode rank may still grant."""
         if self.known(now):
             answers = [self.may_write(key, now) for key in self.destinations or ()]
             if self.failure is None and None in answers:
@@ -274,10 +278,11 @@ class PrefillTicket:
     # The end.
 
     def notify(self, running: float) -> bool:
-        """Whether decode is to be notified now. Then `notify_pending` says whom.
+        """Returns whether decode must be notified now. `notify_pending` says which ranks.
 
-        A failure is reported at once, success only when no byte can arrive any more: decode goes on with the blocks.
-        Ranks that acknowledged a failure hear once more when no byte can arrive any more. Those that did not, ask.
+        A failure is reported at once. Success is reported only when no byte can arrive any more, because decode then
+        uses the blocks. Ranks that acknowledged a failure are notified again when no byte can arrive any more. Ranks
+        that did not will ask.
         """
         settled = running >= self.settled_at
         if self.phase is Phase.FINISHED and self.destinations is not None:
@@ -294,12 +299,14 @@ class PrefillTicket:
         return True
 
     def settle_s(self, running: float) -> float:
-        """How long bytes may still arrive."""
+        """Returns for how many seconds bytes may still arrive."""
         return max(0.0, self.settled_at - running)
 
     def notify_pending(self) -> dict[RankKey, Destination]:
-        """Begins a round. Returns the decode ranks to report to: all, then those that have not acknowledged. None are
-        left: decode has been notified."""
+        """Begins a round of reports. Returns the decode ranks to report to: those that have not acknowledged a report.
+
+        The result is empty when all have acknowledged, or after the last round: then decode counts as notified.
+        """
         pending = {key: d for key, d in (self.destinations or {}).items() if not d.acked}
         if not pending or self.rounds == _REPORT_ROUNDS:
             self.phase = Phase.NOTIFIED
@@ -308,11 +315,12 @@ class PrefillTicket:
         return pending
 
     def acked(self, key: RankKey) -> None:
-        """Decode rank `key` has acknowledged the report."""
+        """Records that decode rank `key` has acknowledged the report."""
         self._destination(key).acked = True
 
     def end(self) -> bool:
-        """Whether it is over: decode was notified or cannot be reached, and nothing reads the blocks any more."""
+        """Ends the ticket if decode was notified or cannot be reached, and nothing reads the blocks any more. Returns
+        whether it has ended."""
         if self.phase is not Phase.NOTIFIED or not self.final:
             return False
         self.phase = Phase.ENDED

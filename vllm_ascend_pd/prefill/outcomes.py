@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the control thread tells the model's thread: how transfers ended. The control thread puts, the model's takes."""
+"""A queue in which the control thread reports to the model's thread how transfers ended."""
 
 import queue
 import time
@@ -10,12 +10,12 @@ from vllm_ascend_pd.prefill.transfer import Transfer
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a transfer that decode has been notified of."""
+    """How a transfer ended, after decode has been notified."""
 
     transfer: Transfer
     # Why its KV was not delivered; None if it was.
     failure: str | None
-    # Nothing reads the request's blocks any more. If not, another outcome follows that says so.
+    # Whether nothing reads the request's blocks any more. Otherwise another outcome follows that says so.
     is_over: bool
 
 
@@ -30,7 +30,7 @@ class Outcomes:
 
     @property
     def is_empty(self) -> bool:
-        """Whether `take` would wait. Every step asks, and a call of `take` that finds nothing costs more."""
+        """Whether `take` would wait. Each step checks this first: it is cheaper than a `take` that finds nothing."""
         return self._queue.empty()
 
     def take(self, deadline: float) -> Outcome | None:

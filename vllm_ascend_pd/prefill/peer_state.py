@@ -13,9 +13,9 @@ _FORGET_AFTER_S = 600.0
 
 @dataclass
 class Peer:
-    """One decode engine. The control thread owns it, but for `users` and `used_at`."""
+    """One decode engine. The control thread owns all of it except `users` and `used_at`."""
 
-    # Where it describes itself.
+    # The address of its listener, which describes it.
     endpoint: str
     engine_id: str
     # Writes to it.
@@ -24,9 +24,9 @@ class Peer:
     layout: DecodeLayout | None = None
     # Transfers that wait for its description.
     waiting: list[Transfer] = field(default_factory=list)
-    # It is asked for its description.
+    # Whether a request for its description is in flight.
     describing: bool = False
-    # When it may be asked again, on the monotonic clock.
+    # When it may be asked for its description again, on the monotonic clock.
     describe_at: float = 0.0
     # Why it will never answer again.
     gone: str | None = None
@@ -40,14 +40,15 @@ class Peer:
 
     @property
     def busy(self) -> bool:
-        """Something is expected from the engine."""
+        """Whether something is expected from the engine."""
         return self.users > 0 or self.describing
 
     def is_over(self, now: float) -> bool:
-        """Whether what is known of the engine can be dropped.
+        """Whether the engine can be forgotten.
 
-        An engine that never described itself, or whose address another engine has by now, is dropped as soon as no
-        transfer needs it."""
+        An engine that never described itself, or whose address another engine has by now, can be forgotten as soon as
+        no transfer needs it.
+        """
         if self.busy:
             return False
         return self.layout is None or self.gone is not None or now - self.used_at > _FORGET_AFTER_S

@@ -27,17 +27,17 @@ from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannel
 
 logger = logging.getLogger(__name__)
 
-# Pause after a failed attempt to have an engine describe itself: it may fail at once.
+# Pause after a failed request for a description, which may fail at once.
 _DESCRIBE_PAUSE_S = 0.1
-# Requests for a description at one address at a time: half of the answers that a listener keeps unread
-# (`DescriptionListener`).
+# The most requests for descriptions in flight to one address: half of the replies that a listener keeps for a client
+# that does not read (`DescriptionListener`).
 _DESCRIBED_AT_ONCE = 4
 # How often engines are forgotten, and connections put to rest.
 _TIDY_S = 1.0
 
 
 class Peers:
-    """The decode engines by the issuer that their tickets name."""
+    """The decode engines that a prefill rank is in contact with, by the issuer that their tickets name."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Peers:
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], Peer] = {}
         # The control thread owns the rest.
-        # By address: how many engines there are being described.
+        # By address: how many requests for descriptions are in flight.
         self._describing: Counter[str] = Counter()
         # Senders of engines that were forgotten, until they have ended.
         self._retired: list[Sender] = []
@@ -82,7 +82,7 @@ class Peers:
             return peer.sender
 
     def release(self, ticket: Ticket) -> None:
-        """Nothing more will be put for an acquired `ticket`."""
+        """Gives the sender back that was acquired for `ticket`: it gets no more tasks for it."""
         with self._lock:
             peer = self._peers[ticket.issuer]
             peer.users -= 1
@@ -92,7 +92,7 @@ class Peers:
 
     @owned
     def open(self, transfers: Sequence[Transfer]) -> None:
-        """Begins to ask for grants. The tickets must have been acquired."""
+        """Begins to ask for grants for these transfers. A sender must have been acquired for each ticket."""
         with self._lock:
             peers = {transfer.ticket.issuer: self._peers[transfer.ticket.issuer] for transfer in transfers}
         for transfer in transfers:
@@ -102,7 +102,7 @@ class Peers:
 
     @owned
     def tick(self, now: float) -> None:
-        """Does what has come due."""
+        """Contacts transfers that wait, and forgets engines from time to time."""
         for peer in self._all():
             if peer.waiting:
                 self._advance(peer)
@@ -115,7 +115,7 @@ class Peers:
             return list(self._peers.values())
 
     def _advance(self, peer: Peer) -> None:
-        """Contacts the transfers that wait for the peer, or asks it for its description."""
+        """Contacts the transfers that wait for the peer, or asks the peer for its description if that is missing."""
         if peer.gone is None and peer.layout is None:
             free = not peer.describing and self._describing[peer.endpoint] < _DESCRIBED_AT_ONCE
             if free and time.monotonic() >= peer.describe_at:
@@ -144,7 +144,7 @@ class Peers:
         if isinstance(answer, EngineDescription) and (reason := unsound(answer, self._hosts)) is not None:
             where = [rank.control[:80] for rank in answer.ranks[:8]]
             logger.error("decode engine %s describes ranks at %s", peer.engine_id, where)
-            answer = Problem(reason)  # its ranks are not even told
+            answer = Problem(reason)  # nothing is sent to its ranks
         if isinstance(answer, EngineDescription):
             peer.endpoints.update(rank.control for rank in answer.ranks)
             if answer.engine_id == peer.engine_id:
@@ -164,12 +164,12 @@ class Peers:
             waiting, peer.waiting = peer.waiting, []
             for transfer in waiting:
                 self._transfers.contact(transfer, layout, reason)
-        for each in self._all():  # this one's transfers, and others' turn to be described
+        for each in self._all():  # this engine's transfers can go on, and another engine can be asked
             if each.endpoint == peer.endpoint and each.waiting:
                 self._advance(each)
 
     def _take_over(self, peer: Peer) -> None:
-        """`peer` listens where others did: it was started after they had ended."""
+        """Marks engines as gone at whose address `peer` listens now: they ended before it was started."""
         others = [p for p in self._all() if p.endpoint == peer.endpoint and p is not peer and not p.gone]
         for other in others:
             other.gone = f"engine {other.engine_id} has ended: {peer.engine_id} is at its address now"
@@ -180,7 +180,7 @@ class Peers:
             self._advance(other)
 
     def _describe_again(self, peer: Peer, reason: str) -> None:
-        """It has not answered. Soon it is asked again, for transfers whose time to be granted is not over."""
+        """Schedules another request for a description. Fails the transfers whose grant deadline has passed."""
         now = time.monotonic()
         peer.describe_at = now + _DESCRIBE_PAUSE_S
         late = [transfer for transfer in peer.waiting if now >= transfer.state.grant_deadline]
@@ -189,7 +189,7 @@ class Peers:
             self._transfers.contact(transfer, None, reason)
 
     def _tidy(self, now: float) -> None:
-        """Forgets engines that are over, and lets idle connections rest."""
+        """Forgets engines that are no longer needed, and stops polling idle connections."""
         with self._lock:
             over = [key for key, peer in self._peers.items() if peer.is_over(now)]
             forgotten = [self._peers.pop(key) for key in over]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's transfer on a prefill rank: what each of three threads owns of it, and what they share.
+"""One request's transfer on a prefill rank. Three threads own parts of it, and share the rest under a lock.
 
 The control thread owns the ticket's state. It publishes an immutable `TicketView` after each change. The model's thread
-and the peer's sender read the latest view. They report a failure by `fail`, which stops further writes at once, and
-which the control thread takes over into the ticket before it decides anything else.
+and the peer's sender read the latest view. They report a failure by `fail`, which stops further writes at once. The
+control thread copies it into the ticket before it decides anything else.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Withdrawals:
-    """How often a transfer that shares this may have lost its permission to write. Any thread adds to `count`, senders
-    read it. Whoever sees the same `count` twice knows that none has in between. Two at once may count as one."""
+    """Counts how often a transfer may have lost its permission to write. All transfers of a rank share one object.
+
+    Any thread adds to `count`, and senders read it. If a reader sees the same `count` twice, no transfer has lost its
+    permission in between. Two losses at the same time may count as one.
+    """
 
     count: int = 0
 
@@ -57,26 +60,26 @@ class Transfer:
         self.ticket = ticket
         # Writes to the decode engine that issued the ticket.
         self.sender = sender
-        # Known to nobody but this rank and the decode ranks it asks.
+        # A secret of this rank and the decode ranks that it asks.
         self.number = secrets.randbits(63)
         # How many tokens of the prompt this engine had in its prefix cache.
         self.cached_tokens = cached_tokens
-        # Those that prefill had when the transfer began.
+        # The weights that prefill had when the transfer began.
         self.weights = weights
         # Shared by all transfers of this rank: see `LeaseCheck`.
         self.withdrawals = withdrawals
-        # From when on others of the same sender need not wait for this one's grants.
+        # When other transfers of the same sender stop waiting for this one's grants.
         self._grant_wait_ends = state.grant_deadline
 
         # The model's thread owns it.
 
-        # Some of it is to be written, or was. The sender reads it.
+        # Whether some of it was planned to be written. The sender reads it.
         self.planned = False
-        # The end of the prompt's last layer. Set before the sender is told that the transfer ends, which reads it.
+        # The end of the prompt's last layer. The sender reads it, after it was told that the transfer ends.
         self.computed: Event | None = None
-        # vLLM is done with the request.
+        # Whether vLLM is done with the request.
         self.released = False
-        # Nothing reads the request's blocks any more.
+        # Whether nothing reads the request's blocks any more.
         self.is_over = False
 
         # The sender's thread owns it, and the control thread after `TransferControl.finish`.
@@ -85,15 +88,15 @@ class Transfer:
         self.written: dict[RankKey, tuple[int, int]] = {}
         # Until when failed writes may read and arrive, in running time. The model's thread reads it behind a barrier.
         self.in_flight_until = -math.inf
-        # No write follows.
+        # Whether no write follows.
         self.is_written = False
 
         # The control thread owns it.
 
         self.state = state
-        # The sender has said that no write follows.
+        # Whether the sender has said that no write follows.
         self.is_finishing = False
-        # Decode has been notified, or cannot be.
+        # Whether decode has been notified, or cannot be reached.
         self.is_notified = False
 
         # Shared. `_changed` guards both, and wakes the sender. Reading one of them takes no lock.
@@ -106,19 +109,19 @@ class Transfer:
 
     @functools.cached_property
     def digest(self) -> str:
-        """The ticket's. Made when decode is asked: the model's thread has no use for it."""
+        """The ticket's digest. Computed when decode is first asked, so not on the model's thread."""
         return self.ticket.digest()
 
     # On any thread.
 
     @property
     def failure(self) -> str | None:
-        """Why the KV will not be complete."""
+        """Why the KV will not be complete; None if it may be."""
         failure = self._failure
         return None if failure is None else failure[0]
 
     def fail(self, reason: str, cause: PushFailure) -> None:
-        """No further write begins. The first reason counts. Without effect once all is written."""
+        """Fails the transfer: no further write begins. Only the first reason counts. Does nothing after the writing."""
         with self._changed:
             self._fail(reason, cause)
 
@@ -130,7 +133,7 @@ class Transfer:
 
     @property
     def waits_for_grant(self) -> bool:
-        """Whether a decode rank has still to answer yes or no."""
+        """Whether a decode rank has not granted or refused yet."""
         return self._failure is None and self._view.waits_for_grant
 
     @property
@@ -146,18 +149,21 @@ class Transfer:
         """As `TicketView.lease_until`."""
         return self._view.lease_until(key)
 
-    # On the sender's thread. The first two wait, at most until the grant deadline.
+    # On the sender's thread. The first two methods wait until the grant deadline at most.
 
     def await_destinations(self) -> bool:
-        """Returns whether it is known where to write."""
+        """Waits until it is known where to write. Returns False if the transfer has failed."""
         return self._await(None, lambda view, now: view.located())
 
     def await_grant(self, key: RankKey) -> bool:
-        """Returns whether a write to `key` may be planned now."""
+        """Waits until a write to `key` may be planned. Returns False if it must not be."""
         return self._await(key, lambda view, now: view.may_write(key, now))
 
     def _await(self, key: RankKey | None, question: Callable[[TicketView, float], bool | None]) -> bool:
-        """What came too late fails the transfer. A renewal may be under way: then the two cross, and it fails too."""
+        """Waits for an answer to `question`. If a grant or a description comes too late, the transfer fails.
+
+        It also fails if a lease has run out while its renewal is in flight.
+        """
         limit, waited = self.sender.grant_wait, False
         with self._changed:
             while self._failure is None:
@@ -177,19 +183,19 @@ class Transfer:
             return False
 
     def wrote(self, key: RankKey, num_bytes: int, early: int) -> None:
-        """Counts what has arrived, `early` of it before the last layer was computed."""
+        """Counts bytes that have arrived, `early` of them before the last layer was computed."""
         total, before = self.written.get(key, (0, 0))
         self.written[key] = (total + num_bytes, before + early)
 
     def mark_in_flight(self, until: float) -> None:
-        """A write was given up: its bytes may arrive until then, in running time."""
+        """Records that a write was given up, whose bytes may arrive until `until`, in running time."""
         self.in_flight_until = max(self.in_flight_until, until)
 
     # On the control thread.
 
     @contextmanager
     def changing(self) -> Iterator[PrefillTicket]:
-        """Yields the state, and publishes it afterwards. A failure that another thread has reported is in it."""
+        """Yields the ticket's state, with failures that other threads have reported, and publishes it afterwards."""
         if threads.CHECKED:
             threads.check_owner(self.state, "Transfer.changing")
         self.take_failure()
@@ -205,12 +211,12 @@ class Transfer:
             self._changed.notify_all()
 
     def take_failure(self) -> None:
-        """Takes over into the state what another thread has reported."""
+        """Copies a failure that another thread has reported into the ticket's state."""
         if self._failure is not None and self.state.failure is None:
             self.state.fail(*self._failure)
 
     def report(self, writer: WriterId, key: RankKey, reason: str | None, settle_s: float) -> WriteReport:
-        """Returns what decode rank `key` is told: `reason` and `settle_s` as in `WriteReport`."""
+        """Returns the report for decode rank `key`. `reason` and `settle_s`: as in `WriteReport`."""
         total, early = self.written.get(key, (0, 0))
         return WriteReport(
             self.ticket.ticket_id,
@@ -230,5 +236,5 @@ class Transfer:
 
     @property
     def bytes_at_end(self) -> int:
-        """Of `num_bytes`: what had arrived when the last layer was computed."""
+        """The part of `num_bytes` that had arrived when the last layer was computed."""
         return sum(early for _, early in self.written.values())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers on the control thread: asks decode ranks for grants, renews them, and reports how transfers ended.
+"""Asks decode ranks for grants, renews them, and reports to them how transfers ended.
 
-The control thread owns the `TransferControl` and the tickets' states. Senders say by `finish` that no write of a
-transfer follows. What becomes of it reaches the model's thread as `Outcomes`.
+The control thread owns the `TransferControl` and the tickets' states. Senders call `finish` when no write of a transfer
+follows. The model's thread learns from `Outcomes` how it ended.
 """
 
 import functools
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class TransferControl:
-    """All transfers of a rank that are not over."""
+    """Drives all transfers of a rank that are not over."""
 
     def __init__(
         self,
@@ -62,16 +62,16 @@ class TransferControl:
         self._observer = observer
         # By number.
         self._transfers: dict[int, Transfer] = {}
-        # Numbers that a decode rank is just being told about: no such transfer is here.
+        # Numbers of ended transfers whose revocation is being answered now.
         self._disclaimed: set[int] = set()
 
     # On a sender's thread.
 
     def finish(self, transfers: Sequence[Transfer]) -> None:
-        """No write of `transfers` follows. The sender does not touch them any more."""
+        """Says that no write of `transfers` follows. The sender does not touch them any more."""
         self._client.call(lambda: self._finish(transfers))
 
-    # On the control thread, as all that follows.
+    # All that follows runs on the control thread.
 
     @owned
     def add(self, transfers: Sequence[Transfer]) -> None:
@@ -80,8 +80,11 @@ class TransferControl:
 
     @owned
     def contact(self, transfer: Transfer, layout: DecodeLayout | None, refused: str | None) -> None:
-        """The decode engine has described itself (`layout`), or will not. `refused`: why it gets nothing. Its ranks are
-        told so."""
+        """Begins to ask the ranks of a decode engine for grants.
+
+        layout: the engine's description; None if it did not describe itself.
+        refused: why the engine gets nothing, None if it may. Its ranks are told the reason.
+        """
         if refused is not None:
             self.fail(transfer, refused, PushFailure.UNREACHABLE if layout is None else PushFailure.UNFIT)
         destinations: dict[RankKey, Destination] = {}
@@ -99,7 +102,7 @@ class TransferControl:
 
     @owned
     def fail(self, transfer: Transfer, reason: str, cause: PushFailure) -> None:
-        """The transfer fails, and ends as soon as the sender has no write of it under way."""
+        """Fails the transfer. It ends as soon as the sender has no write of it in flight."""
         with transfer.changing() as state:
             state.fail(reason, cause)
         transfer.sender.finish([transfer])
@@ -111,24 +114,24 @@ class TransferControl:
 
     @owned
     def tick(self) -> None:
-        """Does what has come due."""
+        """Lets time pass for every transfer."""
         for transfer in list(self._transfers.values()):
             self._follow(transfer)
 
     @owned
     def revoke(self, endpoint: str, message: Revoke) -> None:
-        """A decode rank at `endpoint` takes a ticket back."""
+        """Handles a decode rank's revocation of a ticket. `endpoint`: where the message came from."""
         if message.writer != self._writer(message.writer.transfer):
             return
         transfer = self._transfers.get(message.writer.transfer)
         if transfer is None:
             self._disclaim(endpoint, message)
         elif endpoint in {d.rank.control for d in (transfer.state.destinations or {}).values()}:
-            # Only a rank that the ticket's own engine has described may take it back.
+            # Only ranks that the ticket's own engine has described may revoke it.
             self.fail(transfer, f"decode took the ticket back: {message.reason}", PushFailure.REVOKED)
 
     def _disclaim(self, endpoint: str, revoke: Revoke) -> None:
-        """Answers the revocation of a transfer that is over: nothing of it is on its way."""
+        """Answers the revocation of a transfer that is over: no byte of it is in flight."""
         number = revoke.writer.transfer
         if number in self._disclaimed:
             return
@@ -152,7 +155,7 @@ class TransferControl:
             self._follow(transfer)
 
     def _follow(self, transfer: Transfer) -> None:
-        """Does what has come due for one transfer: ends the writing, asks for grants and renewals, notifies decode."""
+        """Takes the next steps of one transfer: ends the writing, asks for grants and renewals, notifies decode."""
         state = transfer.state
         transfer.take_failure()
         if transfer.is_finishing and state.phase is Phase.WRITING:
@@ -202,11 +205,11 @@ class TransferControl:
             transfer.sender.finish([transfer])
         elif isinstance(answer, GrantRefused):
             self._client.tick_within(GRANT_RETRY_S)
-        if transfer.is_finishing:  # it may have waited for this answer alone
+        if transfer.is_finishing:  # this answer may be all that it waited for
             self._follow(transfer)
 
     def _read_clock(self, transfer: Transfer, key: RankKey) -> None:
-        """Asks a decode rank what time it is. Engines that do not know the question answer with a `Problem`."""
+        """Asks a decode rank for its clock. Engines of older versions answer with a `Problem`."""
         rank = (transfer.state.destinations or {})[key].rank
         asked_at = time.monotonic()
 
@@ -220,7 +223,7 @@ class TransferControl:
     # The end.
 
     def _notify(self, transfer: Transfer) -> None:
-        """A round of reports. The next one follows when all decode ranks have answered, or will not."""
+        """Sends a round of reports. The next round follows when each request has an answer or has failed."""
         state = transfer.state
         pending = state.notify_pending()
         if not pending:
@@ -244,7 +247,7 @@ class TransferControl:
             self._client.request(destination.rank.control, report, self._timeout_s, answered)
 
     def _notified(self, transfer: Transfer) -> None:
-        """Decode has been notified of how the transfer ended, or cannot be reached."""
+        """Records that decode was notified of how the transfer ended, or cannot be reached."""
         if transfer.is_notified:
             return
         transfer.is_notified = True

@@ -22,7 +22,7 @@ from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 
 
 class Transfers:
-    """The transfers by request id."""
+    """The transfers of a prefill rank, by request id."""
 
     def __init__(self, config: ConnectorConfig, loaded: LoadedWeights, control: ControlPlane) -> None:
         self._config = config
@@ -31,13 +31,13 @@ class Transfers:
         self._by_request: dict[str, Transfer] = {}
         # How many of them each sender has.
         self._senders: Counter[Sender] = Counter()
-        # Those that lacked a grant when last asked.
+        # Transfers that lacked a grant at the last look.
         self._ungranted: list[Transfer] = []
         # Shared by all transfers: see `LeaseCheck`.
         self._withdrawals = Withdrawals()
         # Request ids whose blocks may be freed.
         self._done: set[str] = set()
-        # By request id: why its KV was not delivered. Not yet reported to the scheduler.
+        # By request id: why its KV was not delivered, if the scheduler has not been told yet.
         self._failed: dict[str, str] = {}
 
     def __getitem__(self, request_id: str) -> Transfer:
@@ -77,7 +77,7 @@ class Transfers:
 
     @owned
     def finish(self, *transfers: Transfer) -> None:
-        """Nothing more will be pushed for them. May be called any number of times."""
+        """Ends the pushing for these transfers. May be called any number of times."""
         of: dict[Sender, list[Transfer]] = {}
         for transfer in transfers:
             of.setdefault(transfer.sender, []).append(transfer)
@@ -86,14 +86,14 @@ class Transfers:
 
     @owned
     def lose(self, transfers: Iterable[Transfer], reason: str, cause: PushFailure) -> None:
-        """They fail, and nothing more will be pushed for them."""
+        """Fails these transfers and ends the pushing for them."""
         for transfer in transfers:
             transfer.fail(reason, cause)
             self.finish(transfer)
 
     @owned
     def release(self, request_id: str, aborted: str | None) -> None:
-        """vLLM is done with the request, or has `aborted` it for that reason."""
+        """Records that vLLM is done with the request. `aborted`: why it was aborted; None if it was not."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return
@@ -106,8 +106,10 @@ class Transfers:
 
     @owned
     def take_done(self, wait_s: float) -> set[str]:
-        """Returns the requests whose blocks vLLM may free: it is done with them and no push reads them any more. Waits
-        for one at most `wait_s`. Raises RuntimeError if a sender has ended by a bug."""
+        """Returns the requests whose blocks vLLM may free: it is done with them, and no push reads them any more.
+
+        Waits up to `wait_s` seconds if there is none. Raises RuntimeError if a sender has ended by a bug.
+        """
         self._take_outcomes()
         deadline = time.monotonic() + wait_s
         while wait_s and self._by_request and not self._done:
@@ -129,14 +131,14 @@ class Transfers:
 
     @owned
     def take_failed(self) -> dict[str, str]:
-        """Returns by request id why KV was not delivered, as far as that is new."""
+        """Returns why KV was not delivered, by request id: failures since the last call."""
         self._take_outcomes()
         failed, self._failed = self._failed, {}
         return failed
 
     @owned
     def status(self, restart_needed: bool) -> PrefillStatus:
-        """How the rank is now, with `restart_needed` as the caller says."""
+        """Returns how the rank is now. `restart_needed`: passed on."""
         self._ungranted = self._still_ungranted()
         queued = sum(sender.queued for sender in self._senders)
         return PrefillStatus(queued, len(self._ungranted), restart_needed)
@@ -147,7 +149,7 @@ class Transfers:
         self._control.close(timeout_s)
 
     def _take_outcomes(self) -> None:
-        """Takes what is there."""
+        """Takes all outcomes that have arrived. Does not wait."""
         outcomes = self._control.outcomes
         while not outcomes.is_empty and (outcome := outcomes.take(0.0)) is not None:
             self._take(outcome)
@@ -163,5 +165,5 @@ class Transfers:
             self._done.add(transfer.request_id)
 
     def _still_ungranted(self) -> list[Transfer]:
-        """Only those that waited when last asked: a transfer that has all grants keeps them."""
+        """Looks only at transfers that waited at the last look: a transfer that has all grants keeps them."""
         return [transfer for transfer in self._ungranted if transfer.waits_for_grant]

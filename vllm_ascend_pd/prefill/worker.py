@@ -25,8 +25,11 @@ from vllm_ascend_pd.transport.engine import TransferEngine
 
 
 class PrefillWorker:
-    """What vLLM calls on a prefill rank, all on the model's thread: `start_step`, then `layer_written` and
-    `layer_computed` for each layer, `forward_ended`, `end_step` and `take_sent`."""
+    """One rank of a prefill engine. vLLM's model thread calls all methods.
+
+    It calls them in this order: `start_step`, then `layer_written` and `layer_computed` for each layer,
+    `forward_ended`, `end_step` and `take_sent`.
+    """
 
     def __init__(
         self,
@@ -39,8 +42,12 @@ class PrefillWorker:
         loaded: LoadedWeights | None = None,
         observer: PrefillObserver | None = None,
     ) -> None:
-        """`step_tokens`: most tokens one step computes, which sizes the staging ring. `loaded`: the model's weights,
-        None if they are not known."""
+        """Starts the control thread.
+
+        step_tokens: the most tokens that one step computes. It decides the size of the staging ring.
+        loaded: the model's weights; None if they are not known.
+        observer: is told what the rank does; None if nothing listens.
+        """
         loaded = loaded or LoadedWeights()
         self._updates = WeightUpdates(f"{rank_info.pp_rank}/{rank_info.rank}", loaded)
         self._config = config
@@ -69,14 +76,14 @@ class PrefillWorker:
         self._plan = StepPlan()
         # Whether the forward pass of that step has ended.
         self._forward_ended = True
-        # The layer that was written since the last one was computed, and the end of that on the device.
+        # The layer that `layer_written` named last, and the device event after it. None after `layer_computed`.
         self._written: tuple[str, Event] | None = None
         # How long `take_sent` waits in this step.
         self._wait_s = 0.0
 
     @owned
     def start_step(self, step: PrefillStep) -> None:
-        """Opens new transfers and plans the step. Blocks for nothing."""
+        """Opens new transfers and plans the step. Never blocks."""
         self._end_open_step()
         self._wait_s = step.wait_s
         opened = self._transfers.open(step.tickets, step.cached_tokens)
@@ -96,17 +103,20 @@ class PrefillWorker:
 
     @owned
     def layer_written(self, layer: str) -> None:
-        """The layer to be announced next ("" if it is not named) has all its KV queued, its attention has not."""
+        """All KV of a layer is queued to be written to the cache, and its attention is not queued yet.
+
+        `layer`: the layer that `layer_computed` names next; "" if the caller does not know its name.
+        """
         if self._plan.transfers:
             self._written = (layer, self._device.record_event())
 
     @owned
     def layer_computed(self, layer: str) -> None:
-        """The cache of `layer` holds this step's tokens, or will once what the model queued so far has run.
+        """The cache of `layer` holds this step's tokens as soon as the device has run what is queued now.
 
-        Pushing waits for the writing of the cache alone where that was told, else for all that was queued. A draft's
-        layers run over the step's tokens first, then once for every further token drafted, which is not sent: only
-        the first time counts.
+        If `layer_written` was called for this layer, the push waits only for what was queued by then. A draft's layers
+        run over the step's tokens first, and then once for each further drafted token, whose KV is not sent. So only
+        the first call for a layer counts.
         """
         written, self._written = self._written, None
         if self._plan.transfers and layer in self._plan.unsaved:
@@ -118,8 +128,11 @@ class PrefillWorker:
 
     @owned
     def forward_ended(self, error: BaseException | None = None) -> None:
-        """The forward pass has ended, well or in `error`. The draft may still run. What it did not compute must not
-        count as delivered (R1), though this rank still takes part in the step's collectives when the step ends."""
+        """The forward pass has ended, and `error` is why it failed. The draft may still run.
+
+        After an error, the step's requests fail, because their KV may be missing (R1). This rank still takes part in
+        the step's collectives when the step ends (R5).
+        """
         self._forward_ended = True
         if error is not None:
             pushed = {t for of in self._plan.transfers.values() for each in of for t in each.step_transfer.transfers}
@@ -128,8 +141,8 @@ class PrefillWorker:
 
     @owned
     def end_step(self) -> None:
-        """The forward pass is over, the draft's too. Pushes the layers that nobody announced, and finishes prompts that
-        end. Without effect where the step has ended already."""
+        """The forward pass and the draft have ended. Pushes the layers that no call has announced, and finishes the
+        prompts that end in this step. A second call does nothing."""
         plan, self._plan = self._plan, StepPlan()
         if plan.unsaved and plan.transfers:
             event = self._device.record_event()
@@ -144,7 +157,7 @@ class PrefillWorker:
 
     @owned
     def preempted(self, request_ids: set[str]) -> None:
-        """Their blocks are about to be reused: waits until no push reads them any more (R3)."""
+        """Waits until no push reads the blocks of these requests, which are about to be reused (R3)."""
         self._end_open_step()
         preempted = [transfer for transfer in map(self._transfers.get, request_ids) if transfer is not None]
         barriers = [(transfer, transfer.sender.barrier()) for transfer in preempted]
@@ -182,19 +195,22 @@ class PrefillWorker:
         self._observer.close(timeout_s)
 
     def _end_open_step(self) -> None:
-        """With speculative decoding, vLLM itself ends steps on the last pipeline stage only. It says of all that their
-        forward pass has ended, unless that failed."""
+        """Ends the last step if vLLM has not.
+
+        With speculative decoding, vLLM calls `end_step` on the last pipeline stage only. It calls `forward_ended` on
+        all stages, unless the forward pass failed.
+        """
         if not self._forward_ended:
             self.forward_ended(RuntimeError("it did not end"))
         self.end_step()
 
     def _push_layer(self, plan: StepPlan, layer: str, computed: Event) -> None:
-        """Puts a layer into the senders' queues, by which they execute the step's plan."""
+        """Puts a layer into the queues of the senders that the step's plan names."""
         plan.unsaved.pop(layer, None)
         self._observer.layer_computed(layer, computed)
         for geometry, tensors in self._caches.layers_by_geometry.get(layer, {}).items():
             for planned in plan.transfers.get(geometry, ()):
-                # One after the other: the next may need the staging slot of one that has to be sent first.
+                # In turn, because the next one may wait for the staging slot of this one.
                 push: LayerPush | None
                 if planned.step_transfer.route.regroup is Regroup.NONE:
                     push = LayerPush(layer, planned.step_transfer, planned.writes, tensors.described, computed)
@@ -204,7 +220,7 @@ class PrefillWorker:
                     planned.sender.put_layer(push, self._config.write_timeout_s)
 
     def _regroup(self, planned: Planned, layer: str, tensors: LayerTensors, computed: Event) -> LayerPush | None:
-        """Queues a layer's regrouping. Returns None if its requests have failed by that."""
+        """Queues a layer's regrouping. Returns None if that failed, and with it the layer's requests."""
         assert self._regrouper is not None
         transfer, route = planned.step_transfer, planned.step_transfer.route
         staged = StagedLayer(computed, route.planes * len(transfer.src_units) * route.staged_bytes)
