@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each cache tensor of a decode engine lies, as the engine described itself."""
+"""Where each cache tensor of a decode engine lies, by the engine's description."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +36,10 @@ Cover: TypeAlias = tuple[RankDescription, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class WriteShape:
-    """What of each unit a write takes, apart from addresses. Compared by identity: `DecodeLayout` makes one object for
-    all layers that have the same parts."""
+    """The parts of each unit that a write takes, without addresses.
+
+    It is compared by identity: `DecodeLayout` makes one object for all layers that have the same parts.
+    """
 
     # For each tensor that is written: the share of a unit, and how the decode tensor lies in memory.
     parts: tuple[tuple[Target, Geometry], ...]
@@ -60,7 +62,7 @@ class LayerTarget:
 class DecodeLayout:
     """Finds a decode engine's tensors by name. A layer lives on one pipeline stage, on each tensor-parallel rank of it.
 
-    Immutable but for two caches: the control thread owns that of `covers`, the sender's thread that of `targets`.
+    Only its two caches change. The control thread owns that of `covers`, the sender's thread that of `targets`.
     """
 
     def __init__(self, description: EngineDescription) -> None:
@@ -80,7 +82,7 @@ class DecodeLayout:
                     self._smallest[kind] = found
 
     def covers(self, tensors: Sequence[CacheTensor], routes: Routes) -> dict[RankKey, Cover]:
-        """Returns what all our `tensors` of the routes' geometries fill, by decode rank.
+        """Returns the tensors that our `tensors` of the routes' geometries fill, by decode rank.
 
         Raises KeyError for a tensor that decode does not have.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Execute: a layer's bytes on their way to a decode engine. Read `LayerExecutor.execute` from top to bottom.
+"""Writes layers to a decode engine, as planned. Read `LayerExecutor.execute` from top to bottom.
 
 A sender's thread owns its executor. The control thread hands it the decode engine's layout once, before it lets any
 transfer know where to write.
@@ -69,22 +69,22 @@ class LayerExecutor:
         self._layout: DecodeLayout | None = None
 
     def engine_described(self, layout: DecodeLayout) -> None:
-        """Called on the control thread, before any transfer of the engine is told its destinations."""
+        """Sets the engine's layout. The control thread calls it before any transfer learns its destinations."""
         self._layout = layout
 
     @owned
     def execute(self, push: LayerPush) -> None:
-        """Begins the writes of one layer. Whatever goes wrong ends in the requests it belongs to."""
+        """Begins the writes of one layer. An error fails the requests that it concerns, and is not raised."""
         try:
             self._await_bytes(push)
-            # Earlier writes are waited for first: their requests do not wait for grants of these.
+            # Earlier writes end first, so that their requests need not wait for these requests' grants.
             push.writes.await_destinations(before_waiting=self._pipeline.drain)
-            if self._layout is None:  # then all of its requests have failed
+            if self._layout is None:  # all of its requests have failed
                 push.step_transfer.fail("the decode engine is not known", PushFailure.INTERNAL)
                 return
             for target in self._layout.targets(push.tensors, push.step_transfer.route):
-                self._pipeline.make_room()  # a request that fails by then is not written
-                plan = push.writes.plan_for(target, self._engine.limits)  # perhaps while the grant is under way
+                self._pipeline.make_room()  # a request that fails meanwhile is not written
+                plan = push.writes.plan_for(target, self._engine.limits)  # the grant may still be in flight
                 live: Sequence[int] = range(len(plan.transfers))
                 lease, batches = plan.lease, plan.batches
                 if not lease.may_plan():
@@ -98,26 +98,26 @@ class LayerExecutor:
                 write = _Write(push, target, plan, live, begun=time.monotonic())
                 push.begun = push.begun or write.begun
                 with_addresses = batches.at(push.sources(target), target.bases)
-                # The lease is checked before each batch: one that runs now may have ended by then (R2).
+                # The lease is checked before each batch, since it may end in between (R2).
                 self._pipeline.write(target.session, with_addresses, lease.may_begin, partial(self._written, write))
-        except Exception as error:  # noqa: BLE001 - told to those it belongs to
+        except Exception as error:  # noqa: BLE001 - the layer's requests report it
             _fail(push, error)
         finally:
             self._pipeline.then(partial(self._end, push))
 
     @owned
     def then(self, call: Callable[[], None]) -> None:
-        """Calls `call` once no write that has begun is under way."""
+        """Calls `call` once all writes that have begun are over."""
         self._pipeline.then(call)
 
     @owned
     def drain(self) -> None:
-        """Waits until no write is under way."""
+        """Waits until no write is in flight."""
         self._pipeline.drain()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no write is under way."""
+        """Whether no write is in flight."""
         return self._pipeline.is_empty
 
     def _await_bytes(self, push: LayerPush) -> None:
@@ -129,7 +129,7 @@ class LayerExecutor:
             self._pipeline.drain()
             deadline = time.monotonic() + self._ready_timeout_s
             if push.staged is not None:
-                with contextlib.suppress(DeviceError, TimeoutError):  # these end `ready`, too, and count there
+                with contextlib.suppress(DeviceError, TimeoutError):  # `ready` fails with the same error below
                     push.staged.computed.wait(self._ready_timeout_s)
             computed_at = time.monotonic()
             push.ready.wait(max(0.0, deadline - computed_at))
@@ -138,7 +138,7 @@ class LayerExecutor:
             self._observer.regroup_waited(waited_s)
 
     def _written(self, write: _Write, error: TransferError | None) -> None:
-        """Counts a write once nothing of it is under way, or tries each of its requests after an error."""
+        """Counts a write that is over. After an error, writes each of its requests by itself."""
         try:
             delivered = write.live if error is None else self._write_apart(write, error)
             plan = write.plan
@@ -148,11 +148,11 @@ class LayerExecutor:
                 ticket_ids, num_bytes = [ticket_ids[i] for i in delivered], num_bytes[list(delivered)]
                 total = int(num_bytes.sum())
             self._observer.write_ended(write.push.layer, plan.key, write.begun, ticket_ids, num_bytes, total)
-        except Exception as unexpected:  # noqa: BLE001 - told to those it belongs to
+        except Exception as unexpected:  # noqa: BLE001 - the layer's requests report it
             _fail(write.push, unexpected)
 
     def _end(self, push: LayerPush) -> None:
-        """No write of the layer is under way."""
+        """Gives the layer's staging slot back, after all its writes are over."""
         push.writes.layer_ended()
         if push.begun:
             self._observer.layer_written(time.monotonic() - push.begun)
@@ -183,7 +183,7 @@ class LayerExecutor:
         return delivered
 
     def _write_twice(self, write: _Write, request: int) -> None:
-        """Writes one request, once more if that fails and may succeed later. Raises TransferError."""
+        """Writes one request. Tries a second time if the error is retryable. Raises TransferError."""
         transfer, target = write.plan.transfers[request], write.target
         lease = LeaseCheck([transfer], target.key)
         batches = batches_of(write.push.step_transfer, target.shape, self._engine.limits, (request,))
@@ -204,7 +204,7 @@ class LayerExecutor:
                 once()
 
     def _mark_in_flight(self, write: _Write, requests: Sequence[int], error: TransferError) -> None:
-        """Bytes of a failed write may still leave from where they were read, and arrive where they were sent."""
+        """Records that a failed write may still read its source and write to decode for a while."""
         if error.may_arrive:
             write.push.settled_at = self._running_time() + self._engine.limits.settle_s
             for i in requests:
@@ -212,7 +212,7 @@ class LayerExecutor:
 
 
 def _fail(push: LayerPush, error: Exception) -> None:
-    """The requests fail, and the thread lives on for others."""
+    """Fails the layer's requests, so that the thread can go on with others."""
     if isinstance(error, DeviceError | TimeoutError):
         push.step_transfer.fail(f"layer {push.layer} could not be read: {error}", PushFailure.DEVICE)
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a prefill rank may send to a decode engine, as far as configuration decides it."""
+"""Checks whether a prefill rank and a decode engine are configured so that the rank may send to it."""
 
 import logging
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class FitCheck:
-    """Checks decode engines. The control thread calls it. Nothing in it changes."""
+    """Checks decode engines for one prefill rank. Immutable."""
 
     def __init__(
         self, rank_info: RankInfo, config: ConnectorConfig, caches: RankCaches, transport: TransportInfo
@@ -27,7 +27,8 @@ class FitCheck:
     def misfit(self, description: EngineDescription) -> str | None:
         """Returns why this rank cannot send to the decode engine that described itself, None if it can.
 
-        Logs what costs something and is allowed."""
+        Warns of differences that are allowed but cost something.
+        """
         declared, rank_info = self._config.decode, self._rank_info
         if declared is not None and declared.tp_size not in (None, description.tp):
             return f"config says decode's tp_size is {declared.tp_size}, decode's is {description.tp}"

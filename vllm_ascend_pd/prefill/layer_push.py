@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of a step transfer on its way from the model's thread to the sender's.
+"""One layer of a step transfer, which the model's thread passes to the sender's thread.
 
-The model's thread makes a `LayerPush`; then the sender's thread owns it. Only `StagedLayer` is shared, with the side
-stream: its lock guards who gets the staging slot.
+The model's thread makes a `LayerPush`. From then on the sender's thread owns it. Only its `StagedLayer` is shared with
+the side stream, under a lock.
 """
 
 import threading
@@ -18,13 +18,16 @@ from vllm_ascend_pd.prefill.write_plan import StepWrites
 
 
 class StagedLayer:
-    """The staging slot of a layer that is regrouped: the side stream hands it over filled, the sender takes it back.
-    Either may come first."""
+    """The staging slot of a regrouped layer.
+
+    The side stream hands the filled slot over, and the sender takes it for release. If the sender gives up first, the
+    side stream keeps the slot.
+    """
 
     def __init__(self, computed: Event, tensor_bytes: int) -> None:
         # When regrouping can begin.
         self.computed = computed
-        # What each tensor takes in the slot.
+        # Bytes of each tensor in the slot.
         self._tensor_bytes = tensor_bytes
         self._lock = threading.Lock()
         # Both change under the lock.
@@ -32,20 +35,20 @@ class StagedLayer:
         self._given_up = False
 
     def fill(self, slot: Slot) -> bool:
-        """Hands over a slot with the layer's bytes. False: the sender has given up, and the caller keeps the slot."""
+        """Hands over a slot with the layer's bytes. Returns False if the sender has given up and the caller keeps it."""
         with self._lock:
             if not self._given_up:
                 self._slot = slot
             return not self._given_up
 
     def take_back(self) -> Slot | None:
-        """Nothing of the layer is read any more. Returns the slot for release, if there is one."""
+        """Returns the slot for release, if there is one. Nothing of the layer may be read any more."""
         with self._lock:
             self._given_up = True
             return self._slot
 
     def address(self, tensor: int) -> int:
-        """Where the layer's `tensor` begins, once the slot is filled."""
+        """Returns the address of the layer's `tensor`, once the slot is filled."""
         assert self._slot is not None
         return self._slot.address + tensor * self._tensor_bytes
 
@@ -60,11 +63,11 @@ class LayerPush:
     tensors: Sequence[CacheTensor]
     # When the bytes can be read.
     ready: Event
-    # Where they are read from if they are regrouped, else None: from the cache.
+    # The staging slot that they are read from. None if they are read from the cache.
     staged: StagedLayer | None = None
     # When its first write began, on the monotonic clock.
     begun: float = 0.0
-    # After a failed write: until when its bytes may still be read, in running time.
+    # Until when a failed write may still read the bytes, in running time. 0 if no write has failed.
     settled_at: float = 0.0
 
     def sources(self, target: LayerTarget) -> list[int]:

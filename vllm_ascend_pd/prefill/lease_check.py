@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""May bytes of several requests leave for one decode rank now (R2)? One comparison, most of the time.
+"""Checks whether bytes of several requests may be sent to one decode rank now (R2), mostly by one comparison.
 
 The sender's thread owns a check. It reads the latest views of the requests' tickets.
 """
@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from vllm_ascend_pd.core.prefill_ticket import RankKey
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 
 
@@ -25,13 +26,15 @@ class LeaseCheck:
         self._withdrawals = transfers[0].withdrawals if transfers else Withdrawals()
         # The count of withdrawals at which all transfers could be written.
         self._withdrawn = -1
-        # Until when all leases run.
+        # When the first of the leases ends.
         self._until = -math.inf
 
+    @owned
     def may_plan(self) -> bool:
-        """Whether a write for all of them may be planned. If not, `Transfer.await_grant` says for which it may.
+        """Whether a write for all transfers may be planned. If not, ask `Transfer.await_grant` for each of them.
 
-        Looks at the transfers only if a lease may have ended or a permission may have been withdrawn since.
+        Looks at the transfers only if a lease may have ended, or a permission may have been withdrawn, since the last
+        call.
         """
         withdrawn = self._withdrawals.count
         if withdrawn != self._withdrawn or time.monotonic() >= self._until:
@@ -42,8 +45,9 @@ class LeaseCheck:
             self._withdrawn = withdrawn
         return True
 
+    @owned
     def may_begin(self) -> bool:
-        """Whether bytes of all of them may leave now. Asked before each batch."""
+        """Whether bytes of all transfers may be sent now. Call it before each batch."""
         if time.monotonic() < self._until:
             return True
         self._until = min(transfer.lease_until(self._key) for transfer in self._transfers)

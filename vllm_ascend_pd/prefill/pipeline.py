@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes to one decode engine, in order. The next one begins before the last one has ended, so that the link does not
-idle. The sender's thread owns a pipeline."""
+"""Writes to one decode engine, in order.
+
+The next write begins before the last one has ended, so that the link does not idle. The sender's thread owns a
+pipeline.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.transport.batches import Batch
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT, Flight, TransferError
@@ -20,27 +24,33 @@ Done = Callable[[TransferError | None], None]
 
 
 class _Entry(NamedTuple):
-    """A step that is taken when all before it are done."""
+    """A step that runs when all steps before it are done."""
 
-    # Whether `do` waits for a batch in flight. Else it only calls somebody back.
+    # Whether `do` waits for a batch in flight. Otherwise it only runs a callback.
     is_flight: bool
     do: Callable[[], None]
 
 
 class Pipeline:
-    """Keeps at most `BATCHES_IN_FLIGHT` batches in flight. One thread calls it. Every call may block for as long as a
-    batch may take, see `TransferEngine`."""
+    """Keeps at most `BATCHES_IN_FLIGHT` batches in flight.
+
+    One thread calls it. Every call may block for as long as a batch may take (`TransferEngine`).
+    """
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
-        # The first one, if there is any, is a flight: callbacks after it are called as soon as it has ended.
+        # The first entry, if there is one, is a flight. Callbacks behind it run as soon as it has ended.
         self._entries: deque[_Entry] = deque()
-        # How many of them are flights.
+        # How many of the entries are flights.
         self._flights = 0
 
+    @owned
     def write(self, session: str, batches: Iterable[Batch], may_begin: Callable[[], bool], done: Done) -> None:
-        """Begins all `batches` (`TransferEngine.begin`), unless one fails. Calls `done` once none of them is in flight,
-        with None or an error: the first one after which bytes may still arrive, else the first one."""
+        """Begins all `batches` (`TransferEngine.begin`), unless one fails.
+
+        Calls `done` once none of them is in flight, with None or an error. Of several errors it gets the first one
+        after which bytes may still arrive, or else the first one.
+        """
         errors: list[TransferError] = []
 
         def call_done() -> None:
@@ -55,7 +65,7 @@ class Pipeline:
                 if errors or not self._begin(session, batch, may_begin, errors):
                     break
         except Exception as error:
-            # An earlier write's callback raised it. What is in flight of this write must be waited for, too.
+            # A callback of an earlier write raised it. This write's batches in flight must still be waited for.
             errors.append(_failure(session, error))
             self._entries.append(_Entry(False, call_done))
             raise
@@ -72,11 +82,13 @@ class Pipeline:
             self._entries.append(_Entry(True, partial(self._land, flight, errors)))
         return True
 
+    @owned
     def make_room(self) -> None:
         """Waits until a further batch may begin."""
         while self._flights >= BATCHES_IN_FLIGHT:
             self._end_first()
 
+    @owned
     def then(self, call: Callable[[], None]) -> None:
         """Calls `call` once all writes before it are over."""
         if self._entries:
@@ -88,6 +100,7 @@ class Pipeline:
     def is_empty(self) -> bool:
         return not self._entries
 
+    @owned
     def drain(self) -> None:
         """Waits for all writes."""
         while self._entries:
@@ -98,7 +111,7 @@ class Pipeline:
         self._call_back()
 
     def _call_back(self) -> None:
-        """Calls what waits for no flight any more."""
+        """Runs the callbacks that no flight holds up any more."""
         while self._entries and not self._entries[0].is_flight:
             self._entries.popleft().do()
 
@@ -106,7 +119,7 @@ class Pipeline:
         self._flights -= 1
         try:
             flight.wait()
-        except Exception as error:  # noqa: BLE001 - `done` gets it, and must not take it for success
+        except Exception as error:  # noqa: BLE001 - `done` gets it
             errors.append(_failure(flight.session, error))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan: from one step of the scheduler to step transfers, once per step, before the first layer."""
+"""Plans a step: turns the scheduler's step into step transfers, once, before the first layer."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from vllm_ascend_pd.prefill.write_plan import StepWrites
 
 
 class Planned(NamedTuple):
-    """A step transfer, who sends it, and its write plans."""
+    """A step transfer with its sender and its write plans."""
 
     sender: Sender
     step_transfer: StepTransfer
@@ -37,15 +37,18 @@ class StepPlan:
     number: int = 0
     # By the index of the geometry that is read.
     transfers: dict[int, list[Planned]] = field(default_factory=dict)
-    # Layers that have still to be pushed, in order.
+    # Layers that were not pushed yet, in order.
     unsaved: dict[str, None] = field(default_factory=dict)
     # Transfers whose prompt ends in this step.
     last: list[Transfer] = field(default_factory=list)
 
 
 class TicketShape(NamedTuple):
-    """A decode engine as its tickets describe it, not as it answered: every rank must arrive at the same plan, whatever
-    it has learnt so far (R5)."""
+    """A decode engine as its tickets describe it.
+
+    Plans use this instead of the engine's description, because all ranks must make the same plan (R5), and a rank may
+    not have the description yet.
+    """
 
     issuer: tuple[str, str]
     sharding: Sharding
@@ -61,20 +64,20 @@ class Planner:
     """Plans steps. The model's thread owns it."""
 
     def __init__(self, routes: Routes, caches: RegisteredCaches, device: Device, regrouper: Regrouper | None) -> None:
-        """`regrouper`: None where the layout never needs it."""
+        """`regrouper`: None if this engine's layout never needs regrouping."""
         self._routes = routes
         self._caches = caches
         self._geometries = caches.description.geometries
         self._device = device
         self._regrouper = regrouper
         layers = caches.layers_by_geometry.values()
-        # By geometry: how many tensors of it a layer has at most.
+        # By geometry: the most tensors of it that a layer has.
         self._tensors_of_a_layer = [
             max((len(of[g].described) for of in layers if g in of), default=0) for g in range(len(self._geometries))
         ]
         # By geometry: how many layers have tensors of it.
         self._layers = [sum(g in of for of in layers) for g in range(len(self._geometries))]
-        # How many steps there were. All ranks get the same ones from the scheduler.
+        # The number of steps so far. It is the same on all ranks.
         self._steps = 0
 
     @owned

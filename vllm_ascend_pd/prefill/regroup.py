@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regroups KV into decode's layout on its way: gather + all-to-all + interleave, or split.
+"""Regroups KV into decode's layout before it is written: gather, all-to-all and interleave; or split.
 
 The model's thread submits layers. The rest runs in order on the device's side stream. Every rank of a group runs the
-same step transfers in the same order, whatever became of their requests, so collectives stay aligned (R5). After one
-has failed, its group runs no more of them (R9, `prefill/exchange_group.py`).
+same step transfers in the same order, even if their requests have failed, so collectives stay aligned (R5). After a
+collective has failed, its group runs no more of them (R9, `prefill/exchange_group.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class Regrouper:
         slot_timeout_s: float,
         grant_wait_s: float,
     ) -> None:
-        """Takes memory for two more slots.
+        """Allocates two more buffers of the size of a slot.
 
         groups: all-to-all groups by the tensor-parallel ranks in them.
         slot_timeout_s: how long a slot may take to become free.
@@ -46,7 +46,7 @@ class Regrouper:
         """
         self._slot_timeout_s = slot_timeout_s
         self._grant_wait_s = grant_wait_s
-        # Decode engines whose grants others have waited for in vain.
+        # Decode engines that other layers have waited for without getting a grant.
         self._waited_in_vain: set[str] = set()
         self._device = device
         self._groups = groups
@@ -55,17 +55,17 @@ class Regrouper:
         # What the all-to-all sends and receives. The side stream runs one at a time, so one pair serves all.
         self._send = device.allocate(ring.slot_bytes)
         self._received = device.allocate(ring.slot_bytes)
-        # As much of the two as was exchanged last, which is the same for all layers of a step.
+        # The parts of the two that were exchanged last. All layers of a step exchange the same number of bytes.
         self._exchanged = (self._received, self._send)
 
     def missed(self, ranks: tuple[int, ...], reason: str) -> None:
-        """This rank misses a collective of the group of `ranks`, which breaks the group. Without ranks: nothing."""
+        """Breaks the group of `ranks`, because this rank missed a collective. Does nothing if `ranks` is empty."""
         if ranks:
             self._groups[ranks].fail(f"an all-to-all was missed: {reason}")
 
     @property
     def failure(self) -> str | None:
-        """Why a group of this rank is broken; None while all work."""
+        """Why a group of this rank is broken; None if none is."""
         return next((group.failure for group in self._groups.values() if group.failure is not None), None)
 
     def close(self) -> None:
@@ -75,12 +75,12 @@ class Regrouper:
     def submit(self, step_transfer: StepTransfer, tensors: Sequence[torch.Tensor], staged: StagedLayer) -> Event:
         """Queues the regrouping of a layer on the side stream, into a slot for `staged`. Returns its end.
 
-        Raises DeviceError if it cannot be queued: then no collective of the group runs any more. On the model's thread.
+        The model's thread calls it. Raises DeviceError if the layer cannot be queued, which also breaks the group.
         """
 
         def regroup() -> None:
             slot = self.run(step_transfer, tensors)
-            if not staged.fill(slot):  # the sender has waited for as long as it may
+            if not staged.fill(slot):  # the sender has stopped waiting for it
                 self._ring.release(slot)
 
         try:
@@ -90,8 +90,10 @@ class Regrouper:
             raise
 
     def run(self, step_transfer: StepTransfer, tensors: Sequence[torch.Tensor]) -> Slot:
-        """Returns the slot that it filled, tensor after tensor, each `[planes, units, staged_bytes]`. On the side
-        stream."""
+        """Fills a slot and returns it. The tensors follow each other, each `[planes, units, staged_bytes]`.
+
+        Runs on the side stream.
+        """
         if step_transfer.route.regroup is Regroup.GATHER:
             return self._gather(step_transfer, tensors)
         return self._split(step_transfer, tensors)
@@ -106,11 +108,11 @@ class Regrouper:
         per_rank = section * len(tensors)
         try:
             ops.gather_slices(tensors, offsets, ratio, slice_bytes, self._send, 0, section, per_rank)
-        finally:  # what the others get is not used when this rank's part fails, but they need the collective
+        finally:  # the other ranks wait for the collective even if this rank's part has failed
             self._exchange(route.ranks, per_rank * ratio)
-        # Tensor after tensor on both sides: to this op they are one run of tokens.
+        # Tensors follow each other on both sides, so this op takes them as one run of tokens.
         all_tokens, out = len(tensors) * count * tokens, self._ring.buffer
-        # Only now: a rank that finds no slot has still taken part in the collective.
+        # The slot is taken after the collective, so a rank without a free slot still takes part.
         return self._filled(
             step_transfer,
             lambda slot: ops.interleave_heads(
@@ -155,9 +157,9 @@ class Regrouper:
     def _acquire(self, step_transfer: StepTransfer) -> Slot:
         """Waits for a slot. Raises TimeoutError.
 
-        Layers without a grant keep their slots. If they have all of them, the model stands still (on a CPU, all
-        regrouping does). So others wait `grant_wait_s` once for a decode engine's grants. If none comes, layers that
-        wait for that engine lose their slots at once, until it has granted something.
+        Layers that wait for a grant keep their slots. If they have all slots, regrouping stops, and with it the model.
+        So other layers wait up to `grant_wait_s` for a decode engine's grants. If no slot becomes free, layers that
+        wait for that engine fail and give up their slots. From then on they do so at once, until it grants something.
         """
         if self._waited_in_vain and not step_transfer.waits_for_grant:
             self._waited_in_vain.discard(step_transfer.decode_engine)
@@ -204,7 +206,7 @@ def make_regrouper(
             world = tuple(rank_info.stage_ranks[rank] for rank in ranks)
             mine[ranks] = ExchangeGroup(ranks, groups[world])
     ring: StagingRing[StepTransfer] = StagingRing(buffer, size, slots, running_time)
-    # A slot may have to rest.
+    # A slot may rest after a failed write.
     slot_timeout_s = config.write_timeout_s + engine.limits.rest_s
     return ring, Regrouper(device, ring, mine, slot_timeout_s, grant_wait_s=config.control_timeout_s)
 
@@ -212,9 +214,8 @@ def make_regrouper(
 def _world_groups(rank_info: RankInfo, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Returns the `wanted` groups of every pipeline stage, in ranks of the world.
 
-    Creating a group takes all ranks of the world, in one order.
-
-    vLLM numbers the world with tensor-parallel ranks running fastest, then prefill-context-parallel ones.
+    All ranks of the world must create all groups, in the same order. vLLM numbers the world with tensor-parallel ranks
+    running fastest, then prefill-context-parallel ones.
     """
     stage = len(rank_info.stage_ranks)
     world = torch.distributed.get_world_size() if wanted else 0

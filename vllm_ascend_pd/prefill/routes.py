@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How KV gets from this rank's caches to decode engines of each shape.
+"""The routes of KV from this rank's caches to decode engines of each shape.
 
-The model's thread plans by routes, the control thread finds a ticket's destinations by them. A route follows from the
-shapes alone, so both threads may find one missing and make it: they make the same one.
+The model's thread plans with routes, and the control thread finds a ticket's destinations with them. A route follows
+from the shapes alone. So if both threads find one missing, they make the same one.
 """
 
 import logging
@@ -17,7 +17,8 @@ from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 
 logger = logging.getLogger(__name__)
 
-# Decode engines of that many shapes, times our geometries. Tickets name the shapes, and come from outside.
+# The most routes that are kept: shapes of decode engines, times our geometries. Tickets, which come from outside, name
+# the shapes.
 _MAX_ROUTES = 4096
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that writes to one decode engine: it does tasks in the order in which they were put.
+"""A thread that writes to one decode engine. It runs tasks in the order in which they were put.
 
-The model's thread puts layers; any thread puts the end of transfers. The sender's own thread runs the tasks, and owns
+The model's thread puts layers. Any thread puts the end of transfers. The sender's own thread runs the tasks, and owns
 the executor and the grant wait limit.
 """
 
@@ -15,6 +15,7 @@ from functools import partial
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.running_time import RunningTime
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.executor import LayerExecutor
@@ -30,7 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 class Sender:
-    """Tasks end in the order in which they were put: when a transfer's end comes up, all its writes are over."""
+    """Writes to one decode engine.
+
+    Tasks end in the order in which they were put. So when the end of a transfer is handled, all its writes are over.
+    The model's thread owns the methods that register transfers and queue layers.
+    """
 
     def __init__(
         self,
@@ -59,7 +64,7 @@ class Sender:
         self._control = control
         self._loaded = loaded
         self.grant_wait = GrantWaitLimit(grant_wait_s, self._others_wait)
-        # The transfers that it writes, by number. The model's thread changes it, this thread takes copies.
+        # The transfers that it writes, by number. The model's thread changes it, the sender's thread copies it.
         self._transfers: dict[int, Transfer] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # A token for each further layer that may wait. The number of transfers bounds the other tasks. Not a semaphore:
@@ -67,29 +72,32 @@ class Sender:
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(queue_size):
             self._room.put(None)
-        # What ended the thread: a bug. This thread writes it, the model's thread reads it.
+        # The bug that ended the thread. The sender's thread writes it, the model's thread reads it.
         self._broken: Exception | None = None
-        # No further task is begun. `close` sets it.
+        # Whether no further task may begin. `close` sets it, the sender's thread reads it.
         self._closing = False
-        # No further task will be put. This thread's.
+        # Whether no further task will be put. The sender's thread owns it.
         self._retired = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     # On the model's thread.
 
+    @owned
     def add(self, transfer: Transfer) -> None:
-        """The transfer's tasks will be put here."""
+        """Registers a transfer whose tasks will be put here."""
         self._transfers[transfer.number] = transfer
 
+    @owned
     def remove(self, transfer: Transfer) -> None:
-        """Nothing more is put for the transfer."""
+        """Removes a transfer for which no more tasks are put."""
         del self._transfers[transfer.number]
 
+    @owned
     def put_layer(self, push: LayerPush, timeout_s: float) -> None:
-        """Queues a layer, whose transfers fail if there is no room within `timeout_s`.
+        """Queues a layer. Its transfers fail if there is no room within `timeout_s`.
 
-        It is queued all the same: its slot must be released once it is filled, and other ranks count on its regrouping.
+        Even then the layer is queued, because its staging slot must be released once it is filled.
         """
         has_room = True
         try:
@@ -111,12 +119,11 @@ class Sender:
     # On any thread.
 
     def finish(self, transfers: Sequence[Transfer]) -> None:
-        """Nothing more will be put for `transfers`: they end after all their writes. May be called any number of
-        times."""
+        """Queues the end of `transfers`, for which nothing more will be put. May be called any number of times."""
         self._tasks.put(partial(self._executor.then, partial(self._finish, transfers)))
 
     def barrier(self) -> threading.Event:
-        """Returns an event that is set after all tasks that were put before."""
+        """Returns an event that is set when all tasks that were put before are over."""
         passed = threading.Event()
         self._tasks.put(partial(self._executor.then, passed.set))
         return passed
@@ -126,17 +133,18 @@ class Sender:
         """Tasks that have not begun."""
         return self._tasks.qsize()
 
+    @owned
     def check(self) -> None:
-        """Raises RuntimeError if the thread has ended by a bug: then its transfers would wait for ever."""
+        """Raises RuntimeError if a bug has ended the thread. Otherwise its transfers would wait for ever."""
         if self._broken is not None:
             raise RuntimeError("a sender has ended by an error of its own") from self._broken
 
     def engine_described(self, layout: DecodeLayout) -> None:
-        """The control thread calls it before it tells any transfer its destinations."""
+        """Sets the engine's layout. The control thread calls it before any transfer learns its destinations."""
         self._executor.engine_described(layout)
 
     def retire(self) -> None:
-        """Nothing more will be put: the thread ends once all tasks are done and all staging slots have come to rest."""
+        """Lets the thread end after all queued tasks, when no staging slot rests. Nothing more may be put."""
         self._tasks.put(self._retire)
 
     @property
@@ -144,7 +152,7 @@ class Sender:
         return not self._thread.is_alive()
 
     def close(self, timeout_s: float) -> None:
-        """Stops after the task at hand. What is still queued is dropped."""
+        """Ends the thread after the current task, and drops the queued ones. Waits `timeout_s` at most."""
         self._closing = True
         self._tasks.put(self._retire)
         self._thread.join(timeout_s)
@@ -165,7 +173,7 @@ class Sender:
             self._broken = error
 
     def _next_task(self) -> Callable[[], None]:
-        """Raises queue.Empty if there is nothing to do but to look whether slots have rested for long enough."""
+        """Returns the next task. Raises queue.Empty from time to time while staging slots rest."""
         if not self._executor.is_idle:
             with contextlib.suppress(queue.Empty):
                 return self._tasks.get_nowait()
@@ -178,7 +186,7 @@ class Sender:
             self._executor.then(partial(self._room.put, None))
 
     def _finish(self, transfers: Sequence[Transfer]) -> None:
-        """No write of them can follow."""
+        """Ends `transfers`, of which no write can follow."""
         written = [transfer for transfer in transfers if not transfer.is_written]
         for transfer in written:
             self._check_weights(transfer)
@@ -187,8 +195,10 @@ class Sender:
             self._control.finish(written)
 
     def _check_weights(self, transfer: Transfer) -> None:
-        """All of the prompt must be computed with the weights that decode was told of (R8). They change between steps,
-        and its last layer has been computed by now."""
+        """Fails a transfer if the weights have changed since it began, because decode was told of the old ones (R8).
+
+        Weights change only between steps, and the prompt's last layer has been computed by now.
+        """
         before, now = transfer.weights, self._loaded.current
         if before.version != now.version:
             names = f"from {before.fingerprint or 'unknown ones'} to {now.fingerprint or 'unknown ones'}"
@@ -202,5 +212,5 @@ class Sender:
         return self._ring is not None and self._ring.rests()
 
     def _others_wait(self) -> bool:
-        """Whether transfers have KV to be written, and all their grants."""
+        """Whether a transfer has all its grants and KV to be written."""
         return any(other.planned and other.may_be_written for other in list(self._transfers.values()))

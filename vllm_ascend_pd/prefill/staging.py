@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staging ring: registered memory where regrouped KV waits to be sent, a slot per layer in flight.
+"""The staging ring: registered memory where regrouped KV waits to be sent. Each layer in flight has a slot.
 
-The side stream takes slots, senders give them back, each under the ring's lock.
+Several threads share the ring: the side stream takes slots, and senders give them back. A lock guards its state.
 """
 
 import threading
@@ -31,8 +31,10 @@ class Slot:
 
 
 class StagingRing(Generic[H]):
-    """Hands out slots of one buffer to holders, and takes them back in any order. After a failed write a slot rests
-    until nothing can read it any more."""
+    """Hands out slots of one buffer to holders, and takes them back in any order. Any thread may call it.
+
+    After a failed write a slot rests until nothing can read it any more.
+    """
 
     def __init__(self, buffer: torch.Tensor, slot_bytes: int, slots: int, running_time: RunningTime) -> None:
         """`buffer`: uint8 `[n]`, with room for `slots` slots of `slot_bytes` bytes."""
@@ -41,18 +43,18 @@ class StagingRing(Generic[H]):
         self.slot_bytes = slot_bytes
         first = buffer.data_ptr()
         self._free = [Slot(n, n * slot_bytes, first + n * slot_bytes) for n in range(slots)]
-        # By slot index.
+        # The holder of each slot that is taken, by the slot's index.
         self._holders: dict[int, H] = {}
-        # Until when each rests, in running time.
+        # Slots that rest, and until when, in running time.
         self._resting: list[tuple[float, Slot]] = []
         self._running_time = running_time
-        # Guards the three above. Not only a condition: its methods are Python, and every layer would run them.
+        # Guards the three above. A condition's own methods are Python and slower, and every layer takes this lock.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
 
     @property
     def holders(self) -> list[H]:
-        """Returns who holds the slots that are not free."""
+        """The holders of the slots that are taken."""
         with self._lock:
             return list(self._holders.values())
 
@@ -78,7 +80,7 @@ class StagingRing(Generic[H]):
         return slot
 
     def release(self, slot: Slot, settled_at: float = 0.0) -> None:
-        """Takes a slot back. `settled_at`: the running time at which nothing reads it any more."""
+        """Takes a slot back. `settled_at`: the running time at which nothing reads it any more; 0 for now."""
         with self._lock:
             del self._holders[slot.index]  # KeyError: it was free
             if settled_at:
@@ -89,8 +91,10 @@ class StagingRing(Generic[H]):
             self._changed.notify()
 
     def rests(self) -> bool:
-        """Returns whether a slot rests. While one does, call this every `LOOK_S` seconds: running time advances only
-        when it is read."""
+        """Returns whether a slot rests. Frees those that have rested long enough.
+
+        While a slot rests, call this every `LOOK_S` seconds, because running time advances only when it is read.
+        """
         if not self._resting:
             return False
         with self._lock:

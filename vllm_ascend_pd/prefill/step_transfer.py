@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan: what one step sends to one decode engine from caches of one geometry, in one set of arrays for all requests.
+"""What one step sends to one decode engine from caches of one geometry: arrays over all requests.
 
 The model's thread builds a `StepTransfer` before the step's first layer. Nothing changes it afterwards: its arrays hold
 for every layer of the step.
@@ -31,7 +31,7 @@ class RequestSlice:
     blocks: tuple[list[int], ...]
 
     def tokens(self, geometry: Geometry) -> tuple[int, int]:
-        """Returns (start, stop) as blocks of `geometry` count. A state that is sent counts as one token."""
+        """Returns (start, stop) in tokens of `geometry`'s blocks. A state that is sent counts as one token."""
         if geometry.kind is BlockKind.STATE:
             return 0, len(self.blocks[geometry.group])
         return self.start, self.stop
@@ -39,7 +39,7 @@ class RequestSlice:
 
 @dataclass(frozen=True, eq=False)
 class StepTransfer:
-    """Units of several requests that travel by one route. If they are regrouped, no more than a staging slot holds."""
+    """Units of several requests that are sent by one route. Regrouped units fit into one staging slot."""
 
     route: Route
     # How our caches lie in memory.
@@ -56,12 +56,12 @@ class StepTransfer:
 
     @cached_property
     def transfers(self) -> list[Transfer]:
-        """By index into `slices`."""
+        """The transfer of each of `slices`."""
         return [each.transfer for each in self.slices]
 
     @cached_property
     def ticket_ids(self) -> list[str]:
-        """By index into `slices`."""
+        """The ticket id of each of `slices`."""
         return [each.transfer.ticket.ticket_id for each in self.slices]
 
     @property
@@ -89,10 +89,10 @@ def plan_transfers(
     device: Device,
     slot_units: int,
 ) -> list[StepTransfer]:
-    """Returns what brings `slices` to one decode engine: one step transfer, or several if units are regrouped and one
-    staging slot does not hold them.
+    """Returns the step transfers that send `slices` to one decode engine.
 
-    `slot_units`: how many units a slot holds. Raises `DeviceError`.
+    There is one, or several if units are regrouped and do not fit into one staging slot. `slot_units`: how many units a
+    slot holds. Raises `DeviceError`.
     """
     group = geometry.group
     ranges = [each.tokens(geometry) for each in slices]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolve: what of a step transfer is written to one decode rank, once it is known where the rank's tensors lie.
+"""Resolves a step transfer into writes to decode ranks, once the addresses of their tensors are known.
 
-Pure but for the addresses that `Batches` reuses. The sender's thread owns all of it.
+All of it is pure, except that `Batches` reuses its memory for addresses. The sender's thread owns all of it.
 """
 
 import dataclasses
@@ -28,8 +28,10 @@ _COMPUTED = attrgetter("computed")
 
 @dataclass(frozen=True, eq=False)
 class WritePlan:
-    """One write for all requests of a step transfer. It holds for every layer with targets of this shape: a layer only
-    adds the addresses of its tensors."""
+    """One write to one decode rank for all requests of a step transfer.
+
+    It holds for every layer with targets of this shape: a layer only adds the addresses of its tensors.
+    """
 
     key: RankKey
     # The decode rank's Mooncake session.
@@ -51,24 +53,26 @@ class WritePlan:
 
 
 class StepWrites:
-    """The write plans of one step transfer, and what has arrived by them. The model's thread makes it with the step
-    transfer; then the sender's thread owns it."""
+    """The write plans of one step transfer, and the bytes that have arrived by them.
+
+    The model's thread makes it with the step transfer. From then on the sender's thread owns it.
+    """
 
     def __init__(self, step_transfer: StepTransfer, layers: int) -> None:
         """`layers`: how many layers will be pushed."""
         self._step_transfer = step_transfer
         self._plans: dict[tuple[RankKey, WriteShape], WritePlan] = {}
-        # How often all bytes of a plan have arrived before any of the prompts was computed to its end. They are added
-        # up once a step: doing it for each layer of 32 requests adds a seventh to the sender's time (71 to 81
+        # How often all bytes of a plan have arrived before a prompt's last layer was computed. The bytes are added up
+        # once a step: doing it for each layer of 32 requests adds a seventh to the sender's time (71 to 81
         # microseconds, benchmarks/plan.py).
         self._early: dict[WritePlan, int] = {}
         self._layers_left = layers
-        # Whether it is known of every request where to write, or that it has failed.
+        # Whether each request has its destinations, or has failed.
         self._located = False
 
     @owned
     def await_destinations(self, before_waiting: Callable[[], None]) -> None:
-        """Waits until it is known of every request where to write, or that it has failed."""
+        """Waits until each request has its destinations or has failed. Calls `before_waiting` first."""
         if not self._located:
             before_waiting()
             for transfer in self._step_transfer.transfers:
@@ -77,7 +81,7 @@ class StepWrites:
 
     @owned
     def plan_for(self, target: LayerTarget, limits: TransferLimits) -> WritePlan:
-        """Returns the plan for all layers with such a target. The first of them resolves it."""
+        """Returns the plan for all layers with such a target. The first layer resolves it."""
         plan = self._plans.get((target.key, target.shape))
         if plan is None:
             alike = next((known for known in self._plans.values() if known.shape is target.shape), None)
@@ -100,7 +104,7 @@ class StepWrites:
 
     @owned
     def layer_ended(self) -> None:
-        """No write of a layer is under way any more."""
+        """Counts a layer whose writes are over. After the last one, adds up the bytes that arrived early."""
         self._layers_left -= 1
         if self._layers_left == 0:
             for plan, times in self._early.items():
@@ -135,7 +139,7 @@ def batches_of(
     step_transfer: StepTransfer, shape: WriteShape, limits: TransferLimits, only: Collection[int] | None = None
 ) -> Batches:
     """Returns the copies of a step transfer, or of `only` some of its slices, in batches that respect `limits`."""
-    distinct: list[tuple[Target, Geometry]] = []  # K and V often go alike
+    distinct: list[tuple[Target, Geometry]] = []  # K and V are often the same
     for part in shape.parts:
         if part not in distinct:
             distinct.append(part)
@@ -144,10 +148,10 @@ def batches_of(
 
 
 def _copies(step_transfer: StepTransfer, target: Target, theirs: Geometry, only: Collection[int] | None) -> Descriptors:
-    """Returns the copies to `target`, whose cache lies as `theirs` says.
+    """Returns the copies to `target`, whose cache has the geometry `theirs`.
 
-    Source offsets count from our tensor's block 0, or from the tensor's place in the staging slot. Nothing is written
-    to an engine whose blocks are not as its tickets say (`DecodeLayout.unfit`).
+    Source offsets count from our tensor's block 0, or from the tensor's place in the staging slot. `DecodeLayout.unfit`
+    has checked that the engine has the blocks that its tickets name.
     """
     units = step_transfer.units
     src = step_transfer.src_units
