@@ -35,7 +35,7 @@ class StagedLayer:
         self._given_up = False
 
     def fill(self, slot: Slot) -> bool:
-        """Hands over a slot with the layer's bytes. Returns False if the sender has given up and the caller keeps it."""
+        """Hands over a slot with the layer's bytes. Returns False if the sender has given up: keep it then."""
         with self._lock:
             if not self._given_up:
                 self._slot = slot
