@@ -100,6 +100,9 @@ def proxy(
     decode_attempts: Annotated[
         int, typer.Option(help="Maximum number of decode attempts before the first token. 1: no retry.")
     ] = 2,
+    decode_fallback: Annotated[
+        bool, typer.Option(help="Let decode compute prompts, within its own bound, while no prefill engine is well.")
+    ] = True,
     strategy: Annotated[
         str, typer.Option(help="Routing strategy: round-robin, least-load or prefix-affinity.")
     ] = "prefix-affinity",
@@ -200,6 +203,7 @@ def proxy(
                 probe_timeout=probe_timeout,
                 prefill_attempts=prefill_attempts,
                 decode_attempts=decode_attempts,
+                decode_fallback=decode_fallback,
                 strategy=strategy,
                 check_interval=check_interval,
                 eject_after=eject_after,

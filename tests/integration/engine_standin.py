@@ -24,12 +24,7 @@ from harness.plain_http import PLAIN_HTTP
 
 # What vLLM answers when an engine request fails inside.
 INTERNAL_ERROR = {
-    "error": {
-        "message": "Internal server error",
-        "type": "InternalServerError",
-        "param": None,
-        "code": 500,
-    }
+    "error": {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}
 }
 PATHS = (
     "/v1/completions",
@@ -232,6 +227,8 @@ class DecodeEngine(_Engine):
         """Keep waiting for KV although the metaserver has reported a failure."""
         self.needs_prefill = True
         """False: every prompt is in the prefix cache."""
+        self.computes_itself = False
+        """Compute prompts without a ticket if the request asks for it, or if no prefill engine is well."""
         self.token_ids: list[Any] | None = None
         """Every prompt's, which go with its ticket where the proxy wants them. None: it gives none."""
         self.recomputes = False
@@ -311,6 +308,9 @@ class DecodeEngine(_Engine):
         transfer = received.body["kv_transfer_params"]
         assert transfer["do_remote_prefill"] is True
         assert transfer["do_remote_decode"] is False
+        asked = transfer.get("who_computes") == "decode" or transfer.get("prefill_available") is False
+        if self.computes_itself and asked:
+            return True
         answers: list[tuple[int, Any]] = []
         async with httpx.AsyncClient(timeout=30, **PLAIN_HTTP) as client:
 

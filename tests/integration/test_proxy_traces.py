@@ -85,6 +85,7 @@ def test_one_trace_of_proxy_and_engines(collector: Collector, protocol: str, mon
             "gen_ai.request.id": "mine",
         }
         internal_id = at_decode.headers["x-request-id"]
+        assert decode.attributes.pop("kv_pd.computed_by") == "prefill"
         assert decode.attributes == {"gen_ai.request.id": internal_id, "kv_pd.engine": cluster.decode_url}
         assert prefill.attributes == {
             "gen_ai.request.id": internal_id,
@@ -115,6 +116,25 @@ def test_without_a_valid_context_a_trace_begins_here(collector: Collector, heade
         assert request.parent == ""
         assert {span.trace for span in spans.values()} == {request.trace}
         assert cluster.decode.received[0].headers["traceparent"].split("-")[1] == request.trace
+
+
+def test_who_computed_the_prompt(collector: Collector) -> None:
+    with running_cluster(otlp_traces_endpoint=collector.url) as cluster:
+        cluster.decode.computes_itself = True
+        assert ask(cluster, {"X-Who-Computes": "decode"}).status_code == 200
+        decode = by_name(collector.wait(ended(ROUTE, "decode")))["decode"]
+        assert (decode.attributes["kv_pd.who_computes"], decode.attributes["kv_pd.computed_by"]) == ("decode", "decode")
+        assert "kv_pd.without_prefill" not in decode.attributes
+
+
+def test_decode_was_told_that_no_prefill_engine_is_well(collector: Collector) -> None:
+    with running_cluster(only_prefill=("http://127.0.0.1:9",), otlp_traces_endpoint=collector.url) as cluster:
+        cluster.decode.computes_itself = True
+        assert ask(cluster, {}).status_code == 200
+        spans = [span for span in collector.wait(ended(ROUTE, "decode", "prefill", "decode")) if span.name == "decode"]
+        first, second = sorted(spans, key=lambda span: span.begun)
+        assert first.attributes["error.type"] == "no_prefill_engine"
+        assert (second.attributes["kv_pd.without_prefill"], second.attributes["kv_pd.computed_by"]) == (True, "decode")
 
 
 def test_two_trace_contexts_count_as_none(collector: Collector) -> None:

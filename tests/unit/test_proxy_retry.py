@@ -16,6 +16,7 @@ from vllm_ascend_pd.proxy.rendezvous.retry import (
     PREFILL_AGAIN,
     Failure,
     engines_to_avoid,
+    lacks_prefill,
     may_follow,
     summary,
     without,
@@ -99,6 +100,31 @@ def test_some_engine_is_always_left(urls: list[str], failed: list[tuple[FailureK
 def test_engines_that_failed_before_are_asked_only_as_a_last_resort() -> None:
     assert without(URLS, frozenset("a"), {"b"}) == {"a", "b"}
     assert without(URLS, frozenset("a"), {"b", "c"}) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "lacks"),
+    [
+        ([], False),
+        ([FailureKind.NO_ENGINE], True),
+        ([FailureKind.UNREACHABLE], True),
+        ([FailureKind.UNREACHABLE] * 3, True),
+        ([FailureKind.LOST], True),
+        ([FailureKind.TIMEOUT], True),
+        ([FailureKind.LOST, FailureKind.UNREACHABLE], True),
+        ([FailureKind.ERROR, FailureKind.UNREACHABLE], True),
+        ([FailureKind.UNREACHABLE, FailureKind.LOST], True),
+        ([FailureKind.LOST, FailureKind.LOST], False),
+        ([FailureKind.LOST, FailureKind.TIMEOUT, FailureKind.NO_ENGINE], False),
+        ([FailureKind.UNREACHABLE, FailureKind.ERROR], False),
+        ([FailureKind.TRANSFER], False),
+        ([FailureKind.FULL], False),
+        ([FailureKind.REFUSED], False),
+        ([FailureKind.UNREACHABLE, FailureKind.FULL], False),
+    ],
+)
+def test_whether_no_prefill_engine_is_there(kinds, lacks) -> None:
+    assert lacks_prefill([failure(kind) for kind in kinds]) is lacks
 
 
 def test_summary() -> None:

@@ -106,9 +106,11 @@ class ProxyApp:
             decode_requests=DecodeRequests(
                 self._request_table,
                 self._decode,
+                self._prefill,
                 self._background.decode_watch,
                 self._observer,
                 attempts=settings.decode_attempts,
+                decode_fallback=settings.decode_fallback,
                 metaserver_url=settings.metaserver_url,
             ),
             observer=self._observer,

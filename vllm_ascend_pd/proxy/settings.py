@@ -66,6 +66,10 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     decode_attempts: int = 2
     """How often one request is sent to decode engines while its client has got nothing; 1: no retry. Retries prefer
     another engine."""
+    decode_fallback: bool = True
+    """Whether decode is told when no prefill engine is well, so that it computes prompts within its own bound
+    (`max_decode_prompt_tokens`). A request whose prefill engines turn out to be gone is sent to decode once more for
+    this, beyond `decode_attempts`."""
     max_concurrent: int = 1024
     """Client requests that are served at a time. Further ones wait."""
     max_waiting: int = 32768

@@ -6,6 +6,8 @@ Only fields that the proxy needs are decoded. All others keep their bytes, so no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from vllm_ascend_pd.core.text import UNREADABLE
@@ -83,14 +85,23 @@ def samples_of(request: ClientRequest) -> int:
     return min(max(1, number or 1), _MAX_SAMPLES)
 
 
-def decode_body(request: ClientRequest, metaserver_url: str, request_id: str) -> bytes:
-    """The client's body, with the order to decode to get the prompt's KV through the metaserver. `request_id`: the id
-    for the body, if the route has an id in it."""
+def decode_body(
+    request: ClientRequest, metaserver_url: str, request_id: str, advice: Mapping[str, str | bool | float] | None = None
+) -> bytes:
+    """The client's body, with the order to decode to get the prompt's KV through the metaserver.
+
+    Args:
+        request: the client's.
+        metaserver_url: where decode posts its tickets.
+        request_id: the id for the body, if the route has an id in it.
+        advice: further `kv_transfer_params`, which help decode to decide who computes the prompt.
+    """
     transfer = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
         "metaserver": metaserver_url,
         WANTS_TOKEN_IDS: True,
+        **(advice or {}),
     }
     return msgspec.json.encode(
         {**request.fields, **request.whole_prompt, **_id(request, request_id), "kv_transfer_params": transfer}

@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from http import HTTPStatus
+
+from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL
+from vllm_ascend_pd.proxy.http.errors import RequestRefused
 
 Headers = list[tuple[bytes, bytes]]
 
 REQUEST_ID = b"x-request-id"
+_WHO_COMPUTES = b"x-who-computes"
 
 _HOP_BY_HOP = frozenset(
     {
@@ -22,8 +27,10 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# The proxy's request has its own body, request id and connection.
-_OF_THE_CLIENTS_MESSAGE = frozenset({b"host", b"content-length", b"content-encoding", b"expect", REQUEST_ID})
+# The proxy's request has its own body, request id and connection. Its body says who computes.
+_OF_THE_CLIENTS_MESSAGE = frozenset(
+    {b"host", b"content-length", b"content-encoding", b"expect", REQUEST_ID, _WHO_COMPUTES}
+)
 # For the engine that answers the client. Prefill's answer never leaves the proxy, and prefill has its own ranks.
 _ONLY_FOR_DECODE = frozenset({b"accept-encoding", b"content-type", b"x-data-parallel-rank"})
 # uvicorn and the proxy's CORS settings add their own.
@@ -44,6 +51,21 @@ def decode_request_headers(client: Iterable[tuple[bytes, bytes]], request_id: st
     client's, because an engine refuses any other than JSON."""
     headers = _end_to_end(client, without=_OF_THE_CLIENTS_MESSAGE)
     return [*headers, (REQUEST_ID, request_id.encode())]
+
+
+def who_computes(client: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Who is to compute a request's prompts, by its header `X-Who-Computes`: `BY_DECODE`, `BY_PREFILL`, or None.
+
+    The header may be repeated, or list its value several times, as long as all values are the same. Raises
+    RequestRefused (400) for any other value.
+    """
+    lines = [value for name, value in client if name.lower() == _WHO_COMPUTES]
+    if not lines:
+        return None
+    values = {each.strip().lower().decode("latin-1") for each in b",".join(lines).split(b",")}
+    if len(values) == 1 and (value := values.pop()) in (BY_DECODE, BY_PREFILL):
+        return value
+    raise RequestRefused(HTTPStatus.BAD_REQUEST, "the header X-Who-Computes must be either decode or prefill")
 
 
 def prefill_request_headers(decode_headers: Headers) -> Headers:

@@ -97,6 +97,11 @@ class Metrics:
             buckets=_FIRST_TOKEN_SECONDS,
             registry=registry,
         )
+        self._without_prefill = Counter(
+            PREFIX + "requests_without_prefill",
+            "Requests for which decode was told that no prefill engine is well, so that it may compute their prompts.",
+            registry=registry,
+        )
         self._tickets = Gauge(
             PREFIX + "tickets_waiting",
             "Tickets at the metaserver whose prefill has not ended.",
@@ -121,6 +126,9 @@ class Metrics:
 
     def refused(self, status: HTTPStatus) -> None:
         self._refused.labels(str(status.value)).inc()
+
+    def asked_without_prefill(self) -> None:
+        self._without_prefill.inc()
 
     @contextmanager
     def ticket_waits(self) -> Iterator[None]:

@@ -40,6 +40,9 @@ class OperatorObserver(Observer):
     def attempt_retried(self, role: EngineRole) -> None:
         self._failure_stats.retried(role)
 
+    def asked_without_prefill(self) -> None:
+        self._metrics.asked_without_prefill()
+
     @contextmanager
     def ticket_waits(self) -> Iterator[None]:
         with self._metrics.ticket_waits():

@@ -14,6 +14,7 @@ from vllm_ascend_pd.proxy.http.bodies import parse_client_request
 from vllm_ascend_pd.proxy.http.client_json import ForDecodeAlone, read_fields
 from vllm_ascend_pd.proxy.http.endpoints import Endpoint, error_event
 from vllm_ascend_pd.proxy.http.errors import RequestRefused
+from vllm_ascend_pd.proxy.http.headers import who_computes
 from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all, when_disconnected
 from vllm_ascend_pd.proxy.rendezvous.decode_requests import DecodeRequests, ForwardedRequest
@@ -87,7 +88,9 @@ class ClientEndpoint:
     async def _serve(self, proxied: ProxiedRequest, request: Request, reply: Reply) -> None:
         """Reads the body and passes it to decode. Returns when a decode engine has answered, or after
         `proxied.end`."""
+        headers = request.headers.raw
         try:
+            wanted = None if self._endpoint is None else who_computes(headers)
             body = await self._read_body(request)
             content = self._parse(proxied, body)
         except ClientDisconnect:
@@ -102,7 +105,7 @@ class ClientEndpoint:
             log.info("request %s: the client left: ending its requests to engines", proxied.request_id)
             proxied.end(None)
 
-        forwarded = ForwardedRequest(request.method, self._path, self._endpoint, request.headers.raw, content)
+        forwarded = ForwardedRequest(request.method, self._path, self._endpoint, headers, content, wanted)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(when_disconnected, request.receive, client_left)
             await self._decode_requests.run(proxied, forwarded, reply)

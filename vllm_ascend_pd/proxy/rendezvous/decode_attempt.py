@@ -99,6 +99,8 @@ class DecodeAttempt(EngineCall):
         self.prefill_headers = prefill_request_headers(self.decode_headers)
         """Headers of the requests to prefill engines."""
         self.alone = alone
+        self.without_prefill = False
+        """Whether decode was told that no prefill engine is well."""
         self.answering = False
         """Whether the client has got a part of the response. Then no other engine can answer any more."""
         self.over = False

@@ -7,13 +7,15 @@ import logging
 from http import HTTPStatus
 from typing import NamedTuple
 
+from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL
 from vllm_ascend_pd.proxy.http.bodies import decode_body
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint
 from vllm_ascend_pd.proxy.http.errors import error_response
 from vllm_ascend_pd.proxy.http.headers import Headers
 from vllm_ascend_pd.proxy.http.reply import Reply
+from vllm_ascend_pd.proxy.rendezvous.decode_advice import DecodeAdvice
 from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt
-from vllm_ascend_pd.proxy.rendezvous.observer import Observer
+from vllm_ascend_pd.proxy.rendezvous.observer import COMPUTED_BY, REQUESTED, WITHOUT_PREFILL, Observer
 from vllm_ascend_pd.proxy.rendezvous.proxied_request import ProxiedRequest
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.rendezvous.response_relay import ResponseRelay
@@ -45,6 +47,8 @@ class ForwardedRequest(NamedTuple):
     """The client's."""
     content: bytes
     """The body, if the request needs no prefill. Otherwise the body is made for each attempt."""
+    who_computes: str | None = None
+    """Who is to compute its prompts by the client's wish, `BY_DECODE` or `BY_PREFILL`; None: it has none."""
 
 
 class DecodeRequests:
@@ -54,26 +58,32 @@ class DecodeRequests:
         self,
         request_table: RequestTable,
         pool: EnginePool,
+        prefill: EnginePool,
         watch: StallWatch,
         observer: Observer,
         *,
         attempts: int,
+        decode_fallback: bool,
         metaserver_url: str,
     ) -> None:
         """
         Args:
             request_table: registers each attempt, so that tickets find it.
             pool: the decode engines.
+            prefill: the prefill engines. Decode is told whether any is well.
             watch: ends attempts at engines that have stopped.
             observer: receives reports about attempts.
             attempts: how many engines may be asked for one request.
+            decode_fallback: whether decode may be asked to compute prompts while no prefill engine is well.
             metaserver_url: where decode engines post their tickets.
         """
         self._request_table = request_table
         self._pool = pool
+        self._prefill = prefill
         self._watch = watch
         self._observer = observer
         self._attempts = attempts
+        self._decode_fallback = decode_fallback
         self._metaserver_url = metaserver_url
 
     async def run(self, proxied: ProxiedRequest, forwarded: ForwardedRequest, reply: Reply) -> None:
@@ -81,8 +91,12 @@ class DecodeRequests:
         pool = self._pool
         clients_id = reply.request_id
         failures: list[Failure] = []
+        number = 1
         prompt = NO_PROMPT if proxied.request is None else prompts_of(proxied.request)
         ranking = pool.ranker.rank(prompt)
+        advice = DecodeAdvice(
+            self._prefill, self._observer, wanted=forwarded.who_computes, may_fall_back=self._decode_fallback
+        )
 
         def another() -> bool:
             return may_follow(pool.urls, failures, self._attempts, DECODE_AGAIN)
@@ -90,21 +104,23 @@ class DecodeRequests:
         while True:
             with self._request_table.attempt(proxied, forwarded.headers, another) as attempt:
                 reply.request_id = clients_id or attempt.request_id
-                failure = await self._attempt(proxied, attempt, ranking, forwarded, reply)
+                failure = await self._attempt(proxied, attempt, ranking, forwarded, advice, reply)
                 if failure is not None:
                     attempt.span.failed(failure)
             if failure is None:
                 return
             self._observer.attempt_failed(EngineRole.DECODE, failure, attempt.request_id)
             pool.judge(failure.url, failure.kind)
-            failures.append(failure)
+            if reply.started or not advice.may_begin_anew(failure):
+                failures.append(failure)
             avoid = engines_to_avoid(pool.urls, failures, self._attempts, DECODE_AGAIN)
             if reply.started or avoid is None:
                 self._give_up(proxied, attempt, failure)
                 return
             others = pool.ranker.rank(prompt, avoid)
             ranking = others.then(last_resorts(failures, avoid, DECODE_AGAIN)).of_one_admitted()
-            self._note_retry(proxied, attempt, failure, len(failures) + 1, ranking.first)
+            number += 1
+            self._note_retry(proxied, attempt, failure, number, ranking.first)
 
     async def _attempt(
         self,
@@ -112,12 +128,15 @@ class DecodeRequests:
         attempt: DecodeAttempt,
         ranking: EngineRanking,
         forwarded: ForwardedRequest,
+        advice: DecodeAdvice,
         reply: Reply,
     ) -> Failure | None:
         """Asks one engine and passes its response on. Returns how that failed, or None."""
         content = forwarded.content
         if proxied.request is not None:
-            content = decode_body(proxied.request, self._metaserver_url, attempt.request_id)
+            content = decode_body(proxied.request, self._metaserver_url, attempt.request_id, advice.params())
+            attempt.without_prefill = advice.without_prefill
+            _note_advice(attempt, advice)
         sent = OutgoingRequest(forwarded.method, forwarded.path, attempt.decode_headers, content, attempt.request_id)
         relay = ResponseRelay(forwarded.path, attempt, reply, self._observer)
         failure: Failure | None = None
@@ -129,6 +148,8 @@ class DecodeRequests:
                     failure = await relay.run(response)
                     if failure is None:
                         self._pool.judge(attempt.engine, None)
+                        if proxied.request is not None and response.status < 400:
+                            attempt.span.note({COMPUTED_BY: BY_DECODE if attempt.prefilled_at is None else BY_PREFILL})
             except EngineError as error:
                 failure = Failure(error.kind, str(error), error.url, error_response(error.status, str(error)))
                 broken_off = responded and error.kind is FailureKind.LOST and not attempt.answering
@@ -166,6 +187,13 @@ class DecodeRequests:
             number,
             next_url,
         )
+
+
+def _note_advice(attempt: DecodeAttempt, advice: DecodeAdvice) -> None:
+    if advice.wanted is not None:
+        attempt.span.note({REQUESTED: advice.wanted})
+    if advice.without_prefill:
+        attempt.span.note({WITHOUT_PREFILL: True})
 
 
 def _breaks_off(endpoint: Endpoint | None) -> bool:

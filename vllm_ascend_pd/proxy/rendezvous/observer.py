@@ -26,6 +26,9 @@ UNREACHABLE = "kv_pd.unreachable_engines"
 ATTEMPT = "kv_pd.attempt"
 PROMPT = "kv_pd.prompt"
 ERROR = "error.type"
+REQUESTED = "kv_pd.who_computes"
+WITHOUT_PREFILL = "kv_pd.without_prefill"
+COMPUTED_BY = "kv_pd.computed_by"
 
 
 class Span:
@@ -85,6 +88,9 @@ class Observer:
 
     def attempt_retried(self, role: EngineRole) -> None:
         """Another attempt follows a failed one."""
+
+    def asked_without_prefill(self) -> None:
+        """Decode is told that no prefill engine is well. Once per client request."""
 
     @contextmanager
     def ticket_waits(self) -> Iterator[None]:

@@ -137,6 +137,7 @@ class PrefillRequests:
                 span.failed(failure)
         if failure is None:
             self._observer.prefilled(time.monotonic() - begun)
+            self._pool.prefilled(call)
         return failure
 
     async def _send(

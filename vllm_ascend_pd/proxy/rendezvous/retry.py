@@ -48,7 +48,11 @@ that. A new decode request has other blocks and need not wait."""
 PREFILL_AGAIN_ANEW = PREFILL_AGAIN | {FailureKind.TIMEOUT, FailureKind.TRANSFER}
 """As `PREFILL_AGAIN`, if the retry is a new decode request. The transfer may have failed because of the earlier decode
 engine, or of the network to it."""
-FINAL = frozenset({FailureKind.REFUSED, FailureKind.FULL, FailureKind.PREFILL})
+_NO_ENGINE_HAD_IT = frozenset({FailureKind.UNREACHABLE, FailureKind.NO_ENGINE})
+"""Failures of prefills that no engine got."""
+_ENGINE_GONE = _NO_ENGINE_HAD_IT | {FailureKind.LOST, FailureKind.TIMEOUT}
+"""Failures after which no prefill engine may be there."""
+FINAL = frozenset({FailureKind.REFUSED, FailureKind.FULL, FailureKind.PREFILL, FailureKind.NO_PREFILL})
 """Failures after which neither prefill nor decode is retried: the client gets this answer."""
 
 
@@ -67,6 +71,16 @@ def engines_to_avoid(
         return failed
     unusable = _unusable(failures, again)
     return unusable if not unusable >= set(urls) else None
+
+
+def lacks_prefill(failures: Sequence[Failure]) -> bool:
+    """Whether a prompt's prefills failed because no prefill engine is there, so that decode may compute it instead.
+
+    `failures`: of all its prefills, in order. At most one of them may be of an engine that had the prompt. Otherwise
+    the prompt itself may stop engines, and must not get to decode.
+    """
+    had_it = sum(failure.kind not in _NO_ENGINE_HAD_IT for failure in failures)
+    return bool(failures) and failures[-1].kind in _ENGINE_GONE and had_it <= 1
 
 
 def may_follow(

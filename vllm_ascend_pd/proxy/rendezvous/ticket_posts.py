@@ -21,7 +21,7 @@ from vllm_ascend_pd.proxy.rendezvous.post_reader import PostReader, PostRefused,
 from vllm_ascend_pd.proxy.rendezvous.prefill_answer import bad_gateway
 from vllm_ascend_pd.proxy.rendezvous.prefill_requests import PrefillRequests
 from vllm_ascend_pd.proxy.rendezvous.request_table import TicketMatch
-from vllm_ascend_pd.proxy.rendezvous.retry import FINAL, Failure, summary
+from vllm_ascend_pd.proxy.rendezvous.retry import FINAL, Failure, lacks_prefill, summary
 from vllm_ascend_pd.proxy.rendezvous.tickets import ParsedTicket, TicketHeader, read_ticket
 from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 
@@ -151,8 +151,14 @@ def _prefill_failed(
         answer, kind = last.answer, last.kind
     elif last.kind is FailureKind.NO_ENGINE:
         answer = last.answer
+    if lacks_prefill(failures):
+        kind = FailureKind.NO_PREFILL
+        if attempt.without_prefill:
+            answer = error_response(
+                HTTPStatus.SERVICE_UNAVAILABLE, f"prefill failed: {reason}; decode did not compute the prompt itself"
+            )
     unquoted = "; ".join(failure.for_all for failure in failures)
     attempt.note_transfer_failure(Failure(kind, reason, attempt.engine, answer, unquoted))
     if not continues:
-        attempt.end()
+        match.proxied.begin_anew(attempt, match.prompt, progress)
     return error_answer(HTTPStatus.BAD_GATEWAY, reason)

@@ -14,12 +14,17 @@ from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 class EngineCall:
     """A request that is in flight at an engine, or waits for one. All its work runs under `scope`.
 
-    `EnginePool.open` fills `engines`. `StallWatch` and the metaserver may end the call by `cut_short`.
+    `EnginePool.open` sets `engines`, `sent_at` and `work`. `StallWatch` and the metaserver may end the call by
+    `cut_short`.
     """
 
     def __init__(self) -> None:
         self.engines: list[str] = []
         """URLs of the engines asked so far. The last one has the request, or had it."""
+        self.sent_at = math.inf
+        """When the last engine got the request, on `time.monotonic`'s clock. Infinity: none has."""
+        self.work = 0
+        """The tokens of that engine's load then (`EngineLoad.tokens`), this request included."""
         self.scope = anyio.CancelScope()
         """Cancelled to end the call."""
         self.cut: tuple[FailureKind, str] | None = None

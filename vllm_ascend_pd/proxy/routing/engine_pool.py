@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from http import HTTPStatus
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from vllm_ascend_pd.proxy.routing.balance import STRATEGIES, decode_costs, prefi
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter, NoFreeSlotError
 from vllm_ascend_pd.proxy.routing.engine_call import EngineCall
 from vllm_ascend_pd.proxy.routing.failure_kind import DECODE_BLAMED, PREFILL_BLAMED, FailureKind
+from vllm_ascend_pd.proxy.routing.prefill_wait import PrefillPace, queue_wait
 from vllm_ascend_pd.proxy.routing.ranking import EngineRanker, EngineRanking
 from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRegistry, EngineRole, RegisteredEngine
 
@@ -73,12 +74,30 @@ class EnginePool:
         self.ranker = ranker
         self.limiter = limiter
         self._client = client
+        self._pace = PrefillPace()
         self._blamed = PREFILL_BLAMED if self.role is EngineRole.PREFILL else DECODE_BLAMED
 
     @property
     def urls(self) -> tuple[str, ...]:
         """URLs of the engines that may get requests now."""
         return self.engines.urls
+
+    def any_well(self) -> bool:
+        """Whether any engine may get requests and is not doubtful. Engines without a free slot count, too."""
+        return any(self._well(time.monotonic()))
+
+    def _well(self, now: float) -> Iterator[RegisteredEngine]:
+        return (engine for engine in self.engines if engine.open and not engine.doubtful(now))
+
+    def queue_wait(self) -> float:
+        """Estimates the seconds that a further prompt would wait for a prefill engine; 0 if unknown."""
+        now = time.monotonic()
+        loads = [self.ranker.load(engine, now) for engine in self._well(now)]
+        return queue_wait(loads, self.limiter.waiting * self.ranker.mean_tokens, self._pace.tokens_per_second)
+
+    def prefilled(self, call: EngineCall) -> None:
+        """Notes that a prefill has just ended well, for `queue_wait`."""
+        self._pace.note(call.work, time.monotonic() - call.sent_at)
 
     def judge(self, url: str, kind: FailureKind | None) -> None:
         """Records how a request to an engine ended. `kind`: None if it succeeded."""
@@ -126,6 +145,8 @@ class EnginePool:
                     self.judge(failure.url, failure.kind)  # the caller judges the last engine
                 call.engines.append(url)
                 slot.enter_context(engine.serving(self.ranker.count_sent(ranking.prompt, url)))
+                call.sent_at = time.monotonic()
+                call.work = self.ranker.load(engine, call.sent_at).tokens
                 try:
                     response = await self._client.send(
                         request.method, url + request.path, request.headers, request.content

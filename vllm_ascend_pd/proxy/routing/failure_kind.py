@@ -23,6 +23,8 @@ class FailureKind(enum.Enum):
     """The engine answered, but reports that the KV did not arrive."""
     PREFILL = "prefill failed"
     """Decode only: all attempts at its prefill failed, and no further one is allowed."""
+    NO_PREFILL = "no prefill engine"
+    """Decode only: no prefill engine was there for its prompt, so decode may be asked to compute that itself."""
     NO_ENGINE = "no engine"
     """All engines have been removed, or drain."""
     FULL = "full"

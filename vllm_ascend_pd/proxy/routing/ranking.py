@@ -54,8 +54,8 @@ class EngineRanker:
         self._strategy = strategy
         self._fresh_for = fresh_for
         self._load = prefill_load if engines.role is EngineRole.PREFILL else decode_load
-        self._mean_tokens = _FIRST_MEAN_TOKENS
-        """Mean length of the prompts sent so far."""
+        self.mean_tokens = _FIRST_MEAN_TOKENS
+        """Mean length of the prompts sent so far. Only `count_sent` changes it."""
 
     def rank(
         self, prompt: PromptEstimate, avoid: Collection[str] = (), group: RequestGroup | None = None
@@ -70,7 +70,7 @@ class EngineRanker:
 
     def load(self, engine: RegisteredEngine, now: float) -> EngineLoad:
         """The load of an engine, from its own report and from what this proxy has sent."""
-        return self._load(engine.url, engine.sent, engine.report(now, self._fresh_for), self._mean_tokens)
+        return self._load(engine.url, engine.sent, engine.report(now, self._fresh_for), self.mean_tokens)
 
     def reported(self, engine: RegisteredEngine, now: float) -> LoadSnapshot | None:
         """What the engine itself reports of its load; None if it has reported nothing lately."""
@@ -80,5 +80,5 @@ class EngineRanker:
     def count_sent(self, prompt: PromptEstimate, url: str) -> InFlightLoad:
         """Notes that a prompt goes to an engine. Returns what that adds to the engine's load."""
         if prompt.sequences:
-            self._mean_tokens += (prompt.tokens - self._mean_tokens) / _MEAN_OVER_PROMPTS
+            self.mean_tokens += (prompt.tokens - self.mean_tokens) / _MEAN_OVER_PROMPTS
         return InFlightLoad(prompt.sequences, self._strategy.sent(prompt, url))
