@@ -38,6 +38,8 @@ REQUEST_SECONDS = 180.0
 WAKE_SECONDS = 0.3
 """In which connections that have been idle for too long meanwhile are closed."""
 ROLES = (Role.PREFILL, Role.DECODE)
+ALL_TO_PREFILL = ("who_computes", "prefill")
+"""Decode's setting."""
 Pairs = tuple[tuple[str, object], ...]
 
 
@@ -151,12 +153,12 @@ def single(setting: Setting) -> Iterator[Side]:
 
 @contextmanager
 def ours(setting: Setting) -> Iterator[Side]:
-    """LayerwisePushConnector behind `vllm-ascend-pd proxy`."""
+    """LayerwisePushConnector behind `vllm-ascend-pd proxy`. Prefill computes all prompts, as the peers' does."""
     prefill, decode = (
-        dataclasses.replace(setting.engine(first), role=role, tp=tp, connector_extra=PATIENT, traces=setting.traces)
-        for first, role, tp in (
-            (0, Role.PREFILL, setting.pair.prefill),
-            (setting.first_of_decode, Role.DECODE, setting.pair.decode),
+        dataclasses.replace(setting.engine(first), role=role, tp=tp, connector_extra=extra, traces=setting.traces)
+        for first, role, tp, extra in (
+            (0, Role.PREFILL, setting.pair.prefill, PATIENT),
+            (setting.first_of_decode, Role.DECODE, setting.pair.decode, (*PATIENT, ALL_TO_PREFILL)),
         )
     )
     config = ClusterConfig("ours", (prefill,), (decode,))

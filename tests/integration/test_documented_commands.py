@@ -209,6 +209,7 @@ TABLE = (
         r"CANN_ON_HOST=1 .* benchmarks/ttft\.py --npu",
         "tests/npu/e2e/test_ttft_benchmark.py::test_all_sides_give_the_same_tokens",
     ),
+    Row(r"python benchmarks/who_computes\.py", "tests/e2e/test_who_computes_benchmark.py::test_measures_each_part"),
     Row(r"python benchmarks/push\.py", "tests/integration/test_transfer_benchmarks.py::test_push"),
     Row(r"python benchmarks/overlap\.py", "tests/integration/test_transfer_benchmarks.py::test_overlap"),
     Row(r"python benchmarks/memory\.py", "tests/integration/test_transfer_benchmarks.py::test_memory"),

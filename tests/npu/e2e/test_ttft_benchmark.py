@@ -30,5 +30,5 @@ def test_all_sides_give_the_same_tokens(cluster_pool: ClusterPool, reference_poo
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     measured = [(row["side"], row["measure"], row["failure"]) for row in rows]
-    assert measured == [(side, what, "") for side in ("ours", "layerwise", "v1") for what in ("ttft", "load")]
+    assert measured == [(side, what, "") for side in ("ours", "layerwise", "v1", "bare") for what in ("ttft", "load")]
     assert all(row["of_single"] == row["value"] / row["single"] > 0 for row in rows)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `who_computes.py` compares: a decode engine with the default, and one that has all prompts sent to prefill."""
+
+import dataclasses
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from harness.client import Client, Completion, StreamError
+from harness.clusters import PATIENT_PROXY, Proxy
+from harness.engines import PATIENT, Engine, EngineConfig, Role, running_engines, wait_ready
+from harness.models import DEMO
+from helpers.ttft_sides import (
+    ALL_TO_PREFILL,
+    KV_BYTES,
+    MODELS,
+    REQUEST_SECONDS,
+    STEP_TOKENS,
+    WAKE_SECONDS,
+    SideFailedError,
+)
+
+SPECS = {"small": MODELS["small"], "demo": dataclasses.replace(DEMO, max_positions=8192)}
+"""ttft.py's small model, and the demonstration's."""
+KV_CACHE_BYTES = KV_BYTES | {"demo": 1 << 30}
+MAX_MODEL_LEN = 4096 + 64
+
+HEADER = "X-Who-Computes"
+
+
+class Way:
+    """How prompts are sent to one decode engine. `header`: who the client asks to compute them."""
+
+    def __init__(self, name: str, url: str, model: str, header: str | None = None) -> None:
+        self.name, self.url = name, url
+        timeout = httpx.Timeout(REQUEST_SECONDS, connect=10)
+        self._client = Client(url, model=model, timeout=timeout)
+        if header is not None:
+            self._client.http.headers[HEADER] = header
+
+    def ask(self, prompt: list[int], max_tokens: int) -> Completion:
+        try:
+            return self._client.complete(prompt, max_tokens, stream=True)
+        except (httpx.HTTPError, StreamError) as error:
+            raise SideFailedError(f"{self.name}: {len(prompt)} prompt tokens: {error}") from error
+
+    def close(self) -> None:
+        self._client.http.close()
+
+
+class Side:
+    """A decode engine and its own proxy. Between its turns both are stopped (SIGSTOP), so that they cost nothing."""
+
+    def __init__(self, decode: Engine, proxy: Proxy, ways: Sequence[Way]) -> None:
+        self.decode, self.ways = decode, tuple(ways)
+        self._processes = [proxy.process, decode.process]
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        time.sleep(WAKE_SECONDS)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def prompts(self) -> dict[str, float]:
+        """How many prompts each side has computed for this decode engine so far: by "decode" and by "prefill"."""
+        found = {"decode": 0.0, "prefill": 0.0}
+        for labels, value in self.decode.samples("vllm:kv_pd_prompts_total"):
+            found[labels["by"]] += value
+        return found
+
+    def close(self) -> None:
+        """Before its processes are ended: stopped ones do not end in order."""
+        self._signal(signal.SIGCONT)
+        for way in self.ways:
+            way.close()
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            process.signal_group(number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stand:
+    """One prefill engine, and two decode engines that differ in `who_computes` alone."""
+
+    auto: Side
+    fixed: Side
+
+    @property
+    def both(self) -> tuple[Side, Side]:
+        return self.auto, self.fixed
+
+
+@contextmanager
+def running_stand(model: str, path: Path, logs: Path) -> Iterator[Stand]:
+    plain = EngineConfig(
+        max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=STEP_TOKENS, kv_cache_bytes=KV_CACHE_BYTES[model]
+    )
+    roles = (
+        (Role.PREFILL, PATIENT),
+        (Role.DECODE, PATIENT),
+        (Role.DECODE, (*PATIENT, ALL_TO_PREFILL)),
+    )
+    configs = [dataclasses.replace(plain, role=role, connector_extra=extra) for role, extra in roles]
+    with running_engines(path, configs, logs) as [prefill, *decodes]:
+        proxies: list[Proxy] = []
+        sides: list[Side] = []
+        try:
+            for decode in decodes:
+                proxies.append(Proxy([prefill], [decode], logs, args=PATIENT_PROXY))
+            wait_ready(proxies)
+            own, others = proxies
+            name = str(path)
+            sides = [
+                Side(decodes[0], own, [Way("auto", own.url, name)]),
+                Side(
+                    decodes[1],
+                    others,
+                    [
+                        Way("alone", others.url, name, "decode"),
+                        Way("direct", decodes[1].url, name),
+                        Way("prefill", others.url, name),
+                    ],
+                ),
+            ]
+            yield Stand(*sides)
+        finally:
+            for side in sides:
+                side.close()
+            for proxy in proxies:
+                proxy.stop()
