@@ -11,8 +11,11 @@ from vllm_ascend_pd.connector.vllm_versions import NAMES_ALL_PREEMPTED
 from vllm_ascend_pd.core.groups import CacheGroup
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver
+from vllm_ascend_pd.decode.delivery_loop import DeliverySettings
+from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
+from vllm_ascend_pd.decode.ticket_routes import TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PlacementSettings, PromptPlacement
 from vllm_ascend_pd.observe.listeners import DecodeSchedulerStats
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
@@ -44,15 +47,17 @@ def decode_scheduler(
     media_hashing: str = "",
     observer: DecodeSchedulerObserver | None = None,
     placement: PlacementSettings | None = None,
+    prefill: PrefillClient | None = None,
 ) -> DecodeScheduler:
-    """A decode engine's scheduler. `metaserver`: the client, which the scheduler closes. It counts by default, and
-    has all prompts computed by prefill."""
+    """A decode engine's scheduler. `metaserver`, `prefill`: the clients, which the scheduler closes. It counts by
+    default, and has all prompts computed by prefill."""
     observer = observer or DecodeSchedulerStats()
     requests = VllmRequests(Prompts(media_hashing))
     issuer = TicketIssuer(engine, groups, requests, signer)
     blocks = VllmBlocks()
     who = PromptPlacement(groups, blocks, placement or PlacementSettings("prefill"))
-    return DecodeScheduler(issuer, requests, blocks, metaserver, who, IdleWait(0.05, in_flight=2), observer)
+    routes = TicketRoutes(metaserver, prefill or PrefillClient(DeliverySettings(hosts=AnyHost())))
+    return DecodeScheduler(issuer, requests, blocks, routes, who, IdleWait(0.05, in_flight=2), observer)
 
 
 def blocks_of(pool: Any) -> VllmBlocks:

@@ -20,13 +20,16 @@ from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.groups import CacheGroup
-from vllm_ascend_pd.core.hosts import decode_hosts
+from vllm_ascend_pd.core.hosts import decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
 from vllm_ascend_pd.core.signing import Secret
+from vllm_ascend_pd.decode.delivery_loop import DeliverySettings
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
+from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
+from vllm_ascend_pd.decode.ticket_routes import TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PlacementSettings, PromptPlacement
 from vllm_ascend_pd.observe.listeners import (
     DecodeSchedulerStats,
@@ -116,7 +119,10 @@ def _decode(
         TicketIssuer(engine, groups, requests, signer),
         requests,
         blocks,
-        MetaserverClient(_metaserver_settings(config, recomputes), setup.host, observer),
+        TicketRoutes(
+            MetaserverClient(_metaserver_settings(config, recomputes), setup.host, observer),
+            PrefillClient(_delivery_settings(setup), observer),
+        ),
         placement,
         _idle_wait(setup, wakeup),
         observer,
@@ -137,6 +143,18 @@ def _read(reader: Callable[[str], _T], path: str | None) -> _T | None:
         return None if path is None else reader(path)
     except SecretFileError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from None
+
+
+def _delivery_settings(setup: EngineSetup) -> DeliverySettings:
+    config = setup.config
+    return DeliverySettings(
+        hosts=prefill_hosts(config.prefill_allowlist, setup.host, own_networks()),
+        answer_timeout_s=config.control_timeout_s,
+        retry_s=config.grant_timeout_s,
+        longest_s=config.queue_timeout_s + config.transfer_timeout_s,
+        max_pending=config.max_pending_tickets,
+        keys=_read(load_keys, config.side_channel_key_file),
+    )
 
 
 def _metaserver_settings(config: ConnectorConfig, recomputes: bool) -> MetaserverSettings:

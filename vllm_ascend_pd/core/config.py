@@ -126,8 +126,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_allowlist: tuple[str, ...] = ()
     """Addresses, networks (`10.1.0.0/16`) and names of hosts that prefill connects to for tickets. Empty: any host if
     tickets must be signed; otherwise private networks, the networks of this host's interfaces, and this host."""
+    prefill_allowlist: tuple[str, ...] = ()
+    """Addresses, networks and names of hosts that decode connects to for requests that name a prefill engine
+    (routers.md). Empty: private networks, the networks of this host's interfaces, and this host."""
     max_pending_tickets: int = 4096
-    """Most tickets that wait for the metaserver's answer. Further ones are refused at once."""
+    """Most tickets that wait for the metaserver's or a prefill engine's answer. Further ones are refused at once."""
     transfer_protocol: str | None = None
     """Mooncake's protocol: `tcp`, `rdma` or `ascend`. None: `tcp` on CPU and `ascend` on NPU. The same on prefill and
     decode. Mooncake for NPUs has `tcp` from 0.3.13.post1 on."""
@@ -190,10 +193,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"`write_timeout_s` must be at most 600 seconds, not {self.write_timeout_s}")
         if self.trace_max_bytes < 65536:
             raise ValueError(f"`trace_max_bytes` must be at least 65536, not {self.trace_max_bytes}")
-        try:
-            HostList(self.decode_allowlist, "")
-        except ValueError as error:
-            raise ValueError(f"`decode_allowlist`: {error}") from None
+        for name in ("decode_allowlist", "prefill_allowlist"):
+            try:
+                HostList(getattr(self, name), "")
+            except ValueError as error:
+                raise ValueError(f"`{name}`: {error}") from None
 
 
 def parse_config(extra: dict[str, Any]) -> ConnectorConfig:

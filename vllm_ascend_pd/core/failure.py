@@ -41,9 +41,9 @@ class ReceiveFailure(enum.Enum):
     """Why decode did not get a request's KV."""
 
     NOT_POSTED = "not_posted"
-    """The request named no metaserver, or one that tickets may not be posted to."""
+    """The request named neither a metaserver nor a prefill engine that tickets may be sent to."""
     PREFILL = "prefill"
-    """The metaserver answered that prefill failed, or did not answer."""
+    """The metaserver or the prefill engine answered that prefill failed, or did not answer."""
     TRANSFER = "transfer"
     """The transfer to a rank failed, or took too long."""
     ABORTED = "aborted"

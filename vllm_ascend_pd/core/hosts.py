@@ -133,6 +133,20 @@ def decode_hosts(allowlist: Sequence[str], own_host: str, signed: bool, own_netw
     )
 
 
+def prefill_hosts(allowlist: Sequence[str], own_host: str, own_networks: Sequence[str] = ()) -> HostList:
+    """Returns the hosts where decode may look for prefill engines that a request names.
+
+    They are those in `allowlist` if it has entries. Else private networks, `own_networks` (those of this host's
+    interfaces) and this host, also with signed tickets: the request is a client's. Raises ValueError.
+    """
+    if allowlist:
+        return HostList(allowlist, "is not in prefill_allowlist")
+    return HostList(
+        (*_PRIVATE, *own_networks, own_host),
+        "is no private address, and in no network of decode's host: name it in prefill_allowlist",
+    )
+
+
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     if "%" in host:  # an IPv6 zone is valid on its own host only, and may be any text
         return None

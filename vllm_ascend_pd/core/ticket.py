@@ -52,6 +52,9 @@ TICKET_PORT = "ticket_port"
 MAX_TRANSFER_ID_CHARS = 128
 """The longest `TRANSFER_ID`."""
 
+BOOTSTRAP_ADDRESS = "remote_bootstrap_addr"
+"""Instead of the last two: URL of a server that knows them (`decode/bootstrap.py`). Mooncake's routers send it."""
+
 
 class TicketError(ValueError):
     """A ticket is malformed, or does not fit the request that it came with."""
@@ -158,11 +161,21 @@ def wants_ticket(params: Mapping[str, Any] | None) -> bool:
     """Returns whether a request on decode asks for its prompt's KV to be pushed.
 
     If several connectors serve one engine, each sees all requests. A request for a connector that pulls names the
-    engine to pull from: vLLM's and vllm-ascend's call it `remote_engine_id`.
+    engine to pull from: vLLM's and vllm-ascend's call it `remote_engine_id`. A router that asked prefill first names
+    it, too, and with it where this engine's ticket can go.
     """
     if not isinstance(params, Mapping):  # vLLM checks the type of `kv_transfer_params`, but not in `vllm_xargs`
         return False
-    return bool(params.get("do_remote_prefill")) and params.get("remote_engine_id") is None
+    if not params.get("do_remote_prefill"):
+        return False
+    return params.get("remote_engine_id") is None or names_prefill(params)
+
+
+def names_prefill(params: Mapping[str, Any]) -> bool:
+    """Returns whether a request on decode names a prefill engine that waits for its ticket."""
+    if params.get(TRANSFER_ID) is None:
+        return False
+    return params.get(TICKET_HOST) is not None or params.get(BOOTSTRAP_ADDRESS) is not None
 
 
 def wants_token_ids(params: Mapping[str, Any]) -> bool:

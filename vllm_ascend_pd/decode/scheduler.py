@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decode side of the scheduler: issues a ticket per request, and follows it until its KV has arrived.
 
-All of it runs on the scheduler's thread. The metaserver client has a thread of its own, and this one polls it.
+All of it runs on the scheduler's thread. What sends tickets has threads of its own, and this one polls it.
 """
 
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.failure import ReceiveFailure
@@ -18,9 +16,9 @@ from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, ReceiveEnding
 from vllm_ascend_pd.core.protocol import RankDescription
 from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import Ticket, wants_ticket, wants_token_ids
-from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
+from vllm_ascend_pd.core.ticket import Ticket, names_prefill, wants_ticket, wants_token_ids
 from vllm_ascend_pd.decode.ticket_issuer import TicketIssuer
+from vllm_ascend_pd.decode.ticket_routes import RouteError, TicketRoute, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.transport.idle_wait import IdleWait
 
@@ -37,9 +35,9 @@ class _IncomingTransfer:
 
     request_id: str
     ticket: Ticket
-    # Where the ticket is posted. None: nowhere, as the request names no metaserver that it may be posted to.
-    url: str | None = None
-    # The prompt's token ids, if the metaserver wants them.
+    # The ticket's way to prefill. None: the request names none that it may take.
+    route: TicketRoute | None = None
+    # The prompt's token ids, if they are wanted with the ticket.
     token_ids: list[int] = field(default_factory=list)
     # Whether all ranks have reported that nobody can write for the ticket any more.
     ranks_ended: bool = False
@@ -63,7 +61,7 @@ class DecodeScheduler:
 
     issuer: makes the tickets.
     requests, blocks: answer questions about the engine's requests and KV blocks.
-    metaserver: the client that posts tickets. The scheduler closes it.
+    routes: finds each ticket's way to prefill. The scheduler closes it.
     placement: decides who computes prompts.
     idle: decides how long steps wait for KV. The scheduler closes it.
     observer: is told of the transfers' milestones. The scheduler closes it.
@@ -74,7 +72,7 @@ class DecodeScheduler:
         issuer: TicketIssuer,
         requests: EngineRequests,
         blocks: EngineBlocks,
-        metaserver: MetaserverClient,
+        routes: TicketRoutes,
         placement: PromptPlacement,
         idle: IdleWait,
         observer: DecodeSchedulerObserver | None = None,
@@ -83,12 +81,13 @@ class DecodeScheduler:
         self._requests = requests
         self._blocks = blocks
         self._placement = placement
-        self._metaserver = metaserver
+        self._routes = routes
         self._idle = idle
         self._observer = observer or DecodeSchedulerObserver()
         self._transfers: dict[str, _IncomingTransfer] = {}  # by request id
         self._by_ticket: dict[str, _IncomingTransfer] = {}  # the same, by ticket id
-        self._to_post: dict[str, _IncomingTransfer] = {}  # by ticket id: they leave with the next step
+        self._to_send: dict[str, _IncomingTransfer] = {}  # by ticket id: they leave with the next step
+        self._without_ticket: set[str] = set()  # requests whose held prompts were released without a ticket
         self._step = DecodeStep()  # the next one
 
     @owned
@@ -115,6 +114,7 @@ class DecodeScheduler:
             self._correct_cached_tokens(request, transfer)
             return
         if num_external_tokens == 0:
+            self._no_ticket(request, "decode computes the prompt")
             return
         ticket = self._issuer.issue(request, blocks, num_external_tokens)
         transfer = _IncomingTransfer(request.request_id, ticket)
@@ -122,24 +122,20 @@ class DecodeScheduler:
         self._step.expects.append(self._issuer.expect(request.request_id, ticket, blocks))
         self._observer.ticket_issued(request.request_id, ticket, request.trace_headers)
         params = request.kv_transfer_params or {}
-        url = params.get("metaserver")
-        if not isinstance(url, str):
-            reason = "kv_transfer_params has do_remote_prefill but no metaserver URL"
-            self._fail(transfer, reason, ReceiveFailure.NOT_POSTED)
-        elif (refused := self._metaserver.check(url)) is not None:
-            self._fail(transfer, refused, ReceiveFailure.NOT_POSTED)
-        else:
-            transfer.url = url
-            if wants_token_ids(params):
-                transfer.token_ids = self._requests.token_ids(request) or []
-            self._to_post[ticket.ticket_id] = transfer
+        try:
+            transfer.route = self._routes.of(params)
+        except RouteError as error:
+            self._fail(transfer, str(error), ReceiveFailure.NOT_POSTED)
+            return
+        if wants_token_ids(params):
+            transfer.token_ids = self._requests.token_ids(request) or []
+        self._to_send[ticket.ticket_id] = transfer
 
     @owned
     def build_step(self, computes: bool) -> DecodeStep:
         """Returns the next step for the ranks. `computes`: whether it computes anything.
 
-        New tickets are posted only now. Posted earlier, prefill could ask ranks for a ticket that this step tells them
-        of.
+        New tickets are sent only now. Sent earlier, prefill could ask ranks for a ticket that this step tells them of.
         """
         if not computes and self._step == DecodeStep():
             self._idle.pause()
@@ -148,17 +144,16 @@ class DecodeScheduler:
         step.wait_s = self._idle.next(computes, news=step != DecodeStep())
         step.wakeup_address = self._idle.wakeup_address
         step.weight_updates = self._blocks.weight_updates
-        for transfer in self._to_post.values():
-            assert transfer.url is not None
-            body = {**msgspec.to_builtins(transfer.ticket), "token_ids": transfer.token_ids}
-            self._metaserver.post(transfer.ticket.ticket_id, transfer.url, body)
+        for transfer in self._to_send.values():
+            assert transfer.route is not None
+            transfer.route.send(transfer.ticket, transfer.token_ids)
             transfer.token_ids = []
-        self._to_post.clear()
+        self._to_send.clear()
         return step
 
     def _take_answers(self) -> None:
-        """Takes the metaserver's answers to posted tickets: a prefill has ended, or failed."""
-        for outcome in self._metaserver.poll():
+        """Takes what became of sent tickets: a prefill has ended, or failed."""
+        for outcome in self._routes.poll():
             if outcome.ok:
                 self._step.prefilled.append(outcome.key)
             elif transfer := self._by_ticket.get(outcome.key):
@@ -186,12 +181,12 @@ class DecodeScheduler:
             if transfer is not None and (transfer.given_up is None or transfer.given_up[0] < attempt):
                 transfer.given_up = (attempt, reason)
                 self._observer.attempt_given_up()
-                if ticket_id not in report.failed:
-                    self._tell_metaserver(transfer, attempt, reason, final=False)
+                if ticket_id not in report.failed and not self._report(transfer, attempt, reason, final=False):
+                    self._fail(transfer, reason, ReceiveFailure.TRANSFER)
         for ticket_id, reason in report.failed.items():
             if transfer := self._by_ticket.get(ticket_id):
                 attempt = transfer.given_up[0] if transfer.given_up else transfer.ticket.attempt
-                self._tell_metaserver(transfer, attempt, reason, final=True)
+                self._report(transfer, attempt, reason, final=True)
                 # If one rank has failed, the others need not wait any longer.
                 self._fail(transfer, reason, ReceiveFailure.TRANSFER)
 
@@ -208,6 +203,8 @@ class DecodeScheduler:
     def _transfer_ended(self, transfer: _IncomingTransfer) -> None:
         """All ranks have reported the transfer's end."""
         transfer.ranks_ended = True
+        if transfer.route is not None and transfer.failure is None:
+            transfer.route.ended(transfer.ticket.ticket_id, None)
         lasted_s = time.monotonic() - transfer.issued_at
         num_bytes, early_bytes = transfer.received
         ending = ReceiveEnding(
@@ -221,6 +218,8 @@ class DecodeScheduler:
         """The request ended. Returns what its response says about its transfer."""
         transfer = self._transfers.get(request.request_id)
         if transfer is None:
+            self._no_ticket(request, _ABORTED)  # unless this engine has computed its prompt
+            self._without_ticket.discard(request.request_id)
             return None
         transfer.request_ended = True
         if not transfer.ranks_ended:
@@ -241,20 +240,27 @@ class DecodeScheduler:
 
     def close(self) -> None:
         """Closes what the scheduler was given to close. Waits 2 s at most for the observer."""
-        self._metaserver.close()
+        self._routes.close()
         self._idle.close()
         self._observer.close(_CLOSE_OBSERVER_S)
 
-    def _tell_metaserver(self, transfer: _IncomingTransfer, attempt: int, reason: str, final: bool) -> None:
-        """Tells the metaserver what a rank noticed.
+    def _no_ticket(self, request: ScheduledRequest, reason: str) -> None:
+        """If a prefill engine holds the request's prompt for a ticket, tells it once that none will come."""
+        params = request.kv_transfer_params
+        if not wants_ticket(params) or not names_prefill(params) or request.request_id in self._without_ticket:
+            return
+        self._without_ticket.add(request.request_id)
+        self._routes.no_ticket(params, reason)
+
+    def _report(self, transfer: _IncomingTransfer, attempt: int, reason: str, final: bool) -> bool:
+        """Passes on what a rank noticed. Returns whether another attempt at the ticket may follow.
 
         The proxy asks another prefill engine, or tells the client why there is no answer.
         """
-        if transfer.url is None or transfer.failure is not None:
-            return
+        if transfer.route is None or transfer.failure is not None:
+            return True
         ticket, reason = transfer.ticket, reason[:MAX_REASON_CHARS]
-        failure = TransferFailure(ticket.request_id, ticket.ticket_id, attempt, reason, final)
-        self._metaserver.report_failure(transfer.url, failure)
+        return transfer.route.report(TransferFailure(ticket.request_id, ticket.ticket_id, attempt, reason, final))
 
     def _fail(self, transfer: _IncomingTransfer, reason: str, cause: ReceiveFailure) -> None:
         """Gives the transfer up, unless it has ended or failed already: the next step cancels it on all ranks."""
@@ -263,8 +269,9 @@ class DecodeScheduler:
         transfer.failure, transfer.cause = reason, cause
         self._observer.transfer_failed(cause)
         ticket_id = transfer.ticket.ticket_id
-        self._to_post.pop(ticket_id, None)
-        self._metaserver.cancel(ticket_id)
+        self._to_send.pop(ticket_id, None)
+        if transfer.route is not None:
+            transfer.route.ended(ticket_id, reason)
         self._step.cancelled[ticket_id] = reason
 
     def _correct_cached_tokens(self, request: ScheduledRequest, transfer: _IncomingTransfer) -> None:

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tickets that decode hands straight to a prefill engine: over a real side channel, to an engine that is played."""
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness.channels import HOST
+from harness.scheduling import make_ticket
+from harness.ticket_takers import NOT_YET, REFUSED, TAKEN, UNKNOWN, MakeTaker, TicketTaker
+from harness.waiting import wait_until
+from vllm_ascend_pd.connector.bootstrap_server import BootstrapServer, answer_of
+from vllm_ascend_pd.core.hosts import HostList
+from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
+from vllm_ascend_pd.core.protocol import AskTicket, OfferTicket, Problem, ReleasePrompt
+from vllm_ascend_pd.decode import ticket_delivery
+from vllm_ascend_pd.decode.delivery_loop import DeliverySettings
+from vllm_ascend_pd.decode.pending_posts import PostOutcome
+from vllm_ascend_pd.decode.prefill_client import PrefillClient
+from vllm_ascend_pd.transport.curve import Keys, load_keys, new_key_file
+
+TICKET = make_ticket(100, [3])
+SETTINGS = DeliverySettings(HostList(["127.0.0.0/8"], "is not allowed"), answer_timeout_s=5.0, retry_s=0.5)
+
+
+class Retries(DecodeSchedulerObserver):
+    count = 0
+
+    def post_retried(self) -> None:
+        self.count += 1
+
+
+@pytest.fixture(autouse=True)
+def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ticket_delivery, "_ASK_EVERY_S", 0.05)
+
+
+@pytest.fixture
+def taker() -> Iterator[MakeTaker]:
+    made: list[TicketTaker] = []
+
+    def make(*args: Any, **settings: Any) -> TicketTaker:
+        made.append(TicketTaker(*args, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def retries() -> Retries:
+    return Retries()
+
+
+@pytest.fixture
+def client(retries: Retries) -> Iterator[PrefillClient]:
+    client = PrefillClient(SETTINGS, retries)
+    yield client
+    client.close()
+
+
+def offer(client: PrefillClient, params: dict[str, Any]) -> None:
+    client.offer(TICKET, client.parse(params))
+
+
+def outcome(client: PrefillClient) -> PostOutcome:
+    outcomes: list[PostOutcome] = []
+    wait_until(lambda: outcomes.extend(client.poll()) or outcomes, 20)
+    [only] = outcomes
+    assert only.key == TICKET.ticket_id
+    return only
+
+
+def test_prefill_takes_the_ticket_and_forgets_it_when_it_is_done(client: PrefillClient, taker: MakeTaker) -> None:
+    prefill = taker(questions=[TAKEN, TAKEN, UNKNOWN])
+    offer(client, prefill.params)
+    assert outcome(client).ok
+    assert prefill.got[0] == OfferTicket("prefill-0-12ab", "t-1", TICKET)
+    assert prefill.of(AskTicket) == 3 * [AskTicket("prefill-0-12ab", "t-1", TICKET.ticket_id)]
+
+
+def test_prefill_that_has_no_room_is_asked_again(client: PrefillClient, taker: MakeTaker, retries: Retries) -> None:
+    prefill = taker([NOT_YET, NOT_YET, TAKEN], [UNKNOWN])
+    offer(client, prefill.params)
+    assert outcome(client).ok
+    assert len(prefill.of(OfferTicket)) == 3
+    assert retries.count == 2
+
+
+@pytest.mark.parametrize(
+    ("offers", "questions", "reason"),
+    [
+        ([REFUSED], [TAKEN], "refuses the ticket: it is for another prompt"),
+        ([NOT_YET], [TAKEN], "did not take the ticket in 0.5 s: no room for it"),
+        ([Problem("cannot read it")], [TAKEN], "refuses the ticket: cannot read it"),
+        ([TAKEN], [TAKEN, REFUSED], "does not serve the ticket: it is for another prompt"),
+        ([TAKEN], [Problem("what?")], "does not serve the ticket: what?"),
+    ],
+)
+def test_refused(client: PrefillClient, taker: MakeTaker, offers: list[Any], questions: list[Any], reason: str) -> None:
+    offer(client, taker(offers, questions).params)
+    ended = outcome(client)
+    assert not ended.ok
+    assert reason in ended.reason
+    assert "prefill engine at tcp://127.0.0.1:" in ended.reason
+
+
+def test_nobody_there(taker: MakeTaker) -> None:
+    """It ends after three silent rounds."""
+    with socket.socket() as unheard:
+        unheard.bind((HOST, 0))
+        params = taker().params | {"ticket_port": unheard.getsockname()[1]}
+        client = PrefillClient(dataclasses.replace(SETTINGS, answer_timeout_s=0.1))
+        try:
+            offer(client, params)
+            assert "does not take the ticket: no answer in time" in outcome(client).reason
+        finally:
+            client.close()
+
+
+def test_prefill_dies_with_the_ticket(taker: MakeTaker) -> None:
+    client = PrefillClient(dataclasses.replace(SETTINGS, answer_timeout_s=0.2))
+    prefill = taker()
+    try:
+        offer(client, prefill.params)
+        wait_until(lambda: prefill.of(AskTicket), 20)
+        prefill.close()
+        assert "took the ticket and does not answer any more" in outcome(client).reason
+    finally:
+        client.close()
+
+
+def test_an_ended_ticket_has_no_outcome(client: PrefillClient, taker: MakeTaker) -> None:
+    prefill = taker()
+    offer(client, prefill.params)
+    wait_until(lambda: prefill.of(AskTicket), 20)
+    client.end(TICKET.ticket_id)
+    client.release(client.parse(prefill.params), "the request was aborted")
+    wait_until(lambda: prefill.of(ReleasePrompt), 20)
+    asked = len(prefill.of(AskTicket))
+    time.sleep(0.3)
+    assert len(prefill.of(AskTicket)) <= asked + 1
+    assert prefill.of(ReleasePrompt) == [ReleasePrompt("prefill-0-12ab", "t-1", "the request was aborted")]
+    assert client.poll() == []
+
+
+def test_too_many_at_a_time(taker: MakeTaker) -> None:
+    client = PrefillClient(dataclasses.replace(SETTINGS, max_pending=2))
+    prompt = client.parse(taker().params)
+    try:
+        for n in range(3):
+            client.offer(numbered(n), prompt)
+        [refused] = client.poll()
+        assert refused.key == numbered(2).ticket_id
+        assert "max_pending_tickets" in refused.reason
+    finally:
+        client.close()
+
+
+def numbered(n: int) -> Any:
+    return msgspec.structs.replace(TICKET, ticket_id=f"{n:032x}")
+
+
+def test_closing_ends_everything(taker: MakeTaker) -> None:
+    client = PrefillClient(SETTINGS)
+    prefill = taker()
+    offer(client, prefill.params)
+    wait_until(lambda: prefill.of(AskTicket), 20)
+    client.close()
+    client.close()
+    offer(client, prefill.params)
+    client.release(client.parse(prefill.params), "late")
+    client.end(TICKET.ticket_id)
+    assert client.poll() == []
+
+
+def make_keys(path: Path) -> Keys:
+    path.write_bytes(new_key_file())
+    path.chmod(0o600)
+    keys = load_keys(str(path))
+    assert keys is not None
+    return keys
+
+
+def test_other_keys_get_no_ticket(taker: MakeTaker, tmp_path: Path) -> None:
+    theirs, ours = make_keys(tmp_path / "theirs"), make_keys(tmp_path / "ours")
+    prefill = taker(keys=theirs)
+    client = PrefillClient(dataclasses.replace(SETTINGS, answer_timeout_s=0.3, keys=ours))
+    try:
+        offer(client, prefill.params)
+        assert "side_channel_key_file" in outcome(client).reason
+        assert prefill.got == []
+    finally:
+        client.close()
+
+
+# Mooncake's routers name a bootstrap server.
+
+
+def mooncake(port: int, engine_id: str = "prefill-0") -> dict[str, Any]:
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": engine_id,
+        "transfer_id": "xfer-1",
+        "remote_bootstrap_addr": f"http://{HOST}:{port}",
+    }
+
+
+def test_a_bootstrap_server_says_where_tickets_go(client: PrefillClient, taker: MakeTaker) -> None:
+    prefill = taker(questions=[UNKNOWN])
+    server = BootstrapServer(HOST, 0, answer_of("prefill-0", "prefill-0-12ab", HOST, prefill.port))
+    try:
+        offer(client, mooncake(server.port))
+        assert outcome(client).ok
+    finally:
+        server.close(5)
+    assert prefill.got[0] == OfferTicket("prefill-0-12ab", "xfer-1", TICKET)
+    offer(client, mooncake(server.port))  # its answer is remembered
+    assert outcome(client).ok
+
+
+def test_a_restarted_engine_is_looked_up_again(client: PrefillClient, taker: MakeTaker) -> None:
+    prefill = taker([TAKEN, REFUSED, TAKEN], [UNKNOWN])
+    server = BootstrapServer(HOST, 0, answer_of("prefill-0", "prefill-0-12ab", HOST, prefill.port))
+    try:
+        offer(client, mooncake(server.port))
+        assert outcome(client).ok
+        offer(client, mooncake(server.port))
+        assert not outcome(client).ok, "of the start before"
+    finally:
+        server.close(5)
+    server = BootstrapServer(HOST, server.port, answer_of("prefill-0", "prefill-0-34cd", HOST, prefill.port))
+    try:
+        offer(client, mooncake(server.port))
+        assert outcome(client).ok
+    finally:
+        server.close(5)
+    assert [each.engine_id for each in prefill.of(OfferTicket)] == 2 * ["prefill-0-12ab"] + ["prefill-0-34cd"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (answer_of("another", "another-1", HOST, 9), "does not know the engine"),
+        (answer_of("prefill-0", "prefill-0-1", "192.0.2.1", 9), "host is not allowed"),
+        (b"{}", "does not know the engine"),
+        (b"[]", "sent no list of engines"),
+        (b"nothing", "sent no list of engines"),
+        (b'{"0": {"engine_id": 7, "worker_addr": {}}}', "sent no list of engines"),
+    ],
+)
+def test_bootstrap_answers_that_do_not_help(client: PrefillClient, answer: bytes, reason: str) -> None:
+    server = BootstrapServer(HOST, 0, answer)
+    try:
+        offer(client, mooncake(server.port))
+        assert reason in outcome(client).reason
+    finally:
+        server.close(5)
+
+
+def test_no_bootstrap_server() -> None:
+    with socket.socket() as unheard:
+        unheard.bind((HOST, 0))
+        client = PrefillClient(dataclasses.replace(SETTINGS, answer_timeout_s=0.2))
+        try:
+            offer(client, mooncake(unheard.getsockname()[1]))
+            assert "bootstrap server does not answer" in outcome(client).reason
+        finally:
+            client.close()
+
+
+# The bootstrap server itself.
+
+
+def talk(port: int, content: bytes, timeout_s: float = 20.0) -> bytes:
+    with socket.create_connection((HOST, port), timeout=timeout_s) as connection:
+        connection.sendall(content)
+        answer = b""
+        while more := connection.recv(65536):
+            answer += more
+        return answer
+
+
+@pytest.fixture
+def bootstrap() -> Iterator[BootstrapServer]:
+    server = BootstrapServer(HOST, 0, answer_of("prefill-0", "prefill-0-12ab", HOST, 5600))
+    yield server
+    server.close(5)
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [("GET /query", 200), ("GET /query?a=b", 200), ("POST /query", 405), ("GET /", 404), ("GET /register", 404)],
+)
+def test_bootstrap_answers(bootstrap: BootstrapServer, request_line: str, status: int) -> None:
+    answer = talk(bootstrap.port, f"{request_line} HTTP/1.1\r\nhost: a\r\n\r\n".encode())
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    assert f"content-length: {len(body)}".encode() in head
+    if status == 200:
+        entry = b'{"engine_id":"prefill-0","worker_addr":{"0":{"0":"127.0.0.1:5600"}},"started_as":"prefill-0-12ab"}'
+        assert body == b'{"0":' + entry + b"}"
+
+
+@pytest.mark.parametrize("content", [b"GET /query HTTP/1.1\r\n" + 40000 * b"x", b"\xff\xfe\r\n\r\n"])
+def test_bootstrap_survives_nonsense(bootstrap: BootstrapServer, content: bytes) -> None:
+    with contextlib.suppress(OSError):  # closed before everything was sent
+        assert b" 200 " not in talk(bootstrap.port, content)
+    assert b" 200 " in talk(bootstrap.port, b"GET /query HTTP/1.1\r\n\r\n")
+
+
+def test_silent_connections_do_not_keep_others_out(bootstrap: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_ascend_pd.connector.bootstrap_server._TIMEOUT_S", 0.5)
+    silent = [socket.create_connection((HOST, bootstrap.port), timeout=20) for _ in range(80)]
+    try:
+        for each in silent:
+            assert each.recv(1) == b"", "closed after its time"
+        assert b" 200 " in talk(bootstrap.port, b"GET /query HTTP/1.1\r\n\r\n")
+    finally:
+        for each in silent:
+            each.close()
+
+
+def test_bootstrap_closes(bootstrap: BootstrapServer) -> None:
+    with socket.create_connection((HOST, bootstrap.port), timeout=20) as waiting:
+        bootstrap.close(5)
+        assert waiting.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        asyncio.run(asyncio.open_connection(HOST, bootstrap.port))

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers `GET /query` on a prefill engine, as vLLM's MooncakeConnector does: routers for it need the engine's id.
+
+Our own answer also says where the engine takes tickets, in the place of a Mooncake worker's address.
+
+Written on asyncio, because it must bound what strangers can take: connections, bytes and seconds. aiohttp's and
+uvicorn's servers wait for a request's headers without a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+
+import msgspec
+
+from vllm_ascend_pd.core.hosts import authority
+
+logger = logging.getLogger(__name__)
+
+PATH = "/query"
+
+# For a connection, from its beginning to its end.
+_TIMEOUT_S = 5.0
+_MAX_CONNECTIONS = 64
+_MAX_REQUEST_BYTES = 16 << 10
+
+
+class BootstrapServerError(RuntimeError):
+    """The server cannot listen."""
+
+
+def answer_of(engine_id: str, started_as: str, host: str, port: int) -> bytes:
+    """Returns the JSON for an engine whose listener takes tickets at `host:port`.
+
+    `engine_id`: what routers name the engine by. It outlives a restart if it is configured. `started_as`: the id of
+    this start, which tickets are offered to.
+    """
+    address = authority(host, port)
+    engine = {"engine_id": engine_id, "worker_addr": {"0": {"0": address}}, "started_as": started_as}
+    return msgspec.json.encode({"0": engine})
+
+
+class BootstrapServer:
+    """Serves one fixed answer, on a thread of its own (`pd-bootstrap`)."""
+
+    def __init__(self, host: str, port: int, answer: bytes) -> None:
+        """Listens, and starts the thread. `port`: 0 picks a free one. Raises BootstrapServerError."""
+        self._answer = answer
+        self._open = 0  # connections; the thread changes it
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        try:
+            self._server = self._loop.run_until_complete(
+                asyncio.start_server(self._serve, host, port, limit=_MAX_REQUEST_BYTES)
+            )
+        except OSError as error:
+            self._loop.close()
+            raise BootstrapServerError(f"cannot listen on {host}:{port}: {error}") from error
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        self._thread = threading.Thread(target=self._run, name="pd-bootstrap", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """Closes all connections and ends the thread. A second call does nothing."""
+        with contextlib.suppress(RuntimeError):  # closed already
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve_until_stopped())
+        finally:
+            self._loop.close()
+
+    async def _serve_until_stopped(self) -> None:
+        await self._stop.wait()
+        self._server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open += 1
+        try:
+            if self._open <= _MAX_CONNECTIONS:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    request = await reader.readuntil(b"\r\n\r\n")
+                    writer.write(self._response(request.split(b"\r\n", 1)[0]))
+                    await writer.drain()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # whoever it was learns nothing
+        finally:
+            self._open -= 1
+            writer.close()
+
+    def _response(self, request_line: bytes) -> bytes:
+        """Returns the whole HTTP response."""
+        method, _, rest = request_line.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        if path.decode("latin-1") != PATH:
+            status, body = b"404 Not Found", b'{"detail":"Not Found"}'
+        elif method != b"GET":
+            status, body = b"405 Method Not Allowed", b'{"detail":"Method Not Allowed"}'
+        else:
+            status, body = b"200 OK", self._answer
+        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        return head % (status, len(body)) + body
