@@ -16,7 +16,7 @@ import msgspec
 
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
-from vllm_ascend_pd.decode.held_prompt import HeldPrompt, PromptNameError, endpoint_of
+from vllm_ascend_pd.decode.routed_prompt import PromptNameError, RoutedPrompt, endpoint_of
 from vllm_ascend_pd.transport.http_session import open_session, time_limits
 
 _MAX_ANSWER_BYTES = 256 << 10
@@ -56,7 +56,7 @@ class PrefillAddresses:
         self._known: OrderedDict[str, dict[str, tuple[str, str]]] = OrderedDict()  # by server, then by engine id
         self._session: aiohttp.ClientSession | None = None
 
-    async def of(self, prompt: HeldPrompt) -> tuple[str, str]:
+    async def of(self, prompt: RoutedPrompt) -> tuple[str, str]:
         """Returns the endpoint that takes tickets for the prompt, and the id of the engine's start there.
 
         Raises BootstrapError.
@@ -75,7 +75,7 @@ class PrefillAddresses:
             raise BootstrapError("the bootstrap server does not know the engine: was it restarted?", final=True)
         return found
 
-    def forget(self, prompt: HeldPrompt) -> None:
+    def forget(self, prompt: RoutedPrompt) -> None:
         """The endpoint does not work: the next call asks again."""
         if prompt.bootstrap is not None:
             self._known.pop(prompt.bootstrap, None)

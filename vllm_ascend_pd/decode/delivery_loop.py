@@ -15,7 +15,7 @@ from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.protocol import Message
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.bootstrap import PrefillAddresses
-from vllm_ascend_pd.decode.held_prompt import HeldPrompt
+from vllm_ascend_pd.decode.routed_prompt import RoutedPrompt
 from vllm_ascend_pd.decode.ticket_delivery import Delivery, DeliveryError
 from vllm_ascend_pd.transport.curve import Keys
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
@@ -78,7 +78,7 @@ class DeliveryLoop:
         self._thread = threading.Thread(target=self._run, name="pd-tickets", daemon=True)
         self._thread.start()
 
-    def deliver(self, ticket: Ticket, prompt: HeldPrompt) -> None:
+    def deliver(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
         """Hands `ticket` to the engine that holds `prompt`. `ended` is called with how that went."""
         self._call(self._begin, ticket, prompt)
 
@@ -86,7 +86,7 @@ class DeliveryLoop:
         """Nothing more is to be said about the ticket. Does nothing if its delivery has ended."""
         self._call(self._cancel, ticket_id)
 
-    def release(self, prompt: HeldPrompt, reason: str) -> None:
+    def release(self, prompt: RoutedPrompt, reason: str) -> None:
         """Tells the engine that holds `prompt` that no ticket will come."""
         self._call(self._start, self._release, prompt, reason)
 
@@ -126,7 +126,7 @@ class DeliveryLoop:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _begin(self, ticket: Ticket, prompt: HeldPrompt) -> None:
+    def _begin(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
         self._deliveries[ticket.ticket_id] = self._start(self._deliver, ticket, prompt)
 
     def _cancel(self, ticket_id: str) -> None:
@@ -134,7 +134,7 @@ class DeliveryLoop:
         if task is not None:
             task.cancel()
 
-    async def _deliver(self, ticket: Ticket, prompt: HeldPrompt) -> None:
+    async def _deliver(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
         reason = ""
         try:
             async with asyncio.timeout(self._settings.longest_s):
@@ -152,13 +152,13 @@ class DeliveryLoop:
         self._deliveries.pop(ticket.ticket_id, None)
         self._ended(ticket.ticket_id, reason)
 
-    async def _release(self, prompt: HeldPrompt, reason: str) -> None:
+    async def _release(self, prompt: RoutedPrompt, reason: str) -> None:
         try:
             await self._of(prompt).release(reason)
         finally:
             self._released()
 
-    def _of(self, prompt: HeldPrompt) -> Delivery:
+    def _of(self, prompt: RoutedPrompt) -> Delivery:
         return Delivery(prompt, self._addresses, self._ask, self._settings.retry_s)
 
     async def _ask(self, endpoint: str, message: Message) -> Message | SideChannelError:

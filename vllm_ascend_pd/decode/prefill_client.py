@@ -12,8 +12,8 @@ from typing import Any
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.delivery_loop import DeliveryLoop, DeliverySettings
-from vllm_ascend_pd.decode.held_prompt import HeldPrompt, parse_held_prompt
 from vllm_ascend_pd.decode.pending_posts import PostOutcome
+from vllm_ascend_pd.decode.routed_prompt import RoutedPrompt, parse_routed_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,11 @@ class PrefillClient:
         self._closed = False  # under the lock
         self._loop: DeliveryLoop | None = None  # under the lock
 
-    def parse(self, params: Mapping[str, Any]) -> HeldPrompt:
+    def parse(self, params: Mapping[str, Any]) -> RoutedPrompt:
         """Reads a request's `kv_transfer_params`. Raises PromptNameError if no ticket may be sent there."""
-        return parse_held_prompt(params, self._settings.hosts)
+        return parse_routed_prompt(params, self._settings.hosts)
 
-    def offer(self, ticket: Ticket, prompt: HeldPrompt) -> None:
+    def offer(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
         """Hands `ticket` to the engine that holds `prompt`. `poll` returns the outcome, unless `end` comes first."""
         with self._lock:
             if self._closed:
@@ -57,7 +57,7 @@ class PrefillClient:
                 self._loop.end(ticket_id)
             self._open.discard(ticket_id)
 
-    def release(self, prompt: HeldPrompt, reason: str) -> None:
+    def release(self, prompt: RoutedPrompt, reason: str) -> None:
         """Tells the engine that holds `prompt` that no ticket will come.
 
         Beyond `max_pending` such messages at a time a further one is dropped. Prefill gives blocks up after a time.

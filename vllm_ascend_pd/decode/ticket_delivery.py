@@ -20,7 +20,7 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.bootstrap import BootstrapError, PrefillAddresses
-from vllm_ascend_pd.decode.held_prompt import HeldPrompt
+from vllm_ascend_pd.decode.routed_prompt import RoutedPrompt
 from vllm_ascend_pd.transport.side_channel import SideChannelError
 
 SILENT_ROUNDS = 3
@@ -48,7 +48,7 @@ class Delivery:
     retry_s: how long prefill may say that it cannot take the ticket yet.
     """
 
-    prompt: HeldPrompt
+    prompt: RoutedPrompt
     addresses: PrefillAddresses
     ask: Ask
     retry_s: float

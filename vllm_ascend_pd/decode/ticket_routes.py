@@ -11,10 +11,10 @@ import msgspec
 
 from vllm_ascend_pd.core.metaserver import TransferFailure
 from vllm_ascend_pd.core.ticket import Ticket, names_prefill
-from vllm_ascend_pd.decode.held_prompt import HeldPrompt, PromptNameError
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.pending_posts import PostOutcome
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
+from vllm_ascend_pd.decode.routed_prompt import PromptNameError, RoutedPrompt
 
 
 class RouteError(ValueError):
@@ -95,7 +95,7 @@ class _OverMetaserver:
 class _ToPrefill:
     """The engine that holds the prompt has computed it: no other one is asked."""
 
-    def __init__(self, client: PrefillClient, prompt: HeldPrompt) -> None:
+    def __init__(self, client: PrefillClient, prompt: RoutedPrompt) -> None:
         self._client = client
         self._prompt = prompt
 

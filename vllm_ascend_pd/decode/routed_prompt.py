@@ -27,7 +27,7 @@ class PromptNameError(ValueError):
 
 
 @dataclass(frozen=True)
-class HeldPrompt:
+class RoutedPrompt:
     """Names a prompt, and the prefill engine that holds it."""
 
     transfer_id: str
@@ -42,7 +42,7 @@ class HeldPrompt:
         return f"prefill engine at {self.endpoint or self.bootstrap}"
 
 
-def parse_held_prompt(params: Mapping[str, Any], hosts: HostList) -> HeldPrompt:
+def parse_routed_prompt(params: Mapping[str, Any], hosts: HostList) -> RoutedPrompt:
     """Reads a request's `kv_transfer_params`. `hosts`: those that may be connected to.
 
     Raises PromptNameError. The message does not quote addresses, since a client may read it.
@@ -59,8 +59,8 @@ def parse_held_prompt(params: Mapping[str, Any], hosts: HostList) -> HeldPrompt:
     if params.get(TICKET_HOST) is not None:
         host, port = params[TICKET_HOST], params.get(TICKET_PORT)
         endpoint = f"tcp://{_checked(host, port, hosts, TICKET_HOST)}"
-        return HeldPrompt(transfer_id, engine_id, endpoint=endpoint)
-    return HeldPrompt(transfer_id, engine_id, bootstrap=_bootstrap(params.get(BOOTSTRAP_ADDRESS), hosts))
+        return RoutedPrompt(transfer_id, engine_id, endpoint=endpoint)
+    return RoutedPrompt(transfer_id, engine_id, bootstrap=_bootstrap(params.get(BOOTSTRAP_ADDRESS), hosts))
 
 
 def endpoint_of(address: object, hosts: HostList) -> str:

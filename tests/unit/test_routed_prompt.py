@@ -7,7 +7,7 @@ import pytest
 
 from vllm_ascend_pd.core.hosts import HostList, prefill_hosts
 from vllm_ascend_pd.core.ticket import wants_ticket
-from vllm_ascend_pd.decode.held_prompt import HeldPrompt, PromptNameError, endpoint_of, parse_held_prompt
+from vllm_ascend_pd.decode.routed_prompt import PromptNameError, RoutedPrompt, endpoint_of, parse_routed_prompt
 
 HOSTS = HostList(["10.0.0.0/8", "prefill-0", "fd00::/8"], "is not in prefill_allowlist")
 
@@ -32,14 +32,16 @@ BOOTSTRAP = {
 
 def test_prefills_answer() -> None:
     assert wants_ticket(ANSWERED)
-    assert parse_held_prompt(ANSWERED, HOSTS) == HeldPrompt("t-1", "prefill-0-12ab", endpoint="tcp://10.0.0.7:5600")
+    assert parse_routed_prompt(ANSWERED, HOSTS) == RoutedPrompt("t-1", "prefill-0-12ab", endpoint="tcp://10.0.0.7:5600")
 
 
 def test_mooncakes_bootstrap_address() -> None:
     assert wants_ticket(BOOTSTRAP)
-    assert parse_held_prompt(BOOTSTRAP, HOSTS) == HeldPrompt("xfer-1", "prefill-0", bootstrap="http://prefill-0:8998")
+    assert parse_routed_prompt(BOOTSTRAP, HOSTS) == RoutedPrompt(
+        "xfer-1", "prefill-0", bootstrap="http://prefill-0:8998"
+    )
     slash = BOOTSTRAP | {"remote_bootstrap_addr": "http://[fd00::1]:8998/"}
-    assert parse_held_prompt(slash, HOSTS).bootstrap == "http://[fd00::1]:8998"
+    assert parse_routed_prompt(slash, HOSTS).bootstrap == "http://[fd00::1]:8998"
 
 
 @pytest.mark.parametrize("missing", ["transfer_id", "ticket_host"])
@@ -80,7 +82,7 @@ def test_another_connectors_request(missing: str) -> None:
 )
 def test_refused(params: dict[str, Any], changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(PromptNameError, match=reason) as refused:
-        parse_held_prompt(params | changed, HOSTS)
+        parse_routed_prompt(params | changed, HOSTS)
     assert "192.0.2.1" not in str(refused.value), "a client may read it"
 
 
