@@ -32,8 +32,8 @@ _PRESET_MODE = "AIV"
 _GRACE_S = 3.0  # for the reports of other ranks after one has failed
 _CHARS = 300
 _CONNECT = (
-    "see that no other process holds these NPUs, and that HCCL_IF_IP and HCCL_SOCKET_IFNAME name this host's interface "
-    "where they are set; plog in ~/ascend/log says why HCCL failed"
+    "check that no other process holds these NPUs, and that HCCL_IF_IP and HCCL_SOCKET_IFNAME, if set, name this "
+    "host's interface; plog in ~/ascend/log says why HCCL failed"
 )
 _TOGETHER = (
     f"unset {_MODE} for prefill engines with tensor parallelism, or set it to HOST (A2) or AI_CPU (A3), try again, and "
@@ -109,7 +109,7 @@ async def _follow(command: Sequence[str], environment: dict[str, str], rank: Ran
 
 
 def judge(ranks: Sequence[RankReport], mode: str, timed_out: str) -> Finding:
-    """`timed_out` says that ranks did not end; "" if all did."""
+    """Judges the ranks' reports. `timed_out`: that ranks did not end in time, in words; "" if all did."""
     for number, rank in enumerate(ranks):
         if rank.problem:
             stage = rank.reached[-1].stage

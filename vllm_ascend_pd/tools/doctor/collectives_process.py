@@ -2,7 +2,7 @@
 """A child of the doctor: one rank of a model's collectives, with the connector's all-to-all beside them.
 
 The world's group is the model's and reduces on the current stream. The second group is made as the connector makes it,
-and exchanges on the side stream. `rank RANK SIZE STORE`: `STORE` is a new file by which ranks find each other.
+and exchanges on the side stream. Arguments: `RANK SIZE STORE`; `STORE` is a new file by which ranks find each other.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _CHARS = 500
 
 
 class CollectiveRank:
+    """One rank: runs the stages one after the other, and checks their results."""
+
     def __init__(self, rank: int, size: int, store: Path) -> None:
         self.rank, self.size = rank, size
         torch.npu.set_device(rank)

@@ -19,7 +19,7 @@ _TIMEOUTS = {"ASCEND_CONNECT_TIMEOUT": "10000", "ASCEND_TRANSFER_TIMEOUT": "1000
 _OVER_ROCE = {"HCCL_INTRA_ROCE_ENABLE": "1", "HCCL_INTRA_PCIE_ENABLE": "0"}
 
 _DEVICES = "hardware.devices"
-_NO_TORCH_NPU = "run it on a machine with NPUs, in the environment of the engines: requirements/npu.txt names it"
+_NO_TORCH_NPU = "run it on a machine with NPUs, in the engines' environment (requirements/npu.txt)"
 _NO_NPU = (
     "see the findings of npu.* and loading.torch_npu above; in a container, pass /dev/davinci<N> of two NPUs or more"
 )
@@ -28,7 +28,7 @@ _LINK = (
     "plog in ~/ascend/log says why HIXL failed"
 )
 _ROCE = (
-    "prefill and decode on different servers need it: give each NPU an address (hccn_tool -i N -ip -s ...), connect "
+    "prefill and decode on different servers need RoCE: give each NPU an address (hccn_tool -i N -ip -s ...), connect "
     "its port, and mount /etc/hccn.conf into containers"
 )
 
@@ -36,9 +36,9 @@ _ROCE = (
 async def check(npus: Sequence[str], host: str, progress: Progress, timeout_s: float) -> list[Finding]:
     """Runs the steps one after the other.
 
-    `npus`: numbers on the machine of those that processes see, in their order; "?" where ACL does not say.
-    `host`: where engines listen.
-    `timeout_s`: of each step.
+    npus: the machine's numbers of the NPUs that processes see, in their order; "?" if ACL does not tell a number.
+    host: where engines listen.
+    timeout_s: the timeout of each step.
     """
     if find_spec("torch_npu") is None:
         return [error(_DEVICES, "torch_npu is not installed: no step of --hardware can run", _NO_TORCH_NPU)]

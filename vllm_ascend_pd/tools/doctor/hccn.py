@@ -4,8 +4,8 @@
 Formats, from vllm-ascend's and CANN's guides: `-link -g` prints `link status: UP`; `-net_health -g` prints `net health
 status: Success` (`Init` where no address to probe is set, `Fault` and others); `-ip -g` prints `ipaddr:A` and
 `netmask:M`; `-ping -g address A` prints a line for each packet and `3 packets transmitted, 3 received, 0.00% packet
-loss`. An address in the file that is not the device's own (vllm-ascend's pull request 16847) leaves an NPU that others
-cannot reach, with errors that point elsewhere.
+loss`. If the file has another address for a device than the device itself, others cannot reach the NPU, and errors do
+not name the cause (vllm-ascend's pull request 16847).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Ping:
 
 
 def parse_conf(text: str) -> dict[int, list[str]]:
-    """Returns the addresses by device."""
+    """Returns the addresses in hccn.conf by device."""
     found: dict[int, list[str]] = {}
     for device, address in _ADDRESS.findall(text):
         found.setdefault(int(device), []).append(address)
@@ -79,7 +79,7 @@ def judge_conf(conf: Path, devices: Sequence[int], has_tool: bool) -> tuple[list
     findings = []
     for device in devices:
         for wrong in ascend.check_address(conf, device, has_tool):
-            action = "as it says; without an address an NPU has no RoCE, and reaches others over HCCS alone"
+            action = "correct it: an NPU without an address has no RoCE, and reaches others only over HCCS"
             findings.append((error if wrong.fatal else warning)(f"hccn.conf.{device}", wrong.message, action))
     try:
         with conf.open(errors="replace") as file:
@@ -118,8 +118,8 @@ async def check_devices(devices: Sequence[int], peers: Sequence[str], conf: Mapp
             return [note("hccn.tool", "no hccn_tool: links and addresses are not checked", action)]
         return [error("hccn.tool", "no hccn_tool: other nodes' NPUs cannot be pinged", action)]
     if not devices:
-        action = "see that npu-smi lists them, or leave --peer out on a machine that has none"
-        return [error("hccn.ping", "no NPU to ping other nodes' from", action)]
+        action = "check that npu-smi lists this machine's NPUs, or leave --peer out on a machine without NPUs"
+        return [error("hccn.ping", "this machine has no NPU that could ping those of other nodes", action)]
     questions: list[tuple[list[str], Callable[[Ran], list[Finding]]]] = []
     for device in devices:
         questions.append((["-i", str(device), "-link", "-g"], partial(judge_link, device)))
@@ -152,7 +152,7 @@ def judge_link(device: int, ran: Ran) -> list[Finding]:
         return [ok(check, f"device {device}: link up")]
     action = (
         "check the cable, the optical module and the switch's port; within a server or a super node NPUs need no link, "
-        "as they reach each other over HCCS"
+        "because they reach each other over HCCS"
     )
     if link is not None:
         return [warning(check, f"device {device}: link {link.lower()}", action)]
@@ -166,11 +166,11 @@ def judge_health(device: int, ran: Ran) -> list[Finding]:
     if health == "Success":
         return [ok(check, f"device {device}: network healthy")]
     if health == "Init":
-        action = f"to have it probe one, hccn_tool -i {device} -netdetect -s address GATEWAY"
+        action = f"to set an address to probe: hccn_tool -i {device} -netdetect -s address GATEWAY"
         return [note(check, f"device {device} probes no address, so its network's health is unknown", action)]
     if health is None:
         found = f"device {device}: the network's health is unknown: {_said(ran)}"
-        return [note(check, found, "its link and pings of --peer say more")]
+        return [note(check, found, "check its link, and ping other nodes' NPUs with --peer")]
     action = f"check that hccn_tool -i {device} -netdetect -g names an address that it reaches"
     return [warning(check, f"device {device}: network health {one_line(health, _CHARS)}", action)]
 
@@ -203,7 +203,7 @@ def judge_ping(device: int, peer: str, ran: Ran) -> list[Finding]:
     if ping.received == 0:
         return [error(check, found, action, sent=ping.sent, received=0)]
     if ping.received < ping.sent:
-        again = "ping again; if packets go on being lost, check cables, optical modules and the switch's counters"
+        again = "ping again; if packets are lost again, check cables, optical modules and the switch's counters"
         return [warning(check, found, again, sent=ping.sent, received=ping.received)]
     return [ok(check, found, sent=ping.sent, received=ping.received)]
 

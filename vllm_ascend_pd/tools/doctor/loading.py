@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that everything that an engine needs can be loaded."""
+"""Checks that an engine's libraries can be loaded: torch, Mooncake, vLLM and the compiled ops."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CHARS = 300
 _ACTIONS = {
     "torch": "install torch again, in the version that requirements/ names for this machine",
     "torch_npu": "load CANN's environment (`source` its set_env.sh), and install a torch-npu that fits torch and CANN",
-    "npus": "see that `npu-smi info` lists this machine's NPUs, and that this user may use them",
+    "npus": "check that `npu-smi info` lists this machine's NPUs, and that this user may use them",
     "ops": "build the compiled ops against this torch: pip install --no-build-isolation -e . in vllm-ascend-pd",
-    "kernels": "load CANN's environment (`source` its set_env.sh); if that is not it, build them against this CANN and "
-    "torch_npu: pip install -v --no-build-isolation -e . in vllm-ascend-pd",
+    "kernels": "load CANN's environment (`source` its set_env.sh); if that does not help, build them against this CANN "
+    "and torch_npu: pip install -v --no-build-isolation -e . in vllm-ascend-pd",
     "mooncake": "install the libraries it names (libibverbs1, librdmacm1; for the NPU wheel CANN's environment)",
     "connector": "install the vLLM, and on NPUs the vllm-ascend, that requirements/ names",
     "device": "install the vLLM, and on NPUs the vllm-ascend, that requirements/ names",
@@ -89,7 +89,7 @@ def _part(part: Loaded, on_npu: bool) -> Finding:
     if part.part == "host":
         return _host(check, part.detail)
     if part.part == "kernels" and not part.detail:
-        slower = "the NPU's kernels were not built: torch's operators do the same, slower"
+        slower = "the NPU's kernels were not built: torch's slower operators are used instead"
         action = "load CANN's environment, then pip install -v --no-build-isolation -e . in vllm-ascend-pd"
         return note(check, slower, action)
     return ok(check, f"{_WHAT[part.part]}: loaded in {part.seconds:.1f} s", seconds=round(part.seconds, 3))

@@ -30,15 +30,16 @@ _REPLACE = "do not use this Mooncake: install the version that requirements/ nam
 
 @dataclass(frozen=True)
 class Way:
-    """A way for bytes from one process to another.
-
-    `check`: of the finding; `between`: what findings say of the way; `action`: what to do when a transfer fails.
-    """
+    """A way for bytes from one process to another."""
 
     check: str
+    """The name of the finding."""
     between: str
+    """The way in words, for findings: from where to where, and over what."""
     action: str
+    """What to do if a transfer fails."""
     protocol: str
+    """Mooncake's protocol."""
     host: str
     """Address on which both engines listen."""
     source: int | None = None
@@ -50,7 +51,7 @@ class Way:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of both processes, besides the doctor's."""
     failed: Level = Level.ERROR
-    """The finding's action if the transfer fails."""
+    """The finding's level if the transfer fails."""
 
 
 def over_tcp() -> Way:
@@ -58,8 +59,8 @@ def over_tcp() -> Way:
     return Way(
         check="transfer.loopback",
         between="from one Mooncake engine to another over TCP",
-        action="see that Mooncake can be loaded, that no MC_* variable is set by mistake, and that nothing filters "
-        "connections of 127.0.0.1 (with MC_USE_IPV6: of ::1) to itself",
+        action="check that Mooncake can be loaded, that no MC_* variable is set by mistake, and that nothing filters "
+        "connections from 127.0.0.1 to itself (with MC_USE_IPV6: ::1)",
         protocol="tcp",
         # With this variable, Mooncake does not support IPv4.
         host="::1" if "MC_USE_IPV6" in os.environ else "127.0.0.1",
@@ -67,7 +68,7 @@ def over_tcp() -> Way:
 
 
 class _Failed(Exception):
-    """The transfer did not happen, and why."""
+    """The transfer did not happen. The text says why."""
 
 
 async def check(way: Way, nbytes: int = TRANSFER_BYTES, timeout_s: float = TIMEOUT_S) -> Finding:

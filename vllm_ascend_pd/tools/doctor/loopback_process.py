@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A child of the doctor: one of two transfer engines that write to each other.
 
-`receive TASK`: registers memory and says where, looks at it when told so on standard input, ends with that.
-`send TASK SESSION ADDRESS`: writes there what follows from the task's seed, and says how long it took.
+`receive TASK`: registers memory, reports its address, and checks its content when told to on standard input.
+`send TASK SESSION ADDRESS`: writes bytes that follow from the task's seed there, and reports how long that took.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Checked(msgspec.Struct, frozen=True):
 class SendTiming(msgspec.Struct, frozen=True):
     """The duration of a series of writes."""
 
-    seconds: float  # of all writes
-    descriptors: int  # of each write
+    seconds: float  # for all writes
+    descriptors: int  # in each write
 
 
 class Memory(ABC):

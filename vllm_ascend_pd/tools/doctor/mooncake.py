@@ -22,14 +22,14 @@ def protocol_of(transfer_protocol: str | None, on_npu: bool) -> str:
 
 
 def judge(transfer_protocol: str | None, on_npu: bool, installed: Installed | None) -> Finding:
-    """`installed` is the loaded Mooncake (`probe`), or None."""
+    """Judges the protocol that an engine would use. `installed`: the loaded Mooncake (`probe`), or None."""
     check = "mooncake.protocol"
     protocol = protocol_of(transfer_protocol, on_npu)
     why = "as transfer_protocol says" if transfer_protocol else f"the default on {'NPUs' if on_npu else 'CPUs'}"
     found = f"{protocol}, {why}"
     if protocol == "ascend" and not on_npu:
         action = "set transfer_protocol to tcp, or leave it out"
-        return error(check, f"{found}: it moves memory of NPUs, and vLLM runs on none here", action, protocol=protocol)
+        return error(check, f"{found}: it moves NPU memory, and vLLM uses no NPU here", action, protocol=protocol)
     if protocol == "ascend" and "MC_FORCE_TCP" in os.environ:
         action = "unset MC_FORCE_TCP"
         return error(check, f"{found}: MC_FORCE_TCP is set, which turns it into TCP", action, protocol=protocol)
@@ -46,7 +46,7 @@ def judge(transfer_protocol: str | None, on_npu: bool, installed: Installed | No
     if installed is not None and not installed.has(protocol):
         return error(check, f"{found}: the installed Mooncake does not have it", action, protocol=protocol)
     if protocol != "ascend" and on_npu:
-        return warning(check, f"{found}: memory of NPUs moves by ascend", action, protocol=protocol)
+        return warning(check, f"{found}: NPU memory needs ascend", action, protocol=protocol)
     if protocol == "ascend":
         found += "; `doctor --hardware` tries it, the transfer below goes over TCP"
     return ok(check, found, protocol=protocol)

@@ -22,7 +22,7 @@ CHECK = "mooncake.engine"
 DRIVER, TOOLKIT = "25.5.0", "9.1.0"
 """The minimum versions for the client/server engine."""
 
-WITHOUT_TCP = "this Mooncake moves bytes by ascend alone"
+WITHOUT_TCP = "this Mooncake moves bytes only by ascend"
 
 
 class Installed(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ def judge(transport: TransportInfo, driver: Driver, toolkit: str | None, environ
     figures = {"kind": transport.kind, "connects": transport.connects, "wheel": transport.wheel}
     if transport.kind == EngineKind.UNKNOWN:
         found = f"{transport.wheel}: ASCEND_* settings do not say which of HIXL's engines starts"
-        return note(CHECK, found, "see that prefill and decode have the same settings and the same Mooncake", **figures)
+        return note(CHECK, found, "use the same settings and the same Mooncake on prefill and decode", **figures)
     if transport.kind != EngineKind.CLIENT_SERVER:
         return ok(CHECK, starts, **figures)
     if ascend.has_buffer_pool(environment):
@@ -85,8 +85,13 @@ def judge(transport: TransportInfo, driver: Driver, toolkit: str | None, environ
         )
         return error(CHECK, f"{needs}; this machine has {' and '.join(too_old)}", action, **figures)
     if driver.driver is None or toolkit is None:
-        return note(CHECK, f"{needs}; not all of it can be read here", "see mooncake.cann and npu.driver", **figures)
-    return ok(CHECK, f"{needs}: they are here", **figures)
+        return note(
+            CHECK,
+            f"{needs}; not all versions can be read here",
+            "see the findings mooncake.cann and npu.driver",
+            **figures,
+        )
+    return ok(CHECK, f"{needs}: this machine has both", **figures)
 
 
 def no_loopback(mooncake: Installed | None) -> Finding | None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks NPUs and their driver by `npu-smi info`.
 
-Its table has one row of two lines for each chip: `NPU Name | Health | Power Temp Hugepages`, then
-`Chip [Phy-ID] | Bus-Id | AICore Memory HBM`; a second table has the processes. The second number of the second line
-is what the driver and `hccn_tool` count by where an NPU has several chips (Atlas A3; other
-headers call it Device); where it is not there, that is the NPU's own number.
+Its table has two lines for each chip: `NPU Name | Health | Power Temp Hugepages`, then
+`Chip [Phy-ID] | Bus-Id | AICore Memory HBM`. A second table has the processes.
+
+The driver and `hccn_tool` number chips by `Phy-ID` if an NPU has several chips (Atlas A3; some headers call it Device).
+Without that column, the NPU's own number is used.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ _CHARS = 300
 _DRIVER = "install the Ascend driver and firmware; `npu-smi info` must list this machine's NPUs"
 _INIT = (
     "in a container, give it /dev/davinci<N>, davinci_manager, devmm_svm and hisi_hdc, mount the driver's folder, and "
-    "see that no other container holds the NPU; on the host, restart after an update of driver or firmware, and see "
-    "that this user may use them"
+    "check that no other container holds the NPU; on the host, restart after an update of driver or firmware, and "
+    "check that this user may use the NPUs"
 )
 
 
 @dataclass(frozen=True)
 class Chip:
-    """A chip. `device` is its number on the machine. The memory figures are of HBM if it has some."""
+    """One chip of an NPU. `device` is its number on the machine. The memory is HBM if the chip has some."""
 
     npu: int
     chip: int
@@ -120,9 +121,9 @@ def judge(ran: Ran, wanted: bool, seen: Sequence[int] | None) -> tuple[list[Find
     )
     unseen, chips = _seen(found.chips, seen)
     if not wanted:
-        action = "to run engines on them, install what requirements/npu.txt names"
+        action = "to run engines on the NPUs, install what requirements/npu.txt names"
         unseen = [
-            warning("npu.software", "the software installed is not for NPUs: engines run on the CPU", action),
+            warning("npu.software", "the installed software is not for NPUs: engines run on the CPU", action),
             *unseen,
         ]
     return [summary, *unseen, *_health(chips), *_in_use(chips, found.processes)], chips
@@ -133,17 +134,17 @@ def _seen(chips: Sequence[Chip], seen: Sequence[int] | None) -> tuple[list[Findi
         return [], list(chips)
     check = "npu.visible"
     if not seen:
-        found = "processes started here see none of them"
+        found = "processes started here see none of the NPUs"
         return [error(check, found, "correct ASCEND_RT_VISIBLE_DEVICES, or unset it")], []
     listed = ", ".join(map(str, seen))
     missing = set(seen) - {chip.device for chip in chips}
     if missing:
         found = f"processes started here see {listed}, and npu-smi lists {', '.join(str(c.device) for c in chips)}"
-        return [warning(check, found, "update the driver, so that both count alike")], list(chips)
+        return [warning(check, found, "update the driver, so that both number the NPUs alike")], list(chips)
     if len(seen) == len(chips):
         return [], list(chips)
     chosen = [chip for chip in chips if chip.device in seen]
-    return [ok(check, f"processes started here see {len(chosen)} of them: {listed}", chips=len(chosen))], chosen
+    return [ok(check, f"processes started here see {len(chosen)} of the NPUs: {listed}", chips=len(chosen))], chosen
 
 
 def _health(chips: Sequence[Chip]) -> list[Finding]:
@@ -166,7 +167,7 @@ def _health(chips: Sequence[Chip]) -> list[Finding]:
 def _in_use(chips: Sequence[Chip], processes: Sequence[tuple[int, int]]) -> list[Finding]:
     busy = [chip for chip in chips if (chip.npu, chip.chip) in processes]
     if not busy:
-        return [ok("npu.use", "no process uses them")]
+        return [ok("npu.use", "no process uses the NPUs")]
     listed = ", ".join(f"{chip.device} ({chip.used_mib} of {chip.total_mib} MiB)" for chip in busy)
-    action = "if that is not an engine meant to be there, end it, or choose others with ASCEND_RT_VISIBLE_DEVICES"
+    action = "end processes that should not run there, or choose other NPUs with ASCEND_RT_VISIBLE_DEVICES"
     return [note("npu.use", f"in use: {listed}", action, chips=len(busy))]
