@@ -39,6 +39,7 @@ _TYPES = {
     "str | None": "string",
     "tuple[str, ...]": "list of strings",
     "float": "number",
+    "float | None": "number",
     "bool": "true or false",
     "int": "whole number",
     "int | None": "whole number",

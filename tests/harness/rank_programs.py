@@ -194,6 +194,9 @@ class PrefillRank(_RankBase):
     def _step(self, step: Any, prompts: dict[str, Prompt], hooks: Hooks) -> None:
         self.worker.preempted(step.preempted)
         self.worker.start_step(step)
+        if not step.computes:  # vLLM calls neither the layers' hooks nor the step's end
+            self.worker.forward_ended()
+            return
         # All before the first layer: nothing in between may wait for the device, as nothing in a model does.
         values = {layer: self.values(layer, step, prompts) for layer in self.side.layers_of(self.pp_rank, self.model)}
         own = list(values)
@@ -233,6 +236,13 @@ class PrefillRank(_RankBase):
                 copies.append((rows, values[done : done + len(tokens)]))
                 done += len(tokens)
         return copies
+
+    def compute_unsent(self, sends: list[Any], prompts: dict[str, Prompt]) -> None:
+        """A forward pass of an earlier step, which computed what these name and sent nothing of it."""
+        for layer in self.side.layers_of(self.pp_rank, self.model):
+            self.compute(
+                layer, [copy for send in sends for copy in self._values(layer, prompts[send.request_id], send)]
+            )
 
     def sent(self) -> tuple[set[str], dict[str, str]]:
         sent, report = self.worker.take_sent(), self.worker.take_report()

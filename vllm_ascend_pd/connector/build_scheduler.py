@@ -5,7 +5,9 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from vllm_ascend_pd.connector import patches
+from vllm.config import KVTransferConfig
+
+from vllm_ascend_pd.connector import multi_connector, patches
 from vllm_ascend_pd.connector.cache_specs import cache_groups, gives_blocks_away, lacks_a_block
 from vllm_ascend_pd.connector.engine_setup import EngineSetup
 from vllm_ascend_pd.connector.known_faults import warn_of_known_faults
@@ -37,12 +39,15 @@ from vllm_ascend_pd.observe.listeners import (
     decode_scheduler_observer,
     tell_all,
 )
+from vllm_ascend_pd.prefill.held_prompts import HOLD_TIMEOUT_S, HeldPrompts
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
+from vllm_ascend_pd.prefill.ticket_listener import TicketListener
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.idle_wait import IdleWait
 from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret
+from vllm_ascend_pd.transport.side_channel import SideChannelError
 from vllm_ascend_pd.transport.wakeup import WakeupSocket
 
 # vLLM shows what its own loggers and their children log while an engine starts.
@@ -77,8 +82,30 @@ def _prefill(
     measured = PrefillSchedulerStats()
     observer = tell_all(PrefillSchedulerObserver, measured, PushSpans())
     admission = TicketAdmission(hosts, secret)
-    scheduler = PrefillScheduler(groups, requests, blocks, _idle_wait(setup), admission, observer)
-    return PrefillSchedulerRole(scheduler, blocks, measured)
+    listener = _ticket_listener(setup, admission)
+    held = None
+    if listener is not None:
+        held = HeldPrompts(listener, setup.started_as, setup.config.hold_timeout_s or HOLD_TIMEOUT_S)
+    scheduler = PrefillScheduler(groups, requests, blocks, _idle_wait(setup), admission, observer, held)
+    return PrefillSchedulerRole(scheduler, blocks, measured, listener)
+
+
+def _ticket_listener(setup: EngineSetup, admission: TicketAdmission) -> TicketListener | None:
+    """Takes tickets for prompts of routers that ask prefill first. None if such a request may be for a connector that
+    pulls."""
+    if setup.config.hold_timeout_s is None and multi_connector.is_being_built():
+        return None
+    keys = load_keys(setup.config.side_channel_key_file)
+    # Left at vLLM's default, the port is decode's on the same host. Answers name the port, so any will do.
+    wanted = 0 if setup.vllm_config.kv_transfer_config.kv_port == KVTransferConfig.kv_port else setup.port
+    try:
+        listener = TicketListener(setup.started_as, setup.host, wanted, admission.check, keys)
+    except SideChannelError as error:
+        if not wanted:
+            raise
+        listener = TicketListener(setup.started_as, setup.host, 0, admission.check, keys)
+        logger.warning("%s: tickets of routers that ask prefill first are taken at %s", error, listener.endpoint)
+    return listener
 
 
 def _decode(

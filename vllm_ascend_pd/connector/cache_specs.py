@@ -39,7 +39,15 @@ def cache_groups(kv_cache_config: "KVCacheConfig", shares: int = 1) -> list[Cach
                 "supported: its ranks hold copies of them, not shares"
             )
     return [
-        StateGroup(spec.block_size) if _holds_state(spec) else TokenGroup(spec.block_size, shares, _sees_a_window(spec))
+        StateGroup(spec.block_size)
+        if _holds_state(spec)
+        else TokenGroup(
+            spec.block_size,
+            shares,
+            _sees_a_window(spec),
+            _longest(spec, "sliding_window"),
+            _longest(spec, "attention_chunk_size"),
+        )
         for spec in specs
     ]
 
@@ -120,6 +128,13 @@ def _sees_a_window(spec: Any) -> bool:
         for member in _members(spec)
         for window in ("sliding_window", "attention_chunk_size")
     )
+
+
+def _longest(spec: Any, window: str) -> int:
+    """The longest of one kind of window of a group's layers. 0: there is none, or a layer sees all tokens."""
+    if not all(map(_sees_a_window, _members(spec))):
+        return 0
+    return max(getattr(member, window, None) or 0 for member in _members(spec))
 
 
 def _is_shared(spec: Any) -> bool:

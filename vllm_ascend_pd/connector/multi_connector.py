@@ -6,12 +6,27 @@ decode computes the other 99 % itself, and prefill is not asked.
 """
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 CONNECTOR = "LayerwisePushConnector"
+
+
+def is_being_built() -> bool:
+    """Whether a MultiConnector's constructor is running in this thread, so that other connectors may be beside ours.
+
+    vLLM tells a scheduler's connector nothing of the others.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not MultiConnector.__init__.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def asked_before(kv_connector: str | None, extra_config: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # vLLM names child `i` of a request with n > 1 `i_<id>`, and appends 8 random characters to every id.
 _CHILD_PREFIX = re.compile(r"^\d+_(?=(cmpl|chatcmpl|resp)-)")
+# The API names prompt `i` of a list `cmpl-<id>-<i>`.
+_PROMPT_SUFFIX = re.compile(r"(?<=.)-\d+$")
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
 
@@ -29,6 +31,13 @@ class VllmRequests:
 
     def external_id(self, request: "Request") -> str:
         return external_request_id(request.request_id)
+
+    def shared_id(self, request: "Request") -> str:
+        external = external_request_id(request.request_id)
+        return _PROMPT_SUFFIX.sub("", external) if external.startswith("cmpl-") else external
+
+    def was_aborted(self, request: "Request") -> bool:
+        return request.status is RequestStatus.FINISHED_ABORTED
 
     def ended_in_error(self, request: "Request") -> bool:
         return request.status is RequestStatus.FINISHED_ERROR

@@ -93,6 +93,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Longest wait for an answer on the side channel."""
     collective_timeout_s: float = 60.0
     """Longest time of one all-to-all. After a longer one the engine must be restarted."""
+    hold_timeout_s: float | None = None
+    """Longest time that a computed prompt keeps its blocks on prefill until decode's ticket comes, behind a router that
+    asks prefill first. At most a day. None: 480 s, or beside other connectors in a MultiConnector: such prompts are not
+    kept, since another connector may be meant."""
     idle_wait_s: float = 0.05
     """Longest time that a step with nothing to compute waits for transfers before it returns. The wait starts at 0.02
     and grows up to this value. New requests wait for the step to return, so keep it small. Has no effect in
@@ -189,6 +193,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"`lease_s` must be from 1 second to a day, not {self.lease_s}")
         if self.queue_timeout_s > 86400.0:
             raise ValueError(f"`queue_timeout_s` must be at most a day (86400), not {self.queue_timeout_s}")
+        if self.hold_timeout_s is not None and self.hold_timeout_s > 86400.0:
+            raise ValueError(f"`hold_timeout_s` must be at most a day (86400), not {self.hold_timeout_s}")
         if self.write_timeout_s > 600.0:
             raise ValueError(f"`write_timeout_s` must be at most 600 seconds, not {self.write_timeout_s}")
         if self.trace_max_bytes < 65536:

@@ -35,6 +35,12 @@ class EngineRequests(Protocol):
     def external_id(self, request: ScheduledRequest) -> str:
         """The id that the API server gave the request, which is how a proxy knows it."""
 
+    def shared_id(self, request: ScheduledRequest) -> str:
+        """What `external_id` has in common for all prompts and all answers of one HTTP request."""
+
+    def was_aborted(self, request: ScheduledRequest) -> bool:
+        """Whether the client, or the router in its place, ended the request."""
+
     def ended_in_error(self, request: ScheduledRequest) -> bool:
         """Whether the engine itself ended the request, with an error."""
 

@@ -17,6 +17,10 @@ class TokenGroup:
     ranks: int = 1
     # Whether vLLM reuses blocks of tokens that the next token does not see.
     windowed: bool = False
+    # How many tokens a token sees, itself included. 0: all, unless `chunk` says otherwise.
+    window: int = 0
+    # A token sees those of its own chunk of so many tokens. 0: there are no chunks.
+    chunk: int = 0
     # Whether blocks hold states and not tokens.
     holds_state = False
 
@@ -29,6 +33,13 @@ class TokenGroup:
     def ticket_block_size(self) -> int:
         """The block size that tickets name for this group."""
         return self.block_size
+
+    def seen_from(self, token: int) -> int:
+        """Returns the first token that token number `token` sees."""
+        first = [max(0, token + 1 - self.window)] if self.window else []
+        if self.chunk:
+            first.append(token - token % self.chunk)
+        return min(first, default=0)
 
     def holding(self, blocks: Sequence[int], start: int, stop: int, last: bool) -> list[int]:
         """Returns those of a request's `blocks` that hold tokens `[start, stop)`. `last`: the prompt ends there."""

@@ -111,6 +111,9 @@ class PrefillSchedulerObserver:
     def transfer_ended(self, request_id: str, ticket: Ticket, failure: str | None) -> None:
         """All ranks are done with the request."""
 
+    def prompt_expired(self, request_id: str) -> None:
+        """Blocks are freed of a prompt that no ticket came for."""
+
 
 class DecodeObserver:
     """Observes a decode rank. The control thread calls all methods but `close`, which is called when it has ended."""

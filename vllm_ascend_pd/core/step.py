@@ -34,12 +34,25 @@ class PrefillStep:
     sends: list[Send] = field(default_factory=list)
     # Requests that ended: None, or why they ended before their prompt was computed.
     finished: dict[str, str | None] = field(default_factory=dict)
+    # Requests in `tickets` of whose prompts earlier steps have computed a part.
+    late: set[str] = field(default_factory=set)
+    # Requests that ended and no ticket came for: vLLM may free their blocks.
+    unsent: set[str] = field(default_factory=set)
+    # Whether requests have ended whose blocks wait for a ticket.
+    awaits_tickets: bool = False
+    # Whether the model runs in this step.
+    computes: bool = True
     # Requests whose blocks change hands in this step.
     preempted: set[str] = field(default_factory=set)
     # Seconds that this step waits for blocks to be sent. 0 if it computes something.
     wait_s: float = 0.0
     # Rank -> number of its latest weight update after which the scheduler emptied the prefix cache.
     weight_updates: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a request begins, goes on or ends."""
+        return bool(self.tickets or self.sends or self.finished or self.unsent)
 
 
 @dataclass(frozen=True)

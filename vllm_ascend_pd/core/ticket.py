@@ -190,6 +190,11 @@ def carries_ticket(params: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, A
     return any(params.get(name) is not None for name in ("ticket_id", "remote_block_ids"))
 
 
+def expects_ticket(params: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, Any]]:
+    """Returns whether a request on prefill comes from a router that asks prefill before decode has a ticket."""
+    return isinstance(params, Mapping) and bool(params.get("do_remote_decode")) and not carries_ticket(params)
+
+
 def parse_ticket(
     params: object, num_tokens: int, num_groups: int, state_groups: Collection[int] = frozenset()
 ) -> Ticket:

@@ -5,20 +5,30 @@ All of it runs on the scheduler's thread.
 """
 
 import logging
-import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
-from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
+from vllm_ascend_pd.core.groups import CacheGroup
 from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
-from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport
+from vllm_ascend_pd.core.text import is_name
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket
+from vllm_ascend_pd.core.ticket import (
+    MAX_TRANSFER_ID_CHARS,
+    TRANSFER_ID,
+    Ticket,
+    TicketError,
+    carries_ticket,
+    expects_ticket,
+    parse_ticket,
+)
+from vllm_ascend_pd.prefill.computed_prompt import ComputedPrompt
+from vllm_ascend_pd.prefill.held_prompts import HeldPrompts
+from vllm_ascend_pd.prefill.outgoing_transfer import OutgoingTransfer
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
+from vllm_ascend_pd.prefill.window_holds import WindowHolds
 from vllm_ascend_pd.transport.idle_wait import IdleWait
 
 if TYPE_CHECKING:
@@ -27,37 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ABORTED = "the prefill request was aborted"
+_CHANGED_STATES = "max_tokens is {}: states change with every token generated"
 _MAX_HOST_CHARS = 80
-
-
-@dataclass
-class _OutgoingTransfer:
-    """A request with a ticket, from its first allocation until all ranks have reported it as sent."""
-
-    request: ScheduledRequest
-    ticket: Ticket
-    # Ids of the request's blocks, per cache group.
-    blocks: list[list[int]]
-    # Tokens: each part of the prompt but the last one ends at a multiple of this.
-    align: int
-    # How many tokens of the prompt were handed to the ranks, or are cached on decode.
-    sent: int
-    # How often vLLM had preempted the request, and whether it was preempted, when `was_preempted` last looked.
-    preempted: tuple[int, bool]
-    # Whether the ranks have the ticket.
-    announced: bool = False
-    # Whether the ranks have all of the prompt.
-    complete: bool = False
-    # Whether vLLM has ended the request. The ranks may still read its blocks.
-    ended: bool = False
-    # Whether it was preempted in a step that computed nothing, and the ranks do not know.
-    preemption_unsaid: bool = False
-    # Blocks of windows that were held for the ranks to read.
-    held: list[int] = field(default_factory=list)
-    # Cache group -> number of the first block that was not looked at for holding.
-    held_to: dict[int, int] = field(default_factory=dict)
-    # Why the prompt was not sent whole. None: nothing has failed.
-    failure: str | None = None
 
 
 class PrefillScheduler:
@@ -67,6 +48,7 @@ class PrefillScheduler:
     requests, blocks: answer questions about the engine's requests and KV blocks.
     idle: decides how long steps wait for transfers.
     admission: decides which tickets are served.
+    held: prompts that a router asks for before decode has a ticket. None: their blocks are not kept.
     """
 
     def __init__(
@@ -77,16 +59,19 @@ class PrefillScheduler:
         idle: IdleWait,
         admission: TicketAdmission,
         observer: PrefillSchedulerObserver | None = None,
+        held: HeldPrompts | None = None,
     ) -> None:
         self._groups = list(groups)
         self._requests = requests
         self._blocks = blocks
         self._idle = idle
         self._admission = admission
+        self._held = held
         self._state_groups = frozenset(i for i, group in enumerate(groups) if group.holds_state)
-        self._windowed = [(i, g) for i, g in enumerate(groups) if isinstance(g, TokenGroup) and g.windowed]
-        self._transfers: dict[str, _OutgoingTransfer] = {}  # by request id
-        self._refused: dict[str, str] = {}  # requests whose tickets are not served -> why
+        self._windows = WindowHolds(groups, blocks)
+        self._prompts: dict[str, ComputedPrompt] = {}  # those with a ticket or that wait for one, by request id
+        self._transfers: dict[str, OutgoingTransfer] = {}  # those with a ticket, by request id
+        self._refused: dict[str, str] = {}  # requests whose prompts are not sent -> why
         self._served: set[str] = set()  # ids of the tickets of all transfers
         self._step = PrefillStep()  # the next one
         self._observer = observer or PrefillSchedulerObserver()
@@ -94,229 +79,313 @@ class PrefillScheduler:
     @property
     def has_pending_pushes(self) -> bool:
         """Whether a request has ended whose blocks the ranks may still read."""
-        return any(transfer.ended for transfer in self._transfers.values())
+        return any(prompt.ended for prompt in self._prompts.values())
 
     @owned
     def arrived(self, request: ScheduledRequest) -> None:
-        """Takes note of a new request, before its prompt is looked up in the prefix cache.
-
-        The whole prompt is computed if decode's blocks of a window are longer than this engine's. For a window, vLLM
-        caches only the blocks that the next token sees, and decode's first block begins before those.
-        """
+        """Takes note of a new request, before its prompt is looked up in the prefix cache."""
         params = request.kv_transfer_params
-        if self._windowed and carries_ticket(params):
+        if self._windows and carries_ticket(params):
             with suppress(TicketError):  # `allocated` reports it
-                ticket = parse_ticket(params, request.num_prompt_tokens, len(self._groups), self._state_groups)
-                if any(ticket.span(i) > group.span for i, group in self._windowed):
+                if self._windows.need_whole_prompt(self._parse(request, params)):
                     request.skip_reading_prefix_cache = True
+        elif self._held is not None and expects_ticket(params):
+            self._expect_ticket(self._held, request, params.get(TRANSFER_ID))
+
+    def _expect_ticket(self, held: HeldPrompts, request: ScheduledRequest, transfer_id: object) -> None:
+        """Decode's ticket comes later, over the side channel. `transfer_id`: the router's, from outside."""
+        if transfer_id is None:
+            transfer_id = held.transfer_id_of(self._requests.shared_id(request))
+        reason = None
+        if not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= MAX_TRANSFER_ID_CHARS:
+            reason = f"{TRANSFER_ID} is not a string of 1 to {MAX_TRANSFER_ID_CHARS} characters"
+        elif not is_name(transfer_id):
+            reason = f"{TRANSFER_ID} has unprintable characters"
+        elif self._state_groups and request.max_tokens > 1:
+            reason = _CHANGED_STATES.format(request.max_tokens)
+        elif self._state_groups and request.num_prompt_tokens == 1:
+            reason = (
+                "the prompt is one token, which decode computes itself: states are those before a prompt's last token"
+            )
+        if reason is not None:
+            self._refuse(request, reason)
+            return
+        assert isinstance(transfer_id, str)
+        prompt = ComputedPrompt(request, self._requests.preemptions(request))
+        self._prompts[request.request_id] = prompt
+        held.add(prompt, transfer_id)
 
     @owned
     def prepare(self, request: ScheduledRequest) -> None:
         """Drops the prompt's last token if decode must compute that itself. Called before the request is allocated.
 
-        A state must be the one before the last token: decode computes that token again.
+        A state must be the one before the last token: decode computes that token again. A prompt without a ticket is
+        cut as well, because it is computed before decode has said anything.
         """
+        if not self._state_groups:
+            return
         params, length = request.kv_transfer_params, request.num_prompt_tokens
-        if self._state_groups and carries_ticket(params) and params.get("num_tokens") == length - 1 > 0:
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and self._held is not None and self._held.get(request.request_id) is not None:
+            if not prompt.is_cut:
+                prompt.is_cut = True
+                self._requests.drop_last_prompt_token(request)
+        elif carries_ticket(params) and params.get("num_tokens") == length - 1 > 0:
             self._requests.drop_last_prompt_token(request)
 
     @owned
     def allocated(self, request: ScheduledRequest, blocks: tuple[list[int], ...]) -> None:
         """Takes the blocks of a request that starts, or runs again after a preemption. `blocks`: per cache group."""
         self._blocks.allocated(request)
-        transfer = self._transfers.get(request.request_id)
-        if transfer is not None:
-            transfer.blocks = [list(ids) for ids in blocks]
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None:
+            prompt.start(blocks)
             return
-        if not carries_ticket(request.kv_transfer_params) or request.request_id in self._refused:
+        params = request.kv_transfer_params
+        if not carries_ticket(params) or request.request_id in self._refused:
             return
-        self._observer.transfer_began(request.request_id, request.trace_headers)
         try:
-            ticket = self._admitted_ticket(request)
+            ticket = self._parse(request, params)
+            self._check(request, ticket)
+            self._admission.admit(ticket)
         except TicketError as error:
             # A client may read the reason, so the host is in the log only.
-            host = str(request.kv_transfer_params.get("remote_host"))[:_MAX_HOST_CHARS]
+            host = str(params.get("remote_host"))[:_MAX_HOST_CHARS]
             logger.warning("request %s: no KV will be sent to %r: %s", request.request_id, host, error)
-            self._refused[request.request_id] = str(error)
-            self._observer.ticket_refused(request.request_id, str(error))
+            self._refuse(request, str(error))
             return
-        own_spans = [group.span for group in self._groups if isinstance(group, TokenGroup)]
-        self._served.add(ticket.ticket_id)
-        self._transfers[request.request_id] = _OutgoingTransfer(
-            request,
-            ticket,
-            [list(ids) for ids in blocks],
-            align=math.lcm(*own_spans, *(ticket.span(group) for group in range(len(self._groups)))),
-            sent=ticket.remote_cached_tokens,
-            preempted=(self._requests.preemptions(request)[0], False),
-        )
+        prompt = ComputedPrompt(request, (self._requests.preemptions(request)[0], False))
+        prompt.start(blocks)
+        self._prompts[request.request_id] = prompt
+        self._serve(prompt, ticket)
 
-    def _admitted_ticket(self, request: ScheduledRequest) -> Ticket:
-        """Returns the request's ticket. Raises TicketError if it is not served."""
-        params, length = request.kv_transfer_params, request.num_prompt_tokens
-        ticket = parse_ticket(params, length, len(self._groups), self._state_groups)
+    def _refuse(self, request: ScheduledRequest, reason: str) -> None:
+        self._refused[request.request_id] = reason
+        self._observer.transfer_began(request.request_id, request.trace_headers)
+        self._observer.ticket_refused(request.request_id, reason)
+
+    def _parse(self, request: ScheduledRequest, params: object) -> Ticket:
+        return parse_ticket(params, request.num_prompt_tokens, len(self._groups), self._state_groups)
+
+    def _check(self, request: ScheduledRequest, ticket: Ticket) -> None:
+        """Raises TicketError if the ticket is not for this request's prompt, or cannot be served."""
         if ticket.ticket_id in self._served:
             raise TicketError("this ticket is being served already")
         self._requests.check_prompt(request, ticket)
         if self._state_groups and request.max_tokens > 1:
-            raise TicketError(f"max_tokens is {request.max_tokens}: states change with every token generated")
-        self._admission.admit(ticket)
-        return ticket
+            raise TicketError(_CHANGED_STATES.format(request.max_tokens))
+
+    def _serve(self, prompt: ComputedPrompt, ticket: Ticket) -> OutgoingTransfer:
+        """The ranks send the prompt for this ticket, which was admitted."""
+        request = prompt.request
+        transfer = OutgoingTransfer.of(prompt, ticket, self._groups)
+        self._served.add(ticket.ticket_id)
+        self._transfers[request.request_id] = transfer
+        self._observer.transfer_began(request.request_id, request.trace_headers)
+        return transfer
 
     @owned
     def build_step(self, output: "SchedulerOutput") -> PrefillStep:
         """Returns the step for the ranks that belongs to vLLM's step `output`."""
         step, self._step = self._step, PrefillStep()
-        step.wait_s = self._idle.next(output.total_num_scheduled_tokens > 0, news=step != PrefillStep())
+        step.computes = output.total_num_scheduled_tokens > 0
         step.weight_updates = self._blocks.weight_updates
         step.preempted = self._preempted(output)
-        for request_id in step.preempted:  # the ranks stop reading its blocks in this step
-            self._release_held(self._transfers[request_id])
         for new in output.scheduled_new_reqs:
-            if transfer := self._running(new.req_id):
-                transfer.blocks = [list(ids) for ids in new.block_ids]
-                self._advance(step, transfer, new.num_computed_tokens, output)
+            if prompt := self._running(new.req_id):
+                prompt.blocks = [list(ids) for ids in new.block_ids]
+                self._computes(step, prompt, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         for request_id, blocks, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
-            transfer = self._running(request_id)
-            if transfer is None:
+            prompt = self._running(request_id)
+            if prompt is None:
                 continue
             if request_id in cached.resumed_req_ids and blocks is not None:
-                transfer.blocks = [list(ids) for ids in blocks]
+                prompt.blocks = [list(ids) for ids in blocks]
             else:
-                for known, ids in zip(transfer.blocks, blocks or (), strict=False):
+                for known, ids in zip(prompt.blocks, blocks or (), strict=False):
                     known.extend(ids)
-            self._advance(step, transfer, computed, output)
+            self._computes(step, prompt, computed, output)
+        if self._held is not None:
+            self._take_tickets(step, self._held)
+            self._free_expired(step, self._held)
+            step.awaits_tickets = self._held.num_ended > 0
+        step.wait_s = self._idle.next(step.computes, news=step.has_news)
         return step
 
-    def _running(self, request_id: str) -> _OutgoingTransfer | None:
-        transfer = self._transfers.get(request_id)
-        return None if transfer is None or transfer.ended else transfer
+    def _running(self, request_id: str) -> ComputedPrompt | None:
+        prompt = self._prompts.get(request_id)
+        return None if prompt is None or prompt.ended else prompt
 
     def _preempted(self, output: "SchedulerOutput") -> set[str]:
         """Returns the requests whose blocks change hands in this step: the ranks must not read them any more.
 
         A request may be preempted between two steps, by a reset of the prefix cache, and then be aborted.
         """
-        preempted = (output.preempted_req_ids or set()) & self._transfers.keys()
+        preempted = (output.preempted_req_ids or set()) & self._prompts.keys()
         if not self._requests.names_all_preempted:
-            for transfer in self._transfers.values():
-                if self._was_preempted(transfer) and transfer.announced:
-                    transfer.preemption_unsaid = True
+            for request_id, prompt in self._prompts.items():
+                if self._was_preempted(prompt):
+                    transfer = self._transfers.get(request_id)
+                    if transfer is None:
+                        preempted.add(request_id)
+                    elif transfer.announced:
+                        transfer.preemption_unsaid = True
             if output.total_num_scheduled_tokens:  # without tokens, no blocks change hands yet
                 for request_id, transfer in self._transfers.items():
                     if transfer.preemption_unsaid:
                         transfer.preemption_unsaid = False
                         preempted.add(request_id)
-        return preempted
+        for request_id in preempted:  # the ranks stop reading its blocks in this step
+            self._windows.release(self._prompts[request_id])
+            self._prompts[request_id].start(())
+        return preempted & self._transfers.keys()
 
-    def _was_preempted(self, transfer: _OutgoingTransfer) -> bool:
+    def _was_preempted(self, prompt: ComputedPrompt) -> bool:
         """Whether the request was preempted since the last call.
 
         Some schedulers do not name the requests that they preempt, and some of those do not count preemptions either.
         """
-        before = transfer.preempted
-        transfer.preempted = times, is_now = self._requests.preemptions(transfer.request)
+        before = prompt.preempted
+        prompt.preempted = times, is_now = self._requests.preemptions(prompt.request)
         return times != before[0] or (is_now and not before[1])
 
-    def _advance(
-        self, step: PrefillStep, transfer: _OutgoingTransfer, computed: int, output: "SchedulerOutput"
-    ) -> None:
-        """Adds to `step` what the request completes in it.
+    def _computes(self, step: PrefillStep, prompt: ComputedPrompt, computed: int, output: "SchedulerOutput") -> None:
+        """The request runs in this step. `computed`: tokens computed before it."""
+        request_id = prompt.request.request_id
+        prompt.before, prompt.done = computed, computed + output.num_scheduled_tokens[request_id]
+        if prompt.cached_tokens is None:  # after a preemption, the cache has what the request computed itself
+            prompt.cached_tokens = self._requests.cached_tokens(prompt.request)
+        if (transfer := self._transfers.get(request_id)) is not None:
+            self._advance(step, transfer)
+        elif prompt.is_complete:
+            self._windows.hold_end(prompt)
 
-        Whole blocks leave as they fill up, and the rest with the prompt's last token. `computed`: tokens computed
-        before this step.
+    def _advance(self, step: PrefillStep, transfer: OutgoingTransfer) -> None:
+        """Adds to `step` what is complete after it and was not sent.
+
+        Whole blocks leave as they fill up, and the rest with the prompt's last token.
         """
-        request_id, ticket = transfer.request.request_id, transfer.ticket
+        prompt, ticket = transfer.prompt, transfer.ticket
+        request_id = prompt.request.request_id
         if not transfer.announced:
             transfer.announced = True
             step.tickets[request_id] = ticket
-            # Read when the request runs for the first time: after a preemption, the cache has what it computed itself.
-            step.cached_tokens[request_id] = self._requests.cached_tokens(transfer.request)
+            step.cached_tokens[request_id] = prompt.cached_tokens or 0
         if transfer.complete:
             return
-        total = ticket.num_tokens
-        done = computed + output.num_scheduled_tokens[request_id]
+        total, done = ticket.num_tokens, prompt.done
         last = done >= total
-        for index, group in self._windowed:
-            self._hold(transfer, index, group.span, min(done, total))
+        self._windows.hold_for(ticket, prompt, transfer.sent)
         start, stop = transfer.sent, total if last else done - done % transfer.align
         if stop <= start and not last:
             return
         stop = max(start, stop)
         blocks = tuple(
-            group.holding(ids, start, stop, last) for ids, group in zip(transfer.blocks, self._groups, strict=True)
+            group.holding(ids, start, stop, last) for ids, group in zip(prompt.blocks, self._groups, strict=True)
         )
         step.sends.append(Send(request_id, start, stop, blocks, last))
         transfer.sent = stop
         transfer.complete = last
 
-    def _hold(self, transfer: _OutgoingTransfer, index: int, span: int, done: int) -> None:
-        """Holds blocks of a window that decode has blocks for, from when they are computed until they are sent (R3).
+    def _take_tickets(self, step: PrefillStep, held: HeldPrompts) -> None:
+        """Serves tickets that have come for prompts without one: what is computed already is sent in this step."""
+        for offer, candidates in held.matches():
+            ticket_id = offer.ticket.ticket_id
+            for candidate in candidates:
+                prompt = candidate.prompt
+                try:
+                    ticket = self._parse(prompt.request, offer.ticket)
+                    self._check(prompt.request, ticket)
+                    self._windows.check(ticket, prompt)
+                except TicketError as error:
+                    held.misfits(ticket_id, candidate, str(error))
+                    continue
+                try:
+                    self._admission.admit(ticket)
+                except TicketError as error:
+                    held.refuse(ticket_id, str(error))
+                    break
+                held.taken(ticket_id, prompt.request.request_id)
+                transfer = self._serve(prompt, ticket)
+                if prompt.done:
+                    step.late.add(prompt.request.request_id)
+                    self._advance(step, transfer)
+                if prompt.ended:
+                    self._step.finished[prompt.request.request_id] = None  # once the ranks have its last part
+                break
 
-        vLLM reuses blocks that have left a window while the request still runs, and all of them when it ends. Sending
-        may be later than computing: decode's blocks may be longer, and must fill up first.
-
-        `index`: the cache group. `span`: its tokens per block. `done`: tokens that are computed after this step.
-        """
-        decode_blocks, decode_span = transfer.ticket.remote_block_ids[index], transfer.ticket.span(index)
-        first, stop = max(transfer.held_to.get(index, 0), transfer.sent // span), math.ceil(done / span)
-        for number in range(first, stop):
-            block = transfer.blocks[index][number]
-            wanted = decode_blocks[number * span // decode_span : math.ceil((number + 1) * span / decode_span)]
-            if block != NULL_BLOCK and any(decode_block != NULL_BLOCK for decode_block in wanted):
-                self._blocks.hold([block])
-                transfer.held.append(block)
-        transfer.held_to[index] = max(first, stop)
-
-    def _release_held(self, transfer: _OutgoingTransfer) -> None:
-        if transfer.held:
-            self._blocks.release(transfer.held)
-            transfer.held = []
-        transfer.held_to = {}
+    def _free_expired(self, step: PrefillStep, held: HeldPrompts) -> None:
+        for request_id, reason in held.expired():
+            logger.warning("request %s: prefill frees its blocks: %s", request_id, reason)
+            held.remove(request_id, reason)
+            step.unsent.add(request_id)
+            self._observer.prompt_expired(request_id)
 
     @owned
     def update(self, report: WorkerReport | None, finished_sending: set[str]) -> None:
         """Takes the ranks' report of a step. `finished_sending`: ids of requests that all ranks have ended with."""
         if report is not None:
             self._blocks.weights_updated(report.weight_updates)
+            if report.weight_updates and self._held is not None:
+                self._held.give_up("prefill's weights were updated after it had computed the prompt")
             for request_id, reason in report.failed.items():
                 if transfer := self._transfers.get(request_id):
                     transfer.failure = transfer.failure or reason
         for request_id in finished_sending:
-            if (transfer := self._transfers.get(request_id)) and transfer.ended:
-                self._release_held(transfer)
-                self._forget(transfer)
+            if (prompt := self._prompts.get(request_id)) and prompt.ended:
+                self._forget(prompt)
 
     @owned
     def finished(self, request: ScheduledRequest) -> tuple[bool, dict[str, Any] | None]:
         """The request ended. Returns two things.
 
         - Whether vLLM must keep its blocks until all ranks have reported it as sent.
-        - What its response says: `{"error": reason}` if its KV is not delivered, else None.
+        - What its response says: where decode's ticket is taken if it has none, `{"error": reason}` if its KV is not
+          delivered, else None.
         """
         request_id = request.request_id
         if (reason := self._refused.pop(request_id, None)) is not None:
             return False, {"error": reason}
+        prompt = self._prompts.get(request_id)
+        if prompt is None:
+            return False, None
         transfer = self._transfers.get(request_id)
         if transfer is None:
-            return False, None
+            assert self._held is not None
+            return self._ended_without_ticket(self._held, prompt)
         params = None if transfer.failure is None else {"error": transfer.failure}
         aborted = None if transfer.complete else _ABORTED
         transfer.failure = transfer.failure or aborted
         if not transfer.announced:
-            self._forget(transfer)
+            self._forget(prompt)
             return False, params
         # The transfer stays until the ranks have told decode. Until then decode takes any second writer of the ticket
         # for the first one (R2).
-        transfer.ended = True
+        prompt.ended = True
         self._step.finished[request_id] = aborted
         return True, params
 
-    def _forget(self, transfer: _OutgoingTransfer) -> None:
-        del self._transfers[transfer.request.request_id]
-        self._served.discard(transfer.ticket.ticket_id)
-        self._admission.ended(transfer.ticket, delivered=transfer.failure is None)
-        self._observer.transfer_ended(transfer.request.request_id, transfer.ticket, transfer.failure)
+    def _ended_without_ticket(self, held: HeldPrompts, prompt: ComputedPrompt) -> tuple[bool, dict[str, Any] | None]:
+        """As `finished`, of a request whose ticket has not come."""
+        request_id = prompt.request.request_id
+        aborted = _ABORTED if not prompt.is_complete or self._requests.was_aborted(prompt.request) else None
+        if (reason := aborted or held.reason(request_id)) is not None:
+            held.remove(request_id, reason)
+            self._forget(prompt)
+            return False, None if aborted else {"error": reason}
+        prompt.ended = True
+        return True, held.request_ended(request_id)
+
+    def _forget(self, prompt: ComputedPrompt) -> None:
+        request_id = prompt.request.request_id
+        self._windows.release(prompt)
+        del self._prompts[request_id]
+        if (transfer := self._transfers.pop(request_id, None)) is not None:
+            self._served.discard(transfer.ticket.ticket_id)
+            self._admission.ended(transfer.ticket, delivered=transfer.failure is None)
+            self._observer.transfer_ended(request_id, transfer.ticket, transfer.failure)
+            if self._held is not None:
+                self._held.transfer_ended(transfer.ticket.ticket_id)

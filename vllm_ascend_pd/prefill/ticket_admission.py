@@ -62,6 +62,13 @@ class TicketAdmission:
         # Issuers that KV was delivered to, in the order of the last delivery.
         self._proven: dict[tuple[str, str], None] = {}
 
+    def check(self, ticket: Ticket) -> None:
+        """Checks a ticket that is not served yet. Remembers nothing, so any thread may call it. Raises TicketError."""
+        if (reason := self._hosts.refusal(ticket.remote_host)) is not None:
+            raise TicketError(f"the ticket's {reason}")
+        if self._secret is not None:
+            verify(ticket, self._secret)
+
     @owned
     def admit(self, ticket: Ticket) -> None:
         """Admits a ticket, once per attempt. `ended` must follow. Raises TicketError if the ticket is not served."""

@@ -6,7 +6,7 @@ The model's thread owns this. It learns from the control thread's `Outcomes` how
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.failure import PushFailure
@@ -105,14 +105,20 @@ class Transfers:
             self._done.add(request_id)
 
     @owned
-    def take_done(self, wait_s: float) -> set[str]:
+    def free(self, request_ids: Collection[str]) -> None:
+        """vLLM may free the blocks of these requests, which have no transfers."""
+        self._done.update(request_ids)
+
+    @owned
+    def take_done(self, wait_s: float, awaits_tickets: bool = False) -> set[str]:
         """Returns the requests whose blocks vLLM may free: it is done with them, and no push reads them any more.
 
-        Waits up to `wait_s` seconds if there is none. Raises RuntimeError if a sender has ended by a bug.
+        Waits for one at most `wait_s`, if there are transfers or `awaits_tickets`. Raises RuntimeError if a sender has
+        ended by a bug.
         """
         self._take_outcomes()
         deadline = time.monotonic() + wait_s
-        while wait_s and self._by_request and not self._done:
+        while wait_s and (self._by_request or awaits_tickets) and not self._done:
             outcome = self._control.outcomes.take(deadline)
             if outcome is None:
                 break
@@ -121,7 +127,9 @@ class Transfers:
         for sender in self._senders:
             sender.check()
         for request_id in done:
-            transfer = self._by_request.pop(request_id)
+            transfer = self._by_request.pop(request_id, None)
+            if transfer is None:
+                continue
             transfer.sender.remove(transfer)
             self._senders[transfer.sender] -= 1
             if not self._senders[transfer.sender]:

@@ -80,19 +80,23 @@ class PrefillWorker:
         self._written: tuple[str, Event] | None = None
         # How long `take_sent` waits in this step.
         self._wait_s = 0.0
+        # Whether blocks of requests that have ended wait for a ticket.
+        self._awaits_tickets = False
 
     @owned
     def start_step(self, step: PrefillStep) -> None:
         """Opens new transfers and plans the step. Never blocks."""
         self._end_open_step()
         self._wait_s = step.wait_s
+        self._awaits_tickets = step.awaits_tickets
         opened = self._transfers.open(step.tickets, step.cached_tokens)
         if self._updates.are_unknown_to(step.weight_updates):
-            reason = "prefill's weights were updated, and a part of the prompt was cached before"
-            cached = [transfer for transfer in opened if transfer.cached_tokens]
-            self._transfers.lose(cached, reason, PushFailure.WEIGHTS)
+            reason = "prefill's weights were updated, and a part of the prompt was computed before"
+            older = [transfer for transfer in opened if transfer.cached_tokens or transfer.request_id in step.late]
+            self._transfers.lose(older, reason, PushFailure.WEIGHTS)
         for request_id, aborted in step.finished.items():
             self._transfers.release(request_id, aborted)
+        self._transfers.free(step.unsent)
         for send in step.sends:
             self._transfers[send.request_id].planned = True
         self._plan = self._planner.plan(step.sends, self._transfers)
@@ -100,6 +104,9 @@ class PrefillWorker:
         self._written = None
         parts = [StepPart(self._transfers[send.request_id].ticket, send.start, send.stop) for send in step.sends]
         self._observer.step_began(self._plan.number, parts)
+        if not step.computes:  # vLLM does not say that such a step ends
+            self._forward_ended = True
+            self.end_step()
 
     @owned
     def layer_written(self, layer: str) -> None:
@@ -175,7 +182,7 @@ class PrefillWorker:
     @owned
     def take_sent(self) -> set[str]:
         """Returns the requests whose blocks vLLM may free: it is done with them and no push reads them any more."""
-        return self._transfers.take_done(self._wait_s)
+        return self._transfers.take_done(self._wait_s, self._awaits_tickets)
 
     @owned
     def take_report(self) -> WorkerReport | None:

@@ -85,6 +85,8 @@ class SideChannelServer(Loop):
         keys: Keys | None = None,
         unread_replies: int = _UNREAD_REPLIES,
         max_connections: int | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        unread_requests: int = _UNREAD_REQUESTS,
     ) -> None:
         """Listens, and starts the thread.
 
@@ -94,6 +96,8 @@ class SideChannelServer(Loop):
         `keys`: clients with other keys, or without keys, get nothing.
         `unread_replies`: how many replies wait for a client that does not read. Further ones are dropped.
         `max_connections`: `socket_limiter.default_limit()` if None.
+        `max_message_bytes`: a connection with a longer message is closed.
+        `unread_requests`: how many messages of a connection wait to be read.
 
         Raises SideChannelError if it cannot listen.
         """
@@ -104,9 +108,9 @@ class SideChannelServer(Loop):
         # Replies that clients did not read in time. The thread changes it.
         self.dropped = 0
         self._router = self._socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._router.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a closed connection is an error
-        self._router.setsockopt(zmq.RCVHWM, _UNREAD_REQUESTS)
+        self._router.setsockopt(zmq.RCVHWM, unread_requests)
         self._router.setsockopt(zmq.SNDHWM, unread_replies)
         self._router.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
         self._guard = None if keys is None else Guard(keys, self._context, self._router)
@@ -121,7 +125,7 @@ class SideChannelServer(Loop):
         endpoint = self._router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.endpoint = endpoint.decode().rstrip("\0")
-        self._limiter = SocketLimiter(self._router, max_connections or default_limit(), MAX_MESSAGE_BYTES)
+        self._limiter = SocketLimiter(self._router, max_connections or default_limit(), max_message_bytes)
         self._poller.register(self._router, zmq.POLLIN)
         if self._guard is not None:
             self._poller.register(self._guard.socket, zmq.POLLIN)

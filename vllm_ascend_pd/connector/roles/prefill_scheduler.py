@@ -3,12 +3,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.connector.role import ConnectorRole
+from vllm_ascend_pd.connector.role import CLOSE_TIMEOUT_S, ConnectorRole
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
 from vllm_ascend_pd.observe.listeners import PrefillSchedulerStats
 from vllm_ascend_pd.observe.stats import Data
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.ticket_listener import TicketListener
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -17,10 +18,21 @@ if TYPE_CHECKING:
 
 
 class PrefillSchedulerRole(ConnectorRole):
-    """`measured`: what the scheduler's observer counts."""
+    """The scheduler of a prefill engine.
 
-    def __init__(self, scheduler: PrefillScheduler, blocks: VllmBlocks, measured: PrefillSchedulerStats) -> None:
+    measured: what the scheduler's observer counts.
+    listener: takes tickets for prompts that a router asks prefill for first. None: such prompts are not kept.
+    """
+
+    def __init__(
+        self,
+        scheduler: PrefillScheduler,
+        blocks: VllmBlocks,
+        measured: PrefillSchedulerStats,
+        listener: TicketListener | None,
+    ) -> None:
         self.scheduler = scheduler
+        self.listener = listener
         self._measured = measured
         self._blocks = blocks
 
@@ -51,3 +63,7 @@ class PrefillSchedulerRole(ConnectorRole):
 
     def take_stats(self) -> Data | None:
         return self._measured.take() or None
+
+    def close(self) -> None:
+        if self.listener is not None:
+            self.listener.close(CLOSE_TIMEOUT_S)

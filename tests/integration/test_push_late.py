@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tickets that come when their prompts are computed, in whole or in part: decode's bytes equal the truth."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from harness.kv import Model, Prompt, Side
+from harness.ranks import Pair, expect_delivery, prompts
+from test_push import SHAPES
+from vllm_ascend_pd.core.step import PrefillStep, Send
+
+LATE = {
+    "TP1_TO_TP1": (Model(), Side(1), Side(1)),
+    **{
+        name: SHAPES[name]
+        for name in (
+            "GQA_TP2_TO_TP2",
+            "GQA_TP2_TO_TP4",
+            "GQA_TP4_TO_TP2",
+            "HEAD_MAJOR_TP2_TO_TP1",
+            "MLA_TP2_TO_TP1",
+            "BLOCK_16_TO_32_TP2_TO_TP1",
+            "PP2_TP2_TO_PP2_TP1_WITH_OTHER_LAYERS",
+            "REPLICAS_TP4_TO_TP1",
+            "TP3_TO_TP2",
+            "MLA_DCP2_TO_TP1",
+        )
+    },
+}
+
+
+@pytest.fixture(scope="module", params=LATE.values(), ids=LATE.keys())
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(*request.param)
+    yield made
+    assert made.close() == []
+
+
+def whole(prompt: Prompt) -> Send:
+    return Send(prompt.request_id, prompt.cached, prompt.num_tokens, _blocks(prompt, prompt.cached), last=True)
+
+
+def _blocks(prompt: Prompt, start: int) -> tuple[list[int], ...]:
+    span = -(-prompt.num_tokens // len(prompt.p_blocks))
+    return (prompt.p_blocks[start // span :] if start else prompt.p_blocks,)
+
+
+def by_id(requests: list[Prompt]) -> dict[str, Prompt]:
+    return {prompt.request_id: prompt for prompt in requests}
+
+
+def test_when_the_prompts_are_computed(pair: Pair) -> None:
+    """The step that gets the tickets runs no model. A staging slot holds only a part of the longest prompt."""
+    pair.each(pair.d_ranks, "clear")
+    requests = prompts(pair, [1, 17, 100, 300])
+    sends = [whole(prompt) for prompt in requests]
+    pair.each(pair.p_ranks, "compute_unsent", sends, by_id(requests))
+    step = PrefillStep(tickets=pair.announce(requests), sends=sends, late=set(by_id(requests)), computes=False)
+    pair.each(pair.p_ranks, "step", step, by_id(requests))
+    pair.each(pair.p_ranks, "step", PrefillStep(finished=dict.fromkeys(by_id(requests)), computes=False), {})
+    expect_delivery(pair, requests)
+    assert pair.each(pair.p_ranks, "open_transfers") == [0] * len(pair.p_ranks)
+
+
+def test_while_prefill_computes_something_else(pair: Pair) -> None:
+    """A late prompt and one that has just been computed leave in the same step, to the same decode engine."""
+    pair.each(pair.d_ranks, "clear")
+    late, new = requests = prompts(pair, [100, 64])
+    pair.each(pair.p_ranks, "compute_unsent", [whole(late)], by_id(requests))
+    step = PrefillStep(tickets=pair.announce(requests), sends=[whole(late), whole(new)], late={late.request_id})
+    for rank in pair.p_ranks:
+        rank.send("step", step, by_id(requests))
+    for rank in pair.p_ranks:
+        rank.receive()
+    pair.each(pair.p_ranks, "step", PrefillStep(finished=dict.fromkeys(by_id(requests)), computes=False), {})
+    expect_delivery(pair, requests)
+
+
+def test_no_ticket_comes(pair: Pair) -> None:
+    """The ranks tell vLLM that it may free the blocks, once."""
+    pair.each(pair.p_ranks, "step", PrefillStep(unsent={"held"}, computes=False), {})
+    assert pair.each(pair.p_ranks, "sent") == [({"held"}, {})] * len(pair.p_ranks)
+    assert pair.each(pair.p_ranks, "sent") == [(set(), {})] * len(pair.p_ranks)

@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that a router asks prefill for first: vLLM's scheduler computes them, decode's tickets come afterwards."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.v1.request import Request, RequestStatus
+
+from harness.engines import Role
+from harness.real_scheduler import *  # noqa: F403
+from harness.real_scheduler import BLOCK, RealScheduler
+from vllm_ascend_pd.connector.prompts import Prompts
+from vllm_ascend_pd.core.protocol import (
+    Acknowledged,
+    AskTicket,
+    Message,
+    OfferTicket,
+    ReleasePrompt,
+    TicketRefused,
+    TicketTaken,
+)
+from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.prefill import held_prompts
+from vllm_ascend_pd.transport.side_channel import SideChannelClient
+
+PREFILL_FIRST = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""As vLLM's NixlConnector has it, and its routers send it."""
+
+PROMPT = list(range(100, 140))
+OTHER = list(range(200, 240))
+
+
+class Prefill(RealScheduler):
+    """A prefill engine's scheduler, and a decode engine that offers tickets to it."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        super().__init__(Role.PREFILL, model, **options)
+        self.client = SideChannelClient()
+        self.held = self.scheduler.connector._role.scheduler._held
+        self.all_free = self.pool.get_num_free_blocks()
+        self.last = PrefillStep()
+
+    def ask(self, message: Message) -> Any:
+        """What prefill's listener answers."""
+        answers: list[Any] = []
+        self.client.request(f"tcp://{self.held._inbox.host}:{self.held._inbox.port}", message, 10.0, answers.append)
+        return until(lambda: answers and answers[0])
+
+    def offer(self, transfer_id: str, ticket: Ticket, engine_id: str | None = None) -> Any:
+        return self.ask(OfferTicket(engine_id or self.engine_id, transfer_id, ticket))
+
+    def fate(self, transfer_id: str, ticket: Ticket) -> Any:
+        return self.ask(AskTicket(self.engine_id, transfer_id, ticket.ticket_id))
+
+    @property
+    def engine_id(self) -> str:
+        return self.held._engine_id
+
+    def run(self, report: WorkerReport | None = None, sent: set[str] = frozenset()) -> tuple[PrefillStep, list[Any]]:
+        """A step of vLLM: what the ranks are told, and its outputs."""
+        said = {"finished_sending": sent} if sent else {}
+        output, outputs = self.step(report, **said)
+        return output.kv_connector_metadata.step, outputs
+
+    def answered(self, request_id: str, prompt: list[int] = PROMPT, params: Any = PREFILL_FIRST) -> dict[str, Any]:
+        """Computes a prompt in one step, and returns the `kv_transfer_params` of its response."""
+        self.add(request_id, prompt, params)
+        _, [output] = self.run()
+        assert output.finished
+        return output.kv_transfer_params
+
+    @property
+    def free(self) -> int:
+        return self.pool.get_num_free_blocks()
+
+    def close(self) -> None:
+        self.client.close()
+        super().close()
+
+
+def until(wanted: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 10.0
+    while not (found := wanted()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
+
+
+def ticket_for(prompt: list[int], groups: int = 1, **changes: Any) -> Ticket:
+    """Decode's ticket for this prompt, for blocks of the same length as prefill's."""
+    ticket_id = secrets.token_hex(16)
+    num_tokens = changes.get("num_tokens", len(prompt))
+    request = Request("d", prompt, sampling_params(), None)
+    made = Ticket(
+        request_id="d",
+        remote_block_ids=[[100 + n for n in range(-(-num_tokens // BLOCK))] for _ in range(groups)],
+        remote_block_size=[BLOCK] * groups,
+        remote_engine_id="decode-0",
+        remote_host="127.0.0.1",
+        remote_port=5555,
+        remote_tp_size=1,
+        remote_cached_tokens=0,
+        ticket_id=ticket_id,
+        num_tokens=num_tokens,
+        prompt=Prompts().digest(request, num_tokens, ticket_id),
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def sampling_params() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=1)
+
+
+@pytest.fixture
+def prefill(scheduled_model: Path) -> Iterator[Prefill]:
+    scheduler = Prefill(scheduled_model)
+    yield scheduler
+    scheduler.close()
+
+
+def test_a_ticket_that_comes_when_the_prompt_is_computed(prefill: Prefill) -> None:
+    said = prefill.answered("r")
+    transfer_id = said["transfer_id"]
+    said.pop("remote_prefill_cached_tokens", None)  # vLLM's own
+    assert said == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": prefill.engine_id,
+        "transfer_id": transfer_id,
+        "ticket_host": "127.0.0.1",
+        "ticket_port": prefill.held._inbox.port,
+    }
+    assert prefill.free == prefill.all_free - 3
+    step, _ = prefill.run()
+    assert (step.tickets, step.awaits_tickets, step.computes) == ({}, True, False)
+    assert prefill.scheduler.has_requests()
+
+    ticket = ticket_for(PROMPT)
+    assert prefill.offer(transfer_id, ticket) == TicketTaken()
+    assert prefill.offer(transfer_id, ticket) == TicketTaken(), "it is known already"
+    step, _ = prefill.run()
+    assert step.tickets == {"r": ticket}
+    [send] = step.sends
+    assert (send.start, send.stop, send.last, len(send.blocks[0])) == (0, len(PROMPT), True, 3)
+    assert (step.late, step.computes, step.awaits_tickets, step.finished) == ({"r"}, False, False, {})
+    assert prefill.run()[0].finished == {"r": None}
+    assert prefill.fate(transfer_id, ticket) == TicketTaken()
+    assert prefill.free == prefill.all_free - 3, "the ranks may still read them"
+
+    prefill.run(sent={"r"})
+    assert prefill.free == prefill.all_free
+    assert not prefill.scheduler.has_requests()
+    assert until(lambda: isinstance(prefill.fate(transfer_id, ticket), TicketRefused)), "it has ended"
+    assert remembered_of(prefill) == {}
+
+
+def remembered_of(prefill: Prefill) -> dict[str, Any]:
+    """What is kept of requests and tickets."""
+    objects = (prefill.scheduler.connector._role.scheduler, prefill.held)
+    return {
+        name: value
+        for each in objects
+        for name, value in vars(each).items()
+        if isinstance(value, dict | set) and value and name != "_reasons"
+    }
+
+
+def test_a_ticket_that_comes_while_the_prompt_is_computed(scheduled_model: Path) -> None:
+    prefill = Prefill(scheduled_model, step_tokens=32)
+    prompt = list(range(100, 180))
+    prefill.add("r", prompt, {**PREFILL_FIRST, "transfer_id": "xfer-1"})
+    prefill.run()
+    ticket = ticket_for(prompt)
+    assert prefill.offer("xfer-1", ticket) == TicketTaken()
+    step, _ = prefill.run()
+    assert step.tickets == {"r": ticket}
+    assert [(send.start, send.stop, send.last) for send in step.sends] == [(0, 64, False)], "of both steps"
+    step, [output] = prefill.run()
+    assert [(send.start, send.stop, send.last) for send in step.sends] == [(64, 80, True)]
+    assert output.finished
+    assert prefill.run()[0].finished == {"r": None}
+    prefill.run(sent={"r"})
+    assert prefill.free == prefill.all_free
+    prefill.close()
+
+
+def test_a_ticket_that_comes_before_its_prompt(prefill: Prefill) -> None:
+    ticket = ticket_for(PROMPT)
+    assert prefill.offer("xfer-1", ticket) == TicketTaken()
+    prefill.answered("of a client", OTHER, None)
+    assert prefill.fate("xfer-1", ticket) == TicketTaken(), "it waits"
+    prefill.add("r", PROMPT, {**PREFILL_FIRST, "transfer_id": "xfer-1"})
+    step, [output] = prefill.run()
+    assert step.tickets == {"r": ticket}
+    assert [(send.start, send.stop, send.last) for send in step.sends] == [(0, len(PROMPT), True)]
+    assert (output.finished, output.kv_transfer_params) == (True, None)
+
+
+def test_blocks_are_freed_if_no_ticket_comes(prefill: Prefill) -> None:
+    clock = held_clock(prefill)
+    transfer_id = prefill.answered("r")["transfer_id"]
+    clock.now += held_prompts.HOLD_TIMEOUT_S - 0.1
+    assert prefill.run()[0].unsent == set()
+    clock.now += 0.1
+    step, _ = prefill.run()
+    assert (step.unsent, step.awaits_tickets) == ({"r"}, False)
+    assert prefill.free == prefill.all_free - 3, "the ranks have not said so"
+    late = ticket_for(PROMPT)
+    prefill.offer(transfer_id, late)
+    assert prefill.run()[0].tickets == {}
+    assert "no ticket came within 480 s" in refused(prefill, transfer_id, late)
+    prefill.run(sent={"r"})
+    assert prefill.free == prefill.all_free
+    assert remembered_of(prefill) == {}
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def held_clock(prefill: Prefill) -> Clock:
+    prefill.held._clock = clock = Clock()
+    return clock
+
+
+def refused(prefill: Prefill, transfer_id: str, ticket: Ticket) -> str:
+    """Why prefill does not serve the ticket, for good."""
+    answer = until(lambda: isinstance(found := prefill.fate(transfer_id, ticket), TicketRefused) and found)
+    assert not answer.retry
+    return answer.reason
+
+
+def test_a_ticket_without_a_prompt_is_refused_after_a_while(prefill: Prefill) -> None:
+    clock = held_clock(prefill)
+    ticket = ticket_for(PROMPT)
+    prefill.offer("xfer-1", ticket)
+    prefill.run()
+    clock.now += held_prompts.EARLY_S
+    prefill.run()
+    assert "no request with the ticket's transfer_id came within 30 s" in refused(prefill, "xfer-1", ticket)
+    assert remembered_of(prefill) == {}
+
+
+def test_a_ticket_for_another_prompt_is_refused(prefill: Prefill) -> None:
+    clock = held_clock(prefill)
+    transfer_id = prefill.answered("r")["transfer_id"]
+    wrong, right = ticket_for(OTHER), ticket_for(PROMPT)
+    prefill.offer(transfer_id, wrong)
+    assert prefill.run()[0].tickets == {}
+    clock.now += held_prompts.SIBLINGS_S
+    prefill.run()
+    assert "the prompt's tokens differ" in refused(prefill, transfer_id, wrong)
+    prefill.offer(transfer_id, right)
+    assert prefill.run()[0].tickets == {"r": right}
+
+
+def test_what_is_not_for_this_start_of_the_engine(prefill: Prefill) -> None:
+    answer = prefill.offer("xfer-1", ticket_for(PROMPT), engine_id="prefill-before")
+    assert isinstance(answer, TicketRefused)
+    assert not answer.retry
+    assert "engine prefill-before is not here" in answer.reason
+    assert prefill.fate("xfer-1", ticket_for(PROMPT)).retry
+
+
+def test_a_client_that_wants_several_answers(prefill: Prefill) -> None:
+    """Prefill's answer names one transfer id for all of them, since a router sees only one of their answers."""
+    ids = [prefill.answered(f"{i}_cmpl-x-0-0123456{i}")["transfer_id"] for i in range(2)]
+    assert ids[0] == ids[1]
+    tickets = [ticket_for(PROMPT) for _ in range(3)]
+    for ticket in tickets:
+        prefill.offer(ids[0], ticket)
+    served = prefill.run()[0].tickets
+    assert len(served) == 2
+    assert {ticket.ticket_id for ticket in served.values()} == {ticket.ticket_id for ticket in tickets[:2]}
+
+
+def test_a_list_of_prompts(prefill: Prefill) -> None:
+    first = prefill.answered("cmpl-x-0-01234567")["transfer_id"]
+    assert prefill.answered("cmpl-x-1-01234568", OTHER)["transfer_id"] == first
+    assert prefill.answered("cmpl-y-1-01234568", OTHER)["transfer_id"] != first
+    second, one = ticket_for(OTHER), ticket_for(PROMPT)
+    prefill.offer(first, second)
+    prefill.offer(first, one)
+    assert prefill.run()[0].tickets == {"cmpl-x-0-01234567": one, "cmpl-x-1-01234568": second}
+
+
+def test_decode_computes_the_prompt_itself(prefill: Prefill) -> None:
+    transfer_id = prefill.answered("r")["transfer_id"]
+    assert prefill.ask(ReleasePrompt(prefill.engine_id, transfer_id, "decode computes it")) == Acknowledged()
+    assert prefill.run()[0].unsent == {"r"}
+    prefill.run(sent={"r"})
+    assert prefill.free == prefill.all_free
+    late = ticket_for(PROMPT)
+    prefill.offer(transfer_id, late)
+    prefill.run()
+    assert refused(prefill, transfer_id, late) == "decode computes it"
+
+
+def test_the_router_aborts_the_request(scheduled_model: Path) -> None:
+    prefill = Prefill(scheduled_model, step_tokens=16)
+    prefill.add("r", PROMPT, {**PREFILL_FIRST, "transfer_id": "xfer-1"})
+    prefill.run()
+    prefill.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    assert prefill.free == prefill.all_free
+    ticket = ticket_for(PROMPT)
+    prefill.offer("xfer-1", ticket)
+    assert prefill.run()[0].tickets == {}
+    assert refused(prefill, "xfer-1", ticket) == "the prefill request was aborted"
+    assert remembered_of(prefill) == {}
+    prefill.close()
+
+
+def test_new_weights(prefill: Prefill) -> None:
+    """Decode might have the new ones, and the prompt was computed with the old ones (R8)."""
+    transfer_id = prefill.answered("r")["transfer_id"]
+    prefill.run(WorkerReport(weight_updates={"0/0": 1}))
+    assert prefill.run()[0].unsent == {"r"}
+    ticket = ticket_for(PROMPT)
+    prefill.offer(transfer_id, ticket)
+    prefill.run()
+    assert "weights were updated" in refused(prefill, transfer_id, ticket)
+
+
+def test_preempted_before_its_ticket_came(scheduled_model: Path) -> None:
+    """What it had computed is gone: only what it computes again is sent."""
+    prefill = Prefill(scheduled_model, step_tokens=32)
+    request = prefill.add("r", PROMPT, {**PREFILL_FIRST, "transfer_id": "xfer-1"})
+    prefill.run()
+    prefill.preempt(request)
+    prefill.pool.reset_prefix_cache()
+    ticket = ticket_for(PROMPT)
+    prefill.offer("xfer-1", ticket)
+    step, _ = prefill.run()
+    assert step.tickets == {"r": ticket}
+    assert [(send.start, send.stop, send.last) for send in step.sends] == [(0, 32, False)]
+    assert [(send.start, send.stop, send.last) for send in prefill.run()[0].sends] == [(32, 40, True)]
+    prefill.close()
+
+
+@pytest.mark.parametrize("transfer_id", ["", "x" * 129, "two\nlines", 7, ["xfer"]])
+def test_a_transfer_id_that_cannot_be_used(prefill: Prefill, transfer_id: Any) -> None:
+    said = prefill.answered("r", params={**PREFILL_FIRST, "transfer_id": transfer_id})
+    assert "transfer_id" in said["error"]
+    assert prefill.free == prefill.all_free
+
+
+def test_a_window(scheduled_model: Path) -> None:
+    """Decode asks for all but the last token, of which a window needs a block more than prefill's next token sees."""
+    prefill = Prefill(scheduled_model, windows=[17])
+    prompt = list(range(100, 100 + 3 * BLOCK + 1))
+    transfer_id = prefill.answered("r", prompt)["transfer_id"]
+    [full, windowed] = prefill.scheduler.connector._role.scheduler._prompts["r"].blocks
+    free = {block.block_id for block in prefill.pool.free_block_queue.get_all_free_blocks()}
+    wanted = [0, 0, 102]  # tokens 32 to 47: token 48 sees those from 32 on
+    ticket = ticket_for(prompt, groups=2, num_tokens=len(prompt) - 1)
+    ticket = msgspec.structs.replace(ticket, remote_block_ids=[ticket.remote_block_ids[0], wanted])
+    assert windowed[2] not in free
+    prefill.offer(transfer_id, ticket)
+    step, _ = prefill.run()
+    assert step.tickets == {"r": ticket}
+    assert step.sends == [Send("r", 0, 48, (full[:3], windowed[:3]), last=True)]
+    prefill.run()
+    prefill.run(sent={"r"})
+    assert prefill.free == prefill.all_free
+    prefill.close()
+
+
+def test_a_window_of_which_decode_wants_more(scheduled_model: Path) -> None:
+    prefill = Prefill(scheduled_model, windows=[17])
+    clock = held_clock(prefill)
+    prompt = list(range(100, 100 + 6 * BLOCK + 1))
+    transfer_id = prefill.answered("r", prompt)["transfer_id"]
+    ticket = ticket_for(prompt, groups=2, num_tokens=len(prompt) - 1)
+    ticket = msgspec.structs.replace(ticket, remote_block_ids=[ticket.remote_block_ids[0], [0, 0, 102, 103, 104, 105]])
+    prefill.offer(transfer_id, ticket)
+    prefill.run()
+    clock.now += held_prompts.SIBLINGS_S
+    prefill.run()
+    assert "decode wants tokens from 32 on of a window" in refused(prefill, transfer_id, ticket)
+    prefill.close()

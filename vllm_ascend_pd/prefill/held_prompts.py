@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that a router asked for before decode had a ticket, and the tickets that decode sends for them.
+
+A prompt and its ticket find each other by a transfer id, whichever comes first. A prompt that is computed keeps its
+blocks until its ticket comes, or `hold_timeout_s` has passed. How many prompts are held is bounded by vLLM's blocks.
+
+The scheduler's thread owns all of this.
+"""
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
+from vllm_ascend_pd.core.threads import owned
+from vllm_ascend_pd.core.ticket import TICKET_HOST, TICKET_PORT, TRANSFER_ID
+from vllm_ascend_pd.prefill.computed_prompt import ComputedPrompt
+
+HOLD_TIMEOUT_S = 480.0
+"""How long blocks are kept unless `hold_timeout_s` says otherwise: as long as vLLM's NIXL connector keeps them."""
+
+EARLY_S = 30.0
+"""How long a ticket waits for its prompt. Routers that ask both sides at once send both within moments."""
+
+SIBLINGS_S = 2.0
+"""How long a ticket that fits no prompt of its transfer id waits for another. One request may have several prompts."""
+
+MAX_REASONS = 4096
+"""How many transfer ids are remembered with the reason why no ticket is taken for them any more."""
+
+
+class TicketInbox(Protocol):
+    """Where decode's tickets come in (`prefill/ticket_listener.py`)."""
+
+    host: str
+    port: int
+
+    def take(self) -> list[OfferTicket | ReleasePrompt]:
+        """Returns what has come since the last call."""
+
+    def served(self, ticket_id: str) -> None:
+        """The ranks serve the ticket."""
+
+    def refused(self, ticket_id: str, reason: str) -> None:
+        """The ticket is not served."""
+
+    def ended(self, ticket_id: str) -> None:
+        """The ranks have ended with a ticket that was served."""
+
+
+@dataclass
+class HeldPrompt:
+    """A prompt without a ticket."""
+
+    prompt: ComputedPrompt
+    transfer_id: str
+    # When its blocks are freed, on the monotonic clock. None: the request has not ended.
+    deadline: float | None = None
+    # Why no ticket is taken for it any more. None: one is.
+    given_up: str | None = None
+
+
+@dataclass
+class _Offer:
+    """A ticket without a prompt."""
+
+    offer: OfferTicket
+    came_at: float
+    # Why the prompts of its transfer id do not fit. None: there was none.
+    misfit: str | None = None
+    # Requests whose prompts do not fit.
+    tried: set[str] = field(default_factory=set)
+
+
+class HeldPrompts:
+    """Brings prompts and tickets together.
+
+    engine_id: of this start of the engine, which answers name.
+    hold_timeout_s: how long a computed prompt waits for its ticket.
+    """
+
+    def __init__(
+        self,
+        inbox: TicketInbox,
+        engine_id: str,
+        hold_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._inbox = inbox
+        self._engine_id = engine_id
+        self._hold_timeout_s = hold_timeout_s
+        self._clock = clock
+        # Makes transfer ids that nobody can guess.
+        self._key = secrets.token_bytes(32)
+        self._by_request: dict[str, HeldPrompt] = {}
+        # By transfer id.
+        self._prompts: dict[str, list[HeldPrompt]] = {}
+        # By ticket id, in the order in which they came. The inbox bounds their number.
+        self._offers: dict[str, _Offer] = {}
+        # By transfer id. Oldest first.
+        self._reasons: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        """How many prompts have no ticket, computed or not."""
+        return len(self._by_request)
+
+    @property
+    def num_ended(self) -> int:
+        """How many requests have ended whose blocks wait for a ticket."""
+        return sum(held.deadline is not None for held in self._by_request.values())
+
+    def get(self, request_id: str) -> HeldPrompt | None:
+        return self._by_request.get(request_id)
+
+    def transfer_id_of(self, request: str) -> str:
+        """Makes a transfer id for what the API server knows as `request`. Prompts of one request share it."""
+        return hashlib.blake2b(request.encode(), key=self._key, digest_size=16).hexdigest()
+
+    def reason(self, request_id: str) -> str | None:
+        """Why no ticket is taken for the prompt any more. None: one is."""
+        return self._by_request[request_id].given_up
+
+    @owned
+    def add(self, prompt: ComputedPrompt, transfer_id: str) -> None:
+        """A request for a prompt without a ticket has come."""
+        held = HeldPrompt(prompt, transfer_id)
+        self._by_request[prompt.request.request_id] = held
+        self._prompts.setdefault(transfer_id, []).append(held)
+
+    @owned
+    def remove(self, request_id: str, reason: str | None = None) -> None:
+        """The prompt has a ticket, or its blocks are freed for that `reason`."""
+        held = self._by_request.pop(request_id)
+        siblings = self._prompts[held.transfer_id]
+        siblings.remove(held)
+        if not siblings:
+            del self._prompts[held.transfer_id]
+        if reason is not None:
+            self._reasons.pop(held.transfer_id, None)
+            self._reasons[held.transfer_id] = reason
+            if len(self._reasons) > MAX_REASONS:
+                del self._reasons[next(iter(self._reasons))]
+
+    @owned
+    def request_ended(self, request_id: str) -> dict[str, Any]:
+        """The request has ended, and vLLM keeps its blocks: the ticket must come in time.
+
+        Returns the `kv_transfer_params` of its response, which the router hands to decode.
+        """
+        held = self._by_request[request_id]
+        held.deadline = self._clock() + self._hold_timeout_s
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine_id,
+            TRANSFER_ID: held.transfer_id,
+            TICKET_HOST: self._inbox.host,
+            TICKET_PORT: self._inbox.port,
+        }
+
+    @owned
+    def give_up(self, reason: str) -> None:
+        """No ticket is taken any more for the prompts that are there and have been computed in part."""
+        for held in self._by_request.values():
+            if held.prompt.done:
+                held.given_up = held.given_up or reason
+
+    @owned
+    def expired(self) -> list[tuple[str, str]]:
+        """Returns (request id, reason) of ended requests whose blocks need not be held any more."""
+        now = self._clock()
+        late = f"no ticket came within {self._hold_timeout_s:g} s after prefill had computed the prompt"
+        return [
+            (request_id, held.given_up or late)
+            for request_id, held in self._by_request.items()
+            if held.deadline is not None and (held.given_up is not None or now >= held.deadline)
+        ]
+
+    @owned
+    def matches(self) -> Iterator[tuple[OfferTicket, list[HeldPrompt]]]:
+        """Yields tickets, each with the prompts that it may be for. The caller says for each what became of it, by
+        `taken`, `refuse`, or `misfits` for all of these prompts."""
+        for message in self._inbox.take():
+            if isinstance(message, ReleasePrompt):
+                self._release(message)
+            else:
+                self._offers[message.ticket.ticket_id] = _Offer(message, self._clock())
+        for ticket_id, offer in list(self._offers.items()):
+            prompts = self._prompts.get(offer.offer.transfer_id, [])
+            open_ones = [held for held in prompts if held.given_up is None]
+            if not open_ones:
+                self._without_prompt(offer, prompts)
+                continue
+            candidates = [
+                held for held in open_ones if held.prompt.blocks and held.prompt.request.request_id not in offer.tried
+            ]
+            if candidates:
+                yield offer.offer, candidates
+            if ticket_id in self._offers and offer.misfit is not None:
+                waits = any(not held.prompt.blocks for held in open_ones)
+                if not waits and self._clock() >= offer.came_at + SIBLINGS_S:
+                    self.refuse(ticket_id, offer.misfit)
+
+    @owned
+    def taken(self, ticket_id: str, request_id: str) -> None:
+        """The ranks get the ticket for this request's prompt."""
+        del self._offers[ticket_id]
+        self.remove(request_id)
+        self._inbox.served(ticket_id)
+
+    @owned
+    def misfits(self, ticket_id: str, held: HeldPrompt, reason: str) -> None:
+        """The ticket is not for this prompt. It may be for another that is still to come."""
+        offer = self._offers[ticket_id]
+        offer.misfit = reason
+        offer.tried.add(held.prompt.request.request_id)
+
+    @owned
+    def refuse(self, ticket_id: str, reason: str) -> None:
+        """The ticket is not served."""
+        del self._offers[ticket_id]
+        self._inbox.refused(ticket_id, reason)
+
+    @owned
+    def transfer_ended(self, ticket_id: str) -> None:
+        """The ranks have ended with a ticket."""
+        self._inbox.ended(ticket_id)
+
+    def _without_prompt(self, offer: _Offer, given_up: list[HeldPrompt]) -> None:
+        """No prompt takes this ticket now."""
+        transfer_id, ticket_id = offer.offer.transfer_id, offer.offer.ticket.ticket_id
+        if given_up:
+            self.refuse(ticket_id, str(given_up[0].given_up))
+        elif (reason := offer.misfit or self._reasons.get(transfer_id)) is not None:
+            self.refuse(ticket_id, reason)
+        elif self._clock() >= offer.came_at + EARLY_S:
+            self.refuse(ticket_id, f"no request with the ticket's transfer_id came within {EARLY_S:g} s")
+
+    def _release(self, message: ReleasePrompt) -> None:
+        for held in self._prompts.get(message.transfer_id, []):
+            if held.given_up is None:
+                held.given_up = message.reason
+                return
+        for ticket_id in [i for i, each in self._offers.items() if each.offer.transfer_id == message.transfer_id]:
+            self.refuse(ticket_id, message.reason)
