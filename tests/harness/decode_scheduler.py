@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -27,6 +28,7 @@ from vllm_ascend_pd.connector.cache_specs import lost_blocks_say_all
 from vllm_ascend_pd.connector.metadata import ReportMetadata
 from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.step import WorkerReport
+from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
 from vllm_ascend_pd.transport.idle_wait import IdleWait
 
 BLOCK = 16
@@ -58,7 +60,7 @@ class SilentMetaserver:
     def close(self) -> None: ...
 
 
-def decode_config(engine_config: VllmConfig, policy: str = "fail") -> VllmConfig:
+def decode_config(engine_config: VllmConfig, policy: str = "fail", who_computes: str = "prefill") -> VllmConfig:
     """`engine_config` as a decode engine's; `policy`: its `kv_load_failure_policy`."""
     vllm_ascend_pd.register()
     engine_config.kv_transfer_config = KVTransferConfig(
@@ -66,6 +68,7 @@ def decode_config(engine_config: VllmConfig, policy: str = "fail") -> VllmConfig
         kv_role="kv_consumer",
         kv_port=reserve_port(),
         kv_load_failure_policy=policy,
+        kv_connector_extra_config={"who_computes": who_computes},
     )
     return engine_config
 
@@ -112,6 +115,13 @@ class EngineScheduler:
         self._ended: set[str] = set()
         self._failed: set[str] = set()
         self.all_free = self.free
+        self.most_tokens = 0
+        """The most tokens of a request that a step computed, drafts not counted."""
+        self.tickets = 0
+        self.given_up: list[str] = []
+        """Requests that ended with an error."""
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        self._asks_again = extra["who_computes"] == "never" and self.vllm.recompute_kv_load_failures
 
     @property
     def free(self) -> int:
@@ -128,14 +138,16 @@ class EngineScheduler:
         priority: int = 0,
         lora: int = 0,
         first: int = 0,
+        **wants: Any,
     ) -> Request:
-        """A request whose prompt counts up from `first`. `grammar`: waits for one, until `ready`."""
-        params = {"do_remote_prefill": True, "metaserver": METASERVER} if remote else None
+        """A request whose prompt counts up from `first`. `grammar`: waits for one, until `ready`. `wants`: more of its
+        `SamplingParams`."""
+        params = {"do_remote_prefill": True, "metaserver": METASERVER, WANTS_TOKEN_IDS: True} if remote else None
         request = Request(
             request_id=name,
             prompt_token_ids=list(range(first, first + tokens)),
             sampling_params=SamplingParams(
-                max_tokens=generates, ignore_eos=True, extra_args={"kv_transfer_params": params}
+                max_tokens=generates, ignore_eos=True, extra_args={"kv_transfer_params": params}, **wants
             ),
             pooling_params=None,
             arrival_time=float(len(self.vllm.requests)),
@@ -173,6 +185,10 @@ class EngineScheduler:
         scheduled = self.vllm.schedule()
         expects = scheduled.kv_connector_metadata.step.expects
         self.expected |= {expect.request_id: expect for expect in expects}
+        self.tickets += len(expects)
+        drafts = scheduled.scheduled_spec_decode_tokens
+        counts = [tokens - len(drafts.get(name, ())) for name, tokens in scheduled.num_scheduled_tokens.items()]
+        self.most_tokens = max(self.most_tokens, *counts, 0)
         self._outputs.append((scheduled, self._computed(scheduled)))
         if len(self._outputs) == self._steps_under_way:
             self._update(*self._outputs.popleft())
@@ -240,14 +256,15 @@ class EngineScheduler:
             pooler_output=[],
             kv_connector_output=output,
         )
-        self.vllm.update_from_output(scheduled, ran)
+        said = [each for outputs in self.vllm.update_from_output(scheduled, ran).values() for each in outputs.outputs]
+        self.given_up += [each.request_id for each in said if each.finish_reason == FinishReason.ERROR]
         drafts = self.vllm.num_spec_tokens
         if drafts and self._steps_under_way == 1:
             self.vllm.update_draft_token_ids(DraftTokenIds(names, [[7] * drafts for _ in names]))
 
     def _lost(self, failed: set[str]) -> dict[str, Any]:
         """How the connector tells vLLM of requests whose transfer has failed."""
-        if HAS_TRANSFER_RESULTS and not lost_blocks_say_all(self.vllm.kv_cache_config):
+        if HAS_TRANSFER_RESULTS and (self._asks_again or not lost_blocks_say_all(self.vllm.kv_cache_config)):
             return {"failed_recving": failed}
         return {"invalid_block_ids": {block for name in failed for block in self.expected[name].blocks}}
 

@@ -120,6 +120,7 @@ def make_any(drafting: Any) -> Callable[..., Any]:
         failures: str = "fail",
         order: str = "fcfs",
         max_num_seqs: int = 16,
+        who_computes: str = "prefill",
         **of: Any,
     ) -> Any:
         config = copy.copy(drafting)
@@ -130,6 +131,6 @@ def make_any(drafting: Any) -> Callable[..., Any]:
         config.scheduler_config = copy.copy(config.scheduler_config)
         config.scheduler_config.policy = order
         config.scheduler_config.max_num_seqs = max_num_seqs
-        return EngineScheduler(decode_config(config, failures), blocks, **of)
+        return EngineScheduler(decode_config(config, failures, who_computes), blocks, **of)
 
     return make

@@ -17,6 +17,8 @@ from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, EngineSchedu
 STEPS = 3000
 MOST_EMPTY_STEPS = 4
 """A preemption ends a step, and so may a request that has failed; with two steps under way each counts twice."""
+MOST_TOKENS_OF_A_STEP = 2
+"""Of a request on an engine that computes no prompts: the last token, and with windows the one before it."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def play(decode: EngineScheduler, requests: list[Wanted]) -> None:
 @pytest.mark.parametrize("scheduler", [Scheduler, AsyncScheduler], ids=["", "async"])
 @pytest.mark.parametrize("order", ["fcfs", "priority"])
 @pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
+@pytest.mark.parametrize("who_computes", ["prefill", "never"])
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), windowed=st.booleans(), blocks=st.integers(0, 14), seqs=st.sampled_from([2, 4, 16]))
 def test_all_requests_end(
@@ -104,6 +107,7 @@ def test_all_requests_end(
     drafts: bool,
     order: str,
     scheduler: type[Scheduler],
+    who_computes: str,
     seed: int,
     windowed: bool,
     blocks: int,
@@ -121,6 +125,9 @@ def test_all_requests_end(
         max_loras=drawn.choice([None, 1, 2]),
         scheduler_class=scheduler,
         seed=seed,
+        who_computes=who_computes,
     )
     play(decode, [wanted(drawn, order) for _ in range(drawn.randint(2, 14))])
     decode.close()
+    if who_computes == "never":
+        assert decode.most_tokens <= MOST_TOKENS_OF_A_STEP

@@ -147,7 +147,9 @@ def _decode(
         requests,
         blocks,
         TicketRoutes(
-            MetaserverClient(_metaserver_settings(config, recomputes), setup.host, observer),
+            MetaserverClient(
+                _metaserver_settings(config, recomputes and config.who_computes != "never"), setup.host, observer
+            ),
             PrefillClient(_delivery_settings(setup), observer),
         ),
         placement,

@@ -71,7 +71,10 @@ def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Conn
             return PrefillWorkerRole(prefill, measured, opened.pop_all(), always_has_stats)
         decode = DecodeWorker(rank, config, device, engine, caches, weights, decode_observer(config, rank))
         opened.callback(decode.close, CLOSE_TIMEOUT_S)
-        fails_by_request = HAS_TRANSFER_RESULTS and not lost_blocks_say_all(setup.caches)
+        # Where lost blocks are named, vLLM computes from the first of them on without asking the scheduler's connector.
+        policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+        asks_again = config.who_computes == "never" and policy == "recompute"
+        fails_by_request = HAS_TRANSFER_RESULTS and (asks_again or not lost_blocks_say_all(setup.caches))
         return DecodeWorkerRole(decode, rank.settings, fails_by_request, opened.pop_all(), always_has_stats)
 
 

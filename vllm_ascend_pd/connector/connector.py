@@ -131,7 +131,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._role.matched_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._role.allocated(request, blocks.get_block_ids(), num_external_tokens)

@@ -37,8 +37,9 @@ class Prompts:
         self._said_not_compared = False
 
     def digest(self, request: "Request", num_tokens: int, ticket_id: str) -> PromptDigest:
-        """Returns the digest of the first `num_tokens` tokens and of what comes with them."""
-        token_ids, embeddings, salt = request.prompt_token_ids, request.prompt_embeds, request.cache_salt
+        """Returns the digest of the first `num_tokens` tokens, generated ones included, and of what comes with them."""
+        embeddings, salt = request.prompt_embeds, request.cache_salt
+        token_ids = None if request.prompt_token_ids is None else request.all_token_ids
         media = [name for one in request.mm_features for name in (one.modality, one.mm_hash or one.identifier)]
         compared = bool(media and self._media_hashing)
         return PromptDigest(
@@ -70,10 +71,10 @@ class Prompts:
 
 
 def text_alone(request: "Request") -> list[int] | None:
-    """Returns the prompt's token ids if they are all there is of it, else None."""
-    if request.mm_features or request.prompt_embeds is not None:
+    """Returns the ids of the request's tokens, generated ones included. None if its prompt is not text alone."""
+    if request.mm_features or request.prompt_embeds is not None or request.prompt_token_ids is None:
         return None
-    token_ids: list[int] | None = request.prompt_token_ids
+    token_ids: list[int] = request.all_token_ids[:] if request.num_output_tokens else request.prompt_token_ids
     return token_ids
 
 

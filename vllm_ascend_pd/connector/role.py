@@ -81,8 +81,11 @@ class ConnectorRole:
     def arrived(self, request: "Request") -> None:
         """A request is new."""
 
-    def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int:
-        """Returns how many tokens of the prompt a transfer will deliver. Called right before allocation."""
+    def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int | None:
+        """Returns how many of the request's tokens a transfer will deliver. Called right before allocation.
+
+        None: the request must not be scheduled.
+        """
         return 0
 
     def allocated(self, request: "Request", blocks: tuple[list[int], ...], num_external_tokens: int) -> None:

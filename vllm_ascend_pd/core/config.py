@@ -186,8 +186,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"`{name}` must not be negative, not {value}")
         if self.decode_prompt_share > 1:
             raise ValueError(f"`decode_prompt_share` must be at most 1, not {self.decode_prompt_share}")
-        if self.who_computes == "never":
-            raise ValueError("`who_computes` is never: not supported yet")
         # Upper bounds: what the messages that carry these times (or multiples of them) allow.
         if not 1.0 <= self.lease_s <= 86400.0:
             raise ValueError(f"`lease_s` must be from 1 second to a day, not {self.lease_s}")

@@ -19,9 +19,13 @@ class ScheduledRequest(Protocol):
     kv_transfer_params: Any
     num_prompt_tokens: int
     num_output_tokens: int
+    # Of the prompt and of what was generated after it.
+    num_tokens: int
     max_tokens: int
     # Whether the engine computes the whole prompt, whatever its prefix cache has.
     skip_reading_prefix_cache: bool
+    # Whether the client may add to the prompt while the request runs.
+    resumable: bool
     # The trace that the request belongs to. None if the engine does not trace.
     trace_headers: Mapping[str, str] | None
 
@@ -57,13 +61,13 @@ class EngineRequests(Protocol):
         """Prefill delivered nothing: reports only what this engine had cached itself."""
 
     def digest(self, request: ScheduledRequest, num_tokens: int, ticket_id: str) -> PromptDigest:
-        """The digest of the first `num_tokens` tokens of the prompt."""
+        """The digest of the first `num_tokens` tokens of the request, generated ones included."""
 
     def check_prompt(self, request: ScheduledRequest, ticket: Ticket) -> None:
         """Raises TicketError if the ticket is for another prompt than the request's."""
 
     def token_ids(self, request: ScheduledRequest) -> list[int] | None:
-        """The prompt's token ids if they are all there is of it, else None."""
+        """The ids of the request's tokens, generated ones included. None if its prompt is not text alone."""
 
     def drop_last_prompt_token(self, request: ScheduledRequest) -> None:
         """Shortens the prompt by a token. Call it before the request is allocated."""

@@ -20,16 +20,19 @@ RECOMPUTES_HEADER = "X-KV-Recomputes"
 MAX_REASON_CHARS = 500
 
 
-class TransferFailure(msgspec.Struct, frozen=True):
-    """An attempt at a ticket failed."""
+class TransferFailure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An attempt at a ticket failed, or a request gets no ticket and ends."""
 
     request_id: str
+    # "": the request gets no ticket, or no further one.
     ticket_id: str
     attempt: int
     # Why it failed.
     reason: str
     # Whether decode waits for no further attempt.
     final: bool
+    # Whether other decode engines would refuse the request, too.
+    is_unfit: bool = False
 
 
 TicketIds = Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=MAX_ASKED)]

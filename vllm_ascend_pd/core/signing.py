@@ -20,8 +20,8 @@ CLOCK_SKEW_S = 30
 """Seconds that the clocks of decode and prefill hosts may differ by."""
 
 _PURPOSE = b"vllm-ascend-pd ticket 1\0"
-# `token_ids` are used only after a comparison with `prompt`, which is signed.
-_NOT_SIGNED = ("signature", "token_ids")
+# `token_ids` are used only after a comparison with `prompt`, which is signed. `replaces` is for the metaserver alone.
+_NOT_SIGNED = ("signature", "token_ids", "replaces")
 _encoder = msgspec.msgpack.Encoder(order="sorted")
 
 

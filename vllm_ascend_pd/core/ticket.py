@@ -72,8 +72,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
     request_id: str
     do_remote_prefill: bool = False
     do_remote_decode: bool = True
-    # The prompt, for a metaserver that asks prefill by token ids. No digest and no signature covers it, and
-    # `parse_ticket` drops it.
+    # The prompt and what was generated after it, for a metaserver that asks prefill by token ids. No digest and no
+    # signature covers it, and `parse_ticket` drops it.
     token_ids: list[int] = []
     # Per cache group: decode's blocks for the whole prompt.
     remote_block_ids: list[list[_Count]]
@@ -96,7 +96,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
     ticket_id: str
     # Counts the prefill engines that were asked, from 0.
     attempt: _Count = 0
-    # Tokens whose KV decode needs: the prompt's length, or one less.
+    # Tokens whose KV decode needs: all tokens of the request, or one less. These are the prompt's, unless the request
+    # goes on after a preemption: then the tokens generated before it count as part of the prompt.
     num_tokens: _Count
     # Tokens in a run, as in `TokenShare`.
     remote_interleave_size: _Count = 1
@@ -104,6 +105,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
     remote_draft: str = ""
     # The prompt that the KV is for. None from versions that do not send it.
     prompt: PromptDigest | None = None
+    # An earlier ticket of the same request, whose transfer has ended: this one is for the prompt and all tokens
+    # generated since. For the metaserver, so no digest and no signature covers it, and `parse_ticket` drops it.
+    replaces: Annotated[str, msgspec.Meta(max_length=64)] = ""
     # Unix seconds. Set if the cluster has a secret (`core/signing.py`).
     expires_at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
     # Set if the cluster has a secret.
@@ -169,6 +173,11 @@ def wants_ticket(params: Mapping[str, Any] | None) -> bool:
     if not params.get("do_remote_prefill"):
         return False
     return params.get("remote_engine_id") is None or names_prefill(params)
+
+
+def is_pulled(params: object) -> bool:
+    """Returns whether a request on decode is for a connector that pulls its KV."""
+    return isinstance(params, Mapping) and params.get("remote_engine_id") is not None and not wants_ticket(params)
 
 
 def names_prefill(params: Mapping[str, Any]) -> bool:
@@ -244,4 +253,4 @@ def parse_ticket(
             raise TicketError(f"remote_interleave_size {interleave} does not divide remote_block_size {size}")
         if len(blocks) * span < ticket.num_tokens or any(block < 0 for block in blocks):
             raise TicketError(f"remote_block_ids: {len(blocks)} blocks of {span} for {ticket.num_tokens} tokens")
-    return msgspec.structs.replace(ticket, token_ids=[]) if ticket.token_ids else ticket
+    return msgspec.structs.replace(ticket, token_ids=[], replaces="") if ticket.token_ids or ticket.replaces else ticket

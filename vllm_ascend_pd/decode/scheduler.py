@@ -4,8 +4,10 @@
 All of it runs on the scheduler's thread. What sends tickets has threads of its own, and this one polls it.
 """
 
+import logging
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +18,14 @@ from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, ReceiveEnding
 from vllm_ascend_pd.core.protocol import RankDescription
 from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import Ticket, names_prefill, wants_ticket, wants_token_ids
+from vllm_ascend_pd.core.ticket import Ticket, is_pulled, names_prefill, wants_ticket, wants_token_ids
+from vllm_ascend_pd.decode.prefill_only import why_no_ticket, why_not_again, why_refused
 from vllm_ascend_pd.decode.ticket_issuer import TicketIssuer
 from vllm_ascend_pd.decode.ticket_routes import RouteError, TicketRoute, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
 from vllm_ascend_pd.transport.idle_wait import IdleWait
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_OBSERVER_S = 2.0
 _ABORTED = "the request was aborted"
@@ -28,16 +33,17 @@ _ABORTED = "the request was aborted"
 
 @dataclass
 class _IncomingTransfer:
-    """A request whose ticket was issued.
+    """The latest ticket that was issued for a request.
 
-    The entry goes when both have happened: all ranks have reported the transfer's end, and the request has ended.
+    The entry goes when both have happened: all ranks have reported the transfer's end, and the request has ended. If
+    the request gets another ticket instead, that one's entry takes its place.
     """
 
     request_id: str
     ticket: Ticket
     # The ticket's way to prefill. None: the request names none that it may take.
     route: TicketRoute | None = None
-    # The prompt's token ids, if they are wanted with the ticket.
+    # The request's token ids, if they are wanted with the ticket.
     token_ids: list[int] = field(default_factory=list)
     # Whether all ranks have reported that nobody can write for the ticket any more.
     ranks_ended: bool = False
@@ -52,8 +58,17 @@ class _IncomingTransfer:
     received: tuple[int, int] = (0, 0)
     # How many tokens of the prompt prefill had in its cache. None: no rank has received its KV.
     cached_tokens: int | None = None
+    # As `received`, of the request's earlier tickets.
+    received_before: tuple[int, int] = (0, 0)
+    # How many of the request's tickets right before this one failed.
+    lost_before: int = 0
     # Monotonic seconds.
     issued_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def all_received(self) -> tuple[int, int]:
+        """As `received`, of all the request's tickets."""
+        return self.received[0] + self.received_before[0], self.received[1] + self.received_before[1]
 
 
 class DecodeScheduler:
@@ -88,39 +103,65 @@ class DecodeScheduler:
         self._by_ticket: dict[str, _IncomingTransfer] = {}  # the same, by ticket id
         self._to_send: dict[str, _IncomingTransfer] = {}  # by ticket id: they leave with the next step
         self._without_ticket: set[str] = set()  # requests whose held prompts were released without a ticket
+        self._refused: dict[str, str] = {}  # requests that vLLM has to end with an error -> why
+        self._to_end: list[str] = []  # those of them that vLLM has not been told of
         self._step = DecodeStep()  # the next one
 
     @owned
-    def matched_tokens(self, request: ScheduledRequest, num_computed_tokens: int) -> int:
-        """Returns how many tokens of the prompt prefill will deliver. Has no side effects.
+    def arrived(self, request: ScheduledRequest) -> None:
+        """Takes note of a new request."""
+        if self._placement.computes_no_prompt and (reason := why_refused(request)) is not None:
+            request.skip_reading_prefix_cache = False  # with it, vLLM would compute the prompt whatever we answer
+            self._refuse(request, reason, is_unfit=True)
+
+    @owned
+    def matched_tokens(self, request: ScheduledRequest, num_computed_tokens: int) -> int | None:
+        """Returns how many of the request's tokens prefill will deliver.
+
+        None: the request cannot be served, and ends (`take_refused`). Has no other side effects.
 
         `num_computed_tokens`: how many of them this engine has in its prefix cache.
         """
-        if not wants_ticket(request.kv_transfer_params) or request.request_id in self._transfers:
-            return 0
-        if self._placement.decide(request, num_computed_tokens).by_decode:
-            return 0
+        params, earlier = request.kv_transfer_params, self._transfers.get(request.request_id)
+        if not self._placement.computes_no_prompt:
+            if not wants_ticket(params) or earlier is not None:
+                return 0
+            if self._placement.decide(request, num_computed_tokens).by_decode:
+                return 0
+        else:
+            if request.request_id in self._refused:
+                return None
+            if is_pulled(params):
+                return 0
+            lost = earlier is not None and earlier.failure is not None
+            if self._placement.decide(request, num_computed_tokens, lost).by_decode:
+                return 0
+            if (reason := why_no_ticket(request, self._requests)) is not None:
+                self._refuse(request, reason, is_unfit=not wants_ticket(params))
+                return None
+            if earlier is not None:
+                reason = why_not_again(earlier.cause, earlier.failure, earlier.lost_before + 1)
+                if reason is not None:
+                    self._refuse(request, reason)
+                    return None
         return max(0, self._issuer.num_tokens(request) - num_computed_tokens)
 
     @owned
     def allocated(self, request: ScheduledRequest, blocks: tuple[list[int], ...], num_external_tokens: int) -> None:
-        """Issues the request's ticket. `blocks`: its block ids, per cache group.
+        """Issues a ticket for the request. `blocks`: its block ids, per cache group.
 
         Is called once more when the request starts to decode, after `update` has learned how the transfer ended. This
         second call only corrects what counts as cached.
         """
         self._blocks.allocated(request)
-        if transfer := self._transfers.get(request.request_id):
-            self._correct_cached_tokens(request, transfer)
+        earlier = self._transfers.get(request.request_id)
+        if earlier is not None and (num_external_tokens == 0 or not earlier.ranks_ended):
+            self._correct_cached_tokens(request, earlier)
             return
         if num_external_tokens == 0:
             self._no_ticket(request, "decode computes the prompt")
             return
-        ticket = self._issuer.issue(request, blocks, num_external_tokens)
-        transfer = _IncomingTransfer(request.request_id, ticket)
-        self._transfers[request.request_id] = self._by_ticket[ticket.ticket_id] = transfer
-        self._step.expects.append(self._issuer.expect(request.request_id, ticket, blocks))
-        self._observer.ticket_issued(request.request_id, ticket, request.trace_headers)
+        transfer = self._open_transfer(request, blocks, num_external_tokens, earlier)
         params = request.kv_transfer_params or {}
         try:
             transfer.route = self._routes.of(params)
@@ -129,7 +170,29 @@ class DecodeScheduler:
             return
         if wants_token_ids(params):
             transfer.token_ids = self._requests.token_ids(request) or []
-        self._to_send[ticket.ticket_id] = transfer
+        self._to_send[transfer.ticket.ticket_id] = transfer
+
+    def _open_transfer(
+        self,
+        request: ScheduledRequest,
+        blocks: tuple[list[int], ...],
+        num_external_tokens: int,
+        earlier: _IncomingTransfer | None,
+    ) -> _IncomingTransfer:
+        """Issues a ticket, tells the ranks of it, and returns its transfer. `earlier`: the request's one before."""
+        replaces = ""
+        if earlier is not None:
+            replaces = earlier.ticket.ticket_id
+            del self._by_ticket[replaces]
+        ticket = self._issuer.issue(request, blocks, num_external_tokens, replaces)
+        transfer = _IncomingTransfer(request.request_id, ticket)
+        if earlier is not None:
+            transfer.received_before = earlier.all_received
+            transfer.lost_before = earlier.lost_before + 1 if earlier.failure is not None else 0
+        self._transfers[request.request_id] = self._by_ticket[ticket.ticket_id] = transfer
+        self._step.expects.append(self._issuer.expect(request.request_id, ticket, blocks))
+        self._observer.ticket_issued(request.request_id, ticket, request.trace_headers)
+        return transfer
 
     @owned
     def build_step(self, computes: bool) -> DecodeStep:
@@ -217,10 +280,11 @@ class DecodeScheduler:
     def finished(self, request: ScheduledRequest) -> dict[str, Any] | None:
         """The request ended. Returns what its response says about its transfer."""
         transfer = self._transfers.get(request.request_id)
+        refused = self._refused.pop(request.request_id, None)
         if transfer is None:
             self._no_ticket(request, _ABORTED)  # unless this engine has computed its prompt
             self._without_ticket.discard(request.request_id)
-            return None
+            return None if refused is None else {"error": refused}
         transfer.request_ended = True
         if not transfer.ranks_ended:
             if self._requests.ended_in_error(request):
@@ -229,9 +293,33 @@ class DecodeScheduler:
                 return {"error": transfer.failure or "its KV was lost"}
             self._fail(transfer, _ABORTED, ReceiveFailure.ABORTED)
         self._forget_if_over(transfer)
-        if transfer.failure is not None:
-            return {"error": transfer.failure}
-        return {"received_bytes": transfer.received[0], "bytes_before_prefill_end": transfer.received[1]}
+        if (failure := refused or transfer.failure) is not None:
+            return {"error": failure}
+        num_bytes, early_bytes = transfer.all_received
+        return {"received_bytes": num_bytes, "bytes_before_prefill_end": early_bytes}
+
+    @owned
+    def take_refused(self) -> list[str]:
+        """Returns ids of requests that vLLM has to end with an error, each once. Some may have ended meanwhile."""
+        to_end, self._to_end = self._to_end, []
+        return to_end
+
+    def _refuse(self, request: ScheduledRequest, reason: str, is_unfit: bool = False) -> None:
+        """Ends the request with an error: its tokens cannot be had from prefill, and decode must not compute them.
+
+        vLLM tells the client of no reason, so the proxy does. `is_unfit`: whether other decode engines would refuse the
+        request, too.
+        """
+        logger.warning("request %s ends: %s", request.request_id, reason)
+        self._refused[request.request_id] = reason
+        self._to_end.append(request.request_id)
+        params = request.kv_transfer_params
+        if wants_ticket(params):
+            failure = TransferFailure(
+                self._requests.external_id(request), "", 0, reason[:MAX_REASON_CHARS], final=True, is_unfit=is_unfit
+            )
+            with suppress(RouteError):  # nobody that this engine may talk to
+                self._routes.of(params).report(failure)
 
     @owned
     def described(self, ranks: Iterable[RankDescription]) -> None:

@@ -66,13 +66,16 @@ class TicketIssuer:
         self._left_to_decode = int(any(group.holds_state or group.windowed for group in groups))
 
     def num_tokens(self, request: ScheduledRequest) -> int:
-        """How many tokens of the prompt a ticket covers."""
-        return request.num_prompt_tokens - self._left_to_decode
+        """How many of the request's tokens a ticket covers. What was generated already counts as part of the prompt."""
+        return request.num_tokens - self._left_to_decode
 
-    def issue(self, request: ScheduledRequest, blocks: tuple[list[int], ...], num_external_tokens: int) -> Ticket:
-        """Makes the request's ticket.
+    def issue(
+        self, request: ScheduledRequest, blocks: tuple[list[int], ...], num_external_tokens: int, replaces: str = ""
+    ) -> Ticket:
+        """Makes a ticket for the request.
 
         `blocks`: the request's block ids, per cache group. `num_external_tokens`: how many tokens prefill delivers.
+        `replaces`: the id of the request's ticket before this one; "": there was none.
         """
         num_tokens = self.num_tokens(request)
         ticket_id = secrets.token_hex(16)
@@ -91,6 +94,7 @@ class TicketIssuer:
             num_tokens=num_tokens,
             remote_draft=self._engine.draft,
             prompt=self._requests.digest(request, num_tokens, ticket_id),
+            replaces=replaces,
         )
         return ticket if self._signer is None else self._signer.sign(ticket)
 

@@ -18,6 +18,8 @@ class Reason(enum.StrEnum):
     CACHED = "cached"
     # The request was preempted. Its client has tokens already, and prefill could still fail.
     PREEMPTED = "preempted"
+    # The request's KV did not arrive, and an engine that computes no prompts asks prefill once more.
+    KV_LOST = "kv_lost"
     # The request asks for log probabilities of its prompt, which the engine that answers has to compute.
     PROMPT_LOGPROBS = "prompt_logprobs"
     # Prefill computes prompts, unless something else is the case.
@@ -56,11 +58,23 @@ class PromptPlacement:
         self._blocks = blocks
         self._settings = settings
 
-    def decide(self, request: ScheduledRequest, num_computed_tokens: int) -> Decision:
+    @property
+    def computes_no_prompt(self) -> bool:
+        """Whether decode computes no prompt whatever happens."""
+        return self._settings.who_computes == "never"
+
+    def decide(self, request: ScheduledRequest, num_computed_tokens: int, kv_lost: bool = False) -> Decision:
         """Decides for a request that asks for a prefill. Has no side effects.
 
         `num_computed_tokens`: how many of the prompt's tokens the engine takes from its prefix cache.
+        `kv_lost`: whether prefill was asked, and its KV did not arrive.
         """
+        if self.computes_no_prompt:
+            if request.num_tokens - num_computed_tokens <= 1:  # what is left is a decode step
+                return Decision(True, Reason.CACHED)
+            if kv_lost:
+                return Decision(False, Reason.KV_LOST)
+            return Decision(False, Reason.PREEMPTED if request.num_output_tokens else Reason.POLICY)
         if request.num_output_tokens:
             return Decision(True, Reason.PREEMPTED)
         if request.skip_reading_prefix_cache:

@@ -16,8 +16,15 @@ def install_for_decode_scheduler() -> None:
         vllm_0_23_cached_blocks,
         vllm_0_23_lost_blocks,
         vllm_0_23_scheduler,
+        vllm_0_23_to_0_32_refusals,
         vllm_0_32_scheduler,
     )
 
-    for patch in (vllm_0_23_lost_blocks, vllm_0_23_cached_blocks, vllm_0_23_scheduler, vllm_0_32_scheduler):
+    for patch in (
+        vllm_0_23_lost_blocks,
+        vllm_0_23_cached_blocks,
+        vllm_0_23_scheduler,
+        vllm_0_23_to_0_32_refusals,
+        vllm_0_32_scheduler,
+    ):
         patch.install()

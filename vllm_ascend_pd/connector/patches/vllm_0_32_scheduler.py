@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of vLLM 0.32's scheduler on decode: no transfer waits forever for blocks that no request needs.
+"""Patch of vLLM 0.32's scheduler on decode: no request waits forever for blocks that none can use or needs.
 
 Before a transfer starts, vLLM wants more free blocks than its own: those that drafts and other requests will need. It
 counts too many in two cases:
@@ -8,6 +8,9 @@ counts too many in two cases:
   in the queue may never start, nor may requests behind that transfer.
 - A prompt with drafts may need all blocks that exist. Then no other block can be free, and none is needed: a request
   takes no more blocks than `max_model_len` tokens have.
+
+And a request whose transfer failed stays in the queue of those that hold blocks. If it does not fit beside requests
+behind it whose KV has arrived, those never run. With the patch, it waits like those that hold none.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -28,6 +31,7 @@ def install() -> None:
         return
     release_reservations_of_failed_transfers(Scheduler)
     _reserve_nothing_for_a_request_alone(Scheduler)
+    _requeue_failed_transfers(Scheduler)
 
 
 def release_reservations_of_failed_transfers(scheduler: Any) -> None:
@@ -56,3 +60,16 @@ def _reserve_nothing_for_a_request_alone(scheduler: Any) -> None:
         return -int(self._spec_decode_step_blocks)  # which vLLM adds
 
     scheduler._inflight_prefill_reserved_blocks = inflight_prefill_reserved_blocks
+
+
+def _requeue_failed_transfers(scheduler: Any) -> None:
+    from vllm.v1.request import RequestStatus
+
+    by_vllm = scheduler._handle_blocked_waiting_request
+
+    def handle_blocked_waiting_request(self: Any, request: "Request") -> bool:
+        waited_for_kv = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        # A request that is skipped in this pass gets into the queue that it belongs to.
+        return bool(by_vllm(self, request)) and (not waited_for_kv or self._holds_kv_blocks(request))
+
+    scheduler._handle_blocked_waiting_request = handle_blocked_waiting_request

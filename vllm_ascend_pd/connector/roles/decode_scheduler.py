@@ -9,6 +9,7 @@ from vllm_ascend_pd.connector.engine_setup import EngineSetup
 from vllm_ascend_pd.connector.metadata import HandshakeMetadata
 from vllm_ascend_pd.connector.model_summary import model_summary
 from vllm_ascend_pd.connector.parallel_ranks import sharding
+from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_32_refusals import bind_refusals
 from vllm_ascend_pd.connector.role import CLOSE_TIMEOUT_S, ConnectorRole
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.core.config import ConfigError
@@ -68,8 +69,12 @@ class DecodeSchedulerRole(ConnectorRole):
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
         self._blocks.bind(pool)
+        bind_refusals(pool, self.scheduler.take_refused)
 
-    def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int:
+    def arrived(self, request: "Request") -> None:
+        self.scheduler.arrived(request)
+
+    def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int | None:
         return self.scheduler.matched_tokens(request, num_computed_tokens)
 
     def allocated(self, request: "Request", blocks: tuple[list[int], ...], num_external_tokens: int) -> None:

@@ -70,6 +70,10 @@ class TicketProgress:
         earlier post."""
         self.attempt += 1
         self.left = False
+        self.replaced()
+
+    def replaced(self) -> None:
+        """Nobody waits for this post any more."""
         if self._post is not None:
             self._post.cancel()
 
@@ -113,6 +117,8 @@ class DecodeAttempt(EngineCall):
         """Set together with `transfer_failure`."""
         self.transfer_failure: Failure | None = None
         """The first reason why KV did not come. The decode engine's own answer does not contain it."""
+        self._failed_ticket: TicketProgress | None = None
+        """The ticket with this failure. None: it is the whole request's."""
         self._may_follow = may_follow
         self._prefills: set[anyio.CancelScope] = set()
         """Posts of tickets that wait for their prefill."""
@@ -138,7 +144,7 @@ class DecodeAttempt(EngineCall):
         return not self.answering and self._may_follow()
 
     def ticket(
-        self, prompt: int, ticket_id: str, attempt: int, failures: Sequence[Failure], samples: int
+        self, prompt: int, ticket_id: str, attempt: int, failures: Sequence[Failure], samples: int, replaces: str = ""
     ) -> TicketProgress | None:
         """Registers a ticket that the decode engine posts, for the first time or again.
 
@@ -147,7 +153,8 @@ class DecodeAttempt(EngineCall):
             ticket_id: empty for tickets of other connectors, which are not matched with earlier posts.
             attempt: the attempt number in the ticket.
             failures: as in TicketProgress.
-            samples: how many tickets the prompt may have.
+            samples: how many tickets the prompt may have at a time.
+            replaces: the id of the ticket whose place this one takes. Empty if there is none.
 
         Returns:
             The ticket's progress, or None if the prompt has all its tickets already, under other ids.
@@ -156,12 +163,23 @@ class DecodeAttempt(EngineCall):
             return TicketProgress(attempt, failures)
         progress = self.tickets.get((prompt, ticket_id))
         if progress is None:
+            if (replaced := self.tickets.pop((prompt, replaces), None)) is not None:
+                failures = self._end_replaced(replaced)
             if sum(of == prompt for of, _ in self.tickets) >= samples:
                 return None
             progress = self.tickets[prompt, ticket_id] = TicketProgress(attempt, failures)
         else:
             progress.posted_again()
         return progress
+
+    def _end_replaced(self, ticket: TicketProgress) -> Sequence[Failure]:
+        """Ends a ticket whose place another one takes. Returns the failures that the other one inherits: none if the
+        KV had come, since decode has gone on from there."""
+        ticket.replaced()
+        if self._failed_ticket is ticket:
+            self.transfer_failure, self._failed_ticket = None, None
+            self.transfer_failed = anyio.Event()
+        return () if ticket.answered and not ticket.given_up else ticket.failures
 
     @contextmanager
     def prefill(self) -> Iterator[anyio.CancelScope]:
@@ -179,9 +197,13 @@ class DecodeAttempt(EngineCall):
         """The prefill of a prompt has succeeded."""
         self.prefilled_at = self.prefilled_at or time.monotonic()
 
-    def note_transfer_failure(self, failure: Failure) -> None:
-        """Records why KV did not come. Only the first reason counts."""
-        self.transfer_failure = self.transfer_failure or failure
+    def note_transfer_failure(self, failure: Failure, ticket: TicketProgress | None = None) -> None:
+        """Records why KV did not come. Only the first reason counts.
+
+        `ticket`: the one that it was to come for. None: the whole attempt fails, or gets no ticket.
+        """
+        if self.transfer_failure is None:
+            self.transfer_failure, self._failed_ticket = failure, ticket
         self.transfer_failed.set()
 
     def end(self) -> None:

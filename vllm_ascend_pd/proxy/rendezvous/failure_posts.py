@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, TransferFailure
 from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.proxy.http.errors import error_response
 from vllm_ascend_pd.proxy.rendezvous.decode_attempt import DecodeAttempt, TicketProgress
 from vllm_ascend_pd.proxy.rendezvous.post_reader import PostReader, PostRefused, error_answer
 from vllm_ascend_pd.proxy.rendezvous.prefill_answer import bad_gateway, failed
@@ -36,6 +37,8 @@ class FailurePosts:
         """Ends the prefill of the reported attempt, so that another engine is asked. If the client has got nothing
         yet, that happens under a new decode attempt.
 
+        A failure without a ticket's id is the whole request's: it gets no ticket, or no further one.
+
         200: also if that attempt is over already. 400, 401, 404 and 503: as for a ticket.
         """
         try:
@@ -43,6 +46,9 @@ class FailurePosts:
             match = self._reader.find(report.request_id)
         except PostRefused as refused:
             return refused.answer
+        if not report.ticket_id:
+            _refused(match.attempt, one_line(report.reason, MAX_REASON_CHARS), report.is_unfit)
+            return JSONResponse({"status": "ok"})
         progress = match.attempt.tickets.get((match.prompt, report.ticket_id))
         if progress is None:
             return error_answer(HTTPStatus.NOT_FOUND, "no such ticket was posted for this request_id")
@@ -63,7 +69,8 @@ class FailurePosts:
             if call.engines and not progress.given_up:
                 proxied.prefill_failed(progress, failed(FailureKind.TRANSFER, reason, call.engine))
             progress.give_up()
-            attempt.note_transfer_failure(_transfer_failure(reason, attempt, self._prefill_requests.used_up(progress)))
+            used_up = self._prefill_requests.used_up(progress)
+            attempt.note_transfer_failure(_transfer_failure(reason, attempt, used_up), progress)
             attempt_ends = begin_anew or not (attempt.answering or progress.recomputes)
             if attempt_ends:
                 proxied.begin_anew(attempt, prompt, progress)
@@ -81,6 +88,21 @@ class FailurePosts:
 
 def _read_failure(body: bytes) -> TransferFailure:
     return msgspec.json.decode(body, type=TransferFailure)
+
+
+def _refused(attempt: DecodeAttempt, reason: str, is_unfit: bool) -> None:
+    """The decode engine ends the request, because prefill cannot be asked for what it lacks.
+
+    `is_unfit`: whether every other decode engine would do the same.
+    """
+    log.warning("request %s: decode engine %s ends it: %s", attempt.request_id, attempt.engine, reason)
+    if is_unfit:
+        failure = Failure(FailureKind.REFUSED, reason, attempt.engine, error_response(HTTPStatus.BAD_REQUEST, reason))
+    else:
+        failure = _transfer_failure(reason, attempt, used_up=False)
+    attempt.note_transfer_failure(failure)
+    if not attempt.answering:
+        attempt.end()
 
 
 def _transfer_failure(reason: str, attempt: DecodeAttempt, used_up: bool) -> Failure:

@@ -109,7 +109,9 @@ def _register(match: TicketMatch, header: TicketHeader) -> TicketProgress:
     if not header.ticket_id and (match.prompt or match.is_sample):
         raise _unmatched(match.attempt)
     failed_before, samples = match.proxied.prefill_failures(match.prompt), samples_of(match.request)
-    progress = match.attempt.ticket(match.prompt, header.ticket_id, header.attempt, failed_before, samples)
+    progress = match.attempt.ticket(
+        match.prompt, header.ticket_id, header.attempt, failed_before, samples, header.replaces
+    )
     if progress is None:
         raise PostRefused(HTTPStatus.CONFLICT, "this request_id has all its tickets already, under other ticket ids")
     return progress
@@ -158,7 +160,7 @@ def _prefill_failed(
                 HTTPStatus.SERVICE_UNAVAILABLE, f"prefill failed: {reason}; decode did not compute the prompt itself"
             )
     unquoted = "; ".join(failure.for_all for failure in failures)
-    attempt.note_transfer_failure(Failure(kind, reason, attempt.engine, answer, unquoted))
+    attempt.note_transfer_failure(Failure(kind, reason, attempt.engine, answer, unquoted), progress)
     if not continues:
         match.proxied.begin_anew(attempt, match.prompt, progress)
     return error_answer(HTTPStatus.BAD_GATEWAY, reason)

@@ -35,6 +35,9 @@ class TicketHeader(msgspec.Struct, frozen=True):
     """The attempt number."""
     signature: str = ""
     """Empty if tickets are not signed."""
+    replaces: str = ""
+    """The id of an earlier ticket of the same request, whose transfer has ended. Decode lost the KV again, by a
+    preemption for instance. So this ticket is for the prompt and all tokens generated since. Empty for first ones."""
 
     def __post_init__(self) -> None:
         if not (is_name(self.request_id) and is_name(self.remote_engine_id)):

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode engine that computes no prompts (`who_computes: never`), with vLLM's own scheduler: what it lacks it asks
+prefill for, again and again if need be."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler
+from vllm_ascend_pd.decode.prefill_only import MAX_LOST
+
+MakeScheduler = Callable[..., EngineScheduler]
+
+orders = pytest.mark.parametrize("order", ["fcfs", "priority"])
+schedulers = pytest.mark.parametrize("scheduler", [Scheduler, AsyncScheduler], ids=["", "async"])
+failures = pytest.mark.parametrize("failures", ["fail", "recompute"])
+
+
+@pytest.fixture
+def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
+    made = []
+
+    def make_scheduler(*args: Any, **of: Any) -> EngineScheduler:
+        made.append(make_any(*args, who_computes="never", **of))
+        return made[-1]
+
+    yield make_scheduler
+    for decode in made:
+        decode.close()
+        assert decode.most_tokens <= 2
+
+
+def ticket_of(decode: EngineScheduler, name: str) -> Any:
+    return decode.connector._role.scheduler._transfers[name].ticket
+
+
+def preempted(decode: EngineScheduler, name: str = "grows") -> None:
+    """Runs until a request that was preempted waits for KV again."""
+    request = decode.vllm.requests[name]
+    for _ in range(200):
+        if request.num_preemptions and name in decode.expected:
+            return
+        if not request.num_preemptions:
+            decode.arrives(*decode.expected)
+        decode.step()
+    raise AssertionError(decode.state())
+
+
+def crowded(make: MakeScheduler, **of: Any) -> EngineScheduler:
+    """Two requests that grow until the second one is preempted."""
+    decode = make(blocks=LONGEST, **of)
+    decode.add("first", 3 * BLOCK, generates=4 * BLOCK)
+    decode.add("grows", 3 * BLOCK, generates=4 * BLOCK, first=1000)
+    return decode
+
+
+@orders
+@schedulers
+@pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
+def test_a_preempted_request_goes_back_to_prefill_with_its_tokens(
+    make: MakeScheduler, order: str, scheduler: type[Scheduler], drafts: bool
+) -> None:
+    decode = crowded(make, order=order, scheduler_class=scheduler, drafts=drafts)
+    decode.step()
+    first = ticket_of(decode, "grows")
+    assert (first.num_tokens, first.replaces) == (3 * BLOCK, "")
+    preempted(decode)
+    request, ticket = decode.vllm.requests["grows"], ticket_of(decode, "grows")
+    assert ticket.num_tokens == request.num_tokens > 3 * BLOCK
+    assert (ticket.replaces, ticket.request_id) == (first.ticket_id, first.request_id)
+    assert ticket.prompt != first.prompt
+    decode.run(400)
+    assert request.num_output_tokens == 4 * BLOCK
+    assert decode.given_up == []
+
+
+def test_what_decode_still_has_cached_is_not_asked_for(make: MakeScheduler) -> None:
+    decode = crowded(make, caching=True)
+    preempted(decode)
+    ticket = ticket_of(decode, "grows")
+    assert ticket.remote_cached_tokens % BLOCK == 0
+    assert ticket.remote_cached_tokens > 0
+    decode.run(400)
+
+
+def test_a_cached_prompt_of_whole_blocks_is_no_exception(make: MakeScheduler) -> None:
+    """vLLM would compute its last block again for the last token's logits."""
+    decode = make(blocks=2 * LONGEST, caching=True)
+    decode.add("before", 2 * BLOCK)
+    decode.run()
+    decode.add("same", 2 * BLOCK)
+    decode.step()
+    assert ticket_of(decode, "same").remote_cached_tokens == BLOCK
+    decode.run()
+
+
+def test_a_cached_prompt_with_one_more_token_needs_no_ticket(make: MakeScheduler) -> None:
+    decode = make(blocks=2 * LONGEST, caching=True)
+    decode.add("before", 2 * BLOCK + 1)
+    decode.run()
+    decode.add("same", 2 * BLOCK + 1)
+    assert decode.step() == {"same"}
+    decode.run()
+    assert decode.tickets == 1
+
+
+@orders
+@failures
+def test_an_abort_while_prefill_computes_again(make: MakeScheduler, order: str, failures: str) -> None:
+    decode = crowded(make, order=order, failures=failures)
+    preempted(decode)
+    decode.abort("grows")
+    assert decode.vllm.requests["grows"].is_finished()
+    decode.fails("grows")  # the ranks' report, once nobody can write any more
+    decode.step()
+    assert "grows" not in decode.vllm.requests
+    decode.run(400)
+
+
+@orders
+def test_kv_that_is_lost_again_ends_the_request_under_fail(make: MakeScheduler, order: str) -> None:
+    decode = crowded(make, order=order, failures="fail")
+    preempted(decode)
+    request = decode.vllm.requests["grows"]
+    decode.fails("grows")
+    decode.run(400)
+    assert request.status == RequestStatus.FINISHED_ERROR
+    assert decode.given_up == ["grows"]
+
+
+@orders
+@pytest.mark.parametrize("caching", [False, True], ids=["no cache", "cache"])
+def test_lost_kv_is_asked_for_again_under_recompute(make: MakeScheduler, order: str, caching: bool) -> None:
+    decode = make(blocks=LONGEST, order=order, caching=caching, failures="recompute")
+    if caching:  # vLLM itself would go on behind this
+        decode.add("before", BLOCK + 1)
+        decode.run()
+    request = decode.add("loses", 5 * BLOCK)
+    decode.step()
+    seen = [ticket_of(decode, "loses")]
+    for _ in range(MAX_LOST - 1):
+        decode.fails("loses")
+        for _ in range(3):
+            decode.step()
+        seen.append(ticket_of(decode, "loses"))
+    decode._failed.clear()
+    assert [ticket.replaces for ticket in seen[1:]] == [ticket.ticket_id for ticket in seen[:-1]]
+    assert {ticket.num_tokens for ticket in seen} == {5 * BLOCK}
+    decode.run()
+    assert request.num_output_tokens == 4
+    assert decode.given_up == []
+
+
+@orders
+def test_kv_that_is_lost_too_often_ends_the_request(make: MakeScheduler, order: str) -> None:
+    decode = make(blocks=LONGEST, order=order, failures="recompute")
+    request = decode.add("loses", 5 * BLOCK)
+    decode.fails("loses")
+    for _ in range(4 * MAX_LOST):
+        decode.fails("loses")
+        decode.step()
+    assert request.status == RequestStatus.FINISHED_ERROR
+    assert decode.given_up == ["loses"]
+    assert decode.tickets == MAX_LOST
+
+
+@orders
+@pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
+def test_a_request_that_asks_again_and_one_that_has_arrived(make: MakeScheduler, drafts: bool, order: str) -> None:
+    """The first wants its blocks back before the second may have run."""
+    decode = make(blocks=LONGEST + 2, drafts=drafts, caching=True, failures="recompute", order=order)
+    decode.add("fails", 6 * BLOCK)
+    decode.add("arrives", 2 * BLOCK, first=1000)
+    decode.step()
+    assert set(decode.expected) == {"fails", "arrives"}
+    decode.add("behind", 7 * BLOCK, first=2000)
+    decode.fails("fails")
+    decode.arrives("arrives")
+    decode.step()
+    decode._failed.clear()
+    decode.run(200)
+    assert decode.given_up == []
+
+
+@orders
+@schedulers
+def test_a_storm(make: MakeScheduler, order: str, scheduler: type[Scheduler]) -> None:
+    """Many requests that each may grow to all blocks there are."""
+    decode = make(blocks=LONGEST + 1, order=order, scheduler_class=scheduler, drafts=True)
+    requests = [
+        decode.add(f"r{i}", 1 + 7 * i, generates=8 * BLOCK - 1 - 7 * i, first=1000 * i, priority=i % 2)
+        for i in range(12)
+    ]
+    decode.run(6000)
+    assert all(request.num_output_tokens == request.max_tokens for request in requests)
+    assert decode.given_up == []
+    assert decode.tickets > len(requests)
+
+
+def test_a_request_that_names_no_metaserver_ends_with_an_error(make: MakeScheduler) -> None:
+    decode = make(blocks=LONGEST)
+    request = decode.add("local", 2 * BLOCK, remote=False)
+    one = decode.add("one token", 1, remote=False)
+    decode.run()
+    assert request.status == RequestStatus.FINISHED_ERROR
+    assert one.num_output_tokens == 4
+
+
+def test_log_probabilities_of_a_prompt_are_refused(make: MakeScheduler) -> None:
+    decode = make(blocks=LONGEST)
+    request = decode.add("logprobs", 2 * BLOCK, prompt_logprobs=1)
+    decode.run()
+    assert request.status == RequestStatus.FINISHED_ERROR
+    assert decode.most_tokens == 0
+
+
+def test_a_prompt_of_more_than_text_cannot_go_on_after_a_preemption(make: MakeScheduler) -> None:
+    decode = crowded(make)
+    request = decode.vllm.requests["grows"]
+    while not request.num_preemptions:
+        decode.arrives(*decode.expected)
+        decode.step()
+    request.prompt_embeds = torch.zeros(request.num_prompt_tokens, 8)
+    decode.run(400)
+    assert request.status == RequestStatus.FINISHED_ERROR
+    assert 0 < request.num_output_tokens < 4 * BLOCK

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of vLLM's scheduler on decode: a request that the connector refuses ends with an error.
+
+vLLM has no such answer of a connector. It knows requests whose KV was lost, but with `kv_load_failure_policy` recompute
+it ends none of them, and it must have allocated blocks for them first.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+_TAKE = "take_requests_refused_by_connector"
+"""Attribute of a block pool: returns the ids of requests that are to end. The pool is the only object of its
+scheduler that a connector gets, also as one of a MultiConnector's."""
+
+
+def bind_refusals(pool: "BlockPool", take: Callable[[], Iterable[str]]) -> None:
+    """The scheduler with this block pool asks `take` after each step for the ids of requests that end with an error."""
+    setattr(pool, _TAKE, take)
+
+
+def install() -> None:
+    """Patches all versions of vLLM. May be called again."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    # vllm-ascend puts a subclass in Scheduler's place. Other subclasses may be of the original one.
+    original = next(each for each in Scheduler.__mro__ if "update_from_output" in vars(each))
+    by_vllm = original.update_from_output
+    if by_vllm.__module__ == __name__:
+        return
+
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = by_vllm(self, scheduler_output, model_runner_output)
+        take = getattr(self.kv_cache_manager.block_pool, _TAKE, None)
+        for request_id in take() if take is not None else ():
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished():
+                continue
+            self.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
+            ending = EngineCoreOutput(
+                request_id=request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(ending)
+        return outputs
+
+    original.update_from_output = update_from_output
