@@ -19,6 +19,7 @@ from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.concurrency import ConcurrencyLimiter
 from vllm_ascend_pd.proxy.routing.engine_pool import make_pool
+from vllm_ascend_pd.proxy.routing.load import PlacedPrompts
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -89,6 +90,7 @@ async def _exposed() -> str:
         fresh_for=1.0,
     )
     pool.engines.add("http://10.0.0.1:8100", "test")
+    pool.engines.prompts.add((), (PlacedPrompts("decode", "cheap", 1, 8),))
     metrics = Metrics(RequestTable(limit=1), FailureStats(), (pool,), states)
     reply = Reply(send, request_id=None, timeout=1.0)
     with metrics.request("/v1/completions", reply):

@@ -54,6 +54,7 @@ class Metrics:
         self._engines = _EngineHealthCollector()
         registry.register(_FailureCollector(failure_stats))
         registry.register(_SlotCollector(pools))
+        registry.register(_PromptCollector(pools))
         registry.register(self._engines)
         self._requests = Counter(
             PREFIX + "requests",
@@ -190,6 +191,28 @@ class _SlotCollector(Collector):
             waiting.add_metric((pool.role.value,), pool.limiter.waiting)
         yield at_engine
         yield waiting
+
+
+class _PromptCollector(Collector):
+    """Who computed prompts, by the decode engines' reports."""
+
+    def __init__(self, pools: tuple[EnginePool, ...]) -> None:
+        self._pools = pools
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("by", "reason")
+        prompts = CounterMetricFamily(
+            PREFIX + "prompts", "Prompts by who computed what decode had not cached of them, and why.", labels=labels
+        )
+        tokens = CounterMetricFamily(
+            PREFIX + "prompt_tokens", "Tokens of these prompts that decode had not cached.", labels=labels
+        )
+        for pool in self._pools:
+            for each in pool.engines.prompts.sums():
+                prompts.add_metric((each.by, each.reason), each.prompts)
+                tokens.add_metric((each.by, each.reason), each.tokens)
+        yield prompts
+        yield tokens
 
 
 class _EngineHealthCollector(Collector):

@@ -15,7 +15,7 @@ from vllm_ascend_pd.proxy.operate.metrics import Metrics
 from vllm_ascend_pd.proxy.rendezvous.decode_attempt import RequestPhase
 from vllm_ascend_pd.proxy.rendezvous.request_table import RequestTable
 from vllm_ascend_pd.proxy.routing.engine_pool import EnginePool
-from vllm_ascend_pd.proxy.routing.load import LoadSnapshot
+from vllm_ascend_pd.proxy.routing.load import LoadSnapshot, PlacedPrompts
 from vllm_ascend_pd.proxy.routing.registry import EngineRole, RegisteredEngine
 
 _MAX_TEXT_CHARS = 300
@@ -110,6 +110,9 @@ class Status(msgspec.Struct, frozen=True):
     requests: RequestStatus
     latency: LatencyStatus
     roles: tuple[RoleStatus, ...]
+    prompts: tuple[PlacedPrompts, ...]
+    """Who computed prompts since the proxy started, by the decode engines' metrics: those of other proxies' requests,
+    too."""
     failures: tuple[RecentFailure, ...]
     """The last failures, newest first."""
 
@@ -145,6 +148,7 @@ def snapshot(
             metrics.recent_after_prefill.percentiles(now),
         ),
         roles,
+        tuple(each for pool in pools for each in pool.engines.prompts.sums()),
         tuple(failure_stats.recent()),
     )
 

@@ -65,7 +65,7 @@ class HealthChecks:
             while not engine.removed:
                 reason = await self._health(engine.url)
                 if reason is None:
-                    problem = await self._load(engine)
+                    problem = await self._load(engines, engine)
                     if problem is not None and not silent_about_load:
                         log.warning("%s engine %s: its load is unknown: %s", engine.role.value, engine.url, problem)
                     silent_about_load = problem is not None
@@ -86,7 +86,7 @@ class HealthChecks:
         except (HttpError, TimeoutError) as error:
             return _why(error)
 
-    async def _load(self, engine: RegisteredEngine) -> str | None:
+    async def _load(self, engines: EngineRegistry, engine: RegisteredEngine) -> str | None:
         """Reads and notes the engine's load. Returns None, or why it is unknown."""
         sent = engine.sent
         try:
@@ -104,7 +104,7 @@ class HealthChecks:
             return f"/metrics cannot be read: {type(error).__name__}"
         if snapshot == LoadSnapshot():
             return "/metrics has no figures of load: is it vLLM's?"
-        engine.note(snapshot, sent, time.monotonic())
+        engines.note(engine, snapshot, sent, time.monotonic())
         return None
 
 

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import msgspec
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
+from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL
 from vllm_ascend_pd.observe.stats import PREFIX, RESTART_NEEDED
 from vllm_ascend_pd.proxy.routing.balance import EngineLoad
 
@@ -19,12 +23,28 @@ _KV_USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 _CACHE_INFO = "vllm:cache_config_info"
 _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _RESTART_NEEDED = PREFIX + RESTART_NEEDED.name
-_WANTED = (_RUNNING, _WAITING, *_KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED)
-_MAX_LINES = 1024
-"""Limit of lines to parse, at 20 us each. There is usually one line per metric and data-parallel rank."""
+_PLACED = (PREFIX + "prompts_total", PREFIX + "prompt_tokens_total")
+"""Prompts, and their tokens, by who computed them and why."""
+_WANTED = (_RUNNING, _WAITING, *_KV_USE, _CACHE_INFO, *_TOKENS, _RESTART_NEEDED, *_PLACED)
+_REASON = re.compile("[a-z_]{1,32}")
+_MAX_LINES = 2048
+"""Limit of lines to parse, at 20 us each. There is usually one line per metric and data-parallel rank, and some more
+for those of `_PLACED`."""
 
 _NONSENSE = 1e12
 """Larger values are ignored."""
+
+
+class PlacedPrompts(msgspec.Struct, frozen=True):
+    """Prompts that were computed at the same place for the same reason."""
+
+    by: str
+    """`BY_DECODE` or `BY_PREFILL`."""
+    reason: str
+    """As in the decode engines' metrics."""
+    prompts: int
+    tokens: int
+    """Tokens of these prompts that decode had not cached."""
 
 
 class LoadSnapshot(NamedTuple):
@@ -42,21 +62,28 @@ class LoadSnapshot(NamedTuple):
     """Tokens computed since the engine started: finished prompts and generated tokens."""
     broken_ranks: int | None = None
     """Ranks whose metric `restart_needed` is 1."""
+    placed: tuple[PlacedPrompts, ...] = ()
+    """Who computed prompts since the engine started. Decode engines only."""
 
 
 def parse_metrics(text: str) -> LoadSnapshot:
     """Reads the metrics of vLLM 0.23 and 0.32. Raises ValueError if the text is not in Prometheus' format."""
     # All other lines, mostly buckets of histograms, would take 100 times as long to parse.
-    lines = [line for line in text.splitlines() if line.startswith(_WANTED)]
+    lines = [line for line in text.splitlines() if line.startswith(_WANTED) and not _is_placed_zero(line)]
     if len(lines) > _MAX_LINES:
         raise ValueError(f"{len(lines)} lines of metrics about load")
     values: dict[str, list[float]] = {}
     capacities: list[int] = []
+    placed: list[Sample] = []
     for family in _families("\n".join(lines) + "\n"):
         for sample in family.samples:
             if sample.name == _CACHE_INFO:
                 capacities.append(_capacity(sample.labels))
-            elif 0 <= sample.value < _NONSENSE:  # also False for NaN
+            elif not 0 <= sample.value < _NONSENSE:  # also for NaN
+                continue
+            elif sample.name in _PLACED:
+                placed.append(sample)
+            else:
                 values.setdefault(sample.name, []).append(sample.value)
     use = next((values[name] for name in _KV_USE if name in values), [])
     capacity = sum(capacities) if capacities and all(capacities) else None
@@ -72,7 +99,24 @@ def parse_metrics(text: str) -> LoadSnapshot:
         capacity,
         _total(tokens or None),
         _total(values.get(_RESTART_NEEDED)),
+        _placed(placed),
     )
+
+
+def _is_placed_zero(line: str) -> bool:
+    """Whether a line says that no prompt was computed somewhere for some reason: most such lines do."""
+    return line.startswith(_PLACED) and line.endswith(" 0.0")
+
+
+def _placed(samples: Iterable[Sample]) -> tuple[PlacedPrompts, ...]:
+    """Sums over data-parallel ranks. Leaves out labels that nobody can read."""
+    sums: dict[tuple[str, str], dict[str, float]] = {}
+    for sample in samples:
+        by, reason = sample.labels.get("by", ""), sample.labels.get("reason", "")
+        if by in (BY_DECODE, BY_PREFILL) and _REASON.fullmatch(reason):
+            of_place = sums.setdefault((by, reason), dict.fromkeys(_PLACED, 0.0))
+            of_place[sample.name] += sample.value
+    return tuple(PlacedPrompts(*place, *(round(of[name]) for name in _PLACED)) for place, of in sums.items())
 
 
 def _families(text: str) -> Iterable[Metric]:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from vllm_ascend_pd.proxy.routing.health_gate import FailureStreak, HealthGate
 from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadReport, LoadSnapshot
+from vllm_ascend_pd.proxy.routing.prompt_tally import PromptTally
 
 MAX_ENGINES = 512
 """Engines per role. Each one is polled, which takes a connection."""
@@ -93,6 +94,11 @@ class RegisteredEngine:
         self._report = LoadReport(snapshot, sent, now)
 
     @property
+    def last_snapshot(self) -> LoadSnapshot | None:
+        """What the engine reported last, however long ago."""
+        return None if self._report is None else self._report.snapshot
+
+    @property
     def broken(self) -> str | None:
         """Why the engine must be restarted, by its last metrics. None: they report no such thing."""
         ranks = 0 if self._report is None else self._report.snapshot.broken_ranks or 0
@@ -160,6 +166,8 @@ class EngineRegistry:
     ) -> None:
         """`eject_after` and `return_after`: as in HealthGate. `eject_after` also limits failed requests in a row."""
         self.role = role
+        self.prompts = PromptTally()
+        """Who computed prompts, by the engines' reports. Only `note` changes it."""
         self._eject_after = eject_after
         self._return_after = return_after
         self._slots = slots
@@ -231,6 +239,12 @@ class EngineRegistry:
         if was_shut and not engine.gate.shut:
             self._slots.engine_opened(engine)
         return changed
+
+    def note(self, engine: RegisteredEngine, snapshot: LoadSnapshot, sent: InFlightLoad, now: float) -> None:
+        """Records what an engine reports. Arguments: as for `RegisteredEngine.note`."""
+        if (last := engine.last_snapshot) is not None:  # the first report counts what was before this proxy
+            self.prompts.add(last.placed, snapshot.placed)
+        engine.note(snapshot, sent, now)
 
     def replace(self, source: str, urls: Collection[str]) -> tuple[list[str], list[str]]:
         """Makes `urls` the engines that `source` lists.
