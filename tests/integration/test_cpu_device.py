@@ -72,7 +72,7 @@ def test_queue_is_bounded(device: CpuDevice) -> None:
     begun.wait(5)
     waiting = [device.submit(lambda: None, running) for _ in range(2)]
     started = time.monotonic()
-    with pytest.raises(DeviceError, match="2 works wait"):
+    with pytest.raises(DeviceError, match="2 pieces of work wait"):
         device.submit(lambda: None, running)
     assert 0.25 < time.monotonic() - started < 2
     gate.set()

@@ -67,7 +67,9 @@ def test_what_was_not_computed_is_not_delivered(tp: int, runner: Runner) -> None
     received, failed = pair.wait_arrivals(2)
     assert (received, failed.keys()) == (set(), by_id.keys())
     error = (
-        "RuntimeError('it did not end')" if runner is Runner.TELLS_NOTHING else "MemoryError('the NPU has none left')"
+        "RuntimeError('vLLM did not report its end')"
+        if runner is Runner.TELLS_NOTHING
+        else "MemoryError('the NPU has none left')"
     )
     assert all(f"prefill's forward pass failed: {error}" in reason for reason in failed.values())
     assert pair.wait_sent(2).keys() == by_id.keys()

@@ -194,7 +194,7 @@ def test_what_waits_for_a_fence_does_not_keep_others_waiting() -> None:
     prefill(pair, [other], pair.announce([other]))
     failed = pair.wait_sent(2, PATIENCE_S)
     assert time.monotonic() - began >= 2.0
-    assert failed == {fenced.request_id: "no grant came, and others' KV waited behind this"}
+    assert failed == {fenced.request_id: "no grant came, and other requests' KV waited behind this request"}
     assert pair.d_ranks[0].call("arrivals")[:2] == ({other.request_id}, set())
     assert pair.differences([other]) == []
     assert pair.close() == []

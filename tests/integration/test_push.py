@@ -88,7 +88,7 @@ def test_sizes_that_do_not_divide_are_named_once(pair: Pair) -> None:
         run(pair, requests)
         assert pair.wait_arrivals(len(requests))[1] == {}
         assert pair.wait_sent(len(requests)) == {}
-    warned = [sum("is right but slow" in text for text in texts) for texts in pair.each(pair.p_ranks, "warnings")]
+    warned = [sum("is correct but slow" in text for text in texts) for texts in pair.each(pair.p_ranks, "warnings")]
     divides = max(pair.prefill.tp, pair.decode.tp) % min(pair.prefill.tp, pair.decode.tp) == 0
     in_turn = {side.interleave for side in (pair.prefill, pair.decode) if side.span > side.block_size}
     whole_blocks = all(interleave == 16 for interleave in in_turn)

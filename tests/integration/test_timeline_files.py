@@ -101,9 +101,9 @@ def test_a_file_ends_at_its_limit_and_says_so(tmp_path: Path, caplog: pytest.Log
     file.close(10.0)
     assert file.path.stat().st_size <= 65536
     recording = read_file(file.path, 1_000_000)
-    assert recording.problems == ("all further events were lost: the file is as long as it may get",)
+    assert recording.problems == ("all further events were lost: the file has reached its maximum size",)
     assert 100 < len(recording.events) < 2000
-    assert "as long as it may get" in caplog.text
+    assert "has reached its maximum size" in caplog.text
 
 
 def test_events_that_do_not_fit_into_the_queue_are_counted(tmp_path: Path) -> None:

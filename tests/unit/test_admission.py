@@ -107,7 +107,7 @@ def test_engines_that_may_be_made_up_are_few_at_a_time(monkeypatch):
     """Unless tickets are signed. One that was refused is served as soon as the others are over."""
     monkeypatch.setattr(admission_module, "MAX_UNPROVEN", 2)
     prefill = Prefill(secret=None)
-    too_many = "2 decode engines that nothing was ever delivered to have tickets: too many"
+    too_many = "2 decode engines have tickets though nothing was ever delivered to them: too many"
 
     def of(engine: str, number: int) -> Ticket:
         return msgspec.structs.replace(ticket(number), remote_engine_id=engine)

@@ -169,7 +169,7 @@ def test_what_is_right_but_slow(heads, prefill, decode, slow):
     source = shared(geometry(max(1, heads // prefill.tp), heads, block_size=16), prefill, 0)
     route = make_route(source, 0, prefill, decode, 16)
     said = why_slow(route, source, prefill, decode, 16)
-    assert (said is None) if slow is None else (said is not None and slow in said and "right but slow" in said)
+    assert (said is None) if slow is None else (said is not None and slow in said and "correct but slow" in said)
 
 
 # --- offsets -------------------------------------------------------------------------------------------------

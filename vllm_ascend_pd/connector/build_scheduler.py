@@ -117,9 +117,9 @@ def _decode(
     recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
     if recomputes and gives_blocks_away(setup.caches):
         raise ConfigError(
-            "kv_load_failure_policy is recompute, for a model with sliding windows or chunked attention: where blocks "
-            "run out, vLLM would wait for ever for what a request computed again needs beyond its transfer. Set it to "
-            "fail: the proxy tries again"
+            "kv_load_failure_policy is recompute, for a model with sliding windows or chunked attention: if blocks run "
+            "out, vLLM would wait for ever for the further blocks that a recomputed request needs. Set it to fail: the "
+            "proxy tries again"
         )
     patches.install_for_decode_scheduler()
     ranks = sharding(vllm_config)

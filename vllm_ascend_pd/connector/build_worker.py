@@ -120,9 +120,9 @@ def _loaded_weights(vllm_config: "VllmConfig", caches: RegisteredCaches, logs: b
         logger.info("the model's weights are %s", loaded.current.fingerprint)
     else:
         logger.warning(
-            "which weights this engine has is not known (%s): they are not compared with the other engines'",
+            "this engine's weights are not known (%s), so they are not compared with the other engines'",
             "the plugin vllm_ascend_pd was not loaded: see VLLM_PLUGINS"
             if loaded is None
-            else f"load format {load_format} hands ranks no whole tensors of a checkpoint",
+            else f"load format {load_format} does not give ranks whole tensors of a checkpoint",
         )
     return loaded

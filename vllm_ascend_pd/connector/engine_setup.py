@@ -69,5 +69,7 @@ def own_host() -> str:
     """The address that vLLM knows this host by. Raises ConfigError if it is one of all interfaces by accident."""
     host: str = get_ip()
     if host in ("0.0.0.0", "::") and not envs.VLLM_HOST_IP:
-        raise ConfigError("vLLM does not know this host's address, and all interfaces are too many: set VLLM_HOST_IP")
+        raise ConfigError(
+            "vLLM does not know this host's address, and listening on all interfaces is not allowed: set VLLM_HOST_IP"
+        )
     return host

@@ -20,7 +20,7 @@ def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
     model = vllm_config.model_config
     if model is not None and model.enable_sleep_mode:
         yield (
-            "--enable-sleep-mode is set: an engine that sleeps gives the memory of its KV cache away, which stays "
+            "--enable-sleep-mode is set: an engine that sleeps frees the memory of its KV cache, which stays "
             "registered for transfers"
         )
     cache = vllm_config.cache_config  # vLLM 0.32 does not have the option
@@ -47,8 +47,8 @@ def _reasons_on_decode(vllm_config: "VllmConfig", additional: dict[str, Any]) ->
         )
     if additional.get("recompute_scheduler_enable"):
         yield (
-            "additional_config has recompute_scheduler_enable: where blocks run out, it ends requests in the middle "
-            "for vllm-ascend's own proxy to send them again; without it, vLLM preempts them and goes on"
+            "additional_config has recompute_scheduler_enable: if blocks run out, it ends running requests, which only "
+            "vllm-ascend's own proxy sends again; without it, vLLM preempts and resumes them"
         )
     if (additional.get("hamming_sparse") or {}).get("enabled"):
         yield (
@@ -68,7 +68,7 @@ def _reasons_on_decode(vllm_config: "VllmConfig", additional: dict[str, Any]) ->
 
 
 def _returns_routed_experts(vllm_config: "VllmConfig") -> bool:
-    """vLLM 0.23 has the setting in the model's configuration, 0.32 in a configuration of its own."""
+    """Whether the setting is on. vLLM 0.23 has it in the model's configuration, 0.32 in a configuration of its own."""
     places = (getattr(vllm_config, "aux_output_config", None), vllm_config.model_config)
     return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
@@ -85,7 +85,8 @@ def unsupported_weights(vllm_config: "VllmConfig") -> str | None:
         projection = getattr(attention, "fused_qkv_a_proj", None)
         if projection is not None and projection.weight is None and not hasattr(attention, "indexer"):
             return (
-                f"{name} has no weights to compute prompts with, as after a preemption: set --max-num-batched-tokens "
-                "above 1024 (vllm-ascend keeps them then), or enable_mlapo to false in additional_config"
+                f"{name} has no weights to compute prompts with, for example after a preemption: set "
+                "--max-num-batched-tokens above 1024 (vllm-ascend keeps them then), or enable_mlapo to false in "
+                "additional_config"
             )
     return None

@@ -66,7 +66,7 @@ def host_of(endpoint: str) -> str:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     if not is_host(host) or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
-        raise ValueError("an address of its is not host:port")
+        raise ValueError("one of its addresses is not host:port")
     return host
 
 
@@ -128,8 +128,8 @@ def decode_hosts(allowlist: Sequence[str], own_host: str, signed: bool, own_netw
         return AnyHost()
     return HostList(
         (*_PRIVATE, *own_networks, own_host),
-        "is no private address, and in no network of prefill's host: name it in decode_allowlist, or have tickets "
-        "signed (ticket_secret_file)",
+        "is not a private address, and not in a network of prefill's host: name it in decode_allowlist, or sign "
+        "tickets (ticket_secret_file)",
     )
 
 
@@ -143,7 +143,7 @@ def prefill_hosts(allowlist: Sequence[str], own_host: str, own_networks: Sequenc
         return HostList(allowlist, "is not in prefill_allowlist")
     return HostList(
         (*_PRIVATE, *own_networks, own_host),
-        "is no private address, and in no network of decode's host: name it in prefill_allowlist",
+        "is not a private address, and not in a network of decode's host: name it in prefill_allowlist",
     )
 
 
@@ -161,7 +161,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
     """Raises ValueError."""
     if "%" in text:
-        raise ValueError("a zone means something on its own host alone")
+        raise ValueError("a zone has a meaning only on its own host")
     network = ipaddress.ip_network(text)
     if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(_IPV4_MAPPED):
         return ipaddress.IPv4Network((int(network.network_address) & 0xFFFFFFFF, network.prefixlen - 96))

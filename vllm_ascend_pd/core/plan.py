@@ -163,14 +163,14 @@ def why_slow(route: Route, source: Geometry, prefill: Sharding, decode: Sharding
         return (
             f"tensor-parallel sizes {prefill.tp} (prefill) and {decode.tp} (decode) do not divide each other's "
             f"{source.total_heads} KV heads evenly: KV is written in {route.pieces} pieces per {route.unit} tokens of "
-            "a layer, which is right but slow"
+            "a layer, which is correct but slow"
         )
     # If both sides divide tokens alike, neighbouring runs merge into whole blocks again.
     alike = decode.parts > 1 and (prefill.parts, prefill.interleave) == (decode.parts, decode.interleave)
     if route.unit < min(source.block_size, d_block_size) and not alike:
         return (
             f"KV lies in runs of {source.run} (prefill) and {decode.part(0).run(d_block_size)} (decode) tokens: it is "
-            f"written {route.unit} tokens at a time, which is right but slow; with context parallelism make "
+            f"written {route.unit} tokens at a time, which is correct but slow; with context parallelism make "
             "cp_kv_cache_interleave_size the block size"
         )
     return None

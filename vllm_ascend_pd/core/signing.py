@@ -44,7 +44,7 @@ class Secret:
         return "Secret(...)"
 
     def __reduce__(self) -> Any:
-        raise TypeError("a secret is not sent anywhere")
+        raise TypeError("a secret cannot be pickled")
 
 
 def signed(ticket: Ticket, secret: Secret, expires_at: int) -> Ticket:

@@ -88,7 +88,7 @@ class WaitingPosts:
             async with self._free:
                 await self._ask_about(url)
         except Exception:
-            logger.exception("metaserver %s cannot be asked which tickets wait: their deadlines stand", url)
+            logger.exception("metaserver %s cannot be asked which tickets wait: their deadlines are not extended", url)
         finally:
             self._asked.discard(url)
 

@@ -30,7 +30,7 @@ class CpuEvent(Event):
 
     def wait(self, timeout_s: float) -> None:
         if not self._done.wait(timeout_s):
-            raise TimeoutError(f"the side stream did not get there within {timeout_s:g} s")
+            raise TimeoutError(f"the side stream did not finish this work within {timeout_s:g} s")
         if self._error is not None:
             raise DeviceError(f"work on the side stream failed: {self._error}") from self._error
 
@@ -70,7 +70,7 @@ class CpuDevice(Device):
                 raise DeviceError("the device is closed")
             if not has_room:
                 raise DeviceError(
-                    f"{self._queue_depth} works wait on the side stream and none began in {self._timeout_s:g} s"
+                    f"{self._queue_depth} pieces of work wait on the side stream, none began in {self._timeout_s:g} s"
                 )
             self._queue.append((work, event))
             self._condition.notify_all()

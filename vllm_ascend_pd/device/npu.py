@@ -51,7 +51,7 @@ class NpuEvent(Event):
         while not self._reached():  # torch.npu.Event.synchronize has no timeout
             waited = time.monotonic() - began
             if waited >= timeout_s:
-                raise TimeoutError(f"the NPU stream did not get there within {timeout_s:g} s")
+                raise TimeoutError(f"the NPU stream did not finish this work within {timeout_s:g} s")
             time.sleep(min(max(waited / 8, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
         if self._error is not None:
             raise DeviceError(f"work could not be queued on the side stream: {self._error}") from self._error
@@ -90,7 +90,7 @@ class NpuDevice(Device):
 
     def failed(self, error: RuntimeError) -> DeviceError:
         """What to raise for an error that torch_npu reports: CANN ends a stream in which work has failed."""
-        failure = f"the NPU reported an error, and its stream does no more work (restart this engine): {error}"
+        failure = f"the NPU reported an error, and its stream runs nothing more (restart this engine): {error}"
         if self.failure is None:
             self.failure = failure
             logger.error("Restart this engine: %s", failure)
@@ -172,7 +172,7 @@ class NpuDevice(Device):
         try:
             store.wait([str(rank) for rank in range(dist.get_world_size())])
         except RuntimeError as error:
-            raise DeviceError(f"not all ranks came to connect over HCCL: {error}") from error
+            raise DeviceError(f"not all ranks arrived to connect over HCCL: {error}") from error
 
     def _connect(self, groups: Mapping[tuple[int, ...], Group], timeout_s: float) -> None:
         """torch_npu connects a group at its first collective, in the thread that calls it. This takes seconds, or

@@ -109,8 +109,8 @@ class TraceFile:
             line = self._encoder.encode(self._queue.popleft()) + b",\n"
             if len(line) > self._room:
                 self._full = True
-                logger.warning("%s: the trace is as long as it may get, and ends here", self.path)
-                lines.append(self._encoder.encode(self._loss(0, "the file is as long as it may get")) + b",\n")
+                logger.warning("%s: the trace has reached its maximum size and ends here", self.path)
+                lines.append(self._encoder.encode(self._loss(0, "the file has reached its maximum size")) + b",\n")
                 break
             self._room -= len(line)
             lines.append(line)

@@ -97,7 +97,7 @@ class TicketAdmission:
             return
         if sum(issuer not in self._proven for issuer in self._open) >= MAX_UNPROVEN:
             raise TicketError(
-                f"{MAX_UNPROVEN} decode engines that nothing was ever delivered to have tickets: too many"
+                f"{MAX_UNPROVEN} decode engines have tickets though nothing was ever delivered to them: too many"
             )
 
     def _check_signature(self, ticket: Ticket, secret: Secret) -> None:

@@ -175,7 +175,7 @@ class Transfer:
                         limit.rewarded()
                     return answer
                 elif limit.is_over(self._grant_wait_ends, now):
-                    self._fail("no grant came, and others' KV waited behind this", PushFailure.NO_GRANT)
+                    self._fail("no grant came, and other requests' KV waited behind this request", PushFailure.NO_GRANT)
                 else:
                     waited = True
                     ask_at = min(limit.next_look(self._grant_wait_ends, now), self._view.grant_deadline)

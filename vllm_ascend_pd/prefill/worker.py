@@ -208,7 +208,7 @@ class PrefillWorker:
         all stages, unless the forward pass failed.
         """
         if not self._forward_ended:
-            self.forward_ended(RuntimeError("it did not end"))
+            self.forward_ended(RuntimeError("vLLM did not report its end"))
         self.end_step()
 
     def _push_layer(self, plan: StepPlan, layer: str, computed: Event) -> None:

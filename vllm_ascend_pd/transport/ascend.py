@@ -144,7 +144,7 @@ def check() -> list[AscendProblem]:
     """Checks this host for the NPU that is current in this thread. Without an NPU no memory can be registered."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "npu"):
-        reason = "protocol 'ascend' moves memory of NPUs, and torch_npu is not loaded: set transfer_protocol to tcp"
+        reason = "protocol 'ascend' moves NPU memory, and torch_npu is not loaded: set transfer_protocol to tcp"
         return [AscendProblem(reason, fatal=True)]
     device = torch.npu.current_device()
     physical = physical_device(device)
@@ -194,8 +194,8 @@ def check_address(hccn_conf: Path, device: int, has_tool: bool) -> list[AscendPr
         text = hccn_conf.read_text(errors="replace")
     except FileNotFoundError:
         reason = (
-            f"{hccn_conf} does not exist and there is no hccn_tool, so NPU {device} has no address: it reaches others "
-            f"over HCCS alone, if at all. In a container, mount the host's {hccn_conf}"
+            f"{hccn_conf} does not exist and there is no hccn_tool, so NPU {device} has no address: it reaches "
+            f"others only over HCCS, if at all. In a container, mount the host's {hccn_conf}"
         )
         return [] if has_tool else [AscendProblem(reason)]
     except OSError as error:
@@ -214,10 +214,10 @@ def check_entry(hccn_conf: str, device: int) -> AscendProblem | None:
                 try:
                     ipaddress.ip_address(line.removeprefix(key))
                 except ValueError:
-                    return AscendProblem(f"hccn.conf has {line!r}, which is no address: {repair}", fatal=True)
+                    return AscendProblem(f"hccn.conf has {line!r}, which is not an address: {repair}", fatal=True)
                 return None
     return AscendProblem(
-        f"hccn.conf has no address_{device}: NPU {device} reaches others over HCCS alone; for RoCE {repair}"
+        f"hccn.conf has no address_{device}: NPU {device} reaches others only over HCCS; for RoCE {repair}"
     )
 
 

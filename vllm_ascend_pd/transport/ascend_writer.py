@@ -60,7 +60,7 @@ class AscendWriter:
         if not self._slots.take(session, self._limits.timeout_s):
             raise TransferError(
                 session,
-                f"no room among the batches under way within {self._limits.timeout_s:g} s: this or other peers hang",
+                f"no batch in flight ended within {self._limits.timeout_s:g} s to make room: this or other peers hang",
                 retryable=True,
             )
         try:
@@ -107,7 +107,9 @@ class _AscendFlight:
         while (status := mooncake.transfer_check_status(self.batch_id)) not in (_ARRIVED, _FAILED):
             taken_s = time.monotonic() - self.started
             if taken_s > overdue_s:
-                logger.error("a batch to %s is under way for %.0f s: CANN or Mooncake is stuck", self.session, taken_s)
+                logger.error(
+                    "a batch to %s has been in flight for %.0f s: CANN or Mooncake is stuck", self.session, taken_s
+                )
                 overdue_s *= 2
             time.sleep(min(max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * taken_s), _LONGEST_PAUSE_S))
         arrived: bool = status == _ARRIVED

@@ -117,7 +117,7 @@ def check_protocol(protocol: str, has_ascend: bool) -> None:
     libraries = [path for path in loaded_files() if path.name.startswith("libtransfer_engine")]
     if not any(mentions(path, FORCE_TCP.encode()) for path in libraries):
         raise LibraryError(
-            f"{installed()} moves bytes by 'ascend' alone: for TCP install mooncake-transfer-engine-npu 0.3.13.post1, "
+            f"{installed()} moves bytes only by 'ascend': for TCP install mooncake-transfer-engine-npu 0.3.13.post1, "
             "or leave transfer_protocol out"
         )
 

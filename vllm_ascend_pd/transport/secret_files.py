@@ -48,7 +48,7 @@ def read_text_secret(path: str | Path) -> str:
     """As `read_secret`, for a token or a password: printable ASCII characters."""
     content = read_secret(path)
     if not all(0x20 < byte < 0x7F for byte in content):
-        raise SecretFileError(f"the secret file {path} holds other than printable ASCII characters without spaces")
+        raise SecretFileError(f"the secret file {path} must hold only printable ASCII characters, and no spaces")
     return content.decode("ascii")
 
 

@@ -149,7 +149,7 @@ class SideChannelServer(Loop):
             self._router.send_multipart([identity, encode(seq, message)], zmq.DONTWAIT)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
-                logger.debug("side channel: a %s to a peer that is gone", type(message).__name__)
+                logger.debug("side channel: a %s was not sent, because the peer is gone", type(message).__name__)
                 return False
             self.dropped += 1
             if (

@@ -67,4 +67,4 @@ def _in_effect(name: str, number: Callable[[str], _Number]) -> _Number:
         if value > 0:
             return value
     # Mooncake would use its own default, and the limits computed here would be wrong.
-    raise SettingError(f"{name}={text!r} is not a number over 0")
+    raise SettingError(f"{name}={text!r} is not a positive number")
