@@ -279,7 +279,10 @@ def test_options_that_a_page_names_are_the_proxys(page: str) -> None:
     text = (REPOSITORY / "docs" / page).read_text()
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     known = {
-        name for command in ("proxy", "doctor", "keygen") for param in commands[command].params for name in param.opts
+        name
+        for command in ("proxy", "doctor", "keygen")
+        for param in commands[command].params
+        for name in (*param.opts, *param.secondary_opts)  # the second: --no-...
     }
     known |= {  # vLLM's, and every command's
         "--chat-template",
