@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a server hold: threads, sockets, other files, memory."""
+"""Measures what the processes of a server hold: threads, sockets, other files and memory."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """Of one server. `threads`: of all its processes, by name where Python knows it; `memory`: resident bytes."""
+    """What one server holds. `threads`: of all its processes, by name if Python knows it; `memory`: resident bytes."""
 
     processes: int
     threads: Counter[str]
@@ -28,7 +28,7 @@ class Level:
     memory: int
 
     def above(self, before: "Level") -> dict[str, int]:
-        """What there is more of than before, memory apart."""
+        """Returns what has grown since then, apart from memory."""
         grown = {
             "processes": self.processes - before.processes,
             "sockets": len(self.sockets) - len(before.sockets),
@@ -69,7 +69,7 @@ def _text(address: Any) -> str:
 
 
 def _names(control: Path, pid: int) -> list[str]:
-    """Of the threads that Python started, numbers taken off."""
+    """Returns the names of the threads that Python started, without numbers."""
     try:
         names = remote.call(control, pid, "threads")
     except OSError:  # not a process of vLLM's

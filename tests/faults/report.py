@@ -28,9 +28,13 @@ COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """`number`: which of the kinds of faults; `recovery_s`: from the end of the fault, a restart included, to the
-    first right answer; `leaks`: threads, sockets, files and processes more than before; `memory_growth`: bytes, of each
-    server."""
+    """One fault and what followed.
+
+    number: the number of the kind of fault.
+    recovery_s: seconds from the end of the fault to the first right answer. A restart is included.
+    leaks: threads, sockets, files and processes more than before.
+    memory_growth: bytes, by server.
+    """
 
     number: int
     name: str
@@ -97,7 +101,7 @@ class Report:
         return "\n".join([*lines, _line(COLUMNS), _line(["---"] * len(COLUMNS)), _line(self.total()), ""])
 
     def write(self, folder: Path) -> None:
-        """`faults.md`, the table, and `faults.json`, with reasons and memory beside it."""
+        """Writes `faults.md`, the table, and `faults.json`, which also has reasons and memory."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "faults.md").write_text(self.markdown())
         rows: list[dict[str, Any]] = [dataclasses.asdict(row) for row in self.rows]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients leave, engines run out of blocks, or decode recomputes the KV that has not arrived."""
+"""Faults of requests: clients leave, engines run out of blocks, or decode recomputes KV that has not arrived."""
 
 import random
 import signal

@@ -34,8 +34,11 @@ FEW_BLOCKS = Shape(
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """`number`: in the list of what must be survived; `run`: breaks things and mends them again, and returns how the
-    requests ended that were in flight."""
+    """One fault.
+
+    number: its number in the list of faults that must be survived.
+    run: breaks something and repairs it. Returns how the requests in flight ended.
+    """
 
     number: int
     name: str
@@ -68,7 +71,7 @@ def adds_to(scenarios: list[Scenario]) -> Callable[..., Callable[[Run], Run]]:
 
 
 def pushing(world: World, requests: int = 12) -> Volley:
-    """Requests in flight, of which prefill is writing some: batches have been written, more are to come."""
+    """Returns requests in flight, of which prefill has written some batches and will write more."""
     before = sum(world.tell(world.prefill, "batches"))
     volley = world.send(world.requests(requests))
     wait_until(lambda: sum(world.tell(world.prefill, "batches")) > before + 2, SOON_S)

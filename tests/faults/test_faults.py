@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fault, injected while requests are in flight: each of them ends in the right tokens or a clear error, the
-engines go on without a restart of what did not die, and nothing is left behind."""
+"""Injects every fault while requests are in flight.
+
+Each request ends in the right tokens or a clear error. Processes that did not die go on without a restart. Nothing
+leaks.
+"""
 
 import time
 from collections import Counter

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks without a model, over a token-major cache whose heads are regrouped: what one rank's end or pause does to the
-others of its regroup group. Requests end within their deadline on every rank, and another engine serves the next ones
-into the same blocks, where no late byte lands."""
+"""What happens to a regroup group when one of its ranks ends or is stopped: ranks without a model, over a token-major
+cache.
+
+Requests end within their deadline on every rank. Another engine serves the next requests into the same blocks, and no
+late byte arrives there.
+"""
 
 import time
 from collections.abc import Iterator
@@ -49,8 +52,8 @@ def test_one_rank_of_a_regroup_group_is_killed(pair: Pair, report: Report) -> No
 
 
 @pytest.mark.long
-def test_one_rank_of_a_regroup_group_stands_still(pair: Pair, report: Report) -> None:
-    """It misses a collective, and the group stays broken: later requests fail at once."""
+def test_one_rank_of_a_regroup_group_is_stopped(pair: Pair, report: Report) -> None:
+    """The rank misses a collective, so the group stays broken: later requests fail at once."""
     partner, victim = pair.p_ranks
     _warm_up(pair)
     victim.freeze()
@@ -82,7 +85,7 @@ def _warm_up(pair: Pair) -> None:
 
 
 def _begin(pair: Pair) -> list[Prompt]:
-    """Requests whose first layers are being pushed."""
+    """Returns requests whose first layers are being pushed."""
     _warm_up(pair)
     pair.each(pair.p_ranks, "do", push_slowly)
     requests = prompts(pair, LENGTHS, seed=10)
@@ -92,7 +95,9 @@ def _begin(pair: Pair) -> list[Prompt]:
 
 
 def _end(pair: Pair, requests: list[Prompt]) -> tuple[list[str], dict[str, int]]:
-    """All end on all ranks, with a reason where they fail. Returns wrong bytes, and how many requests ended how."""
+    """Waits until all requests have ended on all ranks, with a reason if they fail. Returns wrong bytes, and how many
+    requests ended how.
+    """
     if not requests:
         return [], {}
     received, failed = pair.wait_arrivals(len(requests), DEADLINE_S)

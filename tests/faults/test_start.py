@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine whose memory the transfer engine does not take ends, and says why."""
+"""An engine ends and says why if the transfer engine cannot register its memory."""
 
 import dataclasses
 import tempfile

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are in flight while something breaks, and how each of them ended."""
+"""Requests that are in flight during a fault, and how each of them ended."""
 
 import dataclasses
 import enum
@@ -34,7 +34,7 @@ class Outcome(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """A request."""
+    """One request to the proxy."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -50,7 +50,7 @@ class Answer:
 
 
 def asks(name: str, count: int, longest: int) -> list[Ask]:
-    """`count` different requests of mixed lengths; every third is streamed."""
+    """Returns `count` different requests of mixed lengths. Every third is streamed."""
     shapes = [shape for shape in SHAPES if sum(shape) <= longest]
     return [
         Ask(tuple(random_prompt(tokens, f"{name} {i}")), output, stream=i % 3 == 2)
@@ -100,7 +100,7 @@ def _judge_message(message: object) -> tuple[Outcome, str]:
 
 
 class Volley:
-    """Requests sent at once, each on a thread of its own."""
+    """Requests that are sent at once, each on a thread of its own."""
 
     def __init__(self, client: Client, requests: Sequence[Ask], expected: Sequence[tuple[int, ...]]) -> None:
         self._answers: list[Answer | None] = [None] * len(requests)
@@ -120,7 +120,7 @@ class Volley:
         return sum(answer is None for answer in self._answers)
 
     def answers(self) -> list[Answer]:
-        """Waits until all have ended; who has not by twice the deadline hangs."""
+        """Waits until all have ended. A request that takes twice the deadline counts as hung."""
         end = time.monotonic() + 2 * DEADLINE_S
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))

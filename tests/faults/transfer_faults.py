@@ -128,8 +128,9 @@ def hang_always(world: World) -> list[Answer]:
 
 @scenario(6, "Mooncake's queue of 128 descriptors, and a slow link", absorbed=True)
 def fill_queue(world: World) -> list[Answer]:
-    """The suite's queue is always so short. None may be refused there, in no fault before this one either: Mooncake
-    might stop for good, see `transport/peer_queue.py`."""
+    """Fills Mooncake's queue, which is short in this suite. No descriptor may be refused, not in earlier faults either,
+    because that might stop Mooncake for good (`transport/peer_queue.py`).
+    """
     requests = world.requests()
     with world.sessions.data.broken(Fault(delay_s=0.005)):
         answers = world.send(requests).answers()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill and a decode engine, real ones, with a relay between every pair of parties, and the truth beside them."""
+"""Real prefill and decode engines with a relay between each two of them, and a single engine that gives the right
+answers.
+"""
 
 import contextlib
 import dataclasses
@@ -50,7 +52,7 @@ DECODE = EngineConfig(Role.DECODE, connector_extra=LIMITS, engine_id="decode")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What runs. `longest`: tokens of a request that surely fit."""
+    """The engines that run. `longest`: tokens of a request that surely fits."""
 
     name: str
     prefill: EngineConfig = PREFILL
@@ -63,7 +65,9 @@ class Shape:
 
 
 class World:
-    """Everything that runs. `channel`: the side channel; `sessions`: Mooncake's connections to decode."""
+    """All processes of a test. `channel`: relay of the side channel; `sessions`: relay of Mooncake's connections to
+    decode.
+    """
 
     def __init__(self, shape: Shape, models: Path, logs: Path) -> None:
         self.shape = shape
@@ -120,7 +124,7 @@ class World:
     # Requests.
 
     def requests(self, count: int = 12, name: str = "") -> list[tuple[Ask, tuple[int, ...]]]:
-        """New ones, and what the answers must be."""
+        """Returns new requests with the right answers."""
         made = asks(f"{name}{next(self._number)}", count, self.shape.longest)
         answers = at_once(lambda one: self._truth.complete(one.prompt, one.max_tokens).token_ids, made, 4)
         return list(zip(made, answers, strict=True))
@@ -134,7 +138,7 @@ class World:
     def first_right_answer(
         self, since: float, probes: Sequence[tuple[Ask, tuple[int, ...]]]
     ) -> tuple[float, list[Answer]]:
-        """Seconds from `since` to it, and the failures before it. Raises TimeoutError."""
+        """Returns the seconds from `since` to the first right answer, and the failures before it. Raises TimeoutError."""
         failures: list[Answer] = []
         deadline = time.monotonic() + RECOVERS_WITHIN_S
         for request, expected in itertools.cycle(probes):
@@ -152,15 +156,15 @@ class World:
     # Processes.
 
     def ranks(self, engine: Engine) -> list[int]:
-        """The processes of an engine's ranks."""
+        """Returns the processes of an engine's ranks."""
         return [pid for pid in engine.process.members() if self._session_of(pid) is not None]
 
     def tell(self, engine: Engine, name: str, *args: Any) -> list[Any]:
-        """A command of `remote_control.py`, to every rank."""
+        """Sends a command of `remote_control.py` to every rank."""
         return [remote.call(self.control, pid, name, *args) for pid in self.ranks(engine)]
 
     def set_writes(self, fault: str, times: int | None = None, seconds: float = 0.0) -> None:
-        """What becomes of the next batches of each of prefill's ranks."""
+        """Sets what happens to the next batches of each of prefill's ranks."""
         self.tell(self.prefill, "set_writes", fault, times, seconds)
 
     @contextlib.contextmanager
@@ -172,7 +176,7 @@ class World:
             self.set_writes("")
 
     def restart(self, server: Server) -> None:
-        """One that has been killed. Returns when it is healthy."""
+        """Restarts a server that was killed. Returns when it is healthy."""
         assert isinstance(server, Engine | Proxy)
         if server is self.decode:  # its session has another port, as it would without relays
             self.sessions = Sessions(self._wire)
@@ -199,7 +203,7 @@ class World:
     # What must be as it was.
 
     def warm_up(self) -> None:
-        """Everything that an engine starts only when it is first needed is started: all kinds of ends, too."""
+        """Sends requests that end in every way, so that engines start everything that they start on first use."""
         with self.writes("fail", times=1):
             self.complete(16)
         leaving = [one for one, _ in self.requests(8)]
@@ -212,8 +216,9 @@ class World:
                 self._levels[server] = self._measure(server)
 
     def _measure(self, server: Server) -> Level:
-        """Without what Mooncake keeps: over TCP it closes a connection to an engine that has died when it next uses it,
-        which is never. Those of ours all go to a relay."""
+        """Measures the servers, without connections that Mooncake keeps. Over TCP it closes a connection to an engine
+        that has died only when it uses it again, which never happens here. These connections all go to a relay.
+        """
         level = measure(server, self.control)
         ours = {each.port for each in vars(self).values() if hasattr(each, "port")}
 
@@ -227,7 +232,7 @@ class World:
         )
 
     def leaked_blocks(self) -> int:
-        """How many are in use when nothing has been going on for `QUIET_WITHIN_S`: 0 as soon as there are none."""
+        """Returns how many blocks are in use after `QUIET_WITHIN_S` without requests; 0 as soon as none are."""
         deadline = time.monotonic() + QUIET_WITHIN_S
         while (held := sum(blocks_in_use(engine) for engine in (self.prefill, self.decode))) > 0:
             if time.monotonic() > deadline:
@@ -236,7 +241,7 @@ class World:
         return 0
 
     def leaks(self) -> tuple[dict[str, int], dict[str, int]]:
-        """What servers hold more of than after they were warmed up, for good; and bytes of memory more, by server."""
+        """Returns what servers hold more of than after the warm-up, for good, and bytes of memory more, by server."""
         if len(self._levels) < len(self.servers):  # one was restarted
             self.warm_up()
         deadline = time.monotonic() + LEVEL_WITHIN_S
@@ -257,7 +262,7 @@ class World:
 
 
 class Worlds:
-    """One at a time."""
+    """Keeps at most one world running."""
 
     def __init__(self, models: Path, logs: Path) -> None:
         self._models, self._logs = models, logs
@@ -276,7 +281,7 @@ class Worlds:
 
 
 def blocks_in_use(engine: Engine) -> int:
-    """At least 1 as long as the engine has anything to do."""
+    """Returns the engine's blocks in use: at least 1 as long as it works."""
     if engine.metric("vllm:num_requests_running") + engine.metric("vllm:num_requests_waiting") > 0:
         return 1
     [(labels, _)] = engine.samples("vllm:cache_config_info")
@@ -284,7 +289,7 @@ def blocks_in_use(engine: Engine) -> int:
 
 
 def leave(world: World, request: Ask, patience_s: float) -> Answer:
-    """Sends a request, and goes away after a while."""
+    """Sends a request and closes its connection after a while."""
     body = {"model": world.client.model, "prompt": request.prompt, "max_tokens": request.max_tokens}
     end = time.monotonic() + patience_s
     outcome, detail = Outcome.LEFT, ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stranger: a process of its own that does one thing to a TCP port. `python attackers.py KIND PORT COUNT SEED`.
+"""Attacks a TCP port in one way, in a process of its own. `python attackers.py KIND PORT COUNT SEED`.
 
-Says `ready` once it is at it, goes on until its standard input ends, then says how often it did it (`done N`). Needs
-nothing but Python: its files, memory and interpreter are not those of who is attacked.
+Prints `ready` once the attack runs, goes on until its standard input ends, then prints how often it attacked (`done
+N`). It needs only Python, so its files, memory and interpreter are apart from those of the attacked process.
 """
 
 import random
@@ -60,7 +60,7 @@ def _connect(port: int, source: int = 1) -> socket.socket:
 
 
 def _send(connection: socket.socket, data: bytes) -> bool:
-    """False if the other side has closed."""
+    """Sends. Returns False if the other side has closed the connection."""
     try:
         connection.sendall(data)
     except OSError:
@@ -69,7 +69,7 @@ def _send(connection: socket.socket, data: bytes) -> bool:
 
 
 def _until_closed(connection: socket.socket) -> None:
-    """Reads what comes, for a moment."""
+    """Reads for a moment, or until the other side closes."""
     connection.settimeout(0.2)
     try:
         while connection.recv(65536):
@@ -79,7 +79,7 @@ def _until_closed(connection: socket.socket) -> None:
 
 
 def scan(port: int, count: int, chance: random.Random, ended: threading.Event) -> Iterator[int]:
-    """Connects and closes, at once, properly or not."""
+    """Connects and closes at once, with or without a proper end."""
     for number in range(1, count + 1):
         with _connect(port, 1 + number % 200) as connection:
             if number % 2:  # with a reset
@@ -88,7 +88,7 @@ def scan(port: int, count: int, chance: random.Random, ended: threading.Event) -
 
 
 def greetings(port: int, count: int, chance: random.Random, ended: threading.Event) -> Iterator[int]:
-    """Half ZMTP greetings, wrong ones, and noise."""
+    """Sends half ZMTP greetings, wrong ones, and noise."""
     for number in range(1, count + 1):
         data = GREETINGS[number % len(GREETINGS)]
         if number % 3 == 0:
@@ -104,7 +104,7 @@ def greetings(port: int, count: int, chance: random.Random, ended: threading.Eve
 
 
 def flood(port: int, count: int, chance: random.Random, ended: threading.Event) -> Iterator[int]:
-    """Holds as many connections as are let live, with half a greeting or nothing; new ones for those that end."""
+    """Holds as many connections as the other side allows, with half a greeting or nothing. Replaces those that end."""
     made = 0
     poll = select.epoll()
     held: dict[int, socket.socket] = {}
@@ -129,7 +129,7 @@ def flood(port: int, count: int, chance: random.Random, ended: threading.Event) 
 
 
 def drip(port: int, count: int, chance: random.Random, ended: threading.Event) -> Iterator[int]:
-    """Slow loris: connections that send a byte now and then. What they say begins as ZMTP or as HTTP does."""
+    """Sends a byte now and then on many connections (slow loris). The bytes begin like ZMTP or like HTTP."""
     starts = [GREETING + READY, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + b"X-A: b\r\n" * 1000]
     held: list[tuple[socket.socket, int]] = []
     made = 0
@@ -151,7 +151,7 @@ def drip(port: int, count: int, chance: random.Random, ended: threading.Event) -
 
 
 def announced(port: int, count: int, chance: random.Random, ended: threading.Event) -> Iterator[int]:
-    """ZMTP frames that announce 100 MB and more, and as much of that as is taken."""
+    """Sends ZMTP frames that announce 100 MB and more, and as much of their content as the other side reads."""
     for number in range(1, count + 1):
         with _connect(port) as connection:
             _send(connection, GREETING + READY + b"\x02" + struct.pack(">Q", (100 << 20) << number % 20))
@@ -162,7 +162,7 @@ def announced(port: int, count: int, chance: random.Random, ended: threading.Eve
 
 
 def endless(port: int, count: int, chance: random.Random, ended: threading.Event) -> Iterator[int]:
-    """One ZMTP message after the other of ever more parts, none too long: `count` MB of each, if they are taken."""
+    """Sends ZMTP messages of ever more parts, each short enough: `count` MB in each message, if they are read."""
     part = b"\x03" + struct.pack(">Q", 32768) + b"x" * 32768
     number = 0
     while not ended.is_set():
@@ -178,7 +178,7 @@ def endless(port: int, count: int, chance: random.Random, ended: threading.Event
 def deaf(
     port: int, count: int, chance: random.Random, ended: threading.Event, question: bytes = DESCRIBE
 ) -> Iterator[int]:
-    """Connections that ask as fast as they are heard, and never read an answer."""
+    """Sends requests as fast as the other side reads them, and never reads an answer."""
     frame = b"\x02" + struct.pack(">Q", len(question)) + question
     unsent: dict[socket.socket, bytes] = {}
     for _ in range(count):
@@ -201,7 +201,7 @@ def deaf(
 
 
 def deaf_babble(port: int, count: int, chance: random.Random, ended: threading.Event) -> Iterator[int]:
-    """The same with questions that cannot be read; whoever says what is wrong with them may quote much."""
+    """Like `deaf`, with requests that cannot be read. An error about them may quote a lot of them."""
     return deaf(port, count, chance, ended, b"\x93\x01\x01\x81\xa4type\xda\x03\xe8" + b"x" * 1000)
 
 

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--inputs N`: how many inputs the decoders get in all, 20,000 unless told; the long form is 1,000,000 and more, and
-sends listeners that many times more messages too. `--fuzz-seed`: of all of them; a failure names it."""
+"""Options of the hostile suite.
+
+`--inputs N`: the total number of inputs for the decoders. The default is 20,000. From 1,000,000 on, listeners get more
+messages in proportion, too.
+`--fuzz-seed`: the seed of all inputs. A failure names it.
+"""
 
 import pytest
 

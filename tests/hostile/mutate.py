@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs that are almost right, and some that are nothing at all. Each follows from (seed, number) alone."""
+"""Makes inputs that are almost valid, and some that are random. Each follows from (seed, number) alone."""
 
 import json
 import random
@@ -43,7 +43,7 @@ def json_text(value: Any) -> bytes:
 
 
 def hostile_bytes(seed: int, number: int, valid: Sequence[Any], encode: Encode, max_bytes: int = 4096) -> bytes:
-    """From `valid` messages, as builtins. A few are longer than `max_bytes`."""
+    """Returns bytes made from `valid` messages, which are builtins. A few are longer than `max_bytes`."""
     chance = random.Random(seed << 40 | number)
     kind = chance.randrange(12)
     if kind == 0:
@@ -71,7 +71,7 @@ def hostile_bytes(seed: int, number: int, valid: Sequence[Any], encode: Encode, 
 
 
 def hostile_value(chance: random.Random, value: Any) -> Any:
-    """A copy of `value` with one to three places changed."""
+    """Returns a copy of `value` with one to three places changed."""
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         value = _changed(chance, value)
     return value

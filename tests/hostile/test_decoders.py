@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that reads what others send: any bytes give a value or the documented error, and nothing is kept of them.
+"""All code that reads messages of others gives a value or the documented error for any bytes, and keeps nothing of
+them.
 
 Each input follows from `--fuzz-seed` and its number, which a failure names together with the input.
 """
@@ -95,7 +96,7 @@ def _parsed_ticket(data: bytes) -> None:
 
 
 def _use(ticket: Ticket) -> None:
-    """What a parsed ticket is asked for."""
+    """Uses a parsed ticket as the product does."""
     assert len(ticket.digest()) == 32
     assert ticket.replica_hash >= 0
     assert ticket.endpoint.startswith("tcp://")
@@ -163,7 +164,7 @@ def _url(data: bytes) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """`read` may raise `errors`, nothing else; `valid` are inputs it takes, as builtins."""
+    """A decoder. `read` may raise `errors`, nothing else; `valid` are inputs that it accepts, as builtins."""
 
     read: Callable[[bytes], None]
     errors: tuple[type[Exception], ...]
@@ -251,7 +252,7 @@ def _read_valid(target: Target, value: Any) -> None:
 
 
 def test_inputs_are_of_every_kind(fuzz_seed: int) -> None:
-    """The same number gives the same input, two numbers hardly ever the same."""
+    """The same number gives the same input, and two numbers almost never give the same."""
     target = TARGETS["messages"]
     made = [hostile_bytes(fuzz_seed, n, target.valid, target.encode) for n in range(2000)]
     assert made == [hostile_bytes(fuzz_seed, n, target.valid, target.encode) for n in range(2000)]

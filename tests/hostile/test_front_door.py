@@ -129,7 +129,9 @@ CHUNK = b"10000\r\n" + b"x" * 65536 + b"\r\n"
     ],
     ids=["body", "ticket", "endless-body", "unwanted-body", "endless-headers", "endless-url", "endless-trailers"],
 )
-def test_what_is_too_long_is_refused_and_cut(proxy: Proxy, head: bytes, body: bytes, status: int) -> None:
+def test_requests_that_are_too_long_are_refused_and_cut_off(
+    proxy: Proxy, head: bytes, body: bytes, status: int
+) -> None:
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", proxy.port), PATIENCE_S) as connection:
             connection.sendall(head)
@@ -151,7 +153,7 @@ def test_what_is_too_long_is_refused_and_cut(proxy: Proxy, head: bytes, body: by
         proxy.serves()
 
 
-def test_a_body_that_does_not_come_holds_no_place(proxy: Proxy) -> None:
+def test_a_body_that_does_not_arrive_takes_no_slot(proxy: Proxy) -> None:
     held = [socket.create_connection(("127.0.0.1", proxy.port), PATIENCE_S) for _ in range(50)]
     for connection in held:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A side-channel listener against strangers: whatever they do, peers are served, and nothing of it stays.
+"""A side-channel listener under attack: whatever attackers do, peers are served, and no resource is lost.
 
-The listener is a process of its own, so that its memory, files and threads are its alone.
+The listener is a process of its own, so its memory, files and threads can be measured.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class Listener:
         return self._take()
 
     def serves(self, client: SideChannelClient | None = None) -> None:
-        """A peer gets its answer. It asks again, as peers do."""
+        """A peer gets its answer. It repeats its request, as peers do."""
         question = Describe("decode-0")
         right = LARGE if self.kind == "descriptions" else GrantRefused("decode-0", retry=False)
         answers: queue.Queue[Message | SideChannelError] = queue.Queue()
@@ -89,7 +89,9 @@ class Listener:
 
 @pytest.fixture(params=["ranks", "descriptions"])
 def listener(request: pytest.FixtureRequest) -> Iterator[Listener]:
-    """Checked afterwards: as many files and threads as before, no more memory, and all of them gone when it closes."""
+    """Yields a listener. Afterwards it has as many files and threads as before and no more memory, and frees all when
+    it closes.
+    """
     listener = Listener(request.param)
     listener.serves()
     listener.serves_newcomers()
@@ -115,7 +117,7 @@ wait_for = partial(waiting.wait_for, timeout_s=PATIENCE_S, every_s=0.05)
 
 @contextlib.contextmanager
 def attack(kind: str, port: int, count: int, seed: int = 0) -> Iterator[Callable[[], int]]:
-    """A stranger at work. The function ends it, or waits until it has done all, and says how often it did it."""
+    """Runs an attacker. The yielded function ends it, or waits until it is done, and returns how often it attacked."""
     command = [sys.executable, str(Path(__file__).with_name("attackers.py")), kind, str(port), str(count), str(seed)]
     stranger = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert stranger.stdin is not None
@@ -140,7 +142,7 @@ def attack(kind: str, port: int, count: int, seed: int = 0) -> Iterator[Callable
 
 
 def many(inputs: int, per_20000: int) -> int:
-    """How often, in the form that is run: the long one is bounded by the ports a host has."""
+    """How often to attack. The long form is bounded by the ports of a host."""
     return per_20000 * max(1, min(10, inputs // 20_000))
 
 
@@ -179,7 +181,7 @@ def test_slow_connections(listener: Listener) -> None:
 
 
 def test_messages_of_a_hundred_megabytes(listener: Listener, inputs: int) -> None:
-    """Announced as such, and in parts that are short enough: 1 GB of them if they were taken."""
+    """Messages announce that length, or have parts that are short enough: 1 GB in all if the listener reads them."""
     before = listener.state()
     with attack("announced", listener.port, many(inputs, 20)) as finish:
         listener.serves()
@@ -211,7 +213,7 @@ def test_peers_that_never_read_their_answers(listener: Listener, kind: str) -> N
 
 
 def test_messages_that_cannot_be_read(listener: Listener, inputs: int, fuzz_seed: int) -> None:
-    """Each is answered, so that none is lost between them, and what could not be read is counted."""
+    """The listener answers each of them, so none is lost, and counts them."""
     count = many(inputs, 2000)
     valid = tuple([1, n, message] for n, message in enumerate(PLAIN))
     batch = 1 if listener.kind == "descriptions" else 100  # descriptions' answers wait for few

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages that can be read and are hostile in what they say, between real ranks: no other request suffers."""
+"""Hostile messages that can be read, between real ranks: no other request suffers from them."""
 
 import random
 import secrets
@@ -55,7 +55,9 @@ def works(pair: Pair) -> None:
 
 
 def test_a_decode_rank_asked_for_anything(pair: Pair, inputs: int, fuzz_seed: int) -> None:
-    """Grants and reports for tickets that are not there, and for one that is, of engines of all shapes; repeated."""
+    """It gets grant requests and reports for unknown tickets and for a known one, from engines of all shapes,
+    repeatedly.
+    """
     chance = random.Random(fuzz_seed)
     bait = prompts(pair, [64])
     tickets = pair.announce(bait)
@@ -114,8 +116,9 @@ UNASKED = (
 
 @contextmanager
 def hostile_engine(descriptions: list[bytes]) -> Iterator[int]:
-    """A decode engine at a port: describes itself as one of `descriptions` after the other, sends what nobody asked
-    for, and answers nothing else."""
+    """Runs a decode engine that describes itself as one of `descriptions` after the other. It sends messages that
+    nobody asked for, and answers nothing else.
+    """
     with plain_sockets() as make:
         router = make(zmq.ROUTER)
         router.setsockopt(zmq.RCVTIMEO, 100)

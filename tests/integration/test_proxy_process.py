@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy as a process: its command line, its end, and its connections."""
+"""The proxy as a process: its command line, how it ends, and its connections."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_idle_connections_are_closed() -> None:
             eventually(lambda: connections() == 0)
 
 
-def test_killed_proxy_and_another_in_its_place() -> None:
+def test_another_proxy_takes_the_place_of_a_killed_one() -> None:
     """The client sees the connection closed, decode gets a clear reason, and a new proxy serves at the same port."""
     prefill, decode = PrefillEngine(), DecodeEngine()
     prefill.hangs = True
@@ -103,7 +103,7 @@ def test_signal_ends_requests_and_the_process(number: signal.Signals) -> None:
 
 
 def test_signal_ends_uploads(tmp_path: Path) -> None:
-    """Uploads of every kind end at once, each with the error of its route."""
+    """All kinds of uploads end at once, each with the error of its route."""
     token = tmp_path / "token"
     token.write_text("secret")
     token.chmod(0o600)
@@ -142,7 +142,7 @@ def test_signal_ends_uploads(tmp_path: Path) -> None:
 
 
 def test_failed_background_task_ends_the_process(tmp_path: Path) -> None:
-    """A library that health checks need fails while a request is in flight."""
+    """The library of the health checks fails while a request is in flight."""
     prefill, decode = PrefillEngine(), DecodeEngine()
     decode.hangs_after_first_token = True
     broken = tmp_path / "broken"
@@ -199,7 +199,7 @@ def test_proxy_that_cannot_start_ends() -> None:
         (("--prefill", "http://p:1", "--decode", "http://p:1/"), "http://p:1 is given as a prefill and as a decode"),
     ],
 )
-def test_wrong_option_is_one_clear_line(options: tuple[str, ...], reason: str) -> None:
+def test_wrong_option_is_refused_in_one_clear_line(options: tuple[str, ...], reason: str) -> None:
     run = subprocess.run(command("--port", "0", *options), capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 2
     assert run.stdout == ""
@@ -208,7 +208,7 @@ def test_wrong_option_is_one_clear_line(options: tuple[str, ...], reason: str) -
     assert reason in line
 
 
-def test_taken_port_is_one_clear_line() -> None:
+def test_taken_port_is_named_in_one_clear_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = ("--port", str(taken.getsockname()[1]), "--prefill", "http://p:1", "--decode", "http://d:1")
         run = subprocess.run(command(*options), capture_output=True, text=True, timeout=60, check=False)

@@ -44,7 +44,7 @@ def by_name(spans: list[Span]) -> dict[str, Span]:
 
 
 def parent_in(headers: dict[str, str]) -> str:
-    """The parent span in the headers that an engine got."""
+    """Returns the parent span in the headers that an engine got."""
     version, trace, span, flags = headers["traceparent"].split("-")
     assert (version, trace, flags) == ("00", TRACE, "01")
     return span
@@ -108,7 +108,7 @@ def test_a_prefill_for_each_prompt(collector: Collector) -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"traceparent": "00-zz"}, {"traceparent": f"00-{'0' * 32}-{CLIENT}-01"}])
-def test_without_a_valid_context_a_trace_begins_here(collector: Collector, headers: dict[str, str]) -> None:
+def test_without_a_valid_context_the_proxy_begins_a_trace(collector: Collector, headers: dict[str, str]) -> None:
     with running_cluster(otlp_traces_endpoint=collector.url) as cluster:
         assert cluster.client.post("/v1/chat/completions", json=CHAT, headers=headers).status_code == 200
         spans = by_name(collector.wait(lambda spans: len(spans) == 3))
@@ -187,7 +187,7 @@ def test_prefill_is_tried_again(collector: Collector) -> None:
     assert b"quick brown fox" not in collector.raw
 
 
-def test_request_is_made_anew_after_a_prefill(collector: Collector) -> None:
+def test_a_request_is_sent_to_decode_again_after_a_prefill(collector: Collector) -> None:
     failing = PrefillEngine()
     failing.refusal = (500, {"error": "while reading 'the quick brown fox'"})
     with beside(prefill=failing, otlp_traces_endpoint=collector.url, strategy="round-robin") as cluster:
@@ -227,7 +227,7 @@ def test_an_engine_that_is_passed_over(collector: Collector) -> None:
         assert prefill.attributes["kv_pd.unreachable_engines"] == [gone]
 
 
-def test_no_prefill_at_all(collector: Collector) -> None:
+def test_a_request_that_no_prefill_engine_serves(collector: Collector) -> None:
     with running_cluster(otlp_traces_endpoint=collector.url) as cluster:
         cluster.prefill.transfer_error = "no grant from decode rank 0"
         assert ask(cluster).status_code == 502
@@ -274,11 +274,11 @@ def test_a_refused_request(collector: Collector) -> None:
 
 
 def traces_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The proxy's. pytest adds those of loggers that print nothing."""
+    """The proxy's log lines about traces. pytest also captures loggers that print nothing."""
     return [record.getMessage() for record in caplog.records if record.name == "vllm_ascend_pd.proxy.operate.otel"]
 
 
-def test_a_collector_that_is_down_is_one_line(
+def test_a_collector_that_is_down_is_logged_in_one_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, collector: Collector
 ) -> None:
     """Requests are served as usual, and the queue of spans is bounded."""
@@ -294,7 +294,9 @@ def test_a_collector_that_is_down_is_one_line(
     assert line.startswith(f"traces cannot be sent to http://127.0.0.1:{port} and are lost if that lasts")
 
 
-def test_a_collector_that_comes_back_is_one_line_more(caplog: pytest.LogCaptureFixture, collector: Collector) -> None:
+def test_a_collector_that_comes_back_is_logged_in_one_more_line(
+    caplog: pytest.LogCaptureFixture, collector: Collector
+) -> None:
     collector.refuses = True
     with caplog.at_level(logging.INFO), running_cluster(otlp_traces_endpoint=collector.url) as cluster:
         assert ask(cluster).status_code == 200
@@ -308,7 +310,7 @@ def test_a_collector_that_comes_back_is_one_line_more(caplog: pytest.LogCaptureF
     assert second == f"traces are sent to {collector.url} again"
 
 
-def test_a_proxy_that_stops_sends_what_it_has(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_that_stops_sends_its_remaining_spans(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
     with running_cluster(otlp_traces_endpoint=collector.url) as cluster:
         assert ask(cluster).status_code == 200
@@ -364,14 +366,14 @@ def test_a_process_ends_in_time_whatever_the_collector_does(collects: bool) -> N
         ("me:s3cret@127.0.0.1:4318", "http/protobuf", "OTEL_EXPORTER_OTLP_HEADERS"),
     ],
 )
-def test_a_wrong_endpoint_is_one_clear_line(endpoint: str, protocol: str, reason: str) -> None:
+def test_a_wrong_endpoint_is_refused_in_one_clear_line(endpoint: str, protocol: str, reason: str) -> None:
     line = refused(endpoint, {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": protocol})
     assert reason in line
     assert "s3cret" not in line
 
 
-def test_missing_packages_are_one_clear_line(tmp_path: object) -> None:
-    """An environment without OpenTelemetry: an empty folder of that name is first on the path."""
+def test_missing_packages_are_named_in_one_clear_line(tmp_path: object) -> None:
+    """The environment has no OpenTelemetry: an empty folder of that name is first on the path."""
     package = tmp_path / "opentelemetry"  # type: ignore[operator]
     package.mkdir()
     (package / "__init__.py").write_text("")

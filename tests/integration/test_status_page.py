@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status page in Chromium: what an operator sees, on a desk and on a phone, without loading it again."""
+"""The status page in Chromium, as an operator sees it on a desktop and on a phone, without reloading it."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class Page:
         return self.driver.execute_script(f"return {script}", *arguments)
 
     def text(self, selector: str = "body") -> str:
-        """As it is seen; nothing of what is hidden."""
+        """Returns the visible text."""
         seen = "(e => e?.checkVisibility() ? e.innerText.trim() : '')(document.querySelector(arguments[0]))"
         return self.run(seen, selector)
 
     def engine(self, url: str) -> dict[str, str]:
-        """A row of an engine's table by its columns' titles."""
+        """Returns a row of an engine's table, by column title."""
         script = """(([...document.querySelectorAll('.engines tbody tr')]
             .filter(row => row.querySelector('.url').textContent === arguments[0])
             .map(row => { const titles = row.closest('table').tHead.rows[0].cells;
@@ -83,7 +83,7 @@ class Page:
         return self.text(f"[data-phase={name}]")
 
     def errors(self) -> list[dict[str, Any]]:
-        """What the browser complains of; its policy's violations, too."""
+        """Returns the browser's errors, including violations of the page's content policy."""
         return [entry for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
 
@@ -121,7 +121,7 @@ def page(browser: webdriver.Chrome) -> Iterator[Page]:
     browser.get("about:blank")
 
 
-def test_start_load_and_failure_without_loading_again(page: Page) -> None:
+def test_the_page_follows_start_load_and_failure_without_a_reload(page: Page) -> None:
     with running_cluster(decode_attempts=1, max_per_decode=4, check_interval=0.2) as cluster:
         cluster.decode.metrics = METRICS
         cluster.prefill.transfer_error = f"no grant in time {MARKUP}"
@@ -191,7 +191,7 @@ def test_engine_that_dies_and_one_that_comes_back(page: Page) -> None:
         assert page.errors() == []
 
 
-def test_proxy_that_goes_away_is_said(page: Page) -> None:
+def test_the_page_says_that_the_proxy_has_gone(page: Page) -> None:
     with running_cluster() as cluster:
         page.open(cluster)
         eventually(lambda: page.text("#verdict") == "All engines are well")
@@ -199,7 +199,7 @@ def test_proxy_that_goes_away_is_said(page: Page) -> None:
     assert page.text("#prefill-title"), "what was known last stays"
 
 
-def test_token_is_asked_for_and_kept_nowhere(page: Page, tmp_path: Path) -> None:
+def test_the_page_asks_for_the_token_and_does_not_store_it(page: Page, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.touch(mode=0o600)
     file.write_text("a-secret\n")
@@ -225,7 +225,9 @@ def test_token_is_asked_for_and_kept_nowhere(page: Page, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
-def test_all_is_readable(page: Page, size: dict[str, Any], scheme: str) -> None:
+def test_the_page_fits_the_screen_and_its_text_has_enough_contrast(
+    page: Page, size: dict[str, Any], scheme: str
+) -> None:
     nobody = "http://[0000:0000:0000:0000:0000:0000:0000:0001]:9"
     with running_cluster(
         decode_attempts=1, max_per_decode=8, max_per_prefill=8, check_interval=0.2, other_prefill=(nobody,)
@@ -267,7 +269,7 @@ CONTRASTS = """(() => {
 
 
 def test_screen_reader_finds_tables_and_headings(page: Page) -> None:
-    """On a phone as well, where a table does not look like one."""
+    """On a phone, too, where tables do not look like tables."""
     with running_cluster() as cluster:
         page.size(PHONE)
         page.open(cluster)

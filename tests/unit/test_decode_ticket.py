@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode rank's ticket: when grants, reports and leases make it received or failed, and when no writer is left."""
+"""A decode rank's ticket: which grants, reports and leases make it received or failed, and when its writers are done."""
 
 import msgspec
 from tickets import (
@@ -31,7 +31,7 @@ def test_both_writers_write_and_the_ticket_is_received():
     assert (ticket.num_bytes, ticket.bytes_before_end) == (150, 120)
 
 
-def test_the_least_that_was_cached_counts_of_all_reports():
+def test_the_smallest_cached_count_of_all_reports_counts():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     ticket.grant(asks(RIGHT), 0.0)
@@ -123,7 +123,7 @@ def test_a_writer_that_goes_silent():
 
 
 def test_blocks_are_kept_for_a_writer_whose_process_is_stopped():
-    """It goes on where it was, whenever that is, and with it the bytes it was sending."""
+    """It may be resumed at any time, and then sends the rest of its bytes."""
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     ticket.fail("the request was aborted")
@@ -146,7 +146,7 @@ def test_a_process_that_has_ended_writes_nothing_once_its_lease_is_over():
 
 
 def test_a_process_that_went_on_before_it_ended():
-    """What it sent then has its time."""
+    """The bytes that it sent then have the settling time to arrive."""
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     ticket.fail("the request was aborted")
@@ -166,7 +166,7 @@ def test_a_process_that_ends_before_its_bytes_have_settled():
     assert ticket.is_quiesced(5.0)
 
 
-def test_who_comes_back_on_another_connection_is_not_gone():
+def test_a_writer_that_comes_back_on_another_connection_is_not_gone():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     ticket.gone(LEFT, 0.5)
@@ -179,7 +179,7 @@ def test_who_comes_back_on_another_connection_is_not_gone():
     assert not ticket.is_quiesced(1e6)
 
 
-def test_each_writer_says_how_long_it_may_outlast_its_lease():
+def test_each_writer_states_how_long_its_bytes_may_outlast_its_lease():
     ticket = opened()
     ticket.grant(asks(LEFT, settle_s=0.0), 0.0)
     ticket.grant(asks(RIGHT, settle_s=20.0), 0.0)
@@ -200,7 +200,7 @@ def test_bytes_of_a_failed_write_may_still_arrive():
     assert ticket.is_quiesced(3.0)
 
 
-def test_a_repeated_report_does_not_settle_anew():
+def test_a_repeated_report_does_not_restart_the_settling_time():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     ticket.report(failed(LEFT, settle_s=4.0), 1.0)
@@ -209,7 +209,7 @@ def test_a_repeated_report_does_not_settle_anew():
 
 
 def test_success_and_failure_of_one_transfer():
-    """Whoever says both is believed what it says first."""
+    """If a writer reports both, the first report counts."""
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     ticket.grant(asks(RIGHT), 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode rank's ticket when prefill tries again: an attempt writes everything, once no earlier writer is left."""
+"""A decode rank's ticket with several attempts: an attempt writes everything, once no earlier writer can write."""
 
 import msgspec
 import pytest
@@ -55,7 +55,7 @@ def test_another_attempt_may_come_from_an_engine_of_another_shape():
 
 @pytest.mark.parametrize("silent", [True, False])
 def test_another_attempt_waits_for_the_writers_of_the_one_before(silent):
-    """Also where that looked alive: prefill may be known to be dead elsewhere first."""
+    """It waits even for writers that look alive, because the proxy may know sooner that their engine is dead."""
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     now = LEASE_S + SETTLE_S if silent else 1.0
@@ -71,7 +71,7 @@ def test_another_attempt_waits_for_the_writers_of_the_one_before(silent):
     assert ticket.admit(again(), over + SETTLE_S) is None
 
 
-def test_the_highest_attempt_has_its_turn():
+def test_the_highest_attempt_is_served_next():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     assert ticket.admit(again(attempt=2), 1.0).retry
@@ -109,7 +109,7 @@ def test_what_a_transfer_of_another_attempt_reports_is_not_counted():
 
 
 def test_a_rank_has_one_transfer_of_an_attempt():
-    """The same ticket came to it twice: the second finds the first's place taken, and cannot end it."""
+    """A rank that got the same ticket twice has two transfers. The second one is refused, and cannot end the first."""
     ticket = opened()
     twice = msgspec.structs.replace(RIGHT, transfer=5)
     ticket.grant(asks(RIGHT), 0.0)
@@ -120,7 +120,7 @@ def test_a_rank_has_one_transfer_of_an_attempt():
     assert (ticket.state, ticket.live_writers()) == (TicketState.OPEN, [RIGHT])
 
 
-def test_who_asks_for_what_has_been_received_need_not_write():
+def test_a_writer_that_asks_after_everything_was_received_need_not_write():
     ticket = opened()
     for writer in (LEFT, RIGHT):
         ticket.grant(asks(writer), 0.0)
@@ -131,7 +131,7 @@ def test_who_asks_for_what_has_been_received_need_not_write():
 
 
 def test_no_other_attempt_comes():
-    """The proxy takes no notice of failures: it says that prefill has ended, and that is all."""
+    """A proxy that ignores failures only says that prefill has ended."""
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     ticket.prefill_has_ended(1.0, 30.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode rank's ticket and time: renewals, deadlines, the wait in a queue, and the end of prefill."""
+"""A decode rank's ticket over time: renewals, deadlines, the wait in a queue, and the end of prefill."""
 
 from tickets import (
     DEADLINE,
@@ -30,7 +30,7 @@ def test_a_renewal_extends_the_lease():
     assert ticket.state is TicketState.OPEN
 
 
-def test_nobody_came():
+def test_no_prefill_rank_asked_before_the_deadline():
     ticket = opened()
     ticket.tick(DEADLINE - 0.1)
     assert ticket.state is TicketState.OPEN
@@ -46,7 +46,7 @@ def test_no_grant_after_the_deadline_even_if_nobody_looked_at_the_clock():
 
 
 def renewed(ticket, begin, end):
-    """Of one of two writers, from its first request on."""
+    """Renews the grant of one of two writers, from `begin` to `end`."""
     for now in range(begin, end, int(LEASE_S) - 1):
         assert ticket.grant(asks(LEFT), now) == Granted(LEASE_S)
 
@@ -75,7 +75,7 @@ def test_a_ticket_whose_attempt_failed_waits_in_a_queue_again():
     assert (ticket.state, ticket.reason) == (TicketState.FAILED, "the transfer took too long")
 
 
-def test_only_who_has_the_ticket_begins():
+def test_only_a_writer_with_the_ticket_begins_an_attempt():
     ticket = opened(queue_deadline=1000.0, transfer_s=60.0)
     assert isinstance(ticket.grant(asks(LEFT, digest="e" * 32), 0.0), GrantRefused)
     assert ticket.deadline == 1000.0
@@ -99,7 +99,7 @@ def test_prefill_ended_without_asking_to_write():
     assert ticket.is_quiesced(5.0)
 
 
-def test_prefill_ended_and_its_writers_are_still_at_it():
+def test_prefill_ended_while_its_writers_still_write():
     ticket = opened()
     ticket.prefill_has_ended(0.0, 5.0)
     ticket.grant(asks(LEFT), 4.0)
@@ -121,8 +121,8 @@ def test_prefill_ended_and_one_writer_never_came():
     assert answer == GrantRefused("the ticket is failed: prefill ended without writing everything", retry=False)
 
 
-def test_an_open_ticket_is_never_quiet():
-    """It has no lease yet, or none any more, but may give one at any time."""
+def test_an_open_ticket_is_never_quiesced():
+    """It may grant a lease at any time, even if it has none now."""
     ticket = opened()
     assert not ticket.is_quiesced(0.0)
     ticket.grant(asks(LEFT), 0.0)

@@ -53,7 +53,7 @@ def test_a_renewal_covers_what_the_grant_covered():
 
 
 def test_a_tensor_has_one_writer_of_each_rank():
-    """Two stages cannot both bring a layer: what one has claimed or written the other must not touch."""
+    """Two pipeline stages cannot both write a layer: a stage must not touch what the other one covers."""
     ticket = opened()
     ticket.grant(asks(LEFT, (0,)), 0.0)
     refused = GrantRefused("the writer covers tensors that it must not write", retry=False)
@@ -81,7 +81,7 @@ def test_reports_that_are_not_believed():
     assert (ticket.state, ticket.live_writers()) == (TicketState.OPEN, [LEFT])
 
 
-def test_a_writer_without_a_grant_may_say_that_it_cannot():
+def test_a_writer_without_a_grant_may_report_failure():
     ticket = opened()
     assert ticket.report(failed(RIGHT, "the layouts do not fit"), 1.0)
     assert (ticket.state, ticket.reason) == (TicketState.FENCING, "prefill rank 1: the layouts do not fit")
@@ -93,7 +93,7 @@ def test_a_stranger_cannot_fail_the_ticket():
     assert (ticket.state, ticket.engine_known) == (TicketState.OPEN, True)
 
 
-def test_anyone_may_say_that_it_cannot_before_the_engine_is_known():
+def test_any_writer_may_report_failure_before_the_engine_is_known():
     ticket = DecodeTicket(TICKET_ID, 0, DIGEST, DEADLINE, DEADLINE, LEASE_S)
     assert not ticket.report(wrote(STRANGER), 1.0)
     assert ticket.report(failed(STRANGER, "models differ"), 1.0)

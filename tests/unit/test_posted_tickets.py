@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the proxy takes a posted ticket apart: what prefill gets, and the token ids that it is asked by."""
+"""How the proxy reads a posted ticket: what prefill gets, and the token ids that prefill is asked with."""
 
 import json
 from typing import Any
@@ -49,7 +49,7 @@ def test_a_ticket_without_them_is_passed_on_byte_for_byte(body: bytes) -> None:
 
 
 def test_another_connectors_ticket_is_passed_on_byte_for_byte() -> None:
-    """What its `token_ids` are for is between its engines."""
+    """Its `token_ids` mean something only to its engines."""
     body = b'{"request_id":"r","remote_engine_id":"d","token_ids":[1,2]}'
     assert read_ticket(body)[1:] == (body, None)
 
@@ -57,7 +57,7 @@ def test_another_connectors_ticket_is_passed_on_byte_for_byte() -> None:
 @pytest.mark.parametrize(
     "token_ids", [5, "[1]", None, {}, ["1"], [1.5], [-1], [2**31], [2**64], [True], [None], [[1]], [[1], [2]]], ids=repr
 )
-def test_token_ids_that_are_none_are_refused(token_ids: Any) -> None:
+def test_malformed_token_ids_are_refused(token_ids: Any) -> None:
     with pytest.raises(UNREADABLE):
         read_ticket(posted(token_ids))
 

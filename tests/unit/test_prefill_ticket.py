@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefill rank makes of answers, failures and time."""
+"""How answers, failures and time change a ticket on a prefill rank."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def granted(at=0.0):
     return state
 
 
-def test_writes_under_its_grants_and_tells_success_once_to_each():
+def test_writes_under_its_grants_and_reports_success_once_to_each_rank():
     state = granted()
     assert state.may_write(LEFT, 1.0)
     assert state.finish(2.0)
@@ -58,7 +58,7 @@ def test_waits_for_decodes_description_until_the_grant_deadline():
     assert state.end()
 
 
-def test_to_an_engine_that_did_not_describe_itself_nothing_may_be_written():
+def test_nothing_is_written_to_an_engine_that_did_not_describe_itself():
     state = PrefillTicket(GRANT_DEADLINE)
     assert state.known(GRANT_DEADLINE) is False
     assert state.may_write(LEFT, GRANT_DEADLINE) is False
@@ -75,7 +75,7 @@ def test_waits_for_a_grant_until_the_grant_deadline():
     assert state.failure == "decode rank (0, 1) gave no grant in time"
 
 
-def test_a_lease_counts_from_the_question():
+def test_a_lease_counts_from_the_grant_request():
     state = contacted()
     state.asked(LEFT, 1.0)
     state.answered(LEFT, 1.0, Granted(LEASE_S))  # whenever that is
@@ -87,7 +87,7 @@ def test_a_lease_counts_from_the_question():
     assert state.may_write(RIGHT, 10.0) is False  # nothing more, anywhere
 
 
-def test_an_answer_that_comes_late_takes_nothing_back():
+def test_a_late_answer_does_not_shorten_the_lease():
     state = granted(at=5.0)
     state.answered(LEFT, 1.0, Granted(LEASE_S))
     assert state.holds(LEFT, 13.9)
@@ -105,7 +105,7 @@ def test_asks_again_soon_without_a_grant_and_rarely_with_one():
 
 
 @pytest.mark.parametrize("answer", [GrantRefused("later", retry=True), Problem("?"), TimeoutError()])
-def test_what_is_neither_yes_nor_no_may_pass(answer):
+def test_an_answer_that_neither_grants_nor_refuses_changes_nothing(answer):
     state = contacted()
     state.asked(LEFT, 0.0)
     assert not state.answered(LEFT, 0.0, answer)
@@ -132,7 +132,7 @@ def test_the_first_reason_stays_and_none_comes_after_the_end():
     assert complete.failure is None
 
 
-def test_success_waits_for_bytes_on_their_way_and_keeps_its_leases_meanwhile():
+def test_success_is_reported_after_bytes_in_flight_and_leases_are_renewed_until_then():
     state = granted()
     state.mark_in_flight(8.0)
     state.mark_in_flight(7.0)
@@ -144,7 +144,7 @@ def test_success_waits_for_bytes_on_their_way_and_keeps_its_leases_meanwhile():
     assert state.due(20.0) == []
 
 
-def test_failure_is_told_at_once_and_the_blocks_are_kept_for_what_still_reads_them():
+def test_failure_is_reported_at_once_and_blocks_are_kept_until_nothing_reads_them():
     state = granted()
     state.mark_in_flight(8.0)
     state.fail("it broke", PushFailure.WRITE)
@@ -166,7 +166,7 @@ def test_failure_is_told_at_once_and_the_blocks_are_kept_for_what_still_reads_th
     assert state.end()
 
 
-def test_who_did_not_hear_of_a_failure_asks():
+def test_a_rank_that_did_not_acknowledge_a_failure_is_not_notified_again():
     state = granted()
     state.mark_in_flight(8.0)
     state.fail("it broke", PushFailure.WRITE)
@@ -179,7 +179,7 @@ def test_who_did_not_hear_of_a_failure_asks():
     assert list(state.notify_pending()) == [RIGHT]
 
 
-def test_nothing_is_written_to_who_needs_nothing():
+def test_nothing_is_written_to_a_rank_that_needs_nothing():
     state = contacted()
     state.asked(LEFT, 0.0)
     assert not state.answered(LEFT, 0.0, Complete())
@@ -192,8 +192,8 @@ def test_nothing_is_written_to_who_needs_nothing():
     assert list(state.notify_pending()) == [LEFT, RIGHT]
 
 
-def test_decode_may_ask_for_patience():
-    """As long as it says so: another attempt may still write."""
+def test_decode_may_ask_for_more_time():
+    """Decode's answer says how long, because another attempt may still write."""
     state = contacted()
     for at in (0.0, 16.0, 19.0):
         state.asked(LEFT, at)
@@ -202,8 +202,8 @@ def test_decode_may_ask_for_patience():
     assert state.may_write(LEFT, 24.0) is False
 
 
-def test_patience_ends():
-    """Blocks are not kept for as long as a decode engine likes."""
+def test_more_time_is_bounded():
+    """A decode engine cannot make prefill keep blocks for as long as it likes."""
     state = contacted()
     state.patience_ends = 20.0
     for at in (0.0, 8.0, 16.0, 19.0):
@@ -214,7 +214,7 @@ def test_patience_ends():
     assert state.cause is PushFailure.NO_GRANT
 
 
-def test_who_never_answers_is_told_three_times():
+def test_a_rank_that_never_answers_is_notified_three_times():
     state = granted()
     state.finish(1.0)
     state.notify(1.0)

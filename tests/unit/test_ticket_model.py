@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""R1 to R4 hold whatever happens to a ticket, and each guard that sees to it is needed: `ticket_model.py` says what
-may happen, here is how much of it, and what is taken out."""
+"""R1 to R4 hold whatever happens to a ticket, and each guard is needed.
+
+`ticket_model.py` says what may happen. Here are the sizes of the worlds that are explored, and the guards that are
+taken out.
+"""
 
 import math
 
@@ -48,7 +51,7 @@ def test_every_interleaving(bounds):
 
 
 class BeginsOldPlans(PrefillTicket):
-    """A lease is looked at when a write is planned, not when it begins."""
+    """Checks a lease when a write is planned, and not when it begins."""
 
     def may_write(self, key, now):
         if self.destinations[key].granted and not super().holds(key, now):
@@ -60,7 +63,7 @@ class BeginsOldPlans(PrefillTicket):
 
 
 class LeavesWithoutEnd(PrefillTicket):
-    """Whoever was granted once may write."""
+    """Lets a writer write for ever after one grant."""
 
     def lease_until(self, key):
         return math.inf if self.destinations[key].granted else -math.inf
@@ -72,7 +75,7 @@ class CountsFromTheAnswer(PrefillTicket):
 
 
 class ClaimsSuccess(PrefillTicket):
-    """Whatever has failed before."""
+    """Reports success even after a failure."""
 
     def finish(self, now):
         self.failure = None
@@ -81,7 +84,7 @@ class ClaimsSuccess(PrefillTicket):
 
 
 class TellsSuccessTooSoon(PrefillTicket):
-    """While bytes of a first attempt may still arrive."""
+    """Reports success while bytes of a first attempt may still arrive."""
 
     def notify(self, running):
         if self.phase is not Phase.FINISHED or self.failure is not None:
@@ -95,14 +98,14 @@ class TellsSuccessTooSoon(PrefillTicket):
 
 
 class ForgetsStrays(PrefillTicket):
-    """Reports a failure as if nothing could arrive any more."""
+    """Reports a failure as if no byte could arrive any more."""
 
     def settle_s(self, running):
         return 0.0
 
 
 class FreesTooSoon(PrefillTicket):
-    """When decode knows."""
+    """Frees prefill's blocks as soon as decode has been notified."""
 
     def end(self):
         self.final = True
@@ -119,7 +122,7 @@ class AsksForEver(PrefillTicket):
 
 
 class ForgetsWhatIsOnItsWay(DecodeTicket):
-    """A lease ends there when it ends here."""
+    """Takes a lease for ended on decode when it ends on prefill."""
 
     def grant(self, request, now):
         answer = super().grant(request, now)
@@ -129,14 +132,14 @@ class ForgetsWhatIsOnItsWay(DecodeTicket):
 
 
 class ReleasesAtOnce(DecodeTicket):
-    """What has ended is not kept for its writers."""
+    """Releases blocks of an ended ticket without waiting for its writers."""
 
     def is_quiesced(self, now):
         return self.state in (TicketState.RECEIVED, TicketState.FAILED)
 
 
 class TakesOneForAll(DecodeTicket):
-    """One writer's report is enough."""
+    """Counts a ticket as received after one writer's report."""
 
     def report(self, report, now):
         if report.reason is None:
@@ -150,7 +153,7 @@ class WaitsForEver(DecodeTicket):
 
 
 class WaitsInTheQueueForEver(DecodeTicket):
-    """Until a prefill engine begins there is no deadline."""
+    """Has no deadline until a prefill engine begins."""
 
     @property
     def deadline(self):
@@ -158,7 +161,7 @@ class WaitsInTheQueueForEver(DecodeTicket):
 
 
 class TrustsLeases(DecodeTicket):
-    """Blocks are given back when leases are over, although processes live that may have been stopped."""
+    """Gives blocks back when leases are over, although stopped processes may still write."""
 
     def is_quiesced(self, now):
         over = all(lease.settled or now >= lease.until for lease in self._leases.values())
@@ -166,7 +169,7 @@ class TrustsLeases(DecodeTicket):
 
 
 class TrustsTheFirstReport(DecodeTicket):
-    """Bytes of a writer that has failed are taken to arrive in time, whether its process runs or not."""
+    """Assumes that bytes of a failed writer arrive in time, even if its process is stopped."""
 
     def is_quiesced(self, now):
         over = all(lease.is_over(now) or (lease.reported and now >= lease.until) for lease in self._leases.values())
@@ -174,14 +177,14 @@ class TrustsTheFirstReport(DecodeTicket):
 
 
 class SettlesAtTheFirstReport(DecodeTicket):
-    """A writer that says that it has failed has nothing on its way."""
+    """Assumes that no byte of a writer that reports failure is in flight."""
 
     def report(self, report, now):
         return super().report(msgspec.structs.replace(report, settle_s=0.0), now)
 
 
 class DoesNotFence(DecodeTicket):
-    """The next attempt begins while the one before may still write."""
+    """Begins the next attempt while writers of the one before may still write."""
 
     def admit(self, request, now):
         if request.attempt > self.attempt:
@@ -190,7 +193,7 @@ class DoesNotFence(DecodeTicket):
 
 
 class CountsReportsOfOthers(DecodeTicket):
-    """Of whichever attempt and transfer of the same rank."""
+    """Counts reports of other attempts and transfers of the same rank."""
 
     def report(self, report, now):
         for writer in self._leases:

@@ -31,8 +31,11 @@ from vllm_ascend_pd.core.topology import sharding
 
 @dataclass
 class Lease:
-    """What the writer knows: it may write `covers` until the lease `ends`, and by `until` nothing of it can arrive any
-    more, unless its process is stopped: it has `settled` when it says so, or has ended and `until` is over."""
+    """What a writer knows.
+
+    It may write `covers` until the lease `ends`. By `until` none of its bytes can arrive any more, unless its process
+    is stopped. It has `settled` when it says so, or when it has ended and `until` is over.
+    """
 
     covers: tuple[int, ...]
     settle_s: float
@@ -54,8 +57,9 @@ ENDED = (TicketState.RECEIVED, TicketState.FAILED)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Three writers, honest about their own state, over a network that loses, repeats and reorders; the next attempt
-    has other transfers of the same ranks."""
+    """Three writers that report honestly, over a network that loses, repeats and reorders messages. The next attempt
+    has other transfers of the same ranks.
+    """
 
     @initialize(queue_deadline=st.sampled_from([5.0, DEADLINE]), transfer_s=st.sampled_from([5.0, DEADLINE]))
     def open(self, queue_deadline, transfer_s):
@@ -170,7 +174,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(writer=WRITERS, attempt=st.sampled_from([-1, 1]), reason=st.sampled_from([None, "it broke"]))
     def report_of_another_attempt(self, writer, attempt, reason):
-        """By number, or by the transfer it is of."""
+        """Reports with another attempt's number, or for another attempt's transfer."""
         other = msgspec.structs.replace(writer, transfer=self.attempt + attempt)
         assert not self.ticket.report(WriteReport(TICKET_ID, self.attempt + attempt, writer, reason), self.now)
         if self.leases.keys() & {self.of_attempt(writer)}:
@@ -208,7 +212,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def received_means_received(self):
-        """R1, and its reverse: nothing that is complete is held up."""
+        """R1 holds, and a complete ticket is received at once."""
         if self.ticket.state is TicketState.RECEIVED:
             assert self.believed == EXPECTED
         if self.ticket.state is TicketState.OPEN:
@@ -217,7 +221,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def quiet_means_quiet(self):
-        """R2."""
+        """R2 holds."""
         if self.ticket.is_quiesced(self.now):
             self.was_quiet = True
             assert self.ticket.state in ENDED
@@ -239,7 +243,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert bool(self.ticket.reason) == (self.ticket.state is TicketState.FAILED)
 
     def teardown(self):
-        """R4: whatever happened, it ends, and its blocks can be released when its writers have ended."""
+        """R4 holds: the ticket ends, and its blocks can be released when its writers have ended."""
         if not hasattr(self, "ticket"):
             return
         self.ticket.tick(max(self.now, self.ticket.deadline))

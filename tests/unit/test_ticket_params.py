@@ -70,7 +70,7 @@ def test_a_ticket_with_a_state():
             parse_ticket(bad, 10, 2, {1})
 
 
-def test_a_state_beside_tokens_that_are_dealt_out():
+def test_a_state_beside_tokens_that_ranks_share():
     params = {**PARAMS, "remote_block_ids": [[7, 3, 9], [5]], "remote_block_size": [4, 1], "remote_dcp_size": 2}
     with pytest.raises(TicketError, match="states are not shared by context parallelism"):
         parse_ticket(params, 10, 2, {1})
@@ -197,7 +197,7 @@ JSON = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(PARAMS)), JSON, max_size=4), st.booleans())
 def test_whatever_passes_can_be_used(changes, replaces):
-    """A client's JSON raises nothing but TicketError, then or later."""
+    """A client's JSON raises only TicketError, when it is parsed or when it is used."""
     params = {**PARAMS, **changes} if replaces else changes
     try:
         ticket = parse_ticket(params, 10, 1)
@@ -247,7 +247,7 @@ def test_a_ticket_without_a_digest_of_its_prompt_has_the_digest_that_older_versi
 
 
 def test_token_ids_are_dropped():
-    """They are for the metaserver. Prefill's ranks need not carry them."""
+    """They are for the metaserver, so prefill's ranks do not carry them."""
     assert parse_ticket({**PARAMS, "token_ids": [1, 2, 3]}, 10, 1).token_ids == []
 
 
@@ -265,7 +265,7 @@ def test_token_ids_are_dropped():
     ],
     ids=str,
 )
-def test_a_digest_of_the_prompt_that_is_none(prompt, complaint):
+def test_a_malformed_digest_of_the_prompt_is_refused(prompt, complaint):
     with pytest.raises(TicketError, match=complaint):
         parse_ticket({**PARAMS, "prompt": prompt}, 10, 1)
 
@@ -278,6 +278,6 @@ def test_a_digest_of_the_prompt_comes_back_as_it_was_sent_and_new_parts_are_left
     assert parse_ticket(params, 10, 1) == sent
 
 
-def test_salt_is_drawn_from_the_ticket_id():
+def test_replica_hash_follows_from_the_ticket_id():
     assert replica_hash_of("00000010" + "f" * 24) == 16
     assert Ticket(**PARAMS).replica_hash == replica_hash_of(TICKET_ID) == 0x01234567

@@ -1,21 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ticket protocol in a world where everything goes wrong: the product's own state machines (`ticket_ranks.py`),
-and around them what delivers, loses, repeats, delays, stops and ends. All ranks of prefill write to all ranks of
-decode; two tickets name the same blocks, one after the other; two attempts serve the same ticket.
+"""A model of the ticket protocol in which everything can go wrong.
 
-Time is whole units, relative: "now" is always 0, and a unit that passes moves everything that has a date. Only what
-the product computes from its constants orders events. What the transfer engine promises is taken for true: bytes of a
-write arrive within `SETTLE_S` of its beginning or never, and a write that was given up no later than that, both without
-the time in which its process was stopped. What a process that has ended handed to the network goes on by itself.
-
-Within its bounds a model has all interleavings. `faults` bounds how often something goes wrong in a run: a message is
-lost or arrives twice, a write fails, a rank ends, a rank of prefill stops (and goes on, whenever it likes), the client
-leaves, or a unit of time passes although something else is about to happen (whatever that is, it is late then).
-
-Three things keep it small and lose nothing. What an event makes of a ticket is worked out once (`Numbered`). Tickets
-share nothing but blocks: the second is served when prefill has done with the first, and nothing goes wrong with it.
-And unless it is `fine`, what only its receiver sees is not held up: answers arrive with what they answer, planned
-writes begin, clocks and connections are looked at when a unit has passed.
+The product's own state machines (`ticket_ranks.py`) run in it. The model delivers, loses, repeats and delays messages,
+and stops and ends processes. All ranks of prefill write to all ranks of decode. Two tickets name the same blocks, one
+after the other. Two attempts serve the same ticket.
 """
 
 from typing import Any
@@ -117,7 +105,7 @@ class TicketModel(Ranks):
         return world._replace(network=world.network | {message})
 
     def _without_idle_messages(self, world: World) -> World:
-        """What nobody will take changes nothing."""
+        """Returns the world without messages that nobody will read, since they change nothing."""
         idle = [message for message in world.network if not self._matters(world, message)]
         return world._replace(network=world.network.difference(idle)) if idle else world
 
@@ -214,7 +202,7 @@ class TicketModel(Ranks):
         return world._replace(wrong=f"R2: a write of {self._who(write.transfer)} lands in blocks that {by}")
 
     def _failures_of(self, world: World, write: Write) -> Moves:
-        """The call that wrote comes back with an error. The first is followed by another try, or not."""
+        """Yields worlds in which a write fails. The first failure may be followed by a second try."""
         transfer = write.transfer
         stray = (
             set()
@@ -262,7 +250,7 @@ class TicketModel(Ranks):
         return world._replace(writes=writes, frozen=world.frozen - {process})
 
     def _prefill_killed(self, world: World, process: str, transfers: list[int]) -> World:
-        """What it handed to the network goes on by itself."""
+        """Returns the world after a prefill process was killed. What it handed to the network goes on."""
         for transfer in transfers:
             world = world._replace(producers=put(world.producers, transfer, DEAD))
         own = {write for write in world.writes if write.transfer in transfers}
@@ -280,7 +268,7 @@ class TicketModel(Ranks):
         return world._replace(writes=world.writes - gone, ended=world.ended | {f"decode {reader}"})
 
     def _time(self, world: World) -> Moves:
-        """A unit passes; not while the engine would have to break its promise about a write."""
+        """Yields the world a unit of time later, unless the transfer engine would break its promise about a write."""
         if any(write.awaited and write.left == 0 and not self._is_stopped(world, write) for write in world.writes):
             return
         stopped = {write for write in world.writes if self._is_stopped(world, write)}
@@ -320,7 +308,7 @@ class TicketModel(Ranks):
         return self._producers.after(number, "time", age_producer)[0]
 
     def _on_time(self, world: World, transfer: int) -> World:
-        """What a prefill rank does by the clock."""
+        """Does what a prefill rank does by the clock."""
         for key in self._unanswered(world.producers[transfer]):
             after, _ = self._answer(world.producers[transfer], key, 0, TimeoutError())
             world = world._replace(producers=put(world.producers, transfer, after))
@@ -332,8 +320,9 @@ class TicketModel(Ranks):
     # R4.
 
     def _never_ends(self, world: World) -> str | None:
-        """Who would wait for ever if from now on nothing arrived any more: no message, no byte. Then each is alone; a
-        process that is stopped goes on or is killed."""
+        """Returns who would wait for ever if no message and no byte arrived from now on. Stopped processes are resumed
+        or killed.
+        """
         everyone = frozenset(self.bounds.processes)
         for at, number in enumerate(world.consumers):
             if number >= 0 and number not in self._end_alone:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decode's and prefill's ranks do in the tickets' world (`ticket_model.py`): the product's state machines, driven.
-
-A transfer is one rank of prefill serving one attempt at one ticket; its number says which, see `Bounds.of`. Each
-attempt has processes of its own, which call themselves the same: only transfers' numbers tell their messages apart.
-"""
+"""Drives the product's state machines: decode's and prefill's ranks in the ticket model (`ticket_model.py`)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +48,7 @@ Moves = Iterator[tuple[str, World]]
 
 
 class Serving(NamedTuple):
-    """What a transfer's number stands for."""
+    """The ticket and attempt that a transfer's number stands for."""
 
     ticket: int
     attempt: int
@@ -65,7 +61,9 @@ class Serving(NamedTuple):
 
 @dataclass(frozen=True)
 class Bounds:
-    """`fine`: every answer and every wait is a step by itself; `queue_s`, `transfer_s`: decode's deadlines."""
+    """The size of the model. `fine`: every answer and every wait is a step of its own; `queue_s`, `transfer_s`:
+    decode's deadlines.
+    """
 
     writers: int
     readers: int
@@ -86,7 +84,7 @@ class Bounds:
 
     @property
     def processes(self) -> dict[str, list[int]]:
-        """Prefill's, with their transfers."""
+        """The prefill processes with their transfers."""
         found: dict[str, list[int]] = {}
         for transfer in self.transfers:
             found.setdefault(self.of(transfer).process, []).append(transfer)
@@ -97,7 +95,7 @@ class Bounds:
 
 
 class Ranks:
-    """`producer` and `consumer`: the state machines, or what is to be tried in their place."""
+    """`producer` and `consumer`: the classes of the state machines, which a test may replace."""
 
     def __init__(
         self,
@@ -153,7 +151,7 @@ class Ranks:
                 yield f"decode: gives the blocks to ticket {ticket + 2}", self._issued(world, ticket + 1)
 
     def _ticked(self, world: World, number: int) -> tuple[int, bool]:
-        """A decode rank looks at the clock, and at the connections of those it has told to stop."""
+        """A decode rank lets time pass, and looks at the connections of writers that it has revoked."""
         dead = frozenset(
             (serving.writer, transfer)
             for process in world.ended & self.bounds.processes.keys()
@@ -171,7 +169,7 @@ class Ranks:
         return self._consumers.after(number, ("tick", dead), tick)
 
     def _consumed(self, world: World, at: int, after: int) -> World:
-        """A decode rank's ticket has changed: what failed is revoked, what is quiesced is over."""
+        """Follows up on a change of a decode rank's ticket: revokes failed grants, closes a quiesced ticket."""
         ticket, reader = divmod(at, self.bounds.readers)
         before = self._consumers[world.consumers[at]]
         now = self._consumers[after]
@@ -196,7 +194,7 @@ class Ranks:
         )
 
     def _decided(self, number: int, transfer: int) -> tuple[int, Any]:
-        """A grant request at a decode rank."""
+        """Handles a grant request at a decode rank."""
         serving = self.bounds.of(transfer)
         writer = serving.writer
         request = GrantRequest(TICKET_ID, serving.attempt, DIGEST, _writer(writer, transfer), P_TP, (writer,), SETTLE_S)
@@ -212,7 +210,7 @@ class Ranks:
         return self._consumers.after(number, ("grant", transfer), decide)
 
     def _heard(self, number: int, message: Told) -> int:
-        """A report at a decode rank."""
+        """Handles a report at a decode rank."""
         serving = self.bounds.of(message.transfer)
         reason = None if message.success else "it broke"
         writer = _writer(serving.writer, message.transfer)
@@ -242,8 +240,9 @@ class Ranks:
                     yield f"{who}: {label}", moved
 
     def _may_arrive(self, world: World, serving: Serving) -> bool:
-        """The next ticket is served when prefill has done with the one before; another attempt as soon as something
-        may have gone wrong."""
+        """Whether a ticket may reach prefill: the next ticket after the one before, another attempt after a possible
+        failure.
+        """
         of_ticket = self.bounds.attempts * self.bounds.writers
         if any(number >= 0 for number in world.producers[: serving.ticket * of_ticket]):
             return False
@@ -295,7 +294,7 @@ class Ranks:
             yield "gives up finding out where to write", self._produced(world, transfer, after)
 
     def _sending(self, world: World, transfer: int, number: int) -> Moves:
-        """The thread that writes."""
+        """Takes a step of the sender's thread."""
         sender = world.senders[transfer]
         writing = self._producers[number].phase is Phase.WRITING and not sender.planned
         if not writing or self._is_writing(world, transfer):
@@ -329,7 +328,7 @@ class Ranks:
         )
 
     def _begins(self, world: World) -> Moves:
-        """Writes that were planned find the link free."""
+        """Begins planned writes, because the link is free."""
         for transfer, sender in enumerate(world.senders):
             number = world.producers[transfer]
             runs = number >= 0 and self._runs(world, transfer)
@@ -355,7 +354,7 @@ class Ranks:
         return world._replace(writes=world.writes | {Write(transfer, sender.target, SETTLE_S, SETTLE_S, True)})
 
     def _produced(self, world: World, transfer: int, after: int) -> World:
-        """A prefill rank's ticket has changed: decode is told, and the blocks are free, as soon as may be."""
+        """Follows up on a change of a prefill rank's ticket: notifies decode, and frees blocks as soon as allowed."""
         nobody = not world.awaited[transfer]
         after, (untold, success, settle_s, end) = self._producers.after(after, ("follow", nobody), _follow(nobody))
         world = world._replace(producers=put(world.producers, transfer, ENDED if end else after))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state of the tickets' world (`ticket_model.py`), and what the product's state machines are in it: numbers."""
+"""A state of the ticket model (`ticket_model.py`), in which the product's state machines are numbers."""
 
 import copy
 import math
@@ -49,7 +49,9 @@ class Heard(NamedTuple):
 
 
 class Write(NamedTuple):
-    """While its process is stopped, what is in the network arrives as ever; the rest has all of `left` afterwards."""
+    """A write in flight. While its process is stopped, bytes in the network still arrive; the others have all of `left`
+    afterwards.
+    """
 
     transfer: int
     reader: int
@@ -59,7 +61,7 @@ class Write(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """A prefill rank writes to one decode rank after the other. `planned`: it may write, and waits for the link."""
+    """A prefill rank, which writes to one decode rank after the other. `planned`: it may write, and waits for the link."""
 
     target: int = 0
     planned: bool = False
@@ -67,8 +69,11 @@ class Sender(NamedTuple):
 
 
 class World(NamedTuple):
-    """Decode's tickets by number of the ticket, then rank; prefill's by transfer. `awaited`: (decode rank, age) of
-    reports without an answer."""
+    """One state.
+
+    Decode's tickets are by number of the ticket, then rank; prefill's are by transfer. `awaited`: (decode rank, age) of
+    reports without an answer.
+    """
 
     consumers: tuple[int, ...]
     producers: tuple[int, ...]
@@ -123,7 +128,7 @@ def copy_of_producer(state: PrefillTicket) -> PrefillTicket:
 
 
 def consumer_key(ticket: DecodeTicket) -> Any:
-    """What decides about the future, with "now" at 0."""
+    """Returns what decides about the future, with the current time as 0."""
     leases = frozenset(
         (w, 0 if lease.settled else lease.until, lease.reported, lease.settled, lease.gone and not lease.settled)
         for w, lease in ticket._leases.items()
@@ -161,7 +166,7 @@ def age_producer(state: PrefillTicket) -> None:
 
 
 def age_stopped_producer(state: PrefillTicket) -> None:
-    """What is left to settle does not while the process is stopped."""
+    """Ages a stopped prefill rank. Its settling time stands still meanwhile."""
     state.grant_deadline = max(0, state.grant_deadline - 1)
     for destination in (state.destinations or {}).values():
         destination.until = _earlier(destination.until)

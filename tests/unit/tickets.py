@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode rank's ticket, and what writers say to it."""
+"""Makes a decode rank's ticket and the messages of its writers."""
 
 import msgspec
 
@@ -45,6 +45,6 @@ def failed(writer: WriterId, reason: str = "it broke", settle_s: float = 0.0) ->
 
 
 def again(writer: WriterId = LEFT, attempt: int = 1, **changes: object) -> GrantRequest:
-    """Another transfer of the rank asks."""
+    """A grant request of another transfer of the same rank."""
     other = msgspec.structs.replace(writer, transfer=100 + attempt)
     return asks(other, COVERS[writer], attempt=attempt, **changes)
