@@ -138,7 +138,7 @@ class World:
     def first_right_answer(
         self, since: float, probes: Sequence[tuple[Ask, tuple[int, ...]]]
     ) -> tuple[float, list[Answer]]:
-        """Returns the seconds from `since` to the first right answer, and the failures before it. Raises TimeoutError."""
+        """Returns seconds from `since` to the first right answer, and the failures before it. Raises TimeoutError."""
         failures: list[Answer] = []
         deadline = time.monotonic() + RECOVERS_WITHIN_S
         for request, expected in itertools.cycle(probes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode rank's ticket: which grants, reports and leases make it received or failed, and when its writers are done."""
+"""A decode rank's ticket: which grants, reports and leases make it received or failed, and when writers are done."""
 
 import msgspec
 from tickets import (
