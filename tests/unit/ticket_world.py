@@ -61,7 +61,7 @@ class Write(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """A prefill rank, which writes to one decode rank after the other. `planned`: it may write and waits for the link."""
+    """A prefill rank, which writes to one decode rank after the other. `planned`: it waits for the link."""
 
     target: int = 0
     planned: bool = False
