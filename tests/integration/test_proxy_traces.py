@@ -294,9 +294,7 @@ def test_a_collector_that_is_down_is_logged_in_one_line(
     assert line.startswith(f"traces cannot be sent to http://127.0.0.1:{port} and are lost if that lasts")
 
 
-def test_a_collector_that_comes_back_is_logged_in_one_more_line(
-    caplog: pytest.LogCaptureFixture, collector: Collector
-) -> None:
+def test_a_collector_that_comes_back_is_logged_once(caplog: pytest.LogCaptureFixture, collector: Collector) -> None:
     collector.refuses = True
     with caplog.at_level(logging.INFO), running_cluster(otlp_traces_endpoint=collector.url) as cluster:
         assert ask(cluster).status_code == 200
