@@ -89,7 +89,7 @@ def _members(layer: str, spec: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _name(spec: Any) -> str:
-    """The kind's name. A class of another package is another kind, even if it has a known name."""
+    """Returns the kind's name. A class of another package is another kind, even if it has a known name."""
     kind = type(spec)
     package = kind.__module__.partition(".")[0]
     return kind.__qualname__ if package in _PACKAGES else f"{kind.__module__}.{kind.__qualname__}"

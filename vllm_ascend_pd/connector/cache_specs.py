@@ -26,7 +26,7 @@ _LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def cache_groups(kv_cache_config: "KVCacheConfig", shares: int = 1) -> list[CacheGroup]:
-    """The engine's cache groups. `shares`: how many ranks of context parallelism share a request's tokens.
+    """Returns the engine's cache groups. `shares`: how many ranks of context parallelism share a request's tokens.
 
     Raises LayoutError for caches that are not supported.
     """
@@ -55,7 +55,7 @@ def cache_groups(kv_cache_config: "KVCacheConfig", shares: int = 1) -> list[Cach
 def layer_specs(
     kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig", share: TokenShare = ALL_TOKENS
 ) -> dict[str, LayerSpec | StateSpec]:
-    """What each layer's cache holds, by layer name. `share`: which tokens this rank has.
+    """Returns what each layer's cache holds, by layer name. `share`: which tokens this rank has.
 
     Raises LayoutError for caches that are not supported.
     """
@@ -118,7 +118,7 @@ def gives_blocks_away(kv_cache_config: "KVCacheConfig") -> bool:
 
 
 def _members(spec: Any) -> list[Any]:
-    """The specs of a group's layers, which may have one each."""
+    """Returns the specs of a group's layers, which may have one each."""
     return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
 
 
@@ -161,7 +161,7 @@ def _is_of_draft(layer: str, vllm_config: "VllmConfig") -> bool:
 
 
 def _encoding(cache_dtype: str) -> str | None:
-    """What vLLM keeps in a cache whose tensors are of uint8; None for caches of 16 or 32 bits.
+    """Returns what vLLM keeps in a cache whose tensors are of uint8; None for caches of 16 or 32 bits.
 
     8-bit floats have torch's names, since other backends keep the same in tensors of those types.
     """

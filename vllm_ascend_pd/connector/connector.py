@@ -120,7 +120,7 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
         return int(self._setup.vllm_config.parallel_config.world_size)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
-        """All of them: prefill writes to the request's own blocks, of every cache group."""
+        """Returns all groups: prefill writes to the request's own blocks, of every cache group."""
         return tuple(range(len(self._setup.caches.kv_cache_groups)))
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:

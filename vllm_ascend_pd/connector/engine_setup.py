@@ -37,7 +37,7 @@ class EngineSetup:
 
     @property
     def caches(self) -> "KVCacheConfig":
-        """vLLM's cache configuration. It is there once vLLM has measured its memory."""
+        """vLLM's cache configuration. It exists once vLLM has measured its memory."""
         assert self.kv_cache_config is not None
         return self.kv_cache_config
 
@@ -66,7 +66,7 @@ def read_setup(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig | None
 
 
 def own_host() -> str:
-    """The address that vLLM knows this host by. Raises ConfigError if it is one of all interfaces by accident."""
+    """Returns the address that vLLM knows this host by. Raises ConfigError for that of all interfaces by accident."""
     host: str = get_ip()
     if host in ("0.0.0.0", "::") and not envs.VLLM_HOST_IP:
         raise ConfigError(

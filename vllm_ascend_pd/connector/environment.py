@@ -13,14 +13,14 @@ def load_connector() -> str:
 
 
 def device_type() -> str:
-    """The kind of device that vLLM uses in this process, such as "npu" or "cpu"."""
+    """Returns the kind of device that vLLM uses in this process, such as "npu" or "cpu"."""
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)
 
 
 def host_address() -> str:
-    """The address that vLLM has for this host. May be that of all interfaces (0.0.0.0)."""
+    """Returns the address that vLLM has for this host. It may be that of all interfaces (0.0.0.0)."""
     from vllm.utils.network_utils import get_ip
 
     return str(get_ip())

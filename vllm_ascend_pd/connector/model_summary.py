@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def model_summary(vllm_config: "VllmConfig") -> str:
-    """The model's shape in one line. It must be equal on both sides."""
+    """Returns the model's shape in one line. It must be equal on both sides."""
     return _summary(vllm_config.model_config)
 
 
 def draft_summary(vllm_config: "VllmConfig") -> str:
-    """The same for the model or head that drafts, if it has caches of its own; "" otherwise."""
+    """Returns the same for the model or head that drafts, if it has caches of its own; "" otherwise."""
     speculative = vllm_config.speculative_config
     if speculative is None or not (speculative.use_eagle() or speculative.uses_draft_model()):
         return ""
@@ -33,11 +33,11 @@ def _summary(model: "ModelConfig") -> str:
 
 
 def media_hashing(vllm_config: "VllmConfig") -> str:
-    """How vLLM hashes images, sounds and videos by their content; "" if it does not.
+    """Returns how vLLM hashes images, sounds and videos by their content; "" if it does not.
 
-    vLLM hashes them only if the prefix cache or the multi-modal processor cache is on. Engines whose text differs have
-    different hashes for the same media: the model's path goes into a hash, and versions differ in how they write what
-    they hash.
+    vLLM hashes them only if the prefix cache or the multi-modal processor cache is on. Engines with different texts
+    have different hashes for the same media: the model's path goes into a hash, and versions differ in how they encode
+    what they hash.
     """
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal is None:

@@ -41,7 +41,7 @@ def asked_before(kv_connector: str | None, extra_config: Mapping[str, Any]) -> l
 
 
 def warning(before: Sequence[str]) -> str:
-    """The warning for a decode engine. `before`: names of the connectors before this one."""
+    """Returns the warning for a decode engine. `before`: names of the connectors before this one."""
     return (
         f"the MultiConnector asks {', '.join(before)} before {CONNECTOR}: if they have a part of a "
         f"prompt, decode computes the rest, and prefill computes nothing. Put {CONNECTOR} first in `connectors` on "

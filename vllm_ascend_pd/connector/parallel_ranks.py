@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sharding(vllm_config: "VllmConfig") -> topology.Sharding:
-    """How the ranks of a pipeline stage share its KV."""
+    """Returns how the ranks of a pipeline stage share its KV."""
     parallel = vllm_config.parallel_config
     tp, dcp = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
     pcp = parallel.prefill_context_parallel_size

@@ -71,7 +71,7 @@ class Prompts:
 
 
 def text_alone(request: "Request") -> list[int] | None:
-    """Returns the ids of the request's tokens, generated ones included. None if its prompt is not text alone."""
+    """Returns the prompt's token ids if the prompt is nothing but text, else None."""
     if request.mm_features or request.prompt_embeds is not None or request.prompt_token_ids is None:
         return None
     token_ids: list[int] = request.all_token_ids[:] if request.num_output_tokens else request.prompt_token_ids

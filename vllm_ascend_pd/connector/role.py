@@ -35,25 +35,28 @@ class TransferResults:
 
 
 class ConnectorRole:
-    """A role that does nothing: what a worker has before its caches are registered, and every process at the end."""
+    """A role that does nothing.
+
+    A worker has it until its caches are registered, and every process has it after shutdown.
+    """
 
     # In a worker, on the model's thread.
 
     def handshake(self) -> "KVConnectorHandshakeMetadata | None":
-        """What the engine's scheduler is told of this rank when the engine starts."""
+        """Returns what the engine's scheduler is told of this rank when the engine starts."""
         return None
 
     def preempted(self, step: Any) -> None:
-        """Blocks of the step's preempted requests are about to be reused: returns once nothing reads them."""
+        """Waits until nothing reads the blocks of the step's preempted requests, which are about to be reused."""
 
     def start_step(self, step: Any) -> None:
-        """A step begins. `step`: a PrefillStep or a DecodeStep, by the engine's side."""
+        """Begins a step. `step`: a PrefillStep or a DecodeStep, by the engine's side."""
 
     def layer_written(self, layer: str) -> None:
         """The cache has the KV of the layer that is saved next. `layer`: its name, or ""."""
 
     def layer_computed(self, layer: str) -> None:
-        """The layer has been computed."""
+        """The layer has been computed. `layer`: its name."""
 
     def end_step(self, error: BaseException | None) -> None:
         """All layers have been computed, or `error` ended the forward pass."""
@@ -73,13 +76,13 @@ class ConnectorRole:
     # In the scheduler, on its thread.
 
     def take_handshakes(self, ranks: "Mapping[tuple[int, int], KVConnectorHandshakeMetadata]") -> None:
-        """Takes what the ranks say of themselves, by (pipeline stage, rank)."""
+        """Takes the ranks' descriptions of themselves, by (pipeline stage, rank)."""
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
-        """vLLM hands over its block pool."""
+        """Takes vLLM's block pool."""
 
     def arrived(self, request: "Request") -> None:
-        """A request is new."""
+        """Takes note of a new request."""
 
     def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int | None:
         """Returns how many of the request's tokens a transfer will deliver. Called right before allocation.
@@ -89,17 +92,17 @@ class ConnectorRole:
         return 0
 
     def allocated(self, request: "Request", blocks: tuple[list[int], ...], num_external_tokens: int) -> None:
-        """The request has these blocks, per cache group."""
+        """Takes the blocks that a request was allocated, per cache group."""
 
     def build_step(self, output: "SchedulerOutput") -> PrefillStep | DecodeStep:
-        """Returns the ranks' step that belongs to vLLM's."""
+        """Returns the step for the ranks that belongs to vLLM's step `output`."""
         raise NotImplementedError
 
     def update(self, report: WorkerReport | None, sent: set[str], received: set[str]) -> None:
         """Takes the ranks' report, and requests that all ranks have reported as sent, or as received or failed."""
 
     def finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
-        """The request ended. Returns whether its blocks must be kept, and what its response says."""
+        """Takes note of a request's end. Returns whether its blocks must be kept, and what its response says."""
         return False, None
 
     def has_pending_pushes(self) -> bool:
@@ -113,4 +116,4 @@ class ConnectorRole:
         return None
 
     def close(self) -> None:
-        """Closes all that the role owns, whatever part of it raises."""
+        """Closes all that the role owns, even if a part of it raises."""

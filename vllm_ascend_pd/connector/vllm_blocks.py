@@ -33,7 +33,7 @@ class VllmBlocks:
         self._with_blocks: WeakSet[Any] = WeakSet()
 
     def bind(self, pool: "BlockPool") -> None:
-        """vLLM hands over its block pool, after it has built the connector."""
+        """Takes vLLM's block pool, which exists only after the connector was built."""
         self._pool = pool
 
     @property

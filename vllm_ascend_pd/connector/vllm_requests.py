@@ -82,7 +82,7 @@ class VllmRequests:
 
 
 def external_request_id(request_id: str) -> str:
-    """The id that the API server gave the request, which is how a proxy knows it."""
+    """Returns the id that the API server gave the request, which is how a proxy knows it."""
     external = _CHILD_PREFIX.sub("", request_id)
     if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
         external = _RANDOM_SUFFIX.sub("", external)

@@ -32,7 +32,7 @@ else:
 
 
 def transfer_results(sent: Collection[str] = (), received: Collection[str] = (), failed: Collection[str] = ()) -> Any:
-    """What a worker reports to vLLM from 0.32 on: request ids. `failed`: those of `received` that have no KV."""
+    """Returns what a worker reports to vLLM from 0.32 on. `failed`: the ids of `received` that have no KV."""
     return base.KVConnectorTransferResults(set(sent), set(received), set(failed))
 
 

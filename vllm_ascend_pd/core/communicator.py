@@ -27,5 +27,5 @@ def hccl_config(ranks: Sequence[int], chip: str) -> dict[str, int | str]:
 
 
 def communicator_bytes(groups: int) -> int:
-    """NPU memory that a rank of that many groups gives them: each has a buffer to send from and one to receive in."""
+    """Returns the NPU memory of a rank's communicators in that many groups: each has a send and a receive buffer."""
     return groups * 2 * BUFFER_MB * 1024 * 1024

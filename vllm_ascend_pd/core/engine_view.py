@@ -37,7 +37,7 @@ class EngineRequests(Protocol):
     """Whether a step's output names every request that was preempted."""
 
     def external_id(self, request: ScheduledRequest) -> str:
-        """The id that the API server gave the request, which is how a proxy knows it."""
+        """Returns the id that the API server gave the request, which is how a proxy knows it."""
 
     def shared_id(self, request: ScheduledRequest) -> str:
         """What `external_id` has in common for all prompts and all answers of one HTTP request."""
@@ -49,25 +49,25 @@ class EngineRequests(Protocol):
         """Whether the engine itself ended the request, with an error."""
 
     def preemptions(self, request: ScheduledRequest) -> tuple[int, bool]:
-        """How often the request was preempted, and whether it is preempted now."""
+        """Returns how often the request was preempted, and whether it is preempted now."""
 
     def cached_tokens(self, request: ScheduledRequest) -> int:
-        """How many tokens of its prompt were cached when it was last scheduled from the beginning."""
+        """Returns how many tokens of its prompt were cached when it was last scheduled from the beginning."""
 
     def set_cached_tokens(self, request: ScheduledRequest, tokens: int) -> None:
-        """Prefill delivered the prompt and had `tokens` of it in its cache: reports these as cached to the client."""
+        """Reports `tokens` of the prompt as cached to the client: prefill delivered the prompt and had them cached."""
 
     def keep_own_cached_tokens(self, request: ScheduledRequest) -> None:
-        """Prefill delivered nothing: reports only what this engine had cached itself."""
+        """Reports only what this engine had cached itself, since prefill delivered nothing."""
 
     def digest(self, request: ScheduledRequest, num_tokens: int, ticket_id: str) -> PromptDigest:
-        """The digest of the first `num_tokens` tokens of the request, generated ones included."""
+        """Returns the digest of the first `num_tokens` tokens of the prompt."""
 
     def check_prompt(self, request: ScheduledRequest, ticket: Ticket) -> None:
         """Raises TicketError if the ticket is for another prompt than the request's."""
 
     def token_ids(self, request: ScheduledRequest) -> list[int] | None:
-        """The ids of the request's tokens, generated ones included. None if its prompt is not text alone."""
+        """Returns the prompt's token ids if the prompt is nothing but text, else None."""
 
     def drop_last_prompt_token(self, request: ScheduledRequest) -> None:
         """Shortens the prompt by a token. Call it before the request is allocated."""
@@ -78,13 +78,13 @@ class EngineBlocks(Protocol):
 
     @property
     def weight_updates(self) -> dict[str, int]:
-        """Rank -> number of its latest weight update after which the prefix cache was emptied."""
+        """By rank: the number of its latest weight update after which the prefix cache was emptied."""
 
     def weights_updated(self, updates: dict[str, int]) -> None:
-        """Ranks report their numbers of weight updates. Empties the prefix cache if one of them is new."""
+        """Takes the ranks' numbers of weight updates. Empties the prefix cache if one of them is new."""
 
     def allocated(self, request: ScheduledRequest) -> None:
-        """The request has blocks. After the next weight update no later request may find them."""
+        """Takes note of a request's blocks. After the next weight update no later request may find them."""
 
     def are_cached(self, request: ScheduledRequest, group: int, span: int, first: int, stop: int) -> bool:
         """Whether the prefix cache has the prompt's blocks `[first, stop)` of a cache group.

@@ -10,7 +10,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def _host_clock() -> str:
-    """The same for all processes of a host that are in the same time namespace."""
+    """Returns a name that is the same for all processes of a host in the same time namespace."""
     try:
         source = _BOOT_ID.read_text() + os.readlink("/proc/self/ns/time")
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ticket: decode's promise that a prefill engine may fill these blocks of this request."""
+"""A ticket: decode's permission for a prefill engine to fill certain blocks of one request."""
 
 import functools
 import hashlib

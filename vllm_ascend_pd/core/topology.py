@@ -123,11 +123,11 @@ def writers_to(d_rank: int, decode: Sharding, prefill: Sharding, total: int, rep
 
 
 def regroup_groups(prefill: Sharding, total: int) -> list[tuple[int, ...]]:
-    """Every set of prefill ranks that may have to exchange heads with an all-to-all, whatever decode's size.
+    """Returns every set of prefill ranks that may have to exchange heads with an all-to-all, whatever decode's size.
 
     There is one group per ratio that divides the ranks holding different heads, per share of the tokens, and per
-    replica. Ranks in a group are in the order of their heads. The list is the same on every rank, as creating
-    process groups requires.
+    replica. Ranks in a group are in the order of their heads. The list is the same on every rank, as creating process
+    groups requires.
     """
     owners = prefill.tp // replicas(prefill.tp, total)
     copies = prefill.replicas(total)

@@ -165,7 +165,7 @@ _nested = _Nested()
 
 
 class _Sample(NamedTuple):
-    """Some of a tensor's values."""
+    """Sampled values of a tensor."""
 
     # Their type. "floating" for all floating-point types, which are compared as float32.
     kind: str

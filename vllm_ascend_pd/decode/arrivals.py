@@ -86,7 +86,7 @@ class ArrivalQueue:
     # The model thread calls these.
 
     def wake_at(self, address: str) -> None:
-        """From now on news wakes the scheduler at `address` while no step waits. "": nowhere."""
+        """Lets later news wake the scheduler at `address` while no step waits. "": it is not woken."""
         with self._changed:
             self._address = address
 

@@ -9,7 +9,9 @@ _MAX_SHAPES = 1024
 
 
 class ExpectedWriters:
-    """For one decode rank. Results are cached, since most tickets come from prefill engines of one shape."""
+    """Finds the writers that one decode rank expects. Results are cached, since most tickets come from prefill engines
+    of one shape.
+    """
 
     def __init__(self, caches: RankCaches, rank: int, sharding: Sharding) -> None:
         """`rank`: the decode rank's place in its pipeline stage, as `sharding` counts."""

@@ -17,8 +17,11 @@ _MAX_URL_CHARS = 2048
 
 
 class Allowlist:
-    """Entries are `scheme://host[:port][/path-prefix]`. Without entries, only `METASERVER_PATH` on this host's own
-    addresses is allowed."""
+    """The URLs that may be posted to.
+
+    Entries are `scheme://host[:port][/path-prefix]`. Without entries, only `METASERVER_PATH` on this host's own
+    addresses is allowed.
+    """
 
     def __init__(self, entries: Sequence[str], own_host: str) -> None:
         """Raises ValueError for an entry that is not a URL."""
@@ -26,7 +29,7 @@ class Allowlist:
         self._own_host = normal_host(own_host)
 
     def refusal(self, url: str) -> str | None:
-        """Why `url` must not be posted to, or None when it may."""
+        """Returns why `url` must not be posted to, or None if it may."""
         try:
             target = _Target.parse(url)
         except ValueError as error:

@@ -23,7 +23,7 @@ class MetaserverError(Exception):
 
 
 class MetaserverClient:
-    """Any thread may call its methods. None of them waits for the network, except `close`."""
+    """Posts tickets to metaservers. Any thread may call its methods. Only `close` waits for the network."""
 
     def __init__(
         self, settings: MetaserverSettings, own_host: str, observer: DecodeSchedulerObserver | None = None
@@ -42,7 +42,7 @@ class MetaserverClient:
         self._loop = PostLoop(settings, http, self._pending, observer or DecodeSchedulerObserver())
 
     def check(self, url: str) -> str | None:
-        """Why `url` must not be posted to, or None if it may."""
+        """Returns why `url` must not be posted to, or None if it may."""
         return self._allowlist.refusal(url)
 
     def post(self, key: str, url: str, body: dict[str, object]) -> None:
@@ -78,7 +78,7 @@ class MetaserverClient:
             self._loop.report(url, failure)
 
     def poll(self) -> list[PostOutcome]:
-        """The outcomes since the last call, in the order in which posts ended."""
+        """Returns the outcomes since the last call, in the order in which posts ended."""
         return self._pending.take_outcomes()
 
     def close(self, timeout_s: float = 5.0) -> None:

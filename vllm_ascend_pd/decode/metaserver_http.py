@@ -63,7 +63,7 @@ class MetaserverHttp:
 
     @owned
     async def post(self, url: str, content: bytes) -> None:
-        """One attempt. Raises `FinalError` or `RetryableError` unless the metaserver accepted the ticket."""
+        """Posts once. Raises `FinalError` or `RetryableError` unless the metaserver accepted the ticket."""
         try:
             status, body = await self._send(url, content, self._time_limits)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -101,8 +101,9 @@ class MetaserverHttp:
 
     @owned
     async def still_waiting(self, url: str, ticket_ids: list[str]) -> frozenset[str] | None:
-        """Asks which tickets wait for prefill, at most `MAX_ASKED`. None: the metaserver gave no answer, or does not
-        have this endpoint."""
+        """Asks which tickets wait for prefill, at most `MAX_ASKED`. Returns None if the metaserver gave no answer or
+        does not have this endpoint.
+        """
         try:
             with anyio.fail_after(_ASK_TIMEOUT_S):
                 question = msgspec.json.encode(WaitingQuestion(ticket_ids))
@@ -130,7 +131,7 @@ class MetaserverHttp:
                 return await self._send(url, content, limits)
 
     async def _send(self, url: str, content: bytes, limits: aiohttp.ClientTimeout) -> tuple[int, bytes]:
-        """Status and body of the answer, at most the first 64 KiB of it."""
+        """Returns status and body of the answer, at most the first 64 KiB of it."""
         message = TimedBody(content, _WRITE_TIMEOUT_S)
         response = await self._session().post(url, data=message, timeout=limits, allow_redirects=False)
         try:
@@ -147,7 +148,9 @@ class MetaserverHttp:
         return self._opened
 
     def _why_closed(self, url: str) -> str:
-        """With TLS 1.3, a server that refuses the client certificate closes the connection without a reason."""
+        """Returns why the server may have closed the connection. With TLS 1.3, a server that refuses the client
+        certificate closes it without a reason.
+        """
         if not url.startswith("https:"):
             return "did it restart?"
         if self._settings.cert_file is None:
@@ -156,7 +159,7 @@ class MetaserverHttp:
 
 
 def _tls_failure(error: aiohttp.ClientError) -> str | None:
-    """The reason, if TLS failed."""
+    """Returns the reason if TLS failed, else None."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         cause: BaseException = error.certificate_error
     elif isinstance(error, aiohttp.ClientConnectorError):
@@ -191,7 +194,9 @@ def _judge(url: str, status: int, body: bytes) -> None:
 
 
 def _metaserver_error(body: bytes) -> str | None:
-    """The text of `{"error": ...}`. A metaserver reports a failed prefill so; a gateway in front of it does not."""
+    """Returns the text of `{"error": ...}`. A metaserver reports a failed prefill so; a gateway in front of it does
+    not.
+    """
     try:
         answer = msgspec.json.decode(body)
     except UNREADABLE:
@@ -224,5 +229,5 @@ def _describe(error: Exception) -> str:
 
 
 def clean(text: str) -> str:
-    """Text from another process as one short printable line."""
+    """Returns text from another process as one short printable line."""
     return one_line(text, _MAX_SHOWN_CHARS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Posts without an outcome, and outcomes that the scheduler has not read yet."""
+"""Keeps posts without an outcome, and outcomes that the scheduler has not read yet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class PostOutcome:
 
 
 class PendingPosts:
-    """Any thread may call it: the scheduler adds and removes posts, the event loop's thread ends them."""
+    """Posts and outcomes. Any thread may call it: the scheduler adds and removes posts, the event loop's thread ends
+    them.
+    """
 
     def __init__(self, limit: int) -> None:
         """`limit`: posts without an outcome."""
@@ -68,7 +70,7 @@ class PendingPosts:
         self._outcomes.append(PostOutcome(key, ok=False, reason=reason))
 
     def take_outcomes(self) -> list[PostOutcome]:
-        """The outcomes since the last call, in the order in which posts ended."""
+        """Returns the outcomes since the last call, in the order in which posts ended."""
         outcomes = []
         while self._outcomes:
             outcomes.append(self._outcomes.popleft())

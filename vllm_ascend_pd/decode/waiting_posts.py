@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a posted ticket may wait for its answer.
-
-The metaserver answers a ticket when its prefill ends, and time in a queue for prefill does not count. So this engine
-asks at an interval which tickets still wait. A ticket that waits gets its full time again. Without an answer, and from
-a metaserver without this endpoint, the ticket keeps its deadline.
-"""
+"""Extends the deadlines of posted tickets that still wait for prefill."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Event(ABC):
         """
 
     def is_done(self) -> bool:
-        """Whether everything before this point is done, well or not. Does not wait."""
+        """Whether everything before this point is done, successfully or not. Does not wait."""
         try:
             self.wait(0.0)
         except TimeoutError:
@@ -55,7 +55,7 @@ class Device(ABC):
 
     @abstractmethod
     def record_event(self) -> Event:
-        """The end of everything that the calling (model) thread has queued on the device so far."""
+        """Returns the end of everything that the calling (model) thread has queued on the device so far."""
 
     @abstractmethod
     def submit(self, work: Callable[[], None], after: Event) -> Event:
@@ -71,18 +71,20 @@ class Device(ABC):
 
     @abstractmethod
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        """`host` (CPU) in this device's memory, for work submitted from now on. Does not wait for the device.
+        """Copies `host` (CPU) into this device's memory, for work submitted from now on. Does not wait for the device.
 
         Raises `DeviceError` when nothing can be queued.
         """
 
     @abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """An uninitialised uint8 buffer `[n]`, n >= `nbytes`, whose whole memory the transfer engine can register."""
+        """Returns an uninitialised uint8 buffer `[n]`, n >= `nbytes`, whose whole memory the transfer engine can
+        register.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the side stream: running work ends, work that has not begun fails. Bounded; twice is safe."""
+        """Stops the side stream: running work ends, work that has not begun fails. Bounded. May be called twice."""
 
     @abstractmethod
     def new_groups(self, rank_lists: Sequence[tuple[int, ...]], timeout_s: float) -> dict[tuple[int, ...], Group]:
@@ -104,7 +106,7 @@ class Device(ABC):
 
 
 def aligned_buffer(nbytes: int, alignment: int, device: str) -> torch.Tensor:
-    """An uninitialised uint8 tensor `[nbytes]` on `device` whose address is a multiple of `alignment`."""
+    """Returns an uninitialised uint8 tensor `[nbytes]` on `device` whose address is a multiple of `alignment`."""
     buffer = torch.empty(nbytes + alignment, dtype=torch.uint8, device=device)
     start = -buffer.data_ptr() % alignment
     return buffer[start : start + nbytes]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU as a device: what the model thread calls is done when it returns; the side stream is a thread."""
+"""The CPU as a device: calls of the model's thread are done when they return, and the side stream is a thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE_BYTES = 4096
 
 
 class CpuEvent(Event):
-    """Set once, with the error of the work that it ends or None."""
+    """An event that is set once, with the error of the work that it ends, or None."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -46,7 +46,11 @@ class CpuDevice(Device):
     collective_backend = "gloo"
 
     def __init__(self, queue_depth: int = 1024, timeout_s: float = 5.0) -> None:
-        """At most `queue_depth` submitted works wait; `timeout_s` bounds `submit` when full, and `close`."""
+        """Starts the side stream's thread.
+
+        queue_depth: how much submitted work may wait.
+        timeout_s: how long `submit` waits for room, and `close` for running work.
+        """
         self._queue_depth = queue_depth
         self._timeout_s = timeout_s
         self._condition = threading.Condition()

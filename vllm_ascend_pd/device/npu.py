@@ -29,7 +29,7 @@ take an eighth longer."""
 
 
 def _group_options(ranks: Sequence[int]) -> Any:
-    """Of a group of its own: torch_npu writes into them."""
+    """Makes options for one group. Groups cannot share them, because torch_npu writes into them."""
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
     options = ProcessGroupHCCL.Options()
@@ -76,7 +76,7 @@ class NpuDevice(Device):
     collective_backend = "hccl"
 
     def __init__(self) -> None:
-        """On the NPU that is current in the calling thread."""
+        """Uses the NPU that is current in the calling thread."""
         import torch_npu  # noqa: F401 - makes torch.npu
 
         self._index = torch.npu.current_device()
@@ -89,7 +89,7 @@ class NpuDevice(Device):
         self._closed = False
 
     def failed(self, error: RuntimeError) -> DeviceError:
-        """What to raise for an error that torch_npu reports: CANN ends a stream in which work has failed."""
+        """Returns the error to raise for one that torch_npu reports: CANN ends a stream in which work has failed."""
         failure = f"the NPU reported an error, and its stream runs nothing more (restart this engine): {error}"
         if self.failure is None:
             self.failure = failure
@@ -97,7 +97,7 @@ class NpuDevice(Device):
         return DeviceError(failure)
 
     def bind_thread(self) -> None:
-        """Make this NPU current in the calling thread: a new thread has none, or number 0."""
+        """Makes this NPU current in the calling thread: a new thread has none, or number 0."""
         if not getattr(self._threads, "bound", False):
             torch.npu.set_device(self._index)
             self._threads.bound = True
@@ -164,8 +164,12 @@ class NpuDevice(Device):
         return groups
 
     def _meet(self) -> None:
-        """Connecting has a deadline, and ranks may be here at different times. `dist.barrier` would connect the world
-        over HCCL, with buffers as large as the model's. The store has a deadline of its own."""
+        """Waits until all ranks are here, within a deadline, because connecting has a deadline and ranks may arrive at
+        different times.
+
+        `dist.barrier` would connect the world over HCCL, with buffers as large as the model's. The store has a deadline
+        of its own.
+        """
         store = dist.PrefixStore(f"vllm-ascend-pd/meeting/{self._meetings}", _get_default_store())
         self._meetings += 1
         store.set(str(dist.get_rank()), "")
@@ -202,5 +206,5 @@ class NpuDevice(Device):
             failed.append(error)
 
     def close(self) -> None:
-        """No thread to stop: what was queued runs to its end on the NPU."""
+        """Does nothing: there is no thread to stop, and queued work runs to its end on the NPU."""
         self._closed = True

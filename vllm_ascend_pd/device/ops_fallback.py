@@ -22,7 +22,7 @@ _reason = ""
 
 
 def register(reason: str) -> None:
-    """Make these the NPU's implementations; `reason` says why, for the warning."""
+    """Makes these the NPU's implementations. `reason` says why, for the warning."""
     global _library, _reason  # the registrations last as long as the library does
     _library, _reason = torch.library.Library("vllm_ascend_pd", "IMPL"), reason
     for implementation in (gather_slices, split_heads, interleave_heads):
@@ -129,7 +129,7 @@ def _split(
 
 
 def _index(unit_offsets: torch.Tensor, unit_bytes: int, piece: int) -> torch.Tensor:
-    """Which pieces of a cache the units are made of, `[num_units * unit_bytes / piece]`."""
+    """Returns which pieces of a cache the units consist of, `[num_units * unit_bytes / piece]`."""
     if unit_offsets.is_cpu and (unit_offsets % piece).any():
         raise ValueError(f"unit_offsets must be multiples of {piece} bytes")
     first = torch.div(unit_offsets, piece, rounding_mode="floor")
@@ -140,7 +140,7 @@ def _index(unit_offsets: torch.Tensor, unit_bytes: int, piece: int) -> torch.Ten
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory from its first to its last element as uint8 `[n]`, gaps between its blocks included."""
+    """Returns the tensor's memory as uint8 `[n]`, from its first to its last element, with gaps between blocks."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.as_strided((last + 1,), (1,)).view(torch.uint8)
 

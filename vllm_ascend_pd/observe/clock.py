@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a peer's clock is from this host's."""
+"""Measures how far a peer's clock is from this host's."""
 
 import math
 
@@ -8,7 +8,8 @@ from vllm_ascend_pd.observe.events import ClockOffset
 
 
 def measured_offset(asked_s: float, reading: ClockReading, answered_s: float) -> ClockOffset | None:
-    """The peer's clock minus ours, by NTP's formula, which takes both ways of the round trip for equally long.
+    """Returns the peer's clock minus ours, by NTP's formula, which assumes that both ways of the round trip take
+    equally long.
 
     The error is at most half of the round trip. Returns None for a reading that cannot be right.
     """

@@ -29,7 +29,7 @@ class RequestMarks:
         self._lane = file.lane("requests")
 
     def mark(self, what: str, request_id: str, ticket_id: str, writer: WriterId | None = None) -> None:
-        """`what` of `observe/events.py` happens now. `writer` is the prefill rank concerned, if there is one."""
+        """Marks that `what` of `observe/events.py` happens now. `writer`: the prefill rank concerned, if any."""
         about = "" if writer is None else short_name(f"{writer.pp_rank}/{writer.rank} of {writer.engine_id}")
         args = Mark(short_name(request_id), fingerprint(ticket_id), about)
         self._file.put(MarkEvent(name=what, ph="i", ts=time.monotonic() * 1e6, tid=self._lane, args=args))
@@ -77,7 +77,7 @@ class DecodeSchedulerTrace(DecodeSchedulerObserver):
 
 
 def rank_trace(config: ConnectorConfig, rank_info: RankInfo) -> DecodeTrace | None:
-    """None if traces are off. Raises TraceError if a trace cannot be written."""
+    """Returns the trace of a decode rank, None if traces are off. Raises TraceError if it cannot be written."""
     if config.trace_dir is None:
         return None
     process = process_of("decode rank", rank_info.engine_id, rank_info.pp_rank, rank_info.rank)
@@ -85,7 +85,7 @@ def rank_trace(config: ConnectorConfig, rank_info: RankInfo) -> DecodeTrace | No
 
 
 def scheduler_trace(config: ConnectorConfig, engine_id: str) -> DecodeSchedulerTrace | None:
-    """None if traces are off. Raises TraceError if a trace cannot be written."""
+    """Returns the trace of decode's scheduler, None if traces are off. Raises TraceError if it cannot be written."""
     if config.trace_dir is None:
         return None
     process = process_of("decode scheduler", engine_id)

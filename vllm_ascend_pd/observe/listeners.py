@@ -37,8 +37,9 @@ class PrefillStats(PrefillObserver):
         self._stats.state(stats.TRANSPORT_INFO, msgspec.structs.astuple(transport))
 
     def take(self, status: Callable[[], PrefillStatus]) -> stats.Data:
-        """What was recorded since the last call. `status` is asked last, so a reader who sees that a transfer ended
-        sees gauges without it."""
+        """Returns what was recorded since the last call. `status` is asked last, so a reader who sees that a transfer
+        ended sees gauges without it.
+        """
 
         def gauges() -> dict[stats.Gauge, int]:
             now = status()
@@ -78,7 +79,7 @@ class PrefillSchedulerStats(PrefillSchedulerObserver):
         self._stats = stats.Stats()
 
     def take(self) -> stats.Data:
-        """What was recorded since the last call."""
+        """Returns what was recorded since the last call."""
         return self._stats.take()
 
     def ticket_refused(self, request_id: str, reason: str) -> None:
@@ -92,7 +93,7 @@ class DecodeSchedulerStats(DecodeSchedulerObserver):
         self._stats = stats.Stats()
 
     def take(self) -> stats.Data:
-        """What was recorded since the last call."""
+        """Returns what was recorded since the last call."""
         return self._stats.take()
 
     def ranks_described(self, ranks: Sequence[RankDescription]) -> None:
@@ -115,27 +116,27 @@ class DecodeSchedulerStats(DecodeSchedulerObserver):
 
 
 def prefill_observer(config: ConnectorConfig, rank_info: RankInfo, measured: PrefillStats) -> PrefillObserver:
-    """Metrics, and traces if they are on. Raises TraceError if a trace cannot be written."""
+    """Returns metrics, and traces if they are on. Raises TraceError if a trace cannot be written."""
     return tell_all(PrefillObserver, measured, prefill_trace(config, rank_info))
 
 
 def decode_observer(config: ConnectorConfig, rank_info: RankInfo) -> DecodeObserver:
-    """Traces, if they are on. Raises TraceError if they cannot be written."""
+    """Returns traces, if they are on. Raises TraceError if they cannot be written."""
     return tell_all(DecodeObserver, rank_trace(config, rank_info))
 
 
 def decode_scheduler_observer(
     config: ConnectorConfig, engine_id: str, *others: DecodeSchedulerObserver
 ) -> DecodeSchedulerObserver:
-    """`others`, and traces if they are on. Raises TraceError if they cannot be written."""
+    """Returns `others`, and traces if they are on. Raises TraceError if they cannot be written."""
     return tell_all(DecodeSchedulerObserver, *others, scheduler_trace(config, engine_id))
 
 
 def tell_all(interface: type[_Observer], *listeners: _Observer | None) -> _Observer:
-    """An observer that tells every listener, in their order, except those that are None.
+    """Returns an observer that passes everything to the listeners, in their order. Listeners may be None.
 
-    A method that one listener overrides is that listener's own method, and a method that none overrides does nothing:
-    observing costs no more than what listens.
+    If one listener overrides a method, the result has that listener's own method. If none does, the method does
+    nothing. So observing costs no more than what listens.
     """
     observer = interface()
     for name in vars(interface):

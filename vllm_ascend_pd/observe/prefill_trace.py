@@ -52,7 +52,7 @@ _CLOSE_SHARE = 3  # of the time to close: two stopwatches and the file
 
 
 def prefill_trace(config: ConnectorConfig, rank_info: RankInfo) -> PrefillTrace | None:
-    """None if traces are off. Raises TraceError if a trace cannot be written."""
+    """Returns the trace of a prefill rank, None if traces are off. Raises TraceError if it cannot be written."""
     if config.trace_dir is None:
         return None
     process = process_of("prefill rank", rank_info.engine_id, rank_info.pp_rank, rank_info.rank)
@@ -66,7 +66,7 @@ def process_of(part: str, engine: str, pp_rank: int = 0, rank: int = 0) -> Trace
 
 
 class PrefillTrace(PrefillObserver):
-    """`patience_s`: how long a stream's work may take."""
+    """Traces a prefill rank. `patience_s`: how long a stream's work may take."""
 
     wants_clock = True
 

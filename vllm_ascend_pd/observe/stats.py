@@ -28,7 +28,7 @@ PREFIX = "vllm:kv_pd_"
 
 @dataclass(frozen=True)
 class Counter:
-    """A sum that only grows."""
+    """A metric that only grows."""
 
     # Without vLLM's prefix, see `PREFIX`.
     name: str
@@ -44,7 +44,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts and sums of values, by bucket."""
+    """A metric of counts and sums of values, by bucket."""
 
     name: str
     help: str
@@ -55,7 +55,9 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Gauge:
-    """A value of each rank. The rank is its label, because several API servers may each see only some changes."""
+    """A metric with a value for each rank. The rank is its label, because several API servers may each see only some
+    changes.
+    """
 
     name: str
     help: str
@@ -64,7 +66,7 @@ class Gauge:
 
 @dataclass(frozen=True)
 class Info:
-    """Text about a rank that does not change. Its value is always 1."""
+    """A metric that is text about a rank and does not change. Its value is always 1."""
 
     name: str
     help: str
@@ -263,7 +265,8 @@ _MERGE: dict[str, Any] = {"counters": _added, "histograms": _added_by_bucket, "g
 
 def observations(histogram: Histogram, counts: list[int], sums: list[float]) -> Iterator[tuple[float, int]]:
     """Yields (value, how often), for clients that take single values only. Each value is its bucket's mean, so buckets
-    and sum are those of the observed values."""
+    and sum equal those of the observed values.
+    """
     edges = (-math.inf, *histogram.bounds, math.inf)
     for bucket, (count, total) in enumerate(zip(counts, sums, strict=True)):
         if count:  # rounding may have moved a mean across its bucket's edge

@@ -82,15 +82,15 @@ class ControlPlane:
     # On the model's thread.
 
     def acquire(self, ticket: Ticket) -> Sender:
-        """As `Peers.acquire`."""
+        """See `Peers.acquire`."""
         return self._peers.acquire(ticket)
 
     def release(self, ticket: Ticket) -> None:
-        """As `Peers.release`."""
+        """See `Peers.release`."""
         self._peers.release(ticket)
 
     def open(self, transfers: Sequence[Transfer]) -> None:
-        """Begins to ask for grants. The tickets must have been acquired."""
+        """Begins to ask for grants for these transfers. A sender must have been acquired for each ticket."""
         self._client.call(partial(self._open, transfers))
 
     def close(self, timeout_s: float) -> None:

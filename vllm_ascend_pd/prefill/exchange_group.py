@@ -37,9 +37,9 @@ class ExchangeGroup:
         return self._failure
 
     def run(self, collective: Callable[[Group], None]) -> None:
-        """Runs the next collective. On the side stream.
+        """Runs the next collective. The side stream calls it.
 
-        Raises `DeviceError` at once when the group is broken, or when the collective fails, which breaks the group.
+        Raises `DeviceError` at once if the group is broken, or if the collective fails, which breaks the group.
         """
         group = self._group
         if group is None:
@@ -54,9 +54,11 @@ class ExchangeGroup:
             raise
 
     def fail(self, reason: str, cause: BaseException | None = None) -> None:
-        """Breaks the group for good: a collective failed on this rank, or this rank has missed one. On any thread.
+        """Breaks the group for good, because a collective failed on this rank, or this rank missed one. Any thread may
+        call it.
 
-        `cause`: for the log; its text may name addresses."""
+        `cause`: for the log; its text may name addresses.
+        """
         with self._lock:
             if self._failure is not None:
                 return
@@ -69,7 +71,7 @@ class ExchangeGroup:
         )
 
     def close(self) -> None:
-        """Closes this rank's connections: the worker shuts down."""
+        """Closes this rank's connections, because the worker shuts down."""
         with self._lock:
             self._failure = self._failure or "the prefill engine shuts down"
             self._group = None

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tickets prefill serves.
-
-- The ticket's host must be one that prefill may connect to.
-- With a cluster secret, the ticket must be signed, must not have expired, and must be new.
-- Without a secret, anybody can invent decode engines. So only so many engines may have tickets at a time that no KV was
-  ever delivered to.
-"""
+"""Decides which tickets prefill serves."""
 
 import hashlib
 import time
@@ -82,7 +76,7 @@ class TicketAdmission:
 
     @owned
     def ended(self, ticket: Ticket, delivered: bool) -> None:
-        """Serving an admitted ticket has ended. `delivered`: whether all its KV was sent."""
+        """Records that an admitted ticket is no longer served. `delivered`: whether all its KV was sent."""
         self._open[ticket.issuer] -= 1
         if not self._open[ticket.issuer]:
             del self._open[ticket.issuer]

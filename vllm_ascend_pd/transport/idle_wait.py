@@ -1,18 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step that computes nothing waits for transfers.
-
-While requests wait for KV, vLLM runs empty steps without a pause: its scheduler runs again and again, and its processes
-poll each other. On a busy host that takes CPU time from processes that compute. So an empty step waits in the ranks,
-until a transfer ends.
-
-- A new request must wait for that step. So a step waits at most as long as nothing has happened before it.
-- vLLM has several steps in flight. Only one of them waits. Otherwise its end would be held up by the next one, and a
-  new request by both. Where scheduler and rank share a process, vLLM looks at a step's end only after the next step.
-- While ranks in processes of their own wait, the scheduler's process polls them. After the last step's end it does so
-  for as long as vLLM is configured to: 1 s by default. A pause of the scheduler between two such steps lets that time
-  pass without polling. The ranks have just waited themselves and do not poll either. A transfer that ends in the pause
-  ends it, because the rank wakes the scheduler. Only decode pauses: prefill waits for new requests above all.
-"""
+"""Decides how long a step that computes nothing waits for transfers."""
 
 import time
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one call into Mooncake may carry, and for how long it may block."""
+"""Limits what one call into Mooncake may carry, and how long it may block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SettingError(ValueError):
 
 @dataclass(frozen=True)
 class TransferLimits:
-    """What one call into Mooncake may carry, and for how long it may block."""
+    """Limits what one call into Mooncake may carry, and how long it may block."""
 
     # Descriptors in one batch.
     max_descriptors: int = 2048

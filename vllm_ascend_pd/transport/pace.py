@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a thread may sleep while Mooncake moves a batch over TCP.
+"""Decides how long a thread may sleep while Mooncake moves a batch over TCP.
 
-A thread that waits in Mooncake polls without a pause, which takes a core from the threads that move the bytes and from
-the model. A batch cannot arrive sooner than the link allows. Until then the thread sleeps, and then it polls.
+A thread that waits in Mooncake polls without a pause. That takes a core from the threads that move the bytes and from
+the model. A batch cannot arrive sooner than the link allows. So the thread sleeps until then, and polls afterwards.
 """
 
 from __future__ import annotations

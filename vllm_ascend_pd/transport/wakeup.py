@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks wake decode's scheduler while it sleeps between two steps: by an empty datagram.
+"""Lets ranks wake decode's scheduler while it sleeps between two steps, by an empty datagram.
 
 A wakeup is only a hint. If it is missing, the scheduler sleeps to the end: ranks on other hosts or in other network
-namespaces cannot send it. One too many wakes the scheduler early: any process on the host can send it.
+namespaces cannot send it. An extra one wakes the scheduler early: any process on the host can send it.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ _MAX_PENDING_WAKEUPS = 1024
 
 
 class WakeupSocket:
-    """The scheduler's end, used by its thread alone."""
+    """The scheduler's end of the wakeup. Only its thread uses it."""
 
     def __init__(self) -> None:
         """Raises OSError if the system has no abstract sockets."""
@@ -45,7 +45,7 @@ class WakeupSocket:
 
 
 class WakeupSender:
-    """A rank's end."""
+    """A rank's end of the wakeup."""
 
     def __init__(self) -> None:
         self._socket = _datagrams()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class DecodeSchedulerRole(ConnectorRole):
-    """`measured`: what the scheduler's observer counts."""
+    """The scheduler's role on a decode engine. `measured`: what the scheduler's observer counts."""
 
     def __init__(
         self, setup: EngineSetup, scheduler: DecodeScheduler, blocks: VllmBlocks, measured: DecodeSchedulerStats

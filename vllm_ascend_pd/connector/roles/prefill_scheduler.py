@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class PrefillSchedulerRole(ConnectorRole):
-    """The scheduler of a prefill engine.
-
-    measured: what the scheduler's observer counts.
-    listener: takes tickets for prompts that a router asks prefill for first. None: such prompts are not kept.
-    """
+    """The scheduler's role on a prefill engine. `measured`: what the scheduler's observer counts."""
 
     def __init__(
         self,

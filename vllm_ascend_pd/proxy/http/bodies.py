@@ -73,8 +73,10 @@ def parse_client_request(endpoint: Endpoint, body: bytes) -> ClientRequest:
 
 
 def samples_of(request: ClientRequest) -> int:
-    """The number of answers that the client wants for each prompt. Decode computes each as a request, all with one id.
-    Returns 1 if `n` is not a number: decode refuses the request."""
+    """Returns the number of answers that the client wants for each prompt.
+
+    Decode computes each as a request, all with one id. Returns 1 if `n` is not a number: decode refuses the request.
+    """
     nested, fields = REQUEST_FORMATS[request.endpoint].nested, request.fields
     try:
         if nested is not None:
@@ -88,13 +90,9 @@ def samples_of(request: ClientRequest) -> int:
 def decode_body(
     request: ClientRequest, metaserver_url: str, request_id: str, advice: Mapping[str, str | bool | float] | None = None
 ) -> bytes:
-    """The client's body, with the order to decode to get the prompt's KV through the metaserver.
+    """Returns the client's body with the order to decode to get the prompt's KV through the metaserver.
 
-    Args:
-        request: the client's.
-        metaserver_url: where decode posts its tickets.
-        request_id: the id for the body, if the route has an id in it.
-        advice: further `kv_transfer_params`, which help decode to decide who computes the prompt.
+    `request_id`: the id for the body, if the route has an id in it.
     """
     transfer = {
         "do_remote_decode": False,

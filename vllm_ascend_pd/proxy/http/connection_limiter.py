@@ -49,8 +49,11 @@ _WITHOUT_REQUEST = (_Phase.IDLE, _Phase.HEAD)
 
 
 class ConnectionLimiter:
-    """Bounds the number of connections. One too many closes the connection that has had no request for the longest time
-    and has read its answers: the new one, if there is no other."""
+    """Bounds the number of connections.
+
+    One connection too many closes the one that has had no request for the longest time and has read its answers. If
+    there is none, the new one is closed.
+    """
 
     def __init__(self, limit: int, idle: int, unread_timeout: float) -> None:
         """`limit`: connections. `idle`: those of them without a request. `unread_timeout`: seconds that a client may

@@ -84,7 +84,7 @@ class RequestFormat:
     """Whether vLLM closes a stream without an event if its generation fails."""
 
     def named(self, request_id: str) -> bytes:
-        """`id_field`'s value for `request_id`, as JSON."""
+        """Returns `id_field`'s value for `request_id`, as JSON."""
         return b'"resp_%s"' % request_id.encode()
 
 
@@ -163,7 +163,7 @@ _ENGINE_IDS = {endpoint: re.compile(_SAMPLE + each.engine_id) for endpoint, each
 
 
 def uuid_in(engine_id: str) -> str:
-    """The proxy's id within an engine's id of a request; "" if there is none."""
+    """Returns the proxy's id within an engine's id of a request; "" if there is none."""
     found = _UUID.search(engine_id) if len(engine_id) < 200 else None
     return "" if found is None else found[0]
 
@@ -176,7 +176,7 @@ def prompt_number(endpoint: Endpoint, engine_id: str) -> tuple[int, bool] | None
 
 
 def error_event(path: str, error: bytes) -> bytes:
-    """`error`, the body of an answer, as an event of a stream of route `path`."""
+    """Returns `error`, the body of an answer, as an event of a stream of route `path`."""
     if path != Endpoint.MESSAGES.value:
         return b"data: " + error + b"\n\n"
     # Clients of this route ignore events without a name.

@@ -27,7 +27,7 @@ class RequestRefused(Exception):
 
 
 def excerpt(body: bytes) -> str:
-    """The beginning of an engine's answer as one line, for a reason in the log."""
+    """Returns the beginning of an engine's answer as one line, for a reason in the log."""
     return one_line(body[: 4 * _EXCERPT_CHARS].decode(errors="replace"), _EXCERPT_CHARS)
 
 
@@ -38,8 +38,10 @@ def error_response(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """`{"error": {...}}` as OpenAI clients expect it, with vLLM's `type`, such as `BadRequestError` for 400. A 429 has
-    a Retry-After header."""
+    """Returns `{"error": {...}}` as OpenAI clients expect it, with vLLM's `type`, such as `BadRequestError` for 400.
+
+    A 429 has a Retry-After header.
+    """
     name = status.phrase.replace(" ", "").replace("-", "").removesuffix("Error")
     if status is HTTPStatus.TOO_MANY_REQUESTS:
         headers = {"Retry-After": "1", **(headers or {})}

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure
 from vllm_ascend_pd.proxy.routing.failure_kind import FailureKind
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
@@ -40,7 +41,7 @@ class RecentFailure(msgspec.Struct, frozen=True):
 
 
 class FailureStats:
-    """The event loop's thread owns it."""
+    """Counts failures and retries, and keeps the last failures. The event loop's thread owns it."""
 
     def __init__(self) -> None:
         self._retries: Counter[EngineRole] = Counter()
@@ -48,6 +49,7 @@ class FailureStats:
         self._recent: deque[RecentFailure] = deque(maxlen=MAX_RECENT)
         self._number = 0
 
+    @owned
     def failed(self, role: EngineRole, failure: Failure, request_id: str) -> None:
         """An attempt at an engine of `role` failed."""
         self._failures[role][failure.kind] += 1
@@ -64,6 +66,7 @@ class FailureStats:
             )
         )
 
+    @owned
     def retried(self, role: EngineRole) -> None:
         self._retries[role] += 1
 

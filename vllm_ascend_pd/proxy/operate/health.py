@@ -75,7 +75,7 @@ class Health:
 
 
 def _withheld(engines: EngineRegistry) -> dict[str, str]:
-    """By URL: why an engine gets no requests, or only if no other is left."""
+    """Returns by URL why an engine gets no requests, or gets them only if no other is left."""
     reasons = {engine.url: "new: no health check was good yet" for engine in engines if not engine.gate.proven}
     reasons |= {engine.url: f"ejected: {engine.gate.reason}" for engine in engines if engine.gate.ejected}
     return reasons | {engine.url: "draining" for engine in engines if engine.draining}

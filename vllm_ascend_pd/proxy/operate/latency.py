@@ -8,6 +8,8 @@ from collections import deque
 
 import msgspec
 
+from vllm_ascend_pd.core.threads import owned
+
 MAX_SAMPLES = 2000
 WINDOW_SECONDS = 600.0
 
@@ -27,10 +29,12 @@ class RecentSamples:
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
 
+    @owned
     def add(self, seconds: float, now: float) -> None:
         """`now`: on the monotonic clock that `percentiles` gets, too."""
         self._samples.append((now, seconds))
 
+    @owned
     def percentiles(self, now: float) -> Percentiles:
         while self._samples and now - self._samples[0][0] > WINDOW_SECONDS:
             self._samples.popleft()

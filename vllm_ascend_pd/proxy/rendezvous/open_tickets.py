@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vllm_ascend_pd.core.metaserver import WaitingAnswer, WaitingQuestion
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.rendezvous.post_reader import PostReader, PostRefused
 
 # `MAX_ASKED` ids of 64 characters each, and the JSON around them.
@@ -20,13 +21,14 @@ _decode = msgspec.json.Decoder(WaitingQuestion).decode
 
 
 class OpenTickets:
-    """The tickets whose prefill has not ended. `held` alone changes it."""
+    """The tickets whose prefill has not ended. Only `held` changes it. The event loop's thread owns it."""
 
     def __init__(self, reader: PostReader) -> None:
         self._reader = reader
         self._open: Counter[str] = Counter()
         """Number of posts that wait, by ticket id. A ticket posted again counts twice for a moment."""
 
+    @owned
     @contextmanager
     def held(self, ticket_id: str) -> Iterator[None]:
         """A ticket is open for the time of the `with` block: it waits in the queue, or a healthy engine prefills it.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import anyio
 from starlette.types import Receive
 
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.http.bodies import ClientRequest
 from vllm_ascend_pd.proxy.http.endpoints import prompt_number, uuid_in
 from vllm_ascend_pd.proxy.http.errors import RequestRefused
@@ -37,7 +38,10 @@ class TicketMatch(NamedTuple):
 
 
 class RequestTable:
-    """Admits client requests, and holds those that are being served and their current attempts."""
+    """Admits client requests, and holds those that are being served and their current attempts.
+
+    The event loop's thread owns it.
+    """
 
     def __init__(self, limit: int, queue_length: int = 0, timeout: float = 0.0) -> None:
         """Arguments: as in RequestAdmission."""
@@ -62,6 +66,7 @@ class RequestTable:
         counted[RequestPhase.ARRIVING] = len(self._open) - counted.total()
         return {phase: counted[phase] for phase in RequestPhase}
 
+    @owned
     @asynccontextmanager
     async def admitted(self, receive: Receive) -> AsyncIterator[Receive]:
         """Waits until a request may be served, and counts it as served for the time of the `async with` block.
@@ -77,6 +82,7 @@ class RequestTable:
         finally:
             self.admission.leave()
 
+    @owned
     @contextmanager
     def open(self, span: Span) -> Iterator[ProxiedRequest]:
         """A new request. Raises RequestRefused (503) if the proxy shuts down."""
@@ -90,6 +96,7 @@ class RequestTable:
             self._open.discard(proxied)
             proxied.close()
 
+    @owned
     @contextmanager
     def attempt(
         self, proxied: ProxiedRequest, client_headers: Headers, may_follow: Callable[[], bool]
@@ -115,6 +122,7 @@ class RequestTable:
                 attempt.close()
                 span.asked(attempt.engines)
 
+    @owned
     def find(self, engine_request_id: str) -> TicketMatch:
         """Finds what a ticket is for, by the decode engine's name for its request. Raises LookupError."""
         proxied, attempt = self._attempts.get(uuid_in(engine_request_id), (None, None))
@@ -127,6 +135,7 @@ class RequestTable:
             raise LookupError(engine_request_id)
         return TicketMatch(proxied, attempt, request, prompt, is_sample)
 
+    @owned
     @contextmanager
     def until_shut_down(self) -> Iterator[None]:
         """Work that is no client request. Raises RequestRefused (503) if the proxy shuts down, then or meanwhile."""
@@ -141,6 +150,7 @@ class RequestTable:
         if scope.cancelled_caught:
             raise _shutting_down()
 
+    @owned
     def shut_down(self) -> None:
         """Ends all requests and all work under `until_shut_down`, and refuses new requests."""
         self._closed = True

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import anyio
 
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.routing.registry import RegisteredEngine
 
 
@@ -32,7 +33,10 @@ class RequestGroup:
 
 
 class ConcurrencyLimiter:
-    """Gives requests slots at the engines of one role, and queues requests for which no engine has a free slot."""
+    """Gives requests slots at the engines of one role, and queues requests for which no engine has a free slot.
+
+    The event loop's thread owns it.
+    """
 
     def __init__(self, limit: int | None, queue_per_engine: int, timeout: float) -> None:
         """
@@ -60,6 +64,7 @@ class ConcurrencyLimiter:
         """Slots in use at an engine."""
         return self._used[engine]
 
+    @owned
     async def acquire(
         self,
         engines: Sequence[RegisteredEngine],
@@ -116,6 +121,7 @@ class ConcurrencyLimiter:
             raise NoFreeSlotError(f"no slot became free within {self._timeout:g} s (--queue-timeout)")
         return waiter.engine
 
+    @owned
     @contextmanager
     def releasing(self, engine: RegisteredEngine) -> Iterator[None]:
         """Gives back a slot from `acquire` at the end of the `with` block."""
@@ -124,6 +130,7 @@ class ConcurrencyLimiter:
         finally:
             self._release(engine)
 
+    @owned
     def engine_opened(self, engine: RegisteredEngine) -> None:
         """Lets waiting requests use an engine that may get requests from now on."""
         for waiter in self._waiters():
@@ -131,6 +138,7 @@ class ConcurrencyLimiter:
                 waiter.engines.add(engine)
         self.assign_slots(engine)
 
+    @owned
     def engine_closed(self, engine: RegisteredEngine) -> None:
         """Ends waits for an engine that gets no more requests, if it was the only one. A request that was given a slot
         there but has not resumed yet waits on for another engine."""
@@ -146,6 +154,7 @@ class ConcurrencyLimiter:
         for other in others:  # their slots may have become free while the request held one here
             self.assign_slots(other)
 
+    @owned
     def assign_slots(self, engine: RegisteredEngine) -> None:
         """Gives an engine's free slots to requests that wait for it."""
         while engine.open and self._has_free_slot(engine) and (waiter := self._next_waiter(engine)) is not None:

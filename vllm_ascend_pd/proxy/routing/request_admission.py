@@ -10,6 +10,7 @@ import anyio
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.http.errors import RequestRefused
 
 # How much of the bodies of all waiting requests is kept in memory here. The rest stays in the server's buffers, which
@@ -18,7 +19,10 @@ _MAX_HELD_BYTES = 64 * 1024 * 1024
 
 
 class RequestAdmission:
-    """Lets `limit` requests through at a time and queues up to `queue_length` more, in order of arrival."""
+    """Lets `limit` requests through at a time and queues up to `queue_length` more, in order of arrival.
+
+    The event loop's thread owns it.
+    """
 
     def __init__(self, limit: int, queue_length: int, timeout: float) -> None:
         """`timeout`: seconds that a request waits before it is refused."""
@@ -34,6 +38,7 @@ class RequestAdmission:
         """Requests that wait."""
         return self._slots.statistics().tasks_waiting
 
+    @owned
     def enter(self) -> bool:
         """Takes a slot if one is free. Returns whether it did. `leave` gives the slot back."""
         try:
@@ -42,10 +47,12 @@ class RequestAdmission:
             return False
         return True
 
+    @owned
     def leave(self) -> None:
         """Gives a slot back, to the next request in the queue."""
         self._slots.release()
 
+    @owned
     async def wait(self, receive: Receive) -> Receive:
         """Waits for a slot and takes it. Returns the callable to receive the request by from then on.
 

@@ -237,13 +237,13 @@ class HostsFile:
 
 
 def key(path: KeyPath) -> str:
-    """As people write it: `prefill[0].tp`."""
+    """The key as people write it: `prefill[0].tp`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".") or "the file"
 
 
 def _path_of(text: str) -> KeyPath:
-    """Of msgspec's `$.prefill[0].tp`. Keys of dicts are `[...]` there."""
+    """Returns msgspec's path, such as `$.prefill[0].tp`, as keys. Keys of dicts are `[...]` there."""
     parts = re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", text)
     return tuple(name or int(index) for name, index in parts)
 

@@ -142,11 +142,14 @@ def _draw_moments(figure: Any, axes: Any, picture: Picture, zero: float, rows: i
 
 
 def place_labels(labels: list[tuple[float, float, str]], left: float, right: float) -> list[tuple[str, int]]:
-    """How each label is aligned, and how many heights up it is, so that none lies on another or outside. `labels`:
-    (place of its line, width, text), in the order of their lines; `left`, `right`: of the picture.
+    """Returns how each label is aligned and how many lines up it is, so that no label overlaps another or the border.
 
-    Of two lines next to each other the first one's label ends there and the second one's begins there, which leaves
-    room for both however close they are; what has no room goes one up."""
+    labels: (place of its line, width, text), in the order of their lines.
+    left, right: the picture's border.
+
+    Of two neighbouring lines, the first one's label ends at its line and the second one's begins there, so both have
+    room. A label without room moves one up.
+    """
     taken: list[tuple[int, float, float]] = []
     places = []
     for number, (at, width, text) in enumerate(labels):
