@@ -38,12 +38,12 @@ def is_exact(dtype: str) -> bool:
 
 
 def listed_logprobs(dtype: str) -> int:
-    """How many log probabilities clients ask engines for that compute in `dtype`."""
+    """Returns how many log probabilities clients ask for from engines that compute in `dtype`."""
     return 0 if is_exact(dtype) else LISTED
 
 
 def assert_agree(reference: Reference, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> None:
-    """`completions` of `prompts` are what the single engine gives, see above."""
+    """Checks that `completions` of `prompts` agree with the single engine's (see the module)."""
     if is_exact(reference.dtype):
         assert [each.token_ids for each in completions] == [reference.complete(prompt) for prompt in prompts]
         return
@@ -56,7 +56,8 @@ def assert_agree(reference: Reference, prompts: Sequence[Prompt], completions: S
 
 
 def compare(ours: Completion, theirs: Completion, tolerance: float = TOLERANCE) -> tuple[int, str | None]:
-    """How many places of two answers could be compared, and what is wrong at the first that differs by too much.
+    """Returns how many places of two answers could be compared, and what is wrong at the first place that differs by
+    too much.
 
     Without log probabilities, all tokens must be equal.
     """

@@ -52,7 +52,7 @@ class Answer:
 
 
 def answer_of(response: httpx.Response) -> Answer:
-    """What of a response is to be compared."""
+    """Returns the part of a response that is compared."""
     headers = {name: value for name, value in response.headers.items() if name not in _OWN_HEADERS}
     if "location" in headers:
         headers["location"] = httpx.URL(headers["location"]).path
@@ -67,7 +67,7 @@ def answer_of(response: httpx.Response) -> Answer:
 
 
 def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
-    """What differs between two JSON values, with the place of each."""
+    """Returns the differences between two JSON values, each with its place."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         found = [f"{where}.{key}: only in {_side(key in ours)}" for key in sorted(ours.keys() ^ theirs.keys())]
         for key in (ours.keys() & theirs.keys()) - {_TRANSFER}:
@@ -93,7 +93,7 @@ def _side(ours: bool) -> str:
 
 
 def _stream(text: str) -> list[Any]:
-    """A stream's events, put together where they carry pieces of the same thing."""
+    """Returns a stream's events. Events that carry pieces of one value are joined."""
     whole: list[Any] = []
     for block in re.split(r"\n\n+", text.strip("\n")):
         fields = dict(line.split(": ", 1) for line in block.split("\n") if ": " in line)
@@ -115,7 +115,7 @@ def _json(data: str) -> Any:
 
 
 def _kind(event: dict[str, Any]) -> Any:
-    """Events of one kind are pieces of the same thing; None: an event that stands for itself."""
+    """Returns the kind of an event, whose events are pieces of one value; None for an event that is complete."""
     data = event["data"]
     if not isinstance(data, dict):
         return None
@@ -138,7 +138,7 @@ def _same_kind(events: list[Any], event: dict[str, Any]) -> dict[str, Any] | Non
 
 
 def _place(event: dict[str, Any]) -> tuple[int, Any]:
-    """Chunks by their choice; a stable sort leaves all else where it was."""
+    """Sorts chunks by choice. The sort is stable, so the order of other events stays."""
     data = event["data"]
     if isinstance(data, dict) and isinstance(data.get("choices"), list):
         return (0, _kind(event)) if data["choices"] else (1, ())
@@ -146,7 +146,7 @@ def _place(event: dict[str, Any]) -> tuple[int, Any]:
 
 
 def _joined(one: Any, more: Any, key: str = "") -> Any:
-    """Two pieces as one: texts and lists one behind the other, of all else the later one, unless it is null."""
+    """Joins two pieces. Texts and lists are appended. Of other values the later one counts, unless it is null."""
     if isinstance(one, dict) and isinstance(more, dict):
         return {**one, **{name: _joined(one.get(name), value, name) for name, value in more.items()}}
     if isinstance(one, list) and isinstance(more, list):

@@ -23,7 +23,7 @@ NO_NZ = '{"weight_nz_mode": 0}'
 
 
 def problems() -> list[str]:
-    """What is missing to run on NPUs here, each with what to do; empty if nothing is."""
+    """Returns what is missing to run on NPUs here, each with what to do; empty if nothing is."""
     found = []
     if not os.environ.get("ASCEND_HOME_PATH"):
         found.append("CANN's environment is not loaded: `source` set_env.sh of the toolkit, and of nnal/atb")
@@ -39,7 +39,7 @@ def problems() -> list[str]:
 
 
 def engine_env(first_device: int, devices: int) -> dict[str, str]:
-    """Environment of an engine on `devices` NPUs, counting from `first_device` of the visible ones."""
+    """Returns the environment of an engine on `devices` NPUs, from the visible NPU number `first_device` on."""
     visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     available = visible.split(",") if visible else [str(i) for i in range(first_device + devices)]
     chosen = available[first_device : first_device + devices]
@@ -61,7 +61,7 @@ def engine_env(first_device: int, devices: int) -> dict[str, str]:
 
 
 def first_devices(engines: Sequence[EngineConfig]) -> list[int]:
-    """The first NPU of each engine of one machine, so that no two engines share a card.
+    """Returns the first NPU of each engine of one machine, so that no two engines share a card.
 
     Engines transfer between different NPUs only. The two NPUs of an Atlas A3 card have no link between them, so each
     engine begins at an even number.
@@ -74,12 +74,12 @@ def first_devices(engines: Sequence[EngineConfig]) -> list[int]:
 
 
 def whole_cards(devices: int) -> int:
-    """The NPUs of as many cards as `devices` need; a card has two on Atlas A3."""
+    """Returns the NPUs of the cards that `devices` need. A card has two on Atlas A3."""
     return devices + devices % 2
 
 
 def emulated(config: EngineConfig, first_device: int = 0) -> EngineConfig:
-    """`config` for vllm-ascend on emulated NPUs, which are slow hosts: one thread each, loopback only."""
+    """Returns `config` for vllm-ascend on emulated NPUs, which are slow hosts: one thread each, loopback only."""
     env = {
         **CPU_ENV,
         "CANN_ON_HOST": "1",
@@ -97,7 +97,7 @@ def emulated(config: EngineConfig, first_device: int = 0) -> EngineConfig:
 
 
 def _network() -> tuple[str, str]:
-    """Name and IPv4 address of the first interface that is up, loopback only if there is no other."""
+    """Returns name and IPv4 address of the first interface that is up. Loopback counts only if there is no other."""
     states = psutil.net_if_stats()
     addresses = {
         name: entry.address

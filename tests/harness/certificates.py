@@ -19,7 +19,7 @@ class Certificate:
 
 
 class Authority:
-    """Signs certificates; `cert` is what who trusts it is given."""
+    """Signs certificates. Clients that trust it get its `cert`."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder / name
@@ -31,7 +31,9 @@ class Authority:
         )
 
     def issue(self, name: str, host: str, days: int = 2, password: str | None = None) -> Certificate:
-        """For `host` (`IP:...` or `DNS:...`); with negative `days` it has expired. `password` encrypts the key."""
+        """Issues a certificate for `host` (`IP:...` or `DNS:...`). With negative `days` it has expired. `password`
+        encrypts the key.
+        """
         cert, key, request = (self._folder / f"{name}{end}" for end in (".pem", "-key.pem", ".csr"))
         extensions = self._folder / f"{name}.ext"
         extensions.write_text(f"subjectAltName = {host}\n")

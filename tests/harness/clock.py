@@ -7,7 +7,7 @@ import pytest
 
 
 class Clock:
-    """Seconds, in place of the module `time`."""
+    """Replaces the module `time`. It counts seconds that a test sets."""
 
     now = 100.0
 
@@ -19,7 +19,7 @@ class Clock:
 
 
 def clock_of(module: ModuleType, patch: pytest.MonkeyPatch) -> Clock:
-    """What `module` takes for the time from now on."""
+    """Makes `module` use a `Clock` from now on."""
     clock = Clock()
     patch.setattr(module, "time", clock)
     return clock

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Add the end of its servers' logs to a failed test: their folder may be gone when one wants to read it."""
+    """Adds the end of its servers' logs to a failed test, because their folder may be gone later."""
     report = yield
     cluster = getattr(item, "funcargs", {}).get("cluster")
     if report.failed and cluster is not None:
@@ -37,7 +37,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_engines() -> Iterator[None]:
-    """No process of theirs imports vLLM once more, which is most of what starting costs."""
+    """Forks engines from a process that has imported vLLM, since importing takes most of the time of a start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(METHOD, "fork")
         yield
@@ -63,7 +63,7 @@ def reference_pool(models: Path, engine_logs: Path) -> Iterator[ReferencePool]:
 
 @pytest.fixture
 def reference(cluster: Cluster, single_engine: EngineConfig, reference_pool: ReferencePool) -> Reference:
-    """What the cluster's outputs must equal."""
+    """The engine whose outputs the cluster's must equal."""
     return reference_pool.get(cluster.config.model, cluster.config.single or single_engine)
 
 

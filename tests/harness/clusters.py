@@ -100,7 +100,9 @@ def one_to_one(
     model: ModelSpec = TINY,
     engine: EngineConfig = PLAIN,
 ) -> ClusterConfig:
-    """One prefill and one decode engine, both as `engine` is but for their size, compared with `engine`."""
+    """Returns one prefill and one decode engine. Both are like `engine` except for their size, and are compared with
+    it.
+    """
     order = "token-major" if token_major else "head-major"
     kind = order if model is TINY else model.name
     side = dataclasses.replace(engine, token_major=token_major, connector_extra=PATIENT)
@@ -114,7 +116,7 @@ def one_to_one(
 
 
 def traced(config: ClusterConfig, folder: str) -> ClusterConfig:
-    """The same, with engines that trace to a folder of that name beside the logs."""
+    """Returns the same cluster with engines that trace to a folder of that name beside the logs."""
     engines = {
         side: tuple(dataclasses.replace(engine, traces=folder) for engine in getattr(config, side))
         for side in ("prefill", "decode")
@@ -128,7 +130,7 @@ TRACED = traced(one_to_one(2, 1, token_major=True), "traces")
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A running one. `model`: the folder of the model it serves."""
+    """A running cluster. `model`: the folder of the model that it serves."""
 
     config: ClusterConfig
     model: Path

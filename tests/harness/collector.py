@@ -70,13 +70,13 @@ class Collector(TraceServiceServicer):
         self._grpc.stop(grace=0).wait(10)
 
     def spans(self, trace: str | None = None) -> list[Span]:
-        """Of one trace, or all, in the order of their beginnings."""
+        """Returns the spans of one trace, or all, in the order of their beginnings."""
         with self._lock:
             found = [span for span in self._spans if trace in (None, span.trace)]
         return sorted(found, key=lambda span: span.begun)
 
     def wait(self, enough: Callable[[list[Span]], bool], trace: str | None = None) -> list[Span]:
-        """Spans as soon as they are enough."""
+        """Returns the spans as soon as there are enough."""
         return wait_for(lambda: self.spans(trace), enough, SECONDS)
 
     def Export(

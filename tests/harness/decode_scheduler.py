@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode engine's scheduler: vLLM's own with this connector's scheduler side, over few blocks. Ranks, prefill and the
-metaserver are played: a transfer ends when the test says so."""
+"""A decode engine's scheduler: vLLM's own with this connector's scheduler side, over few blocks.
+
+Ranks, prefill and the metaserver are simulated: a transfer ends when the test says so.
+"""
 
 import random
 from collections import deque
@@ -40,7 +42,7 @@ OF_A_BLOCK: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size
 
 
 class SilentMetaserver:
-    """Takes all tickets and never answers: of prefill, `EngineScheduler.arrives` says what became."""
+    """Takes all tickets and never answers. `EngineScheduler.arrives` says how prefill ended."""
 
     retried = 0
 
@@ -61,7 +63,7 @@ class SilentMetaserver:
 
 
 def decode_config(engine_config: VllmConfig, policy: str = "fail", who_computes: str = "prefill") -> VllmConfig:
-    """`engine_config` as a decode engine's; `policy`: its `kv_load_failure_policy`."""
+    """Returns `engine_config` as a decode engine's. `policy`: its `kv_load_failure_policy`."""
     vllm_ascend_pd.register()
     engine_config.kv_transfer_config = KVTransferConfig(
         kv_connector="LayerwisePushConnector",
@@ -74,7 +76,9 @@ def decode_config(engine_config: VllmConfig, policy: str = "fail", who_computes:
 
 
 class EngineScheduler:
-    """`blocks`: what requests can have. `windowed`: beside full attention's there is a group of a sliding window."""
+    """The scheduler. `blocks`: the blocks for requests. `windowed`: there is a group of a sliding window beside full
+    attention's.
+    """
 
     def __init__(
         self,
@@ -140,8 +144,11 @@ class EngineScheduler:
         first: int = 0,
         **wants: Any,
     ) -> Request:
-        """A request whose prompt counts up from `first`. `grammar`: waits for one, until `ready`. `wants`: more of its
-        `SamplingParams`."""
+        """Adds a request whose prompt counts up from `first`.
+
+        grammar: it waits for a grammar until `ready`.
+        wants: more of its `SamplingParams`.
+        """
         params = {"do_remote_prefill": True, "metaserver": METASERVER, WANTS_TOKEN_IDS: True} if remote else None
         request = Request(
             request_id=name,
@@ -162,11 +169,11 @@ class EngineScheduler:
         return request
 
     def ready(self, request: Request) -> None:
-        """The request's grammar is."""
+        """Lets the request's grammar be ready."""
         request.structured_output_request = SimpleNamespace(grammar=object(), reasoning_ended=True)
 
     def arrives(self, *names: str) -> None:
-        """With the next step these requests' KV is there."""
+        """Lets these requests' KV arrive in the next step."""
         self._ended.update(names)
 
     def fails(self, *names: str) -> None:
@@ -181,7 +188,7 @@ class EngineScheduler:
         return [name for name, request in self.vllm.requests.items() if not request.is_finished()]
 
     def step(self) -> set[str]:
-        """Names what a step computes tokens of."""
+        """Takes a step. Returns the requests that it computes tokens of."""
         scheduled = self.vllm.schedule()
         expects = scheduled.kv_connector_metadata.step.expects
         self.expected |= {expect.request_id: expect for expect in expects}
@@ -195,12 +202,12 @@ class EngineScheduler:
         return set(scheduled.num_scheduled_tokens)
 
     def settle(self) -> None:
-        """What is under way ends."""
+        """Takes steps until all transfers in flight have ended."""
         while self._outputs:
             self._update(*self._outputs.popleft())
 
     def run(self, steps: int = 60) -> None:
-        """Transfers that have begun end at once, until all requests have ended."""
+        """Ends transfers as soon as they have begun, until all requests have ended."""
         for _ in range(steps):
             if not self.unfinished:
                 break
@@ -224,7 +231,7 @@ class EngineScheduler:
         self.connector.shutdown()
 
     def _computed(self, scheduled: Any) -> list[list[int]]:
-        """The tokens that the model answers with; of drafts any number is accepted."""
+        """Returns the tokens that the model answers with. It accepts any number of drafts."""
         tokens = []
         for name in scheduled.num_scheduled_tokens:
             request = self.vllm.requests[name]
@@ -263,14 +270,14 @@ class EngineScheduler:
             self.vllm.update_draft_token_ids(DraftTokenIds(names, [[7] * drafts for _ in names]))
 
     def _lost(self, failed: set[str]) -> dict[str, Any]:
-        """How the connector tells vLLM of requests whose transfer has failed."""
+        """Tells vLLM of requests whose transfer has failed, as the connector does."""
         if HAS_TRANSFER_RESULTS and (self._asks_again or not lost_blocks_say_all(self.vllm.kv_cache_config)):
             return {"failed_recving": failed}
         return {"invalid_block_ids": {block for name in failed for block in self.expected[name].blocks}}
 
 
 def _grammars() -> Any:
-    """Of requests that are only to wait for one."""
+    """Grammars for requests that only wait for one."""
     return SimpleNamespace(
         should_advance=lambda request: False,
         grammar_bitmask=lambda *args: None,

@@ -19,20 +19,22 @@ PAGES = sorted(
 
 
 def fences(page: Path) -> list[tuple[str, str]]:
-    """(language, body) of each, those of lists too."""
+    """Returns (language, body) of each fence, also of those in lists."""
     found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), re.MULTILINE | re.DOTALL)
     return [(language, textwrap.dedent(body)) for language, body in found]
 
 
 @cache
 def lines(page: Path) -> list[str]:
-    """The commands of a page, in their order, without comments; one that goes on over several lines is one."""
+    """Returns the commands of a page in their order, without comments. A command over several lines is one."""
     bodies = (body.replace("\\\n", " ") for language, body in fences(page) if language == "sh")
     return [re.sub(r"\s+# .*", "", line) for body in bodies for line in body.splitlines() if line]
 
 
 def documented(page: str, beginning: str, replaced: Mapping[str, str] | None = None) -> list[str]:
-    """The words of the command in `page` that begins so, with parts of them `replaced`: what a reader would put in."""
+    """Returns the words of the command in `page` that begins with `beginning`. `replaced`: parts that a reader would
+    replace.
+    """
     return shlex.split(filled(the_line(page, beginning), replaced or {}))
 
 
@@ -50,8 +52,9 @@ def the_line(page: str, beginning: str) -> str:
 
 
 def taken_by(test: str) -> set[str]:
-    """The commands that the file of a test takes from their pages. `test`: `tests/e2e/test_x.py::test_y`, which must
-    be there."""
+    """Returns the commands that a test's file takes from their pages. `test`: `tests/e2e/test_x.py::test_y`, which must
+    exist.
+    """
     path, _, name = test.partition("::")
     tree = ast.parse((REPOSITORY / path).read_text())
     assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body), f"there is no {test}"

@@ -52,12 +52,12 @@ PATIENT: tuple[tuple[str, object], ...] = (
 
 
 def plugins_on_path() -> dict[str, str]:
-    """This process's PYTHONPATH, with the tests' plugins before all else."""
+    """Returns this process's PYTHONPATH with the tests' plugins first."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))}
 
 
 class Role(enum.StrEnum):
-    """`kv_role` of an engine; a `SINGLE` one has no connector."""
+    """`kv_role` of an engine. A `SINGLE` engine has no connector."""
 
     SINGLE = "single"
     PREFILL = "kv_producer"
@@ -66,7 +66,7 @@ class Role(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is started with, apart from its model and its ports."""
+    """The settings of an engine, apart from its model and its ports."""
 
     role: Role = Role.SINGLE
     tp: int = 1
@@ -191,7 +191,7 @@ class EngineConfig:
 
 
 class Server:
-    """A process that serves HTTP, and the ports that are its own until `stop`."""
+    """A process that serves HTTP, with ports that it owns until `stop`."""
 
     def __init__(self, name: str, port: int | None, logs: Path) -> None:
         self.name = name
@@ -202,7 +202,7 @@ class Server:
         self.process: ManagedProcess
 
     def _reserve(self, count: int = 1) -> int:
-        """The first of `count` ports in a row."""
+        """Reserves `count` ports in a row. Returns the first one."""
         ports = reserve_ports(count)
         self._reserved += ports
         return ports[0]
@@ -263,7 +263,7 @@ def ignore(process: ManagedProcess, seconds: float) -> None:
 
 
 def wait_ready(servers: Sequence[Server], on_healthy: OnHealthy = ignore, seconds: float = START_SECONDS) -> None:
-    """Return once every server answers `GET /health`; where one cannot, stop all and raise `StartupError`."""
+    """Returns once every server answers `GET /health`. If one cannot, stops all and raises `StartupError`."""
     try:
         health = {server.process: f"{server.url}/health" for server in servers}
         wait_all_healthy(health, seconds, on_healthy)
@@ -273,7 +273,7 @@ def wait_ready(servers: Sequence[Server], on_healthy: OnHealthy = ignore, second
 
 
 def stop_all(servers: Sequence[Server], grace: float = 10) -> None:
-    """Stop several at once: takes no longer than the slowest."""
+    """Stops several servers at once, so that it takes no longer than the slowest."""
     if servers:
         with ThreadPoolExecutor(len(servers)) as pool:
             list(pool.map(lambda server: server.stop(grace), servers))
@@ -297,7 +297,7 @@ def running_engines(
 
 
 def script(name: str) -> str:
-    """The path of a command: the running interpreter's own where it has one, else the one on PATH."""
+    """Returns the path of a command: that of the running interpreter if it has one, else the one on PATH."""
     own = Path(sys.executable).with_name(name)
     found = str(own) if own.exists() else shutil.which(name)
     if found is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What end-to-end tests of failures check on every backend."""
+"""Checks of end-to-end failure tests, for every backend."""
 
 import time
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def poisoned_fails_alone(
 
 
 def wait_all_blocks_free(cluster: Cluster) -> None:
-    """Until the engines of `cluster` have nothing to do and no block in use; fails after `FREE_WITHIN_S`."""
+    """Waits until the engines of `cluster` have nothing to do and no block in use. Fails after `FREE_WITHIN_S`."""
     deadline = time.monotonic() + FREE_WITHIN_S
     engines = [*cluster.prefill, *cluster.decode]
     while not all(_all_blocks_are_free(engine) for engine in engines):
@@ -49,6 +49,6 @@ def wait_all_blocks_free(cluster: Cluster) -> None:
 
 
 def _all_blocks_are_free(engine: Engine) -> bool:
-    """By vLLM's own count of its block pool; cached blocks count as free."""
+    """Whether no block is in use by vLLM's own count. Cached blocks count as free."""
     busy = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     return all(engine.metric(name) == 0 for name in busy)

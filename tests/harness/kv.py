@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV caches without a model: their shapes, and the truth about every byte in them.
-
-All KV follows from one function of (request, layer, part, token, head), so every process knows what must be where.
-"""
+"""KV caches without a model: their shapes, and the right value of every byte in them."""
 
 from dataclasses import dataclass
 
@@ -107,7 +104,7 @@ def layer_name(index: int) -> str:
 
 
 def truth(model: Model, seed: int, layer: int, part: int, num_tokens: int) -> torch.Tensor:
-    """KV of one request: `[num_tokens, heads, width]`."""
+    """Returns the right KV of one request: `[num_tokens, heads, width]`."""
     generator = torch.Generator().manual_seed(seed * 1009 + layer * 31 + part)
     heads = 1 if model.replicated else model.heads
     return torch.randn(num_tokens, heads, model.widths[part], generator=generator).to(model.dtype_of(part))
@@ -136,5 +133,5 @@ def make_caches(model: Model, side: Side, rank: int, pp_rank: int, device: str) 
 
 
 def by_token(model: Model, cache: torch.Tensor) -> torch.Tensor:
-    """A view `[num_blocks, tokens, heads, width]`, whatever the order."""
+    """Returns a view `[num_blocks, tokens, heads, width]`, whatever the order in memory."""
     return cache if model.order is Order.TOKEN_MAJOR else cache.transpose(1, 2)

@@ -17,12 +17,12 @@ from harness.processes import StartupError
 
 
 def long(*parameters: object) -> ParameterSet:
-    """For what takes long beside what others show already: only the long forms run it."""
+    """Marks a test that takes long and shows little more than others: only the long forms run it."""
     return pytest.param(*parameters, marks=pytest.mark.long)
 
 
 def sort_by_cluster(items: list[pytest.Item]) -> None:
-    """Puts tests of one model together, and of those the ones of one cluster, in the order of their first use."""
+    """Sorts tests by model, then by cluster, in the order of their first use."""
     models: dict[ModelSpec | None, int] = {None: 0}
     clusters: dict[ClusterConfig | None, int] = {None: 0}
 

@@ -64,12 +64,12 @@ class ManagedProcess:
         return "\n".join(self._said()[-lines:])
 
     def first_error(self, lines: int = TAIL_LINES) -> str:
-        """What the log says from its first error on; empty if it has none."""
+        """Returns the log from its first error on; empty if it has none."""
         after = itertools.dropwhile(lambda line: " ERROR " not in line and "Traceback" not in line, self._said())
         return "\n".join(itertools.islice(after, lines))
 
     def account(self) -> str:
-        """Its log's first error and last lines: what vLLM says last is that an engine ended, not why."""
+        """Returns its log's first error and last lines. vLLM's last lines say that an engine ended, and not why."""
         first = self.first_error()
         where = f"the first error in {self.log}:\n{first}\n\nits end" if first else f"the end of {self.log}"
         return f"{where}:\n{self.tail()}"
@@ -99,7 +99,7 @@ class ManagedProcess:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to the whole group: returns when no process of it is left, nor shared memory that it had open."""
+        """Sends SIGKILL to the group. Returns when none of its processes is left, nor shared memory that they had open."""
         self.note_shared_memory(self.members())
         while True:
             self.signal_group(signal.SIGKILL)
@@ -112,8 +112,10 @@ class ManagedProcess:
         _running.discard(self)
 
     def note_shared_memory(self, pids: Iterable[int]) -> None:
-        """What these processes have open now is gone, too, when `stop` or `kill` returns. One that is killed leaves it
-        behind; vLLM's tensor-parallel CPU workers always do."""
+        """Notes the shared memory that these processes have open, so that `stop` and `kill` remove it.
+
+        A killed process leaves it behind, and vLLM's tensor-parallel CPU workers always do.
+        """
         for pid in pids:
             with contextlib.suppress(OSError):  # it has just ended
                 for line in Path(f"/proc/{pid}/maps").read_text().splitlines():

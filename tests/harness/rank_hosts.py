@@ -65,7 +65,7 @@ class Rank:
         self._host.end()
 
     def freeze(self, frozen: bool = True) -> None:
-        """SIGSTOP, or SIGCONT: all its threads stand still, its connections stay."""
+        """Sends SIGSTOP or SIGCONT. Its threads stand still, and its connections stay."""
         assert self._host.process.pid is not None
         if frozen:
             stop(self._host.process.pid)
@@ -82,7 +82,7 @@ class Rank:
         self.send("stop", self._reusable)
 
     def stopped(self) -> list[str]:
-        """After `stop()`: the rank has ended; returns what it could not clean up itself."""
+        """Waits until the rank has ended, after `stop`. Returns what it could not clean up itself."""
         left: list[str] = []
         try:
             left = self.receive()
@@ -138,7 +138,7 @@ class _Hosts:
 
 
 def _settings(device: str, kernels: Path | None) -> tuple[object, ...]:
-    """What a process reads only when it starts."""
+    """Returns the settings that a process reads only when it starts."""
     return (
         device,
         kernels,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank's process runs: our real worker classes, over caches without a model."""
+"""The programs of ranks' processes: our real worker classes, over caches without a model."""
 
 import logging
 import math
@@ -121,15 +121,15 @@ class _RankBase:
         return self.model.heads_of(self.rank % self.side.tp, self.side.tp)
 
     def do(self, action: Callable[..., Any], *args: Any) -> Any:
-        """`action(this rank, *args)`, a function at the top of a test's module."""
+        """Runs `action(this rank, *args)`, a function at the top of a test's module."""
         return action(self, *args)
 
     def warnings(self) -> list[str]:
-        """What the product has logged here as a warning or worse."""
+        """Returns what the product has logged here as a warning or worse."""
         return list(self._warnings.messages)
 
     def weight_updates(self) -> dict[str, int]:
-        """What the worker's report says of them."""
+        """Returns the weight updates in the worker's report."""
         report = self.worker.take_report()
         return report.weight_updates if report else {}
 
@@ -146,7 +146,7 @@ class _RankBase:
         self.drain()
 
     def drain(self) -> None:
-        """Until nothing is queued on the device any more."""
+        """Waits until nothing is queued on the device any more."""
         if self.on == "npu":
             torch.npu.synchronize()
 
@@ -216,7 +216,7 @@ class PrefillRank(_RankBase):
             part.copy_(values)
 
     def values(self, layer: int, step: Any, prompts: dict[str, Prompt]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What `compute` takes, of all that a step completes."""
+        """Returns the copies for `compute` of all that a step completes."""
         return [copy for send in step.sends for copy in self._values(layer, prompts[send.request_id], send)]
 
     def _values(self, layer: int, prompt: Prompt, send: Send) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -238,7 +238,7 @@ class PrefillRank(_RankBase):
         return copies
 
     def compute_unsent(self, sends: list[Any], prompts: dict[str, Prompt]) -> None:
-        """A forward pass of an earlier step, which computed what these name and sent nothing of it."""
+        """Runs a forward pass of an earlier step, which computed these tokens and sent none of them."""
         for layer in self.side.layers_of(self.pp_rank, self.model):
             self.compute(
                 layer, [copy for send in sends for copy in self._values(layer, prompts[send.request_id], send)]
@@ -256,21 +256,21 @@ class PrefillRank(_RankBase):
         return len(self.worker._transfers)
 
     def is_granted(self) -> bool:
-        """Whether decode has described itself and granted every request's writing."""
+        """Whether decode has described itself and granted every request."""
         contacted = [transfer.state.destinations for transfer in self.worker._transfers]
         return all(d is not None and all(rank.granted for rank in d.values()) for d in contacted)
 
     def has_grants(self, request_id: str) -> bool:
-        """Whether decode has said yes to writing this request, or needs nothing of it."""
+        """Whether decode has granted this request, or needs nothing of it."""
         destinations = self.worker._transfers[request_id].state.destinations
         return destinations is not None and all(d.granted or d.complete for d in destinations.values())
 
     def open_failures(self) -> list[str]:
-        """Why those of its transfers have failed that have."""
+        """Returns why transfers have failed, of those that have."""
         return [t.failure for t in self.worker._transfers if t.failure is not None]
 
     def slow_down(self, seconds: float) -> None:
-        """From now on every write takes that much longer."""
+        """Makes every write take that much longer from now on."""
         begin = TransferEngine.begin
 
         def late(*args: Any) -> Flight | None:
@@ -280,7 +280,7 @@ class PrefillRank(_RankBase):
         self.engine.begin = late
 
     def lose_writes(self, many: float = math.inf, may_arrive: bool = False) -> None:
-        """From now on so many batches fail once they are under way."""
+        """Makes the next batches fail after they have begun."""
         begin = TransferEngine.begin
         self.begun = 0
 
@@ -304,7 +304,7 @@ class PrefillRank(_RankBase):
         return self.begun
 
     def poison(self, ranges: list[tuple[str, int, int]]) -> None:
-        """From now on the transfer engine fails every write into one of decode's `ranges` (session, address, bytes)."""
+        """Makes every write into one of decode's `ranges` (session, address, bytes) fail from now on."""
         healthy = self.engine.begin
 
         def begin_healthy(session: str, batch: Batch, *others: Any) -> Flight | None:
@@ -317,7 +317,7 @@ class PrefillRank(_RankBase):
 
 
 def refuse_work(rank: PrefillRank) -> None:
-    """The device does not take the next layer's regrouping."""
+    """Makes the device refuse the next layer's regrouping."""
     submit = rank.device.submit
 
     def refuse(work: Callable[[], None], after: Event) -> Event:
@@ -348,7 +348,7 @@ class DecodeRank(_RankBase):
         self.worker.start_step(step)
 
     def arrivals(self) -> tuple[set[str], set[str], dict[str, str], dict[str, str]]:
-        """Requests that ended, those of them that failed, and by ticket why tickets and attempts failed."""
+        """Returns requests that ended, those of them that failed, and by ticket why tickets and attempts failed."""
         arrivals = self.worker.take_arrivals()  # before the report, as vLLM does: it says more of what has ended
         report = self.worker.take_report()
         self.received_bytes += sum(num_bytes for num_bytes, _ in report.received.values()) if report else 0
@@ -357,8 +357,11 @@ class DecodeRank(_RankBase):
         return arrivals.finished, arrivals.failed, report.failed if report else {}, given_up
 
     def differences(self, prompts: list[Prompt]) -> list[str]:
-        """Every place where the cache is not what it must be: the prompts' KV from their first uncached token on,
-        zeros in all blocks that belong to nobody."""
+        """Returns every place where the cache is wrong.
+
+        It must hold the prompts' KV from their first uncached token on, and zeros in all blocks that belong to no
+        request.
+        """
         found = []
         own = self._heads()
         for layer in self.side.layers_of(self.pp_rank, self.model):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill and a decode engine's ranks without a model: real processes, real collectives, real Mooncake.
-
-The test plays both engines' schedulers: it issues tickets, sends steps to the ranks and reads what they report.
-"""
+"""The ranks of a prefill and a decode engine without a model: real processes, real collectives, real Mooncake."""
 
 import contextlib
 import math
@@ -81,8 +78,11 @@ def send_step(pair: "Pair", requests: list[Prompt]) -> None:
 
 
 def prompts(pair: "Pair", lengths: list[int], cached: int = 0, seed: int = 0) -> list[Prompt]:
-    """Requests with random, disjoint blocks on either side, never the null block. `cached`: tokens decode has;
-    `seed`: of the first one's KV."""
+    """Returns requests with random, disjoint blocks on either side, never the null block.
+
+    cached: tokens that decode has.
+    seed: of the first one's KV.
+    """
     chance = random.Random(7)
     p_free = chance.sample(range(1, pair.prefill.num_blocks), pair.prefill.num_blocks - 1)
     d_free = chance.sample(range(1, pair.decode.num_blocks), pair.decode.num_blocks - 1)
@@ -97,7 +97,7 @@ def prompts(pair: "Pair", lengths: list[int], cached: int = 0, seed: int = 0) ->
 
 
 def expect_delivery(pair: "Pair", requests: list[Prompt], timeout_s: float = 30.0) -> None:
-    """Every request ends well on all ranks, and decode's bytes are the truth."""
+    """Checks that every request ends well on all ranks, and that decode has the right bytes."""
     received, failed = pair.wait_arrivals(len(requests), timeout_s)
     assert failed == {}
     assert received == {prompt.request_id for prompt in requests}
@@ -106,7 +106,7 @@ def expect_delivery(pair: "Pair", requests: list[Prompt], timeout_s: float = 30.
 
 
 def first_of_decode(prefill: Side, decode: Side) -> int:
-    """The NPU of decode's first rank: prefill has the cards before it. Skips the test where there are too few NPUs."""
+    """Returns the NPU of decode's first rank, after prefill's cards. Skips the test if there are too few NPUs."""
     first = whole_cards(prefill.ranks * prefill.pp)
     needed, here = first + decode.ranks * decode.pp, torch.npu.device_count()
     if here < needed:
@@ -154,7 +154,7 @@ class Pair:
         self.port = int(self.listener.endpoint.rpartition(":")[2])
 
     def restart_decode(self, engine_id: str) -> None:
-        """Decode's processes die; others, another engine, come up at the same port."""
+        """Kills decode's processes, and starts those of another engine at the same port."""
         self.listener.close(5.0)
         for rank in self.d_ranks:
             rank.kill()
@@ -166,7 +166,7 @@ class Pair:
         self._listen(engine_id, self.port)
 
     def restart_prefill(self, engine_id: str) -> None:
-        """Prefill's processes die; others, another engine, come up."""
+        """Kills prefill's processes, and starts those of another engine."""
         for rank in self.p_ranks:
             rank.kill()
         self.p_ranks = _start(PrefillRank, engine_id, self.model, self.prefill, *self._options, self._p_host)
@@ -191,7 +191,7 @@ class Pair:
         )
 
     def announce(self, requests: Sequence[Prompt]) -> dict[str, Ticket]:
-        """Tickets for all of them, by request id, that decode's ranks are told about."""
+        """Makes tickets for all prompts, by request id, and tells decode's ranks about them."""
         tickets = {prompt.request_id: self.ticket(prompt) for prompt in requests}
         self.expect(requests, tickets)
         return tickets
@@ -207,18 +207,18 @@ class Pair:
         self.each(self.d_ranks, "step", DecodeStep(expects))
 
     def wait_granted(self, timeout_s: float = 30.0) -> None:
-        """Until nothing but its own device keeps any prefill rank from writing."""
+        """Waits until every prefill rank may write."""
         deadline = time.monotonic() + timeout_s
         while not all(self.each(self.p_ranks, "is_granted")):
             assert time.monotonic() < deadline, "no grant"
             time.sleep(0.02)
 
     def cancel(self, tickets: dict[str, str]) -> None:
-        """Tickets (by id) end for a reason; the proxy has no other prefill engine for them, say."""
+        """Ends tickets (by id) for a reason, for example because the proxy has no other prefill engine for them."""
         self.each(self.d_ranks, "step", DecodeStep(cancelled=tickets))
 
     def addresses(self, layer: int, blocks: list[int]) -> list[tuple[str, int, int]]:
-        """(session, address, bytes) of blocks of a layer on all decode ranks: their addresses may be the same."""
+        """Returns (session, address, bytes) of blocks of a layer on all decode ranks. Ranks may have equal addresses."""
         found = []
         for rank in self.descriptions:
             for tensor in rank.caches.tensors:
@@ -236,8 +236,10 @@ class Pair:
     def wait_arrivals(
         self, count: int, timeout_s: float = 30.0, others_follow: bool = False
     ) -> tuple[set[str], dict[str, str]]:
-        """Until every decode rank has ended `count` requests: (received by all, failed -> reason). Unless
-        `others_follow`, an attempt that failed is the last."""
+        """Waits until every decode rank has ended `count` requests. Returns (received by all, failed -> reason).
+
+        Unless `others_follow`, an attempt that failed is the last.
+        """
         finished: list[set[str]] = [set() for _ in self.d_ranks]
         lost: set[str] = set()
         reasons: dict[str, str] = {}
@@ -255,8 +257,9 @@ class Pair:
         return set.intersection(*finished) - lost, {request: reasons[request] for request in lost}
 
     def wait_sent(self, count: int, timeout_s: float = 30.0) -> dict[str, str]:
-        """Until every prefill rank has let go of `count` requests; returns failures. Clients get to read these, and
-        learn no addresses."""
+        """Waits until every prefill rank is done with `count` requests. Returns failures, which must not name
+        addresses, since clients read them.
+        """
         done: list[set[str]] = [set() for _ in self.p_ranks]
         failed: dict[str, str] = {}
         deadline = time.monotonic() + timeout_s
@@ -279,7 +282,7 @@ class Pair:
         ]
 
     def kill(self, rank: Rank) -> None:
-        """A prefill rank's process dies; the others are not told."""
+        """Kills a prefill rank's process. The others are not told."""
         self.p_ranks.remove(rank)
         rank.kill()
 

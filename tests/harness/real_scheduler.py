@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own scheduler with our connector in it, and a worker that exists in a test's imagination only.
-
-The same for all vLLM versions that are supported. Prefix caching is on.
-"""
+"""vLLM's own scheduler with our connector in it, and a simulated worker."""
 
 import os
 import types
@@ -157,7 +154,7 @@ class RealScheduler:
 
 @pytest.fixture(scope="session")
 def scheduled_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the model that schedulers are told of."""
+    """Returns the folder of the model that schedulers are told of."""
     return make_model(TINY, tmp_path_factory.mktemp("models"))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's scheduler hands to a connector, made of its own classes as the supported versions have them."""
+"""Makes what vLLM's scheduler hands to a connector, from the classes of each supported version."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -78,8 +78,11 @@ def make_output(
     resumed: Iterable[Scheduled] = (),
     preempted: Iterable[Request] = (),
 ) -> SchedulerOutput:
-    """A step. `new` has requests that start, and with vLLM's v2 model runner those that resume; with the v1 runner
-    these are `resumed`."""
+    """Returns a step.
+
+    new: requests that start, and with vLLM's v2 model runner those that resume.
+    resumed: those that resume with the v1 runner.
+    """
     output = SchedulerOutput.make_empty()
     cached = CachedRequestData.make_empty()
     for part in new:
@@ -100,7 +103,7 @@ def make_output(
 
 
 def remembered(scheduler: object) -> dict[str, Any]:
-    """What a scheduler still keeps of requests."""
+    """Returns what a scheduler still keeps of requests."""
     return {name: value for name, value in vars(scheduler).items() if isinstance(value, dict | set) and value}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be true of the timelines of any prefill and decode engines on one host."""
+"""Checks of timelines of any prefill and decode engines on one host."""
 
 import itertools
 import time
@@ -83,7 +83,7 @@ def follow_each_other(spans: list[Span]) -> None:
 
 
 def clocks_agree(timeline: Timeline) -> None:
-    """Every prefill rank has measured the clock that it shares with decode, and found that."""
+    """Checks that every prefill rank has measured that it shares its clock with decode."""
     assert len({recording.process.clock for recording in timeline.recordings}) == 1
     for rank in prefill_ranks(timeline):
         assert rank.offsets

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answers say of `usage`, on all routes that have it."""
+"""Reads `usage` from answers, on all routes that have it."""
 
 import json
 import time
@@ -41,12 +41,12 @@ ASKED = [(path, stream) for path in BODIES for stream in (False, True)]
 
 
 def usages(url: str, model: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """All that the answer to a request says of usage, in order."""
+    """Returns all `usage` values in the answer to a request, in order."""
     return usages_in(httpx.post(url + path, json={"model": model, "temperature": 0, **body}, timeout=120, **PLAIN_HTTP))
 
 
 def usages_in(answer: httpx.Response) -> list[dict[str, Any]]:
-    """All that an answer says of usage, in order."""
+    """Returns all `usage` values in an answer, in order."""
     assert answer.status_code == 200, answer.text
     if not answer.headers["content-type"].startswith("text/event-stream"):
         return [answer.json()["usage"]]
@@ -65,13 +65,13 @@ def asked_of_all(url: str, model: str) -> dict[tuple[str, bool], list[dict[str, 
 
 
 def cached_tokens(usage: dict[str, Any]) -> int:
-    """0 also where a version of vLLM leaves the field out."""
+    """Returns the cached tokens in a `usage`; 0 if a version of vLLM leaves the field out."""
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
     return details.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0
 
 
 def forget(*engines: Engine) -> None:
-    """Empties their prefix caches; not before what was sent or received is let go."""
+    """Empties the prefix caches, after all that was sent or received has been released."""
     for engine in engines:
         if "success" not in _reset(engine):  # vLLM before 0.32 does not say so
             time.sleep(1.0)

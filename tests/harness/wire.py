@@ -49,11 +49,11 @@ HEALTHY = Fault()
 
 
 class _Cut(Exception):
-    """The connection is to be reset."""
+    """Says that the connection must be reset."""
 
 
 class Wire:
-    """The thread."""
+    """The thread of all relays."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -207,7 +207,7 @@ class Relay:
             writer.write_eof()
 
     def _passage(self, outward: bool) -> Passage:
-        """What becomes of the bytes of one direction of a new connection; `outward`: from who connected."""
+        """Passes on the bytes of one direction of a new connection, or not. `outward`: the direction from the client."""
 
         async def unchanged(data: bytes, send: Send) -> None:
             await send(data)
@@ -216,7 +216,7 @@ class Relay:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Ends a connection with a reset, not in order."""
+    """Ends a connection with a reset."""
     with contextlib.suppress(OSError):
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
@@ -224,7 +224,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 @dataclasses.dataclass
 class Rule:
-    """What becomes of the next `times` messages of a kind (None: all of them)."""
+    """What happens to the next `times` messages of a kind (None: all of them)."""
 
     kind: type[Message]
     do: Literal["lose", "twice", "late", "hold", "reset"]
@@ -262,7 +262,7 @@ class SideChannel(Relay):
             self._wire.call(self._release())
 
     def wait_seen(self, kind: type[Message], count: int, timeout_s: float) -> None:
-        """Until `count` more messages of a kind have come by."""
+        """Waits until `count` more messages of a kind have passed."""
         wanted = self.seen[kind.__name__] + count
         deadline = time.monotonic() + timeout_s
         while self.seen[kind.__name__] < wanted:
@@ -271,11 +271,11 @@ class SideChannel(Relay):
             time.sleep(0.01)
 
     def record(self) -> None:
-        """From now on what prefill says is kept, for `replay`."""
+        """Keeps messages of prefill for `replay` from now on."""
         self._recording = True
 
     def replay(self) -> int:
-        """Says all of it again, on every connection that prefill has; returns how many messages that were."""
+        """Sends all recorded messages again, on every connection of prefill. Returns how many there were."""
         self._wire.call(self._replay())
         return len(self._recorded)
 

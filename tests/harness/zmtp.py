@@ -8,7 +8,7 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 
 
 class Part(NamedTuple):
-    """Bytes that belong together: a piece of the greeting, a command, or a message with all its frames."""
+    """A part of a connection: a piece of the greeting, a command, or a message with all its frames."""
 
     raw: bytes
     payload: bytes | None
@@ -40,7 +40,7 @@ class Stream:
         return taken
 
     def _part(self) -> tuple[int, bytes | None] | None:
-        """Bytes of the next part and its payload, or None: incomplete."""
+        """Returns bytes of the next part and its payload, or None if it is incomplete."""
         start = 0
         while True:
             if len(self._buffer) < start + 2:

@@ -33,7 +33,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Answers:
-    """Those of a file, and those that are added to it."""
+    """The answers in a file, and those that are added to it."""
 
     def __init__(self, path: Path, workload: Workload) -> None:
         self._workload = workload
@@ -41,7 +41,7 @@ class Answers:
         self._answers = {answer.prompt: answer for answer in self._file.items}
 
     def missing(self, requests: int) -> list[int]:
-        """The prompts of so many requests that have no answer yet."""
+        """Returns the prompts of that many requests that have no answer yet."""
         return [index for index in range(pool_size(requests)) if index not in self._answers]
 
     def prompt(self, index: int) -> list[int]:
@@ -52,7 +52,7 @@ class Answers:
         return self._answers[index].tokens
 
     async def ask(self, url: str, model: str, requests: int, on_answer: Callable[[], None]) -> None:
-        """All that are missing, from the single instance at `url`."""
+        """Asks the single instance at `url` for all missing answers."""
         missing = iter(self.missing(requests))
         timeout = httpx.Timeout(ANSWER_SECONDS)
         async with httpx.AsyncClient(base_url=url, timeout=timeout, **PLAIN_HTTP) as http:
@@ -87,6 +87,6 @@ class Answers:
 
 
 def margin(top_logprobs: list[Mapping[str, float]]) -> float:
-    """By how much the likeliest token is ahead of the second, where it is the least."""
+    """Returns by how much the likeliest token is ahead of the second, at the place where that is least."""
     best_two = (sorted(candidates.values(), reverse=True)[:2] for candidates in top_logprobs)
     return min(first - second for first, second in best_two)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of every request, in a file that a later run goes on with, and what it all comes to."""
+"""Records how every request ended, in a file that a later run continues, and sums it up."""
 
 import dataclasses
 import enum
@@ -26,7 +26,7 @@ class Outcome(enum.Enum):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """One request. Times are wall-clock seconds, as in all records."""
+    """One request that has ended. Times are wall-clock seconds, as in all records."""
 
     number: int
     outcome: Outcome
@@ -36,7 +36,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """All processes, at the beginning or when a run is resumed."""
+    """All processes have started, at the beginning or when a run is resumed."""
 
     at: float
 
@@ -54,7 +54,7 @@ class Back(msgspec.Struct, frozen=True, tag="back"):
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
-    """All requests have ended. Leaked: KV blocks that an engine then still holds, and goes on holding."""
+    """All requests have ended. `leaked_blocks`: KV blocks that an engine still holds for good."""
 
     at: float
     leaked_blocks: int
@@ -100,7 +100,7 @@ class Ledger:
 
     @property
     def seconds(self) -> float:
-        """In which requests were served, all runs together."""
+        """Seconds in which requests were served, of all runs together."""
         sessions: list[list[float]] = [[]]
         for record in self.records:
             if isinstance(record, Started):
@@ -170,7 +170,7 @@ class Summary:
 
 
 def summarize(ledger: Ledger, requests: int, retries: int, growth: dict[str, Growth]) -> Summary:
-    """Of the first `requests` requests."""
+    """Sums up the first `requests` requests."""
     finished = [record for record in ledger.finished.values() if record.number < requests]
     bad = [record for record in finished if record.outcome not in (Outcome.RIGHT, Outcome.ABORTED)]
     seconds = ledger.seconds
@@ -188,10 +188,10 @@ def summarize(ledger: Ledger, requests: int, retries: int, growth: dict[str, Gro
 
 
 def _at_a_restart(record: Finished, ledger: Ledger) -> bool:
-    """Some part of the request lay between the engine's end and its return."""
+    """Whether a part of the request lay between the engine's end and its return."""
     return any(record.start < back and record.end > killed for killed, back in ledger.restarts)
 
 
 def _without_ids(reason: str) -> str:
-    """Reasons that differ only in the request they name are the same."""
+    """Returns a reason without request ids, so that equal reasons count together."""
     return re.sub(r"\b[0-9a-f]{8,}(?:-[0-9a-f]+)*\b", "...", reason)[:300]

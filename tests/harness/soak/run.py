@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole run: the right answers, then all requests, with one prefill engine's end and return in the middle."""
+"""Runs the soak: the right answers, then all requests, with one prefill engine's end and return in the middle."""
 
 import asyncio
 import dataclasses
@@ -50,7 +50,7 @@ class Signal(enum.StrEnum):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What a run is resumed with: kept in its folder."""
+    """The settings of a run. They are kept in its folder, so that it can be resumed."""
 
     seed: int
     concurrency: int
@@ -67,7 +67,7 @@ class FolderError(SoakError):
 
 
 class Events:
-    """What is told to who watches; overridden by who does."""
+    """Callbacks for an observer, which overrides them."""
 
     def ready(self, process: ManagedProcess, seconds: float) -> None:
         """It is healthy."""
@@ -83,7 +83,7 @@ class Events:
 
 
 class Folder:
-    """Where a run keeps everything."""
+    """The folder in which a run keeps everything."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -97,7 +97,7 @@ class Folder:
         self.models = path / "models"
 
     def prepare(self, settings: Settings) -> None:
-        """Raises FolderError if the folder has a run with other settings, or what is no run."""
+        """Prepares the folder. Raises FolderError if it has a run with other settings, or anything else."""
         if self.settings.exists():
             before = msgspec.json.decode(self.settings.read_bytes(), type=Settings)
             if before != settings:
@@ -117,8 +117,10 @@ def _differences(before: Settings, now: Settings) -> str:
 
 
 def soak(path: Path, requests: int, settings: Settings, events: Events) -> Summary:
-    """Whatever is left to do of the run in the folder `path`. Interrupted, it leaves no process, and what has been
-    done so far in the folder."""
+    """Does what is left of the run in the folder `path`.
+
+    If it is interrupted, it leaves no process, and the folder has what has been done so far.
+    """
     folder = Folder(path)
     folder.prepare(settings)
     answers = Answers(folder.answers, Workload(settings.seed))
@@ -152,7 +154,7 @@ def _ask_single(answers: Answers, requests: int, model: Path, folder: Folder, ev
 
 
 def report(folder: Folder, requests: int, ledger: Ledger) -> Summary:
-    """What there is so far, written to the folder."""
+    """Writes the results so far to the folder, and returns them."""
     taken = samples.read(folder.samples)
     summary = summarize(ledger, requests, samples.total_retries(taken), samples.growth(taken))
     folder.summary.write_bytes(summary.as_json())
@@ -187,7 +189,7 @@ class Run:
         self._long_prompt_sent = asyncio.Event()
 
     async def serve(self) -> None:
-        """Until all requests have ended and the engines hold nothing any more."""
+        """Serves until all requests have ended and the engines hold nothing any more."""
         self._ledger.add(Started(time.time()))
         # A connection per request: on a busy machine this process may be stopped for longer than an idle one lives.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -238,7 +240,7 @@ class Run:
         self._restarted.set()
 
     async def _restart(self, engine: Engine, http: httpx.AsyncClient) -> None:
-        """Just after a prompt was sent that takes several steps: likely it has something to do."""
+        """Kills and restarts the engine, just after a long prompt was sent to it, so that it is busy."""
         self._long_prompt_sent.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._long_prompt_sent.wait(), 10)
@@ -262,7 +264,7 @@ class Run:
         self._events.say(f"{name} is back after {time.monotonic() - start:.0f} s")
 
     async def _leaked_blocks(self, http: httpx.AsyncClient) -> int:
-        """0 as soon as no engine has anything to do or holds a block; after `FREE_WITHIN_S`, what they hold."""
+        """Returns 0 as soon as no engine is busy or holds a block. After `FREE_WITHIN_S`, returns what they hold."""
         deadline = time.monotonic() + FREE_WITHIN_S
         while True:
             used, working = 0, False
@@ -280,7 +282,7 @@ class Run:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _sample(self, http: httpx.AsyncClient) -> None:
-        """Until it is cancelled, or a process has ended by itself."""
+        """Takes samples until it is cancelled, or a process has ended by itself."""
         while True:
             for name, server in samples.servers(self._cluster):
                 if server is not self._restarting and server.process.exit_code is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every server's processes hold, over time."""
+"""Samples what every server's processes hold, over time."""
 
 import csv
 import itertools
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Of one server, all of its processes together."""
+    """What all processes of one server hold at one time."""
 
     at: float
     server: str
@@ -59,13 +59,13 @@ class Growth(msgspec.Struct, frozen=True):
 
 
 def servers(cluster: Cluster) -> list[tuple[str, Server]]:
-    """With the names that they have in samples."""
+    """Returns the servers with their names in samples."""
     engines: list[tuple[str, Server]] = [(name(engine), engine) for engine in (*cluster.prefill, *cluster.decode)]
     return [*engines, ("proxy", cluster.proxy)]
 
 
 def name(engine: Engine) -> str:
-    """Differs between the prefill engines: they have different sizes."""
+    """Returns a server's name. Prefill engines differ by their sizes."""
     return engine.config.label
 
 
@@ -127,7 +127,7 @@ async def busy(engine: Engine, http: httpx.AsyncClient) -> float | None:
 
 
 async def retries(proxy: Proxy, http: httpx.AsyncClient) -> int | None:
-    """Of both roles."""
+    """Returns the retries of both roles."""
     try:
         health = (await http.get(f"{proxy.url}/health", timeout=METRICS_SECONDS)).json()
     except httpx.TransportError:
@@ -157,7 +157,7 @@ def append(path: Path, samples: Iterable[Sample]) -> None:
 
 
 def read(path: Path) -> list[Sample]:
-    """Leaves a line out that was cut off by a kill."""
+    """Reads a file of samples. Leaves a line out that a kill cut off."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -168,7 +168,7 @@ def read(path: Path) -> list[Sample]:
 
 
 def total_retries(samples: Sequence[Sample]) -> int:
-    """Of all proxies that there were."""
+    """Returns the retries of all proxies that ran."""
     by_proxy: dict[int, int] = {}
     for sample in samples:
         if sample.retries is not None:
@@ -177,8 +177,9 @@ def total_retries(samples: Sequence[Sample]) -> int:
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, Growth]:
-    """By server: medians of the last tenth less those of the first one, of the samples of its longest life in which it
-    served."""
+    """Returns the growth by server: the median of the last tenth of samples less that of the first tenth, in the
+    server's longest life.
+    """
     result = {}
     for server in dict.fromkeys(sample.server for sample in samples):
         own = [sample for sample in samples if sample.server == server and sample.serves]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked. Everything follows from the seed and the request's number, whatever the number of requests: a run can
-be resumed, and made longer."""
+"""The requests of the soak. Each follows from the seed and its number, so a run can be resumed and made longer."""
 
 import dataclasses
 import random
@@ -41,7 +40,7 @@ class Request:
 
 
 def pool_size(requests: int) -> int:
-    """How many prompts there are for so many requests: each is answered once by the single instance."""
+    """Returns how many prompts there are for that many requests. The single instance answers each once."""
     return min(1000, 64 + requests // 5)
 
 

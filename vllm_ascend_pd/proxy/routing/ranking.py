@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.routing.balance import EngineLoad, Strategy
 from vllm_ascend_pd.proxy.routing.concurrency import RequestGroup
 from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadSnapshot, decode_load, prefill_load
@@ -46,7 +47,7 @@ class EngineRanking(NamedTuple):
 
 
 class EngineRanker:
-    """Knows the load of each engine of one role and asks the strategy which is best."""
+    """Ranks the engines of one role by their load, with a strategy. The event loop's thread owns it."""
 
     def __init__(self, engines: EngineRegistry, strategy: Strategy, *, fresh_for: float) -> None:
         """`fresh_for`: seconds for which an engine's own load report is used."""
@@ -57,6 +58,7 @@ class EngineRanker:
         self.mean_tokens = _FIRST_MEAN_TOKENS
         """Mean length of the prompts sent so far. Only `count_sent` changes it."""
 
+    @owned
     def rank(
         self, prompt: PromptEstimate, avoid: Collection[str] = (), group: RequestGroup | None = None
     ) -> EngineRanking:
@@ -77,6 +79,7 @@ class EngineRanker:
         report = engine.report(now, self._fresh_for)
         return None if report is None else report.snapshot
 
+    @owned
     def count_sent(self, prompt: PromptEstimate, url: str) -> InFlightLoad:
         """Notes that a prompt goes to an engine. Returns what that adds to the engine's load."""
         if prompt.sequences:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.routing.health_gate import FailureStreak, HealthGate
 from vllm_ascend_pd.proxy.routing.load import InFlightLoad, LoadReport, LoadSnapshot
 from vllm_ascend_pd.proxy.routing.prompt_tally import PromptTally
@@ -153,7 +154,10 @@ _NO_LISTENER = _NoListener()
 
 
 class EngineRegistry:
-    """The engines of one role, in the order in which they were added. There is one engine per URL."""
+    """The engines of one role, in the order in which they were added. There is one engine per URL.
+
+    The event loop's thread owns it. Engines of the command line are added before the loop runs.
+    """
 
     def __init__(
         self,
@@ -220,16 +224,19 @@ class EngineRegistry:
             self._caches.forget(engine.url)
             self._slots.engine_closed(engine)
 
+    @owned
     def drain(self, engine: RegisteredEngine) -> None:
         """Stops new requests to an engine. It finishes those that it has."""
         engine.draining = True
         self._slots.engine_closed(engine)
 
+    @owned
     def undrain(self, engine: RegisteredEngine) -> None:
         engine.draining = False
         if not engine.gate.shut:
             self._slots.engine_opened(engine)
 
+    @owned
     def checked(self, engine: RegisteredEngine, reason: str | None, at_once: bool = False) -> bool:
         """Records a health check. Arguments and result: as for `HealthGate.checked`."""
         was_shut = engine.gate.shut
@@ -240,6 +247,7 @@ class EngineRegistry:
             self._slots.engine_opened(engine)
         return changed
 
+    @owned
     def note(self, engine: RegisteredEngine, snapshot: LoadSnapshot, sent: InFlightLoad, now: float) -> None:
         """Records what an engine reports. Arguments: as for `RegisteredEngine.note`."""
         if (last := engine.last_snapshot) is not None:  # the first report counts what was before this proxy
