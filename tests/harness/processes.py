@@ -99,7 +99,7 @@ class ManagedProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Sends SIGKILL to the group. Returns when none of its processes is left, nor shared memory that they had open."""
+        """Sends SIGKILL to the group. Returns when no process of it is left, nor shared memory that it had open."""
         self.note_shared_memory(self.members())
         while True:
             self.signal_group(signal.SIGKILL)

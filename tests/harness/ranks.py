@@ -218,7 +218,7 @@ class Pair:
         self.each(self.d_ranks, "step", DecodeStep(cancelled=tickets))
 
     def addresses(self, layer: int, blocks: list[int]) -> list[tuple[str, int, int]]:
-        """Returns (session, address, bytes) of blocks of a layer on all decode ranks. Ranks may have equal addresses."""
+        """Returns (session, address, bytes) of blocks of a layer on all decode ranks. Addresses may be equal."""
         found = []
         for rank in self.descriptions:
             for tensor in rank.caches.tensors:

@@ -207,7 +207,7 @@ class Relay:
             writer.write_eof()
 
     def _passage(self, outward: bool) -> Passage:
-        """Passes on the bytes of one direction of a new connection, or not. `outward`: the direction from the client."""
+        """Passes on the bytes of one direction of a new connection, or not. `outward`: those of the client."""
 
         async def unchanged(data: bytes, send: Send) -> None:
             await send(data)
