@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark prints."""
+"""Reads what a benchmark prints."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from harness.documented import REPOSITORY
 
 
 def results(program: str | Path, *options: str) -> list[dict[str, Any]]:
-    """Its `--json`."""
+    """Returns the objects of its `--json`."""
     command = [sys.executable, program, *options, "--json"]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=580)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -37,7 +37,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture
 def keys() -> Keys | None:
-    """Of side channels: none, but where a module has some."""
+    """The keys of side channels: none, unless a module overrides this."""
     return None
 
 
@@ -83,7 +83,7 @@ def raw() -> Iterator[MakeSocket]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model's folder, for vLLM's configuration."""
+    """The folder of a small model, for vLLM's configuration."""
     return make_model(TINY, tmp_path_factory.mktemp("model"))
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM engines as the proxy sees them: real HTTP servers that speak vLLM's wire format and play the decode or
-the prefill part of the ticket protocol. They compute nothing; a test sets what they do next."""
+"""Stand-ins for vLLM engines: real HTTP servers that speak vLLM's wire format.
+
+They play the decode or the prefill part of the ticket protocol and compute nothing. A test sets what they do next.
+"""
 
 from __future__ import annotations
 
@@ -302,7 +304,7 @@ class DecodeEngine(_Engine):
         return [{"index": i, "text": f"ÿ {i}"} for i in range(len(self._engine_request_ids(received)))]
 
     async def _prefill(self, received: Received) -> bool:
-        """True when the metaserver reports success for every ticket."""
+        """Returns whether the metaserver reports success for every ticket."""
         if not self.needs_prefill:
             return True
         transfer = received.body["kv_transfer_params"]
@@ -358,7 +360,7 @@ class DecodeEngine(_Engine):
 
 
 def limit_of(received: Received) -> int:
-    """How many tokens a request asks for."""
+    """Returns how many tokens a request asks for."""
     if received.path == "/v1/responses":
         return int(received.body["max_output_tokens"])
     params = received.body["sampling_params"] if received.path == "/inference/v1/generate" else received.body
@@ -366,7 +368,7 @@ def limit_of(received: Received) -> int:
 
 
 def make_layerwise_ticket(request_id: str) -> dict[str, Any]:
-    """All that vllm-ascend's layerwise connector posts on decode; `tests/npu/contract` compares."""
+    """Returns all that vllm-ascend's layerwise connector posts on decode; `tests/npu/contract` compares."""
     return {
         "token_ids": [],
         "request_id": request_id,
@@ -389,7 +391,7 @@ def make_ticket(request_id: str, ticket_id: str) -> dict[str, Any]:
 
 
 def make_failure(ticket: dict[str, Any], reason: str, *, attempt: int = 0, final: bool = False) -> dict[str, Any]:
-    """What decode says when it notices that a transfer failed."""
+    """Returns decode's message about a failed transfer."""
     ids = {name: ticket[name] for name in ("request_id", "ticket_id")}
     return {**ids, "attempt": attempt, "reason": reason, "final": final}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A metaserver that behaves as each post asks, servers that break, and a client's posts and their outcomes."""
+"""A metaserver that behaves as each post asks, servers that fail, and a client's posts with their outcomes."""
 
 from __future__ import annotations
 

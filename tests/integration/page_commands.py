@@ -29,7 +29,7 @@ class Command(NamedTuple):
         return shlex.split(self.line)
 
     def run(self, folder: Path, more: str = "", /, codes: tuple[int, ...] = (0,), **values: str) -> str:
-        """What it prints in `folder`, with `more` options. `values`: environment."""
+        """Returns what the command prints in `folder`, with `more` options. `values`: environment."""
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", f"{self.line} {more}"],
             cwd=folder,

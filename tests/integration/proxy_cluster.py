@@ -88,7 +88,7 @@ def running_cluster(
 def beside(
     prefill: PrefillEngine | None = None, decode: DecodeEngine | None = None, **settings: Any
 ) -> Iterator[Cluster]:
-    """A cluster with another engine, which is first in line for each request."""
+    """A cluster with another engine, which is asked first for each request."""
     with Servers() as others:
         first = {"other_prefill": prefill, "other_decode": decode}
         urls = {name: (others.start(lambda _, e=e: e.app),) for name, e in first.items() if e is not None}
@@ -106,8 +106,7 @@ def counted(cluster: Cluster) -> tuple[dict[str, int], dict[str, dict[str, int]]
 
 @contextmanager
 def closing_server() -> Iterator[tuple[str, list[bytes]]]:
-    """A server that reads what it is sent and closes the connection: its URL, and what each request but health checks
-    sent."""
+    """A server that reads a request and closes the connection. Yields its URL, and the requests except health checks."""
     seen: list[bytes] = []
 
     def serve(peer: socket.socket) -> None:

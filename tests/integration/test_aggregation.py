@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own aggregation of what ranks report: a request ends once, after the last rank has let go of it.
-
-The case it is for: MLA with prefill's TP larger than decode's. Every prefill rank holds the same latent, one of them
-writes it for a request, and all of them report; blocks are free after exactly those reports.
-"""
+"""vLLM's own aggregation of the ranks' reports: a request ends once, after the last rank is done with it."""
 
 import itertools
 import time
@@ -74,12 +70,12 @@ def _engine_config(model: Path, role: str, side: Side, port: int) -> Any:
 
 
 def output(**fields: Any) -> ModelRunnerOutput:
-    """What a rank returns from a step, also from one that computes nothing and on an intermediate pipeline stage."""
+    """Returns what a rank returns from a step, also from an empty one and on an intermediate pipeline stage."""
     return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=KVConnectorOutput(**fields))
 
 
 def collect(aggregator: KVOutputAggregator, step: Callable[[], list[ModelRunnerOutput]], count: int) -> dict[str, int]:
-    """How often each request ended, in the steps until `count` did and in a few more."""
+    """Returns how often each request ended, in the steps until `count` have ended and in a few more."""
     ended: dict[str, int] = {}
     deadline = time.monotonic() + 60
     after = itertools.count()
@@ -120,7 +116,7 @@ def test_requests_end_after_exactly_the_reports_that_come(connector: Any, shape:
 
 
 def test_ranks_that_have_nothing_to_report(connector: Any) -> None:
-    """Most steps' reports are None; they must neither count nor hide another rank's."""
+    """Most steps' reports are None. They must neither count nor hide another rank's."""
     aggregator = KVOutputAggregator.from_connector(connector("kv_producer", Side(2)), 2)
     report = ReportMetadata(WorkerReport(failed={"ticket": "the link is down"}))
     none = ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks in small forms: they run as documented, and say what they measured. How fast it was is nobody's test."""
+"""Benchmarks in small forms run as documented and print what they measured. No test checks speed."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(600)  # they start processes that import torch:
 
 
 def test_run_all_starts_every_benchmark(tmp_path: Path) -> None:
-    """With a stand-in for Python. One that fails, or whose environment is missing, fails all."""
+    """Python is a stand-in. A benchmark that fails, or whose environment is missing, fails the script."""
     script, quick = documented("docs/performance.md", "benchmarks/run_all.sh")
     programs = {path.stem for path in (REPOSITORY / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
 

@@ -37,7 +37,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def stop_before_pushing(rank: PrefillRank, layer: int) -> None:
-    """When the layer is next announced, this process is as if SIGSTOP had come from elsewhere."""
+    """Stops this process by SIGSTOP when the next layer is announced."""
     announce = rank.worker.layer_computed
 
     def late(name: str) -> None:
@@ -50,7 +50,7 @@ def stop_before_pushing(rank: PrefillRank, layer: int) -> None:
 
 
 def fail_in_collective(rank: PrefillRank) -> None:
-    """The next collective fails on this rank alone, before its bytes have left."""
+    """Makes the next collective fail on this rank alone, before its bytes are sent."""
     exchange = rank.device.all_to_all
 
     def fail(*_: Any) -> None:
@@ -61,7 +61,7 @@ def fail_in_collective(rank: PrefillRank) -> None:
 
 
 def fail_behind_collective(rank: PrefillRank) -> None:
-    """The next collective fails on this rank alone, once the others have what they need from it."""
+    """Makes the next collective fail on this rank alone, after the others have got their bytes."""
     exchange = rank.device.all_to_all
 
     def fail(*args: Any) -> None:
@@ -73,7 +73,7 @@ def fail_behind_collective(rank: PrefillRank) -> None:
 
 
 def restarts_needed(pair: Pair) -> list[int]:
-    """Of each prefill rank, its metric of that name."""
+    """Returns each prefill rank's metric `restart_needed`."""
     return [rank.call("do", _restart_needed) for rank in pair.p_ranks]
 
 
@@ -82,7 +82,9 @@ def _restart_needed(rank: PrefillRank) -> int:
 
 
 def end(pair: Pair, requests: list[Prompt]) -> set[str]:
-    """Every request ends: with the right bytes, or with the same reason on both sides. Returns those that arrived."""
+    """Waits until every request ends with the right bytes, or with the same reason on both sides. Returns those that
+    arrived.
+    """
     by_id = {p.request_id: p for p in requests}
     pair.each(pair.p_ranks, "step", PrefillStep(finished=dict.fromkeys(by_id)), by_id)
     received, failed = pair.wait_arrivals(len(requests), 60.0)
@@ -97,8 +99,10 @@ def end(pair: Pair, requests: list[Prompt]) -> set[str]:
 
 
 def expect_broken(pair: Pair, broken: Sequence[Rank], seed: int = 100) -> None:
-    """Whatever needs the group of the `broken` ranks fails at once, on both sides, again and again. The ranks say that
-    the engine must be restarted."""
+    """Checks that requests that need the group of the `broken` ranks fail at once on both sides, repeatedly.
+
+    The ranks must say that the engine must be restarted.
+    """
     for lap in range(2):
         requests = prompts(pair, LENGTHS, seed=seed * (lap + 1))
         begun = time.monotonic()
@@ -118,7 +122,7 @@ def await_stopped(rank: Rank, timeout_s: float = 30.0) -> None:
 @pytest.mark.parametrize("place", [0, 1], ids=["which-serves-the-store", "another"])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_rank_that_stands_still(pair: Pair, place: int, layer: int) -> None:
-    """Stopped until the others have given up, then continued."""
+    """It is stopped until the others have given up, and then resumed."""
     group = pair.p_ranks[:2]
     victim, partner = group[place], group[1 - place]
     victim.call("do", stop_before_pushing, layer)
@@ -148,7 +152,7 @@ def test_a_collective_that_fails_on_one_rank(pair: Pair, fault: Callable[[Prefil
 
 
 def test_a_rank_that_dies(pair: Pair) -> None:
-    """The engine ends then: until it does, the others' requests end with a reason."""
+    """Its engine then ends. Until it does, the other ranks' requests end with a reason."""
     victim = pair.p_ranks[0]
     victim.call("do", stop_before_pushing, 1)
     requests = prompts(pair, LENGTHS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of caches, with vLLM's own classes: those that are understood pass by name, every other one is refused."""
+"""Kinds of caches, with vLLM's own classes: supported ones are accepted by name, and every other one is refused."""
 
 import dataclasses
 import inspect

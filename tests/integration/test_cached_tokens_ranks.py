@@ -51,7 +51,7 @@ def test_every_decode_rank_hears_what_prefill_had_cached(pair: Pair) -> None:
 @pytest.mark.parametrize("pair", [(Model(), Side(2), Side(1))], indirect=True, ids=["two to one"])
 @pytest.mark.parametrize(("first", "second"), [(16, 64), (64, 16)])
 def test_what_an_attempt_has_computed_is_not_cached_for_the_next(pair: Pair, first: int, second: int) -> None:
-    """Two attempts at one prefill engine: the second finds in the cache what the first has left there."""
+    """Two attempts run at one prefill engine. The second one finds what the first has computed in the cache."""
     [prompt] = prompts(pair, [100])
     by_id, aborted = {prompt.request_id: prompt}, {prompt.request_id: "the prefill request was aborted"}
     tickets = pair.announce([prompt])

@@ -35,7 +35,7 @@ from vllm_ascend_pd.transport.idle_wait import PAUSE_S
 
 @pytest.fixture(scope="module")
 def connector_class() -> type[KVConnectorBase_V1]:
-    """Found as vLLM finds it: by name, after the plugin has registered it (twice, as vLLM may do)."""
+    """The connector as vLLM finds it: by name, after the plugin has registered it twice, as vLLM may do."""
     vllm_ascend_pd.register()
     vllm_ascend_pd.register()
     return KVConnectorFactory.get_connector_class_by_name("LayerwisePushConnector")
@@ -48,7 +48,7 @@ def test_it_is_a_whole_connector(connector_class: type[KVConnectorBase_V1]) -> N
 
 
 class _Config:
-    """As much of a VllmConfig as is read before the transfer config is refused."""
+    """The part of a VllmConfig that is read before the transfer config is refused."""
 
     def __init__(self, role: str, extra: dict[str, Any]) -> None:
         self.kv_transfer_config = KVTransferConfig(
@@ -76,7 +76,7 @@ def test_a_config_it_cannot_work_with(
 def test_a_host_that_does_not_know_its_address(
     connector_class: type[KVConnectorBase_V1], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM then says 0.0.0.0: tickets would name it, and listeners listen everywhere."""
+    """vLLM then returns 0.0.0.0. Tickets would name it, and listeners would listen everywhere."""
     monkeypatch.delenv("VLLM_HOST_IP", raising=False)
     monkeypatch.setattr("vllm_ascend_pd.connector.engine_setup.get_ip", lambda: "0.0.0.0")
     with pytest.raises(ConfigError, match="set VLLM_HOST_IP"):
@@ -117,7 +117,7 @@ def one_layer(stored: torch.dtype) -> KVCacheConfig:
     ],
 )
 def test_what_a_cache_holds_is_told_apart(model: Path, cache_dtype: Any, stored: torch.dtype, said: str) -> None:
-    """Bytes alone do not say what they stand for: decode would read other numbers than prefill wrote."""
+    """Equal sizes do not show what bytes mean: decode would read other numbers than prefill wrote."""
     config = EngineArgs(
         model=str(model), dtype="bfloat16", max_model_len=512, kv_cache_dtype=cache_dtype
     ).create_engine_config()
@@ -134,10 +134,10 @@ COMPUTING = dataclasses.replace(EMPTY, total_num_scheduled_tokens=1)
 @pytest.mark.parametrize(
     ("policy", "window", "refused"), [("recompute", 64, True), ("recompute", 0, False), ("fail", 64, False)]
 )
-def test_to_compute_again_what_needs_more_blocks_than_its_transfer(
+def test_recomputing_a_request_that_needs_more_blocks_than_its_transfer_is_refused(
     connector_class: type[KVConnectorBase_V1], model: Path, policy: str, window: int, refused: bool
 ) -> None:
-    """vLLM would wait for them before requests that have them, and that it could run."""
+    """vLLM would schedule it before requests that have their blocks and could run."""
     config = EngineArgs(model=str(model), max_model_len=512).create_engine_config()
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="LayerwisePushConnector",
@@ -153,8 +153,8 @@ def test_to_compute_again_what_needs_more_blocks_than_its_transfer(
         connector_class(config, KVConnectorRole.SCHEDULER, caches).shutdown()
 
 
-def test_windows_in_blocks_of_full_attention_give_none_away() -> None:
-    """Where vLLM keeps all groups alike, as below a MultiConnector whose other members know but one."""
+def test_windows_in_blocks_of_full_attention_free_no_blocks_early() -> None:
+    """vLLM keeps all groups alike below a MultiConnector with members that support only one group."""
     full = one_layer(torch.float32).kv_cache_groups[0].kv_cache_spec
     caches = one_layer(torch.float32)
     caches.kv_cache_groups[0].kv_cache_spec = dataclasses.replace(full, sliding_window=64)
@@ -177,10 +177,10 @@ def decode_scheduler(connector_class: type[KVConnectorBase_V1], config: VllmConf
 
 
 @pytest.mark.parametrize(("stages", "asynchronous", "in_flight"), [(1, False, 1), (1, True, 2), (2, False, 2)])
-def test_of_the_steps_that_vllm_has_under_way_one_waits_and_none_behind_one_that_computes(
+def test_only_one_step_in_flight_waits_and_none_behind_a_step_that_computes(
     connector_class: type[KVConnectorBase_V1], model: Path, stages: int, asynchronous: bool, in_flight: int
 ) -> None:
-    """Of a pipeline, the first stage would keep the next token waiting."""
+    """Otherwise a pipeline's first stage would delay the next token."""
     config = EngineArgs(model=str(model), max_model_len=512, pipeline_parallel_size=stages).create_engine_config()
     config.scheduler_config.async_scheduling = asynchronous  # vLLM's CPU backend always turns it off
     with decode_scheduler(connector_class, config) as connector:
@@ -189,10 +189,12 @@ def test_of_the_steps_that_vllm_has_under_way_one_waits_and_none_behind_one_that
 
 
 @pytest.mark.parametrize(("backend", "pauses"), [(None, True), ("uni", False)])
-def test_its_scheduler_pauses_where_a_rank_has_a_process_of_its_own(
+def test_the_scheduler_pauses_if_ranks_have_their_own_processes(
     connector_class: type[KVConnectorBase_V1], model: Path, backend: str | None, pauses: bool
 ) -> None:
-    """Also a single one, as vLLM's CPU backend has it: it would poll the rank all the time that a step waits."""
+    """That holds for a single rank, too, as vLLM's CPU backend has it. Otherwise it would poll the rank while a step
+    waits.
+    """
     config = EngineArgs(model=str(model), max_model_len=512).create_engine_config()
     if backend is not None:
         config.parallel_config.distributed_executor_backend = backend

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of vLLM's context parallelism: how it numbers ranks, and what it cannot be combined with."""
+"""How the connector reads vLLM's context parallelism: the numbers of ranks, and unsupported combinations."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def read(config: ParallelConfig) -> Sharding:
 
 @dataclass
 class RankOfGroups:
-    """A rank's process with vLLM's own parallel groups, and no more of an engine."""
+    """A rank's process with only vLLM's own parallel groups."""
 
     sizes: dict[str, int]
     rank: int
@@ -61,8 +61,7 @@ class RankOfGroups:
             )
 
     def places(self) -> tuple[int, tuple[int, ...], int, int]:
-        """What we make of them (rank in the stage, ranks of the stage), and its ranks in both kinds of context
-        parallelism."""
+        """Returns our view (rank in the stage, ranks of the stage), and its ranks in both kinds of context parallelism."""
         dcp, pcp = parallel_state.get_dcp_group(), parallel_state.get_pcp_group()
         return *parallel_ranks.place_in_stage(), dcp.rank_in_group, pcp.rank_in_group
 

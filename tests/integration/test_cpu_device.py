@@ -202,7 +202,7 @@ dist.destroy_process_group()
 
 
 def run_ranks(world: int, scenario: str, store: Path) -> list[str]:
-    """Standard output of every rank."""
+    """Returns the standard output of every rank."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode engine that computes no prompts (`who_computes: never`), with vLLM's own scheduler: what it lacks it asks
-prefill for, again and again if need be."""
+"""A decode engine that computes no prompts (`who_computes: never`), with vLLM's own scheduler.
+
+It asks prefill for all KV that it lacks, repeatedly if needed.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,8 +90,8 @@ def test_what_decode_still_has_cached_is_not_asked_for(make: MakeScheduler) -> N
     decode.run(400)
 
 
-def test_a_cached_prompt_of_whole_blocks_is_no_exception(make: MakeScheduler) -> None:
-    """vLLM would compute its last block again for the last token's logits."""
+def test_a_cached_prompt_of_whole_blocks_asks_for_prefill_too(make: MakeScheduler) -> None:
+    """Otherwise vLLM would compute its last block again, for the last token's logits."""
     decode = make(blocks=2 * LONGEST, caching=True)
     decode.add("before", 2 * BLOCK)
     decode.run()
@@ -172,7 +174,7 @@ def test_kv_that_is_lost_too_often_ends_the_request(make: MakeScheduler, order: 
 @orders
 @pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
 def test_a_request_that_asks_again_and_one_that_has_arrived(make: MakeScheduler, drafts: bool, order: str) -> None:
-    """The first wants its blocks back before the second may have run."""
+    """The first request wants its blocks back before the second may have run."""
     decode = make(blocks=LONGEST + 2, drafts=drafts, caching=True, failures="recompute", order=order)
     decode.add("fails", 6 * BLOCK)
     decode.add("arrives", 2 * BLOCK, first=1000)
@@ -190,7 +192,7 @@ def test_a_request_that_asks_again_and_one_that_has_arrived(make: MakeScheduler,
 @orders
 @schedulers
 def test_a_storm(make: MakeScheduler, order: str, scheduler: type[Scheduler]) -> None:
-    """Many requests that each may grow to all blocks there are."""
+    """There are many requests, each of which may grow to all blocks."""
     decode = make(blocks=LONGEST + 1, order=order, scheduler_class=scheduler, drafts=True)
     requests = [
         decode.add(f"r{i}", 1 + 7 * i, generates=8 * BLOCK - 1 - 7 * i, first=1000 * i, priority=i % 2)

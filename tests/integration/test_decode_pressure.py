@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where decode's blocks run out every request ends all the same, with vLLM's own scheduler: none waits for ever for
-blocks of another one that waits."""
+"""All requests end even if decode's blocks run out, with vLLM's own scheduler.
+
+None waits for ever for blocks of another one that waits.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,7 +34,7 @@ def make(make_any: MakeScheduler) -> Iterator[MakeScheduler]:
 
 @orders
 def test_requests_that_have_arrived_find_blocks_for_their_drafts(make: MakeScheduler, order: str) -> None:
-    """Two prompts fill all blocks, and each needs another one for what is drafted behind it."""
+    """Two prompts fill all blocks. Each needs another block for its drafts."""
     decode = make(blocks=8, drafts=True, order=order)
     decode.add("a", 4 * BLOCK)
     decode.add("b", 4 * BLOCK)
@@ -40,10 +42,8 @@ def test_requests_that_have_arrived_find_blocks_for_their_drafts(make: MakeSched
 
 
 @orders
-def test_a_request_that_has_arrived_finds_a_block_for_the_token_that_is_left_to_it(
-    make: MakeScheduler, order: str
-) -> None:
-    """Of a prompt whose transfer fills its blocks, where windows leave the last token to decode."""
+def test_a_request_that_has_arrived_finds_a_block_for_its_last_token(make: MakeScheduler, order: str) -> None:
+    """The transfer fills its blocks, and windows leave the last token to decode."""
     decode = make(blocks=20, windowed=True, order=order)
     for name in "abcd":
         decode.add(name, 2 * BLOCK + 1)
@@ -52,10 +52,10 @@ def test_a_request_that_has_arrived_finds_a_block_for_the_token_that_is_left_to_
 
 @orders
 @with_and_without_drafts
-def test_a_grammar_that_gets_ready_does_not_hold_up_who_has_arrived(
+def test_a_grammar_that_gets_ready_does_not_hold_up_requests_that_have_arrived(
     make: MakeScheduler, drafts: bool, order: str
 ) -> None:
-    """It needs more than what is free, and is first in line."""
+    """Its request needs more blocks than are free, and is first in the queue."""
     decode = make(blocks=LONGEST, drafts=drafts, order=order)
     guided = decode.add("guided", 6 * BLOCK, grammar=True)
     decode.add("plain", 4 * BLOCK)
@@ -77,7 +77,7 @@ def test_a_request_of_higher_priority_does_not_hold_up_who_has_arrived(make: Mak
 @orders
 @with_and_without_drafts
 def test_a_request_that_has_failed_and_one_that_has_arrived(make: MakeScheduler, drafts: bool, order: str) -> None:
-    """The first is to be computed again, beside the second."""
+    """The first must be computed again, beside the second."""
     decode = make(blocks=LONGEST + 2, drafts=drafts, caching=True, failures="recompute", order=order)
     decode.add("fails", 6 * BLOCK)
     decode.add("arrives", 2 * BLOCK, first=1000)
@@ -122,7 +122,7 @@ def test_an_adapter_that_had_to_wait_does_not_keep_its_blocks_for_ever(make: Mak
 
 
 def test_requests_with_grammars_do_not_overtake_others_for_ever(make: MakeScheduler) -> None:
-    """There is one more whenever one has ended."""
+    """A new one comes whenever one has ended."""
     decode = make(blocks=LONGEST)
     for number in range(2):
         decode.ready(decode.add(f"guided-{number}", 5 * BLOCK, generates=2, grammar=True))
@@ -149,7 +149,7 @@ def test_a_request_gets_all_blocks_there_are(make: MakeScheduler, drafts: bool, 
 
 @pytest.mark.skipif(HAS_TRANSFER_RESULTS, reason="vLLM itself counts its own block")
 def test_an_engine_with_one_block_less_than_a_request_takes_does_not_start(make_any: MakeScheduler) -> None:
-    """vLLM 0.23 would start, and a request of that length wait for ever."""
+    """vLLM 0.23 would start, and a request of that length would wait for ever."""
     with pytest.raises(ConfigError, match=f"has {LONGEST} blocks.*--max-model-len {MAX_MODEL_LEN}"):
         make_any(blocks=LONGEST - 1)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many requests on decode's scheduler with few blocks, in any order, with whatever may become of them: in no step does
-nothing run while nothing is under way, and all requests end."""
+"""Many requests on decode's scheduler with few blocks, in any order and with any outcome.
+
+In each step something runs or is in flight, and all requests end.
+"""
 
 import random
 from collections.abc import Callable
@@ -23,8 +25,12 @@ MOST_TOKENS_OF_A_STEP = 2
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request. `at`: the step in which it comes; `grammar`, `transfer`: how many steps each takes, None: there is no
-    grammar; `ends`: what becomes of the transfer, or "local" if there is none."""
+    """A request.
+
+    at: the step in which it comes.
+    grammar, transfer: how many steps each takes. None: there is no grammar.
+    ends: how the transfer ends, or "local" if there is none.
+    """
 
     at: int
     tokens: int
@@ -55,7 +61,7 @@ def wanted(drawn: random.Random, policy: str) -> Wanted:
 
 
 def play(decode: EngineScheduler, requests: list[Wanted]) -> None:
-    """Runs until all have ended."""
+    """Runs until all requests have ended."""
     asked: dict[str, tuple[object, Wanted]] = {}
     due: dict[str, int] = {}
     empty = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of decode that compute nothing wait for KV in its ranks, but never in the way of what has come."""
+"""Empty steps of decode wait for KV in its ranks, but never delay a step with news."""
 
 import time
 
@@ -14,7 +14,7 @@ TIMEOUT_S = 20.0
 
 
 def steps_behind_an_end(rank: DecodeRank) -> list[set[str]]:
-    """Two tickets, of which first one and then the other ends: what each of four steps brought that all may wait."""
+    """Two tickets end one after the other. Returns what each of four steps brought that all may wait."""
     expects = [Expect(f"request-{i}", f"{i:016x}", 1, "digest", [i]) for i in range(2)]
     rank.worker.start_step(DecodeStep(expects=expects))
     brought = []
@@ -24,8 +24,8 @@ def steps_behind_an_end(rank: DecodeRank) -> list[set[str]]:
     return brought
 
 
-def test_a_step_behind_one_that_brought_something_does_not_wait() -> None:
-    """vLLM may have made it before it knew: what it computes next is behind that step."""
+def test_a_step_after_one_with_news_does_not_wait() -> None:
+    """vLLM may have made it before it got the news, and its next computation is behind that step."""
     pair = Pair(Model(), Side(1), Side(1))
     began = time.monotonic()
     [brought] = pair.each(pair.d_ranks, "do", steps_behind_an_end)
@@ -35,7 +35,8 @@ def test_a_step_behind_one_that_brought_something_does_not_wait() -> None:
 
 
 def wakes(rank: DecodeRank) -> tuple[bool, bool, set[str]]:
-    """Whether each of two tickets wakes the scheduler, and which requests the steps return. Nobody writes for them.
+    """Returns whether each of two tickets wakes the scheduler, and the requests that the steps return. Nobody writes
+    for them.
 
     The first ticket ends while no step waits, the second while a step does.
     """

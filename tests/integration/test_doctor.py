@@ -103,7 +103,7 @@ def test_a_machine(tmp_path: Path) -> None:
 
 
 def test_bytes_that_are_not_what_was_sent_are_found() -> None:
-    """The receiver expects what follows from another seed, and must say so."""
+    """The receiver expects the bytes of another seed, and must report the difference."""
     size = 1 << 20
     task = Task(seed=1, nbytes=size, host="127.0.0.1")
     receiver = subprocess.Popen(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command that README.md, docs/*.md and examples/*/README.md tell a reader to run is run by a test: `TABLE` says
-how. A command that is in no row fails, and so does a row without a command."""
+"""A test runs every command that README.md, docs/*.md and examples/*/README.md show. `TABLE` says how.
+
+A command without a row fails, and so does a row without a command.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def makes_a_secret(command: Command, folder: Path) -> None:
 
 
 def plans(command: Command, folder: Path) -> None:
-    """`docs/plan.md` has what it prints below it."""
+    """The output must be what `docs/plan.md` shows below the command."""
     model = command.words[2]
     (folder / model).mkdir()
     shutil.copy(REPOSITORY / "tests/unit/data" / MODELS[model], folder / model / "config.json")
@@ -61,7 +63,7 @@ def plans(command: Command, folder: Path) -> None:
 
 
 def makes_the_model(command: Command, folder: Path) -> None:
-    """That examples/single-node-1p1d/hosts-cpu.yaml names."""
+    """The command makes the model that examples/single-node-1p1d/hosts-cpu.yaml names."""
     model = yaml.safe_load((REPOSITORY / "examples/single-node-1p1d/hosts-cpu.yaml").read_text())["model"]
     assert model in command.line
     for _ in range(2):  # the second time it is there
@@ -70,7 +72,7 @@ def makes_the_model(command: Command, folder: Path) -> None:
 
 
 def examines_this_machine(command: Command, folder: Path) -> None:
-    """An error is a finding too: limits differ between machines."""
+    """Errors among the findings are allowed, because limits differ between machines."""
     printed = command.run(folder, codes=(0, 1))
     assert re.search(r"\d+ errors?, \d+ warnings?, \d+ notes?", printed)
     assert "every byte right" in printed
@@ -107,7 +109,7 @@ def is_understood(command: Command, folder: Path) -> None:
 
 
 def starts_what_is_there(command: Command, folder: Path) -> None:
-    """The scripts themselves, with a stand-in for the environment that they set up and run in."""
+    """Runs the scripts themselves, with a stand-in for the environment that they set up."""
     shutil.copytree(REPOSITORY / "scripts", folder / "scripts")
     log = folder / "log"
     for name in ("setup_env.sh", "setup_npu_emulation.sh"):
@@ -269,7 +271,7 @@ def test_no_row_is_without_a_command(row: Row) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_every_fence_says_what_it_holds(page: Path) -> None:
+def test_every_fence_names_its_language(page: Path) -> None:
     """So no command is overlooked."""
     assert {language for language, _ in fences(page)} <= {"sh", "text", "json"}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted, on the way vLLM takes it: added up, encoded, into its Prometheus registry and into its log."""
+"""The connector's metrics on their way through vLLM: added up, encoded, in its Prometheus registry and in its log."""
 
 import logging
 import pickle
@@ -66,7 +66,7 @@ def beside(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(params=[Role.PREFILL, Role.DECODE], ids=["prefill", "decode"])
 def config(request: pytest.FixtureRequest, beside: bool, model: Path, tmp_path: Path) -> Any:
-    """vLLM's, of an engine of a role."""
+    """Returns vLLM's configuration of an engine of a role."""
     vllm_ascend_pd.register()
     if beside:
         transfer = KVTransferConfig(**transfer_config(request.param, True, tmp_path), engine_id="an-engine")
@@ -85,7 +85,7 @@ def prometheus(config: Any) -> Iterator[PrometheusStatLogger]:
 
 
 def of_ranks(config: Any, *said: Data | None, scheduler: Data | None = None) -> SchedulerStats:
-    """A step's stats in the front end: ranks and scheduler have `said` this in the engine core."""
+    """Returns a step's stats in the front end. Ranks and scheduler have `said` this in the engine core."""
     connector = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
 
     def wrapped(data: Data | None) -> Any:
@@ -202,7 +202,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_bytes_counted_are_bytes_moved(shape: tuple[Model, Side, Side]) -> None:
-    """And what waits is counted while it waits: decode hears of its tickets only when prefill has computed."""
+    """Waiting tickets are counted while they wait: decode hears of them only when prefill has computed."""
     model = shape[0]
     pair = Pair(*shape)
     try:

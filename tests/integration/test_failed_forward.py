@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forward pass that failed did not compute is not delivered (R1), told by vLLM's own model runner."""
+"""A failed forward pass delivers nothing that it did not compute (R1). vLLM's own model runner reports the failure."""
 
 import enum
 from contextlib import ExitStack, nullcontext
@@ -30,7 +30,7 @@ class Runner(enum.Enum):
 
 
 def runs_out_of_memory(rank: PrefillRank, runner: Runner, step: PrefillStep, by_id: dict[str, Prompt]) -> str:
-    """After the first layer. What vLLM's runner raises."""
+    """Raises, after the first layer, the error that vLLM's runner raises."""
     connector: Any = object.__new__(LayerwisePushConnector)  # around this rank's worker
     role = PrefillWorkerRole(rank.worker, rank.measured, ExitStack(), always_has_stats=False)
     vars(connector).update(_role=role, _connector_metadata=None)
@@ -55,7 +55,7 @@ def runs_out_of_memory(rank: PrefillRank, runner: Runner, step: PrefillStep, by_
 @pytest.mark.parametrize("runner", Runner, ids=lambda runner: runner.name)
 @pytest.mark.parametrize("tp", [1, 2], ids=["direct", "regrouped"])
 def test_what_was_not_computed_is_not_delivered(tp: int, runner: Runner) -> None:
-    """Every rank still takes part in the step's collectives, and goes on with the next step."""
+    """Every rank still takes part in the step's collectives, and runs the next step."""
     pair = Pair(Model(), Side(tp), Side(1))
     requests = prompts(pair, [40, 50])
     tickets = pair.announce(requests)

@@ -44,7 +44,7 @@ BIG_PAIR = pytest.mark.parametrize("pair", [(BIG, Side(1), Side(1))], indirect=T
 
 
 def hold_writes(rank: PrefillRank) -> None:
-    """The next batch, whose lease has been looked at, waits for `let_go`."""
+    """Holds the next batch, whose lease has been checked, until `let_go`."""
     mooncake = rank.engine._engine
     rank.held, rank.released = threading.Event(), threading.Event()
 
@@ -67,7 +67,7 @@ def let_go(rank: PrefillRank) -> None:
 
 
 def fill(rank: DecodeRank, blocks: list[int]) -> None:
-    """The blocks have another owner."""
+    """Gives the blocks to another owner, which fills them."""
     for parts in rank.caches.values():
         for cache in parts:
             by_token(rank.model, cache)[blocks] = OTHERS
@@ -87,7 +87,7 @@ def announced(pair: Pair, prompt: Prompt) -> dict[str, Ticket]:
 
 
 def stopped_in_a_batch(pair: Pair) -> tuple[Prompt, str]:
-    """Prefill stands still with half a batch sent: decode did not read until then. The request, and its ticket."""
+    """Stops prefill with half a batch sent, because decode did not read until then. Returns the request and its ticket."""
     [p_rank], [d_rank] = pair.p_ranks, pair.d_ranks
     [small, big] = prompts(pair, [16, 50 * 16])
     run(pair, [small])  # now they know each other
@@ -148,7 +148,7 @@ def test_blocks_are_given_back_when_the_process_has_ended(pair: Pair) -> None:
 
 
 def wait_ended(pair: Pair) -> tuple[set[str], set[str]]:
-    """(received, failed) by the only decode rank, of the next request that ends."""
+    """Returns (received, failed) by the only decode rank, of the next request that ends."""
     [d_rank] = pair.d_ranks
     ended: list[tuple[set[str], set[str]]] = []
 
@@ -164,8 +164,8 @@ def wait_ended(pair: Pair) -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize(
     "pair", [(Model(), Side(2), Side(1)), (SMALL, Side(1), Side(1))], indirect=True, ids=["gathered", "direct"]
 )
-def test_another_engine_delivers_what_one_that_died_did_not(pair: Pair) -> None:
-    """The one that died had its grants, so the other one waits until decode has fenced it."""
+def test_another_engine_delivers_the_kv_of_one_that_died(pair: Pair) -> None:
+    """The dead engine had its grants, so the other one waits until decode has fenced it."""
     [prompt] = prompts(pair, [96])
     [ticket] = announced(pair, prompt).values()
     pair.restart_prefill("second")
@@ -178,8 +178,8 @@ def test_another_engine_delivers_what_one_that_died_did_not(pair: Pair) -> None:
     assert any("attempt 0 failed: attempt 1 began before it had ended" in text for text in warnings), warnings
 
 
-def test_what_waits_for_a_fence_does_not_keep_others_waiting() -> None:
-    """There is one sender for each decode engine; the request behind has its grants at once."""
+def test_a_fenced_request_does_not_hold_up_others() -> None:
+    """There is one sender for each decode engine. The request behind has its grants at once."""
     start_afresh()
     config = {"lease_s": 60.0, "write_timeout_s": 1.0, "control_timeout_s": 2.0, "grant_timeout_s": 4.0}
     pair = Pair(SMALL, Side(1), Side(1), config)
@@ -202,7 +202,7 @@ def test_what_waits_for_a_fence_does_not_keep_others_waiting() -> None:
 
 @pytest.mark.parametrize("pair", [(Model(), Side(2), Side(2))], indirect=True, ids=["TP 2 to 2"])
 def test_another_attempt_writes_only_what_is_missing(pair: Pair) -> None:
-    """One of decode's ranks has everything: it may decode as soon as the other has, so nothing may write there."""
+    """One of decode's ranks has everything. It may decode as soon as the other has, so nothing may be written there."""
     [prompt] = prompts(pair, [96])
     [ticket] = announced(pair, prompt).values()
     pair.kill(pair.p_ranks[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode engines that prefill must not believe: hosts outside the allow-list, and what is not theirs to take back."""
+"""Decode engines that prefill must refuse: hosts outside the allow-list, and revocations of other engines' tickets."""
 
 import queue
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages to a decode rank from who has not got the ticket, or lies about itself: somebody else's transfer goes on."""
+"""Messages to a decode rank from senders without the ticket, or with false contents: other transfers go on."""
 
 import queue
 from collections.abc import Iterator
@@ -114,8 +114,8 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
-def test_lies_of_who_has_the_ticket(pair: Pair, stranger: Stranger, lie: dict[str, object]) -> None:
-    """They may cost it its own ticket, nothing else: the rank answers, and serves the next."""
+def test_false_messages_of_a_ticket_holder(pair: Pair, stranger: Stranger, lie: dict[str, object]) -> None:
+    """They may cost the sender its own ticket, and nothing else: the rank answers, and serves the next one."""
     _, _, ticket = expected(pair)
     answer = stranger.say(asks(ticket, **lie))
     assert isinstance(answer, GrantRefused | Granted)

@@ -63,7 +63,7 @@ http.server.ThreadingHTTPServer(place, Handler).serve_forever()
 
 
 class Site:
-    """Hosts `a` and `b`, this machine both, and a hosts.yaml for them."""
+    """Hosts `a` and `b`, which are both this machine, and a hosts.yaml for them."""
 
     def __init__(self, folder: Path, ports: range) -> None:
         self.folder = folder
@@ -179,7 +179,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def ended(launcher: subprocess.Popen[str]) -> str:
-    """What it says until its end."""
+    """Returns what it prints until its end."""
     output, _ = launcher.communicate(timeout=WAIT_SECONDS)
     return output
 

@@ -45,7 +45,7 @@ def run(*command: str) -> str:
 
 
 def dry_run(command: tuple[str, ...]) -> list[str]:
-    """What a launch script would run."""
+    """Returns what a launch script would run."""
     script = next(i for i, word in enumerate(command) if word.endswith(".sh"))
     shown = run(*command[: script + 1], "--dry-run", *command[script + 1 :])
     return shlex.split(shown.splitlines()[-1].removeprefix("exec "))
@@ -60,8 +60,8 @@ def vllm_parser() -> Any:
     return make_arg_parser(FlexibleArgumentParser())
 
 
-def test_what_is_set_is_refused_under_each_of_its_names_and_nothing_else_is() -> None:
-    """By vLLM's own parser: its short forms, and its names cut short as far as they are one option's."""
+def test_options_that_scripts_set_are_refused_under_each_name_and_no_others_are() -> None:
+    """vLLM's own parser decides: it accepts short forms, and abbreviations of only one option."""
     by_name = vllm_parser()._option_string_actions
     ours = {id(action) for name, action in by_name.items() if name in NAMES}
     for name, action in by_name.items():
@@ -73,7 +73,7 @@ def test_what_is_set_is_refused_under_each_of_its_names_and_nothing_else_is() ->
 
 
 def connector_config(transfer: Any) -> ConnectorConfig:
-    """Of ours, by itself or below a MultiConnector."""
+    """Returns our connector's configuration, by itself or below a MultiConnector."""
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector == "MultiConnector":
         [ours] = [one for one in extra["connectors"] if one["kv_connector"] == "LayerwisePushConnector"]
@@ -83,7 +83,7 @@ def connector_config(transfer: Any) -> ConnectorConfig:
 
 
 def understood(words: list[str], role: str) -> None:
-    """vLLM takes the command, and the connector its configuration."""
+    """Checks that vLLM accepts the command, and the connector its configuration."""
     assert words[1] == "serve"
     arguments = vllm_parser().parse_args(words[2:])
     assert arguments.kv_transfer_config.kv_role == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
@@ -187,7 +187,7 @@ def test_manifests_are_valid(path: Path) -> None:
 
 
 def test_the_validator_refuses_what_is_wrong() -> None:
-    """Were it to let all through, the test above would show nothing."""
+    """If it accepted everything, the test above would show nothing."""
     [_, *services, _] = resources(EXAMPLES / "kubernetes/services.yaml")
     services[0]["spec"]["ports"][0]["portt"] = 1
     with pytest.raises(kubernetes_validate.ValidationError):

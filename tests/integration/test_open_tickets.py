@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the proxy answers a decode engine that asks which tickets wait."""
+"""The proxy's answers to a decode engine that asks which tickets wait."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill rank's control plane where decode engines cannot be asked."""
+"""A prefill rank's control plane if decode engines cannot be asked."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ TICKET = make_ticket(10, [1])
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Where the clients of a test sent theirs."""
+    """The requests that the clients of a test sent."""
     sent: list[str] = []
     request = SideChannelClient.request
 
@@ -82,7 +82,7 @@ def open_transfer(control: ControlPlane, grant_timeout_s: float) -> Transfer:
 def test_an_engine_that_cannot_be_asked_does_not_keep_the_channel_from_others(
     make_control: Callable[[], ControlPlane], requests: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ZMQ may refuse at once: here it has no socket left."""
+    """ZMQ may refuse at once. Here it has no socket left."""
     monkeypatch.setattr(loop, "_MAX_SOCKETS", 2)  # which the mailbox takes
     opened = time.monotonic()
     transfer = open_transfer(make_control(), GRANT_TIMEOUT_S)

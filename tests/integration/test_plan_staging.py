@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staging memory that `vllm-ascend-pd plan` predicts is what a real prefill rank sets aside."""
+"""The staging memory that `vllm-ascend-pd plan` predicts equals what a real prefill rank allocates."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ LAYERS, BLOCK_SIZE, STEP_TOKENS, SLOTS = 2, 16, 100, 3
 
 
 class CountingDevice(CpuDevice):
-    """Remembers what was allocated."""
+    """Records what was allocated."""
 
     allocated = 0
 
@@ -35,7 +35,7 @@ class CountingDevice(CpuDevice):
 
 
 def allocated_by_a_rank(shapes: list[tuple[int, ...]], spec: LayerSpec, heads_first: bool, world: str) -> int:
-    """Bytes. Runs in a process of its own: Mooncake's settings are the process's, and stay."""
+    """Returns the allocated bytes. Runs in a process of its own, because Mooncake's settings stay in a process."""
     dist.init_process_group("gloo", init_method=f"file://{world}", world_size=1, rank=0)
     names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
     caches = {name: tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes) for name in names}

@@ -114,7 +114,7 @@ def test_refused(client: PrefillClient, taker: MakeTaker, offers: list[Any], que
     assert "prefill engine at tcp://127.0.0.1:" in ended.reason
 
 
-def test_nobody_there(taker: MakeTaker) -> None:
+def test_no_prefill_engine_answers(taker: MakeTaker) -> None:
     """It ends after three silent rounds."""
     with socket.socket() as unheard:
         unheard.bind((HOST, 0))

@@ -73,7 +73,7 @@ def real_client(settings: MetaserverSettings = SETTINGS) -> Iterator[MetaserverC
 
 
 def burst(cluster: Cluster, size: int, **fields: Any) -> tuple[list[int], float]:
-    """The statuses of so many requests at once, and how long the last one took."""
+    """Sends that many requests at once. Returns their statuses, and how long the last one took."""
     began = time.monotonic()
     with ThreadPoolExecutor(size) as clients:
         answers = [clients.submit(cluster.complete, **fields) for _ in range(size)]
