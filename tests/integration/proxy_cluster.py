@@ -106,7 +106,7 @@ def counted(cluster: Cluster) -> tuple[dict[str, int], dict[str, dict[str, int]]
 
 @contextmanager
 def closing_server() -> Iterator[tuple[str, list[bytes]]]:
-    """A server that reads a request and closes the connection. Yields its URL, and the requests except health checks."""
+    """A server that reads a request and closes the connection. Yields its URL and requests, without health checks."""
     seen: list[bytes] = []
 
     def serve(peer: socket.socket) -> None:

@@ -87,7 +87,7 @@ def announced(pair: Pair, prompt: Prompt) -> dict[str, Ticket]:
 
 
 def stopped_in_a_batch(pair: Pair) -> tuple[Prompt, str]:
-    """Stops prefill with half a batch sent, because decode did not read until then. Returns the request and its ticket."""
+    """Stops prefill with half a batch sent: decode did not read until then. Returns the request and its ticket."""
     [p_rank], [d_rank] = pair.p_ranks, pair.d_ranks
     [small, big] = prompts(pair, [16, 50 * 16])
     run(pair, [small])  # now they know each other
