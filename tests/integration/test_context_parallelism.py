@@ -61,7 +61,7 @@ class RankOfGroups:
             )
 
     def places(self) -> tuple[int, tuple[int, ...], int, int]:
-        """Returns our view (rank in the stage, ranks of the stage), and the rank in each kind of context parallelism."""
+        """Returns our view (rank in the stage, ranks of the stage), and its rank in each context parallelism."""
         dcp, pcp = parallel_state.get_dcp_group(), parallel_state.get_pcp_group()
         return *parallel_ranks.place_in_stage(), dcp.rank_in_group, pcp.rank_in_group
 
