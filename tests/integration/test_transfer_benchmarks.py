@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(600)  # they start processes that import torch:
 
 @pytest.mark.long
 def test_push() -> None:
-    """Each side's bytes are compared on arrival before it is measured."""
+    """The bytes of each side are compared on arrival before it is measured."""
     _, program = documented("docs/performance.md", "python benchmarks/push.py")
     small = ["--mib", "2", "--layers", "2", "--heads", "1", "--rounds", "1"]
     found = results(program, *small, "--requests", "1", "8")
@@ -39,7 +39,7 @@ def test_overlap() -> None:
 
 
 def test_memory() -> None:
-    """The ring is what the code says, on real ranks too, and follows the step's tokens, not the cache."""
+    """The ring has the size that the code computes, on real ranks too. It follows the step's tokens, not the cache."""
     _, program = documented("docs/performance.md", "python benchmarks/memory.py")
     real, *found = results(program)
     assert len(found) == 2 * 2 * 3

@@ -104,7 +104,7 @@ def test_receiver_closes_cleanly(source: Source, receiver: Receiver) -> None:
 
 
 def test_mooncake_without_the_ascend_transport_starts_all_the_same() -> None:
-    """Why an engine looks for the transport after it has started: this one would use TCP for the memory of NPUs."""
+    """So an engine looks for the transport after its start: this one would use TCP for NPU memory."""
     program = """
 from pathlib import Path
 from mooncake.engine import TransferEngine

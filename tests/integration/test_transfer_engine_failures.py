@@ -88,7 +88,7 @@ def test_failed_batch_stops_within_settle_time(source: Source, receiver: Receive
 
 
 class Raising:
-    """Mooncake's engine, whose method of this name raises; probes are counted."""
+    """Mooncake's engine with one method that raises. It counts probes."""
 
     def __init__(self, engine: Any, name: str) -> None:
         self._engine, self._name, self.probes = engine, name, 0
@@ -104,7 +104,7 @@ class Raising:
 def test_bytes_may_still_arrive_after_an_error_that_nobody_expects(
     source: Source, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Of Mooncake's binding, or of memory: nobody knows what has left."""
+    """An error of Mooncake's binding, or of memory, does not show which bytes were sent."""
     source.write(receiver, 0, 4096)
     monkeypatch.setattr(source.engine._writer, "_mooncake", Raising(source.engine._engine, call))
     with pytest.raises(TransferError, match="no memory") as raised:
@@ -132,7 +132,7 @@ def test_a_session_is_probed_once_threads_start_again(
 
 
 def test_short_queue_of_mooncakes_is_never_filled(receiver: Receiver) -> None:
-    """Not by six threads, nor by what they leave while the receiver stands still: a refusal may end all writes."""
+    """Six threads, and what they leave while the receiver is stopped, do not fill it: a refusal may end all writes."""
     program = """
 import ctypes, sys, threading
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proxies side by side on the same engines, each a process of its own: nothing is shared, and none needs another."""
+"""Several proxies on the same engines, each a process of its own. They share nothing, and none needs another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Pair:
         return httpx.post(url, json={**COMPLETION, **fields}, timeout=30, **PLAIN_HTTP)
 
     def prefilled(self, proxy: int) -> int:
-        """Tickets that a proxy has had served."""
+        """Returns the tickets that a proxy had served."""
         text = httpx.get(f"{self.urls[proxy]}/metrics", timeout=10, **PLAIN_HTTP).text
         count = re.search(r"^vllm:kv_pd_proxy_prefill_seconds_count (\S+)$", text, re.MULTILINE)
         assert count is not None
@@ -48,7 +48,7 @@ def pair() -> Iterator[Pair]:
 
 @contextmanager
 def running_pair() -> Iterator[tuple[Pair, list[subprocess.Popen[str]]]]:
-    """And the proxies' processes."""
+    """Runs two proxies in front of one engine of each role. Yields them and their processes."""
     pair = Pair()
     with Servers() as servers:
         engines = servers.start(lambda _: pair.prefill.app), servers.start(lambda _: pair.decode.app)

@@ -28,7 +28,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def documented(section: str) -> list[str]:
-    """The paths of a table."""
+    """Returns the paths in a table of docs/routes.md."""
     text = DOCUMENT.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     return re.findall(r"^\| `(/[^`]+)` \|", text, re.MULTILINE)
 
@@ -63,7 +63,7 @@ def test_no_route_of_vllm_is_forgotten() -> None:
 
 
 def bodies(endpoint: Endpoint, client: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of decode, and of the first prefill."""
+    """Returns the bodies that decode and the first prefill got."""
     request = parse_client_request(endpoint, json.dumps(client).encode())
     return (
         json.loads(decode_body(request, METASERVER, REQUEST_ID)),
@@ -72,7 +72,7 @@ def bodies(endpoint: Endpoint, client: dict[str, Any]) -> tuple[dict[str, Any], 
 
 
 def check(decode: Any, prefill: Any) -> None:
-    """vLLM's sampling parameters for both."""
+    """Returns vLLM's sampling parameters for both."""
     assert decode.extra_args["kv_transfer_params"]["metaserver"] == METASERVER
     assert prefill.extra_args["kv_transfer_params"] == TICKET
     assert (prefill.max_tokens, prefill.n) == (1, 1)
@@ -106,7 +106,7 @@ def test_messages() -> None:
 
 
 def test_messages_whose_generation_fails() -> None:
-    """What vLLM makes of the error in the chat behind it has no reason in it, and the proxy knows that."""
+    """vLLM's error has no reason then, and the proxy knows that."""
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
     error = {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}
@@ -175,7 +175,7 @@ def _decode_of(max_tokens: int) -> Any:
 
 
 def test_any_engine_takes_a_priority() -> None:
-    """`--scheduling-policy priority` on decode alone: neither version refuses a priority that it does not use."""
+    """Only decode has `--scheduling-policy priority`. Neither version refuses a priority that it does not use."""
     from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
     from harness.scheduling import make_request

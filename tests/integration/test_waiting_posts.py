@@ -147,7 +147,7 @@ def test_a_ticket_answered_soon_is_not_asked_about() -> None:
 
 
 def test_a_deadline_that_is_prolonged_too_late_is_no_success() -> None:
-    """The deadline passes at that moment."""
+    """The deadline passes at the moment of the answer."""
     with posted(lambda _: Response(status_code=404), "t", deadline_s=2.0) as (_, client):
         [post], loop = client._pending.snapshot(), client._loop.loop
         wait_until(lambda: post.limit, 20)
@@ -163,7 +163,7 @@ def test_a_deadline_that_is_prolonged_too_late_is_no_success() -> None:
 
 
 def test_an_answer_counts_from_when_it_was_asked_for() -> None:
-    """A late answer extends the deadline no further."""
+    """A late answer does not extend the deadline further."""
 
     def says(ticket_ids: list[str]) -> Response:
         time.sleep(0.3)  # the server's only thread: nothing else is answered meanwhile

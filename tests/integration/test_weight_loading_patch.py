@@ -34,7 +34,7 @@ def test_a_loader_that_is_imported_later_is_patched_then() -> None:
 
 
 def test_every_model_that_vllm_builds_passes_there() -> None:
-    """Else its weights would be unknown, and nothing would be compared."""
+    """Otherwise its weights would be unknown, and nothing would be compared."""
     source = inspect.getsource(utils.initialize_model)
     assert source.count("record_metadata_for_reloading(model)") == source.count("model_class(") == 2
 

@@ -66,11 +66,11 @@ class Peer:
         self.engine.register([(self.memory.data_ptr(), SIZE)])
 
     def put(self, text: str) -> None:
-        """What the memory begins with."""
+        """Sets the beginning of the memory."""
         ctypes.memmove(self.memory.data_ptr(), text.encode(), len(text))
 
     def begin(self, name: str, session: str, address: int, nbytes: int, pieces: int = 1, allowed: bool = True) -> None:
-        """Begins to write the beginning of the memory, as so many descriptors."""
+        """Begins to write the beginning of the memory, in that many descriptors."""
         here = self.memory.data_ptr()
         offsets = [piece * nbytes for piece in range(pieces)]
         batch = ([here + offset for offset in offsets], [address + offset for offset in offsets], [nbytes] * pieces)
@@ -81,7 +81,7 @@ class Peer:
         return self.writes[name].wait()
 
     def asked(self) -> list[str]:
-        """Writes that have asked whether they may begin."""
+        """Returns the number of writes that have asked whether they may begin."""
         return sorted(name for name, write in self.writes.items() if write.asked)
 
     def stream(self, session: str, address: int, seconds: float) -> list[float]:

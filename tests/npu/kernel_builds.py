@@ -25,7 +25,7 @@ class Built:
 
 
 class Builds(dict[str, Built]):
-    """By the way in which CANN builds kernels, `find_package(ASC)` or `ascendc_library`."""
+    """The builds, by the way in which CANN builds kernels: `find_package(ASC)` or `ascendc_library`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,7 +45,7 @@ class Builds(dict[str, Built]):
         return folder if folder.exists() else make_toolkit(folder, asc)
 
     def build(self, way: str, toolkit: Path | None = None, user: int | None = None) -> Built:
-        """Raises RuntimeError where the compiler fails."""
+        """Builds the library. Raises RuntimeError if the compiler fails."""
         self._made += 1
         toolkit = toolkit or self.toolkit(way)
         folder = self._folder / f"build-{self._made}"
@@ -75,7 +75,7 @@ class Builds(dict[str, Built]):
 
 
 def build_as(user: int, toolkit: Path, build: Path, output: Path, environ: dict[str, str]) -> str:
-    """The same commands as another user, who may not run the programs of this Python environment."""
+    """Returns the same commands for another user, who may not run the programs of this Python environment."""
     build_py = runpy.run_path(str(BUILD_PY), run_name="npu_build")
     target = build_py["Target"](toolkit, "Ascend910B3", "dav-2201")
     environ = environ | {"PATH": "/usr/bin:/bin", "ASCEND_HOME_PATH": str(toolkit), "HOME": "/nonexistent"}

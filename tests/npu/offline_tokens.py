@@ -39,7 +39,7 @@ def main(model: str, tp: int, pp: int, dtype: str) -> None:
 
 
 def answer(output: Any) -> tuple[list[int], list[list[tuple[int, float]]]]:
-    """Tokens, and at each place other ones with their log probabilities."""
+    """Returns tokens, and at each place other tokens with their log probabilities."""
     listed = [[(token, each.logprob) for token, each in place.items()] for place in output.logprobs]
     return list(output.token_ids), listed
 

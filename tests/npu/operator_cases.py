@@ -22,7 +22,7 @@ def on(device: str, value: Any) -> Any:
 
 
 def assert_same(run: Callable[..., Any], *arguments: Any) -> None:
-    """`run` gives the same on the NPU as on the CPU, bit by bit, and leaves the same in its arguments."""
+    """Checks that `run` gives the same on the NPU and on the CPU, bit by bit, and changes its arguments alike."""
     expected_arguments, arguments = on("cpu", arguments), on("npu", arguments)
     expected, got = run(*expected_arguments), run(*arguments)
     torch.testing.assert_close(on("cpu", got), expected, rtol=0, atol=0)
@@ -30,12 +30,12 @@ def assert_same(run: Callable[..., Any], *arguments: Any) -> None:
 
 
 def half(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Small bfloat16 tensors."""
+    """Returns small bfloat16 tensors."""
     return tuple((x / 8).to(torch.bfloat16) for x in tensors(*shapes))
 
 
 def near(got: Tensor, expected: Tensor) -> None:
-    """As `close`, for results in bfloat16."""
+    """Like `close`, for results in bfloat16."""
     torch.testing.assert_close(got.cpu().float(), expected.float(), rtol=1e-2, atol=1e-2)
 
 

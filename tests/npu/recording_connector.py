@@ -135,7 +135,7 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _rows(self, layer: str, kv_layer: Any, attn_metadata: Any) -> list[torch.Tensor]:
-        """This step's rows of each tensor, as they are when all that is queued so far has run."""
+        """Returns this step's rows of each tensor, as they are when all that is queued so far has run."""
         if isinstance(attn_metadata, dict):  # MLA hands on what all layers share
             attn_metadata = attn_metadata[layer]
         slots = attn_metadata.slot_mapping.long()
@@ -216,5 +216,5 @@ def _stream() -> int:
 
 
 def _launches() -> int | None:
-    """How many operators were launched so far, where that is counted."""
+    """Returns how many operators were launched so far, if that is counted."""
     return sum(cann_on_host.launches().values()) if cann_on_host.is_active() else None

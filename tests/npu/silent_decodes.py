@@ -29,7 +29,7 @@ class Decodes:
         return [rank.description() for rank in self.ranks]
 
     def steps(self, steps: list[Any]) -> None:
-        """One for each engine."""
+        """Returns a step for each engine."""
         for rank, step in zip(self.ranks, steps, strict=True):
             rank.step(step)
 
@@ -37,13 +37,13 @@ class Decodes:
         return [rank.arrivals() for rank in self.ranks]
 
     def reuse(self, prompts: list[Prompt]) -> None:
-        """The blocks of each engine's prompt have another owner."""
+        """Gives the blocks of each engine's prompt to another owner."""
         for parts in self._blocks(prompts):
             parts.fill_(OTHERS)
         torch.npu.synchronize()
 
     def overwritten(self, prompts: list[Prompt]) -> int:
-        """How many pieces of those blocks do not hold what their owner wrote."""
+        """Returns how many pieces of those blocks do not hold what their owner wrote."""
         return sum(not bool(parts.eq(OTHERS).all().item()) for parts in self._blocks(prompts))
 
     def _blocks(self, prompts: list[Prompt]) -> list[torch.Tensor]:

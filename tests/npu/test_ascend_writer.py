@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes over protocol `ascend` on Mooncake's wheels: nothing queues inside Mooncake, a write that is over is over, and
-peers that hang cost others nothing."""
+"""Writes over protocol `ascend` on Mooncake's wheels.
+
+Nothing queues inside Mooncake. No byte of a write that has ended arrives later. Peers that hang do not slow others
+down.
+"""
 
 import os
 import subprocess
@@ -73,7 +76,7 @@ class Ranks:
         return [asked for asked in self.prefill.ask("asked") if asked.startswith(name)]
 
     def transfers(self) -> int:
-        """Calls of CANN's to transfer something, so far."""
+        """Returns the number of CANN's transfer calls so far."""
         return int(self.prefill.ask("counters")["adxl_transfers"])
 
     def end(self) -> None:
@@ -117,7 +120,7 @@ def test_nothing_of_a_write_that_has_failed_arrives(ranks: Ranks, pieces: int) -
 
 
 def test_one_batch_to_a_peer_at_a_time(ranks: Ranks) -> None:
-    """CANN would send them one by one, and the second one's time would begin when the first one's has ended."""
+    """CANN would send two one by one, and time the second one only from the first one's end."""
     with ranks.decode.link("slow 400"):
         ranks.prefill.ask("begin", "turn 1", ranks.session, ranks.address, 4)
         time.sleep(0.1)
@@ -153,7 +156,7 @@ def test_silent_peers_cost_a_healthy_one_nothing(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("proven", [False, True])
 def test_nothing_queues_inside_mooncake(ranks: Ranks, proven: bool) -> None:
-    """Of 24 writes to silent peers, those that have asked for their lease are with CANN, and no others."""
+    """Of 24 writes to silent peers, CANN has exactly those that have asked for their lease."""
     ranks.prefill.ask("put", "WELL")
     if proven:
         for n, (session, address) in enumerate(ranks.sessions):

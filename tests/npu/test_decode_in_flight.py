@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode's blocks change hands while a step that still writes to them is queued: nothing is pushed into them before
-that step has run."""
+"""Decode's blocks change hands while a queued step still writes to them: nothing is pushed before that step has run."""
 
 import pytest
 
@@ -17,7 +16,7 @@ LATE_US = 200_000
 
 
 def write_late(rank: DecodeRank, blocks: list[int]) -> None:
-    """As a step does that was queued for the request before."""
+    """Writes as a step does that was queued for the previous request."""
     cann_on_host.set_delays(LATE_US, 0)
     for caches in rank.caches.values():
         for cache in caches:

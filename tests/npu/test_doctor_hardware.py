@@ -114,13 +114,13 @@ def test_a_collective_that_fails_is_a_finding() -> None:
 
 
 def children(word: str) -> list[psutil.Process]:
-    """Of this process, those that have `word` in their command line."""
+    """Returns the children of this process that have `word` in their command line."""
     return [each for each in psutil.Process().children(recursive=True) if word in " ".join(each.cmdline())]
 
 
 @pytest.mark.usefixtures("machine")
 def test_collectives_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within less than the 20 s after which a rank gives up by itself."""
+    """They end within less than the 20 s after which a rank gives up by itself."""
     monkeypatch.setenv("CANN_ON_HOST_FAULTS", "hccl:hang@20")
     finding = anyio.run(collectives.check, 2, 19.0)
     assert finding.level is Level.ERROR

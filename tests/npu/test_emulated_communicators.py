@@ -24,7 +24,7 @@ AIV_TWICE = "several communicators in mode AIV"
 
 
 def aiv(chip: str) -> Mapping[str, str]:
-    """As the launch scripts preset it."""
+    """Presets mode AIV, as the launch scripts do."""
     return {"HCCL_OP_EXPANSION_MODE": "AIV", "CANN_ON_HOST_SOC": chip}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer is pushed when its cache is written, not when its attention has run, where vllm-ascend tells."""
+"""A layer is pushed when its cache is written, and not when its attention has run, if vllm-ascend calls the hook."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NPU's library as setup.py builds it with CANN 9.1 and with CANN before it: it links, loads and runs, for every
-user, and nothing is written where it does not belong. CANN is the toolkit of tests/ascendc_twin, torch_npu is real."""
+"""The NPU's library as setup.py builds it, with CANN 9.1 and with CANN before it.
+
+It links, loads and runs for every user, and the build writes only where it should. CANN is the toolkit of
+tests/ascendc_twin; torch_npu is real.
+"""
 
 import os
 import re
@@ -97,7 +100,7 @@ def test_another_user_builds(builds: Builds, way: str) -> None:
 
 
 def test_what_could_not_be_loaded_is_not_built(builds: Builds) -> None:
-    """CANN without what its compiler links into kernels."""
+    """This CANN lacks a library that its compiler links into kernels."""
     toolkit = builds.toolkit("find_package(ASC)", "cann without a runtime")
     runtime = toolkit / "lib64" / "libascendc_runtime.a"
     runtime.unlink()

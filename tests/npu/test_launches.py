@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What regrouping one layer's K and V queues on an NPU (benchmarks/launches.py), by what is loaded."""
+"""The work that regrouping one layer's K and V queues on an NPU (benchmarks/launches.py), by side."""
 
 import ctypes
 import sys
@@ -34,7 +34,7 @@ def test_compiled_kernels_are_within_the_bar(kernels: Path) -> None:
 
 
 def test_torch_npus_operators_take_more() -> None:
-    """A division for the indices, and per tensor a gather and a strided copy; the interleaving is one more copy."""
+    """They are a division for the indices, a gather and a strided copy per tensor, and a copy that interleaves."""
     count = launches.count("operators", TOKENS)
     assert (count.kernels, count.copies, count.collectives) == (6, 0, 1)
     assert count.passes == pytest.approx(3, abs=0.001)  # and a few indices
@@ -42,7 +42,7 @@ def test_torch_npus_operators_take_more() -> None:
 
 
 def test_vllm_ascends_layerwise_connector() -> None:
-    """What ours is compared with; when this fails, vllm-ascend has changed: see docs/performance.md."""
+    """Ours is compared with this one. If this fails, vllm-ascend has changed: see docs/performance.md."""
     count = launches.count("reference", TOKENS)
     assert (count.launches, count.passes) == (11, 5)
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutation checks: with any one wait for the device taken out, late streams make decode receive wrong bytes.
-
-Each of them pushes twice between the same ranks, under the same delays: as it is, and with the wait taken out.
-"""
+"""Mutation checks: without any one wait for the device, late streams make decode receive wrong bytes."""
 
 from collections.abc import Callable
 
@@ -39,7 +36,7 @@ class UnawaitedEvent(NpuEvent):
 
 
 def computed_long_ago(rank: PrefillRank) -> None:
-    """The producer's event does not stand for what the model has queued."""
+    """Removes the wait for what the model has queued."""
     past = rank.device.record_event()
     past.wait(30)
     rank.device.record_event = lambda: past
@@ -70,8 +67,7 @@ def set_delays(_: PrefillRank, delays: tuple[int, int]) -> None:
 
 
 def push(pair: Pair, seed: int, delays: tuple[int, int], mutation: Callable[[PrefillRank], None] | None) -> list[str]:
-    """Pushes a prompt of its own; the differences between decode's bytes and the truth when all ranks have reported
-    success."""
+    """Pushes a new prompt. Returns the wrong bytes on decode after all ranks have reported success."""
     pair.each(pair.p_ranks + pair.d_ranks, "clear")
     requests = prompts(pair, LENGTHS, seed=seed)
     tickets = pair.announce(requests)

@@ -44,7 +44,7 @@ def test_buffers_can_be_registered(device: NpuDevice, nbytes: int) -> None:
 
 @emulated
 def test_what_was_submitted_holds_its_tensors_until_it_has_run(device: NpuDevice) -> None:
-    """Even if its end is dropped. Without that the allocator gives their memory away at once."""
+    """It does so even if its end event is dropped. Otherwise the allocator would reuse their memory at once."""
     staging = torch.zeros(4096, device="npu")
     torch.npu.synchronize()
     with cann_on_host.delays(0, SLOW_US):
@@ -111,7 +111,7 @@ def test_submit_does_not_wait(device: NpuDevice) -> None:
 
 @emulated
 def test_who_waits_for_long_looks_rarely(device: NpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most a thousand times a second, and some times at first."""
+    """A waiting thread polls at most a thousand times a second, after some polls at first."""
     x = torch.zeros(64, device="npu")
     torch.npu.synchronize()
     with cann_on_host.delays(4 * SLOW_US):

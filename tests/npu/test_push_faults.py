@@ -39,7 +39,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def pair_of(work: str) -> Iterator[Pair]:
-    """Ranks that have pushed one request already."""
+    """Returns ranks that have pushed one request already."""
     pair = Pair(GQA, *(Side(tp, num_blocks=16, block_size=BLOCK) for tp in SIZES[work]), QUICK, device="npu")
     for rank in pair.p_ranks:
         rank.retire()  # a stream that has failed stays so
@@ -54,7 +54,7 @@ def pair_of(work: str) -> Iterator[Pair]:
 
 
 def inject_before_computing(rank: PrefillRank, layer: int, faults: str) -> None:
-    """When the layer is next computed."""
+    """Injects the fault when the layer is next computed."""
     compute = rank.compute
 
     def late(index: int, copies: list[Any]) -> None:
@@ -67,7 +67,7 @@ def inject_before_computing(rank: PrefillRank, layer: int, faults: str) -> None:
 
 
 def inject_before_pushing(rank: PrefillRank, layer: int, faults: str) -> None:
-    """When the layer is next announced."""
+    """Injects the fault when the layer is next announced."""
     announce = rank.worker.layer_computed
 
     def late(name: str) -> None:
@@ -84,17 +84,17 @@ def fail_hccl_once(rank: PrefillRank) -> None:
 
 
 def restart_needed(rank: PrefillRank) -> int:
-    """The metric of that name."""
+    """Returns the metric `restart_needed`."""
     return int(rank.worker.status().restart_needed)
 
 
 def compute_nothing(rank: PrefillRank) -> None:
-    """From now on a step finds its KV in the cache; a device whose compute stream has failed computes no more."""
+    """Makes steps find their KV in the cache from now on: a device whose compute stream has failed computes nothing."""
     rank._values = lambda *_: []  # type: ignore[method-assign]
 
 
 def expect_failure(pair: Pair, reason: str, count: int) -> None:
-    """Both sides end `count` requests, and say why."""
+    """Checks that both sides end `count` requests with a reason."""
     received, failed = pair.wait_arrivals(count)
     sent = pair.wait_sent(count)
     assert received == set()
@@ -129,7 +129,7 @@ def test_a_side_stream_that_fails(work: str) -> None:
 
 @pytest.mark.parametrize("miss", [fail_hccl_once, refuse_work])
 def test_a_collective_that_one_rank_misses(miss: Callable[[PrefillRank], None]) -> None:
-    """Its later ones must not meet the other's earlier ones: decode would get wrong bytes and no error."""
+    """Its later collectives must not meet the other rank's earlier ones: decode would get wrong bytes and no error."""
     with pair_of("gather") as pair:
         pair.p_ranks[0].call("do", miss)
         requests = prompts(pair, [BLOCK] * 4)

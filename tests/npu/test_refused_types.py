@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated operators refuse what an NPU's do: types above all, float32 in attention, and sizes of heads."""
+"""The emulated operators refuse what an NPU's operators refuse: types, float32 in attention, and sizes of heads."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks trace on NPUs: the model's thread is done with a layer long before the device is."""
+"""Traces of ranks on NPUs: the model's thread finishes a layer long before the device does."""
 
 from pathlib import Path
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real vllm-ascend on the NPU gives the answers of vLLM's CPU backend: what all tests above it stand on.
-
-The NPU computes in bfloat16, the CPU in float32, with the same weights.
-"""
+"""The real vllm-ascend on the NPU gives the answers of vLLM's CPU backend. All tests above it rely on that."""
 
 import json
 import os
@@ -54,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[Completion]:
-    """vLLM's CPU backend, without parallelism."""
+    """Returns the answers of vLLM's CPU backend, without parallelism."""
     if not CPU_PYTHON.exists():
         pytest.skip(f"needs vLLM's CPU backend in {CPU_PYTHON.parents[1]}: run scripts/setup_env.sh")
     device, (first, second) = answers_of(CPU_PYTHON, model, 1, 1, cpu=True)

@@ -17,7 +17,7 @@ POISONED_LAYER = 1
 
 
 def poison_prompts_of(num_tokens: int) -> None:
-    """Prompts of exactly `num_tokens` tokens cannot be sent: every write of their second layer fails."""
+    """Makes every write of the second layer fail for prompts of exactly `num_tokens` tokens."""
     watched = _Watched(lambda length: POISONED_LAYER if length == num_tokens else None)
     begin = TransferEngine.begin
 

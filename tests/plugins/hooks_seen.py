@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says in the engine's log which layers reached the connector by vLLM's hooks, and which only at the step's end."""
+"""Logs which layers reached the connector by vLLM's hooks, and which only at the step's end."""
 
 import sys
 
@@ -7,7 +7,7 @@ from vllm_ascend_pd.prefill.worker import PrefillWorker
 
 
 def say_what_was_saved() -> None:
-    """Every step that sends something ends with such a line."""
+    """Makes every step that sends something end with such a line."""
     end_step = PrefillWorker.end_step
 
     def say_and_end(worker: PrefillWorker) -> None:

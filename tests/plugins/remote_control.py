@@ -116,7 +116,7 @@ def _threads() -> list[str]:
 
 
 def _own_session() -> str | None:
-    """Where the transfer engine of this process really is, if it has one."""
+    """Returns the real session of this process's transfer engine, if it has one."""
     return _session
 
 
@@ -126,7 +126,7 @@ def _set_writes(fault: str, times: int | None, seconds: float) -> None:
 
 
 def _batches() -> int:
-    """Batches written so far."""
+    """Returns the number of batches written so far."""
     return sum(engine.batches for engine in _engines)
 
 

@@ -83,7 +83,7 @@ QUANTIZED = {
 def test_quantized_caches_of_sparse_attention(
     plugins: None, mla_model: Path, sizes: tuple[int, ...], quantized: dict[str, bool], parts: tuple
 ) -> None:
-    """Int8 keys with a float16 scale each. What their blocks take in all is what the spec has memory for."""
+    """Int8 keys have a float16 scale each. The memory of the spec equals what blocks take in all."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm_ascend.attention.utils import get_sfa_qsfa_packed_head_dim
     from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
@@ -171,7 +171,7 @@ def test_blocks_beside_states_are_several_of_the_kernels(plugins: None) -> None:
 def test_dense_attention_is_quantized_on_decode_alone(
     plugins: None, dense_model: Path, role: str, stored: torch.dtype | None
 ) -> None:
-    """Why prefill cannot push to decode there: the two keep different numbers. It is refused at first contact."""
+    """So prefill cannot push to decode there: both keep different numbers. It is refused at first contact."""
     from vllm.config import set_current_vllm_config
     from vllm_ascend.quantization.methods.kv_c8 import AscendC8KVCacheAttentionMethod
 

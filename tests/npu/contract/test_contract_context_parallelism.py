@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vllm-ascend's block table puts the tokens of a rank of context parallelism."""
+"""The slots that vllm-ascend's block table gives to the tokens of a rank of context parallelism."""
 
 from types import SimpleNamespace
 
@@ -19,8 +19,10 @@ BLOCK = 16
 
 
 def slots(tokens: int, tp: int, dcp: int, pcp: int, interleave: int, rank: int) -> list[int]:
-    """Of each token of a request with `BLOCKS`, -1 for those that other ranks hold. The method alone: the rest of a
-    block table needs parallel groups."""
+    """Returns the slot of each token of a request with `BLOCKS`; -1 for tokens that other ranks hold.
+
+    It calls the method alone, because the rest of a block table needs parallel groups.
+    """
     table = BlockTable.__new__(BlockTable)
     vars(table).update(
         pcp_world_size=pcp,

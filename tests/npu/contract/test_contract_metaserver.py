@@ -85,7 +85,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def outcomes(cluster: Cluster) -> list[BaseException | None]:
-    """Of its posts. The proxy may serve the client before the post's thread has its answer."""
+    """Returns the outcomes of its posts. The proxy may serve the client before the post's thread has its answer."""
     eventually(lambda: cluster.decode.errors)
     return cluster.decode.errors
 
@@ -117,7 +117,7 @@ def test_their_post_is_answered_when_prefill_has_ended(cluster: Cluster) -> None
 
 
 def test_a_failed_prefill_is_no_failure_to_them(cluster: Cluster) -> None:
-    """Hence the proxy ends the request: decode would wait for its KV."""
+    """So the proxy ends the request: otherwise decode would wait for its KV."""
     cluster.prefill.refusal = (500, {"error": {"message": "out of blocks"}})
     response = cluster.complete()
     assert response.status_code == 502

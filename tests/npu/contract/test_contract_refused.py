@@ -35,7 +35,7 @@ def refusal(config: object) -> str:
 
 
 def test_a_cache_in_nz_order(plugins: None, mla_model: Path) -> None:
-    """It looks like any other from outside: what prefill writes into it would be read as something else."""
+    """It has the same shape as any other, but bytes that prefill writes into it would be read in another order."""
     from vllm_ascend.ascend_config import get_ascend_config
 
     config = engine_config(mla_model, kv_role="kv_consumer", additional_config={"enable_kv_nz": True})
@@ -51,7 +51,7 @@ def test_full_graphs_with_decode_context_parallelism(plugins: None, one_head_mod
 
 
 def test_a_first_step_is_a_prefill_to_context_parallel_attention(plugins: None) -> None:
-    """Of one token, after all others have come from prefill: by its size it gets the graph of a decode step."""
+    """It computes one token after all others have come from prefill. By its size it gets the graph of a decode step."""
     from vllm_ascend.attention.context_parallel import attention_cp
     from vllm_ascend.attention.utils import split_decodes_and_prefills
 
@@ -88,7 +88,7 @@ def test_hashes_of_hamming_sparse_attention_are_the_engines_own(plugins: None) -
 
 
 def test_memory_of_a_sleeping_engine_is_given_away(plugins: None) -> None:
-    """The caches are allocated, and registered, in the pool that sleeping unmaps, and no hook tells the connector."""
+    """Caches are allocated and registered in the pool that sleeping unmaps, and no hook tells the connector."""
     from vllm_ascend.worker.worker import NPUWorker
 
     assert 'use_memory_pool(tag="kv_cache")' in inspect.getsource(NPUWorker.initialize_from_config)

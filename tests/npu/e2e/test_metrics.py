@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/metrics` of vllm-ascend, whose vLLM asks the scheduler for its part only where a rank brings one."""
+"""`/metrics` of vllm-ascend. Its vLLM asks the scheduler for metrics only if a rank has some."""
 
 import pytest
 

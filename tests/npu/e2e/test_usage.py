@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`usage` of vllm-ascend engines says what a single one says, whichever engine has a prompt cached."""
+"""`usage` of vllm-ascend engines equals a single engine's, whichever engine has a prompt cached."""
 
 import dataclasses
 
