@@ -138,7 +138,7 @@ def _same_kind(events: list[Any], event: dict[str, Any]) -> dict[str, Any] | Non
 
 
 def _place(event: dict[str, Any]) -> tuple[int, Any]:
-    """Sorts chunks by choice. The sort is stable, so the order of other events stays."""
+    """A sort key that orders chunks by choice. The sort is stable, so other events stay where they are."""
     data = event["data"]
     if isinstance(data, dict) and isinstance(data.get("choices"), list):
         return (0, _kind(event)) if data["choices"] else (1, ())

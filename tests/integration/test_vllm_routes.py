@@ -72,7 +72,7 @@ def bodies(endpoint: Endpoint, client: dict[str, Any]) -> tuple[dict[str, Any], 
 
 
 def check(decode: Any, prefill: Any) -> None:
-    """Returns vLLM's sampling parameters for both."""
+    """Builds vLLM's sampling parameters for both, which checks them."""
     assert decode.extra_args["kv_transfer_params"]["metaserver"] == METASERVER
     assert prefill.extra_args["kv_transfer_params"] == TICKET
     assert (prefill.max_tokens, prefill.n) == (1, 1)

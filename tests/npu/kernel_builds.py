@@ -75,7 +75,7 @@ class Builds(dict[str, Built]):
 
 
 def build_as(user: int, toolkit: Path, build: Path, output: Path, environ: dict[str, str]) -> str:
-    """Returns the same commands for another user, who may not run the programs of this Python environment."""
+    """Runs the same commands as another user, who may not run the programs of this Python environment."""
     build_py = runpy.run_path(str(BUILD_PY), run_name="npu_build")
     target = build_py["Target"](toolkit, "Ascend910B3", "dav-2201")
     environ = environ | {"PATH": "/usr/bin:/bin", "ASCEND_HOME_PATH": str(toolkit), "HOME": "/nonexistent"}

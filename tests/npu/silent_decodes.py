@@ -29,7 +29,7 @@ class Decodes:
         return [rank.description() for rank in self.ranks]
 
     def steps(self, steps: list[Any]) -> None:
-        """Returns a step for each engine."""
+        """Takes a step of each engine."""
         for rank, step in zip(self.ranks, steps, strict=True):
             rank.step(step)
 

@@ -39,7 +39,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def pair_of(work: str) -> Iterator[Pair]:
-    """Returns ranks that have pushed one request already."""
+    """Yields ranks that have pushed one request already."""
     pair = Pair(GQA, *(Side(tp, num_blocks=16, block_size=BLOCK) for tp in SIZES[work]), QUICK, device="npu")
     for rank in pair.p_ranks:
         rank.retire()  # a stream that has failed stays so

@@ -177,7 +177,7 @@ def covered(spans: Iterable[Span]) -> float:
 
 
 def union(spans: Iterable[Span]) -> Iterator[Span]:
-    """Returns spans that cover the same time without overlap."""
+    """Yields spans that cover the same time without overlap."""
     current: Span | None = None
     for begin, end in sorted(spans):
         if current is None or begin > current[1]:
