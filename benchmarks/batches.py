@@ -40,7 +40,7 @@ SENDERS = {"ours": "pd-sender", "reference": "KVCacheSendingLayerThread"}
 
 
 class SmallCase(Case):
-    """Its caches are no larger than they must be: they are really there."""
+    """A case whose caches are as small as possible, because they are allocated."""
 
     @property
     def cache_blocks(self) -> int:
@@ -49,7 +49,7 @@ class SmallCase(Case):
 
 @dataclass(frozen=True)
 class Count:
-    """Of one layer."""
+    """The counts of one layer."""
 
     case: str
     side: str
@@ -74,7 +74,7 @@ HEADER += f"{'kernels':>9}{'KiB':>9}{'sending':>9}"
 
 @contextmanager
 def counting_mooncake() -> Iterator[Any]:
-    """vllm-ascend's engine, which counts what it is called for."""
+    """Yields vllm-ascend's engine, which counts its calls."""
     from mooncake import engine as mooncake
     from vllm_ascend.distributed.kv_transfer.utils.mooncake_transfer_engine import global_te
 

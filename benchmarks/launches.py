@@ -43,8 +43,11 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Count:
-    """One rank, one layer. `passes`: bytes that kernels and copies wrote, relative to the layer's K and V;
-    `exchanged`: the same for the bytes given to collectives."""
+    """The counts of one rank for one layer.
+
+    passes: bytes that kernels and copies wrote, relative to the layer's K and V.
+    exchanged: the same for the bytes given to collectives.
+    """
 
     side: str
     kernels: int
@@ -72,7 +75,10 @@ HEADER = f"{'side':<11}{'launches':>9}{'kernels':>9}{'copies':>8}{'collectives':
 
 
 def count(side: str, tokens: int, library: Path | None = None) -> Count:
-    """`library`: the compiled kernels, for the side of that name. Raises where a side did not do its work."""
+    """Counts what one side queues. `library`: the compiled kernels, for the side of that name.
+
+    Raises RuntimeError or ValueError if a side did not do its work.
+    """
     if not cann_on_host.is_active():
         raise RuntimeError("launches are counted by the emulated CANN libraries: set CANN_ON_HOST=1")
     if (side == "kernels") != (library is not None):
@@ -139,7 +145,7 @@ def ours(rank: int, tokens: int, library: Path | None) -> tuple[Counter[str], di
 
 
 def use_kernels(library: Path | None) -> None:
-    """Make the compiled kernels in `library` the NPU's implementations, or torch_npu's operators."""
+    """Makes the compiled kernels in `library` the NPU's implementations, or torch_npu's operators."""
     import torch
 
     from vllm_ascend_pd.device import ops, ops_fallback

@@ -24,7 +24,7 @@ class CountingRank(PrefillRank):
             super().__post_init__()
 
     def staging_bytes(self) -> int:
-        """Registered beside the caches."""
+        """Bytes registered beside the caches."""
         caches = merge(self.registered.regions())
         missing = [address for address, size in caches if self.sizes.get(address) != size]
         if missing:
@@ -32,7 +32,7 @@ class CountingRank(PrefillRank):
         return sum(self.sizes.values()) - sum(size for _, size in caches)
 
     def allocated_bytes(self) -> int:
-        """Of the device's memory, as torch counts it, beside the caches; 0 without a device."""
+        """Bytes of the device's memory beside the caches, as torch counts it; 0 without a device."""
         if self.on == "cpu":
             return 0
         import torch

@@ -76,7 +76,7 @@ class Case:
         return self.requests * self.blocks * BLOCK
 
     def block_ids(self, seed: int) -> list[list[int]]:
-        """Of each request, on one of the sides."""
+        """Returns the block ids of each request on one of the sides."""
         if self.scattered:
             drawn = random.Random(seed).sample(range(1, self.cache_blocks), self.requests * self.blocks)
             return [drawn[i : i + self.blocks] for i in range(0, len(drawn), self.blocks)]
@@ -112,8 +112,10 @@ class Cost:
 
 
 class Handed(vllm_ascend_producer.NoTransfer):
-    """Counts the descriptors it is handed. Who waits for them looks from time to time: waking a thread would cost the
-    sending one more than some layers do."""
+    """Counts the descriptors that it is handed.
+
+    A waiting thread looks from time to time: being woken would cost the sending thread more than some layers do.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -127,7 +129,7 @@ class Handed(vllm_ascend_producer.NoTransfer):
         return 0
 
     def wait(self, layer: int) -> None:
-        """Until that layer has been handed over, since the count was 0. In the first step: until nothing more comes."""
+        """Waits until that layer has been handed over, counted from 0. In the first step: until nothing more comes."""
         deadline = time.monotonic() + TIMEOUT_S
         if self.writes is None:
             while self.count < self.per_layer[layer]:
@@ -208,7 +210,7 @@ def _process_id(rank: Any) -> int:
 
 
 def thread_cpu_s(name: str) -> float:
-    """CPU time of the running threads whose names begin so; 0.0 if there is none yet."""
+    """Returns the CPU time of the running threads whose names begin so; 0.0 if there are none yet."""
     found = [thread for thread in threading.enumerate() if thread.name.startswith(name)]
     return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in found if thread.ident)
 
@@ -233,7 +235,7 @@ class Stopwatch:
         self._wall_s = time.perf_counter() - self._begun
 
     def cost(self, layers: int) -> Cost:
-        """Once all threads have come to rest."""
+        """Returns the cost once all threads are idle."""
         send, control = (now - before for now, before in zip(self._read(), self._before, strict=True))
         seconds = (*self._model_s.values(), send, control, self._wall_s)
         return Cost(*(1e3 * value / layers for value in seconds))

@@ -147,7 +147,7 @@ def begin_counting(rank: PrefillRank) -> None:
 
 
 def counted(rank: PrefillRank) -> Counter[str]:
-    """Since `begin_counting`."""
+    """Returns the counts since `begin_counting`."""
     import torch
 
     import cann_on_host

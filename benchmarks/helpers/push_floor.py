@@ -20,7 +20,7 @@ TCP_CHUNK = 1 << 20
 
 
 class Floor:
-    """Two processes with `num_bytes` each."""
+    """Two processes with `num_bytes` each, which send by Mooncake or by a plain TCP connection."""
 
     def __init__(self, num_bytes: int) -> None:
         self._from, self._to = (Rank(FloorRank, num_bytes, device="cpu") for _ in range(2))
@@ -33,7 +33,7 @@ class Floor:
         self._from.call("fill", 1)
 
     def mooncake(self, num_bytes: int, descriptor_bytes: int, batch: int = BATCH) -> float:
-        """Seconds for `num_bytes`, in calls of up to `batch` descriptors."""
+        """Returns the seconds for `num_bytes`, in calls of up to `batch` descriptors."""
         return float(self._from.call("write", self._session, self._address, num_bytes, descriptor_bytes, batch))
 
     def tcp(self, num_bytes: int) -> float:
@@ -55,7 +55,7 @@ class Floor:
 
 
 class Floors:
-    """Two processes for each length of descriptors, with `num_bytes` each; both ways were checked once."""
+    """A `Floor` for each length of descriptors. Both ways were checked once."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -76,7 +76,7 @@ class Floors:
 
 
 class FloorRank:
-    """What runs in either process."""
+    """The program of either process."""
 
     def __init__(self, num_bytes: int) -> None:
         from mooncake.engine import TransferEngine
@@ -104,7 +104,7 @@ class FloorRank:
         self._connection = socket.create_connection((HOST, port), PATIENCE_S)
 
     def fill(self, seed: int) -> None:
-        """With random bytes; 0: with zeros."""
+        """Fills the memory with random bytes, or with zeros for 0."""
         words = self._buffer.view(torch.int64)
         if seed:
             words.random_(generator=torch.Generator().manual_seed(seed))
@@ -128,14 +128,14 @@ class FloorRank:
         return time.monotonic() - begun
 
     def send(self, num_bytes: int) -> float:
-        """When it began."""
+        """Sends. Returns when it began."""
         assert self._connection is not None
         begun = time.monotonic()
         self._connection.sendall(self._view[:num_bytes])
         return begun
 
     def read(self, num_bytes: int) -> float:
-        """When all was here."""
+        """Reads. Returns when all bytes had arrived."""
         assert self._connection is not None
         done = 0
         while done < num_bytes:

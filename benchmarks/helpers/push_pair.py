@@ -72,7 +72,7 @@ class PushPair:
         self.pair.each(self.p_ranks, "do", fill)
 
     def requests(self, count: int, blocks: int, scattered: bool) -> list[Prompt]:
-        """`count` requests with `blocks` blocks in all."""
+        """Returns `count` requests with `blocks` blocks in all."""
         lengths = [(blocks // count + (i < blocks % count)) * BLOCK for i in range(count)]
         if scattered:
             return prompts(self.pair, lengths)
@@ -90,8 +90,11 @@ class PushPair:
         layerwise: bool = True,
         first_s: float | None = None,
     ) -> Times:
-        """One step with all of all prompts, whose tickets come with it. Its layers take `compute_s` each, the first one
-        `first_s` if it is given; pushed as they end, or all at the step's end."""
+        """Takes one step with all of all prompts, whose tickets come with it.
+
+        Its layers take `compute_s` each, the first one `first_s` if it is given. They are pushed as they end, or all at
+        the step's end.
+        """
         first_s = compute_s if first_s is None else first_s
         tickets = self.pair.announce(requests)
         self.d.send("do", await_arrivals, len(requests))
@@ -125,7 +128,7 @@ def fill(rank: PrefillRank) -> None:
 
 
 def contents(rank: PrefillRank | DecodeRank, layer: int, part: int) -> torch.Tensor:
-    """What prefill's cache of a layer holds, of the rank's own heads; decode's is as large."""
+    """Returns the content of prefill's cache of a layer, of the rank's own heads. Decode's is as large."""
     generator = torch.Generator().manual_seed(1009 * layer + part)
     shape = (rank.side.num_blocks, BLOCK, rank.model.heads, HEAD_SIZE)
     values = torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int16)
@@ -136,7 +139,7 @@ def contents(rank: PrefillRank | DecodeRank, layer: int, part: int) -> torch.Ten
 def prefill(
     rank: PrefillRank, step: PrefillStep, first_s: float, compute_s: float, layerwise: bool
 ) -> tuple[float, float, float, float]:
-    """The first four of `Times`."""
+    """Returns the first four of `Times`."""
     compute = queue_kernels if rank.on == "npu" else sleep
     begun = time.monotonic()
     rank.worker.start_step(step)
@@ -154,7 +157,7 @@ def prefill(
 
 
 def sleep(_rank: PrefillRank, _layer: str, seconds: float) -> None:
-    """As a layer's computation on a device is to the host, where the host waits for it."""
+    """Sleeps like a host that waits for a layer's computation on a device."""
     time.sleep(seconds)
 
 
@@ -172,7 +175,7 @@ def queue_kernels(rank: PrefillRank, layer: str, seconds: float) -> None:
 
 
 def release(rank: PrefillRank, request_ids: list[str]) -> None:
-    """vLLM is done with the requests; waits until nothing reads them any more."""
+    """Ends the requests, as vLLM does. Waits until nothing reads them any more."""
     rank.worker.start_step(PrefillStep(finished=dict.fromkeys(request_ids), wait_s=0.002))
     sent: set[str] = set()
     deadline = time.monotonic() + PATIENCE_S
@@ -185,7 +188,9 @@ def release(rank: PrefillRank, request_ids: list[str]) -> None:
 
 
 def await_arrivals(rank: DecodeRank, count: int) -> tuple[float, int, int]:
-    """When the last of `count` requests was there; bytes in all, and those before prefill's last layer ended."""
+    """Returns when the last of `count` requests had arrived, the bytes in all, and those before prefill's last layer
+    ended.
+    """
     rank.worker.start_step(DecodeStep(wait_s=0.002))
     ended, num_bytes, early = 0, 0, 0
     deadline = time.monotonic() + PATIENCE_S

@@ -23,7 +23,7 @@ LAYER = "model.layers.0.self_attn.attn"
 
 @dataclass(frozen=True)
 class Layer:
-    """Of fewer tokens than a block has, all of the block is regrouped."""
+    """One layer's K and V. If there are fewer tokens than a block has, the whole block is regrouped."""
 
     ranks: int  # of prefill
     tokens: int
@@ -34,7 +34,7 @@ class Layer:
 
     @property
     def heads(self) -> int:
-        """Of a rank."""
+        """KV heads of a rank."""
         return HEADS // self.ranks
 
     def blocks(self) -> list[int]:
@@ -44,16 +44,16 @@ class Layer:
         return (1 + torch.randperm(2 * self.num_blocks, generator=generator)[: self.num_blocks]).tolist()
 
     def caches(self, rank: int) -> list[Tensor]:
-        """K and V as vllm-ascend registers them, `[num_blocks, block, heads, head size]`."""
+        """Returns K and V as vllm-ascend registers them, `[num_blocks, block, heads, head size]`."""
         return [part[:, :, rank * self.heads : (rank + 1) * self.heads].contiguous() for part in self._kv()]
 
     def expected(self, rank: int, blocks: Sequence[int]) -> Tensor:
-        """What a rank has to write to decode: all heads of its share of each block's tokens, K then V."""
+        """Returns what a rank has to write to decode: all heads of its share of each block's tokens, K then V."""
         share = BLOCK // self.ranks
         return self._kv()[:, list(blocks), rank * share : (rank + 1) * share].contiguous()
 
     def _kv(self) -> Tensor:
-        """K and V of all heads, `[2, num_blocks, block, heads of the model, head size]`."""
+        """Returns K and V of all heads, `[2, num_blocks, block, heads of the model, head size]`."""
         import torch
 
         generator = torch.Generator().manual_seed(2)
@@ -72,7 +72,7 @@ def check_bytes(side: str, got: Tensor, wanted: Tensor) -> None:
 def our_side(
     layer: Layer, rank: int, device: Device, caches: Sequence[Tensor], timeout_s: float
 ) -> tuple[Callable[[], Slot], StagingRing]:
-    """Ours: regroups the layer into a slot of the ring, which has just that one; and the ring."""
+    """Returns a function by which ours regroups the layer into a slot of the ring, and the ring, which has one slot."""
     import numpy as np
     import torch
 

@@ -23,7 +23,7 @@ def need_emulated_npu(parser: argparse.ArgumentParser) -> None:
 
 
 def quartiles(ratios: Sequence[float]) -> tuple[float, float]:
-    """Of rounds' ratios, the first and the third."""
+    """Returns the first and the third quartile of rounds' ratios."""
     if len(ratios) == 1:
         return ratios[0], ratios[0]
     first, _, third = statistics.quantiles(ratios, method="inclusive")
@@ -31,7 +31,9 @@ def quartiles(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def line(result: Any, holds: bool, as_json: bool, **more: object) -> str:
-    """A dataclass with a `row()`: as an object with `more`, or as a table's row that says if its bar is missed."""
+    """Returns a dataclass with a `row()` as a JSON object with `more`, or as a table's row that says if its bar is
+    missed.
+    """
     if as_json:
         return json.dumps({**asdict(result), **more, "holds": holds})
     return str(result.row()) + ("" if holds else "   <- misses its bar")

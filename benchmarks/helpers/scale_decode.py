@@ -40,7 +40,7 @@ class DecodeEngine:
         }
 
     def issue(self) -> None:
-        """They are allocated, all in one step."""
+        """Allocates the requests, all in one step."""
         timed, connector = self.meter.timed, self._connector
         for request, ids in self._requests.values():
             external, _ = timed("get_num_new_matched_tokens", connector.get_num_new_matched_tokens, request, 0)
@@ -98,7 +98,7 @@ class DecodeEngine:
 
 
 class DecodeEngines:
-    """`Rank`'s program."""
+    """The program of the process of decode engines."""
 
     def __init__(self, model: str, layers: int, num_blocks: int, ports: list[int]) -> None:
         configs = Configs(model, layers, num_blocks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For benchmarks/scale.py: what both sides of it are made of, and how they are measured."""
+"""For benchmarks/scale.py: the parts that both of its sides consist of, and how they are measured."""
 
 import copy
 import gc
@@ -66,7 +66,7 @@ class Meter:
         return result
 
     def carried(self, kind: str, message: Any) -> Any:
-        """As vLLM's executor carries it to another process."""
+        """Returns the object as vLLM's executor carries it to another process."""
         if message is None:
             return None
         encoded = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
@@ -82,7 +82,7 @@ class Meter:
         self.cpu, self.bytes = cpu, sizes
 
     def costs(self) -> dict[str, Any]:
-        """Seconds and bytes since `begin`."""
+        """Returns seconds and bytes since `begin`."""
         threads = {name: now - self._before[name] for name, now in self._read().items()}
         empty = sorted(self._empty)
         return {
@@ -154,7 +154,7 @@ class Configs:
 
 
 class Blocks:
-    """As much of vLLM's KVCacheBlocks as a connector is to use."""
+    """The part of vLLM's KVCacheBlocks that a connector uses."""
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
@@ -164,12 +164,12 @@ class Blocks:
 
 
 def blocks_of(i: int, blocks: int = BLOCKS) -> list[int]:
-    """Of a wave's i-th request; block 0 is nobody's."""
+    """Returns the blocks of a wave's i-th request. Block 0 belongs to no request."""
     return list(range(1 + i * BLOCKS, 1 + i * BLOCKS + blocks))
 
 
 class Memory:
-    """Bytes of Python's objects since `begin`; slows everything down while it runs."""
+    """Measures the bytes of Python's objects since `begin`. It slows everything down while it runs."""
 
     def begin(self) -> None:
         gc.collect()

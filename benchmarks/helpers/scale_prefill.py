@@ -64,7 +64,7 @@ class Prefill:
         wait_until(self._is_granted, TIMEOUT_S, "decode grants")
 
     def go_on(self) -> None:
-        """The other steps, to the end of the prompts; then the requests end."""
+        """Takes the other steps, to the end of the prompts. Then the requests end."""
         from harness.scheduling import Scheduled, make_output
 
         for step in range(1, STEPS):
@@ -82,7 +82,7 @@ class Prefill:
         self._step(make_output())
 
     def finish(self) -> dict[str, Any]:
-        """All blocks are sent; what the wave has cost."""
+        """Waits until all blocks are sent. Returns what the wave has cost."""
         from harness.scheduling import make_output
 
         wait_until(

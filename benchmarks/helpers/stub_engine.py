@@ -38,7 +38,7 @@ _TOKEN_IDS = [1000 * number for number in range(120)]
 
 
 class StubEngine:
-    """A raw ASGI application: what it costs itself is in both sides of the comparison."""
+    """A raw ASGI application. Its own cost is in both sides of the comparison."""
 
     def __init__(self, role: str) -> None:
         self._generate = self._decode if role == "decode" else self._prefill
@@ -87,7 +87,7 @@ class StubEngine:
             return reply.status == 200
 
     async def _gather(self, streams: int) -> None:
-        """Until so many streams are open at the same time. Raises TimeoutError."""
+        """Waits until that many streams are open at the same time. Raises TimeoutError."""
         self._open += 1
         if self._open >= streams:
             self._gathered.set()

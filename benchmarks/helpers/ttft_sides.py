@@ -44,7 +44,7 @@ Pairs = tuple[tuple[str, object], ...]
 
 
 class SideFailedError(Exception):
-    """It did not start, or did not answer rightly."""
+    """A side did not start, or did not answer rightly."""
 
     @classmethod
     def to_start(cls, error: StartupError) -> "SideFailedError":
@@ -56,7 +56,7 @@ class SideFailedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Tensor-parallel sizes."""
+    """The tensor-parallel sizes of prefill and decode."""
 
     prefill: int
     decode: int
@@ -72,7 +72,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What all sides of a comparison share. `folder`: of checkpoint and logs."""
+    """The settings that all sides of a comparison share. `folder`: of checkpoint and logs."""
 
     model: str
     path: Path
@@ -85,7 +85,7 @@ class Setting:
 
     @property
     def first_of_decode(self) -> int:
-        """The NPU of decode's first rank: behind prefill's cards."""
+        """Returns the NPU of decode's first rank, after prefill's cards."""
         return ascend.whole_cards(self.pair.prefill)
 
     def engine(self, first_device: int = 0) -> EngineConfig:
@@ -125,7 +125,7 @@ class Side:
             self._signal(signal.SIGSTOP)
 
     def cpu_seconds(self) -> float:
-        """Of all its processes since they began."""
+        """Returns the CPU seconds of all its processes since they began."""
         pids = [pid for process in self._processes for pid in process.members()]
         times = [psutil.Process(pid).cpu_times() for pid in pids]
         return sum(each.user + each.system for each in times)
@@ -170,7 +170,7 @@ def ours(setting: Setting) -> Iterator[Side]:
 
 @dataclasses.dataclass(frozen=True)
 class PeerEngine(EngineConfig):
-    """With another connector than ours."""
+    """An engine with another connector than ours."""
 
     transfer: Pairs = ()
 
@@ -228,7 +228,7 @@ def v1(setting: Setting) -> Iterator[Side]:
 
 @contextmanager
 def bare(setting: Setting) -> Iterator[Side]:
-    """Two engines without a connector: what their being two costs, whatever brings KV from one to the other."""
+    """Two engines without a connector: the cost of there being two, whatever carries KV from one to the other."""
     sizes = ((0, setting.pair.prefill), (setting.first_of_decode, setting.pair.decode))
     configs = [dataclasses.replace(setting.engine(first), tp=tp) for first, tp in sizes]
     with (

@@ -40,7 +40,7 @@ class NoTransfer:
 
 
 def vllm_config() -> Any:
-    """What the worker and its thread read of vLLM's configuration."""
+    """Returns the parts of vLLM's configuration that the worker and its thread read."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(is_kv_producer=True, is_kv_consumer=False),
         cache_config=SimpleNamespace(mamba_cache_mode="none"),
@@ -84,7 +84,7 @@ def worker(*, tp: int, rank: int, ratio: int, total_heads: int, spec: Any, layer
 
 
 def ticket(remote_block_ids: list[int], block_size: int, remote_tp: int) -> dict[str, Any]:
-    """`kv_transfer_params` as its decode side posts them."""
+    """Returns `kv_transfer_params` as its decode side posts them."""
     return {
         "remote_block_ids": [remote_block_ids],
         "remote_block_size": [block_size],
