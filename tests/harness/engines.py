@@ -95,6 +95,8 @@ class EngineConfig:
     """`kv_load_failure_policy`: "fail" or "recompute"; None leaves it to vLLM."""
     connector_extra: tuple[tuple[str, object], ...] = ()
     """`kv_connector_extra_config`, as pairs so that the config stays hashable."""
+    bootstrap: bool = False
+    """A prefill engine answers routers for Mooncake, on `Engine.bootstrap_port`."""
     traces: str | None = None
     """Name of a folder beside the logs for `trace_dir`."""
     beside: tuple[tuple[str, object], ...] = ()
@@ -218,6 +220,8 @@ class Engine(Server):
 
     traces: Path
     """Of one that traces."""
+    bootstrap_port: int
+    """Of one with `bootstrap`."""
 
     def __init__(self, config: EngineConfig, model: Path, logs: Path) -> None:
         super().__init__(config.label, config.port, logs)
@@ -230,6 +234,10 @@ class Engine(Server):
             config = dataclasses.replace(
                 config, connector_extra=(*config.connector_extra, ("trace_dir", str(self.traces)))
             )
+        if config.bootstrap:
+            self.bootstrap_port = self._reserve()
+            variable = ("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(self.bootstrap_port))
+            config = dataclasses.replace(config, env=(*config.env, variable))
         self._command = config.command(model, self.port, self.kv_port)
         self.environment = config.environment()
         """From the next start on."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tickets that decode hands straight to a prefill engine: over a real side channel, to an engine that is played."""
 
-import asyncio
-import contextlib
 import dataclasses
 import socket
 import time
@@ -277,63 +275,3 @@ def test_no_bootstrap_server() -> None:
             assert "bootstrap server does not answer" in outcome(client).reason
         finally:
             client.close()
-
-
-# The bootstrap server itself.
-
-
-def talk(port: int, content: bytes, timeout_s: float = 20.0) -> bytes:
-    with socket.create_connection((HOST, port), timeout=timeout_s) as connection:
-        connection.sendall(content)
-        answer = b""
-        while more := connection.recv(65536):
-            answer += more
-        return answer
-
-
-@pytest.fixture
-def bootstrap() -> Iterator[BootstrapServer]:
-    server = BootstrapServer(HOST, 0, answer_of("prefill-0", "prefill-0-12ab", HOST, 5600))
-    yield server
-    server.close(5)
-
-
-@pytest.mark.parametrize(
-    ("request_line", "status"),
-    [("GET /query", 200), ("GET /query?a=b", 200), ("POST /query", 405), ("GET /", 404), ("GET /register", 404)],
-)
-def test_bootstrap_answers(bootstrap: BootstrapServer, request_line: str, status: int) -> None:
-    answer = talk(bootstrap.port, f"{request_line} HTTP/1.1\r\nhost: a\r\n\r\n".encode())
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(f"HTTP/1.1 {status} ".encode())
-    assert f"content-length: {len(body)}".encode() in head
-    if status == 200:
-        entry = b'{"engine_id":"prefill-0","worker_addr":{"0":{"0":"127.0.0.1:5600"}},"started_as":"prefill-0-12ab"}'
-        assert body == b'{"0":' + entry + b"}"
-
-
-@pytest.mark.parametrize("content", [b"GET /query HTTP/1.1\r\n" + 40000 * b"x", b"\xff\xfe\r\n\r\n"])
-def test_bootstrap_survives_nonsense(bootstrap: BootstrapServer, content: bytes) -> None:
-    with contextlib.suppress(OSError):  # closed before everything was sent
-        assert b" 200 " not in talk(bootstrap.port, content)
-    assert b" 200 " in talk(bootstrap.port, b"GET /query HTTP/1.1\r\n\r\n")
-
-
-def test_silent_connections_do_not_keep_others_out(bootstrap: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_ascend_pd.connector.bootstrap_server._TIMEOUT_S", 0.5)
-    silent = [socket.create_connection((HOST, bootstrap.port), timeout=20) for _ in range(80)]
-    try:
-        for each in silent:
-            assert each.recv(1) == b"", "closed after its time"
-        assert b" 200 " in talk(bootstrap.port, b"GET /query HTTP/1.1\r\n\r\n")
-    finally:
-        for each in silent:
-            each.close()
-
-
-def test_bootstrap_closes(bootstrap: BootstrapServer) -> None:
-    with socket.create_connection((HOST, bootstrap.port), timeout=20) as waiting:
-        bootstrap.close(5)
-        assert waiting.recv(1) == b""
-    with pytest.raises(ConnectionRefusedError):
-        asyncio.run(asyncio.open_connection(HOST, bootstrap.port))

@@ -15,6 +15,7 @@ import logging
 import threading
 
 import msgspec
+from vllm import envs
 
 from vllm_ascend_pd.core.hosts import authority
 
@@ -28,19 +29,36 @@ _MAX_CONNECTIONS = 64
 _MAX_REQUEST_BYTES = 16 << 10
 
 
+def port_of_environment() -> int | None:
+    """Returns the port that VLLM_MOONCAKE_BOOTSTRAP_PORT names; None if it is not set. vLLM reads it as a number."""
+    return envs.VLLM_MOONCAKE_BOOTSTRAP_PORT if envs.is_set("VLLM_MOONCAKE_BOOTSTRAP_PORT") else None
+
+
 class BootstrapServerError(RuntimeError):
     """The server cannot listen."""
 
 
-def answer_of(engine_id: str, started_as: str, host: str, port: int) -> bytes:
-    """Returns the JSON for an engine whose listener takes tickets at `host:port`.
+class BootstrapEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One data-parallel engine in the answer."""
 
-    `engine_id`: what routers name the engine by. It outlives a restart if it is configured. `started_as`: the id of
-    this start, which tickets are offered to.
+    # What routers name it by. It outlives a restart if it is configured.
+    engine_id: str
+    # Tensor-parallel rank -> pipeline rank -> `host:port`. Rank 0, 0 stands for the listener that takes tickets.
+    worker_addr: dict[str, dict[str, str]]
+    # The id of this start of the engine, which tickets are offered to. None: `engine_id`.
+    started_as: str | None = None
+
+
+def answer_of(engine_id: str, started_as: str, host: str, port: int, siblings: int = 0) -> bytes:
+    """Returns the JSON for an engine that takes tickets at `host:port`, as `GET /query` answers it.
+
+    `siblings`: how many further data-parallel engines are on this host. Each takes tickets on the next port.
     """
-    address = authority(host, port)
-    engine = {"engine_id": engine_id, "worker_addr": {"0": {"0": address}}, "started_as": started_as}
-    return msgspec.json.encode({"0": engine})
+    entries = [BootstrapEntry(engine_id, {"0": {"0": authority(host, port)}}, started_as)]
+    for rank in range(1, siblings + 1):
+        name = f"{engine_id.removesuffix('_dp0')}_dp{rank}"
+        entries.append(BootstrapEntry(name, {"0": {"0": authority(host, port + rank)}}))
+    return msgspec.json.encode({str(rank): entry for rank, entry in enumerate(entries)})
 
 
 class BootstrapServer:

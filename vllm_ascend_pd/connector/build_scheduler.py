@@ -8,6 +8,12 @@ from typing import TypeVar
 from vllm.config import KVTransferConfig
 
 from vllm_ascend_pd.connector import multi_connector, patches
+from vllm_ascend_pd.connector.bootstrap_server import (
+    BootstrapServer,
+    BootstrapServerError,
+    answer_of,
+    port_of_environment,
+)
 from vllm_ascend_pd.connector.cache_specs import cache_groups, gives_blocks_away, lacks_a_block
 from vllm_ascend_pd.connector.engine_setup import EngineSetup
 from vllm_ascend_pd.connector.known_faults import warn_of_known_faults
@@ -22,7 +28,7 @@ from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, TlsConfig
 from vllm_ascend_pd.core.groups import CacheGroup
-from vllm_ascend_pd.core.hosts import decode_hosts, prefill_hosts
+from vllm_ascend_pd.core.hosts import authority, decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
 from vllm_ascend_pd.core.signing import Secret
 from vllm_ascend_pd.decode.delivery_loop import DeliverySettings
@@ -87,7 +93,8 @@ def _prefill(
     if listener is not None:
         held = HeldPrompts(listener, setup.started_as, setup.config.hold_timeout_s or HOLD_TIMEOUT_S)
     scheduler = PrefillScheduler(groups, requests, blocks, _idle_wait(setup), admission, observer, held)
-    return PrefillSchedulerRole(scheduler, blocks, measured, listener)
+    bootstrap = None if listener is None else _bootstrap_server(setup, listener)
+    return PrefillSchedulerRole(scheduler, blocks, measured, listener, bootstrap)
 
 
 def _ticket_listener(setup: EngineSetup, admission: TicketAdmission) -> TicketListener | None:
@@ -99,13 +106,32 @@ def _ticket_listener(setup: EngineSetup, admission: TicketAdmission) -> TicketLi
     # Left at vLLM's default, the port is decode's on the same host. Answers name the port, so any will do.
     wanted = 0 if setup.vllm_config.kv_transfer_config.kv_port == KVTransferConfig.kv_port else setup.port
     try:
-        listener = TicketListener(setup.started_as, setup.host, wanted, admission.check, keys)
+        listener = TicketListener(setup.started_as, setup.host, wanted, admission.check, keys, setup.engine_id)
     except SideChannelError as error:
         if not wanted:
             raise
-        listener = TicketListener(setup.started_as, setup.host, 0, admission.check, keys)
+        listener = TicketListener(setup.started_as, setup.host, 0, admission.check, keys, setup.engine_id)
         logger.warning("%s: tickets of routers that ask prefill first are taken at %s", error, listener.endpoint)
     return listener
+
+
+def _bootstrap_server(setup: EngineSetup, listener: TicketListener) -> BootstrapServer | None:
+    """Tells routers for MooncakeConnector about the data-parallel engines of this host. None if no port is set, or if
+    another engine does it."""
+    parallel = setup.vllm_config.parallel_config
+    port = setup.config.bootstrap_port or port_of_environment()
+    if port is None or parallel.data_parallel_rank_local:
+        return None
+    siblings = parallel.data_parallel_size_local - 1
+    if siblings > 0 and listener.port != setup.port:
+        raise ConfigError("bootstrap_port: data-parallel engines need a kv_port, with a free port for each engine")
+    answer = answer_of(setup.engine_id, setup.started_as, listener.host, listener.port, siblings)
+    try:
+        server = BootstrapServer(setup.host, port, answer)
+    except BootstrapServerError as error:
+        raise ConfigError(f"bootstrap_port: {error}") from None
+    logger.info("routers for MooncakeConnector find this engine at http://%s/query", authority(setup.host, server.port))
+    return server
 
 
 def _decode(

@@ -97,6 +97,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Longest time that a computed prompt keeps its blocks on prefill until decode's ticket comes, behind a router that
     asks prefill first. At most a day. None: 480 s, or beside other connectors in a MultiConnector: such prompts are not
     kept, since another connector may be meant."""
+    bootstrap_port: int | None = None
+    """Port where prefill tells routers for MooncakeConnector its engine id (routers.md). None: what the environment
+    variable VLLM_MOONCAKE_BOOTSTRAP_PORT says; if it is not set, there is no such port. Of data-parallel engines on one
+    host the first listens for all, and all need a `kv_port`."""
     idle_wait_s: float = 0.05
     """Longest time that a step with nothing to compute waits for transfers before it returns. The wait starts at 0.02
     and grows up to this value. New requests wait for the step to return, so keep it small. Has no effect in
@@ -193,6 +197,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"`queue_timeout_s` must be at most a day (86400), not {self.queue_timeout_s}")
         if self.hold_timeout_s is not None and self.hold_timeout_s > 86400.0:
             raise ValueError(f"`hold_timeout_s` must be at most a day (86400), not {self.hold_timeout_s}")
+        if self.bootstrap_port is not None and self.bootstrap_port > 65535:
+            raise ValueError(f"`bootstrap_port` must be at most 65535, not {self.bootstrap_port}")
         if self.write_timeout_s > 600.0:
             raise ValueError(f"`write_timeout_s` must be at most 600 seconds, not {self.write_timeout_s}")
         if self.trace_max_bytes < 65536:

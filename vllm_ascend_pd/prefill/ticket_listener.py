@@ -42,6 +42,7 @@ class TicketListener:
     """Implements `TicketInbox` with a side channel server.
 
     engine_id: of this start of the engine. Messages for another one are refused.
+    configured_id: the engine's id without what is new with each start. Those who do not know the start name it so.
     check: raises TicketError for tickets that must not even wait, such as those without a signature.
     """
 
@@ -52,10 +53,12 @@ class TicketListener:
         port: int,
         check: Callable[[Ticket], None] = lambda ticket: None,
         keys: Keys | None = None,
+        configured_id: str | None = None,
     ) -> None:
         """Starts the thread. `port`: 0 picks a free one. Raises SideChannelError if it cannot listen on it."""
         self.host = host
         self._engine_id = engine_id
+        self._names = {engine_id, configured_id}
         self._check = check
         self._queue: queue.Queue[OfferTicket | ReleasePrompt] = queue.Queue(_MAX_QUEUED)
         # The thread owns these three. By ticket id.
@@ -104,7 +107,7 @@ class TicketListener:
     def _handle(self, message: Message, peer: ClientConnection) -> Message:
         if not isinstance(message, OfferTicket | AskTicket | ReleasePrompt):
             return Problem(f"this port takes tickets, not {type(message).__name__}")
-        if message.engine_id != self._engine_id:
+        if message.engine_id not in self._names:
             reason = f"engine {message.engine_id} is not here; this is {self._engine_id}"
             return Problem(reason) if isinstance(message, ReleasePrompt) else TicketRefused(reason, retry=False)
         if isinstance(message, OfferTicket):

@@ -3,6 +3,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd.connector.bootstrap_server import BootstrapServer
 from vllm_ascend_pd.connector.role import CLOSE_TIMEOUT_S, ConnectorRole
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 
 
 class PrefillSchedulerRole(ConnectorRole):
-    """The scheduler's role on a prefill engine. `measured`: what the scheduler's observer counts."""
+    """The scheduler's role on a prefill engine.
+
+    measured: what the scheduler's observer counts.
+    listener: takes tickets for prompts that a router asks prefill for first. None: such prompts are not kept.
+    bootstrap: tells routers for MooncakeConnector of this engine. None: nothing does, or another engine of this host.
+    """
 
     def __init__(
         self,
@@ -26,9 +32,11 @@ class PrefillSchedulerRole(ConnectorRole):
         blocks: VllmBlocks,
         measured: PrefillSchedulerStats,
         listener: TicketListener | None,
+        bootstrap: BootstrapServer | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.listener = listener
+        self._bootstrap = bootstrap
         self._measured = measured
         self._blocks = blocks
 
@@ -61,5 +69,6 @@ class PrefillSchedulerRole(ConnectorRole):
         return self._measured.take() or None
 
     def close(self) -> None:
-        if self.listener is not None:
-            self.listener.close(CLOSE_TIMEOUT_S)
+        for server in (self._bootstrap, self.listener):
+            if server is not None:
+                server.close(CLOSE_TIMEOUT_S)

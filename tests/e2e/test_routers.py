@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers that ask prefill first, before real engines: the answers equal a single engine's, token by token."""
+
+import dataclasses
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.client import Client, Messages, at_once, random_prompt
+from harness.clusters import Cluster, one_to_one
+from harness.documented import documented, is_part_of
+from harness.failures import wait_all_blocks_free
+from harness.pool import long
+from harness.routers import Flow, stand_in, vllm_router
+
+PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
+"""Around a block's end (128), several blocks, several chunks (512)."""
+
+
+def served(prefill_tp: int, decode_tp: int):
+    """Engines that also answer routers for Mooncake. Decode leaves all prompts to prefill."""
+    config = one_to_one(prefill_tp, decode_tp)
+    [prefill], [decode] = config.prefill, config.decode
+    return dataclasses.replace(
+        config,
+        name=f"routed-{config.name}",
+        prefill=(dataclasses.replace(prefill, bootstrap=True),),
+        decode=(dataclasses.replace(decode, connector_extra=(*decode.connector_extra, ("who_computes", "prefill"))),),
+    )
+
+
+CLUSTERS = [served(2, 1), long(served(1, 1)), long(served(1, 2))]
+
+ROUTERS = ["nixl", "mooncake", *Flow]
+"""`vllm-router` in two modes, and stand-ins."""
+
+has_vllm_router = Path(sys.executable).with_name("vllm-router").exists() or shutil.which("vllm-router")
+
+pytestmark = [
+    pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True),
+    pytest.mark.timeout(600),  # the first test of a cluster starts it
+]
+
+
+def command(connector: str, cluster: Cluster) -> list[str]:
+    """As docs/routers.md has it."""
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    engines = {"http://127.0.0.1:8100": prefill.url, "http://127.0.0.1:8200": decode.url, " --port 8000": ""}
+    if connector == "nixl":
+        return documented("docs/routers.md", "vllm-router --vllm-pd-disaggregation --kv-connector nixl", engines)
+    return documented(
+        "docs/routers.md",
+        "vllm-router --vllm-pd-disaggregation --kv-connector mooncake",
+        engines | {" 8998 ": f" {prefill.bootstrap_port} "},
+    )
+
+
+@pytest.fixture(params=ROUTERS, ids=lambda router: router.name if isinstance(router, Flow) else f"vllm-router-{router}")
+def through(request: pytest.FixtureRequest, cluster: Cluster, engine_logs: Path) -> Iterator[Client]:
+    """A client of a router before the cluster's engines."""
+    if isinstance(request.param, Flow):
+        router = stand_in(request.param, cluster.prefill[0], cluster.decode[0])
+    elif not has_vllm_router:
+        pytest.skip("needs vllm-router: scripts/setup_env.sh --with-router")
+    else:
+        router = vllm_router(f"vllm-router-{request.param}", command(request.param, cluster), engine_logs)
+    with router as running, Client(running.url, model=str(cluster.model)) as client:
+        yield client
+
+
+def test_the_engines_are_those_of_the_page(cluster: Cluster) -> None:
+    """What these tests show holds for the commands that the page has."""
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    values = {"MODEL": str(cluster.model)}
+    ports = {"8100": str(prefill.port), "18000": str(prefill.kv_port), "8998": str(prefill.bootstrap_port)}
+    variable, *prefill_words = documented("docs/routers.md", "VLLM_MOONCAKE_BOOTSTRAP_PORT=", {**values, **ports})
+    ports = {"8200": str(decode.port), "19000": str(decode.kv_port)}
+    decode_words = documented("docs/routers.md", "vllm serve MODEL --port 8200", {**values, **ports})
+    name, _, value = variable.partition("=")
+    assert prefill.environment[name] == value
+    for words, engine in ((prefill_words, prefill), (decode_words, decode)):
+        assert list(engine.process.command[1:3]) == words[1:3]
+        if engine.config.tp == 1:
+            assert is_part_of(words, engine.process.command)
+
+
+def test_tokens(through: Client, cluster: Cluster, reference) -> None:
+    name = through.http.base_url.port
+    prompts = [random_prompt(tokens, f"routed {name} {i}") for i, tokens in enumerate(PROMPT_TOKENS)]
+    messages: Messages = [{"role": "user", "content": f"Which layer comes before layer 9? {name} " * 10}]
+    whole = [through.complete(prompt) for prompt in prompts[:4]]
+    whole += at_once(through.complete, prompts[4:], concurrency=3)
+    streams = [random_prompt(tokens, f"streamed {name}") for tokens in (5, 700)]
+    streamed = [through.complete(prompt, stream=True).token_ids for prompt in streams]
+    chat = through.chat(messages, max_completion_tokens=16)
+    assert [answer.token_ids for answer in whole] == [reference.complete(prompt) for prompt in prompts]
+    assert streamed == [reference.complete(prompt) for prompt in streams]
+    assert chat.token_ids == reference.chat(messages)
+    # Decode computes a prompt of one token itself, and prefill is told so.
+    assert all(answer.kv_transfer_params["received_bytes"] > 0 for answer in whole[1:])
+    wait_all_blocks_free(cluster)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill engine's bootstrap server, which routers for MooncakeConnector ask for its engine id."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+import vllm_ascend_pd
+from harness.channels import HOST
+from harness.ports import release_port, reserve_port, reserve_ports
+from vllm_ascend_pd.connector.bootstrap_server import BootstrapServer, answer_of
+from vllm_ascend_pd.core.config import ConfigError
+
+
+def talk(port: int, content: bytes, timeout_s: float = 20.0) -> bytes:
+    with socket.create_connection((HOST, port), timeout=timeout_s) as connection:
+        connection.sendall(content)
+        answer = b""
+        while more := connection.recv(65536):
+            answer += more
+        return answer
+
+
+@pytest.fixture
+def bootstrap() -> Iterator[BootstrapServer]:
+    server = BootstrapServer(HOST, 0, answer_of("prefill-0", "prefill-0-12ab", HOST, 5600))
+    yield server
+    server.close(5)
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [("GET /query", 200), ("GET /query?a=b", 200), ("POST /query", 405), ("GET /", 404), ("GET /register", 404)],
+)
+def test_bootstrap_answers(bootstrap: BootstrapServer, request_line: str, status: int) -> None:
+    answer = talk(bootstrap.port, f"{request_line} HTTP/1.1\r\nhost: a\r\n\r\n".encode())
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    assert f"content-length: {len(body)}".encode() in head
+    if status == 200:
+        entry = b'{"engine_id":"prefill-0","worker_addr":{"0":{"0":"127.0.0.1:5600"}},"started_as":"prefill-0-12ab"}'
+        assert body == b'{"0":' + entry + b"}"
+
+
+@pytest.mark.parametrize("content", [b"GET /query HTTP/1.1\r\n" + 40000 * b"x", b"\xff\xfe\r\n\r\n"])
+def test_bootstrap_survives_nonsense(bootstrap: BootstrapServer, content: bytes) -> None:
+    with contextlib.suppress(OSError):  # closed before everything was sent
+        assert b" 200 " not in talk(bootstrap.port, content)
+    assert b" 200 " in talk(bootstrap.port, b"GET /query HTTP/1.1\r\n\r\n")
+
+
+def test_silent_connections_do_not_keep_others_out(bootstrap: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_ascend_pd.connector.bootstrap_server._TIMEOUT_S", 0.5)
+    silent = [socket.create_connection((HOST, bootstrap.port), timeout=20) for _ in range(80)]
+    try:
+        for each in silent:
+            assert each.recv(1) == b"", "closed after its time"
+        assert b" 200 " in talk(bootstrap.port, b"GET /query HTTP/1.1\r\n\r\n")
+    finally:
+        for each in silent:
+            each.close()
+
+
+def test_bootstrap_closes(bootstrap: BootstrapServer) -> None:
+    with socket.create_connection((HOST, bootstrap.port), timeout=20) as waiting:
+        bootstrap.close(5)
+        assert waiting.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        asyncio.run(asyncio.open_connection(HOST, bootstrap.port))
+
+
+# As the connector starts it.
+
+
+@contextlib.contextmanager
+def prefill(model: Path, kv_port: int, engine_id: str = "prefill", **extra: Any) -> Iterator[Any]:
+    """The scheduler's connector of a prefill engine. `extra`: fields of vLLM's `ParallelConfig`, and our settings."""
+    config = EngineArgs(model=str(model), max_model_len=512).create_engine_config()
+    for name in ("data_parallel_rank_local", "data_parallel_index", "data_parallel_size_local"):
+        if name in extra:
+            setattr(config.parallel_config, name, extra.pop(name))
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="LayerwisePushConnector",
+        kv_role="kv_producer",
+        kv_port=kv_port,
+        engine_id=engine_id,
+        kv_connector_extra_config=extra,
+    )
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    vllm_ascend_pd.register()
+    found = KVConnectorFactory.get_connector_class_by_name("LayerwisePushConnector")
+    connector = found(config, KVConnectorRole.SCHEDULER, caches)
+    try:
+        yield connector
+    finally:
+        connector.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", HOST)
+    monkeypatch.delenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", raising=False)
+
+
+@pytest.fixture
+def ports() -> Iterator[list[int]]:
+    """For bootstrap, and three engines' tickets in a row."""
+    found = [reserve_port(), *reserve_ports(3)]
+    yield found
+    for port in found:
+        release_port(port)
+
+
+def query(port: int) -> dict[str, Any]:
+    return json.loads(talk(port, b"GET /query HTTP/1.1\r\n\r\n").partition(b"\r\n\r\n")[2])
+
+
+@pytest.mark.parametrize("by_variable", [False, True], ids=["setting", "variable"])
+def test_an_engine_says_where_it_takes_tickets(
+    model: Path, ports: list[int], monkeypatch: pytest.MonkeyPatch, by_variable: bool
+) -> None:
+    bootstrap, kv_port, *_ = ports
+    if by_variable:
+        monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(bootstrap))
+    with prefill(model, kv_port, **({} if by_variable else {"bootstrap_port": bootstrap})) as connector:
+        listener = connector._role.listener
+        [(rank, engine)] = query(bootstrap).items()
+        assert (rank, engine["engine_id"]) == ("0", "prefill")
+        assert engine["worker_addr"] == {"0": {"0": f"{HOST}:{listener.port}"}}
+        assert engine["started_as"].startswith("prefill-")
+    with pytest.raises(OSError, match="refused"):
+        query(bootstrap)
+
+
+def test_without_a_port_there_is_no_server(model: Path, ports: list[int]) -> None:
+    with prefill(model, ports[1]) as connector:
+        assert connector._role._bootstrap is None
+
+
+def test_the_first_of_data_parallel_engines_answers_for_all(model: Path, ports: list[int]) -> None:
+    bootstrap, kv_port, *_ = ports
+    sizes = {"data_parallel_size_local": 3, "bootstrap_port": bootstrap}
+    first = prefill(model, kv_port, "prefill_dp0", data_parallel_rank_local=0, data_parallel_index=0, **sizes)
+    second = prefill(model, kv_port, "prefill_dp1", data_parallel_rank_local=1, data_parallel_index=1, **sizes)
+    with first, second as other:
+        engines = query(bootstrap)
+        assert [each["engine_id"] for each in engines.values()] == ["prefill_dp0", "prefill_dp1", "prefill_dp2"]
+        addresses = [each["worker_addr"]["0"]["0"] for each in engines.values()]
+        assert addresses == [f"{HOST}:{kv_port + rank}" for rank in range(3)]
+        assert "started_as" not in engines["1"]
+        assert other._role.listener.port == kv_port + 1
+        assert "prefill_dp1" in other._role.listener._names
+
+
+def test_a_port_in_use_is_an_error(model: Path, ports: list[int]) -> None:
+    with socket.socket() as other:
+        other.bind((HOST, 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        with (
+            pytest.raises(ConfigError, match="bootstrap_port: cannot listen"),
+            prefill(model, ports[1], bootstrap_port=taken),
+        ):
+            pass
