@@ -101,7 +101,10 @@ class Stand:
 @contextmanager
 def running_stand(model: str, path: Path, logs: Path) -> Iterator[Stand]:
     plain = EngineConfig(
-        max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=STEP_TOKENS, kv_cache_bytes=KV_CACHE_BYTES[model]
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=STEP_TOKENS,
+        kv_cache_bytes=KV_CACHE_BYTES[model],
+        who_computes="auto",
     )
     roles = (
         (Role.PREFILL, PATIENT),

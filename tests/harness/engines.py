@@ -97,6 +97,8 @@ class EngineConfig:
     """`kv_connector_extra_config`, as pairs so that the config stays hashable."""
     bootstrap: bool = False
     """A prefill engine answers routers for Mooncake, on `Engine.bootstrap_port`."""
+    who_computes: str | None = "prefill"
+    """The key of this name, on decode. By default prompts are transferred however short they are. None leaves it."""
     traces: str | None = None
     """Name of a folder beside the logs for `trace_dir`."""
     beside: tuple[tuple[str, object], ...] = ()
@@ -163,8 +165,11 @@ class EngineConfig:
             ours["engine_id"] = self.engine_id
         if self.load_failure_policy is not None:
             ours["kv_load_failure_policy"] = self.load_failure_policy
-        if self.connector_extra:
-            ours["kv_connector_extra_config"] = dict(self.connector_extra)
+        extra = dict(self.connector_extra)
+        if self.role is Role.DECODE and self.who_computes is not None:
+            extra.setdefault("who_computes", self.who_computes)
+        if extra:
+            ours["kv_connector_extra_config"] = extra
         if not self.beside:
             return ours
         other = {

@@ -43,9 +43,9 @@ class Reference:
         self._key = (model, engine)
         self._answers: dict[str, list[Completion]] = {}
 
-    def complete(self, prompt: Prompt) -> tuple[int, ...]:
+    def complete(self, prompt: Prompt, max_tokens: int = 16) -> tuple[int, ...]:
         """The token ids that follow `prompt`."""
-        return self.complete_many([prompt])[0]
+        return self.complete_many([prompt], max_tokens=max_tokens)[0]
 
     def answer(self, prompt: Prompt) -> Completion:
         """The whole answer to `prompt`, with log probabilities where the engine rounds (`harness.agreement`)."""
@@ -54,11 +54,11 @@ class Reference:
             self._answers[key] = [self._client.complete(prompt)]
         return self._answers[key][0]
 
-    def complete_many(self, prompts: list[Prompt], n: int = 1) -> list[tuple[int, ...]]:
+    def complete_many(self, prompts: list[Prompt], n: int = 1, max_tokens: int = 16) -> list[tuple[int, ...]]:
         """The token ids of each choice of `Client.complete_many`."""
-        key = repr((prompts, n))
+        key = repr((prompts, n, max_tokens))
         if key not in self._answers:
-            self._answers[key] = self._client.complete_many(prompts, n=n)
+            self._answers[key] = self._client.complete_many(prompts, max_tokens, n=n)
         return [completion.token_ids for completion in self._answers[key]]
 
     def chat(self, messages: Messages) -> tuple[int, ...]:

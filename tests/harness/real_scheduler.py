@@ -3,9 +3,10 @@
 
 import os
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ _STRUCTURED = types.SimpleNamespace(
 
 
 class RealScheduler:
-    """`windows`: how many tokens each further cache group sees; the first group sees all."""
+    """`windows`: how many tokens each further cache group sees; the first sees all. `extra`: the connector's keys."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class RealScheduler:
         step_tokens: int = 512,
         windows: Sequence[int] = (),
         load_failure_policy: str = "fail",
+        extra: Mapping[str, object] = MappingProxyType({"who_computes": "prefill"}),
     ) -> None:
         register()
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
@@ -71,7 +73,7 @@ class RealScheduler:
                 kv_connector="LayerwisePushConnector",
                 kv_role=role.value,
                 kv_load_failure_policy=load_failure_policy,
-                kv_connector_extra_config={"idle_wait_s": 0.001},
+                kv_connector_extra_config={"idle_wait_s": 0.001, **extra},
             ),
         )
         config.cache_config.num_gpu_blocks = blocks

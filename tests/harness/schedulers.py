@@ -16,7 +16,7 @@ from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
 from vllm_ascend_pd.decode.ticket_routes import TicketRoutes
-from vllm_ascend_pd.decode.who_computes import PlacementSettings, PromptPlacement
+from vllm_ascend_pd.decode.who_computes import EngineSteps, PlacementSettings, PromptPlacement
 from vllm_ascend_pd.observe.listeners import DecodeSchedulerStats
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
@@ -55,7 +55,9 @@ def decode_scheduler(
     requests = VllmRequests(Prompts(media_hashing))
     issuer = TicketIssuer(engine, groups, requests, signer)
     blocks = VllmBlocks()
-    who = PromptPlacement(groups, blocks, placement or PlacementSettings("prefill"))
+    who = PromptPlacement(
+        groups, requests, blocks, placement or PlacementSettings("prefill"), EngineSteps(2048, in_flight=2)
+    )
     routes = TicketRoutes(metaserver, prefill or PrefillClient(DeliverySettings(hosts=AnyHost())))
     return DecodeScheduler(issuer, requests, blocks, routes, who, IdleWait(0.05, in_flight=2), observer)
 

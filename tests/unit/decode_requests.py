@@ -89,14 +89,14 @@ def issue(scheduler: DecodeScheduler, request, blocks=BLOCKS, computed: int = 0)
     """The step in which `request` gets its ticket."""
     external = scheduler.matched_tokens(request, computed)
     scheduler.allocated(request, blocks, external)
-    return scheduler.build_step(computes=True)
+    return scheduler.build_step({"other": 1})
 
 
 def step_with(scheduler: DecodeScheduler, what: Callable[[DecodeStep], object]) -> DecodeStep:
     """Runs empty steps until `what` is in one."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        step = scheduler.build_step(computes=False)
+        step = scheduler.build_step({})
         if what(step):
             return step
         time.sleep(0.005)

@@ -29,7 +29,7 @@ def test_tickets_are_signed_for_as_long_as_they_may_wait(metaserver):
     try:
         before = time.time()
         scheduler.allocated(wanting(metaserver.url), BLOCKS, PROMPT)
-        scheduler.build_step(computes=False)
+        scheduler.build_step({})
         wait_until(lambda: metaserver.bodies, 20)
         ticket = parse_ticket(metaserver.bodies[0], PROMPT, 1)
     finally:
@@ -70,7 +70,7 @@ def test_the_ticket_leaves_with_the_step_that_tells_the_ranks(scheduler, metaser
     scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
     time.sleep(0.1)
     assert metaserver.bodies == []
-    assert len(scheduler.build_step(computes=True).expects) == 1
+    assert len(scheduler.build_step({"other": 1}).expects) == 1
     eventually(lambda: metaserver.bodies)
 
 
@@ -209,10 +209,10 @@ def test_one_ticket_however_often_blocks_are_allocated(scheduler, metaserver):
     [expect] = issue(scheduler, request).expects
     scheduler.allocated(request, ([7, 1, 5, 9],), 0)  # its KV is here: decode starts
     scheduler.allocated(request, ([7, 1, 5, 9],), PROMPT)
-    assert scheduler.build_step(computes=True).expects == []
+    assert scheduler.build_step({"other": 1}).expects == []
     scheduler.update(None, {"r"})
     assert scheduler.matched_tokens(request, 0) == 0  # preempted: it computes its prompt itself
-    assert scheduler.build_step(computes=True).expects == []
+    assert scheduler.build_step({"other": 1}).expects == []
     eventually(lambda: metaserver.bodies)
     assert [body["ticket_id"] for body in metaserver.bodies] == [expect.ticket_id]
 
@@ -263,6 +263,8 @@ def test_what_becomes_of_tickets_is_counted(scheduler, metaserver):
     assert said["counters"] == {
         stats.ATTEMPTS_GIVEN_UP.name: {"": 1},
         stats.RECEIVE_FAILURES.name: {"transfer": 1, "not_posted": 1},
+        stats.PROMPTS.name: {"prefill,policy": 3},
+        stats.PROMPT_TOKENS.name: {"prefill,policy": 3 * PROMPT},
     }
     counts, sums = said["histograms"][stats.TICKET_TO_READY_SECONDS.name]
     assert sum(counts) == 1

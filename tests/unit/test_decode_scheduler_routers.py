@@ -55,7 +55,7 @@ def test_the_ticket_goes_straight_to_prefill_with_the_step_that_tells_the_ranks(
     scheduler.allocated(request, BLOCKS, scheduler.matched_tokens(request, 0))
     time.sleep(0.1)
     assert prefill.got == []
-    [expect] = scheduler.build_step(computes=True).expects
+    [expect] = scheduler.build_step({"other": 1}).expects
     eventually(lambda: prefill.got)
     offer = prefill.got[0]
     assert isinstance(offer, OfferTicket)
@@ -102,7 +102,7 @@ def test_a_failure_that_a_rank_notices_is_final(scheduler: DecodeScheduler, pref
     request = routed(prefill)
     [expect] = issue(scheduler, request).expects
     scheduler.update(WorkerReport(given_up={expect.ticket_id: (0, "a lease ran out")}), set())
-    assert scheduler.build_step(computes=True).cancelled == {expect.ticket_id: "a lease ran out"}
+    assert scheduler.build_step({"other": 1}).cancelled == {expect.ticket_id: "a lease ran out"}
     eventually(lambda: prefill.of(ReleasePrompt))
     assert prefill.of(ReleasePrompt)[0].reason == "a lease ran out"
 
@@ -133,7 +133,7 @@ def test_an_aborted_request_releases_its_prompt(scheduler: DecodeScheduler, pref
     [expect] = issue(scheduler, request).expects
     eventually(lambda: prefill.of(OfferTicket))
     assert scheduler.finished(request) == {"error": "the request was aborted"}
-    assert scheduler.build_step(computes=True).cancelled == {expect.ticket_id: "the request was aborted"}
+    assert scheduler.build_step({"other": 1}).cancelled == {expect.ticket_id: "the request was aborted"}
     eventually(lambda: prefill.of(ReleasePrompt))
     scheduler.update(None, {"r"})
     assert remembered(scheduler) == {}

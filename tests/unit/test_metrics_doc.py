@@ -12,7 +12,16 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
-from vllm_ascend_pd.observe.stats import DECODE_METRICS, PREFILL_METRICS, PREFIX, Counter, Info, Metric
+from vllm_ascend_pd.observe.stats import (
+    DECODE_METRICS,
+    PREFILL_METRICS,
+    PREFIX,
+    PROMPT_TOKENS,
+    PROMPTS,
+    Counter,
+    Info,
+    Metric,
+)
 from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.operate.failure_stats import FailureStats
 from vllm_ascend_pd.proxy.operate.metrics import Metrics
@@ -69,6 +78,11 @@ def test_engines(section: str, metrics: tuple[Metric, ...]) -> None:
 )
 def test_reasons(section: str, failures: type[PushFailure] | type[ReceiveFailure]) -> None:
     assert [value for value, _ in _REASON.findall(SECTIONS[section])] == [failure.value for failure in failures]
+
+
+def test_reasons_for_who_computes_a_prompt() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .+ \|$", SECTIONS["Who computes prompts"], re.MULTILINE)
+    assert [",".join(row) for row in rows] == list(PROMPTS.reasons) == list(PROMPT_TOKENS.reasons)
 
 
 async def _exposed() -> str:

@@ -140,7 +140,7 @@ def test_a_ticket_that_cannot_be_served(prefill: PrefillScheduler, spans: InMemo
 def issued(decode: DecodeScheduler, asked) -> str:
     """Its ticket's id."""
     decode.allocated(asked, BLOCKS, PROMPT - CACHED)
-    [expected] = decode.build_step(computes=True).expects
+    [expected] = decode.build_step({"other": 1}).expects
     return expected.ticket_id
 
 
@@ -173,7 +173,7 @@ def test_why_prefill_failed_is_not_quoted(decode: DecodeScheduler, spans: InMemo
     asked = request({"do_remote_prefill": True, "metaserver": NOWHERE})
     issued(decode, asked)
     for _ in range(2000):
-        if decode.build_step(computes=False).cancelled:
+        if decode.build_step({}).cancelled:
             break
         time.sleep(0.005)
     decode.update(None, {"r"})

@@ -38,7 +38,7 @@ from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
 from vllm_ascend_pd.decode.ticket_routes import TicketRoutes
-from vllm_ascend_pd.decode.who_computes import PlacementSettings, PromptPlacement
+from vllm_ascend_pd.decode.who_computes import EngineSteps, PlacementSettings, PromptPlacement
 from vllm_ascend_pd.observe.listeners import (
     DecodeSchedulerStats,
     PrefillSchedulerStats,
@@ -158,16 +158,6 @@ def _decode(
     blocks = VllmBlocks()
     measured = DecodeSchedulerStats()
     observer = decode_scheduler_observer(config, setup.started_as, measured, ReceiveSpans())
-    placement = PromptPlacement(
-        groups,
-        blocks,
-        PlacementSettings(
-            config.who_computes,
-            config.decode_prompt_tokens,
-            config.decode_prompt_share,
-            config.max_decode_prompt_tokens,
-        ),
-    )
     scheduler = DecodeScheduler(
         TicketIssuer(engine, groups, requests, signer),
         requests,
@@ -178,11 +168,30 @@ def _decode(
             ),
             PrefillClient(_delivery_settings(setup), observer),
         ),
-        placement,
+        PromptPlacement(groups, requests, blocks, _placement_settings(config), _engine_steps(setup)),
         _idle_wait(setup, wakeup),
         observer,
     )
     return DecodeSchedulerRole(setup, scheduler, blocks, measured)
+
+
+def _placement_settings(config: ConnectorConfig) -> PlacementSettings:
+    return PlacementSettings(
+        config.who_computes,
+        config.decode_prompt_tokens,
+        config.decode_prompt_share,
+        config.max_decode_prompt_tokens,
+    )
+
+
+def _engine_steps(setup: EngineSetup) -> EngineSteps:
+    vllm_config = setup.vllm_config
+    scheduling = vllm_config.scheduler_config
+    tokens, chunked = scheduling.max_num_batched_tokens, scheduling.enable_chunked_prefill
+    if not chunked:  # the rest of a step is for requests that generate
+        tokens -= scheduling.max_num_seqs * (1 + vllm_config.num_speculative_tokens)
+    engines = vllm_config.parallel_config.data_parallel_size
+    return EngineSteps(max(0, tokens), chunked, vllm_config.max_concurrent_batches, engines)
 
 
 def _idle_wait(setup: EngineSetup, wakeup: WakeupSocket | None = None) -> IdleWait:

@@ -86,15 +86,15 @@ class LayerwisePushPromMetrics(KVConnectorPromMetrics):
             for engine in per_engine_labelvalues:  # from the start, so that they are 0 and not missing
                 if isinstance(metric, Counter):
                     for reason in metric.reasons:
-                        self._series(metric.name, engine, *([reason] if reason else []))
-                elif isinstance(metric, Histogram):
+                        self._series(metric.name, engine, *_labels(reason))
+                elif not metric.labels:
                     self._series(metric.name, engine)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         data: Data = transfer_stats_data
         for name, sums in data.get("counters", {}).items():
             for reason, amount in sums.items():
-                self._series(name, engine_idx, *([reason] if reason else [])).inc(amount)
+                self._series(name, engine_idx, *_labels(reason)).inc(amount)
         for name, (counts, totals) in data.get("histograms", {}).items():
             series = self._series(name, engine_idx)
             for value, count in observations(self._histograms[name], counts, totals):
@@ -102,7 +102,7 @@ class LayerwisePushPromMetrics(KVConnectorPromMetrics):
                     series.observe(value)
         for name, values in data.get("gauges", {}).items():
             for rank, value in values.items():
-                self._series(name, engine_idx, rank).set(value)
+                self._series(name, engine_idx, *_labels(rank)).set(value)
         for name, facts in data.get("infos", {}).items():
             for rank, texts in facts.items():
                 self._series(name, engine_idx, rank, *texts).set(1)
@@ -110,3 +110,8 @@ class LayerwisePushPromMetrics(KVConnectorPromMetrics):
     def _series(self, name: str, engine: int, *labels: str) -> Any:
         """Returns one time series. `labels`: values of the metric's own labels."""
         return self._families[name].labels(*self.per_engine_labelvalues[engine], *labels)
+
+
+def _labels(values: str) -> list[str]:
+    """Splits a key of `observe/stats.py` into the values of labels."""
+    return values.split(",") if values else []

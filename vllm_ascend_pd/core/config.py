@@ -144,8 +144,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode. Mooncake for NPUs has `tcp` from 0.3.13.post1 on."""
     who_computes: Literal["auto", "prefill", "never"] = "auto"
     """Who computes prompts, or what decode has not cached of them. `auto`: decode computes those that it computes
-    sooner than prefill would. `prefill`: prefill computes all. `never`: decode computes none, not even that of a
-    preempted request. Read by decode, as are the next three."""
+    sooner than prefill would. `prefill`: prefill computes all, unless a request asks for decode. `never`: decode
+    computes none, not even that of a preempted request. Read by decode, as are the next three."""
     decode_prompt_tokens: int | None = None
     """With `auto`: the most tokens of a prompt, beyond decode's cache, that decode computes. None: tuned by measuring.
     """

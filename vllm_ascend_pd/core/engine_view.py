@@ -21,6 +21,8 @@ class ScheduledRequest(Protocol):
     num_output_tokens: int
     # Of the prompt and of what was generated after it.
     num_tokens: int
+    # How many of these have KV in the request's blocks, when a step begins.
+    num_computed_tokens: int
     max_tokens: int
     # Whether the engine computes the whole prompt, whatever its prefix cache has.
     skip_reading_prefix_cache: bool

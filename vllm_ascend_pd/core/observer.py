@@ -140,6 +140,12 @@ class DecodeSchedulerObserver:
     def ranks_described(self, ranks: Sequence[RankDescription]) -> None:
         """This engine's ranks have started."""
 
+    def prompt_placed(self, request_id: str, by_decode: bool, reason: str, tokens: int) -> None:
+        """It was decided who computes `tokens` tokens of a prompt, and why. `request_id`: the API server's id."""
+
+    def threshold_set(self, tokens: int) -> None:
+        """Decode computes prompts of so many tokens, beyond its cache, if nothing keeps it from that."""
+
     def ticket_issued(self, request_id: str, ticket: Ticket, trace_headers: Mapping[str, str] | None) -> None:
         """`trace_headers` are the request's, None if vLLM does not trace."""
 

@@ -6,7 +6,7 @@ All of it runs on the scheduler's thread. What sends tickets has threads of its 
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +15,16 @@ from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, Schedu
 from vllm_ascend_pd.core.failure import ReceiveFailure
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, TransferFailure
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, ReceiveEnding
+from vllm_ascend_pd.core.placement import Reason
 from vllm_ascend_pd.core.protocol import RankDescription
 from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket, is_pulled, names_prefill, wants_ticket, wants_token_ids
+from vllm_ascend_pd.decode.counted_prompts import CountedPrompts
 from vllm_ascend_pd.decode.prefill_only import why_no_ticket, why_not_again, why_refused
 from vllm_ascend_pd.decode.ticket_issuer import TicketIssuer
 from vllm_ascend_pd.decode.ticket_routes import RouteError, TicketRoute, TicketRoutes
-from vllm_ascend_pd.decode.who_computes import PromptPlacement
+from vllm_ascend_pd.decode.who_computes import PromptPlacement, prefill_wait_s
 from vllm_ascend_pd.transport.idle_wait import IdleWait
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,10 @@ class _IncomingTransfer:
     given_up: tuple[int, str] | None = None
     # Bytes received, and how many of them before prefill ended. Summed over ranks.
     received: tuple[int, int] = (0, 0)
+    # How long the prompt was to wait in prefill's queue, in seconds, as the proxy said.
+    prefill_wait_s: float = 0.0
+    # Whether the request has had its turn to run since the transfer has ended.
+    started: bool = False
     # How many tokens of the prompt prefill had in its cache. None: no rank has received its KV.
     cached_tokens: int | None = None
     # As `received`, of the request's earlier tickets.
@@ -99,6 +105,7 @@ class DecodeScheduler:
         self._routes = routes
         self._idle = idle
         self._observer = observer or DecodeSchedulerObserver()
+        self._placed = CountedPrompts(placement, requests, self._observer)
         self._transfers: dict[str, _IncomingTransfer] = {}  # by request id
         self._by_ticket: dict[str, _IncomingTransfer] = {}  # the same, by ticket id
         self._to_send: dict[str, _IncomingTransfer] = {}  # by ticket id: they leave with the next step
@@ -108,6 +115,7 @@ class DecodeScheduler:
         self._step = DecodeStep()  # the next one
 
     @owned
+    @owned
     def arrived(self, request: ScheduledRequest) -> None:
         """Takes note of a new request."""
         if self._placement.computes_no_prompt and (reason := why_refused(request)) is not None:
@@ -116,34 +124,33 @@ class DecodeScheduler:
 
     @owned
     def matched_tokens(self, request: ScheduledRequest, num_computed_tokens: int) -> int | None:
-        """Returns how many of the request's tokens prefill will deliver.
+        """Returns how many of the request's tokens prefill will deliver. May be asked again: nothing counts before
+        `allocated`.
 
         None: the request cannot be served, and ends (`take_refused`). Has no other side effects.
 
         `num_computed_tokens`: how many of them this engine has in its prefix cache.
         """
         params, earlier = request.kv_transfer_params, self._transfers.get(request.request_id)
-        if not self._placement.computes_no_prompt:
-            if not wants_ticket(params) or earlier is not None:
-                return 0
-            if self._placement.decide(request, num_computed_tokens).by_decode:
-                return 0
-        else:
-            if request.request_id in self._refused:
+        if request.request_id in self._refused:
+            return None
+        no_prompt = self._placement.computes_no_prompt
+        if is_pulled(params) if no_prompt else not wants_ticket(params) or earlier is not None:
+            self._placed.decided(request, num_computed_tokens, None)
+            return 0
+        lost = earlier is not None and earlier.failure is not None
+        decision = self._placement.decide(request, num_computed_tokens, lost)
+        self._placed.decided(request, num_computed_tokens, decision)
+        if decision.by_decode:
+            return 0
+        if no_prompt and (reason := why_no_ticket(request, self._requests)) is not None:
+            self._refuse(request, reason, is_unfit=not wants_ticket(params))
+            return None
+        if earlier is not None:
+            reason = why_not_again(earlier.cause, earlier.failure, earlier.lost_before + 1)
+            if reason is not None:
+                self._refuse(request, reason)
                 return None
-            if is_pulled(params):
-                return 0
-            lost = earlier is not None and earlier.failure is not None
-            if self._placement.decide(request, num_computed_tokens, lost).by_decode:
-                return 0
-            if (reason := why_no_ticket(request, self._requests)) is not None:
-                self._refuse(request, reason, is_unfit=not wants_ticket(params))
-                return None
-            if earlier is not None:
-                reason = why_not_again(earlier.cause, earlier.failure, earlier.lost_before + 1)
-                if reason is not None:
-                    self._refuse(request, reason)
-                    return None
         return max(0, self._issuer.num_tokens(request) - num_computed_tokens)
 
     @owned
@@ -157,12 +164,18 @@ class DecodeScheduler:
         earlier = self._transfers.get(request.request_id)
         if earlier is not None and (num_external_tokens == 0 or not earlier.ranks_ended):
             self._correct_cached_tokens(request, earlier)
+            if earlier.started or earlier.failure is not None:
+                self._placed.decode_computes(request, Reason.PREEMPTED if earlier.started else Reason.KV_LOST)
+            earlier.started = True
             return
         if num_external_tokens == 0:
+            self._placed.decode_computes(request)
             self._no_ticket(request, "decode computes the prompt")
             return
+        self._placed.prefill_computes(request)
         transfer = self._open_transfer(request, blocks, num_external_tokens, earlier)
         params = request.kv_transfer_params or {}
+        transfer.prefill_wait_s = prefill_wait_s(params)
         try:
             transfer.route = self._routes.of(params)
         except RouteError as error:
@@ -195,11 +208,13 @@ class DecodeScheduler:
         return transfer
 
     @owned
-    def build_step(self, computes: bool) -> DecodeStep:
-        """Returns the next step for the ranks. `computes`: whether it computes anything.
+    def build_step(self, scheduled: Mapping[str, int]) -> DecodeStep:
+        """Returns the next step for the ranks. `scheduled`: how many tokens of which requests it computes.
 
         New tickets are sent only now. Sent earlier, prefill could ask ranks for a ticket that this step tells them of.
         """
+        computes = bool(scheduled)
+        self._placement.step_built(scheduled)
         if not computes and self._step == DecodeStep():
             self._idle.pause()
         self._take_answers()
@@ -269,6 +284,9 @@ class DecodeScheduler:
         if transfer.route is not None and transfer.failure is None:
             transfer.route.ended(transfer.ticket.ticket_id, None)
         lasted_s = time.monotonic() - transfer.issued_at
+        if transfer.failure is None:
+            tokens = transfer.ticket.num_tokens - transfer.ticket.remote_cached_tokens
+            self._placement.delivered(tokens, lasted_s, transfer.prefill_wait_s)
         num_bytes, early_bytes = transfer.received
         ending = ReceiveEnding(
             transfer.ticket, lasted_s, num_bytes, early_bytes, transfer.cause, transfer.failure or ""
@@ -279,6 +297,7 @@ class DecodeScheduler:
     @owned
     def finished(self, request: ScheduledRequest) -> dict[str, Any] | None:
         """The request ended. Returns what its response says about its transfer."""
+        self._placed.ended(request)
         transfer = self._transfers.get(request.request_id)
         refused = self._refused.pop(request.request_id, None)
         if transfer is None:
@@ -325,6 +344,7 @@ class DecodeScheduler:
     def described(self, ranks: Iterable[RankDescription]) -> None:
         """Takes the descriptions of this engine's ranks, once they have started."""
         self._observer.ranks_described(list(ranks))
+        self._observer.threshold_set(self._placement.threshold())
 
     def close(self) -> None:
         """Closes what the scheduler was given to close. Waits 2 s at most for the observer."""

@@ -1,38 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes a prompt: decode itself, or a prefill engine. It is decided here, once per request, and nowhere else."""
+"""Who computes a prompt: decode itself, or a prefill engine. It is decided here, once per request, and nowhere else.
 
-import enum
+Decode computes what it computes sooner than prefill would deliver it, as measured (`decode/prompt_cost.py`), within a
+budget that keeps the pace of its other requests.
+"""
+
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from vllm_ascend_pd.core.engine_view import EngineBlocks, ScheduledRequest
+from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
+from vllm_ascend_pd.core.placement import Decision, Reason
+from vllm_ascend_pd.core.threads import owned
+from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL, PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
+from vllm_ascend_pd.decode.prompt_cost import FIRST_TOKENS, CostLine, RecentLargest, StepTimes, TimeBudget
 
+_LONGEST_WAIT_S = 86400.0
+"""A longer wait in prefill's queue is not believed."""
 
-class Reason(enum.StrEnum):
-    """Why a prompt is computed where it is."""
+_LEAST_SHARE = 0.25
+"""Least share of a transfer's time that does not count as waiting. The proxy only estimates the wait."""
 
-    # Decode's prefix cache has the whole prompt.
-    CACHED = "cached"
-    # The request was preempted. Its client has tokens already, and prefill could still fail.
-    PREEMPTED = "preempted"
-    # The request's KV did not arrive, and an engine that computes no prompts asks prefill once more.
-    KV_LOST = "kv_lost"
-    # The request asks for log probabilities of its prompt, which the engine that answers has to compute.
-    PROMPT_LOGPROBS = "prompt_logprobs"
-    # Prefill computes prompts, unless something else is the case.
-    POLICY = "policy"
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Who computes a prompt's tokens that decode does not have cached."""
-
-    # Whether decode does. Otherwise prefill does.
-    by_decode: bool
-    reason: Reason
+_FIRST_TOKEN_S = 0.0005
+"""Seconds per token that the budget counts with before anything was measured."""
 
 
 @dataclass(frozen=True)
@@ -45,24 +38,61 @@ class PlacementSettings:
     max_decode_prompt_tokens: int = 16384
 
 
+@dataclass(frozen=True)
+class EngineSteps:
+    """How the engine steps."""
+
+    # Most prompt tokens of a step.
+    max_tokens: int
+    # Whether a prompt may be computed in several steps.
+    chunked: bool = True
+    # Most steps that are in flight.
+    in_flight: int = 1
+    # Data-parallel engines that step together. Each one's prompts hold up the others.
+    engines: int = 1
+
+
 class PromptPlacement:
     """Decides who computes a prompt. The scheduler's thread owns it.
 
     groups: the engine's cache groups.
-    blocks: answers questions about the engine's KV blocks.
+    requests, blocks: answer questions about the engine's requests and KV blocks.
     settings: what the configuration says.
+    steps: how the engine steps.
+    clock: monotonic seconds.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], blocks: EngineBlocks, settings: PlacementSettings) -> None:
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        requests: EngineRequests,
+        blocks: EngineBlocks,
+        settings: PlacementSettings,
+        steps: EngineSteps,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._groups = list(groups)
+        self._requests = requests
         self._blocks = blocks
         self._settings = settings
+        self._engine = steps
+        self._clock = clock
+        self._budget = TimeBudget(settings.decode_prompt_share / steps.engines, clock())
+        self._steps = StepTimes(steps.in_flight)
+        # Seconds of a step that computes prompt tokens, by their number; of one that computes none; and from issuing a
+        # ticket until its KV is there, without the queue for prefill, by tokens to compute.
+        self._here, self._idle, self._there = CostLine(), CostLine(), CostLine()
+        # Most prompt tokens of a step.
+        self._largest = RecentLargest()
+        # Requests whose prompt this engine computes now, by id.
+        self._computing: dict[str, ScheduledRequest] = {}
 
     @property
     def computes_no_prompt(self) -> bool:
         """Whether decode computes no prompt whatever happens."""
         return self._settings.who_computes == "never"
 
+    @owned
     def decide(self, request: ScheduledRequest, num_computed_tokens: int, kv_lost: bool = False) -> Decision:
         """Decides for a request that asks for a prefill. Has no side effects.
 
@@ -81,7 +111,161 @@ class PromptPlacement:
             return Decision(True, Reason.PROMPT_LOGPROBS)
         if is_cached(request, num_computed_tokens, self._groups, self._blocks):
             return Decision(True, Reason.CACHED)
-        return Decision(False, Reason.POLICY)
+        params, tokens = request.kv_transfer_params, request.num_prompt_tokens - num_computed_tokens
+        wish, is_allowed = params.get(WHO_COMPUTES), self._is_allowed(tokens)
+        if self._settings.who_computes == "prefill":
+            if wish == BY_DECODE and is_allowed:
+                return Decision(True, Reason.REQUESTED)
+            return Decision(False, Reason.POLICY)
+        if params.get(PREFILL_AVAILABLE) is False and is_allowed:
+            return Decision(True, Reason.NO_PREFILL)
+        if wish == BY_PREFILL:
+            return Decision(False, Reason.REQUESTED)
+        if wish == BY_DECODE and is_allowed:
+            return Decision(True, Reason.REQUESTED)
+        return self._weighed(request, tokens)
+
+    def _is_allowed(self, tokens: int) -> bool:
+        """Whether decode may compute so many tokens where it must or is asked to."""
+        # A prompt that has to fit a step beside others would hold up all behind it.
+        fits = self._engine.chunked or tokens <= self._engine.max_tokens
+        return fits and tokens <= self._settings.max_decode_prompt_tokens
+
+    def _weighed(self, request: ScheduledRequest, tokens: int) -> Decision:
+        """Decides by what the prompt costs, of which decode would have to compute `tokens`."""
+        params = request.kv_transfer_params
+        if self._requests.token_ids(request) is None:  # what an encoder computes is in no figure here
+            return Decision(False, Reason.POLICY)
+        now = self._clock()
+        if not self._is_cheap(now, tokens, prefill_wait_s(params)):
+            return Decision(False, Reason.LONG)
+        if self._generates_for_others and not self._budget.has_any(now):
+            return Decision(False, Reason.BUSY)
+        return Decision(True, Reason.CHEAP)
+
+    def _is_cheap(self, now: float, tokens: int, wait_s: float) -> bool:
+        """Whether decode computes so many tokens no later than prefill would deliver them."""
+        if tokens > self._engine.max_tokens:
+            return False
+        if (fixed := self._settings.decode_prompt_tokens) is not None:
+            return tokens <= fixed
+        in_step = self._backlog() + tokens
+        if in_step > self._trusted(now):
+            return False
+        if (costs := self._costs(now)) is None:
+            return in_step <= FIRST_TOKENS
+        here, there = costs
+        return here[0] + here[1] * in_step <= there[0] + there[1] * tokens + wait_s
+
+    def _costs(self, now: float) -> tuple[tuple[float, float], tuple[float, float]] | None:
+        """Returns (fixed, per token) seconds of computing a prompt here, and of getting it from prefill. None if too
+        little was measured lately."""
+        if (here := self._here.fit(now, self._idle_s(now))) is None:
+            return None
+        # Prefill computes a token no slower than decode does. So long prompts, where decode gets no others from
+        # prefill, do not make short ones look as if they cost nothing there.
+        there = self._there.fit(now, steepest=here[1])
+        return None if there is None else (here, there)
+
+    @owned
+    def threshold(self) -> int:
+        """Returns the longest rest of a prompt that is cheap now, if nothing else is computed and prefill is idle."""
+        if self._settings.who_computes != "auto":
+            return 0
+        if (fixed := self._settings.decode_prompt_tokens) is not None:
+            return min(fixed, self._engine.max_tokens)
+        now = self._clock()
+        trusted = self._trusted(now)
+        if (costs := self._costs(now)) is None:
+            return min(FIRST_TOKENS, trusted)
+        here, there = costs
+        head_start, lost_per_token = there[0] - here[0], here[1] - there[1]
+        if head_start >= lost_per_token * trusted:
+            return trusted
+        return max(0, int(head_start / lost_per_token)) if lost_per_token > 0 else 0
+
+    @owned
+    def computes(self, request: ScheduledRequest) -> None:
+        """The engine computes the request's prompt, or what was lost of it, from the next step on."""
+        self._computing[request.request_id] = request
+
+    @owned
+    def charge(self, tokens: int) -> None:
+        """Decode is to compute `tokens` of a prompt, as decided. Call it before `computes`."""
+        if not self._generates_for_others:
+            return
+        now = self._clock()
+        if (here := self._here.fit(now, self._idle_s(now))) is None:
+            seconds = _FIRST_TOKEN_S * tokens
+        elif self._backlog():  # it joins a step that computes prompts
+            seconds = here[1] * tokens
+        else:
+            seconds = max(0.0, here[0] + here[1] * tokens - (self._idle_s(now) or 0.0))
+        self._budget.spend(now, seconds)
+
+    @owned
+    def step_built(self, scheduled: Mapping[str, int]) -> None:
+        """The next step computes so many tokens of each request. Measures earlier steps."""
+        prompt_tokens = 0
+        for request_id in [each for each in self._computing if each in scheduled]:
+            left = _left(self._computing[request_id])
+            prompt_tokens += min(left, scheduled[request_id])
+            if left <= scheduled[request_id]:
+                del self._computing[request_id]
+        now = self._clock()
+        if (measured := self._steps.built(now, scheduled.keys(), prompt_tokens)) is None:
+            return
+        tokens, seconds = measured
+        if tokens:
+            self._here.add(now, tokens, seconds)
+            self._largest.add(now, tokens)
+        else:
+            self._idle.add(now, 0, seconds)
+
+    @owned
+    def delivered(self, tokens: int, seconds: float, waited_s: float) -> None:
+        """Prefill delivered a prompt's KV, `seconds` after its ticket was issued.
+
+        `waited_s`: how long it was to wait in prefill's queue, as the proxy said then.
+        """
+        self._there.add(self._clock(), tokens, max(seconds - waited_s, _LEAST_SHARE * seconds))
+
+    @owned
+    def ended(self, request_id: str) -> None:
+        """A request has ended."""
+        self._computing.pop(request_id, None)
+        self._steps.ended(request_id)
+
+    @property
+    def _generates_for_others(self) -> bool:
+        return self._engine.engines > 1 or bool(self._steps.alive)
+
+    def _backlog(self) -> int:
+        """Prompt tokens that the engine computes already, or is about to."""
+        return sum(_left(request) for request in self._computing.values())
+
+    def _trusted(self, now: float) -> int:
+        """Most prompt tokens of a step that the figures tell anything about."""
+        return min(self._engine.max_tokens, max(FIRST_TOKENS, 2 * self._largest.get(now)))
+
+    def _idle_s(self, now: float) -> float | None:
+        """Seconds of a step that computes no prompt tokens. None if none was measured lately."""
+        fit = self._idle.fit(now)
+        return None if fit is None else fit[0]
+
+
+def prefill_wait_s(params: Mapping[str, Any]) -> float:
+    """Returns how long the prompt would wait in prefill's queue, as the proxy says in `kv_transfer_params`. 0 if it
+    says nothing, or nothing that makes sense."""
+    wait_s = params.get(PREFILL_WAIT_S)
+    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _LONGEST_WAIT_S:
+        return 0.0
+    return float(wait_s)
+
+
+def _left(request: ScheduledRequest) -> int:
+    """How many tokens that the request has are not computed."""
+    return max(0, request.num_tokens - request.num_computed_tokens)
 
 
 def is_cached(

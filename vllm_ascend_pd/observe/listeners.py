@@ -91,10 +91,19 @@ class DecodeSchedulerStats(DecodeSchedulerObserver):
 
     def __init__(self) -> None:
         self._stats = stats.Stats()
+        self._threshold = 0
 
     def take(self) -> stats.Data:
         """Returns what was recorded since the last call."""
-        return self._stats.take()
+        return self._stats.take(lambda: {stats.DECODE_PROMPT_THRESHOLD: self._threshold})
+
+    def prompt_placed(self, request_id: str, by_decode: bool, reason: str, tokens: int) -> None:
+        place = f"{'decode' if by_decode else 'prefill'},{reason}"
+        self._stats.add(stats.PROMPTS, reason=place)
+        self._stats.add(stats.PROMPT_TOKENS, tokens, reason=place)
+
+    def threshold_set(self, tokens: int) -> None:
+        self._threshold = tokens
 
     def ranks_described(self, ranks: Sequence[RankDescription]) -> None:
         for rank in ranks:

@@ -6,7 +6,7 @@ of ranks and steps:
 
     {"counters": {name: {reason: sum}},            "" where a counter has no reasons
      "histograms": {name: [[count], [sum]]},       by bucket
-     "gauges": {name: {rank: value}},
+     "gauges": {name: {rank: value}},              "" where a gauge is the engine's
      "infos": {name: {rank: [text]}}}              by fact
 """
 
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
+from vllm_ascend_pd.core.placement import BY_DECODE_FOR, BY_PREFILL_FOR
 from vllm_ascend_pd.core.transports import TransportInfo
 
 Data: TypeAlias = dict[str, dict[str, Any]]
@@ -34,12 +35,14 @@ class Counter:
     name: str
     # What Prometheus shows.
     help: str
-    # All values of its label `reason`, if it has one.
+    # All values of its label `reason`, if it has one. If it has several labels: all their values, joined by commas.
     reasons: tuple[str, ...] = ("",)
+    # Names of its labels, if it has any.
+    label_names: tuple[str, ...] = ("reason",)
 
     @property
     def labels(self) -> tuple[str, ...]:
-        return () if self.reasons == ("",) else ("reason",)
+        return () if self.reasons == ("",) else self.label_names
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,12 @@ class Gauge:
 
     name: str
     help: str
-    labels = ("rank",)
+    # False: it is a value of the engine, without a label.
+    by_rank: bool = True
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return ("rank",) if self.by_rank else ()
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,21 @@ RECEIVE_FAILURES = Counter(
     tuple(failure.value for failure in ReceiveFailure),
 )
 
+_PLACES = tuple(
+    f"{by},{reason}" for by, reasons in (("decode", BY_DECODE_FOR), ("prefill", BY_PREFILL_FOR)) for reason in reasons
+)
+PROMPTS = Counter(
+    "prompts", "Prompts by who computed what decode had not cached of them, and why.", _PLACES, ("by", "reason")
+)
+PROMPT_TOKENS = Counter(
+    "prompt_tokens", "Tokens of these prompts that decode had not cached.", _PLACES, ("by", "reason")
+)
+DECODE_PROMPT_THRESHOLD = Gauge(
+    "decode_prompt_threshold_tokens",
+    "Decode computes prompts of at most so many tokens, beyond its cache.",
+    by_rank=False,
+)
+
 PREFILL_METRICS: tuple[Metric, ...] = (
     PUSHED_BYTES,
     LAYER_PUSH_SECONDS,
@@ -153,6 +176,9 @@ DECODE_METRICS: tuple[Metric, ...] = (
     TICKET_POST_RETRIES,
     ATTEMPTS_GIVEN_UP,
     RECEIVE_FAILURES,
+    PROMPTS,
+    PROMPT_TOKENS,
+    DECODE_PROMPT_THRESHOLD,
     TRANSPORT_INFO,
 )
 

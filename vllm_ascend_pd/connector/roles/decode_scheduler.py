@@ -81,7 +81,7 @@ class DecodeSchedulerRole(ConnectorRole):
         self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_step(self, output: "SchedulerOutput") -> DecodeStep:
-        return self.scheduler.build_step(computes=output.total_num_scheduled_tokens > 0)
+        return self.scheduler.build_step(output.num_scheduled_tokens)
 
     def update(self, report: WorkerReport | None, sent: set[str], received: set[str]) -> None:
         self.scheduler.update(report, received)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode computes short prompts itself, and prefill the others: the tokens are a single engine's."""
+
+import contextlib
+import dataclasses
+
+import httpx
+import pytest
+
+from harness.client import Client, at_once, random_prompt
+from harness.clusters import Cluster, ClusterConfig
+from harness.engines import PATIENT, EngineConfig, Role
+from harness.failures import wait_all_blocks_free
+from harness.models import TINY
+from harness.pool import Reference
+from harness.waiting import wait_for
+
+BLOCK = 128
+PREFILL = EngineConfig(Role.PREFILL, connector_extra=PATIENT)
+AUTO = dataclasses.replace(PREFILL, role=Role.DECODE, who_computes="auto")
+TUNED = ClusterConfig("decode-computes-what-is-cheap", (PREFILL,), (AUTO,))
+
+AT_MOST = 60
+"""Tokens of the longest prompt that decode computes with few blocks: nearly all of a step."""
+FEW_BLOCKS = dataclasses.replace(
+    AUTO,
+    connector_extra=(*PATIENT, ("decode_prompt_tokens", AT_MOST), ("decode_prompt_share", 1.0)),
+    max_model_len=640,
+    max_num_batched_tokens=64,
+    kv_cache_bytes=9 * BLOCK * TINY.kv_bytes_per_token,
+    args=("--max-num-seqs", "8"),
+)
+PREEMPTS = ClusterConfig("decode-computes-with-few-blocks", (PREFILL,), (FEW_BLOCKS,))
+
+tuned = pytest.mark.parametrize("cluster", [TUNED], ids=str, indirect=True)
+preempts = pytest.mark.parametrize("cluster", [PREEMPTS], ids=str, indirect=True)
+pytestmark = pytest.mark.timeout(600)
+
+Places = dict[tuple[str, str], float]
+
+
+def places(cluster: Cluster, of: str = "prompts") -> Places:
+    """How many prompts, or tokens of them, were computed where, and why."""
+    samples = cluster.decode[0].samples(f"vllm:kv_pd_{of}_total")
+    return {(labels["by"], labels["reason"]): value for labels, value in samples if value}
+
+
+def changed(cluster: Cluster, before: Places, prompts: int) -> Places:
+    """What has changed since `before`, once it is so many prompts."""
+
+    def change() -> Places:
+        now = places(cluster)
+        return {place: now[place] - before.get(place, 0) for place in now if now[place] != before.get(place)}
+
+    return wait_for(change, lambda found: sum(found.values()) >= prompts, 30, every_s=0.1)
+
+
+@tuned
+def test_short_prompts_are_computed_on_decode_and_long_ones_on_prefill(
+    cluster: Cluster, client: Client, reference: Reference
+) -> None:
+    before = places(cluster)
+    short = [random_prompt(tokens, "short") for tokens in (2, 8, 32, 64)]
+    long = [random_prompt(tokens, "long") for tokens in (1000, 2500)]
+    answers = [client.complete(prompt) for prompt in (*short, *long)]
+    assert [answer.token_ids for answer in answers] == [reference.complete(prompt) for prompt in (*short, *long)]
+    assert [answer.kv_transfer_params is None for answer in answers] == [True] * 4 + [False] * 2
+    assert changed(cluster, before, 6) == {("decode", "cheap"): 4, ("prefill", "long"): 2}
+    tokens = places(cluster, "prompt_tokens")
+    assert (tokens["decode", "cheap"], tokens["prefill", "long"]) == (106, 3500)
+    assert cluster.decode[0].metric("vllm:kv_pd_decode_prompt_threshold_tokens") > 0
+
+
+@tuned
+def test_the_next_turn_of_a_conversation_is_computed_on_decode(
+    cluster: Cluster, client: Client, reference: Reference
+) -> None:
+    """Decode has its first turn from prefill."""
+    prompt = random_prompt(5 * BLOCK, "conversation")
+    client.complete(prompt)
+    before = places(cluster)
+    longer = prompt + random_prompt(40, "turn")
+    assert client.complete(longer).token_ids == reference.complete(longer)
+    assert set(changed(cluster, before, 1)) == {("decode", "cheap")}
+
+
+@preempts
+def test_prompts_in_chunks_and_preempted_ones(cluster: Cluster, client: Client, reference: Reference) -> None:
+    """Eight prompts that fill eight steps, and grow to three blocks each of which there are eight in all."""
+    [decode] = cluster.decode
+    before, preemptions = places(cluster), decode.metric("vllm:num_preemptions_total")
+    prompts = [random_prompt(AT_MOST, f"preempted-{i}") for i in range(8)]
+    answers = at_once(lambda prompt: client.complete(prompt, 250), prompts, concurrency=8)
+    assert [each.token_ids for each in answers] == [reference.complete(prompt, 250) for prompt in prompts]
+    assert decode.metric("vllm:num_preemptions_total") > preemptions
+    change = changed(cluster, before, 9)
+    assert change["decode", "cheap"] == 8
+    assert change["decode", "preempted"] > 0
+    assert not [place for place in change if place[0] == "prefill"]
+    wait_all_blocks_free(cluster)
+
+
+@preempts
+def test_clients_that_leave(cluster: Cluster, client: Client, reference: Reference) -> None:
+    """While decode computes their prompts, or just after."""
+    for leaves_after_s in (0.0, 0.02, 0.05, 0.2):
+        with Client(cluster.url, client.model, timeout=httpx.Timeout(leaves_after_s or 0.001)) as impatient:
+
+            def leave(number: int, impatient: Client = impatient) -> None:
+                with contextlib.suppress(httpx.TimeoutException):
+                    impatient.complete(random_prompt(AT_MOST, f"leaves-{number}"), 250)
+
+            at_once(leave, range(4), concurrency=4)
+    wait_all_blocks_free(cluster)
+    prompt = random_prompt(AT_MOST, "stays")
+    assert client.complete(prompt).token_ids == reference.complete(prompt)
