@@ -56,7 +56,7 @@ class DecodeEngine:
 
         meter, worker = self.meter, self._worker
         output = make_output()
-        output.total_num_scheduled_tokens = 1
+        output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"other": 1}, 1
         step = meter.timed("build_connector_meta", self._connector.build_connector_meta, output)
         step = meter.carried("down", step)
         meter.timed("rank", worker.start_step, step.step)
@@ -79,7 +79,7 @@ class DecodeEngine:
         wait_until(
             lambda: len(self._worker._arrivals._news.finished) == len(self._requests), TIMEOUT_S, "KV arrives at decode"
         )
-        client = self._connector._role.scheduler._metaserver
+        client = self._connector._role.scheduler._routes._metaserver
         wait_until(lambda: not client._pending._posts, TIMEOUT_S, "posts are answered")
         arrived = self.step()
         if arrived != set(self._requests):

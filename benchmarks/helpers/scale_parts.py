@@ -133,7 +133,11 @@ class Configs:
 
         config = copy.copy(self._config)
         config.kv_transfer_config = KVTransferConfig(
-            kv_connector="LayerwisePushConnector", kv_role=role, engine_id=engine_id, kv_port=port
+            kv_connector="LayerwisePushConnector",
+            kv_role=role,
+            engine_id=engine_id,
+            kv_port=port,
+            kv_connector_extra_config={"who_computes": "prefill"},
         )
         return LayerwisePushConnector(config, KVConnectorRole.SCHEDULER, self._groups)
 

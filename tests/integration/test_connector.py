@@ -128,7 +128,7 @@ def test_what_a_cache_holds_is_told_apart(model: Path, cache_dtype: Any, stored:
 
 
 EMPTY = SchedulerOutput.make_empty()
-COMPUTING = dataclasses.replace(EMPTY, total_num_scheduled_tokens=1)
+COMPUTING = dataclasses.replace(EMPTY, num_scheduled_tokens={"other": 1}, total_num_scheduled_tokens=1)
 
 
 @pytest.mark.parametrize(
