@@ -16,10 +16,13 @@ import pytest
 from rich.console import Console
 
 from vllm_ascend_pd.observe import events
+from vllm_ascend_pd.observe.decode_trace import DecodeSchedulerTrace
 from vllm_ascend_pd.observe.events import Mark, MarkEvent, TracedProcess
 from vllm_ascend_pd.observe.trace_file import TraceError, TraceFile
 from vllm_ascend_pd.tools.timeline.command import show_timeline
+from vllm_ascend_pd.tools.timeline.merge import merge
 from vllm_ascend_pd.tools.timeline.read import read_file, read_folder
+from vllm_ascend_pd.tools.timeline.summary import summarize
 
 SCHEDULER = TracedProcess(events.FORMAT, "decode scheduler", "engine/../x", 0, 0, "0" * 16, 0.0)
 HOSTILE = "<script>alert(1)</script> </title> @@DATA@@ $x_{y}$ [red]\x1b[31m"
@@ -44,6 +47,16 @@ while True:
 
 def mark(n: int) -> MarkEvent:
     return MarkEvent(name=events.ISSUED, ph="i", ts=float(n), args=Mark(f"request-{n}", f"{n:016x}"))
+
+
+def test_a_prompt_that_decode_computes_is_marked_and_is_no_transfer(tmp_path: Path) -> None:
+    trace = DecodeSchedulerTrace(TraceFile(tmp_path, SCHEDULER, 1 << 20))
+    trace.prompt_placed("cmpl-1-0", True, "cheap", 40)
+    trace.close(10.0)
+    [recording], _ = read_folder(tmp_path)
+    [placed] = [event for event in recording.events if isinstance(event, MarkEvent)]
+    assert (placed.name, placed.args) == (events.PLACED, Mark("cmpl-1-0", "", "decode: cheap, 40 tokens"))
+    assert summarize(merge([recording])) == []
 
 
 def command(*args: str | Path) -> subprocess.CompletedProcess[str]:

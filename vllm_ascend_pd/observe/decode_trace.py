@@ -31,7 +31,13 @@ class RequestMarks:
     def mark(self, what: str, request_id: str, ticket_id: str, writer: WriterId | None = None) -> None:
         """Marks that `what` of `observe/events.py` happens now. `writer`: the prefill rank concerned, if any."""
         about = "" if writer is None else short_name(f"{writer.pp_rank}/{writer.rank} of {writer.engine_id}")
-        args = Mark(short_name(request_id), fingerprint(ticket_id), about)
+        self._put(what, Mark(short_name(request_id), fingerprint(ticket_id), about))
+
+    def placed(self, request_id: str, about: str) -> None:
+        """It is decided now who computes a request's prompt."""
+        self._put(events.PLACED, Mark(short_name(request_id), "", about))
+
+    def _put(self, what: str, args: Mark) -> None:
         self._file.put(MarkEvent(name=what, ph="i", ts=time.monotonic() * 1e6, tid=self._lane, args=args))
 
 
@@ -64,6 +70,9 @@ class DecodeSchedulerTrace(DecodeSchedulerObserver):
     def __init__(self, file: TraceFile) -> None:
         self._file = file
         self._marks = RequestMarks(file)
+
+    def prompt_placed(self, request_id: str, by_decode: bool, reason: str, tokens: int) -> None:
+        self._marks.placed(request_id, f"{'decode' if by_decode else 'prefill'}: {reason}, {tokens} tokens")
 
     def ticket_issued(self, request_id: str, ticket: Ticket, trace_headers: Mapping[str, str] | None) -> None:
         self._marks.mark(events.ISSUED, ticket.request_id, ticket.ticket_id)

@@ -123,7 +123,7 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """Something that happened to a request; the event's name says what."""
+    """Something that happened to a request; the event's name says what. `transfer` is "" if it has none."""
 
     request: _Name
     transfer: _Transfer
@@ -210,7 +210,9 @@ TraceEvent = (
     | LostEvent
 )
 
-# Names of marks: what happens to a request on decode. TOLD is prefill's: decode has been told how the transfer ended.
+# Names of marks: what happens to a request on decode. PLACED: it was decided who computes its prompt; `about` says who
+# and why, and there is no transfer yet. TOLD is prefill's: decode has been told how the transfer ended.
+PLACED = "prompt placed"
 ISSUED = "ticket issued"
 EXPECTED = "ticket received"
 GRANTED = "grant sent"

@@ -144,7 +144,7 @@ def summarize(timeline: Timeline) -> list[Request]:
                     one.bytes_before_end += done.bytes_before_end
                     if done.failure:
                         one.failures.append(short_name(done.failure))
-                case MarkEvent(args=mark, name=what):
+                case MarkEvent(args=mark, name=what) if mark.transfer:
                     one = request(mark.transfer, mark.request, first=on_scheduler)
                     if what == events.ISSUED:
                         one.issued = event.ts
