@@ -210,7 +210,7 @@ def test_no_reachable_prefill_engine(refusing_url: str) -> None:
     with running_cluster(only_prefill=(refusing_url,)) as cluster:
         cluster.decode.hangs_when_prefill_fails = True
         response = cluster.complete(stream=True)
-        assert response.status_code == 502
+        assert response.status_code == 503
         assert "prefill engine: ConnectError" in response.json()["error"]["message"]
         assert refusing_url not in response.text
         assert cluster.decode.cancelled.wait(5)

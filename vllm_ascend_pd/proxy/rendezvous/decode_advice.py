@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import BY_PREFILL, PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
 from vllm_ascend_pd.proxy.rendezvous.observer import Observer
 from vllm_ascend_pd.proxy.rendezvous.retry import Failure
@@ -40,6 +41,7 @@ class DecodeAdvice:
         self.without_prefill = False
         """Whether the last attempt told decode that no prefill engine is well."""
 
+    @owned
     def params(self) -> Mapping[str, str | bool | float]:
         """Returns the `kv_transfer_params` for an attempt that begins now."""
         params: dict[str, str | bool | float] = {}
@@ -55,6 +57,7 @@ class DecodeAdvice:
             params[PREFILL_WAIT_S] = round(wait, 3)
         return params
 
+    @owned
     def may_begin_anew(self, failure: Failure) -> bool:
         """Whether decode is to be asked once more after a failure: no prefill engine was there, and the attempt did not
         tell decode so. All later attempts tell it."""

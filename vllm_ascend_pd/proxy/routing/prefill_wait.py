@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.routing.balance import EngineLoad
 
 MAX_WAIT_SECONDS = 600.0
@@ -23,6 +24,7 @@ class PrefillPace:
         self._tokens = 0.0
         self._seconds = 0.0
 
+    @owned
     def note(self, tokens: int, seconds: float) -> None:
         """Notes a prefill that has ended well.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.proxy.routing.load import PlacedPrompts
 
 _MAX_PLACES = 64
@@ -12,13 +13,14 @@ _MAX_PLACES = 64
 
 
 class PromptTally:
-    """Sums since the proxy started. They only grow, though engines are restarted and removed. `EngineRegistry` alone
-    changes it."""
+    """Sums since the proxy started. They only grow, though engines are restarted and removed. The event loop's thread
+    owns it, and `EngineRegistry` alone changes it."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], tuple[int, int]] = {}
         """Prompts and tokens, by `by` and `reason`."""
 
+    @owned
     def add(self, before: Iterable[PlacedPrompts], now: Iterable[PlacedPrompts]) -> None:
         """Adds what an engine has reported since its last report.
 
