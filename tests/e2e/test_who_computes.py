@@ -8,11 +8,11 @@ import httpx
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.clusters import Cluster, ClusterConfig
+from harness.clusters import Cluster, ClusterConfig, one_to_one
 from harness.engines import PATIENT, EngineConfig, Role
 from harness.failures import wait_all_blocks_free
-from harness.models import TINY
-from harness.pool import Reference
+from harness.models import EAGLE, MAMBA, ONE_LAYER, SLIDING, TINY, ModelSpec
+from harness.pool import Reference, long
 from harness.waiting import wait_for
 
 BLOCK = 128
@@ -31,6 +31,23 @@ FEW_BLOCKS = dataclasses.replace(
     args=("--max-num-seqs", "8"),
 )
 PREEMPTS = ClusterConfig("decode-computes-with-few-blocks", (PREFILL,), (FEW_BLOCKS,))
+
+
+def auto(name: str, model: ModelSpec, engine: EngineConfig) -> ClusterConfig:
+    """Decode computes prompts of one block and some."""
+    extra = (*PATIENT, ("decode_prompt_tokens", 150), ("decode_prompt_share", 1.0))
+    sides = one_to_one(1, 1, model=model, engine=engine)
+    [decode] = sides.decode
+    decode = dataclasses.replace(decode, who_computes="auto", connector_extra=extra)
+    return dataclasses.replace(sides, name=f"decode-computes-{name}", decode=(decode,))
+
+
+EAGLE_HEAD = (("method", "eagle"), ("model", EAGLE), ("num_speculative_tokens", 3))
+KINDS = [
+    auto("states", MAMBA, EngineConfig(prefix_caching=False)),
+    long(auto("windows", SLIDING, EngineConfig())),
+    long(auto("drafts", ONE_LAYER, EngineConfig(speculative=EAGLE_HEAD))),
+]
 
 tuned = pytest.mark.parametrize("cluster", [TUNED], ids=str, indirect=True)
 preempts = pytest.mark.parametrize("cluster", [PREEMPTS], ids=str, indirect=True)
@@ -61,9 +78,9 @@ def test_short_prompts_are_computed_on_decode_and_long_ones_on_prefill(
 ) -> None:
     before = places(cluster)
     short = [random_prompt(tokens, "short") for tokens in (2, 8, 32, 64)]
-    long = [random_prompt(tokens, "long") for tokens in (1000, 2500)]
-    answers = [client.complete(prompt) for prompt in (*short, *long)]
-    assert [answer.token_ids for answer in answers] == [reference.complete(prompt) for prompt in (*short, *long)]
+    longer = [random_prompt(tokens, "long") for tokens in (1000, 2500)]
+    answers = [client.complete(prompt) for prompt in (*short, *longer)]
+    assert [answer.token_ids for answer in answers] == [reference.complete(prompt) for prompt in (*short, *longer)]
     assert [answer.kv_transfer_params is None for answer in answers] == [True] * 4 + [False] * 2
     assert changed(cluster, before, 6) == {("decode", "cheap"): 4, ("prefill", "long"): 2}
     tokens = places(cluster, "prompt_tokens")
@@ -114,3 +131,13 @@ def test_clients_that_leave(cluster: Cluster, client: Client, reference: Referen
     wait_all_blocks_free(cluster)
     prompt = random_prompt(AT_MOST, "stays")
     assert client.complete(prompt).token_ids == reference.complete(prompt)
+
+
+@pytest.mark.parametrize("cluster", KINDS, ids=str, indirect=True)
+def test_other_caches_and_drafts(cluster: Cluster, client: Client, reference: Reference) -> None:
+    """Decode computes some prompts while others' KV arrives."""
+    before = places(cluster)
+    prompts = [random_prompt(tokens, f"kind-{i}") for i, tokens in enumerate(2 * (2, 127, 128, 150, 151, 1000))]
+    answers = at_once(client.complete, prompts, concurrency=4)
+    assert [each.token_ids for each in answers] == [reference.complete(prompt) for prompt in prompts]
+    assert changed(cluster, before, 12) == {("decode", "cheap"): 8, ("prefill", "long"): 4}
