@@ -170,7 +170,7 @@ npu_title="vllm-ascend and torch_npu on emulated CANN"
 cd "$root"
 setup=(--with-compat) # the NPU's tests compare with vLLM's CPU backend
 [[ $mode != all && $mode != quick ]] || setup+=(--with-browser --with-prometheus)
-[[ $mode != all && $mode != e2e ]] || setup+=(--with-router)
+[[ $mode != all && $mode != e2e && $mode != faults ]] || setup+=(--with-router)
 run scripts/setup_env.sh "${setup[@]}"
 case $mode in
   npu) stage "$npu_title" npu_tests ;;

@@ -2,8 +2,6 @@
 """Routers that ask prefill first, before real engines: the answers equal a single engine's, token by token."""
 
 import dataclasses
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,30 +12,23 @@ from harness.clusters import Cluster, one_to_one
 from harness.documented import documented, is_part_of
 from harness.failures import wait_all_blocks_free
 from harness.pool import long
-from harness.routers import Flow, stand_in, vllm_router
+from harness.routers import HAS_VLLM_ROUTER, NEEDS_VLLM_ROUTER, Flow, stand_in, vllm_router
 
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 """Around a block's end (128), several blocks, several chunks (512)."""
 
 
 def served(prefill_tp: int, decode_tp: int):
-    """Engines that also answer routers for Mooncake. Decode leaves all prompts to prefill."""
+    """Engines that also answer routers for Mooncake."""
     config = one_to_one(prefill_tp, decode_tp)
-    [prefill], [decode] = config.prefill, config.decode
-    return dataclasses.replace(
-        config,
-        name=f"routed-{config.name}",
-        prefill=(dataclasses.replace(prefill, bootstrap=True),),
-        decode=(dataclasses.replace(decode, connector_extra=(*decode.connector_extra, ("who_computes", "prefill"))),),
-    )
+    prefill = tuple(dataclasses.replace(engine, bootstrap=True) for engine in config.prefill)
+    return dataclasses.replace(config, name=f"routed-{config.name}", prefill=prefill)
 
 
 CLUSTERS = [served(2, 1), long(served(1, 1)), long(served(1, 2))]
 
 ROUTERS = ["nixl", "mooncake", *Flow]
 """`vllm-router` in two modes, and stand-ins."""
-
-has_vllm_router = Path(sys.executable).with_name("vllm-router").exists() or shutil.which("vllm-router")
 
 pytestmark = [
     pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=True),
@@ -63,8 +54,8 @@ def through(request: pytest.FixtureRequest, cluster: Cluster, engine_logs: Path)
     """A client of a router before the cluster's engines."""
     if isinstance(request.param, Flow):
         router = stand_in(request.param, cluster.prefill[0], cluster.decode[0])
-    elif not has_vllm_router:
-        pytest.skip("needs vllm-router: scripts/setup_env.sh --with-router")
+    elif not HAS_VLLM_ROUTER:
+        pytest.skip(NEEDS_VLLM_ROUTER)
     else:
         router = vllm_router(f"vllm-router-{request.param}", command(request.param, cluster), engine_logs)
     with router as running, Client(running.url, model=str(cluster.model)) as client:
@@ -85,6 +76,18 @@ def test_the_engines_are_those_of_the_page(cluster: Cluster) -> None:
         assert list(engine.process.command[1:3]) == words[1:3]
         if engine.config.tp == 1:
             assert is_part_of(words, engine.process.command)
+
+
+def test_several_prompts_and_choices(through: Client, cluster: Cluster, reference) -> None:
+    """Prefill's answer names one transfer for all of them: each ticket finds the prompt that it fits."""
+    name = through.http.base_url.port
+    prompts = [random_prompt(tokens, f"several {name}") for tokens in (5, 300, 129)]
+    outputs = [answer.token_ids for answer in through.complete_many(prompts)]
+    assert outputs == [reference.complete(prompt) for prompt in prompts]
+    two = [random_prompt(300, f"two {name}")]
+    outputs = [answer.token_ids for answer in through.complete_many(two, n=2)]
+    assert outputs == reference.complete_many(two, n=2)
+    wait_all_blocks_free(cluster)
 
 
 def test_tokens(through: Client, cluster: Cluster, reference) -> None:

@@ -23,6 +23,11 @@ RECOMPUTE = Shape(
     "TP 2 to TP 1, `kv_load_failure_policy` recompute",
     decode=dataclasses.replace(DECODE, load_failure_policy="recompute"),
 )
+ROUTED = Shape(
+    "TP 2 to TP 1, behind vllm-router",
+    prefill=dataclasses.replace(PREFILL, connector_extra=(*PREFILL.connector_extra, ("hold_timeout_s", 20.0))),
+    routed=True,
+)
 FEW_BLOCKS = Shape(
     "TP 2 to TP 1, 14 blocks each",
     # Per rank: prefill's two have half of the heads each.
@@ -49,6 +54,8 @@ class Scenario:
     """All answers are right: nobody notices."""
     disconnects: bool = False
     """Clients may see their connections break."""
+    reasonless: bool = False
+    """Clients may get an error without a reason: a router knows none, and decode's log has it."""
 
     def __str__(self) -> str:
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower())

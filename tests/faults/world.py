@@ -23,6 +23,7 @@ from harness.clusters import Proxy
 from harness.engines import HOST, Engine, EngineConfig, Role, Server, stop_all, wait_ready
 from harness.models import TINY, ModelSpec, make_model
 from harness.plain_http import PLAIN_HTTP
+from harness.routers import VllmRouter
 from harness.wire import Relay, Sessions, SideChannel, Wire
 
 LIMITS = (
@@ -46,19 +47,27 @@ LEVEL_WITHIN_S = 25.0
 KEEP_ALIVE_S = 6.0
 """vLLM and the proxy, as it is started here, keep idle connections for up to 5 s."""
 
+# It must notice soon that an engine is back, and send what comes.
+ROUTER = (
+    *("vllm-router", "--vllm-pd-disaggregation", "--kv-connector", "nixl"),
+    *("--disable-circuit-breaker", "--health-check-interval-secs", "1"),
+)
 PREFILL = EngineConfig(Role.PREFILL, tp=2, connector_extra=LIMITS, engine_id="prefill")
 DECODE = EngineConfig(Role.DECODE, connector_extra=LIMITS, engine_id="decode")
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The engines that run. `longest`: tokens of a request that surely fits."""
+    """The engines that run. `longest`: tokens of a request that surely fits. `routed`: clients ask vllm-router, which
+    asks prefill first, instead of our proxy.
+    """
 
     name: str
     prefill: EngineConfig = PREFILL
     decode: EngineConfig = DECODE
     model: ModelSpec = TINY
     longest: int = 2000
+    routed: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -79,14 +88,16 @@ class World:
         self._wire = wire = Wire()
         self._stack.callback(wire.close)
         self.channel, self.sessions = SideChannel(wire), Sessions(wire)
+        self.tickets = SideChannel(wire)  # what decode sends to prefill
         self.front, self.to_prefill, self.to_decode, self.metaserver = (Relay(wire) for _ in range(4))
         folder = make_model(shape.model, models)
         common = (("VLLM_ASCEND_PD_TEST_CONTROL", str(self.control)),)
         socks = ("VLLM_ASCEND_PD_TEST_SOCKS", f"{HOST}:{self.channel.port}")
+        to_prefill = ("VLLM_ASCEND_PD_TEST_SOCKS", f"{HOST}:{self.tickets.port}")
         session = ("VLLM_ASCEND_PD_TEST_SESSION", f"{HOST}:{self.sessions.port}")
         configs = (
             dataclasses.replace(shape.prefill, env=(*shape.prefill.env, *common, socks, SHORT_QUEUE)),
-            dataclasses.replace(shape.decode, env=(*shape.decode.env, *common, session)),
+            dataclasses.replace(shape.decode, env=(*shape.decode.env, *common, session, to_prefill)),
         )
         single = EngineConfig(max_model_len=shape.decode.max_model_len)
         try:
@@ -105,6 +116,13 @@ class World:
             self.front.target = self.metaserver.target = self.proxy.port
             engines.append(self.proxy)
             wait_ready(engines)
+            self.router: VllmRouter | None = None
+            if shape.routed:
+                command = [*ROUTER, "--prefill", self.to_prefill.url, "--decode", self.to_decode.url]
+                self.router = VllmRouter("vllm-router", command, logs)
+                engines.append(self.router)
+                wait_ready([self.router])
+                self.front.target = self.router.port
             self._truth = self._stack.enter_context(Client(truth.url))
             self._find_session()
             patience = httpx.Timeout(DEADLINE_S, connect=5)
@@ -116,6 +134,7 @@ class World:
 
     @property
     def servers(self) -> list[Server]:
+        """Ours."""
         return [self.prefill, self.decode, self.proxy]
 
     def close(self) -> None:
@@ -177,13 +196,13 @@ class World:
 
     def restart(self, server: Server) -> None:
         """Restarts a server that was killed. Returns when it is healthy."""
-        assert isinstance(server, Engine | Proxy)
+        assert isinstance(server, Engine | Proxy | VllmRouter)
         if server is self.decode:  # its session has another port, as it would without relays
             self.sessions = Sessions(self._wire)
             self.decode.environment["VLLM_ASCEND_PD_TEST_SESSION"] = f"{HOST}:{self.sessions.port}"
         server.start()
         wait_ready([server])
-        self._levels.pop(server)
+        self._levels.pop(server, None)
         if server is self.decode:
             self._find_session()
 

@@ -9,6 +9,8 @@ interface: here it is HTTP.
 import enum
 import json
 import os
+import shutil
+import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +25,9 @@ import httpx
 from harness.engines import HOST, Engine, Server, script, wait_ready
 from harness.plain_http import PLAIN_HTTP
 from harness.processes import ManagedProcess
+
+HAS_VLLM_ROUTER = Path(sys.executable).with_name("vllm-router").exists() or shutil.which("vllm-router") is not None
+NEEDS_VLLM_ROUTER = "needs vllm-router: scripts/setup_env.sh --with-router"
 
 NOBODY = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
 """What NIXL's routers send to prefill beside the two `do_` keys."""
