@@ -9,12 +9,11 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
 
 import httpx
 
+from harness.http_server import Handler, serving
 from harness.plain_http import PLAIN_HTTP
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
@@ -82,42 +81,27 @@ def layerwise_proxy(prefill: str, decode: str, attempts: int = 3) -> Iterator[La
     """Between two running engines, given by their URLs."""
     proxy = LayerwiseProxy(prefill, decode, attempts)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Requests(Handler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if self.path == METASERVER_PATH:
                 try:
                     proxy.serve_ticket(body)
-                    self._begin(200, "application/json")
+                    self.begin(200, "application/json")
                     self.wfile.write(b"null")
                 except KeyError:
-                    self._begin(500, "text/plain")
+                    self.begin(500, "text/plain")
                     self.wfile.write(b"Internal Server Error")
             elif self.path not in _API_IDS:
-                self._begin(404, "application/json")
+                self.begin(404, "application/json")
                 self.wfile.write(b'{"detail":"Not Found"}')
             else:
-                self._begin(200, "text/event-stream" if body.get("stream") else "application/json")
+                self.begin(200, "text/event-stream" if body.get("stream") else "application/json")
                 for chunk in proxy.serve_client(self.path, body):
                     self.wfile.write(chunk)
 
-        def _begin(self, status: int, content_type: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", content_type)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    proxy.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
     try:
-        yield proxy
+        with serving(Requests) as proxy.url:
+            yield proxy
     finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
         proxy._http.close()

@@ -15,14 +15,13 @@ import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx
 
 from harness.engines import HOST, Engine, Server, script, wait_ready
+from harness.http_server import Handler, serving
 from harness.plain_http import PLAIN_HTTP
 from harness.processes import ManagedProcess
 
@@ -151,38 +150,23 @@ def stand_in(flow: Flow, prefill: Engine, decode: Engine) -> Iterator[StandIn]:
     """Such a router, serving HTTP. A status that an engine answers is its own, too."""
     router = StandIn(flow, prefill, decode)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Requests(Handler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             chunks = router.serve(self.path, body)
             try:
                 first = next(chunks, b"")
             except httpx.HTTPStatusError as error:
-                self._begin(error.response.status_code, "application/json")
+                self.begin(error.response.status_code, "application/json")
                 self.wfile.write(error.response.content)
                 return
-            self._begin(200, "text/event-stream" if body.get("stream") else "application/json")
+            self.begin(200, "text/event-stream" if body.get("stream") else "application/json")
             self.wfile.write(first)
             for chunk in chunks:
                 self.wfile.write(chunk)
 
-        def _begin(self, status: int, content_type: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", content_type)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer((HOST, 0), Handler)
-    server.daemon_threads = True
-    router.url = f"http://{HOST}:{server.server_address[1]}"
-    thread = Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
     try:
-        yield router
+        with serving(Requests) as router.url:
+            yield router
     finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
         router.close()
