@@ -49,7 +49,7 @@ from vllm_ascend_pd.prefill.held_prompts import HOLD_TIMEOUT_S, HeldPrompts
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.prefill.ticket_listener import TicketListener
-from vllm_ascend_pd.transport.curve import load_keys
+from vllm_ascend_pd.transport.curve import Keys, load_keys
 from vllm_ascend_pd.transport.idle_wait import IdleWait
 from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret
@@ -72,15 +72,19 @@ def build_scheduler_role(setup: EngineSetup) -> ConnectorRole:
             f"--max-model-len {vllm_config.model_config.max_model_len} tokens would wait for ever for the last one. "
             "Lower --max-model-len by a block's tokens, or give the cache more memory"
         )
-    _read(load_keys, setup.config.side_channel_key_file)  # raises before models are loaded
+    keys = _read(load_keys, setup.config.side_channel_key_file)  # raises before models are loaded
     secret = _read(read_ticket_secret, setup.config.ticket_secret_file)
     requests = VllmRequests(Prompts(media_hashing(vllm_config)))
     build = _prefill if setup.prefills else _decode
-    return build(setup, groups, requests, secret)
+    return build(setup, groups, requests, secret, keys)
 
 
 def _prefill(
-    setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests, secret: Secret | None
+    setup: EngineSetup,
+    groups: list[CacheGroup],
+    requests: VllmRequests,
+    secret: Secret | None,
+    keys: Keys | None,
 ) -> PrefillSchedulerRole:
     hosts = decode_hosts(setup.config.decode_allowlist, setup.host, secret is not None, own_networks())
     logger.info("decode engines are served at: %s; tickets for other hosts are refused", hosts.admitted)
@@ -88,7 +92,7 @@ def _prefill(
     measured = PrefillSchedulerStats()
     observer = tell_all(PrefillSchedulerObserver, measured, PushSpans())
     admission = TicketAdmission(hosts, secret)
-    listener = _ticket_listener(setup, admission)
+    listener = _ticket_listener(setup, admission, keys)
     held = None
     if listener is not None:
         held = HeldPrompts(listener, setup.started_as, setup.config.hold_timeout_s or HOLD_TIMEOUT_S)
@@ -97,12 +101,11 @@ def _prefill(
     return PrefillSchedulerRole(scheduler, blocks, measured, listener, bootstrap)
 
 
-def _ticket_listener(setup: EngineSetup, admission: TicketAdmission) -> TicketListener | None:
+def _ticket_listener(setup: EngineSetup, admission: TicketAdmission, keys: Keys | None) -> TicketListener | None:
     """Takes tickets for prompts of routers that ask prefill first. None if such a request may be for a connector that
     pulls."""
     if setup.config.hold_timeout_s is None and multi_connector.is_being_built():
         return None
-    keys = load_keys(setup.config.side_channel_key_file)
     # Left at vLLM's default, the port is decode's on the same host. Answers name the port, so any will do.
     wanted = 0 if setup.vllm_config.kv_transfer_config.kv_port == KVTransferConfig.kv_port else setup.port
     try:
@@ -135,7 +138,11 @@ def _bootstrap_server(setup: EngineSetup, listener: TicketListener) -> Bootstrap
 
 
 def _decode(
-    setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests, secret: Secret | None
+    setup: EngineSetup,
+    groups: list[CacheGroup],
+    requests: VllmRequests,
+    secret: Secret | None,
+    keys: Keys | None,
 ) -> DecodeSchedulerRole:
     config, vllm_config = setup.config, setup.vllm_config
     parallel = vllm_config.parallel_config
@@ -166,7 +173,7 @@ def _decode(
             MetaserverClient(
                 _metaserver_settings(config, recomputes and config.who_computes != "never"), setup.host, observer
             ),
-            PrefillClient(_delivery_settings(setup), observer),
+            PrefillClient(_delivery_settings(setup, keys), observer),
         ),
         PromptPlacement(groups, requests, blocks, _placement_settings(config), _engine_steps(setup)),
         _idle_wait(setup, wakeup),
@@ -209,7 +216,7 @@ def _read(reader: Callable[[str], _T], path: str | None) -> _T | None:
         raise ConfigError(f"kv_connector_extra_config: {error}") from None
 
 
-def _delivery_settings(setup: EngineSetup) -> DeliverySettings:
+def _delivery_settings(setup: EngineSetup, keys: Keys | None) -> DeliverySettings:
     config = setup.config
     return DeliverySettings(
         hosts=prefill_hosts(config.prefill_allowlist, setup.host, own_networks()),
@@ -217,7 +224,7 @@ def _delivery_settings(setup: EngineSetup) -> DeliverySettings:
         retry_s=config.grant_timeout_s,
         longest_s=config.queue_timeout_s + config.transfer_timeout_s,
         max_pending=config.max_pending_tickets,
-        keys=_read(load_keys, config.side_channel_key_file),
+        keys=keys,
     )
 
 

@@ -161,6 +161,11 @@ def replica_hash_of(ticket_id: str) -> int:
     return int(ticket_id[:8], 16)
 
 
+def is_transfer_id(value: object) -> TypeGuard[str]:
+    """Returns whether `value`, from outside, may be a `TRANSFER_ID`: a short printable text."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_TRANSFER_ID_CHARS and is_name(value)
+
+
 def wants_ticket(params: Mapping[str, Any] | None) -> bool:
     """Returns whether a request on decode asks for its prompt's KV to be pushed.
 

@@ -17,7 +17,7 @@ import msgspec
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.decode.routed_prompt import PromptNameError, RoutedPrompt, endpoint_of
-from vllm_ascend_pd.transport.http_session import open_session, time_limits
+from vllm_ascend_pd.transport.http_session import open_session, read_at_most, time_limits
 
 _MAX_ANSWER_BYTES = 256 << 10
 # Servers whose answers are remembered.
@@ -91,10 +91,7 @@ class PrefillAddresses:
         try:
             with anyio.fail_after(self._timeout_s):
                 async with self._session.get(f"{server}/query", timeout=limits, allow_redirects=False) as response:
-                    body = await response.content.read(_MAX_ANSWER_BYTES)
-                    while len(body) < _MAX_ANSWER_BYTES and (more := await response.content.read(_MAX_ANSWER_BYTES)):
-                        body += more
-                    status = response.status
+                    status, body = response.status, await read_at_most(response, _MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             said = one_line(str(error), _MAX_SHOWN_CHARS) or type(error).__name__
             raise BootstrapError(f"the prefill host's bootstrap server does not answer: {said}") from error

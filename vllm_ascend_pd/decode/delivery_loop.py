@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_ascend_pd.core.hosts import HostList
@@ -18,6 +17,7 @@ from vllm_ascend_pd.decode.bootstrap import PrefillAddresses
 from vllm_ascend_pd.decode.routed_prompt import RoutedPrompt
 from vllm_ascend_pd.decode.ticket_delivery import Delivery, DeliveryError
 from vllm_ascend_pd.transport.curve import Keys
+from vllm_ascend_pd.transport.event_loop_thread import EventLoopThread
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class DeliverySettings:
 class DeliveryLoop:
     """Any thread may call the public methods. None of them waits for the network, except `close`.
 
-    The private methods run on the loop's own thread, which owns all fields but the lock and what is under it.
+    The private methods run on the loop's own thread, which owns the fields.
     """
 
     def __init__(
@@ -65,69 +65,35 @@ class DeliveryLoop:
         """
         self._settings = settings
         self._ended, self._released, self._retried = ended, released, retried
-        self._lock = threading.Lock()
-        self._closed = False  # under the lock: no call gets to the loop once it is set
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
         self._deliveries: dict[str, asyncio.Task[None]] = {}  # by ticket id
-        self._tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps no reference to its tasks
         self._asking: Counter[str] = Counter()  # endpoint -> messages without an answer
         self._idle: OrderedDict[str, None] = OrderedDict()  # endpoints without such messages, the latest last
         self._addresses = PrefillAddresses(settings.hosts, settings.answer_timeout_s)
         self._channel = SideChannelClient(name="pd-tickets-channel", keys=settings.keys)
-        self._thread = threading.Thread(target=self._run, name="pd-tickets", daemon=True)
-        self._thread.start()
+        self._thread = EventLoopThread("pd-tickets", self._close)
 
     def deliver(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
         """Hands `ticket` to the engine that holds `prompt`. `ended` is called with how that went."""
-        self._call(self._begin, ticket, prompt)
+        self._thread.call(self._begin, ticket, prompt)
 
     def end(self, ticket_id: str) -> None:
         """Nothing more is to be said about the ticket. Does nothing if its delivery has ended."""
-        self._call(self._cancel, ticket_id)
+        self._thread.call(self._cancel, ticket_id)
 
     def release(self, prompt: RoutedPrompt, reason: str) -> None:
         """Tells the engine that holds `prompt` that no ticket will come."""
-        self._call(self._start, self._release, prompt, reason)
+        self._thread.call(self._thread.start, self._release, prompt, reason)
 
     def close(self, timeout_s: float) -> bool:
         """Cancels all work, closes all connections and ends the thread. Returns False if that takes longer."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._thread.close(timeout_s)
 
-    def _call(self, function: Callable[..., object], *args: object) -> None:
-        with self._lock:
-            if not self._closed:
-                self._loop.call_soon_threadsafe(function, *args)
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._loop.close()
-
-    async def _serve(self) -> None:
-        await self._stop.wait()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _close(self) -> None:
         await self._addresses.close()
         self._channel.close()
-        await self._loop.shutdown_default_executor()  # it resolves names
-
-    def _start(self, work: Callable[..., Coroutine[None, None, None]], *args: object) -> asyncio.Task[None]:
-        task = self._loop.create_task(work(*args))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     def _begin(self, ticket: Ticket, prompt: RoutedPrompt) -> None:
-        self._deliveries[ticket.ticket_id] = self._start(self._deliver, ticket, prompt)
+        self._deliveries[ticket.ticket_id] = self._thread.start(self._deliver, ticket, prompt)
 
     def _cancel(self, ticket_id: str) -> None:
         task = self._deliveries.pop(ticket_id, None)
@@ -162,7 +128,7 @@ class DeliveryLoop:
         return Delivery(prompt, self._addresses, self._ask, self._settings.retry_s)
 
     async def _ask(self, endpoint: str, message: Message) -> Message | SideChannelError:
-        answered: asyncio.Future[Message | SideChannelError] = self._loop.create_future()
+        answered: asyncio.Future[Message | SideChannelError] = self._thread.loop.create_future()
 
         def take(answer: Message | SideChannelError) -> None:
             if not answered.done():  # its task may have been cancelled
@@ -170,7 +136,7 @@ class DeliveryLoop:
 
         def done(answer: Message | SideChannelError) -> None:  # on the side channel's thread
             with contextlib.suppress(RuntimeError):  # the event loop is closed
-                self._loop.call_soon_threadsafe(take, answer)
+                self._thread.loop.call_soon_threadsafe(take, answer)
 
         self._asking[endpoint] += 1
         self._idle.pop(endpoint, None)

@@ -22,7 +22,7 @@ from vllm_ascend_pd.core.metaserver import (
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
-from vllm_ascend_pd.transport.http_session import NotSent, TimedBody, open_session, time_limits
+from vllm_ascend_pd.transport.http_session import NotSent, TimedBody, open_session, read_at_most, time_limits
 from vllm_ascend_pd.transport.secret_files import read_text_secret
 
 _MAX_BODY_BYTES = 64 * 1024
@@ -135,10 +135,7 @@ class MetaserverHttp:
         message = TimedBody(content, _WRITE_TIMEOUT_S)
         response = await self._session().post(url, data=message, timeout=limits, allow_redirects=False)
         try:
-            body = bytearray()
-            while len(body) < _MAX_BODY_BYTES and (chunk := await response.content.readany()):
-                body += chunk
-            return response.status, bytes(body[:_MAX_BODY_BYTES])
+            return response.status, await read_at_most(response, _MAX_BODY_BYTES)
         finally:
             response.close()  # closes the connection too, unless the whole answer was read
 

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import random
 import threading
-from collections.abc import Callable, Coroutine
 
 import anyio
 
@@ -17,6 +16,7 @@ from vllm_ascend_pd.decode.metaserver_http import FinalError, MetaserverHttp, Re
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.decode.pending_posts import PendingPosts
 from vllm_ascend_pd.decode.waiting_posts import Post, WaitingPosts
+from vllm_ascend_pd.transport.event_loop_thread import EventLoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -40,25 +40,21 @@ class PostLoop:
         self._lock = threading.Lock()
         self._reports = 0
         """Failure reports on their way; under the lock."""
-        self._closed = False
-        """Under the lock. No call gets to the loop once it is set."""
         self._observer = observer
-        self.loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
         self._connections = asyncio.Semaphore(settings.max_connections)
         """For posts."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        """The loop itself keeps no reference to its tasks."""
-        self._thread = threading.Thread(target=self._run, name="metaserver-client", daemon=True)
-        self._thread.start()
+        self._thread = EventLoopThread("metaserver-client", http.close)
+        self.loop = self._thread.loop
+        waiting = WaitingPosts(settings, http, pending.snapshot)
+        self._thread.call(self._thread.start, waiting.run)
 
     def submit(self, post: Post) -> None:
         """Runs `post` to its outcome in `pending`, unless it is removed from there first."""
-        self._call(self._begin, post)
+        self._thread.call(self._begin, post)
 
     def cancel(self, post: Post) -> None:
         """Ends `post`, which has been removed from `pending`, and closes its connection."""
-        self._call(_cancel, post)
+        self._thread.call(_cancel, post)
 
     def report(self, url: str, failure: TransferFailure) -> None:
         """Reports a failed transfer. Beyond `max_pending` reports on their way, a further one is dropped."""
@@ -66,50 +62,15 @@ class PostLoop:
             if self._reports >= self._settings.max_pending:
                 return
             self._reports += 1
-        self._call(self._start, self._report, url, failure)
+        self._thread.call(self._thread.start, self._report, url, failure)
 
     def close(self, timeout_s: float) -> bool:
         """Cancels all work, closes all connections and ends the thread. Returns False if that takes longer."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self.loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _call(self, function: Callable[..., object], *args: object) -> None:
-        with self._lock:
-            if not self._closed:
-                self.loop.call_soon_threadsafe(function, *args)
-
-    def _run(self) -> None:
-        try:
-            self.loop.run_until_complete(self._serve())
-        finally:
-            self.loop.close()
-
-    async def _serve(self) -> None:
-        waiting = WaitingPosts(self._settings, self._http, self._pending.snapshot)
-        self._start(waiting.run)
-        try:
-            await self._stop.wait()
-        finally:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._http.close()
-            await self.loop.shutdown_default_executor()  # it resolves names
-
-    def _start(self, work: Callable[..., Coroutine[None, None, None]], *args: object) -> asyncio.Task[None]:
-        task = self.loop.create_task(work(*args))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return self._thread.close(timeout_s)
 
     def _begin(self, post: Post) -> None:
         if self._pending.has(post):
-            post.task = self._start(self._post, post)
+            post.task = self._thread.start(self._post, post)
 
     async def _post(self, post: Post) -> None:
         reason = ""

@@ -13,10 +13,10 @@ from vllm_ascend_pd.core.hosts import HostList, authority, is_host
 from vllm_ascend_pd.core.text import is_name
 from vllm_ascend_pd.core.ticket import (
     BOOTSTRAP_ADDRESS,
-    MAX_TRANSFER_ID_CHARS,
     TICKET_HOST,
     TICKET_PORT,
     TRANSFER_ID,
+    is_transfer_id,
 )
 
 _MAX_URL_CHARS = 512
@@ -48,11 +48,7 @@ def parse_routed_prompt(params: Mapping[str, Any], hosts: HostList) -> RoutedPro
     Raises PromptNameError. The message does not quote addresses, since a client may read it.
     """
     transfer_id, engine_id = params.get(TRANSFER_ID), params.get("remote_engine_id")
-    if (
-        not isinstance(transfer_id, str)
-        or not 0 < len(transfer_id) <= MAX_TRANSFER_ID_CHARS
-        or not is_name(transfer_id)
-    ):
+    if not is_transfer_id(transfer_id):
         raise PromptNameError(f"{TRANSFER_ID} is not a short printable text")
     if not isinstance(engine_id, str) or not engine_id or not is_name(engine_id):
         raise PromptNameError("remote_engine_id is not a short printable text")

@@ -115,7 +115,6 @@ class DecodeScheduler:
         self._step = DecodeStep()  # the next one
 
     @owned
-    @owned
     def arrived(self, request: ScheduledRequest) -> None:
         """Takes note of a new request."""
         if self._placement.computes_no_prompt and (reason := why_refused(request)) is not None:

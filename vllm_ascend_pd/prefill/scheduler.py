@@ -13,7 +13,6 @@ from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, Schedu
 from vllm_ascend_pd.core.groups import CacheGroup
 from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
 from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport
-from vllm_ascend_pd.core.text import is_name
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import (
     MAX_TRANSFER_ID_CHARS,
@@ -22,6 +21,7 @@ from vllm_ascend_pd.core.ticket import (
     TicketError,
     carries_ticket,
     expects_ticket,
+    is_transfer_id,
     parse_ticket,
 )
 from vllm_ascend_pd.prefill.computed_prompt import ComputedPrompt
@@ -97,10 +97,8 @@ class PrefillScheduler:
         if transfer_id is None:
             transfer_id = held.transfer_id_of(self._requests.shared_id(request))
         reason = None
-        if not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= MAX_TRANSFER_ID_CHARS:
-            reason = f"{TRANSFER_ID} is not a string of 1 to {MAX_TRANSFER_ID_CHARS} characters"
-        elif not is_name(transfer_id):
-            reason = f"{TRANSFER_ID} has unprintable characters"
+        if not is_transfer_id(transfer_id):
+            reason = f"{TRANSFER_ID} is not a string of 1 to {MAX_TRANSFER_ID_CHARS} printable characters"
         elif self._state_groups and request.max_tokens > 1:
             reason = _CHANGED_STATES.format(request.max_tokens)
         elif self._state_groups and request.num_prompt_tokens == 1:

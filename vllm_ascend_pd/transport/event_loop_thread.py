@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An asyncio event loop on a thread of its own."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+
+
+class EventLoopThread:
+    """Any thread may call `call` and `close`. What is called runs on the loop's own thread."""
+
+    def __init__(self, name: str, closing: Callable[[], Awaitable[None]]) -> None:
+        """Starts the thread. `closing`: runs there at the end, when no task is left."""
+        self.loop = asyncio.new_event_loop()
+        self._closing = closing
+        self._lock = threading.Lock()
+        self._closed = False  # under the lock: no call gets to the loop once it is set
+        self._stop = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps no reference to its tasks
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Calls `function` on the loop's thread soon. Does nothing after `close`."""
+        with self._lock:
+            if not self._closed:
+                self.loop.call_soon_threadsafe(function, *args)
+
+    def start(self, work: Callable[..., Coroutine[None, None, None]], *args: object) -> asyncio.Task[None]:
+        """Starts a task. Only the loop's thread may call this: other threads say `call(self.start, work, ...)`."""
+        task = self.loop.create_task(work(*args))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def close(self, timeout_s: float) -> bool:
+        """Cancels all tasks and ends the thread. Returns False if that takes longer."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run_until_complete(self._run_until_stopped())
+        finally:
+            self.loop.close()
+
+    async def _run_until_stopped(self) -> None:
+        await self._stop.wait()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._closing()
+        await self.loop.shutdown_default_executor()  # it resolves names
