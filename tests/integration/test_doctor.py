@@ -133,7 +133,7 @@ def test_a_transfer_that_cannot_be_is_a_finding(monkeypatch: pytest.MonkeyPatch)
     finding = anyio.run(loopback.check, loopback.over_tcp())
     assert finding.level is Level.ERROR
     assert "the receiving process ended" in finding.found
-    assert "MC_TCP_PROGRESS_TIMEOUT_SEC='soon' is not a number" in finding.found
+    assert "MC_TCP_PROGRESS_TIMEOUT_SEC='soon' is not a positive number" in finding.found
     assert "MC_*" in finding.action
 
 

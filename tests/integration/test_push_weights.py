@@ -185,7 +185,7 @@ def test_a_prompt_that_was_cached_before_the_update_fails_until_the_scheduler_kn
     prefill(pair, requests, pair.announce(requests), cached_tokens=16)
     received, failed = pair.wait_arrivals(1)
     assert received == set()
-    reason = "prefill's weights were updated, and a part of the prompt was cached before"
+    reason = "prefill's weights were updated, and a part of the prompt was computed before"
     assert reason in failed["request-0"]
     assert reason in pair.wait_sent(1)["request-0"]
     prefill(pair, requests, pair.announce(requests), cached_tokens=16, weight_updates=updates)
