@@ -173,7 +173,7 @@ def test_nothing_queues_inside_mooncake(ranks: Ranks, proven: bool) -> None:
         if proven or ranks.wheel != ONE_BY_ONE:  # which connects before it transfers
             assert ranks.transfers() - before == bound
         outcomes = ranks.outcomes(name)
-    assert all("failed after" in outcome or "no room" in outcome for outcome in outcomes)
+    assert all("failed after" in outcome or "to make room" in outcome for outcome in outcomes)
     assert sum("failed after" in outcome for outcome in outcomes) >= bound
     time.sleep(1.0)
     assert not any("~" in ranks.others.ask("get_at", address, 4) for _, address in ranks.sessions), "it arrived late"

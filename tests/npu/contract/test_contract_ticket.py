@@ -20,7 +20,7 @@ pytestmark = pytest.mark.npu
 
 OUR_FIELDS = {
     *("ticket_id", "attempt", "num_tokens", "remote_interleave_size", "remote_draft"),
-    *("prompt", "expires_at", "signature"),
+    *("prompt", "replaces", "expires_at", "signature"),
 }
 
 
