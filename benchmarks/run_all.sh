@@ -101,7 +101,7 @@ in_short --requests 100 --seconds 4 --streams 500
 run "$VENV" proxy_overhead "${short[@]}" "${check[@]}"
 in_short --quick --pairs 1/1 --sides ours bare --rounds 3 --requests 16
 run "$VENV" ttft "${short[@]}" "${check[@]}"
-in_short --quick --model small --parts first
+in_short --quick --models small --parts first
 run "$VENV" who_computes "${short[@]}" "${check[@]}"
 in_short --rounds 3 --cases 32x32-contiguous {32x32,8x256}-scattered{,-tp2}
 run "$VENV-npu" plan "${short[@]}" "${check[@]}"

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What it brings that decode computes cheap prompts itself (`who_computes: "auto"`), and what it costs other requests.
 
-$ python benchmarks/who_computes.py [--quick] [--model demo | small] [--parts first turns load] [--rounds 15]
-      [--conversations 6] [--loads 4] [--rate 2] [--folder DIR] [--check] [--json]
+$ python benchmarks/who_computes.py [--quick] [--models small demo] [--parts first turns load] [--rounds 15]
+      [--conversations 6] [--loads 4] [--folder DIR] [--check] [--json]
 
-Real engines on vLLM's CPU backend: one prefill engine, and two decode engines that differ in `who_computes` alone, each
-behind a proxy of its own. Two decode engines, because "auto" learns from its own requests, which a header on one engine
-would mix with the others'. They take turns, and the idle one is stopped (SIGSTOP). Ways to send a prompt:
+Real engines on vLLM's CPU backend: one prefill engine, and two decode engines that are started alike, each behind a proxy
+of its own. Two, because a decode engine learns from its own requests: one engine would learn from all ways together. They
+take turns, and the idle one is stopped (SIGSTOP). Ways to send a prompt:
 
-auto     to the proxy of the decode engine with the default, `who_computes: "auto"`
-prefill  to the proxy of the other one, with `who_computes: "prefill"`: all prompts are sent to prefill
-alone    to the same proxy, with the header `X-Who-Computes: decode`: decode computes the prompt
-direct   to that decode engine itself, without proxy and ticket: what a single engine needs
+auto     to the first proxy: the decode engine decides by itself (`who_computes: "auto"`, the default)
+prefill  to the second proxy, with the header `X-Who-Computes: prefill`: all prompts are sent to prefill
+alone    to the second proxy, with the header `X-Who-Computes: decode`: decode computes the prompt
+direct   to the second decode engine itself, without proxy and ticket: what a single engine needs
 
 first    Prompts of 8, 32 and 64 tokens, one at a time: auto's time to the first token by alone's and by direct's.
 turns    Conversations: a prompt of 200 tokens, then turns of 40 new tokens after 64 generated ones. All turns but the
@@ -32,6 +32,7 @@ import math
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -66,9 +67,10 @@ caches whole blocks of 128 tokens, so these turns leave it 48 to 152 tokens to c
 TOKENS = 4
 STREAMS, STREAM_TOKENS = 8, 3000
 LOAD_SECONDS = 15.0
-RATES = {"small": 4.0, "demo": 1.0}
+RATES = {"small": 4.0, "demo": 0.4}
 """Requests/s that leave prefill less than half busy."""
 PARTS = ("first", "turns", "load")
+BY = ("decode", "prefill")
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,19 @@ class Row:
     rounds: int
     # Most that `ratio` may be. None: for information.
     bar: float | None
-    # Share of auto's prompts that decode has computed. None: the engine does not tell.
-    by_decode: float | None
+    # How many of auto's prompts in this part were computed, by whom and why: "decode cheap".
+    computed: dict[str, int]
     load_average: float
-    note: str = ""
 
     @property
     def ratio(self) -> float:
         return self.auto_ms / self.other_ms
+
+    @property
+    def by_decode(self) -> float:
+        """Share of auto's prompts that decode has computed. NaN: the engine does not tell."""
+        by = Counter({who: sum(n for by_why, n in self.computed.items() if by_why.startswith(who)) for who in BY})
+        return by["decode"] / by.total() if by.total() else math.nan
 
     @property
     def holds(self) -> bool:
@@ -104,13 +111,12 @@ class Row:
 
     def __str__(self) -> str:
         bar = "" if self.bar is None else f"bar {self.bar:.2f}"
-        by_decode = "" if self.by_decode is None else f"by decode {self.by_decode:.0%}"
         half = f"({self.quartiles[0]:.2f} to {self.quartiles[1]:.2f})"
         text = (
             f"{self.model:<6}{self.measure:<14}{self.case:<12}{self.auto_ms:>8.1f} ms, {self.against:<8}"
-            f"{self.other_ms:>8.1f} ms {self.ratio:>6.2f}x {half:<16}{bar:<9} {by_decode:<14} "
-            f"load {self.load_average:.1f}  {self.note}"
-        ).rstrip()
+            f"{self.other_ms:>8.1f} ms {self.ratio:>6.2f}x {half:<16}{bar:<9} "
+            f"by decode {self.by_decode:<4.0%} load {self.load_average:.1f}"
+        )
         return text if self.holds else f"{text}   <- misses its bar"
 
 
@@ -119,7 +125,6 @@ class Amount:
     rounds: int
     conversations: int
     loads: int
-    rate: float
 
 
 Times = dict[str, list[float]]  # milliseconds of each round, by way
@@ -130,7 +135,9 @@ class Benchmark:
 
     def __init__(self, model: str, path: Path, stand: Stand, amount: Amount) -> None:
         self._model, self._path, self._stand, self._amount = model, path, stand, amount
-        self._vocabulary = SPECS[model].vocab_size
+        self._vocabulary, self._rate = SPECS[model].vocab_size, RATES[model]
+        # Of the part that is measured: auto's prompts, by whom they were computed and why.
+        self._computed: Counter[str] = Counter()
 
     def warm_up(self) -> None:
         """The first requests find each other, and load what is loaded late."""
@@ -140,7 +147,12 @@ class Benchmark:
                     for tokens in (*SHORT_PROMPTS, FIRST_TURN, 1000, 4000):
                         way.ask(self._prompt(tokens, f"{way.name} first"), TOKENS)
 
-    def first(self) -> Iterator[Row]:
+    def measure(self, part: str) -> Iterator[Row]:
+        """The rows of one of `PARTS`."""
+        self._computed = Counter()
+        yield from {"first": self._first, "turns": self._turns, "load": self._load}[part]()
+
+    def _first(self) -> Iterator[Row]:
         times: dict[int, Times] = {tokens: {} for tokens in SHORT_PROMPTS}
 
         def ask(way: Way, number: int, seed: str) -> list[Completion]:
@@ -151,12 +163,12 @@ class Benchmark:
                 found.append(completion)
             return found
 
-        by_decode = self._in_turns(self._amount.rounds, "first", ask)
+        self._in_turns(self._amount.rounds, "first", ask)
         for tokens, of_ways in times.items():
             for against, bar in (("alone", FIRST_TOKEN_BAR), ("direct", FIRST_TOKEN_BAR), ("prefill", None)):
-                yield self._row("first token", f"{tokens} tokens", of_ways, against, bar, by_decode)
+                yield self._row("first token", f"{tokens} tokens", of_ways, against, bar)
 
-    def turns(self) -> Iterator[Row]:
+    def _turns(self) -> Iterator[Row]:
         times: list[Times] = [{} for _ in range(TURNS)]
 
         def ask(way: Way, number: int, seed: str) -> list[Completion]:
@@ -170,22 +182,21 @@ class Benchmark:
                 prompt = [*prompt, *completion.token_ids, *self._prompt(ADDED, f"{seed} {number} turn {turn}")]
             return found
 
-        by_decode = self._in_turns(self._amount.conversations, "turns", ask)
+        self._in_turns(self._amount.conversations, "turns", ask)
         every: Times = {name: [each for turn in times for each in turn[name]] for name in times[0]}
         for against, bar in (("alone", TURN_BAR), ("direct", TURN_BAR), ("prefill", None)):
-            yield self._row("turns", "all", every, against, bar, by_decode)
+            yield self._row("turns", "all", every, against, bar)
         for index, of_ways in enumerate(times):
-            yield self._row("turns", f"turn {index + 2}", of_ways, "alone", None, by_decode)
+            yield self._row("turns", f"turn {index + 2}", of_ways, "alone", None)
 
-    def load(self) -> Iterator[Row]:
+    def _load(self) -> Iterator[Row]:
         both: list[dict[str, LoadResult]] = []
-        computed = {"decode": 0.0, "prefill": 0.0}
         for number in range(self._amount.loads):
-            plan = arrivals(LOAD_SECONDS, self._amount.rate, f"{number}")
+            plan = arrivals(LOAD_SECONDS, self._rate, f"{number}")
             found = {}
             for side in self._order(number):
                 way = side.ways[-1]
-                sender = MixedLoad(way.url, str(self._path), self._vocabulary, STREAMS, STREAM_TOKENS)
+                sender = MixedLoad(way.url, way.headers, str(self._path), self._vocabulary, STREAMS, STREAM_TOKENS)
                 with side.turn():
                     way.ask(self._prompt(16, f"{way.name} wake load {number}"), 1)
                     before = side.prompts()
@@ -194,19 +205,19 @@ class Benchmark:
                     except (StreamError, aiohttp.ClientError) as error:
                         raise SideFailedError(f"{way.name}: load: {error}") from error
                     if side is self._stand.auto:
-                        computed = added(computed, before, side.prompts())
+                        self._computed += side.prompts() - before
             both.append(found)
-        yield from self._load_rows(both, share(computed))
+        yield from self._load_rows(both)
 
-    def _load_rows(self, both: Sequence[dict[str, LoadResult]], by_decode: float | None) -> Iterator[Row]:
+    def _load_rows(self, both: Sequence[dict[str, LoadResult]]) -> Iterator[Row]:
         names = ("auto", "prefill")
         token_ms = {name: [found[name].token_seconds * 1000 for found in both] for name in names}
         gap_ms = {name: [percentile(found[name].gaps, 0.99) * 1000 for found in both] for name in names}
         ttft_ms = {name: [median(found[name].ttfts) * 1000 for found in both] for name in names}
-        rate = f"{self._amount.rate:g}/s"
-        yield self._row("output token", rate, token_ms, "prefill", TOKEN_BAR, by_decode)
-        yield self._row("p99 of gaps", rate, gap_ms, "prefill", None, by_decode)
-        yield self._row("load's TTFT", f"{rate} p50", ttft_ms, "prefill", LOAD_BAR, by_decode)
+        rate = f"{self._rate:g}/s"
+        yield self._row("output token", rate, token_ms, "prefill", TOKEN_BAR)
+        yield self._row("p99 of gaps", rate, gap_ms, "prefill", None)
+        yield self._row("load's TTFT", f"{rate} p50", ttft_ms, "prefill", LOAD_BAR)
         for case, least, most in (("short p50", 0, 999), ("long p50", 1000, math.inf)):
             of_length = {
                 name: [
@@ -216,14 +227,13 @@ class Benchmark:
                 ]
                 for name in names
             }
-            yield self._row("load's TTFT", case, of_length, "prefill", None, by_decode)
+            yield self._row("load's TTFT", case, of_length, "prefill", None)
 
-    def _in_turns(self, rounds: int, part: str, ask: Callable[[Way, int, str], list[Completion]]) -> float | None:
-        """Calls `ask` for each round and way. Answers to equal prompts must be equal. Returns auto's share by decode.
+    def _in_turns(self, rounds: int, part: str, ask: Callable[[Way, int, str], list[Completion]]) -> None:
+        """Calls `ask` for each round and way. Answers to equal prompts must be equal.
 
         The two sides may have equal prompts, because each has a prefix cache of its own. Ways on one engine may not.
         """
-        computed = {"decode": 0.0, "prefill": 0.0}
         for number in range(rounds):
             answers: dict[str, list[Completion]] = {}
             for side in self._order(number):
@@ -233,34 +243,22 @@ class Benchmark:
                         before = side.prompts()
                         seed = part if way.name in ("auto", "alone") else f"{way.name} {part}"
                         answers[way.name] = ask(way, number, seed)
-                        if way.name == "auto":
-                            computed = added(computed, before, side.prompts())
+                        if side is self._stand.auto:
+                            self._computed += side.prompts() - before
             check_equal(answers["auto"], answers["alone"])
-        return share(computed)
 
     def _order(self, number: int) -> tuple[Side, Side]:
-        auto, fixed = self._stand.both
-        return (fixed, auto) if number % 2 else (auto, fixed)
+        auto, told = self._stand.both
+        return (told, auto) if number % 2 else (auto, told)
 
     def _prompt(self, tokens: int, seed: str) -> list[int]:
         return random_prompt(tokens, seed, self._vocabulary)
 
-    def _row(
-        self, measure: str, case: str, times: Times, against: str, bar: float | None, by_decode: float | None
-    ) -> Row:
+    def _row(self, measure: str, case: str, times: Times, against: str, bar: float | None) -> Row:
         mine, others = times["auto"], times[against]
         ratios = [a / b for a, b in zip(mine, others, strict=True)]
         figures = (median(mine), against, median(others), quartiles(ratios), len(ratios))
-        return Row(self._model, measure, case, *figures, bar, by_decode, os.getloadavg()[0])
-
-
-def added(total: dict[str, float], before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    return {by: total[by] + after[by] - before[by] for by in total}
-
-
-def share(computed: dict[str, float]) -> float | None:
-    """Of counted prompts, how many decode has computed. None: none was counted."""
-    return computed["decode"] / sum(computed.values()) if any(computed.values()) else None
+        return Row(self._model, measure, case, *figures, bar, dict(self._computed), os.getloadavg()[0])
 
 
 def percentile(values: Sequence[float], part: float) -> float:
@@ -273,34 +271,39 @@ def check_equal(mine: Sequence[Completion], theirs: Sequence[Completion]) -> Non
         raise SideFailedError(f"{len(wrong)} of {len(mine)} answers differ from decode alone's: {wrong[0]}")
 
 
+def measure(model: str, parts: Sequence[str], amount: Amount, folder: Path) -> Iterator[Row]:
+    path = make_model(SPECS[model], folder / "models")
+    logs = folder / model
+    logs.mkdir(parents=True, exist_ok=True)
+    with running_stand(model, path, logs) as stand:
+        benchmark = Benchmark(model, path, stand, amount)
+        benchmark.warm_up()
+        for part in parts:
+            yield from benchmark.measure(part)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: 2 minutes")
-    parser.add_argument("--model", choices=SPECS, default="demo")
+    parser.add_argument("--models", nargs="+", choices=SPECS, default=list(SPECS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=15, help="of first")
     parser.add_argument("--conversations", type=int, default=6)
     parser.add_argument("--loads", type=int, default=4, help=f"turns of {LOAD_SECONDS:g} s under load, for each side")
-    parser.add_argument("--rate", type=float, help=f"of the load, requests/s; default: {RATES}")
     parser.add_argument("--folder", type=Path, help="keeps the checkpoint and the engines' logs")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     interrupt_on_sigterm()
-    amount = Amount(args.rounds, args.conversations, args.loads, args.rate or RATES[args.model])
+    amount = Amount(args.rounds, args.conversations, args.loads)
     if args.quick:
-        amount = Amount(5, 2, 1, amount.rate)
+        amount = Amount(5, 2, 1)
     rows: list[Row] = []
     with ExitStack() as stack:
         folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder.mkdir(parents=True, exist_ok=True)
-        path = make_model(SPECS[args.model], folder / "models")
         try:
-            stand = stack.enter_context(running_stand(args.model, path, folder))
-            benchmark = Benchmark(args.model, path, stand, amount)
-            benchmark.warm_up()
-            for part in args.parts:
-                for row in getattr(benchmark, part)():
+            for model in args.models:
+                for row in measure(model, args.parts, amount, folder):
                     rows.append(row)
                     print(row.as_json() if args.json else row, flush=True)
         except (StartupError, SideFailedError) as error:
@@ -308,7 +311,10 @@ def main() -> int:
             return 1
     missed = [row for row in rows if not row.holds]
     for row in missed:
-        print(f"{row.measure}, {row.case}: {row.ratio:.2f} times {row.against}'s, not {row.bar:.2f}", file=sys.stderr)
+        print(
+            f"{row.model} {row.measure}, {row.case}: {row.ratio:.2f} times {row.against}'s, not {row.bar:.2f}",
+            file=sys.stderr,
+        )
     return 1 if args.check and missed else 0
 
 

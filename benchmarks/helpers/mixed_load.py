@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -80,14 +80,18 @@ class _Event(msgspec.Struct):
 class MixedLoad:
     """Sends to one side. All lengths and times are the same for each side of a seed, prompts differ between sides.
 
-    url, model: where to, and the served model's name.
+    url, headers: where to, and what goes with each request.
+    model: the served model's name.
     vocabulary: how many tokens the model knows.
     streams: how many decode beside the load.
     stream_tokens: after how many tokens a stream is replaced by another.
     """
 
-    def __init__(self, url: str, model: str, vocabulary: int, streams: int, stream_tokens: int) -> None:
-        self._url, self._model, self._vocabulary = f"{url}/v1/completions", model, vocabulary
+    def __init__(
+        self, url: str, headers: Mapping[str, str], model: str, vocabulary: int, streams: int, stream_tokens: int
+    ) -> None:
+        self._url, self._headers = f"{url}/v1/completions", headers
+        self._model, self._vocabulary = model, vocabulary
         self._streams, self._stream_tokens = streams, stream_tokens
 
     def run(self, load: Sequence[Arrival], seconds: float, seed: str) -> LoadResult:
@@ -153,7 +157,7 @@ class MixedLoad:
             "return_token_ids": True,
             "stream": True,
         }
-        async with session.post(self._url, json=body) as response:
+        async with session.post(self._url, json=body, headers=self._headers) as response:
             if response.status != 200:
                 raise StreamError(f"HTTP {response.status}: {await response.text()}")
             events = EventData()

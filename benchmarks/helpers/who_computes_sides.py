@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `who_computes.py` compares: a decode engine with the default, and one that has all prompts sent to prefill."""
+"""What `who_computes.py` compares: two equal decode engines, one of which is told who computes each prompt."""
 
 import dataclasses
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,6 @@ from harness.clusters import PATIENT_PROXY, Proxy
 from harness.engines import PATIENT, Engine, EngineConfig, Role, running_engines, wait_ready
 from harness.models import DEMO
 from helpers.ttft_sides import (
-    ALL_TO_PREFILL,
     KV_BYTES,
     MODELS,
     REQUEST_SECONDS,
@@ -33,14 +33,14 @@ HEADER = "X-Who-Computes"
 
 
 class Way:
-    """How prompts are sent to one decode engine. `header`: who the client asks to compute them."""
+    """How prompts are sent to one decode engine. `wish`: who the client asks to compute them; None: nobody."""
 
-    def __init__(self, name: str, url: str, model: str, header: str | None = None) -> None:
+    def __init__(self, name: str, url: str, model: str, wish: str | None = None) -> None:
         self.name, self.url = name, url
+        self.headers = {} if wish is None else {HEADER: wish}
         timeout = httpx.Timeout(REQUEST_SECONDS, connect=10)
         self._client = Client(url, model=model, timeout=timeout)
-        if header is not None:
-            self._client.http.headers[HEADER] = header
+        self._client.http.headers.update(self.headers)
 
     def ask(self, prompt: list[int], max_tokens: int) -> Completion:
         try:
@@ -68,12 +68,10 @@ class Side:
         finally:
             self._signal(signal.SIGSTOP)
 
-    def prompts(self) -> dict[str, float]:
-        """How many prompts each side has computed for this decode engine so far: by "decode" and by "prefill"."""
-        found = {"decode": 0.0, "prefill": 0.0}
-        for labels, value in self.decode.samples("vllm:kv_pd_prompts_total"):
-            found[labels["by"]] += value
-        return found
+    def prompts(self) -> Counter[str]:
+        """How many prompts of this decode engine were computed so far, by whom and why: "decode cheap"."""
+        found = self.decode.samples("vllm:kv_pd_prompts_total")
+        return Counter({f"{labels['by']} {labels['reason']}": int(value) for labels, value in found})
 
     def close(self) -> None:
         """Before its processes are ended: stopped ones do not end in order."""
@@ -88,14 +86,16 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Stand:
-    """One prefill engine, and two decode engines that differ in `who_computes` alone."""
+    """One prefill engine, and two decode engines that are started alike."""
 
+    # Decides by itself.
     auto: Side
-    fixed: Side
+    # Every request says who computes its prompt.
+    told: Side
 
     @property
     def both(self) -> tuple[Side, Side]:
-        return self.auto, self.fixed
+        return self.auto, self.told
 
 
 @contextmanager
@@ -106,12 +106,8 @@ def running_stand(model: str, path: Path, logs: Path) -> Iterator[Stand]:
         kv_cache_bytes=KV_CACHE_BYTES[model],
         who_computes="auto",
     )
-    roles = (
-        (Role.PREFILL, PATIENT),
-        (Role.DECODE, PATIENT),
-        (Role.DECODE, (*PATIENT, ALL_TO_PREFILL)),
-    )
-    configs = [dataclasses.replace(plain, role=role, connector_extra=extra) for role, extra in roles]
+    roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
+    configs = [dataclasses.replace(plain, role=role, connector_extra=PATIENT) for role in roles]
     with running_engines(path, configs, logs) as [prefill, *decodes]:
         proxies: list[Proxy] = []
         sides: list[Side] = []
@@ -129,7 +125,7 @@ def running_stand(model: str, path: Path, logs: Path) -> Iterator[Stand]:
                     [
                         Way("alone", others.url, name, "decode"),
                         Way("direct", decodes[1].url, name),
-                        Way("prefill", others.url, name),
+                        Way("prefill", others.url, name, "prefill"),
                     ],
                 ),
             ]

@@ -22,7 +22,7 @@ def test_measures_each_part(cluster_pool: ClusterPool, reference_pool: Reference
     _, program = documented("docs/performance.md", "python benchmarks/who_computes.py")
     paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, program, "--quick", "--model", "small", "--json"],
+        [sys.executable, program, "--quick", "--models", "small", "--json"],
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
