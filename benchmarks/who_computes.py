@@ -4,9 +4,9 @@
 $ python benchmarks/who_computes.py [--quick] [--models small demo] [--parts first turns load] [--rounds 15]
       [--conversations 6] [--loads 4] [--folder DIR] [--check] [--json]
 
-Real engines on vLLM's CPU backend: one prefill engine, and two decode engines that are started alike, each behind a proxy
-of its own. Two, because a decode engine learns from its own requests: one engine would learn from all ways together. They
-take turns, and the idle one is stopped (SIGSTOP). Ways to send a prompt:
+Real engines on vLLM's CPU backend: one prefill engine, and two decode engines that are started alike, each behind a
+proxy of its own. Two, because a decode engine learns from its own requests: one would learn from all ways together.
+They take turns, and the idle one is stopped (SIGSTOP). Ways to send a prompt:
 
 auto     to the first proxy: the decode engine decides by itself (`who_computes: "auto"`, the default)
 prefill  to the second proxy, with the header `X-Who-Computes: prefill`: all prompts are sent to prefill
