@@ -201,6 +201,24 @@ ROWS = (
         "decode_job",
         (
             Panel(
+                "Who computes prompts",
+                "reqps",
+                "Prompts by who computed what decode had not cached, and why. docs/metrics.md explains the reasons.",
+                (rate(PD + "prompts_total", "by, reason", "{{by}}: {{reason}}"),),
+            ),
+            Panel(
+                "Prompt tokens by who computes them",
+                "short",
+                "In a second, without those that decode had cached.",
+                (rate(PD + "prompt_tokens_total", "by", "{{by}}"),),
+            ),
+            Panel(
+                "Longest prompt that decode computes",
+                "short",
+                "Tokens beyond the cache that are cheap for an idle decode engine, as tuned by measuring. 0: none.",
+                (level(PD + "decode_prompt_threshold_tokens", "instance", "{{instance}}"),),
+            ),
+            Panel(
                 "Ticket to ready",
                 "s",
                 "From a ticket's issue until all its KV is there: the proxy, prefill's queue, prefill, the transfer.",

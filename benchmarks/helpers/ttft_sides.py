@@ -4,9 +4,7 @@
 import dataclasses
 import os
 import re
-import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ from harness.engines import HOST, PATIENT, EngineConfig, Role, Server, running_e
 from harness.models import WIDE, ModelSpec
 from harness.ports import reserve_port
 from harness.processes import ManagedProcess, StartupError
+from helpers.turns import TakesTurns
 
 HERE = Path(__file__).resolve().parent
 
@@ -35,8 +34,6 @@ STEP_TOKENS = 2048
 LONGEST = 4096 + 64
 KV_BYTES = {"small": 256 << 20, "wide": 1 << 30}
 REQUEST_SECONDS = 180.0
-WAKE_SECONDS = 0.3
-"""In which connections that have been idle for too long meanwhile are closed."""
 ROLES = (Role.PREFILL, Role.DECODE)
 ALL_TO_PREFILL = ("who_computes", "prefill")
 """Decode's setting."""
@@ -95,16 +92,16 @@ class Setting:
         return ascend.emulated(config, first_device) if self.npu else config
 
 
-class Side:
-    """Takes requests at `url`. Between its turns its processes are stopped (SIGSTOP), so that it costs nothing."""
+class Side(TakesTurns):
+    """Takes requests at `url`, in its turn."""
 
     answers_rightly = True
 
     def __init__(
         self, name: str, url: str, model: Path, processes: Sequence[ManagedProcess], logprobs: int = 0
     ) -> None:
+        super().__init__(processes)
         self.name = name
-        self._processes = processes
         timeout = httpx.Timeout(REQUEST_SECONDS, connect=10)
         self._client = Client(url, model=str(model), timeout=timeout, logprobs=logprobs)
 
@@ -115,29 +112,15 @@ class Side:
             message = f"{type(error).__name__}: {error}".splitlines()[0]
             raise SideFailedError(f"{self.name}: {len(prompt)} prompt tokens: {message}") from error
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        self._signal(signal.SIGCONT)
-        time.sleep(WAKE_SECONDS)
-        try:
-            yield
-        finally:
-            self._signal(signal.SIGSTOP)
-
     def cpu_seconds(self) -> float:
         """Returns the CPU seconds of all its processes since they began."""
-        pids = [pid for process in self._processes for pid in process.members()]
+        pids = [pid for process in self.processes for pid in process.members()]
         times = [psutil.Process(pid).cpu_times() for pid in pids]
         return sum(each.user + each.system for each in times)
 
     def close(self) -> None:
-        """Before its processes are ended: stopped ones do not end in order."""
-        self._signal(signal.SIGCONT)
+        super().close()
         self._client.http.close()
-
-    def _signal(self, number: int) -> None:
-        for process in self._processes:
-            process.signal_group(number)
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 """What `who_computes.py` compares: two equal decode engines, one of which is told who computes each prompt."""
 
 import dataclasses
-import signal
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +18,9 @@ from helpers.ttft_sides import (
     MODELS,
     REQUEST_SECONDS,
     STEP_TOKENS,
-    WAKE_SECONDS,
     SideFailedError,
 )
+from helpers.turns import TakesTurns
 
 SPECS = {"small": MODELS["small"], "demo": dataclasses.replace(DEMO, max_positions=8192)}
 """ttft.py's small model, and the demonstration's."""
@@ -52,21 +50,12 @@ class Way:
         self._client.http.close()
 
 
-class Side:
-    """A decode engine and its own proxy. Between its turns both are stopped (SIGSTOP), so that they cost nothing."""
+class Side(TakesTurns):
+    """A decode engine and its own proxy, which take turns with the other side's."""
 
     def __init__(self, decode: Engine, proxy: Proxy, ways: Sequence[Way]) -> None:
+        super().__init__([proxy.process, decode.process])
         self.decode, self.ways = decode, tuple(ways)
-        self._processes = [proxy.process, decode.process]
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        self._signal(signal.SIGCONT)
-        time.sleep(WAKE_SECONDS)
-        try:
-            yield
-        finally:
-            self._signal(signal.SIGSTOP)
 
     def prompts(self) -> Counter[str]:
         """How many prompts of this decode engine were computed so far, by whom and why: "decode cheap"."""
@@ -74,14 +63,9 @@ class Side:
         return Counter({f"{labels['by']} {labels['reason']}": int(value) for labels, value in found})
 
     def close(self) -> None:
-        """Before its processes are ended: stopped ones do not end in order."""
-        self._signal(signal.SIGCONT)
+        super().close()
         for way in self.ways:
             way.close()
-
-    def _signal(self, number: int) -> None:
-        for process in self._processes:
-            process.signal_group(number)
 
 
 @dataclasses.dataclass(frozen=True)
