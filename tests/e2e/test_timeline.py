@@ -2,6 +2,7 @@
 """The traces of real engines: compute and push overlap, and what the command makes of them."""
 
 import os
+import re
 import subprocess
 
 import pytest
@@ -80,6 +81,7 @@ def test_the_command_draws_a_request(cluster: Cluster, client: Client, tmp_path)
     )
     assert ran.returncode == 0, ran.stderr
     assert f"where the time of {name} went" in ran.stdout
+    assert re.search(r"^prefill computed \d+ prompts? \(policy, \d+ tokens\)$", ran.stdout, re.MULTILINE)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / f"timeline-{name}.html").stat().st_size > 1000
 

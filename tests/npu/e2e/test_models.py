@@ -3,12 +3,13 @@
 
 import pytest
 
-from harness.agreement import assert_agree
+from harness.agreement import assert_agree, listed_logprobs
 from harness.client import Client, at_once, random_prompt
 from harness.clusters import POISONED_TOKENS, Cluster
 from harness.failures import poisoned_fails_alone, wait_all_blocks_free
 from harness.models import MLA, SLIDING, sliding_bytes
 from harness.pool import long
+from harness.waiting import wait_for
 from npu_engines import one_to_one
 
 PROMPT_TOKENS = (1, 127, 128, 129, 327, 384, 1000, 2500)
@@ -33,6 +34,26 @@ all_clusters = pytest.mark.parametrize("cluster", CLUSTERS, ids=str, indirect=Tr
 def test_alone(client: Client, reference) -> None:
     prompts = [random_prompt(tokens, "alone") for tokens in PROMPT_TOKENS]
     assert_agree(reference, prompts, [client.complete(prompt) for prompt in prompts])
+
+
+@all_clusters
+def test_decode_computes_some_prompts(cluster: Cluster, client: Client, reference) -> None:
+    """By the requests' header, while others' KV arrives."""
+
+    def by_decode() -> float:
+        samples = cluster.decode[0].samples("vllm:kv_pd_prompts_total")
+        return sum(value for labels, value in samples if (labels["by"], labels["reason"]) == ("decode", "requested"))
+
+    before = by_decode()
+    prompts = [random_prompt(tokens, f"some-{tokens}") for tokens in (5, 128, 300, 1000)]
+    with Client(cluster.url, client.model, logprobs=listed_logprobs(reference.dtype)) as asking:
+        asking.http.headers["X-Who-Computes"] = "decode"
+
+        def ask(prompt: list[int]):
+            return (asking if prompts.index(prompt) % 2 else client).complete(prompt)
+
+        assert_agree(reference, prompts, at_once(ask, prompts, concurrency=4))
+    assert wait_for(by_decode, lambda found: found >= before + 2, 30) == before + 2
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ from vllm_ascend_pd.observe.trace_file import TraceError
 from vllm_ascend_pd.tools.timeline.merge import chrome_trace, merge
 from vllm_ascend_pd.tools.timeline.page import page
 from vllm_ascend_pd.tools.timeline.picture import Picture, paint
+from vllm_ascend_pd.tools.timeline.placements import placements
 from vllm_ascend_pd.tools.timeline.png import draw_png
 from vllm_ascend_pd.tools.timeline.read import read_folder
 from vllm_ascend_pd.tools.timeline.summary import Request, chosen, summarize
@@ -40,10 +41,12 @@ def show_timeline(
     for problem in problems:
         console.print(f"[yellow]note:[/] {escape(problem)}", soft_wrap=True)
     timeline = merge(recordings)
+    for placed in placements(timeline):
+        console.print(str(placed), highlight=False)
     everyone = summarize(timeline)
     requests = chosen(everyone[warm_ups:], wanted)
     if not everyone:
-        raise TraceError(f"the traces in {folder} have no request: send one through the proxy")
+        raise TraceError(f"the traces in {folder} have no transfer: send a prompt that prefill computes")
     if not requests:
         known = ", ".join(one.name for one in everyone[:5])
         raise TraceError(f"no request {wanted} in {folder}; requests: {len(everyone)}, such as {known}")
