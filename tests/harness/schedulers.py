@@ -8,6 +8,7 @@ from vllm_ascend_pd.connector.prompts import Prompts
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.connector.vllm_versions import NAMES_ALL_PREEMPTED
+from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.groups import CacheGroup
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver
@@ -16,7 +17,7 @@ from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
 from vllm_ascend_pd.decode.ticket_routes import TicketRoutes
-from vllm_ascend_pd.decode.who_computes import EngineSteps, PlacementSettings, PromptPlacement
+from vllm_ascend_pd.decode.who_computes import EngineSteps, PromptPlacement
 from vllm_ascend_pd.observe.listeners import DecodeSchedulerStats
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
@@ -46,7 +47,7 @@ def decode_scheduler(
     *,
     media_hashing: str = "",
     observer: DecodeSchedulerObserver | None = None,
-    placement: PlacementSettings | None = None,
+    placement: ConnectorConfig | None = None,
     prefill: PrefillClient | None = None,
 ) -> DecodeScheduler:
     """A decode engine's scheduler. `metaserver`, `prefill`: the clients, which the scheduler closes. It counts by
@@ -56,7 +57,7 @@ def decode_scheduler(
     issuer = TicketIssuer(engine, groups, requests, signer)
     blocks = VllmBlocks()
     who = PromptPlacement(
-        groups, requests, blocks, placement or PlacementSettings("prefill"), EngineSteps(2048, in_flight=2)
+        groups, requests, blocks, placement or ConnectorConfig(who_computes="prefill"), EngineSteps(2048, in_flight=2)
     )
     routes = TicketRoutes(metaserver, prefill or PrefillClient(DeliverySettings(hosts=AnyHost())))
     return DecodeScheduler(issuer, requests, blocks, routes, who, IdleWait(0.05, in_flight=2), observer)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.placement import Decision, Reason
-from vllm_ascend_pd.decode.who_computes import EngineSteps, PlacementSettings, PromptPlacement, prefill_wait_s
+from vllm_ascend_pd.decode.who_computes import EngineSteps, PromptPlacement, prefill_wait_s
 
 STEP = 2048
 
@@ -46,7 +47,7 @@ class World:
             [TokenGroup(16)],
             requests,
             blocks,
-            PlacementSettings(who_computes, **settings),
+            ConnectorConfig(who_computes=who_computes, **settings),
             steps or EngineSteps(STEP),
             lambda: self.now,
         )

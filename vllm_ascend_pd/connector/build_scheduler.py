@@ -38,7 +38,7 @@ from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, Signer, TicketIssuer
 from vllm_ascend_pd.decode.ticket_routes import TicketRoutes
-from vllm_ascend_pd.decode.who_computes import EngineSteps, PlacementSettings, PromptPlacement
+from vllm_ascend_pd.decode.who_computes import EngineSteps, PromptPlacement
 from vllm_ascend_pd.observe.listeners import (
     DecodeSchedulerStats,
     PrefillSchedulerStats,
@@ -175,20 +175,11 @@ def _decode(
             ),
             PrefillClient(_delivery_settings(setup, keys), observer),
         ),
-        PromptPlacement(groups, requests, blocks, _placement_settings(config), _engine_steps(setup)),
+        PromptPlacement(groups, requests, blocks, config, _engine_steps(setup)),
         _idle_wait(setup, wakeup),
         observer,
     )
     return DecodeSchedulerRole(setup, scheduler, blocks, measured)
-
-
-def _placement_settings(config: ConnectorConfig) -> PlacementSettings:
-    return PlacementSettings(
-        config.who_computes,
-        config.decode_prompt_tokens,
-        config.decode_prompt_share,
-        config.max_decode_prompt_tokens,
-    )
 
 
 def _engine_steps(setup: EngineSetup) -> EngineSteps:

@@ -9,8 +9,9 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.placement import Decision, Reason
@@ -26,16 +27,6 @@ _LEAST_SHARE = 0.25
 
 _FIRST_TOKEN_S = 0.0005
 """Seconds per token that the budget counts with before anything was measured."""
-
-
-@dataclass(frozen=True)
-class PlacementSettings:
-    """What the configuration says about who computes prompts. The fields are keys of `core/config.py`."""
-
-    who_computes: Literal["auto", "prefill", "never"] = "prefill"
-    decode_prompt_tokens: int | None = None
-    decode_prompt_share: float = 0.1
-    max_decode_prompt_tokens: int = 16384
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,7 @@ class PromptPlacement:
         groups: Sequence[CacheGroup],
         requests: EngineRequests,
         blocks: EngineBlocks,
-        settings: PlacementSettings,
+        settings: ConnectorConfig,
         steps: EngineSteps,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
