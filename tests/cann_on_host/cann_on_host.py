@@ -225,8 +225,10 @@ def _before_torch_npu() -> None:
 
 def _after_torch_npu(torch_npu: ModuleType) -> None:
     import cann_on_host_operators
+    import cann_on_host_triton
 
     cann_on_host_operators.install(torch_npu, library_folder() / "libcann_on_host_fallback.so")
+    cann_on_host_triton.install()
 
 
 def _after_block_table(block_table: ModuleType) -> None:

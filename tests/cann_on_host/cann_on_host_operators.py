@@ -248,6 +248,15 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return halves * cos + torch.cat((-high, low), -1) * sin
 
 
+def npu_rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
+    """Rotates halves of heads, as vision towers do; `r1` and `r2` are cosines and sines."""
+    assert rotary_mode == "half", f"rotary mode {rotary_mode} is not emulated"
+    takes.types("npu_rotary_mul", takes.FLOAT, x=x)
+    takes.same_type("npu_rotary_mul", x=x, r1=r1, r2=r2)
+    low, high = x.chunk(2, -1)
+    return x * r1 + torch.cat((-high, low), -1) * r2
+
+
 def npu_kv_rmsnorm_rope_cache(
     kv: Tensor,
     gamma: Tensor,
@@ -359,6 +368,7 @@ FUSED: tuple[Callable[..., Any], ...] = (
     npu_fused_infer_attention_score_v2,
     npu_attention_update,
     npu_interleave_rope,
+    npu_rotary_mul,
     npu_kv_rmsnorm_rope_cache,
     npu_transpose_batchmatmul,
     _npu_paged_attention,

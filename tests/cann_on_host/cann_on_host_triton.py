@@ -44,3 +44,56 @@ class SlotMappingKernel:
             )
 
         return run
+
+
+def split_qkv_rmsnorm_mrope(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    eps: float,
+    mrope_section: list[int],
+    is_interleaved: bool,
+    rope_dim: int | None = None,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    has_gate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """vllm-ascend's kernel of that name: Q and K of Qwen3-VL normalized by head and rotated, and V.
+
+    `cos_sin`: [3, tokens, rope_dim], for positions in time, height and width. The last tensor returned is empty: the
+    gate of Qwen3.5.
+    """
+    assert is_interleaved, "sections one after another are not emulated"
+    assert not has_gate, "a gate is not emulated"
+    assert q_bias is None, "biases are not emulated"
+    assert rope_dim in (None, head_size), "rotating a part of each head is not emulated"
+    time, height, width = cos_sin.float().unbind(0)
+    chosen = time.unflatten(-1, (2, -1)).clone()  # cosines, then sines
+    for offset, other in ((1, height), (2, width)):
+        at = slice(offset, mrope_section[offset] * 3, 3)
+        chosen[..., at] = other.unflatten(-1, (2, -1))[..., at]
+    cos, sin = (part.unsqueeze(1) for part in chosen.unbind(1))
+
+    def rotated(heads: Tensor, weight: Tensor) -> Tensor:
+        heads = torch.nn.functional.rms_norm(heads.float(), (head_size,), weight.float(), eps)
+        low, high = heads.chunk(2, -1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).flatten(1).to(qkv.dtype)
+
+    q, k, v = qkv.unflatten(-1, (-1, head_size)).split([num_q_heads, num_kv_heads, num_kv_heads], 1)
+    return rotated(q, q_weight), rotated(k, k_weight), v.flatten(1).contiguous(), qkv.new_empty(qkv.shape[0], 0)
+
+
+def install() -> None:
+    """Registers the kernels that vllm-ascend calls as operators."""
+    global _library
+    _library = torch.library.Library("vllm", "FRAGMENT")
+    schema = torch.library.infer_schema(split_qkv_rmsnorm_mrope, mutates_args=())
+    _library.define(f"triton_split_qkv_rmsnorm_mrope{schema}")
+    _library.impl("triton_split_qkv_rmsnorm_mrope", split_qkv_rmsnorm_mrope, "PrivateUse1")
+
+
+_library: torch.library.Library | None = None

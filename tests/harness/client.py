@@ -21,7 +21,7 @@ TIMEOUT = httpx.Timeout(300, connect=5)
 """Longer than engines with `PATIENT` settings may take to say what is wrong."""
 
 Prompt = Sequence[int] | str
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Completion:
 class Client:
     """Greedy requests that always run to `max_tokens`, so that outputs can be compared token by token.
 
-    `logprobs`: how many of the likeliest tokens completions list at each place.
+    `logprobs`: how many of the likeliest tokens answers list at each place.
     """
 
     def __init__(self, url: str, model: str | None = None, timeout: httpx.Timeout = TIMEOUT, logprobs: int = 0) -> None:
@@ -55,7 +55,11 @@ class Client:
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         self.http = httpx.Client(base_url=url, timeout=timeout, limits=limits, **PLAIN_HTTP)
         self._model = model
-        self._logprobs = {"logprobs": logprobs, "return_tokens_as_token_ids": True} if logprobs else {}
+        self._logprobs: dict[str, Any] = {}
+        self._logprobs_of_chats: dict[str, Any] = {}
+        if logprobs:
+            self._logprobs = {"logprobs": logprobs, "return_tokens_as_token_ids": True}
+            self._logprobs_of_chats = self._logprobs | {"logprobs": True, "top_logprobs": logprobs}
 
     def __enter__(self) -> "Client":
         return self
@@ -90,7 +94,7 @@ class Client:
 
     def chat(self, messages: Messages, max_tokens: int = 16, *, stream: bool = False, **fields: Any) -> Completion:
         """`/v1/chat/completions` with one choice."""
-        body = self._body(max_tokens, fields) | {"messages": messages}
+        body = self._body(max_tokens, self._logprobs_of_chats | fields) | {"messages": messages}
         if stream:
             return self._stream("/v1/chat/completions", body)
         return self._choices("/v1/chat/completions", body)[0]
@@ -204,8 +208,13 @@ def _text(choice: dict[str, Any], part: str) -> str:
 
 
 def _logprobs(choice: dict[str, Any]) -> tuple[dict[int, float], ...]:
-    """Of a completion's choice, by token id; empty where they were not asked for."""
-    listed = (choice.get("logprobs") or {}).get("top_logprobs") or []
+    """Of a choice, by token id; empty where they were not asked for."""
+    of_choice = choice.get("logprobs") or {}
+    if "content" in of_choice:  # a chat
+        places = [place["top_logprobs"] for place in of_choice["content"] or []]
+        listed = [{each["token"]: each["logprob"] for each in place} for place in places]
+    else:
+        listed = of_choice.get("top_logprobs") or []
     return tuple({int(name.removeprefix("token_id:")): value for name, value in place.items()} for place in listed)
 
 

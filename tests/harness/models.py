@@ -57,6 +57,8 @@ class ModelSpec:
     words: tuple[str, ...] = ()
     """Tokens that the tokenizer has for whole words, behind all others: those that start and end reasoning, say."""
     chat_template: str = CHAT_TEMPLATE
+    vision: tuple[tuple[str, object], ...] = ()
+    """The configuration of the part that sees images, for models that have one (`harness.vision`)."""
     eagle_of: "ModelSpec | None" = None
     """An EAGLE head that drafts for this model of one layer, of the same sizes."""
 
@@ -227,7 +229,11 @@ def make_model(spec: ModelSpec, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=folder))
     try:
-        if spec.eagle_of is None:
+        if spec.vision:
+            from harness.vision import save_vision_model  # needs this module
+
+            save_vision_model(spec, scratch)
+        elif spec.eagle_of is None:
             _random_model(spec).save_pretrained(scratch)
         else:
             _save_eagle_head(spec, scratch)

@@ -34,7 +34,10 @@ def one_to_one(
     prefill_pp: int = 1,
     args: tuple[str, ...] = (),
     model: ModelSpec = TINY,
+    env: tuple[tuple[str, str], ...] = (),
 ) -> ClusterConfig:
-    prefill = EngineConfig(Role.PREFILL, tp=prefill_tp, pp=prefill_pp, args=args, env=FAULTS, connector_extra=PATIENT)
-    decode = EngineConfig(Role.DECODE, tp=decode_tp, args=args, connector_extra=PATIENT)
+    prefill = EngineConfig(
+        Role.PREFILL, tp=prefill_tp, pp=prefill_pp, args=args, env=(*FAULTS, *env), connector_extra=PATIENT
+    )
+    decode = EngineConfig(Role.DECODE, tp=decode_tp, args=args, env=env, connector_extra=PATIENT)
     return cluster_of(name, [prefill], [decode], model)

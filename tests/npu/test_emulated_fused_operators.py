@@ -77,6 +77,33 @@ def test_matmul_add() -> None:
     close(out, c + x.t() @ y)
 
 
+def test_rotary_mul() -> None:
+    import torch_npu
+
+    x, cos, sin = half((2, 3, 4, 8), (1, 3, 1, 8), (1, 3, 1, 8))
+    a, b = x.float().chunk(2, -1)
+    near(torch_npu.npu_rotary_mul(x.npu(), cos.npu(), sin.npu()), x * cos + torch.cat((-b, a), -1) * sin)
+
+
+def test_split_of_qkv_with_three_positions() -> None:
+    """Against what vLLM computes without a kernel."""
+    from vllm.model_executor.layers.rotary_embedding.mrope import apply_interleaved_rope
+
+    heads, kv_heads, size, section = 4, 2, 16, [4, 2, 2]
+    qkv, q_weight, k_weight, cos_sin = half((5, (heads + 2 * kv_heads) * size), (size,), (size,), (3, 5, size))
+    given = [x.npu() for x in (qkv, q_weight, k_weight, cos_sin)]
+    got = torch.ops.vllm.triton_split_qkv_rmsnorm_mrope(
+        *given, heads, kv_heads, size, 1e-6, section, True, size, None, None, False
+    )
+    cos, sin = (apply_interleaved_rope(x.float(), section).unsqueeze(1) for x in cos_sin.chunk(2, -1))
+    split = qkv.float().view(5, -1, size).split([heads, kv_heads, kv_heads], 1)
+    for part, weight, out in zip(split, (q_weight, k_weight), got, strict=False):
+        a, b = F.rms_norm(part, (size,), weight.float(), 1e-6).chunk(2, -1)
+        near(out, torch.cat((a * cos - b * sin, b * cos + a * sin), -1).flatten(1))
+    assert torch.equal(got[2].cpu(), split[2].flatten(1).to(torch.bfloat16))
+    assert got[3].shape == (5, 0)
+
+
 def test_slot_mapping() -> None:
     import cann_on_host_triton
 

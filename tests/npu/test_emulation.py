@@ -186,6 +186,16 @@ torch.npu.synchronize()
         with pytest.raises(RuntimeError, match="not pinned"):
             torch.zeros(64).to("npu", non_blocking=True)
 
+    def test_other_memory_is_copied_at_once_on_request(self) -> None:
+        code = """
+host = torch.arange(64)
+device = host.to("npu", non_blocking=True)
+host.zero_()
+print(device.cpu().sum().item())
+"""
+        result = run_python(code, CANN_ON_HOST_PINNED_ONLY="0", CANN_ON_HOST_DELAY_US="1000")
+        assert result.stdout.split() == ["2016"], result.stderr
+
     def test_unaligned_copies_are_counted(self) -> None:
         x, y = torch.zeros(64, device="npu"), torch.zeros(64, device="npu")
         acl_copy(x.data_ptr(), y.data_ptr(), 128, kind=3)

@@ -92,6 +92,17 @@ aclError check(const void* to, size_t room, const void* from, size_t bytes, aclr
   return ACL_SUCCESS;
 }
 
+bool is_unpinned(const void* to, const void* from, size_t bytes) {
+  return bytes && (locate(to, bytes) == Place::kUnknownHost || locate(from, bytes) == Place::kUnknownHost);
+}
+
+aclError copy_at_once(void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind, aclrtStream stream) {
+  if (aclError error = synchronize(stream)) return error;
+  if (aclError error = check(to, room, from, bytes, kind, false)) return error;
+  std::memmove(to, from, bytes);
+  return ACL_SUCCESS;
+}
+
 }  // namespace
 
 extern "C" {
@@ -104,6 +115,8 @@ aclError aclrtMemcpy(void* to, size_t room, const void* from, size_t bytes, aclr
 
 aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind,
                           aclrtStream stream) {
+  static const bool pinned_only = setting("PINNED_ONLY", 1L) != 0;
+  if (!pinned_only && is_unpinned(to, from, bytes)) return copy_at_once(to, room, from, bytes, kind, stream);
   if (aclError error = check(to, room, from, bytes, kind, true)) return error;
   CANN_ON_HOST_LOG("aclrtMemcpyAsync %p <- %p, %zu bytes, stream %p", to, from, bytes, stream);
   enqueue(stream, TaskKind::kCopy, "aclrtMemcpyAsync", [=] { std::memmove(to, from, bytes); });
@@ -113,10 +126,7 @@ aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, size_t bytes,
 aclError aclrtMemcpyAsyncWithCondition(void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind kind,
                                        aclrtStream stream) {
   // Decides itself whether to be synchronous: it is when the host memory is not pinned.
-  if (bytes && (locate(to, bytes) == Place::kUnknownHost || locate(from, bytes) == Place::kUnknownHost)) {
-    if (aclError error = synchronize(stream)) return error;
-    return aclrtMemcpy(to, room, from, bytes, kind);
-  }
+  if (is_unpinned(to, from, bytes)) return copy_at_once(to, room, from, bytes, kind, stream);
   return aclrtMemcpyAsync(to, room, from, bytes, kind, stream);
 }
 
