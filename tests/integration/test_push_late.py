@@ -8,7 +8,8 @@ import pytest
 from harness.kv import Model, Prompt, Side
 from harness.ranks import Pair, expect_delivery, prompts
 from test_push import SHAPES
-from vllm_ascend_pd.core.step import PrefillStep, Send
+from vllm_ascend_pd.core.step import PrefillStep, Send, rank_address
+from vllm_ascend_pd.transport.wakeup import WakeupSender, new_address
 
 LATE = {
     "TP1_TO_TP1": (Model(), Side(1), Side(1)),
@@ -75,6 +76,21 @@ def test_while_prefill_computes_something_else(pair: Pair) -> None:
         rank.receive()
     pair.each(pair.p_ranks, "step", PrefillStep(finished=dict.fromkeys(by_id(requests)), computes=False), {})
     expect_delivery(pair, requests)
+
+
+def test_a_ticket_ends_the_wait_of_a_step(pair: Pair) -> None:
+    """No rank would return before the test gives up."""
+    address, sender = new_address(), WakeupSender()
+    step = PrefillStep(awaits_tickets=True, wakeup_address=address, wait_s=100.0, computes=False)
+    pair.each(pair.p_ranks, "step", step, {})
+    for rank in pair.p_ranks:
+        rank.send("sent")
+    for pp_rank in range(pair.prefill.pp):
+        for number in range(pair.prefill.ranks):
+            sender.wake(rank_address(address, pp_rank, number))
+    for rank in pair.p_ranks:
+        assert rank.receive(30.0) == (set(), {})
+    sender.close()
 
 
 def test_no_ticket_comes(pair: Pair) -> None:

@@ -26,6 +26,7 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.observe.stats import Data, merged
 from vllm_ascend_pd.prefill import held_prompts
 from vllm_ascend_pd.transport.side_channel import SideChannelClient
 
@@ -51,7 +52,9 @@ class Prefill(RealScheduler):
         self.client = SideChannelClient()
         self.held = self.scheduler.connector._role.scheduler._held
         self.all_free = self.pool.get_num_free_blocks()
-        self.last = PrefillStep()
+        role = self.scheduler.connector._role
+        self.told: Data = {}  # all that was measured so far
+        self._take, role.take_stats = role.take_stats, self._measure  # vLLM 0.32 asks in every step, 0.23 need not
 
     def ask(self, message: Message) -> Any:
         """What prefill's listener answers."""
@@ -73,7 +76,13 @@ class Prefill(RealScheduler):
         """A step of vLLM: what the ranks are told, and its outputs."""
         said = {"finished_sending": sent} if sent else {}
         output, outputs = self.step(report, **said)
+        self._measure()
         return output.kv_connector_metadata.step, outputs
+
+    def _measure(self) -> Data | None:
+        taken = self._take()
+        self.told = merged(self.told, taken or {})
+        return taken
 
     def answered(self, request_id: str, prompt: list[int] = PROMPT, params: Any = PREFILL_FIRST) -> dict[str, Any]:
         """Computes a prompt in one step, and returns the `kv_transfer_params` of its response."""
@@ -216,10 +225,13 @@ def test_blocks_are_freed_if_no_ticket_comes(prefill: Prefill) -> None:
     transfer_id = prefill.answered("r")["transfer_id"]
     clock.now += held_prompts.HOLD_TIMEOUT_S - 0.1
     assert prefill.run()[0].unsent == set()
+    assert list(prefill.told["gauges"]["held_prompts"].values()) == [1]
     clock.now += 0.1
     step, _ = prefill.run()
     assert (step.unsent, step.awaits_tickets) == ({"r"}, False)
     assert prefill.free == prefill.all_free - 3, "the ranks have not said so"
+    assert prefill.told["counters"] == {"held_prompts_expired": {"": 1}}
+    assert list(prefill.told["gauges"]["held_prompts"].values()) == [0]
     late = ticket_for(PROMPT)
     prefill.offer(transfer_id, late)
     assert prefill.run()[0].tickets == {}
@@ -287,9 +299,13 @@ def test_a_client_that_wants_several_answers(prefill: Prefill) -> None:
     tickets = [ticket_for(PROMPT) for _ in range(3)]
     for ticket in tickets:
         prefill.offer(ids[0], ticket)
+    clock = held_clock(prefill)
     served = prefill.run()[0].tickets
     assert len(served) == 2
     assert {ticket.ticket_id for ticket in served.values()} == {ticket.ticket_id for ticket in tickets[:2]}
+    clock.now += held_prompts.SIBLINGS_S
+    prefill.run()
+    assert refused(prefill, ids[0], tickets[2]) == "the prompt has another ticket"
 
 
 def test_a_list_of_prompts(prefill: Prefill) -> None:
@@ -312,6 +328,17 @@ def test_decode_computes_the_prompt_itself(prefill: Prefill) -> None:
     prefill.offer(transfer_id, late)
     prefill.run()
     assert refused(prefill, transfer_id, late) == "decode computes it"
+
+
+def test_decode_gives_up_before_prefill_knows_the_prompt(prefill: Prefill) -> None:
+    ticket = ticket_for(PROMPT)
+    prefill.offer("xfer-1", ticket)
+    prefill.ask(ReleasePrompt(prefill.engine_id, "xfer-1", "the client left"))
+    prefill.run()
+    assert refused(prefill, "xfer-1", ticket) == "the client left"
+    assert prefill.answered("r", params={**PREFILL_FIRST, "transfer_id": "xfer-1"})["error"] == "the client left"
+    assert prefill.free == prefill.all_free
+    assert prefill.answered("again", params={**PREFILL_FIRST, "transfer_id": "xfer-1"})["transfer_id"] == "xfer-1"
 
 
 def test_the_router_aborts_the_request(scheduled_model: Path) -> None:

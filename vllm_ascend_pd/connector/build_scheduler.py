@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from vllm.config import KVTransferConfig
@@ -108,12 +109,24 @@ def _ticket_listener(setup: EngineSetup, admission: TicketAdmission, keys: Keys 
         return None
     # Left at vLLM's default, the port is decode's on the same host. Answers name the port, so any will do.
     wanted = 0 if setup.vllm_config.kv_transfer_config.kv_port == KVTransferConfig.kv_port else setup.port
+    parallel = setup.vllm_config.parallel_config
+    of_a_stage = parallel.world_size // parallel.pipeline_parallel_size
+    ranks = [(stage, rank) for stage in range(parallel.pipeline_parallel_size) for rank in range(of_a_stage)]
+    make = partial(
+        TicketListener,
+        setup.started_as,
+        setup.host,
+        check=admission.check,
+        keys=keys,
+        configured_id=setup.engine_id,
+        ranks=ranks,
+    )
     try:
-        listener = TicketListener(setup.started_as, setup.host, wanted, admission.check, keys, setup.engine_id)
+        listener = make(wanted)
     except SideChannelError as error:
         if not wanted:
             raise
-        listener = TicketListener(setup.started_as, setup.host, 0, admission.check, keys, setup.engine_id)
+        listener = make(0)
         logger.warning("%s: tickets of routers that ask prefill first are taken at %s", error, listener.endpoint)
     return listener
 

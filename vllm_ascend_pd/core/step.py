@@ -22,6 +22,11 @@ class Send:
     last: bool
 
 
+def rank_address(address: str, pp_rank: int, rank: int) -> str:
+    """Returns where a rank is woken. `address`: the engine's. `rank`: of the pipeline stage."""
+    return f"{address}-{pp_rank}-{rank}"
+
+
 @dataclass
 class PrefillStep:
     """What the scheduler of a prefill engine tells its ranks in one step. Mappings are by request id."""
@@ -40,6 +45,8 @@ class PrefillStep:
     unsent: set[str] = field(default_factory=set)
     # Whether requests have ended whose blocks wait for a ticket.
     awaits_tickets: bool = False
+    # Where a rank is woken when a ticket comes: `rank_address` makes each rank's of it. "": nowhere.
+    wakeup_address: str = ""
     # Whether the model runs in this step.
     computes: bool = True
     # Requests whose blocks change hands in this step.

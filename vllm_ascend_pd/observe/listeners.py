@@ -77,10 +77,17 @@ class PrefillSchedulerStats(PrefillSchedulerObserver):
 
     def __init__(self) -> None:
         self._stats = stats.Stats()
+        self._held = 0
 
     def take(self) -> stats.Data:
         """Returns what was recorded since the last call."""
-        return self._stats.take()
+        return self._stats.take(lambda: {stats.HELD_PROMPTS: self._held})
+
+    def prompts_held(self, count: int) -> None:
+        self._held = count
+
+    def prompt_expired(self, request_id: str) -> None:
+        self._stats.add(stats.HELD_PROMPTS_EXPIRED)
 
     def ticket_refused(self, request_id: str, reason: str) -> None:
         self._stats.add(stats.PUSH_FAILURES, reason=PushFailure.TICKET.value)

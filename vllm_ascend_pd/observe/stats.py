@@ -158,6 +158,14 @@ DECODE_PROMPT_THRESHOLD = Gauge(
     "Decode computes prompts of at most so many tokens, beyond its cache.",
     by_rank=False,
 )
+HELD_PROMPTS = Gauge(
+    "held_prompts",
+    "Prompts that a router asked prefill for first, computed, whose blocks wait for decode's ticket.",
+    by_rank=False,
+)
+HELD_PROMPTS_EXPIRED = Counter(
+    "held_prompts_expired", "Such prompts whose blocks were freed because no ticket came in time."
+)
 
 PREFILL_METRICS: tuple[Metric, ...] = (
     PUSHED_BYTES,
@@ -169,6 +177,8 @@ PREFILL_METRICS: tuple[Metric, ...] = (
     OVERLAP_RATIO,
     WRITE_RETRIES,
     PUSH_FAILURES,
+    HELD_PROMPTS,
+    HELD_PROMPTS_EXPIRED,
     TRANSPORT_INFO,
 )
 DECODE_METRICS: tuple[Metric, ...] = (

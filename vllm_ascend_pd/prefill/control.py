@@ -29,6 +29,7 @@ from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.side_channel import SideChannelClient
+from vllm_ascend_pd.transport.wakeup import WakeupSocket
 
 
 class ControlPlane:
@@ -48,6 +49,8 @@ class ControlPlane:
     ) -> None:
         """Starts the thread."""
         self._running_time = running_time
+        # The model's thread makes it, the control thread reads it. None until the scheduler names an address.
+        self._wakeup: WakeupSocket | None = None
         # Read by the model's thread.
         self.outcomes = Outcomes()
         keys = load_keys(config.side_channel_key_file)
@@ -93,11 +96,23 @@ class ControlPlane:
         """Begins to ask for grants for these transfers. A sender must have been acquired for each ticket."""
         self._client.call(partial(self._open, transfers))
 
+    def wake_at(self, address: str) -> None:
+        """A datagram to `address` wakes whoever waits for an outcome. Only the first address counts."""
+        if self._wakeup is None:
+            self._wakeup = wakeup = WakeupSocket(address)
+            self._client.watch(wakeup.fileno(), partial(self._woken, wakeup))
+
     def close(self, timeout_s: float) -> None:
         self._client.close(timeout_s)
+        if self._wakeup is not None:
+            self._wakeup.close()
         self._peers.close(timeout_s)
 
     # On the control thread.
+
+    def _woken(self, wakeup: WakeupSocket) -> None:
+        wakeup.clear()
+        self.outcomes.wake()
 
     def _open(self, transfers: Sequence[Transfer]) -> None:
         self._transfers.add(transfers)

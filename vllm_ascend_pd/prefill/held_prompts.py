@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.threads import owned
@@ -25,8 +25,18 @@ HOLD_TIMEOUT_S = 480.0
 EARLY_S = 30.0
 """How long a ticket waits for its prompt. Routers that ask both sides at once send both within moments."""
 
+NO_PROMPT = f"no request with the ticket's transfer_id came within {EARLY_S:g} s"
+"""Why a ticket is refused that has waited so long."""
+
 SIBLINGS_S = 2.0
-"""How long a ticket that fits no prompt of its transfer id waits for another. One request may have several prompts."""
+"""How long a ticket waits for another prompt of its transfer id if those that are there have tickets, or do not fit.
+
+One request may have several prompts.
+"""
+
+_HAS_TICKET = "the prompt has another ticket"
+
+_Value = TypeVar("_Value")
 
 MAX_REASONS = 4096
 """How many transfer ids are remembered with the reason why no ticket is taken for them any more."""
@@ -37,9 +47,14 @@ class TicketInbox(Protocol):
 
     host: str
     port: int
+    # Wakes the ranks when a ticket comes, as in `PrefillStep`.
+    wakeup_address: str
 
     def take(self) -> list[OfferTicket | ReleasePrompt]:
         """Returns what has come since the last call."""
+
+    def has_prompt(self, ticket_id: str) -> None:
+        """A request with the ticket's transfer id is there."""
 
     def served(self, ticket_id: str) -> None:
         """The ranks serve the ticket."""
@@ -73,6 +88,8 @@ class _Offer:
     misfit: str | None = None
     # Requests whose prompts do not fit.
     tried: set[str] = field(default_factory=set)
+    # Whether a request with its transfer id was there when it was looked for.
+    has_prompt: bool = False
 
 
 class HeldPrompts:
@@ -102,6 +119,8 @@ class HeldPrompts:
         self._offers: dict[str, _Offer] = {}
         # By transfer id. Oldest first.
         self._reasons: dict[str, str] = {}
+        # Transfer ids that were released before their request came -> (reason, until when it counts). Oldest first.
+        self._released: dict[str, tuple[str, float]] = {}
 
     def __len__(self) -> int:
         """How many prompts have no ticket, computed or not."""
@@ -111,6 +130,11 @@ class HeldPrompts:
     def num_ended(self) -> int:
         """How many requests have ended whose blocks wait for a ticket."""
         return sum(held.deadline is not None for held in self._by_request.values())
+
+    @property
+    def wakeup_address(self) -> str:
+        """As `TicketInbox` has it."""
+        return self._inbox.wakeup_address
 
     def get(self, request_id: str) -> HeldPrompt | None:
         return self._by_request.get(request_id)
@@ -127,6 +151,9 @@ class HeldPrompts:
     def add(self, prompt: ComputedPrompt, transfer_id: str) -> None:
         """A request for a prompt without a ticket has come."""
         held = HeldPrompt(prompt, transfer_id)
+        reason, until = self._released.pop(transfer_id, ("", 0.0))
+        if self._clock() < until:
+            held.given_up = reason
         self._by_request[prompt.request.request_id] = held
         self._prompts.setdefault(transfer_id, []).append(held)
 
@@ -139,10 +166,7 @@ class HeldPrompts:
         if not siblings:
             del self._prompts[held.transfer_id]
         if reason is not None:
-            self._reasons.pop(held.transfer_id, None)
-            self._reasons[held.transfer_id] = reason
-            if len(self._reasons) > MAX_REASONS:
-                del self._reasons[next(iter(self._reasons))]
+            _remember(self._reasons, held.transfer_id, reason)
 
     @owned
     def request_ended(self, request_id: str) -> dict[str, Any]:
@@ -169,12 +193,13 @@ class HeldPrompts:
                 held.given_up = held.given_up or reason
 
     @owned
-    def expired(self) -> list[tuple[str, str]]:
-        """Returns (request id, reason) of ended requests whose blocks need not be held any more."""
+    def ended(self) -> list[tuple[str, str, bool]]:
+        """Returns ended requests whose blocks need not be held any more: (request id, reason, whether decode said
+        so)."""
         now = self._clock()
         late = f"no ticket came within {self._hold_timeout_s:g} s after prefill had computed the prompt"
         return [
-            (request_id, held.given_up or late)
+            (request_id, held.given_up or late, held.given_up is not None)
             for request_id, held in self._by_request.items()
             if held.deadline is not None and (held.given_up is not None or now >= held.deadline)
         ]
@@ -194,6 +219,9 @@ class HeldPrompts:
             if not open_ones:
                 self._without_prompt(offer, prompts)
                 continue
+            if not offer.has_prompt:
+                offer.has_prompt = True
+                self._inbox.has_prompt(ticket_id)
             candidates = [
                 held for held in open_ones if held.prompt.blocks and held.prompt.request.request_id not in offer.tried
             ]
@@ -207,8 +235,9 @@ class HeldPrompts:
     @owned
     def taken(self, ticket_id: str, request_id: str) -> None:
         """The ranks get the ticket for this request's prompt."""
-        del self._offers[ticket_id]
+        offer = self._offers.pop(ticket_id)
         self.remove(request_id)
+        _remember(self._reasons, offer.offer.transfer_id, _HAS_TICKET)
         self._inbox.served(ticket_id)
 
     @owned
@@ -234,15 +263,26 @@ class HeldPrompts:
         transfer_id, ticket_id = offer.offer.transfer_id, offer.offer.ticket.ticket_id
         if given_up:
             self.refuse(ticket_id, str(given_up[0].given_up))
-        elif (reason := offer.misfit or self._reasons.get(transfer_id)) is not None:
-            self.refuse(ticket_id, reason)
-        elif self._clock() >= offer.came_at + EARLY_S:
-            self.refuse(ticket_id, f"no request with the ticket's transfer_id came within {EARLY_S:g} s")
+        else:
+            reason = offer.misfit or self._reasons.get(transfer_id)
+            waits_s = EARLY_S if reason is None else SIBLINGS_S if reason == _HAS_TICKET else 0.0
+            if self._clock() >= offer.came_at + waits_s:
+                self.refuse(ticket_id, reason or NO_PROMPT)
 
     def _release(self, message: ReleasePrompt) -> None:
+        if message.transfer_id not in self._prompts and message.transfer_id not in self._reasons:
+            _remember(self._released, message.transfer_id, (message.reason, self._clock() + EARLY_S))
         for held in self._prompts.get(message.transfer_id, []):
             if held.given_up is None:
                 held.given_up = message.reason
                 return
         for ticket_id in [i for i, each in self._offers.items() if each.offer.transfer_id == message.transfer_id]:
             self.refuse(ticket_id, message.reason)
+
+
+def _remember(table: dict[str, _Value], key: str, value: _Value) -> None:
+    """Adds to a table of bounded size, whose oldest entry comes first."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > MAX_REASONS:
+        del table[next(iter(table))]

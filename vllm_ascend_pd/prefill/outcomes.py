@@ -20,13 +20,19 @@ class Outcome:
 
 
 class Outcomes:
-    """A queue of outcomes. The number of transfers bounds it."""
+    """A queue of outcomes. The number of transfers bounds it, but for one wake-up."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        # None wakes a `take` that waits.
+        self._queue: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
 
     def put(self, outcome: Outcome) -> None:
         self._queue.put(outcome)
+
+    def wake(self) -> None:
+        """Ends a `take` that waits, without an outcome."""
+        if self.is_empty:
+            self._queue.put(None)
 
     @property
     def is_empty(self) -> bool:
@@ -34,7 +40,10 @@ class Outcomes:
         return self._queue.empty()
 
     def take(self, deadline: float) -> Outcome | None:
-        """Returns the next outcome. Waits for it until `deadline` of the monotonic clock; None if there is none."""
+        """Returns the next outcome. Waits for it until `deadline` of the monotonic clock.
+
+        Returns None if there is none, or after `wake`.
+        """
         try:
             return self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:

@@ -209,7 +209,10 @@ class PrefillScheduler:
         if self._held is not None:
             self._take_tickets(step, self._held)
             self._free_expired(step, self._held)
-            step.awaits_tickets = self._held.num_ended > 0
+            num_held = self._held.num_ended
+            self._observer.prompts_held(num_held)
+            step.awaits_tickets = num_held > 0
+            step.wakeup_address = self._held.wakeup_address if step.awaits_tickets else ""
         step.wait_s = self._idle.next(step.computes, news=step.has_news)
         return step
 
@@ -316,11 +319,13 @@ class PrefillScheduler:
                 break
 
     def _free_expired(self, step: PrefillStep, held: HeldPrompts) -> None:
-        for request_id, reason in held.expired():
-            logger.warning("request %s: prefill frees its blocks: %s", request_id, reason)
+        for request_id, reason, expected in held.ended():
+            level = logging.DEBUG if expected else logging.WARNING
+            logger.log(level, "request %s: prefill frees its blocks: %s", request_id, reason)
             held.remove(request_id, reason)
             step.unsent.add(request_id)
-            self._observer.prompt_expired(request_id)
+            if not expected:
+                self._observer.prompt_expired(request_id)
 
     @owned
     def update(self, report: WorkerReport | None, finished_sending: set[str]) -> None:

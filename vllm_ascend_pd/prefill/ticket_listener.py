@@ -5,7 +5,9 @@ The thread answers at once and queues tickets for the scheduler, which posts bac
 """
 
 import queue
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from vllm_ascend_pd.core.protocol import (
@@ -19,10 +21,13 @@ from vllm_ascend_pd.core.protocol import (
     TicketRefused,
     TicketTaken,
 )
+from vllm_ascend_pd.core.step import rank_address
 from vllm_ascend_pd.core.ticket import Ticket, TicketError
+from vllm_ascend_pd.prefill.held_prompts import EARLY_S, NO_PROMPT
 from vllm_ascend_pd.transport.curve import Keys
 from vllm_ascend_pd.transport.side_channel import ClientConnection, SideChannelServer
 from vllm_ascend_pd.transport.socket_limiter import default_limit
+from vllm_ascend_pd.transport.wakeup import WakeupSender, new_address
 
 # Tickets that wait for their prompt or for the scheduler. vLLM itself runs fewer requests at a time.
 _MAX_WAITING = 1024
@@ -38,12 +43,31 @@ _UNREAD_TICKETS = 32
 _MAX_CONNECTIONS = 1024
 
 
+# Seconds between two looks at tickets that wait too long.
+_LOOK_S = 1.0
+# How much longer than the scheduler this thread waits for a ticket's prompt. An idle engine runs no scheduler.
+_GRACE_S = 5.0
+
+
+@dataclass
+class _Waiting:
+    """A ticket that is not served yet."""
+
+    # How many block ids it has.
+    blocks: int
+    # When it came, on the monotonic clock.
+    came_at: float
+    # Whether the scheduler has a request with its transfer id.
+    has_prompt: bool = False
+
+
 class TicketListener:
     """Implements `TicketInbox` with a side channel server.
 
     engine_id: of this start of the engine. Messages for another one are refused.
     configured_id: the engine's id without what is new with each start. Those who do not know the start name it so.
     check: raises TicketError for tickets that must not even wait, such as those without a signature.
+    ranks: (pipeline stage, rank in it) of the engine's ranks, which are woken when something comes.
     """
 
     def __init__(
@@ -54,6 +78,7 @@ class TicketListener:
         check: Callable[[Ticket], None] = lambda ticket: None,
         keys: Keys | None = None,
         configured_id: str | None = None,
+        ranks: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Starts the thread. `port`: 0 picks a free one. Raises SideChannelError if it cannot listen on it."""
         self.host = host
@@ -61,17 +86,21 @@ class TicketListener:
         self._names = {engine_id, configured_id}
         self._check = check
         self._queue: queue.Queue[OfferTicket | ReleasePrompt] = queue.Queue(_MAX_QUEUED)
-        # The thread owns these three. By ticket id.
-        # How many block ids a ticket has that waits.
-        self._waiting: dict[str, int] = {}
+        self.wakeup_address = new_address()
+        self._ranks = [rank_address(self.wakeup_address, *rank) for rank in ranks]
+        # The thread owns all of these. By ticket id.
+        self._waiting: dict[str, _Waiting] = {}
         # Tickets that the ranks serve.
         self._served: set[str] = set()
         # Why a ticket was refused. Oldest first.
         self._refused: dict[str, str] = {}
+        self._wakeup = WakeupSender()
+        self._look_at = 0.0
         self._server = SideChannelServer(
             host,
             port,
             self._handle,
+            self._tick,
             name="pd-tickets",
             keys=keys,
             max_connections=min(_MAX_CONNECTIONS, default_limit()),
@@ -87,6 +116,10 @@ class TicketListener:
         """Returns what has come since the last call."""
         return [self._queue.get_nowait() for _ in range(self._queue.qsize())]
 
+    def has_prompt(self, ticket_id: str) -> None:
+        """A request with the ticket's transfer id is there: the ticket may wait as long as that request."""
+        self._server.call(partial(self._note_prompt, ticket_id))
+
     def served(self, ticket_id: str) -> None:
         """The ranks serve the ticket."""
         self._server.call(partial(self._note_served, ticket_id))
@@ -101,6 +134,7 @@ class TicketListener:
 
     def close(self, timeout_s: float) -> None:
         self._server.close(timeout_s)
+        self._wakeup.close()
 
     # On the listener's thread.
 
@@ -134,11 +168,12 @@ class TicketListener:
         except TicketError as error:
             return TicketRefused(str(error), retry=False)
         blocks = sum(map(len, ticket.remote_block_ids))
-        if len(self._waiting) >= _MAX_WAITING or sum(self._waiting.values()) + blocks > _MAX_WAITING_BLOCKS:
+        waiting = sum(each.blocks for each in self._waiting.values())
+        if len(self._waiting) >= _MAX_WAITING or waiting + blocks > _MAX_WAITING_BLOCKS:
             return TicketRefused("too many tickets wait for their prompts", retry=True)
         if not self._put(offer):
             return TicketRefused("too many messages wait", retry=True)
-        self._waiting[ticket.ticket_id] = blocks
+        self._waiting[ticket.ticket_id] = _Waiting(blocks, time.monotonic())
         return TicketTaken()
 
     def _put(self, message: OfferTicket | ReleasePrompt) -> bool:
@@ -146,7 +181,21 @@ class TicketListener:
             self._queue.put_nowait(message)
         except queue.Full:
             return False
+        for address in self._ranks:
+            self._wakeup.wake(address)
         return True
+
+    def _tick(self, now: float) -> None:
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK_S
+        latest = now - EARLY_S - _GRACE_S
+        for ticket_id in [i for i, each in self._waiting.items() if not each.has_prompt and each.came_at < latest]:
+            self._note_refused(ticket_id, NO_PROMPT)
+
+    def _note_prompt(self, ticket_id: str) -> None:
+        if (waiting := self._waiting.get(ticket_id)) is not None:
+            waiting.has_prompt = True
 
     def _note_served(self, ticket_id: str) -> None:
         self._waiting.pop(ticket_id, None)

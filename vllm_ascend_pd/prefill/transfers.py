@@ -33,6 +33,8 @@ class Transfers:
         self._senders: Counter[Sender] = Counter()
         # Transfers that lacked a grant at the last look.
         self._ungranted: list[Transfer] = []
+        # Whether the scheduler has woken the rank since its last wait: the next one does not wait either.
+        self._woken = False
         # Shared by all transfers: see `LeaseCheck`.
         self._withdrawals = Withdrawals()
         # Request ids whose blocks may be freed.
@@ -105,6 +107,11 @@ class Transfers:
             self._done.add(request_id)
 
     @owned
+    def wake_at(self, address: str) -> None:
+        """Lets the scheduler end a waiting `take_done` by a datagram to `address` (`transport/wakeup.py`)."""
+        self._control.wake_at(address)
+
+    @owned
     def free(self, request_ids: Collection[str]) -> None:
         """vLLM may free the blocks of these requests, which have no transfers."""
         self._done.update(request_ids)
@@ -113,16 +120,17 @@ class Transfers:
     def take_done(self, wait_s: float, awaits_tickets: bool = False) -> set[str]:
         """Returns the requests whose blocks vLLM may free: it is done with them, and no push reads them any more.
 
-        Waits for one at most `wait_s`, if there are transfers or `awaits_tickets`. Raises RuntimeError if a sender has
-        ended by a bug.
+        Waits for one at most `wait_s`, if there are transfers or `awaits_tickets`, or until the scheduler wakes it.
+        Raises RuntimeError if a sender has ended by a bug.
         """
         self._take_outcomes()
         deadline = time.monotonic() + wait_s
-        while wait_s and (self._by_request or awaits_tickets) and not self._done:
+        while wait_s and (self._by_request or awaits_tickets) and not self._done and not self._woken:
             outcome = self._control.outcomes.take(deadline)
             if outcome is None:
                 break
             self._take(outcome)
+        self._woken = False
         done, self._done = self._done, set()
         for sender in self._senders:
             sender.check()
@@ -159,8 +167,11 @@ class Transfers:
     def _take_outcomes(self) -> None:
         """Takes all outcomes that have arrived. Does not wait."""
         outcomes = self._control.outcomes
-        while not outcomes.is_empty and (outcome := outcomes.take(0.0)) is not None:
-            self._take(outcome)
+        while not outcomes.is_empty:
+            if (outcome := outcomes.take(0.0)) is None:
+                self._woken = True
+            else:
+                self._take(outcome)
 
     def _take(self, outcome: Outcome) -> None:
         transfer = outcome.transfer

@@ -10,7 +10,7 @@ from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus, StepPar
 from vllm_ascend_pd.core.plan import Regroup
 from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.running_time import RunningTime
-from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
+from vllm_ascend_pd.core.step import PrefillStep, WorkerReport, rank_address
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
@@ -72,6 +72,8 @@ class PrefillWorker:
             self._observer,
         )
         self._transfers = Transfers(config, loaded, control)
+        # The rank's pipeline stage, and its number there.
+        self._place = (rank_info.pp_rank, rank_info.rank)
         # What is left of this step.
         self._plan = StepPlan()
         # Whether the forward pass of that step has ended.
@@ -89,6 +91,8 @@ class PrefillWorker:
         self._end_open_step()
         self._wait_s = step.wait_s
         self._awaits_tickets = step.awaits_tickets
+        if step.wakeup_address:
+            self._transfers.wake_at(rank_address(step.wakeup_address, *self._place))
         opened = self._transfers.open(step.tickets, step.cached_tokens)
         if self._updates.are_unknown_to(step.weight_updates):
             reason = "prefill's weights were updated, and a part of the prompt was computed before"

@@ -41,6 +41,8 @@ class Loop:
         self._mailbox_out.bind(address)
         self._mailbox_in.connect(address)
         self._poller.register(self._mailbox_out, zmq.POLLIN)
+        # File descriptor -> what to do when it can be read. The thread owns it.
+        self._watched: dict[int, Callable[[], None]] = {}
         self._closing = threading.Event()
         self._tick_at = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -64,6 +66,15 @@ class Loop:
             if not looks:
                 self._wake()
             return True
+
+    def watch(self, fd: int, readable: Callable[[], None]) -> None:
+        """Calls `readable` on the thread whenever `fd`, which is no ZMQ socket, can be read. Any thread may call it."""
+
+        def register() -> None:
+            self._watched[fd] = readable
+            self._poller.register(fd, zmq.POLLIN)
+
+        self.call(register)
 
     def tick_within(self, seconds: float) -> None:
         """Makes the next tick come within `seconds`. Only the thread calls it."""
@@ -100,6 +111,8 @@ class Loop:
                     self._mailbox_out.recv(zmq.DONTWAIT)
         while self._mailbox:
             self._mailbox.popleft()()
+        for fd in self._watched.keys() & ready.keys():
+            self._watched[fd]()
         self._on_ready(ready)
         if (now := time.monotonic()) >= self._tick_at:
             self._tick_at = now + TICK_S

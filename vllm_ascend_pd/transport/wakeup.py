@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets ranks wake decode's scheduler while it sleeps between two steps, by an empty datagram.
+"""How a scheduler and its ranks wake each other: by an empty datagram.
 
-A wakeup is only a hint. If it is missing, the scheduler sleeps to the end: ranks on other hosts or in other network
-namespaces cannot send it. An extra one wakes the scheduler early: any process on the host can send it.
+Ranks wake decode's scheduler, which sleeps between two steps. Prefill's scheduler wakes its ranks, which wait in a step
+that computes nothing.
+
+A wakeup is only a hint. If it is missing, the other sleeps to the end: processes on other hosts or in other network
+namespaces cannot send it. One too many wakes it early: any process on the host can send it.
 """
 
 import contextlib
@@ -13,13 +16,18 @@ import socket
 _MAX_PENDING_WAKEUPS = 1024
 
 
-class WakeupSocket:
-    """The scheduler's end of the wakeup. Only its thread uses it."""
+def new_address() -> str:
+    """Returns an address that nobody guesses: a name in Linux's abstract namespace, which leaves no file."""
+    return f"vllm-ascend-pd-{secrets.token_hex(16)}"
 
-    def __init__(self) -> None:
-        """Raises OSError if the system has no abstract sockets."""
-        # The address that ranks send to: a name in Linux's abstract namespace, which leaves no file.
-        self.address = f"vllm-ascend-pd-{secrets.token_hex(16)}"
+
+class WakeupSocket:
+    """The end of whoever is woken, used by one thread."""
+
+    def __init__(self, address: str | None = None) -> None:
+        """`address`: a new one if None. Raises OSError if the system has no abstract sockets, or the address is
+        taken."""
+        self.address = address or new_address()
         self._socket = _datagrams()
         try:
             self._socket.bind(f"\0{self.address}")
@@ -33,6 +41,9 @@ class WakeupSocket:
         with contextlib.suppress(TimeoutError, BlockingIOError):  # the latter for 0
             self._socket.recv(1)
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def clear(self) -> None:
         """Drops earlier wake-ups."""
         self._socket.settimeout(0.0)
@@ -45,7 +56,7 @@ class WakeupSocket:
 
 
 class WakeupSender:
-    """A rank's end of the wakeup."""
+    """The end of whoever wakes others."""
 
     def __init__(self) -> None:
         self._socket = _datagrams()

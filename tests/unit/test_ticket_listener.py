@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill's listener for tickets: what it answers at once, and what it keeps of strangers' messages."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm_ascend_pd.core.hosts import AnyHost
+from vllm_ascend_pd.core.protocol import (
+    Acknowledged,
+    AskTicket,
+    Describe,
+    OfferTicket,
+    Problem,
+    ReleasePrompt,
+    TicketRefused,
+    TicketTaken,
+)
+from vllm_ascend_pd.core.signing import Secret, signed
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.prefill import ticket_listener
+from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
+from vllm_ascend_pd.prefill.ticket_listener import TicketListener
+from vllm_ascend_pd.transport.side_channel import SideChannelClient
+
+ENGINE = "prefill-0-1"
+
+
+@pytest.fixture
+def listener() -> Iterator[TicketListener]:
+    made = TicketListener(ENGINE, "127.0.0.1", 0)
+    yield made
+    made.close(5.0)
+
+
+@pytest.fixture
+def client() -> Iterator[SideChannelClient]:
+    made = SideChannelClient()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ask(listener: TicketListener, client: SideChannelClient) -> Callable[[Any], Any]:
+    return lambda message: answer_of(listener, client, message)
+
+
+def answer_of(listener: TicketListener, client: SideChannelClient, message: Any) -> Any:
+    answers: list[Any] = []
+    client.request(listener.endpoint, message, 10.0, answers.append)
+    return until(lambda: answers and answers[0])
+
+
+def until(wanted: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 10.0
+    while not (found := wanted()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
+
+
+def ticket(blocks: int = 3) -> Ticket:
+    return Ticket(
+        request_id="d",
+        remote_block_ids=[list(range(1, blocks + 1))],
+        remote_block_size=[16],
+        remote_engine_id="decode-0",
+        remote_host="127.0.0.1",
+        remote_port=5555,
+        remote_tp_size=1,
+        remote_cached_tokens=0,
+        ticket_id=secrets.token_hex(16),
+        num_tokens=16 * blocks,
+    )
+
+
+def offer(of: Ticket) -> OfferTicket:
+    return OfferTicket(ENGINE, "xfer-1", of)
+
+
+def fate(of: Ticket) -> AskTicket:
+    return AskTicket(ENGINE, "xfer-1", of.ticket_id)
+
+
+def test_a_tickets_life(listener, ask):
+    one = ticket()
+    assert ask(fate(one)) == TicketRefused("the ticket is not known here", retry=True)
+    assert [ask(offer(one)) for _ in range(2)] == [TicketTaken(), TicketTaken()]
+    assert listener.take() == [offer(one)], "it is handed to the scheduler once"
+    listener.served(one.ticket_id)
+    assert [ask(offer(one)), ask(fate(one))] == [TicketTaken(), TicketTaken()]
+    listener.ended(one.ticket_id)
+    assert ask(fate(one)).retry
+    listener.refused(one.ticket_id, "it is for another prompt")
+    assert ask(fate(one)) == ask(offer(one)) == TicketRefused("it is for another prompt", retry=False)
+    assert listener.take() == []
+
+
+def test_a_release(listener, ask):
+    release = ReleasePrompt(ENGINE, "xfer-1", "the client left")
+    assert ask(release) == Acknowledged()
+    assert listener.take() == [release]
+    other = msgspec.structs.replace(release, engine_id="prefill-0-0")
+    assert ask(other) == Problem(f"engine prefill-0-0 is not here; this is {ENGINE}")
+    assert listener.take() == []
+
+
+def test_another_start_of_the_engine(listener, ask):
+    for message in (offer(ticket()), fate(ticket())):
+        answer = ask(msgspec.structs.replace(message, engine_id="prefill-0-0"))
+        assert answer == TicketRefused(f"engine prefill-0-0 is not here; this is {ENGINE}", retry=False)
+    assert listener.take() == []
+
+
+def test_other_messages(ask):
+    assert ask(Describe("decode-0")) == Problem("this port takes tickets, not Describe")
+
+
+def test_an_unusable_ticket_id(listener, ask):
+    assert not ask(offer(msgspec.structs.replace(ticket(), ticket_id="x" * 100_000))).retry
+    assert listener.take() == []
+
+
+def test_unsigned_tickets_do_not_even_wait(client):
+    secret = Secret(b"s" * 32)
+    listener = TicketListener(ENGINE, "127.0.0.1", 0, TicketAdmission(AnyHost(), secret).check)
+    try:
+        answer = answer_of(listener, client, offer(ticket()))
+        assert not answer.retry
+        assert "not signed" in answer.reason
+        assert listener.take() == []
+        good = signed(ticket(), secret, 1 << 40)
+        assert answer_of(listener, client, offer(good)) == TicketTaken()
+    finally:
+        listener.close(5.0)
+
+
+def test_only_so_many_tickets_wait(listener, ask, monkeypatch):
+    monkeypatch.setattr(ticket_listener, "_MAX_WAITING", 2)
+    tickets = [ticket() for _ in range(3)]
+    assert [ask(offer(each)) for each in tickets[:2]] == [TicketTaken()] * 2
+    assert ask(offer(tickets[2])).retry
+    listener.served(tickets[0].ticket_id)
+    assert ask(offer(tickets[2])) == TicketTaken()
+
+
+def test_only_so_many_blocks_wait(ask, monkeypatch):
+    monkeypatch.setattr(ticket_listener, "_MAX_WAITING_BLOCKS", 10)
+    assert ask(offer(ticket(8))) == TicketTaken()
+    assert ask(offer(ticket(3))).retry
+    assert ask(offer(ticket(2))) == TicketTaken()
+
+
+def test_a_scheduler_that_takes_nothing(listener, ask, monkeypatch):
+    listener._queue.maxsize = 1
+    assert ask(offer(ticket())) == TicketTaken()
+    assert ask(offer(ticket())).retry
+    assert ask(ReleasePrompt(ENGINE, "xfer-1", "")) == Problem("too many messages wait")
+
+
+def test_reasons_of_only_so_many_tickets_are_kept(listener, ask, monkeypatch):
+    monkeypatch.setattr(ticket_listener, "_MAX_REFUSED", 1)
+    first, second = ticket(), ticket()
+    for each in (first, second):
+        listener.refused(each.ticket_id, "no")
+    assert [ask(fate(each)).reason for each in (first, second)] == ["the ticket is not known here", "no"]
+
+
+def test_an_idle_engine_refuses_tickets_without_a_prompt(listener, ask, monkeypatch):
+    """Its scheduler does not run, and so cannot."""
+    lost, waits = ticket(), ticket()
+    for each in (lost, waits):
+        assert ask(offer(each)) == TicketTaken()
+    listener.has_prompt(waits.ticket_id)
+    monkeypatch.setattr(ticket_listener, "EARLY_S", -10.0)
+    answer = until(lambda: isinstance(found := ask(fate(lost)), TicketRefused) and found)
+    assert answer == TicketRefused(ticket_listener.NO_PROMPT, retry=False)
+    assert ask(fate(waits)) == TicketTaken()
+
+
+def test_the_ticket_of_a_long_prompt(listener, ask):
+    long = ticket(62_500)
+    assert ask(offer(long)) == TicketTaken()
+    assert listener.take() == [offer(long)]
