@@ -164,7 +164,8 @@ class DecodeScheduler:
         if earlier is not None and (num_external_tokens == 0 or not earlier.ranks_ended):
             self._correct_cached_tokens(request, earlier)
             if earlier.started or earlier.failure is not None:
-                self._placed.decode_computes(request, Reason.PREEMPTED if earlier.started else Reason.KV_LOST)
+                again = Reason.PREEMPTED if earlier.started else Reason.KV_LOST
+                self._placed.decode_computes(request, None if self._placement.computes_no_prompt else again)
             earlier.started = True
             return
         if num_external_tokens == 0:
