@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill engine's scheduler whose prompts a router asks for first, and a decode engine that offers tickets to it."""
+
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from vllm.v1.request import Request
+
+from harness.engines import Role
+from harness.real_scheduler import BLOCK, RealScheduler
+from vllm_ascend_pd.connector.prompts import Prompts
+from vllm_ascend_pd.core.protocol import AskTicket, Message, OfferTicket
+from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.observe.stats import Data, merged
+from vllm_ascend_pd.transport.side_channel import SideChannelClient
+
+PREFILL_FIRST = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""As vLLM's NixlConnector has it, and its routers send it."""
+
+PROMPT = list(range(100, 140))
+OTHER = list(range(200, 240))
+
+
+class Prefill(RealScheduler):
+    """A prefill engine's scheduler, and a decode engine that offers tickets to it."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        super().__init__(Role.PREFILL, model, **options)
+        self.client = SideChannelClient()
+        self.held = self.scheduler.connector._role.scheduler._held
+        self.all_free = self.pool.get_num_free_blocks()
+        role = self.scheduler.connector._role
+        self.told: Data = {}  # all that was measured so far
+        self._take, role.take_stats = role.take_stats, self._measure  # vLLM 0.32 asks in every step, 0.23 need not
+
+    def ask(self, message: Message) -> Any:
+        """What prefill's listener answers."""
+        answers: list[Any] = []
+        self.client.request(f"tcp://{self.held._inbox.host}:{self.held._inbox.port}", message, 10.0, answers.append)
+        return until(lambda: answers and answers[0])
+
+    def offer(self, transfer_id: str, ticket: Ticket, engine_id: str | None = None) -> Any:
+        return self.ask(OfferTicket(engine_id or self.engine_id, transfer_id, ticket))
+
+    def fate(self, transfer_id: str, ticket: Ticket) -> Any:
+        return self.ask(AskTicket(self.engine_id, transfer_id, ticket.ticket_id))
+
+    @property
+    def engine_id(self) -> str:
+        return self.held._engine_id
+
+    def run(self, report: WorkerReport | None = None, sent: set[str] = frozenset()) -> tuple[PrefillStep, list[Any]]:
+        """A step of vLLM: what the ranks are told, and its outputs."""
+        said = {"finished_sending": sent} if sent else {}
+        output, outputs = self.step(report, **said)
+        self._measure()
+        return output.kv_connector_metadata.step, outputs
+
+    def _measure(self) -> Data | None:
+        taken = self._take()
+        self.told = merged(self.told, taken or {})
+        return taken
+
+    def answered(self, request_id: str, prompt: list[int] = PROMPT, params: Any = PREFILL_FIRST) -> dict[str, Any]:
+        """Computes a prompt in one step, and returns the `kv_transfer_params` of its response."""
+        self.add(request_id, prompt, params)
+        _, [output] = self.run()
+        assert output.finished
+        return output.kv_transfer_params
+
+    @property
+    def free(self) -> int:
+        return self.pool.get_num_free_blocks()
+
+    def close(self) -> None:
+        self.client.close()
+        super().close()
+
+
+def until(wanted: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 10.0
+    while not (found := wanted()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
+
+
+def ticket_for(prompt: list[int], groups: int = 1, **changes: Any) -> Ticket:
+    """Decode's ticket for this prompt, for blocks of the same length as prefill's."""
+    ticket_id = secrets.token_hex(16)
+    num_tokens = changes.get("num_tokens", len(prompt))
+    request = Request("d", prompt, sampling_params(), None)
+    made = Ticket(
+        request_id="d",
+        remote_block_ids=[[100 + n for n in range(-(-num_tokens // BLOCK))] for _ in range(groups)],
+        remote_block_size=[BLOCK] * groups,
+        remote_engine_id="decode-0",
+        remote_host="127.0.0.1",
+        remote_port=5555,
+        remote_tp_size=1,
+        remote_cached_tokens=0,
+        ticket_id=ticket_id,
+        num_tokens=num_tokens,
+        prompt=Prompts().digest(request, num_tokens, ticket_id),
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def sampling_params() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=1)
