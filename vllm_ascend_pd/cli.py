@@ -145,6 +145,14 @@ def proxy(
         typer.Option(help="Maximum seconds in a queue. Then the request gets status 429, unless prefill has begun."),
     ] = 1800.0,
     max_body_mib: Annotated[int, typer.Option(help="Maximum size of a request body in MiB.")] = 64,
+    media_hosts: Annotated[
+        str,
+        typer.Option(
+            help="Hosts whose images, sounds and videos the proxy fetches, once for both engines, as a JSON list. "
+            '"*" means all.'
+        ),
+    ] = "[]",
+    media_timeout: Annotated[float, typer.Option(help="Maximum seconds to fetch one image, sound or video.")] = 30.0,
     allowed_origins: Annotated[str, typer.Option(help="Allowed CORS origins as a JSON list, as in vLLM.")] = "[]",
     allowed_methods: Annotated[str, typer.Option(help="Allowed CORS methods as a JSON list, as in vLLM.")] = '["*"]',
     allowed_headers: Annotated[str, typer.Option(help="Allowed CORS headers as a JSON list, as in vLLM.")] = '["*"]',
@@ -216,6 +224,8 @@ def proxy(
                 queue_per_engine=queue_per_engine,
                 queue_timeout=queue_timeout,
                 max_body_bytes=max_body_mib * MIB,
+                media_hosts=names("media-hosts", media_hosts),
+                media_timeout=media_timeout,
                 allowed_origins=names("allowed-origins", allowed_origins),
                 allowed_methods=names("allowed-methods", allowed_methods),
                 allowed_headers=names("allowed-headers", allowed_headers),

@@ -89,6 +89,11 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     request's prefills after its first one."""
     max_body_bytes: int = 64 * MIB
     """The largest client request. Images are part of it."""
+    media_hosts: tuple[str, ...] = ()
+    """Hosts whose images, sounds and videos the proxy fetches once for both engines; `*`: all. Media of other hosts are
+    fetched by each engine itself."""
+    media_timeout: float = 30.0
+    """For one image, sound or video."""
     max_ticket_bytes: int = 16 * MIB
     """The largest ticket. Token ids take about 7 bytes each; block ids take 8 bytes per 128 tokens and cache group. A
     ticket of 1 Mi tokens takes 7 MiB until its prefill ends."""
@@ -153,6 +158,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
             "max_per_decode",
             "queue_timeout",
             "max_body_bytes",
+            "media_timeout",
             "max_ticket_bytes",
         ):
             value = getattr(self, name)

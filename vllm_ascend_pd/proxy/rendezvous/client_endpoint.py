@@ -12,9 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_ascend_pd.proxy.http.bodies import parse_client_request
 from vllm_ascend_pd.proxy.http.client_json import ForDecodeAlone, read_fields
-from vllm_ascend_pd.proxy.http.endpoints import Endpoint, error_event
+from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, error_event
 from vllm_ascend_pd.proxy.http.errors import RequestRefused
 from vllm_ascend_pd.proxy.http.headers import who_computes
+from vllm_ascend_pd.proxy.http.media_fetcher import MediaFetcher
 from vllm_ascend_pd.proxy.http.reply import Reply
 from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all, when_disconnected
 from vllm_ascend_pd.proxy.rendezvous.decode_requests import DecodeRequests, ForwardedRequest
@@ -39,6 +40,7 @@ class ClientEndpoint:
         *,
         request_table: RequestTable,
         decode_requests: DecodeRequests,
+        media: MediaFetcher,
         observer: Observer,
         max_body_bytes: int,
         read_timeout: float,
@@ -49,6 +51,7 @@ class ClientEndpoint:
             endpoint: what the route's requests look like; None if decode answers them without prefill.
             request_table: of all endpoints together.
             decode_requests: sends requests to decode engines.
+            media: fetches images, sounds and videos of prompts.
             observer: receives reports about each request.
             max_body_bytes: limit of a client's body.
             read_timeout: seconds for a client to send its body, and for each write that it must accept.
@@ -57,6 +60,7 @@ class ClientEndpoint:
         self._endpoint = endpoint
         self._request_table = request_table
         self._decode_requests = decode_requests
+        self._media = media
         self._observer = observer
         self._max_body_bytes = max_body_bytes
         self._read_timeout = read_timeout
@@ -92,7 +96,6 @@ class ClientEndpoint:
         try:
             wanted = None if self._endpoint is None else who_computes(headers)
             body = await self._read_body(request)
-            content = self._parse(proxied, body)
         except ClientDisconnect:
             return
         except RequestRefused as refused:
@@ -105,9 +108,14 @@ class ClientEndpoint:
             log.info("request %s: the client left: ending its requests to engines", proxied.request_id)
             proxied.end(None)
 
-        forwarded = ForwardedRequest(request.method, self._path, self._endpoint, headers, content, wanted)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(when_disconnected, request.receive, client_left)
+            try:
+                content = await self._parse(proxied, body)
+            except RequestRefused as refused:
+                proxied.end(refused.response())
+                return
+            forwarded = ForwardedRequest(request.method, self._path, self._endpoint, headers, content, wanted)
             await self._decode_requests.run(proxied, forwarded, reply)
             tasks.cancel_scope.cancel()
 
@@ -126,14 +134,17 @@ class ClientEndpoint:
         except TimeoutError:
             raise RequestRefused(HTTPStatus.REQUEST_TIMEOUT, "the request body did not arrive") from None
 
-    def _parse(self, proxied: ProxiedRequest, body: bytes | None) -> bytes:
-        """Sets `proxied.request` if the body has prompts for prefill. Returns the body for decode otherwise."""
+    async def _parse(self, proxied: ProxiedRequest, body: bytes | None) -> bytes:
+        """Sets `proxied.request` if the body has prompts for prefill. Returns the body for decode otherwise.
+
+        Raises RequestRefused."""
         if body is None:
             return b""
         try:
             if self._endpoint is None:
                 read_fields(body)
                 return body
+            body = await self._media.fetch_into(body, REQUEST_FORMATS[self._endpoint].text)
             proxied.request = parse_client_request(self._endpoint, body)
         except ForDecodeAlone as alone:
             return alone.body
