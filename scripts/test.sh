@@ -190,7 +190,8 @@ case $mode in
     PYTHONPATH="$VENV/vllm-0.23${PYTHONPATH:+:$PYTHONPATH}" \
       tests "tests that touch vLLM, with vLLM 0.23.0" tests/unit/test_{decode_scheduler,decode_scheduler_failures}.py \
         tests/unit/test_{prefill_scheduler,prefill_scheduler_preemption,prefill_scheduler_finish,transfer_span,windows}.py \
-        tests/integration/test_{connector,context_parallelism,failed_forward,multi_connector,aggregation,engine_metrics}.py
+        tests/unit/test_{held_prompts,placed_by_scheduler,cached_tokens}.py \
+        tests/integration/test_{decode_prefill_only,connector,context_parallelism,failed_forward,multi_connector,aggregation,engine_metrics}.py
     if [[ $mode == all ]]; then
       tests "end-to-end tests" tests/e2e -m "not long"
       tests "faults, short form" tests/faults -m "not long"
