@@ -13,6 +13,7 @@ import typer
 
 from vllm_ascend_pd.tools.command_line import USAGE_ERROR, run_app
 from vllm_ascend_pd.tools.doctor.cli import doctor
+from vllm_ascend_pd.tools.migrate.cli import migrate
 from vllm_ascend_pd.tools.plan.cli import plan
 from vllm_ascend_pd.tools.timeline.cli import timeline
 
@@ -245,7 +246,7 @@ def proxy(
             raise typer.Exit(1)
 
 
-for _command in (plan, doctor, timeline):
+for _command in (plan, doctor, migrate, timeline):
     app.command()(_command)
 
 

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launch commands that vllm-ascend's guides publish: as scripts, and what `vllm-ascend-pd migrate` makes of them.
+
+`python tests/harness/recipes.py` writes docs/recipes.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vllm_ascend_pd.tools.migrate.changes import ChangeKind, EngineMigration
+from vllm_ascend_pd.tools.migrate.command import migrate_commands
+from vllm_ascend_pd.tools.migrate.script import serve_commands
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DATA = REPOSITORY / "tests/unit/data/recipes"
+PAGE = REPOSITORY / "docs/recipes.md"
+
+# By the name of the served model, the first that fits: its architecture in models.json.
+_ARCHITECTURES = {
+    r"w8a8c8_attn": "deepseek-v3-c8",
+    r"V4": "deepseek-v4",
+    r"V3\.2": "deepseek-v3.2",
+    r"(?i)deepseek": "deepseek-v3",
+    r"GLM-?5": "glm-5",
+    r"GLM-4": "glm-4.7",
+    r"Kimi-K2": "kimi-k2",
+    r"KIMI_K3": "kimi-k3",
+    r"MiniMax": "minimax-m2",
+    r"Qwen3-VL": "qwen3-vl-moe",
+    r"Qwen3-235B": "qwen3-moe",
+    r"Qwen3\.5-27B": "qwen3.5",
+    r"Qwen3\.5-397B": "qwen3.5-moe",
+    r"Qwen2\.5-VL": "qwen2.5-vl",
+    r"Qwen3-0\.6B": "qwen3",
+    r"": "qwen2",
+}
+# The scripts' arguments and variables, where the old connector's configuration does not say them.
+_SET = {"KV_PORT": "30000", "mooncake_port": "20001", "ENGINE_ID": "1"}
+_PORTS = {"3": "dp", "4": "0", "7": "tp", "dp_size": "dp", "dp_rank": "0", "tp_size": "tp"}
+# vllm-ascend's int8 caches of MLA: the key of the checkpoint's description.
+_INT8 = {"deepseek-v3-c8": {"fa_quant_type": "FAKQuant"}}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One published command. `number`: its place in recipes.json, from 1."""
+
+    number: int
+    data: dict[str, Any]
+
+    @property
+    def guide(self) -> str:
+        return str(self.data["guide"])
+
+    @property
+    def connector(self) -> str:
+        return ", ".join(name for name in self.migrated.was)
+
+    @property
+    def side(self) -> str:
+        """What the guide counts it as. Engines that also use a pool have several roles."""
+        role = self.data["role"][0]
+        return {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role, "both")
+
+    @property
+    def architecture(self) -> str:
+        name = self.data["model"]
+        return next(kind for pattern, kind in _ARCHITECTURES.items() if re.search(pattern, name))
+
+    @property
+    def model(self) -> str:
+        return Path(self.data["model"].strip("/<>").replace("Eco-Tech/", "")).name
+
+    @property
+    def _old(self) -> str:
+        old = self.data["kv_transfer_config"]
+        return old if isinstance(old, str) else json.dumps(old)
+
+    def script(self) -> str:
+        """The command as a launch script: an option per line, as in the guides."""
+        words = [shlex.quote(self.data["model"])]
+        for name, value in self.data["args"].items():
+            if value is True:
+                words.append(f"--{name}")
+            else:
+                text = json.dumps(value) if isinstance(value, dict) else str(value)
+                words.append(f"--{name} {text if text.startswith('$') else shlex.quote(text)}")
+        words.append(f"--kv-transfer-config '{self._old}'")
+        # Only names are known. All that this package reads switch something on.
+        exports = [f"export {name}=1\n" for name in self.data["env"] if name.startswith("VLLM_ASCEND_ENABLE_")]
+        return "".join(exports) + f"vllm serve {' '.join(words[:1])} \\\n  " + " \\\n  ".join(words[1:]) + "\n"
+
+    def values(self) -> dict[str, str]:
+        """What the guide's launcher passes to the script."""
+        own = re.search(rf'"{self.side}": *{{([^}}]*)}}', self._old)
+        sizes = {"tp": "8", "dp": "1", **dict(re.findall(r'"(dp|tp)_size": *(\d+)', own[1] if own else ""))}
+        return {**_SET, **{name: sizes.get(value, value) for name, value in _PORTS.items()}}
+
+    def filled_script(self) -> str:
+        values = self.values()
+        return re.sub(r"\$(\w+)", lambda match: values.get(match[1], match[0]), self.script())
+
+    @cached_property
+    def migrated(self) -> EngineMigration:
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(self.architecture, Path(folder))
+            [command] = serve_commands(self.filled_script())
+            return migrate_commands([command], folder, None).engines[0]
+
+    @property
+    def verdict(self) -> str:
+        if self.migrated.stops:
+            return "refused"
+        return "works with the printed change" if self.changed else "works"
+
+    @property
+    def changed(self) -> list[str]:
+        """What changes beside the connector's entry."""
+        entry = ("kv_port", "metaserver_allowlist", "--kv-transfer-config", "connectors", *self.migrated.was)
+        kept = (ChangeKind.CHANGED, ChangeKind.MEANING)
+        return [f"{c.subject}: {c.why}" for c in self.migrated.changes if c.kind in kept and c.subject not in entry]
+
+
+def recipes() -> list[Recipe]:
+    read = json.loads((DATA / "recipes.json").read_text(encoding="utf-8"))
+    return [Recipe(number, data) for number, data in enumerate(read, 1)]
+
+
+def make_model(architecture: str, folder: Path) -> None:
+    """Writes a model's configuration, without weights."""
+    config = json.loads((DATA / "models.json").read_text(encoding="utf-8"))[architecture]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if architecture in _INT8:
+        (folder / "quant_model_description.json").write_text(json.dumps(_INT8[architecture]), encoding="utf-8")
+
+
+def page() -> str:
+    every = recipes()
+    pairs = [recipe for recipe in every if recipe.side != "both"]
+    counts = {verdict: sum(r.verdict == verdict for r in pairs) for verdict in _VERDICTS}
+    counted = ", ".join(f"{verdict}: {count}" for verdict, count in counts.items())
+    table, notes = _rows(every)
+    return (
+        f"{_HEAD}\nOf {len(pairs)} prefill and decode engines: {counted}. The other {len(every) - len(pairs)} commands "
+        f"use pools or offloading.\n\n{table}\n## Changes and reasons\n\n{notes}"
+    )
+
+
+_VERDICTS = ("works", "works with the printed change", "refused")
+_HEAD = """\
+# The guides' recipes
+
+vllm-ascend 0.23.0.post1's guides publish 89 launch commands with a KV role. This page says what becomes of each with
+[`vllm-ascend-pd migrate`](migrating.md). `tests/harness/recipes.py` makes the page, and a
+[test](../tests/unit/test_recipes.py) checks it. Nothing here has run on Ascend hardware.
+
+- "Works": only `--kv-transfer-config` changes.
+- "Works with the printed change": `migrate` changes other options, too.
+- "Refused": `migrate` says what stops it, and its exit code is 1.
+"""
+
+
+def _rows(every: list[Recipe]) -> tuple[str, str]:
+    texts: list[str] = []
+    lines = ["| | guide | side | model | connector | result | |", "|---|---|---|---|---|---|---|"]
+    for recipe in every:
+        said = [f"{c.subject}: {c.why}" for c in recipe.migrated.stops] or recipe.changed
+        for text in said:
+            if text not in texts:
+                texts.append(text)
+        numbers = " ".join(f"[{texts.index(text) + 1}]" for text in said)
+        cells = (recipe.number, Path(recipe.guide).stem, recipe.side, recipe.model, recipe.connector, recipe.verdict)
+        lines.append(f"| {' | '.join(map(str, cells))} | {numbers} |")
+    return "\n".join(lines) + "\n", "".join(f"{number}. {text}\n" for number, text in enumerate(texts, 1))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    sys.stdout.write(f"{PAGE}\n")

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-ascend-pd migrate`, from scripts as people write them."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.recipes import make_model
+from vllm_ascend_pd.tools.migrate.changes import ChangeKind, Migration
+from vllm_ascend_pd.tools.migrate.command import migrate_commands, read_input, result_text, with_values
+from vllm_ascend_pd.tools.migrate.script import MigrateError, serve_commands
+
+OLD = {
+    "kv_connector": "MooncakeConnectorV1",
+    "kv_role": "kv_consumer",
+    "kv_port": "36200",
+    "engine_id": "1",
+    "kv_connector_extra_config": {
+        "use_ascend_direct": True,
+        "prefill": {"dp_size": 2, "tp_size": 8},
+        "decode": {"dp_size": 4, "tp_size": 4},
+    },
+}
+
+SCRIPT = """\
+#!/bin/bash
+# A comment that isn't closed by a quote.
+nic_name="eth0"
+local_ip=$(hostname -I | awk '{print $1}')
+export HCCL_IF_IP=$local_ip   # the NIC's
+export VLLM_USE_V1=1 VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=480
+export VLLM_ASCEND_ENABLE_MLAPO=1
+if [ $# -ne 2 ]; then echo "2 arguments"; exit 1; fi
+MODEL=/models/DeepSeek-R1
+nohup vllm serve "$MODEL" \\
+    --host 0.0.0.0 --port ${1:-8200} \\
+    --tensor-parallel-size=$2 \\
+    --max_num_batched_tokens 256 --quantization ascend \\
+    --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}' \\
+    --additional-config '{"recompute_scheduler_enable": true}' \\
+    --kv-transfer-config \\
+    '{"kv_connector": "MooncakeConnectorV1",
+      "kv_role": "kv_consumer",
+      "kv_port": "36200",
+      "kv_connector_extra_config": {
+        "prefill": {"dp_size": 2, "tp_size": 8},
+        "decode": {"dp_size": 4, "tp_size": 4}
+      }
+    }' > decode.log 2>&1 &
+"""
+
+
+def migrated(
+    text: str, *others: str, model: Path | None = None, arguments: tuple[str, ...] = (), proxy: str | None = None
+) -> Migration:
+    commands = [command for each in (text, *others) for command in serve_commands(each, arguments)]
+    return migrate_commands(commands, None if model is None else str(model), proxy)
+
+
+def serve(options: str = "", **changes: Any) -> str:
+    return f"vllm serve m {options} --kv-transfer-config {shlex.quote(json.dumps({**OLD, **changes}))}"
+
+
+def said(result: Migration) -> dict[str, ChangeKind]:
+    return {change.subject: change.kind for change in result.engines[0].changes}
+
+
+@pytest.fixture
+def mla(tmp_path: Path) -> Path:
+    make_model("deepseek-v3", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Path:
+    make_model("qwen3-moe", tmp_path)
+    return tmp_path
+
+
+def test_a_script_with_quotes_comments_exports_and_continuations(mla: Path) -> None:
+    result = migrated(SCRIPT, model=mla, arguments=("8201", "4"), proxy="http://192.0.2.1:8000")
+    assert result.ok
+    [engine] = result.engines
+    assert (
+        engine.kv_transfer_config
+        == {
+            "kv_connector": "LayerwisePushConnector",
+            "kv_role": "kv_consumer",
+            "kv_port": 36200,
+            "kv_connector_extra_config": {"metaserver_allowlist": ["http://192.0.2.1:8000"]},
+        }
+        or engine.kv_transfer_config["kv_connector_extra_config"].get("who_computes") == "never"
+    )
+    assert engine.command[0] == ["vllm", "serve", "/models/DeepSeek-R1"]
+    assert ["--port", "8201"] in engine.command
+    assert ["--tensor-parallel-size", "4"] in engine.command
+    assert ["--max-num-batched-tokens", "256"] in engine.command
+    assert "decode.log" not in json.dumps(engine.command)
+    assert set(engine.environment) == {"HCCL_IF_IP", "VLLM_ASCEND_ENABLE_MLAPO"}
+    assert result.proxy[-2:] == ["--decode", "http://HOST:8201"]
+    # What it prints is a command again, and one that is left as it is.
+    printed = result_text(result, as_json=False)
+    again = printed[printed.index("vllm serve") : printed.index("== proxy ==")]
+    [back] = serve_commands(again)
+    assert json.loads(back.words[-1]) == engine.kv_transfer_config
+
+
+def test_arguments_that_a_script_leaves_open(mla: Path) -> None:
+    result = migrated(SCRIPT, model=mla)
+    assert not result.ok
+    assert [change.subject for change in result.engines[0].stops] == ["--tensor-parallel-size"]
+    assert "--set 2=..." in result.engines[0].stops[0].why
+    [command] = serve_commands(SCRIPT)
+    filled = migrate_commands([with_values(command, {"2": "4"})], str(mla), None)
+    assert filled.ok
+
+
+@pytest.mark.parametrize("name", ["MooncakeLayerwiseConnector", "MooncakeConnectorV1", "MooncakeConnector"])
+def test_every_connector_that_is_replaced(name: str, qwen: Path) -> None:
+    result = migrated(serve(kv_connector=name), model=qwen)
+    assert result.ok
+    assert result.engines[0].was == (name,)
+    kinds = said(result)
+    assert kinds["use_ascend_direct"] is kinds["engine_id"] is kinds["prefill"] is ChangeKind.LEFT_OUT
+    assert kinds[name] is kinds["kv_port"] is ChangeKind.MEANING
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer"])
+def test_a_pool_beside_it_comes_second_on_decode(role: str, qwen: Path) -> None:
+    pool = {
+        "kv_connector": "AscendStoreConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"backend": "mooncake"},
+    }
+    listed = {"connectors": [pool, {**OLD, "kv_role": role}]}
+    config = {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": listed}
+    result = migrated(f"vllm serve m --kv-transfer-config {shlex.quote(json.dumps(config))}", model=qwen)
+    entries = result.engines[0].kv_transfer_config["kv_connector_extra_config"]["connectors"]
+    names = [entry["kv_connector"] for entry in entries]
+    ordered = ["LayerwisePushConnector", "AscendStoreConnector"]
+    assert names == (ordered if role == "kv_consumer" else ordered[::-1])
+    assert pool in entries
+
+
+def test_what_has_no_counterpart_is_named(qwen: Path) -> None:
+    result = migrated(serve(kv_connector="UCMConnector", kv_role="kv_both"), model=qwen)
+    assert not result.ok
+    assert [change.subject for change in result.engines[0].stops] == ["UCMConnector (a KV pool)"]
+    assert result.engines[0].command == []
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--enable-sleep-mode", "--enable-sleep-mode"),
+        ("--additional-config '{\"enable_kv_nz\": true}'", "enable_kv_nz"),
+        ("--prefill-context-parallel-size 2", "prefill_context_parallel_size"),
+        ("--kv-cache-dtype fp8 --calculate-kv-scales", "--calculate-kv-scales"),
+    ],
+)
+def test_the_connector_s_refusals_stop_it(options: str, named: str, qwen: Path) -> None:
+    result = migrated(serve(options), model=qwen)
+    assert not result.ok
+    assert named in result.engines[0].stops[0].why
+
+
+def test_full_graphs_with_context_parallelism_on_decode(qwen: Path) -> None:
+    options = '-dcp 2 -O \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\''
+    result = migrated(serve(options), model=qwen)
+    assert result.ok
+    assert said(result).get("cudagraph_mode", said(result).get("who_computes")) is ChangeKind.CHANGED
+
+
+def test_a_model_that_cannot_be_read_stops_it(tmp_path: Path) -> None:
+    result = migrated(serve(), model=tmp_path)
+    assert not result.ok
+    assert "give --model" in result.engines[0].stops[0].why
+
+
+def test_int8_caches_of_the_latent_stop_it(tmp_path: Path) -> None:
+    make_model("deepseek-v3-c8", tmp_path)
+    assert [change.subject for change in migrated(serve(), model=tmp_path).engines[0].stops] == ["int8 caches"]
+
+
+def test_a_pair_that_fits(qwen: Path) -> None:
+    prefill = serve("-tp 8 --port 8100", kv_role="kv_producer")
+    result = migrated(prefill, serve("-tp 4 -dp 4 --port 8200"), model=qwen)
+    assert result.ok
+    assert not result.pair
+    assert result.proxy == ["vllm-ascend-pd", "proxy", "--prefill", "http://HOST:8100", "--decode", "http://HOST:8200"]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "subject"),
+    [
+        ("-tp 8 --kv-cache-dtype fp8", "-tp 4", "--kv-cache-dtype"),
+        ("-tp 7", "-tp 4", "parallel sizes"),
+        ("-tp 8 -q ascend", "-tp 4", "--quantization"),
+    ],
+)
+def test_a_pair_that_does_not_fit(prefill: str, decode: str, subject: str, qwen: Path) -> None:
+    result = migrated(serve(prefill, kv_role="kv_producer"), serve(decode), model=qwen)
+    assert not result.ok
+    assert subject in [change.subject for change in result.pair if change.kind is ChangeKind.STOPS]
+
+
+def test_two_engines_of_one_side_are_no_pair(qwen: Path) -> None:
+    assert [change.subject for change in migrated(serve(), serve(), model=qwen).pair] == ["kv_role"]
+
+
+def test_sizes_that_the_old_configuration_has_otherwise(qwen: Path) -> None:
+    result = migrated(serve("-tp 2", kv_role="kv_producer"), serve("-tp 4"), model=qwen)
+    assert result.ok
+    assert [change.kind for change in result.pair] == [ChangeKind.CHECK] * 2
+
+
+def test_json_that_vllm_would_not_take(qwen: Path) -> None:
+    loose = json.dumps(OLD)[:-1] + ",}"
+    result = migrated(f"vllm serve m --kv-transfer-config '{loose}'", model=qwen)
+    assert result.ok
+    assert said(result)["--kv-transfer-config"] is ChangeKind.CHANGED
+
+
+def test_options_with_dots(qwen: Path) -> None:
+    dotted = (
+        "vllm serve m --kv-transfer-config.kv_connector MooncakeConnectorV1 --kv-transfer-config.kv_role kv_producer"
+    )
+    assert migrated(dotted, model=qwen).engines[0].role == "kv_producer"
+
+
+def test_the_older_way_to_start_a_server(qwen: Path) -> None:
+    text = serve().replace("vllm serve m", "python -m vllm.entrypoints.openai.api_server --model m")
+    result = migrated(text, model=qwen)
+    assert result.ok
+    assert result.engines[0].model == "m"
+
+
+def test_inputs_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(MigrateError, match="no closing quotation"):
+        read_input("vllm serve 'm")
+    with pytest.raises(MigrateError, match="has 0 `vllm serve` commands"):
+        read_input("echo hello")
+    script = tmp_path / "run.sh"
+    script.write_text("vllm serve $1 --port $2\n")
+    assert read_input(f"bash {script} m 8200").words == ("m", "--port", "8200")
+    with pytest.raises(MigrateError, match="is no JSON object"):
+        migrated("vllm serve m --kv-transfer-config '[]'")

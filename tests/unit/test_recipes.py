@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of the launch commands that vllm-ascend's guides publish."""
+
+import pytest
+
+from harness.recipes import PAGE, Recipe, page, recipes
+
+EVERY = recipes()
+PAIRS = [recipe for recipe in EVERY if recipe.side != "both"]
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run tests/harness/recipes.py"
+
+
+def test_how_many_there_are() -> None:
+    assert (len(EVERY), sum(r.side == "prefill" for r in PAIRS), sum(r.side == "decode" for r in PAIRS)) == (89, 40, 42)
+
+
+@pytest.mark.parametrize("recipe", EVERY, ids=lambda recipe: f"{recipe.number}-{recipe.side}-{recipe.architecture}")
+def test_every_recipe_gets_an_entry_or_a_reason(recipe: Recipe) -> None:
+    made = recipe.migrated
+    if made.stops:
+        assert all(change.subject and change.why for change in made.stops)
+    else:
+        ours = made.kv_transfer_config
+        entries = ours.get("kv_connector_extra_config", {}).get("connectors", [ours])
+        assert "LayerwisePushConnector" in [entry["kv_connector"] for entry in entries]
+        assert made.command[0][:2] == ["vllm", "serve"]
+
+
+def test_commands_that_move_no_prompts_are_refused_as_such() -> None:
+    for recipe in EVERY:
+        if recipe.side == "both" and len(recipe.migrated.was) == 1:
+            assert [change.why for change in recipe.migrated.stops] == [recipe.migrated.stops[0].why]
+            assert "no counterpart" in recipe.migrated.stops[0].why

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans the changes of one engine's command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm_ascend_pd.tools.migrate.arguments import EngineArguments, is_json
+from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, EngineMigration
+from vllm_ascend_pd.tools.migrate.connectors import translate
+from vllm_ascend_pd.tools.migrate.model_facts import ModelFacts
+from vllm_ascend_pd.tools.migrate.refusals import drops_prefill_weights, refusal
+from vllm_ascend_pd.tools.migrate.script import unfilled
+from vllm_ascend_pd.tools.plan.model import Cached, ModelShape
+
+_OPTION = "kv-transfer-config"
+_DEFAULT_PORT = 8000  # vLLM's
+
+_ENVIRONMENT_LEFT_OUT = {
+    "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "only Mooncake's pulling connectors read it; here KV is pushed under leases",
+    "VLLM_USE_V1": "vLLM 0.23 has nothing else and does not read it",
+}
+
+# How an engine is changed: new arguments, this connector's new entry, and what is said of it.
+_Attempt = tuple[EngineArguments, dict[str, Any], list[Change]]
+
+
+def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | None) -> EngineMigration:
+    """Returns the new command of an engine. `proxy_url`: where decode engines reach the proxy."""
+    translated = translate(old.json(_OPTION), proxy_url)
+    changes = list(translated.changes)
+    arguments, config = old, translated.config
+    if config:
+        if not is_json(old.options[_OPTION]):
+            why = "was no valid JSON, perhaps for a comma too many or a variable without quotes: the new one is"
+            changes.append(Change(ChangeKind.CHANGED, f"--{_OPTION}", why))
+        ours = _own_entry(config)
+        changes += _unfilled(old, ours)
+        changes += _of_model(served)
+        arguments, stated = _states(arguments, served.shape)
+        changes += stated
+        arguments, changed, said = _accepted(arguments, ours, served.shape)
+        changes += said
+        config = _with_own_entry(config, changed)
+        arguments = arguments.with_json(_OPTION, config)
+    environment = dict(old.environment)
+    for name in [name for name in environment if name in _ENVIRONMENT_LEFT_OUT and config]:
+        del environment[name]
+        changes.append(Change(ChangeKind.LEFT_OUT, name, _ENVIRONMENT_LEFT_OUT[name]))
+    return EngineMigration(
+        role=str(_own_entry(config).get("kv_role") or "") if config else "",
+        model=old.model,
+        was=translated.was,
+        kv_transfer_config=config,
+        command=arguments.words() if config else [],
+        environment=environment,
+        url=_url(old),
+        changes=tuple(changes),
+    )
+
+
+def _own_entry(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns this connector's entry of a new configuration."""
+    listed = (config.get("kv_connector_extra_config") or {}).get("connectors")
+    if listed is None:
+        return dict(config)
+    return next(dict(entry) for entry in listed if entry["kv_connector"] == "LayerwisePushConnector")
+
+
+def _with_own_entry(config: Mapping[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    extra = dict(config.get("kv_connector_extra_config") or {})
+    if "connectors" not in extra:
+        return entry
+    listed = [entry if each["kv_connector"] == entry["kv_connector"] else each for each in extra["connectors"]]
+    return {**config, "kv_connector_extra_config": {**extra, "connectors": listed}}
+
+
+def _unfilled(arguments: EngineArguments, ours: Mapping[str, Any]) -> list[Change]:
+    """Variables that decide about fit or ports must be known."""
+    found = []
+    for name, words in arguments.options.items():
+        if isinstance(arguments.values.get(name), str) and (missing := unfilled(arguments.values[name])):
+            kind = ChangeKind.STOPS if name.endswith("-size") else ChangeKind.CHECK
+            found.append(
+                Change(kind, f"--{name}", f"is {words[0]}: give the script its arguments, or --set {_hint(missing)}")
+            )
+    if missing := unfilled(str(ours)):
+        why = f"has {', '.join(missing)}, which the shell must fill in"
+        found.append(Change(ChangeKind.CHECK, f"--{_OPTION}", why))
+    return found
+
+
+def _hint(names: list[str]) -> str:
+    return " --set ".join(f"{name[1:]}=..." for name in names)
+
+
+def _of_model(served: ModelFacts) -> list[Change]:
+    changes = []
+    if served.problem is not None:
+        changes.append(Change(ChangeKind.STOPS, "model", served.problem))
+    if served.int8_caches is not None:
+        why = (
+            f"{served.int8_caches}: only decode keeps these caches in int8, and prefill quantizes nothing, so the "
+            "sides do not fit. Serve the checkpoint without it"
+        )
+        changes.append(Change(ChangeKind.STOPS, "int8 caches", why))
+    return changes
+
+
+def _states(arguments: EngineArguments, model: ModelShape | None) -> tuple[EngineArguments, list[Change]]:
+    """States of Mamba and linear attention have no prefix cache here."""
+    if model is None or Cached.STATE not in model.cached:
+        return arguments, []
+    changes = []
+    if arguments.values["enable-prefix-caching"] is not False:
+        why = "states of linear attention have no prefix cache here: every prompt is computed as a whole"
+        changes.append(Change(ChangeKind.MEANING, "--enable-prefix-caching", why))
+        arguments = arguments.without("enable-prefix-caching").with_option("no-enable-prefix-caching")
+    if arguments.values["mamba-cache-mode"] not in (None, "none"):
+        changes.append(Change(ChangeKind.LEFT_OUT, "--mamba-cache-mode", "it is for prefix caching"))
+        arguments = arguments.without("mamba-cache-mode")
+    return arguments, changes
+
+
+def _accepted(arguments: EngineArguments, ours: dict[str, Any], model: ModelShape | None) -> _Attempt:
+    """Returns the least change that the connector does not refuse, or the refusal."""
+    first: str | None = None
+    for attempt in _ATTEMPTS:
+        new, entry, changes = attempt(arguments, ours, model)
+        reason = refusal(new, entry, model)
+        if reason is None:
+            return new, entry, changes
+        first = first or reason
+    return arguments, ours, [Change(ChangeKind.STOPS, "the engine's settings", first or "")]
+
+
+def _as_it_is(arguments: EngineArguments, ours: dict[str, Any], model: ModelShape | None) -> _Attempt:
+    return arguments, ours, []
+
+
+def _never_computes(arguments: EngineArguments, ours: dict[str, Any], model: ModelShape | None) -> _Attempt:
+    """Keeps every setting that promises that decode computes no prompt, and makes the promise hold."""
+    extra = {**(ours.get("kv_connector_extra_config") or {}), "who_computes": "never"}
+    why = "the command's settings are for decode engines that compute no prompts: preempted requests go back to prefill"
+    return arguments, {**ours, "kv_connector_extra_config": extra}, [Change(ChangeKind.CHANGED, "who_computes", why)]
+
+
+def _computes_prompts(arguments: EngineArguments, ours: dict[str, Any], model: ModelShape | None) -> _Attempt:
+    """Leaves out the settings with which an engine cannot compute prompts."""
+    changes = []
+    additional = arguments.json("additional-config")
+    if additional.pop("recompute_scheduler_enable", None):
+        why = "vLLM preempts and resumes requests instead of ending them for vllm-ascend's proxy to send again"
+        changes.append(Change(ChangeKind.MEANING, "recompute_scheduler_enable", f"left out: {why}"))
+        sizes = dict(additional.get("finegrained_tp_config") or {})
+        for name in ("oproj_tensor_parallel_size", "embedding_tensor_parallel_size"):
+            if sizes.pop(name, 0):
+                why = "vllm-ascend has it only with recompute_scheduler_enable: needs more memory"
+                changes.append(Change(ChangeKind.LEFT_OUT, name, why))
+        additional["finegrained_tp_config"] = sizes
+        additional = {name: value for name, value in additional.items() if value != {}}
+    if model is not None and drops_prefill_weights(arguments, model):
+        additional["enable_mlapo"] = False
+        why = "false: with MLAPO and so few tokens per step, vllm-ascend drops weights that prompts need. Slower"
+        changes.append(Change(ChangeKind.CHANGED, "enable_mlapo", why))
+    arguments = arguments.with_json("additional-config", additional)
+    compilation = arguments.json("compilation-config")
+    without_drafts = arguments.values["speculative-config"] is None
+    full = str(compilation.get("cudagraph_mode") or "").upper().startswith("FULL")
+    if full and without_drafts and arguments.number("decode-context-parallel-size", 1) > 1:
+        arguments = arguments.with_json("compilation-config", {**compilation, "cudagraph_mode": "PIECEWISE"})
+        why = "PIECEWISE: a request's first step would be replayed from a graph that does not see its KV. Slower"
+        changes.append(Change(ChangeKind.CHANGED, "cudagraph_mode", why))
+    return arguments, ours, changes
+
+
+_ATTEMPTS: tuple[Callable[[EngineArguments, dict[str, Any], ModelShape | None], _Attempt], ...] = (
+    _as_it_is,
+    _never_computes,
+    _computes_prompts,
+)
+
+
+def _url(arguments: EngineArguments) -> str:
+    host = arguments.values["host"] or "HOST"
+    port = arguments.values["port"] or _DEFAULT_PORT
+    return f"http://{'HOST' if host in ('0.0.0.0', '::') else host}:{port}"

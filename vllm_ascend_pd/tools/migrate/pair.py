@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a prefill and a decode engine fit together, as far as their commands and the model's shape tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
+from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind
+from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, default_block_size
+from vllm_ascend_pd.tools.plan.exchange import make_plan
+from vllm_ascend_pd.tools.plan.model import ModelShape, PlanError
+
+# Options that must be the same on both sides, because they change what KV means.
+_SAME = ("kv-cache-dtype", "quantization", "dtype", "hf-overrides")
+
+
+def check_pair(prefill: EngineArguments, decode: EngineArguments, model: ModelShape | None) -> list[Change]:
+    """`model`: the shape of the model's KV cache, None if it is unknown."""
+    found = []
+    if prefill.model.rstrip("/") != decode.model.rstrip("/"):
+        why = f"prefill serves {prefill.model}, decode {decode.model}: weights that differ are refused at first contact"
+        found.append(Change(ChangeKind.CHECK, "model", why))
+    for name in _SAME:
+        if (left := prefill.values[name]) != (right := decode.values[name]):
+            why = f"prefill has {_shown(left)}, decode {_shown(right)}: KV would be of another model"
+            found.append(Change(ChangeKind.STOPS, f"--{name}", why))
+    found += _drafts(prefill, decode)
+    most = [side.values["max-model-len"] for side in (prefill, decode)]
+    if all(isinstance(length, int) for length in most) and most[0] < most[1]:
+        why = f"prefill takes {most[0]} tokens, decode {most[1]}: longer prompts than prefill's fail"
+        found.append(Change(ChangeKind.CHECK, "--max-model-len", why))
+    if model is not None:
+        try:
+            _plan(prefill, decode, model)
+        except PlanError as error:
+            found.append(Change(ChangeKind.STOPS, "parallel sizes", str(error)))
+    return found
+
+
+def check_declared(
+    side: str, engine: EngineArguments, declared: Mapping[str, Mapping[str, int]], whose: str
+) -> list[Change]:
+    """Compares an engine with the parallel sizes that the old configuration of `whose` declares for this side."""
+    found = []
+    for key, option in (("tp_size", "tensor-parallel-size"), ("pp_size", "pipeline-parallel-size")):
+        size, actual = declared.get(side, {}).get(key), engine.number(option, 1)
+        if size is not None and size != actual:
+            why = f"{whose}'s old configuration says {side} has {key} {size}, its command says {actual}"
+            found.append(Change(ChangeKind.CHECK, f"--{option}", why))
+    return found
+
+
+def _drafts(prefill: EngineArguments, decode: EngineArguments) -> list[Change]:
+    methods = [(side.values["speculative-config"] or {}).get("method") for side in (prefill, decode)]
+    if methods[0] == methods[1]:
+        return []
+    why = (
+        f"prefill speculates with {methods[0]}, decode with {methods[1]}: the draft's KV of prompts is not sent, so "
+        "fewer of its tokens are accepted. Answers are the same"
+    )
+    return [Change(ChangeKind.CHECK, "--speculative-config", why)]
+
+
+def _plan(prefill: EngineArguments, decode: EngineArguments, model: ModelShape) -> None:
+    sides = [_planned(name, side, model) for name, side in (("prefill", prefill), ("decode", decode))]
+    tokens = prefill.number("max-num-batched-tokens", 2048)
+    make_plan(model, Layout.VLLM_ASCEND, *sides, step_tokens=tokens, staging_slots=ConnectorConfig().slots(tokens))
+
+
+def _planned(name: str, side: EngineArguments, model: ModelShape) -> PlannedEngine:
+    return PlannedEngine(
+        name,
+        side.number("tensor-parallel-size", 1),
+        side.number("pipeline-parallel-size", 1),
+        side.number("data-parallel-size", 1),
+        side.number("block-size", default_block_size(model, Layout.VLLM_ASCEND)),
+    )
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else str(value)
