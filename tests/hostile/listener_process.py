@@ -12,9 +12,12 @@ from examples import LARGE
 
 from vllm_ascend_pd.core.protocol import GrantRefused
 from vllm_ascend_pd.decode.listener import DescriptionListener
+from vllm_ascend_pd.prefill.ticket_listener import TicketListener
 from vllm_ascend_pd.transport.side_channel import SideChannelServer
 
 HOST = "127.0.0.1"
+ENGINE = "prefill-0"
+"""The engine that takes tickets."""
 LIMIT = 1000
 """Connections it takes."""
 
@@ -38,6 +41,9 @@ def serve(pipe: Connection, kind: str) -> None:
             HOST, 0, lambda message, peer: GrantRefused(getattr(message, "engine_id", ""), retry=False)
         )
         endpoint, close = server.endpoint, server.close
+    elif kind == "tickets":
+        tickets = TicketListener(ENGINE, HOST, 0)
+        endpoint, close, server = tickets.endpoint, lambda: tickets.close(5.0), tickets._server
     else:
         listener = DescriptionListener(LARGE, HOST, 0)
         endpoint, close, server = listener.endpoint, lambda: listener.close(5.0), listener._server

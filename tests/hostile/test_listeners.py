@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import zmq
 from examples import LARGE, PLAIN
-from listener_process import LIMIT, State, serve
+from listener_process import ENGINE, LIMIT, State, serve
 from mutate import hostile_bytes, msgpack
 
 from harness import waiting
 from harness.channels import plain_sockets
-from vllm_ascend_pd.core.protocol import Describe, GrantRefused, Message, decode
+from vllm_ascend_pd.core.protocol import AskTicket, Describe, GrantRefused, Message, TicketRefused, decode
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
 
 pytestmark = pytest.mark.timeout(3600)  # the long form
@@ -35,6 +35,15 @@ MAX_GROWTH_MEANWHILE_BYTES = 512 << 20
 """The same while an attack goes on: some looks' worth of a link's full speed (`SocketLimiter`), 4096 connections."""
 MAX_GROWTH_UNREAD_BYTES = 40 << 20
 """The same while 10 connections read nothing: 8 descriptions for each, of 0.3 MB, or 1024 short answers."""
+
+QUESTIONS: dict[str, tuple[Message, Message]] = {
+    "ranks": (Describe("decode-0"), GrantRefused("decode-0", retry=False)),
+    "descriptions": (Describe("decode-0"), LARGE),
+    "tickets": (AskTicket(ENGINE, "t", "f" * 32), TicketRefused("the ticket is not known here", retry=True)),
+}
+"""What a peer asks, and what the listener answers, by the listener's kind."""
+all_kinds = pytest.mark.parametrize("listener", QUESTIONS, indirect=True)
+"""Where a listener's own messages matter. Connections are the same server's for all."""
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -59,8 +68,7 @@ class Listener:
 
     def serves(self, client: SideChannelClient | None = None) -> None:
         """A peer gets its answer. It repeats its request, as peers do."""
-        question = Describe("decode-0")
-        right = LARGE if self.kind == "descriptions" else GrantRefused("decode-0", retry=False)
+        question, right = QUESTIONS[self.kind]
         answers: queue.Queue[Message | SideChannelError] = queue.Queue()
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -180,6 +188,7 @@ def test_slow_connections(listener: Listener) -> None:
     wait_for(listener.state, lambda state: state.refused >= 500)
 
 
+@all_kinds
 def test_messages_of_a_hundred_megabytes(listener: Listener, inputs: int) -> None:
     """Messages announce that length, or have parts that are short enough: 1 GB in all if the listener reads them."""
     before = listener.state()
@@ -212,6 +221,7 @@ def test_peers_that_never_read_their_answers(listener: Listener, kind: str) -> N
     )
 
 
+@all_kinds
 def test_messages_that_cannot_be_read(listener: Listener, inputs: int, fuzz_seed: int) -> None:
     """The listener answers each of them, so none is lost, and counts them."""
     count = many(inputs, 2000)
