@@ -93,12 +93,12 @@ def test_the_next_turn_of_a_conversation_is_computed_on_decode(
     cluster: Cluster, client: Client, reference: Reference
 ) -> None:
     """Decode has its first turn from prefill."""
+    before = places(cluster)
     prompt = random_prompt(5 * BLOCK, "conversation")
     client.complete(prompt)
-    before = places(cluster)
     longer = prompt + random_prompt(40, "turn")
     assert client.complete(longer).token_ids == reference.complete(longer)
-    assert set(changed(cluster, before, 1)) == {("decode", "cheap")}
+    assert changed(cluster, before, 2) == {("prefill", "long"): 1, ("decode", "cheap"): 1}
 
 
 @preempts

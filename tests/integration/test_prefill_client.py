@@ -86,10 +86,14 @@ def test_prefill_takes_the_ticket_and_forgets_it_when_it_is_done(client: Prefill
     assert prefill.of(AskTicket) == 3 * [AskTicket("prefill-0-12ab", "t-1", TICKET.ticket_id)]
 
 
-def test_prefill_that_has_no_room_is_asked_again(client: PrefillClient, taker: MakeTaker, retries: Retries) -> None:
+def test_prefill_that_has_no_room_is_asked_again(taker: MakeTaker, retries: Retries) -> None:
+    client = PrefillClient(dataclasses.replace(SETTINGS, retry_s=20.0), retries)
     prefill = taker([NOT_YET, NOT_YET, TAKEN], [UNKNOWN])
-    offer(client, prefill.params)
-    assert outcome(client).ok
+    try:
+        offer(client, prefill.params)
+        assert outcome(client).ok
+    finally:
+        client.close()
     assert len(prefill.of(OfferTicket)) == 3
     assert retries.count == 2
 

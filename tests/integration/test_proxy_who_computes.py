@@ -33,10 +33,15 @@ def told(decode: DecodeEngine) -> list[dict[str, Any]]:
     return [{name: each[name] for name in _ADVICE if name in each} for each in params]
 
 
-def asked_without_prefill(cluster: Cluster) -> float:
+def sample(cluster: Cluster, name: str) -> float:
+    """The proxy's metric, by its name and labels."""
     lines = cluster.client.get("/metrics").text.splitlines()
-    [value] = [line.split()[1] for line in lines if line.startswith("vllm:kv_pd_proxy_requests_without_prefill_total ")]
+    [value] = [line.split()[1] for line in lines if line.startswith(f"vllm:kv_pd_proxy_{name} ")]
     return float(value)
+
+
+def asked_without_prefill(cluster: Cluster) -> float:
+    return sample(cluster, "requests_without_prefill_total")
 
 
 @contextmanager
@@ -222,9 +227,10 @@ def test_prompt_that_waits_for_a_slot_goes_to_prefill() -> None:
     ):
         cluster.prefill.holds = True
         answers = [clients.submit(cluster.complete) for _ in range(2)]
-        eventually(lambda: len(decode.tickets) == 2)
-        assert len(cluster.prefill.received) == 1
+        eventually(lambda: sample(cluster, 'queue_depth{role="prefill"}') == 1)
+        eventually(lambda: len(cluster.prefill.received) == 1)
         cluster.prefill.holds = False
         assert [answer.result().status_code for answer in answers] == [200, 200]
-        assert len(cluster.prefill.received) == 2
+        assert len(decode.tickets) == len(cluster.prefill.received) == 2
+        assert cluster.prefill.most_at_once == 1
         assert asked_without_prefill(cluster) == 0
