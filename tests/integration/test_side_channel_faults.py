@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from harness.channels import HOST, PATIENCE_S, Answer, ask, assert_works, echo, endpoint_of
+from harness.channels import HOST, PATIENCE_S, Answer, MakeSocket, ask, assert_works, echo, endpoint_of
 from vllm_ascend_pd.core.protocol import (
     MAX_DESCRIPTION_BYTES,
     MAX_MESSAGE_BYTES,
@@ -222,3 +222,14 @@ def test_time_passes_without_messages(make):
         assert abs(time.monotonic() - seen[-1]) < PATIENCE_S
     finally:
         channel.close()
+
+
+def test_a_client_that_reads_each_answer_loses_none(raw: MakeSocket) -> None:
+    """Even if only one answer may wait. ZMQ notices late that an answer has left the queue."""
+    server = SideChannelServer(HOST, 0, echo, unread_replies=1)
+    dealer = raw(zmq.DEALER, server.endpoint)
+    for number in range(1, 5001):
+        dealer.send(encode(number, Describe("decode-0")))
+        assert decode(dealer.recv())
+    assert server.dropped == 0
+    server.close()

@@ -145,8 +145,14 @@ class SideChannelServer(Loop):
 
     def _send(self, identity: bytes, seq: int, message: Message) -> bool:
         """Sends a message. Returns False if the connection is closed."""
+        frames = [identity, encode(seq, message)]
         try:
-            self._router.send_multipart([identity, encode(seq, message)], zmq.DONTWAIT)
+            try:
+                self._router.send_multipart(frames, zmq.DONTWAIT)
+            except zmq.Again:
+                # ZMQ looks only every millisecond at what has left the queue. Reading EVENTS makes it look now.
+                self._router.getsockopt(zmq.EVENTS)
+                self._router.send_multipart(frames, zmq.DONTWAIT)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 logger.debug("side channel: a %s was not sent, because the peer is gone", type(message).__name__)
