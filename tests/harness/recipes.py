@@ -95,14 +95,16 @@ class Recipe:
                 text = json.dumps(value) if isinstance(value, dict) else str(value)
                 words.append(f"--{name} {text if text.startswith('$') else shlex.quote(text)}")
         words.append(f"--kv-transfer-config '{self._old}'")
-        # Only names are known. All that this package reads switch something on.
-        exports = [f"export {name}=1\n" for name in self.data["env"] if name.startswith("VLLM_ASCEND_ENABLE_")]
+        # Only names are known. These switch something on; FlashComm needs expert parallelism.
+        names = [name for name in self.data["env"] if name.startswith("VLLM_ASCEND_ENABLE_")]
+        experts = self.data["args"].get("enable-expert-parallel", False)
+        exports = [f"export {name}={int(experts or not name.endswith('FLASHCOMM1'))}\n" for name in names]
         return "".join(exports) + f"vllm serve {' '.join(words[:1])} \\\n  " + " \\\n  ".join(words[1:]) + "\n"
 
     def values(self) -> dict[str, str]:
         """What the guide's launcher passes to the script."""
         own = re.search(rf'"{self.side}": *{{([^}}]*)}}', self._old)
-        sizes = {"tp": "8", "dp": "1", **dict(re.findall(r'"(dp|tp)_size": *(\d+)', own[1] if own else ""))}
+        sizes = {"tp": "4", "dp": "8", **dict(re.findall(r'"(dp|tp)_size": *(\d+)', own[1] if own else ""))}
         return {**_SET, **{name: sizes.get(value, value) for name, value in _PORTS.items()}}
 
     def filled_script(self) -> str:
@@ -139,8 +141,22 @@ def make_model(architecture: str, folder: Path) -> None:
     """Writes a model's configuration, without weights."""
     config = json.loads((DATA / "models.json").read_text(encoding="utf-8"))[architecture]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    if architecture in _INT8:
-        (folder / "quant_model_description.json").write_text(json.dumps(_INT8[architecture]), encoding="utf-8")
+    described = {"model_quant_type": "W8A8", **_INT8.get(architecture, {})}
+    (folder / "quant_model_description.json").write_text(json.dumps(described), encoding="utf-8")
+
+
+def make_draft(architecture: str, folder: Path) -> str:
+    """Writes the configuration of an EAGLE-3 head for a model in `folder`. Returns where."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    target = config.get("text_config", config)
+    same = ("hidden_size", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "torch_dtype")
+    draft = {name: target[name] for name in same}
+    draft |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    draft |= {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128, "intermediate_size": 64}
+    draft |= {"draft_vocab_size": target["vocab_size"], "hidden_act": "silu"}
+    (folder / "draft").mkdir()
+    (folder / "draft" / "config.json").write_text(json.dumps(draft), encoding="utf-8")
+    return str(folder / "draft")
 
 
 def page() -> str:
@@ -161,7 +177,9 @@ _HEAD = """\
 
 vllm-ascend 0.23.0.post1's guides publish 89 launch commands with a KV role. This page says what becomes of each with
 [`vllm-ascend-pd migrate`](migrating.md). `tests/harness/recipes.py` makes the page, and a
-[test](../tests/unit/test_recipes.py) checks it. Nothing here has run on Ascend hardware.
+[test](../tests/unit/test_recipes.py) checks it. [Another](../tests/npu/test_recipes.py) gives the new commands to
+vLLM's and vllm-ascend's own configuration checks on emulated CANN, with a small model of each architecture. Nothing
+here has run on Ascend hardware.
 
 - "Works": only `--kv-transfer-config` changes.
 - "Works with the printed change": `migrate` changes other options, too.

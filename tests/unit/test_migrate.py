@@ -248,3 +248,29 @@ def test_inputs_that_cannot_be_read(tmp_path: Path) -> None:
     assert read_input(f"bash {script} m 8200").words == ("m", "--port", "8200")
     with pytest.raises(MigrateError, match="is no JSON object"):
         migrated("vllm serve m --kv-transfer-config '[]'")
+
+
+def test_ranks_of_a_model_without_experts_are_engines_of_their_own(tmp_path: Path) -> None:
+    make_model("qwen2", tmp_path)
+    result = migrated(serve("-dp 8 --data-parallel-rank 3 --data-parallel-address 192.0.2.1"), model=tmp_path)
+    assert result.ok
+    assert said(result)["--data-parallel-*"] is ChangeKind.CHANGED
+    assert not [words for words in result.engines[0].command if words[0].startswith("--data-parallel")]
+    together = migrated(serve("-dp 8"), model=tmp_path)
+    assert ["--data-parallel-size", "8"] in together.engines[0].command
+
+
+def test_models_with_images_are_told_of_the_proxy_s_option(tmp_path: Path, qwen: Path) -> None:
+    vision = tmp_path / "vision"
+    vision.mkdir()
+    make_model("qwen3-vl-moe", vision)
+    assert said(migrated(serve(), model=vision))["--media-hosts"] is ChangeKind.CHECK
+    assert "--media-hosts" not in said(migrated(serve(), model=qwen))
+
+
+def test_steps_of_fewer_tokens_than_requests(qwen: Path) -> None:
+    drafts = '--speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\''
+    result = migrated(serve(f"--max-num-seqs 8 --max-num-batched-tokens 4 {drafts}"), model=qwen)
+    assert ["--max-num-batched-tokens", "32"] in result.engines[0].command
+    enough = migrated(serve(f"--max-num-seqs 8 --max-num-batched-tokens 8 {drafts}"), model=qwen)
+    assert ["--max-num-batched-tokens", "8"] in enough.engines[0].command

@@ -33,6 +33,7 @@ _NUMBERS = (
     "decode-context-parallel-size",
     "prefill-context-parallel-size",
     "max-num-batched-tokens",
+    "max-num-seqs",
     "max-model-len",
     "block-size",
     "port",

@@ -38,6 +38,10 @@ def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | No
         ours = _own_entry(config)
         changes += _unfilled(old, ours)
         changes += _of_model(served)
+        arguments, apart = _external_engines(arguments, served)
+        changes += apart
+        arguments, raised = _too_few_tokens(arguments)
+        changes += raised
         arguments, stated = _states(arguments, served.shape)
         changes += stated
         arguments, changed, said = _accepted(arguments, ours, served.shape)
@@ -105,7 +109,30 @@ def _of_model(served: ModelFacts) -> list[Change]:
             "sides do not fit. Serve the checkpoint without it"
         )
         changes.append(Change(ChangeKind.STOPS, "int8 caches", why))
+    if served.media:
+        why = "on the proxy: it then fetches an image of these hosts once for both engines (docs/proxy.md)"
+        changes.append(Change(ChangeKind.CHECK, "--media-hosts", why))
     return changes
+
+
+def _external_engines(arguments: EngineArguments, served: ModelFacts) -> tuple[EngineArguments, list[Change]]:
+    """vLLM refuses --data-parallel-rank for models without experts, whose data-parallel engines share nothing."""
+    names = [name for name in arguments.options if name.startswith("data-parallel-")]
+    if served.experts or "data-parallel-rank" not in names:
+        return arguments, []
+    why = "left out: vLLM refuses --data-parallel-rank for models without experts. Each rank is an engine of its own"
+    return arguments.without(*names), [Change(ChangeKind.CHANGED, "--data-parallel-*", f"{why}, with its own kv_port")]
+
+
+def _too_few_tokens(arguments: EngineArguments) -> tuple[EngineArguments, list[Change]]:
+    """vLLM refuses steps of fewer tokens than requests."""
+    requests = arguments.number("max-num-seqs", 1)
+    if arguments.number("max-num-batched-tokens", requests) >= requests:
+        return arguments, []
+    tokens = requests * (1 + int(arguments.json("speculative-config").get("num_speculative_tokens") or 0))
+    why = f"{tokens}: vLLM refuses fewer than --max-num-seqs, and each request may have its drafts in a step"
+    changed = arguments.with_option("max-num-batched-tokens", str(tokens))
+    return changed, [Change(ChangeKind.CHANGED, "--max-num-batched-tokens", why)]
 
 
 def _states(arguments: EngineArguments, model: ModelShape | None) -> tuple[EngineArguments, list[Change]]:

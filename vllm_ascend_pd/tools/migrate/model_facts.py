@@ -11,24 +11,32 @@ from vllm_ascend_pd.tools.plan.model import CacheDtype, ModelShape, PlanError, r
 
 _QUANTIZATION = "quant_model_description.json"  # ModelSlim's, as vllm-ascend reads it
 
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+
 
 @dataclass(frozen=True)
 class ModelFacts:
     shape: ModelShape | None  # None if it cannot be described
     problem: str | None = None  # why not
     int8_caches: str | None = None  # the setting by which vllm-ascend keeps decode's caches in int8
+    experts: bool = True  # whether it has experts (MoE)
+    media: bool = False  # whether it takes images
 
 
 def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
     """`path`: a folder with config.json, or that file. `kv_cache_dtype`: of the engine."""
-    file = Path(path)
-    folder = file if file.is_dir() else file.parent
+    given = Path(path)
+    folder = given if given.is_dir() else given.parent
     try:
-        return ModelFacts(read_model(file, _dtype(kv_cache_dtype)), int8_caches=_int8_caches(folder / _QUANTIZATION))
+        shape = read_model(given, _dtype(kv_cache_dtype))
     except OSError:
         return ModelFacts(None, f"there is no config.json at {path!r} on this host: give --model FOLDER")
     except PlanError as error:
         return ModelFacts(None, str(error))
+    config = json.loads((given / "config.json" if given.is_dir() else given).read_text(encoding="utf-8"))
+    text = config.get("text_config") or config
+    experts = any(isinstance(text.get(field), int) and text[field] > 1 for field in _EXPERTS)
+    return ModelFacts(shape, None, _int8_caches(folder / _QUANTIZATION), experts, "vision_config" in config)
 
 
 def _dtype(name: str | None) -> CacheDtype:

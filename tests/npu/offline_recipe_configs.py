@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Program: makes vLLM's and vllm-ascend's configuration of recipes, as `vllm serve` does before it starts an engine.
+
+Arguments: numbers of recipes; negative ones for the guide's own command, in which only the connector's entry is new.
+Prints a line of JSON for each: its number, and why it is refused, or null.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from harness.recipes import Recipe, make_draft, make_model, recipes
+from vllm_ascend_pd.connector.unsupported import unsupported
+from vllm_ascend_pd.tools.migrate.arguments import read_arguments
+from vllm_ascend_pd.tools.migrate.script import serve_commands
+
+FRONT_END = ("--reasoning-parser", "--tool-call-parser", "--enable-auto-tool-choice", "--tokenizer-mode")
+"""Options that need a tokenizer, which the models here lack."""
+
+
+def refused(recipe: Recipe, command: list[list[str]], parser: Any) -> str | None:
+    """Returns why vLLM, vllm-ascend or this connector refuse a command."""
+    from vllm_ascend.ascend_config import clear_ascend_config
+
+    clear_ascend_config()
+    before = dict(os.environ)
+    options = {words[0]: words[1:] for words in command[1:] if words[0] not in FRONT_END}
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(recipe.architecture, Path(folder))
+        os.environ.update({n: v for n, v in recipe.migrated.environment.items() if n.startswith("VLLM_ASCEND_")})
+        try:
+            if (draft := json.loads(options.get("--speculative-config", ["{}"])[0])).get("model"):
+                draft["model"] = make_draft(recipe.architecture, Path(folder))
+                options["--speculative-config"] = [json.dumps(draft)]
+            words = [word for name, values in options.items() for word in (name, *values)]
+            arguments = parser.parse_args([*words, "--model", folder, "--skip-tokenizer-init"])
+            config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # any of them is what is looked for
+            if os.environ.get("TRACE"):
+                traceback.print_exc()
+            return f"{type(error).__name__}: {error}"
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        return unsupported(config)
+
+
+def as_published(recipe: Recipe) -> list[list[str]]:
+    [command] = serve_commands(recipe.filled_script())
+    arguments = read_arguments(command)
+    return arguments.with_json("kv-transfer-config", recipe.migrated.kv_transfer_config).words()
+
+
+def stand_in_for_ucm() -> None:
+    """UCM is not installed here. vLLM only loads the class, to ask what it supports."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    module = types.ModuleType("ucm.integration.vllm.ucm_connector")
+    module.UCMConnector = type("UCMConnector", (KVConnectorBase_V1,), {})  # type: ignore[attr-defined]
+    for name in ("ucm", "ucm.integration", "ucm.integration.vllm"):
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules[module.__name__] = module
+
+
+def main() -> None:
+    stand_in_for_ucm()
+    parser = make_arg_parser(FlexibleArgumentParser())
+    by_number = {recipe.number: recipe for recipe in recipes()}
+    for number in map(int, sys.argv[1:]):
+        recipe = by_number[abs(number)]
+        command = recipe.migrated.command if number > 0 else as_published(recipe)
+        print(json.dumps([abs(number), refused(recipe, command, parser)]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
