@@ -260,6 +260,7 @@ _AROUND: dict[str, tuple[Callable[[], None] | None, Callable[[ModuleType], None]
     "vllm.v1.worker.block_table": (None, _after_block_table),
     "torchvision.extension": (None, _after_torchvision_extension),
     "mooncake.engine": (_before_mooncake, None),
+    "mooncake.store": (_before_mooncake, None),
 }
 
 

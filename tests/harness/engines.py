@@ -102,7 +102,9 @@ class EngineConfig:
     traces: str | None = None
     """Name of a folder beside the logs for `trace_dir`."""
     beside: tuple[tuple[str, object], ...] = ()
-    """`kv_connector_extra_config` of vLLM's ExampleConnector, which then runs beside ours below a MultiConnector."""
+    """`kv_connector_extra_config` of another connector, which then runs beside ours below a MultiConnector."""
+    beside_connector: str = "ExampleConnector"
+    """Its name. vLLM's ExampleConnector keeps KV in files."""
     ours_first: bool = True
     speculative: tuple[tuple[str, object], ...] = ()
     """`--speculative-config`, as pairs. A `ModelSpec` as its model stands for that model's folder."""
@@ -173,8 +175,8 @@ class EngineConfig:
         if not self.beside:
             return ours
         other = {
-            "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
+            "kv_connector": self.beside_connector,
+            "kv_role": "kv_both" if self.beside_connector == "ExampleConnector" else self.role.value,
             "kv_connector_extra_config": dict(self.beside),
         }
         return {

@@ -51,6 +51,20 @@ aclError aclrtMemImportFromShareableHandleV2(void*, aclrtMemSharedHandleType, ui
   return fail(kFeatureNotSupported, "aclrtMemImportFromShareableHandleV2 is not emulated");
 }
 
+aclError aclrtMemExportToShareableHandleV2(aclrtDrvMemHandle, uint64_t, aclrtMemSharedHandleType, void*) {
+  return fail(kFeatureNotSupported, "aclrtMemExportToShareableHandleV2 is not emulated");
+}
+
+aclError aclrtIpcMemGetExportKey(void*, size_t, char*, size_t, uint64_t) {
+  return fail(kFeatureNotSupported, "aclrtIpcMemGetExportKey is not emulated");
+}
+
+aclError aclrtIpcMemImportByKey(void**, const char*, uint64_t) {
+  return fail(kFeatureNotSupported, "aclrtIpcMemImportByKey is not emulated");
+}
+
+aclError aclrtIpcMemClose(const char*) { return fail(kFeatureNotSupported, "aclrtIpcMemClose is not emulated"); }
+
 aclError aclrtMemSetAccess(void*, size_t, aclrtMemAccessDesc*, size_t) {
   return fail(kFeatureNotSupported, "aclrtMemSetAccess is not emulated");
 }
