@@ -246,6 +246,8 @@ def test_inputs_that_cannot_be_read(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text("vllm serve $1 --port $2\n")
     assert read_input(f"bash {script} m 8200").words == ("m", "--port", "8200")
+    with pytest.raises(MigrateError, match="not http://HOST:PORT"):
+        migrated(serve(), proxy="192.0.2.1:8000")
     with pytest.raises(MigrateError, match="is no JSON object"):
         migrated("vllm serve m --kv-transfer-config '[]'")
 
@@ -274,3 +276,10 @@ def test_steps_of_fewer_tokens_than_requests(qwen: Path) -> None:
     assert ["--max-num-batched-tokens", "32"] in result.engines[0].command
     enough = migrated(serve(f"--max-num-seqs 8 --max-num-batched-tokens 8 {drafts}"), model=qwen)
     assert ["--max-num-batched-tokens", "8"] in enough.engines[0].command
+
+
+@pytest.mark.parametrize(("port", "ours"), [(20001, 18001), (21600, 19600), (21700, 21700), (30100, 30100)])
+def test_decode_s_port_is_none_of_mooncake_s(port: int, ours: int, qwen: Path) -> None:
+    assert migrated(serve(kv_port=port), model=qwen).engines[0].kv_transfer_config["kv_port"] == ours
+    prefill = migrated(serve(kv_port=port, kv_role="kv_producer"), model=qwen)
+    assert "kv_port" not in prefill.engines[0].kv_transfer_config

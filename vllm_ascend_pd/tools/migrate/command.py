@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+from yarl import URL
 
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments, read_arguments
 from vllm_ascend_pd.tools.migrate.changes import SCHEMA, Change, ChangeKind, EngineMigration, Migration, stopping
 from vllm_ascend_pd.tools.migrate.connectors import translate
@@ -48,7 +50,9 @@ def with_values(command: ServeCommand, values: Mapping[str, str]) -> ServeComman
 
 
 def migrate_commands(commands: Sequence[ServeCommand], model: str | None, proxy_url: str | None) -> Migration:
-    """`model`: folder or file of the model's config.json, None for where the commands say."""
+    """Raises MigrateError. `model`: folder or file of the model's config.json, None for where the commands say."""
+    if proxy_url is not None and not (URL(proxy_url).host and URL(proxy_url).scheme in ("http", "https")):
+        raise MigrateError(f"--proxy {proxy_url}: not http://HOST:PORT")
     sides = [read_arguments(command) for command in commands]
     engines = [
         migrate_engine(side, read_facts(model or side.model, side.values["kv-cache-dtype"]), proxy_url)
@@ -56,7 +60,7 @@ def migrate_commands(commands: Sequence[ServeCommand], model: str | None, proxy_
     ]
     pair = _pair(engines, sides, model)
     good = not stopping(pair) and not any(engine.stops for engine in engines)
-    return Migration(SCHEMA, good, tuple(engines), tuple(pair), _proxy(engines))
+    return Migration(SCHEMA, good, tuple(engines), tuple(pair), _proxy(engines, proxy_url))
 
 
 def result_text(result: Migration, as_json: bool) -> str:
@@ -84,8 +88,17 @@ def _pair(engines: Sequence[EngineMigration], sides: Sequence[EngineArguments], 
     return found
 
 
-def _proxy(engines: Sequence[EngineMigration]) -> list[str]:
+def _proxy(engines: Sequence[EngineMigration], url: str | None) -> list[str]:
     words = ["vllm-ascend-pd", "proxy"]
+    if url is not None:
+        words += [
+            "--host",
+            "0.0.0.0",
+            "--port",
+            str(URL(url).port or 80),
+            "--metaserver-url",
+            f"{url}{METASERVER_PATH}",
+        ]
     for role, side in _ROLES.items():
         urls = [engine.url for engine in engines if engine.role == role] or [f"http://{side.upper()}_HOST:PORT"]
         words += [f"--{side}", urls[0]]

@@ -99,6 +99,9 @@ def _entry(old: Mapping[str, Any], proxy_url: str | None, changes: list[Change])
     for key, value in old.items():
         if key in _TOP_LEFT_OUT:
             changes.append(Change(ChangeKind.LEFT_OUT, key, _TOP_LEFT_OUT[key]))
+        elif key == "kv_port" and role == "kv_producer":
+            why = "prefill needs none: decode's is enough, and on one host both would want the same port"
+            changes.append(Change(ChangeKind.LEFT_OUT, key, why))
         elif key not in ("kv_connector", "kv_connector_extra_config"):
             ours[key] = int(value) if key == "kv_port" and str(value).isdecimal() else value
     if role not in ("kv_producer", "kv_consumer"):

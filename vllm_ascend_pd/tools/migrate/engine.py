@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm_ascend_pd.tools.doctor.ports import ascend_ports
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments, is_json
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, EngineMigration
 from vllm_ascend_pd.tools.migrate.connectors import translate
@@ -16,6 +17,9 @@ from vllm_ascend_pd.tools.plan.model import Cached, ModelShape
 
 _OPTION = "kv-transfer-config"
 _DEFAULT_PORT = 8000  # vLLM's
+_RECOMPUTE = "recompute_scheduler_enable"
+_NPUS = 16  # of a server at most
+_BELOW = 2000  # more than the ports that Mooncake takes for so many NPUs
 
 _ENVIRONMENT_LEFT_OUT = {
     "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "only Mooncake's pulling connectors read it; here KV is pushed under leases",
@@ -44,6 +48,8 @@ def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | No
         changes += raised
         arguments, stated = _states(arguments, served.shape)
         changes += stated
+        ours, moved = _clear_of_mooncake(ours, old)
+        changes += moved
         arguments, changed, said = _accepted(arguments, ours, served.shape)
         changes += said
         config = _with_own_entry(config, changed)
@@ -124,6 +130,17 @@ def _external_engines(arguments: EngineArguments, served: ModelFacts) -> tuple[E
     return arguments.without(*names), [Change(ChangeKind.CHANGED, "--data-parallel-*", f"{why}, with its own kv_port")]
 
 
+def _clear_of_mooncake(ours: dict[str, Any], old: EngineArguments) -> tuple[dict[str, Any], list[Change]]:
+    """Decode's first port must be none of those among which Mooncake chooses on NPUs."""
+    port, theirs = ours.get("kv_port"), ascend_ports(range(_NPUS), old.environment).values()
+    if ours.get("kv_role") != "kv_consumer" or not any(port in ports for ports in theirs):
+        return ours, []
+    assert isinstance(port, int)
+    moved = port - _BELOW
+    why = f"{moved}: {port} is one of the ports among which Mooncake chooses on NPUs"
+    return {**ours, "kv_port": moved}, [Change(ChangeKind.CHANGED, "kv_port", why)]
+
+
 def _too_few_tokens(arguments: EngineArguments) -> tuple[EngineArguments, list[Change]]:
     """vLLM refuses steps of fewer tokens than requests."""
     requests = arguments.number("max-num-seqs", 1)
@@ -163,7 +180,12 @@ def _accepted(arguments: EngineArguments, ours: dict[str, Any], model: ModelShap
 
 
 def _as_it_is(arguments: EngineArguments, ours: dict[str, Any], model: ModelShape | None) -> _Attempt:
-    return arguments, ours, []
+    if ours.get("kv_role") != "kv_consumer" or not arguments.json("additional-config").get(_RECOMPUTE):
+        return arguments, ours, []
+    why = (
+        "stays: preempted requests go back to prefill and their streams go on, instead of ending for the proxy to retry"
+    )
+    return arguments, ours, [Change(ChangeKind.MEANING, _RECOMPUTE, why)]
 
 
 def _never_computes(arguments: EngineArguments, ours: dict[str, Any], model: ModelShape | None) -> _Attempt:
@@ -177,9 +199,9 @@ def _computes_prompts(arguments: EngineArguments, ours: dict[str, Any], model: M
     """Leaves out the settings with which an engine cannot compute prompts."""
     changes = []
     additional = arguments.json("additional-config")
-    if additional.pop("recompute_scheduler_enable", None):
+    if additional.pop(_RECOMPUTE, None):
         why = "vLLM preempts and resumes requests instead of ending them for vllm-ascend's proxy to send again"
-        changes.append(Change(ChangeKind.MEANING, "recompute_scheduler_enable", f"left out: {why}"))
+        changes.append(Change(ChangeKind.MEANING, _RECOMPUTE, f"left out: {why}"))
         sizes = dict(additional.get("finegrained_tp_config") or {})
         for name in ("oproj_tensor_parallel_size", "embedding_tensor_parallel_size"):
             if sizes.pop(name, 0):
