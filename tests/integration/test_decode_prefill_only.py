@@ -14,6 +14,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from harness.decode_scheduler import BLOCK, LONGEST, EngineScheduler
+from vllm_ascend_pd.core.prompt_digest import digest_of_names
+from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.decode.prefill_only import MAX_LOST
 
 MakeScheduler = Callable[..., EngineScheduler]
@@ -88,6 +90,26 @@ def test_what_decode_still_has_cached_is_not_asked_for(make: MakeScheduler) -> N
     assert ticket.remote_cached_tokens % BLOCK == 0
     assert ticket.remote_cached_tokens > 0
     decode.run(400)
+
+
+@pytest.mark.parametrize("salt", [None, "of the client"])
+def test_after_a_weight_update_a_preempted_request_asks_for_all_of_its_tokens(
+    make: MakeScheduler, salt: str | None
+) -> None:
+    """What decode has cached is of the old weights. Prefill compares the client's salt, which it gets too."""
+    decode = crowded(make, caching=True)
+    decode.vllm.requests["grows"].cache_salt = salt
+    while not decode.vllm.requests["grows"].num_output_tokens:
+        decode.arrives(*decode.expected)
+        decode.step()
+    for count in (1, 2):
+        decode.connector._role.scheduler.update(WorkerReport(weight_updates={"rank": count}), set())
+    preempted(decode)
+    ticket = ticket_of(decode, "grows")
+    assert ticket.remote_cached_tokens == 0
+    assert ticket.prompt.salt == (digest_of_names(ticket.ticket_id, [salt]) if salt else "")
+    decode.run(400)
+    assert decode.given_up == []
 
 
 def test_a_cached_prompt_of_whole_blocks_asks_for_prefill_too(make: MakeScheduler) -> None:

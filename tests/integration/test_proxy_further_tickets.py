@@ -60,6 +60,26 @@ def test_a_place_is_taken_once(streaming: Cluster) -> None:
     assert post(streaming, "third", known).status_code == 409
 
 
+def test_a_ticket_that_is_posted_again_keeps_its_place(streaming: Cluster) -> None:
+    """Its answer was lost, for example."""
+    known = first(streaming)["ticket_id"]
+    assert [post(streaming, "second", known).status_code for _ in range(2)] == [200, 200]
+    assert post(streaming, "third", "second").status_code == 200
+    assert not streaming.decode.cancelled.is_set()
+
+
+@pytest.mark.parametrize("late", ["first", "second"])
+def test_a_ticket_that_comes_after_the_one_in_its_place_is_refused(streaming: Cluster, late: str) -> None:
+    known = first(streaming)["ticket_id"]
+    assert post(streaming, "second", known).status_code == 200
+    assert post(streaming, "third", "second").status_code == 200
+    asked = len(streaming.prefill.received)
+    refused = post(streaming, known, "") if late == "first" else post(streaming, "second", known)
+    assert refused.status_code == 409
+    assert len(streaming.prefill.received) == asked
+    assert not streaming.decode.cancelled.is_set()
+
+
 def test_failures_count_until_kv_has_come(streaming: Cluster) -> None:
     """Otherwise decode and prefill could fail together without end."""
     streaming.prefill.transfer_error = "no route"

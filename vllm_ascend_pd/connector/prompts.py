@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_ascend_pd.connector.adapters import adapter_digest
+from vllm_ascend_pd.connector.vllm_blocks import salt_of_client
 from vllm_ascend_pd.core.prompt_digest import (
     PromptDigest,
     compares_media,
@@ -38,7 +39,7 @@ class Prompts:
 
     def digest(self, request: "Request", num_tokens: int, ticket_id: str) -> PromptDigest:
         """Returns the digest of the first `num_tokens` tokens, generated ones included, and of what comes with them."""
-        embeddings, salt = request.prompt_embeds, request.cache_salt
+        embeddings, salt = request.prompt_embeds, salt_of_client(request)
         token_ids = None if request.prompt_token_ids is None else request.all_token_ids
         media = [name for one in request.mm_features for name in (one.modality, one.mm_hash or one.identifier)]
         compared = bool(media and self._media_hashing)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HASH_BYTES = 32
+_CLIENT_SALT = "cache_salt_of_client"
+"""Attribute of a request whose salt was replaced: the salt before that."""
 
 
 class VllmBlocks:
@@ -81,5 +83,13 @@ def _make_unfindable(request: Any) -> None:
     Some of its blocks hold KV of the old weights. Later blocks attend to those, and vLLM will cache them. Each hash
     depends on the one before it, and the first one on the salt.
     """
+    if not hasattr(request, _CLIENT_SALT):
+        setattr(request, _CLIENT_SALT, request.cache_salt)
     request.cache_salt = secrets.token_hex(_HASH_BYTES)
     request.block_hashes[:] = [BlockHash(secrets.token_bytes(_HASH_BYTES)) for _ in request.block_hashes]
+
+
+def salt_of_client(request: Any) -> str | None:
+    """Returns the `cache_salt` that the request came with. The one that it has now may be of this module."""
+    salt: str | None = getattr(request, _CLIENT_SALT, request.cache_salt)
+    return salt

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request that decode preempted gets another ticket: the bytes that it brings, in real processes."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from harness.kv import Model, Prompt, Side
+from harness.rank_hosts import start_afresh
+from harness.ranks import Pair, expect_delivery, prefill, prompts, run
+
+PATIENCE_S = 60.0
+KEPT = 32
+"""Tokens of the prompt whose blocks decode has kept."""
+
+SHAPES = {
+    "two to one": (Model(), Side(2), Side(1)),
+    "one to two": (Model(), Side(1), Side(2)),
+    "latent": (Model(widths=(128, 16), replicated=True), Side(2), Side(1)),
+    "blocks of 32 to 16": (Model(dtype=torch.float32), Side(2, block_size=32), Side(1, num_blocks=128)),
+}
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    start_afresh()
+    made = Pair(*request.param)
+    yield made
+    assert made.close() == []
+
+
+def grown(first: Prompt, other: Prompt) -> Prompt:
+    """The request with generated tokens. What decode has not kept is in the other one's blocks."""
+    kept = KEPT // 16
+    return dataclasses.replace(
+        other,
+        request_id=first.request_id,
+        seed=first.seed,
+        d_blocks=first.d_blocks[:kept] + other.d_blocks[kept:],
+        cached=KEPT,
+    )
+
+
+def test_the_second_ticket_brings_prompt_and_generated_tokens_beside_what_decode_kept(pair: Pair) -> None:
+    first, other = prompts(pair, [40, 75])
+    run(pair, [first])
+    expect_delivery(pair, [first], PATIENCE_S)
+    second = grown(first, other)
+    run(pair, [second])
+    received, failed = pair.wait_arrivals(1, PATIENCE_S)
+    assert (received, failed) == ({first.request_id}, {})
+    assert pair.wait_sent(1, PATIENCE_S) == {}
+    everything = dataclasses.replace(second, cached=0)
+    given_back = dataclasses.replace(first, cached=KEPT)  # nothing else has written there
+    assert pair.differences([everything, given_back]) == []
+
+
+def test_a_second_ticket_that_is_lost_writes_nothing_and_the_third_brings_all(pair: Pair) -> None:
+    first, other, another = prompts(pair, [40, 75, 80])
+    run(pair, [first])
+    expect_delivery(pair, [first], PATIENCE_S)
+    second = grown(first, other)
+    lost = pair.announce([second])
+    pair.cancel({ticket.ticket_id: "no answer from the metaserver" for ticket in lost.values()})
+    assert pair.wait_arrivals(1, PATIENCE_S)[0] == set()
+    prefill(pair, [second], lost)  # it was not lost, but late
+    assert pair.wait_sent(1, PATIENCE_S).keys() == {first.request_id}
+    third = grown(first, another)
+    run(pair, [third])
+    assert pair.wait_arrivals(1, PATIENCE_S) == ({first.request_id}, {})
+    assert pair.wait_sent(1, PATIENCE_S) == {}
+    everything = dataclasses.replace(third, cached=0)
+    assert pair.differences([everything, dataclasses.replace(first, cached=KEPT)]) == []
