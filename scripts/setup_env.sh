@@ -70,6 +70,7 @@ vllm() {
 }
 
 package() {
+  one_at_a_time
   # Built by the environment's own torch, which is the one that loads it.
   pip --no-build-isolation --editable "${root}[cpu,dev,otel]"
 }
@@ -109,6 +110,7 @@ browser() {
 prometheus() {
   local folder=$VENV/prometheus program
   if [[ $(id -u) -eq 0 ]]; then
+    one_at_a_time
     apt-get update
   fi
   rm -rf "$folder"

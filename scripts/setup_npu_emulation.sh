@@ -96,6 +96,7 @@ PTH
 }
 
 package() {
+  one_at_a_time
   # Built by the environment's own torch, which is the one that loads it. Mooncake is the version that NPUs get.
   TORCH_DEVICE_BACKEND_AUTOLOAD=0 pip --no-build-isolation --editable "${root}[npu,dev]" \
     "mooncake-transfer-engine-npu==$(pin mooncake-transfer-engine-npu requirements/npu.txt)"

@@ -203,6 +203,7 @@ can_install() {
 }
 
 apt_install() { # apt_install PACKAGE...
+  one_at_a_time
   echo "installing: $*"
   apt-get update
   DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "$@"
@@ -224,6 +225,12 @@ setup: On Debian, as root: apt-get install ${packages[*]}"
 }
 
 # --- parts of stages ---
+
+# The rest of a stage runs in one set-up of this repository at a time: apt, and builds of the package in its folder.
+one_at_a_time() {
+  exec 8<"$root/scripts"
+  flock 8
+}
 
 environment() {
   "$python" -m venv "$VENV"

@@ -124,7 +124,7 @@ declare -A titles=(
   [hostile]="hostile input, short form"
   [soak]="soak, 300 requests"
 )
-long_stages=(npu e2e faults soak)
+long_stages=(npu e2e faults hostile soak)
 run_long_stage() {
   case $1 in
     npu) npu_tests -m "not long" ;;
@@ -134,9 +134,11 @@ run_long_stage() {
     soak) run_pytest "$VENV" tests/soak ;;
   esac
 }
-claim() { # claim NAME: fails if the other lane has it
+claim() { # claim NAME: fails if the other lane has it, or if it must run by itself
+  [[ $1 != hostile || $by_itself ]] || has_own_network || return 1
   mkdir "$scratch/$1.claimed" 2>/dev/null
 }
+by_itself=
 
 long_stages_beside() {
   local name start status
@@ -148,7 +150,6 @@ long_stages_beside() {
   done
 }
 start_beside() {
-  ! has_own_network || long_stages=(npu e2e faults hostile soak)
   long_stages_beside </dev/null &
   beside=$!
 }
@@ -188,6 +189,7 @@ tests() { # tests TITLE PATH...
 }
 npu_tests() {
   scripts/setup_npu_emulation.sh || return 1
+  until [[ -e $scratch/set_up ]]; do sleep 1; done # the other environment, which these tests use, too
   CANN_ON_HOST=1 run_pytest "$VENV-npu" tests/npu "$@"
 }
 # Hostile input takes thousands of ports, among them those that starting engines have chosen. So it runs in a network of
@@ -213,7 +215,9 @@ cd "$root"
 setup=(--with-compat) # the NPU's tests compare with vLLM's CPU backend
 [[ $mode != all && $mode != quick ]] || setup+=(--with-browser --with-prometheus)
 [[ $mode != all && $mode != e2e && $mode != faults ]] || setup+=(--with-router)
+[[ $mode != all ]] || start_beside # with the NPU's environment
 run scripts/setup_env.sh "${setup[@]}"
+: >"$scratch/set_up"
 case $mode in
   npu) stage "${titles[npu]}" npu_tests ;;
   e2e) tests "end-to-end tests, long form" tests/e2e ;;
@@ -221,7 +225,6 @@ case $mode in
   faults) tests "faults, long form" tests/faults ;;
   hostile) tests "hostile input, long form" tests/hostile --inputs 1100000 ;;
   *)
-    [[ $mode == quick ]] || start_beside
     stage "ruff check" "$VENV/bin/ruff" check
     stage "ruff format" "$VENV/bin/ruff" format --check
     stage "mypy" "$VENV/bin/mypy"
@@ -235,6 +238,7 @@ case $mode in
         tests/unit/test_{held_prompts,placed_by_scheduler,cached_tokens}.py \
         tests/integration/test_{decode_prefill_only,connector,context_parallelism,failed_forward,multi_connector,aggregation,engine_metrics}.py
     [[ $mode == quick ]] || end_beside
+    by_itself=1
     ! claim hostile || stage "${titles[hostile]}" run_long_stage hostile
     ;;
 esac
