@@ -14,7 +14,7 @@ import pytest
 from harness.client import Client, Prompt, at_once, random_prompt
 from harness.clusters import LOSING_TOKENS, Cluster, ClusterConfig, one_to_one
 from harness.engines import Engine, EngineConfig
-from harness.models import EAGLE, ONE_LAYER, TINY, ModelSpec
+from harness.models import EAGLE, MTP, ONE_LAYER, TINY, ModelSpec
 from harness.pool import Reference, long
 
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 700, 1500)
@@ -23,6 +23,7 @@ NGRAM = EngineConfig(
     speculative=(("method", "ngram"), ("num_speculative_tokens", 3), ("prompt_lookup_min", 1), ("prompt_lookup_max", 3))
 )
 DRAFT_MODEL = EngineConfig(speculative=(("method", "draft_model"), ("model", TINY), ("num_speculative_tokens", 3)))
+MTP_LAYER = EngineConfig(speculative=(("method", "mtp"), ("num_speculative_tokens", 3)))
 EAGLE_HEAD = EngineConfig(speculative=(("method", "eagle"), ("model", EAGLE), ("num_speculative_tokens", 3)))
 
 
@@ -32,6 +33,7 @@ def drafting(name: str, engine: EngineConfig, model: ModelSpec, prefill_tp: int 
 
 
 BOTH_EAGLE = drafting("eagle-tp2-to-eagle-tp1", EAGLE_HEAD, ONE_LAYER, prefill_tp=2)
+BOTH_MTP = drafting("mtp-tp2-to-mtp-tp1", MTP_LAYER, MTP, prefill_tp=2)
 BOTH_DRAFT_MODEL = drafting("draft-model-to-draft-model", DRAFT_MODEL, TINY)
 _ONE_TO_ONE = drafting("", EAGLE_HEAD, ONE_LAYER)
 
@@ -64,7 +66,10 @@ def accepted(engine: Engine, complete: Callable[[Prompt], object], prompts: list
 
 
 @pytest.mark.parametrize(
-    "cluster", [BOTH_EAGLE, long(NGRAM_TO_EAGLE), long(EAGLE_TO_NGRAM), long(BOTH_DRAFT_MODEL)], ids=str, indirect=True
+    "cluster",
+    [BOTH_MTP, long(BOTH_EAGLE), long(NGRAM_TO_EAGLE), long(EAGLE_TO_NGRAM), long(BOTH_DRAFT_MODEL)],
+    ids=str,
+    indirect=True,
 )
 def test_tokens_are_those_of_a_single_engine(client: Client, reference: Reference) -> None:
     prompts = [random_prompt(tokens, f"tokens-{i}") for i, tokens in enumerate(2 * PROMPT_TOKENS)]
@@ -72,7 +77,7 @@ def test_tokens_are_those_of_a_single_engine(client: Client, reference: Referenc
     assert [completion.token_ids for completion in completions] == [reference.complete(p) for p in prompts]
 
 
-@pytest.mark.parametrize("cluster", [BOTH_EAGLE, long(BOTH_DRAFT_MODEL)], ids=str, indirect=True)
+@pytest.mark.parametrize("cluster", [BOTH_MTP, long(BOTH_EAGLE), long(BOTH_DRAFT_MODEL)], ids=str, indirect=True)
 def test_as_many_drafts_are_accepted(cluster: Cluster, client: Client, reference: Reference) -> None:
     prompts: list[Prompt] = [random_prompt(tokens, "drafts") for tokens in PROMPT_TOKENS]
     alone = accepted(reference.engine, reference.complete, prompts)
@@ -81,7 +86,7 @@ def test_as_many_drafts_are_accepted(cluster: Cluster, client: Client, reference
 
 @pytest.mark.parametrize(
     ("cluster", "tensor"),
-    [(BOTH_EAGLE, ONE_LAYER.layers), long(BOTH_DRAFT_MODEL, TINY.layers)],
+    [(BOTH_MTP, MTP.layers), long(BOTH_EAGLE, ONE_LAYER.layers), long(BOTH_DRAFT_MODEL, TINY.layers)],
     ids=str,
     indirect=["cluster"],
 )

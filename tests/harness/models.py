@@ -93,6 +93,22 @@ EAGLE = ModelSpec("eagle", layers=1, eagle_of=ONE_LAYER)
 """An EAGLE head is one layer over its target's hidden states and the next token's embedding. This one is its target's
 only layer over the embedding, so it drafts what the target computes, as long as its own KV cache is right."""
 
+MTP = ModelSpec(
+    "mtp",
+    "glm4_moe",
+    layers=1,
+    config=(
+        ("num_nextn_predict_layers", 1),
+        ("first_k_dense_replace", 0),
+        ("n_routed_experts", 2),
+        ("num_experts_per_tok", 2),
+        ("moe_intermediate_size", 128),
+        ("attention_bias", False),
+    ),
+)
+"""GLM-4.x with a layer for multi-token prediction (MTP). That layer is a copy of the only other one, so it drafts what
+the model computes, as long as its own KV cache is right. All experts are always used."""
+
 SIX_HEADS = ModelSpec("six-heads", heads=6, kv_heads=6, intermediate_size=768, vocab_size=576)
 """Sizes that 2 and 3 divide."""
 
@@ -235,6 +251,8 @@ def make_model(spec: ModelSpec, folder: Path) -> Path:
             save_vision_model(spec, scratch)
         elif spec.eagle_of is None:
             _random_model(spec).save_pretrained(scratch)
+            if spec == MTP:
+                _add_mtp_layer(scratch)
         else:
             _save_eagle_head(spec, scratch)
         _save_tokenizer(spec, scratch)
@@ -279,9 +297,9 @@ def _random_model(spec: ModelSpec) -> Any:
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             parameter.data.fill_(SLOW_DECAY)
-    if spec == ONE_LAYER:
-        # An EAGLE head does not normalize its input: for it to compute what its target's layer does, embeddings are
-        # normalized already, to a root mean square of 1.
+    if spec in (ONE_LAYER, MTP):
+        # An EAGLE head does not normalize its input, and an MTP layer normalizes it once more: for them to compute what
+        # the target's layer does, embeddings are normalized already, to a root mean square of 1.
         embeddings = model.get_input_embeddings().weight.data
         embeddings /= embeddings.pow(2).mean(dim=1, keepdim=True).sqrt().clamp(min=1e-6)  # padding's are zeros
     return model.to(getattr(torch, spec.dtype))
@@ -301,6 +319,27 @@ def _save_eagle_head(spec: ModelSpec, folder: Path) -> None:
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
     target.config.architectures = ["LlamaForCausalLM"]
     target.config.save_pretrained(folder)
+
+
+def _add_mtp_layer(folder: Path) -> None:
+    """Copies the checkpoint's only layer as the MTP layer. `eh_proj` makes its input of `[embedding, hidden state]`."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    layer = "model.layers.0."
+    copies = {name.replace(layer, "model.layers.1."): w.clone() for name, w in weights.items() if layer in name}
+    norm = weights["model.norm.weight"]
+    identity = torch.eye(len(norm))
+    copies |= {
+        "model.layers.1.enorm.weight": torch.ones_like(norm),
+        "model.layers.1.hnorm.weight": torch.ones_like(norm),
+        "model.layers.1.eh_proj.weight": torch.cat((identity, torch.zeros_like(identity)), dim=1),
+        "model.layers.1.shared_head.norm.weight": norm.clone(),
+        "model.layers.1.shared_head.head.weight": weights["lm_head.weight"].clone(),
+        "model.layers.1.embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+    }
+    save_file(weights | copies, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _save_tokenizer(spec: ModelSpec, folder: Path) -> None:

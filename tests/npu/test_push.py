@@ -6,12 +6,14 @@ operators.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import cann_on_host
+from harness import sparse_caches
 from harness.kv import Model, Side
 from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
@@ -21,12 +23,20 @@ pytestmark = pytest.mark.npu
 
 GQA = Model(heads=4, widths=(32, 32))
 MLA = Model(widths=(512, 64), replicated=True)
-# Of sparse attention (C8): the indexer's keys in 8 bits with a scale for each, beside latent and rope in 16 bits or
-# packed with their own scales. That vllm-ascend makes them so is in tests/npu/contract/test_contract_caches.py.
+# Of sparse attention (C8), as vllm-ascend itself allocates them: the indexer's keys in 8 bits with a scale for each in
+# one piece of memory, beside latent and rope in 16 bits or packed with their own scales.
 SPARSE_C8 = Model(
-    widths=(512, 64, 128, 1), dtypes=(torch.bfloat16, torch.bfloat16, torch.int8, torch.float16), replicated=True
+    widths=(512, 64, 128, 1),
+    dtypes=(torch.bfloat16, torch.bfloat16, torch.int8, torch.float16),
+    replicated=True,
+    allocate=partial(sparse_caches.caches_of, packed=False),
 )
-PACKED_C8 = Model(widths=(656, 128, 1), dtypes=(torch.int8, torch.int8, torch.float16), replicated=True)
+PACKED_C8 = Model(
+    widths=(656, 128, 1),
+    dtypes=(torch.int8, torch.int8, torch.float16),
+    replicated=True,
+    allocate=partial(sparse_caches.caches_of, packed=True),
+)
 
 BLOCK = 128  # vllm-ascend's only block size with P/D
 

@@ -10,6 +10,7 @@ import torch
 from vllm_ascend_contract import BLOCK, Event, engine_config, only, recorded
 
 from harness.models import TINY, for_npu
+from harness.sparse_caches import allocate, cache_config, sparse_spec
 from vllm_ascend_pd.connector import cache_specs
 from vllm_ascend_pd.core.caches import describe
 
@@ -66,41 +67,41 @@ def test_specs_have_what_we_read(prefill_events: tuple[Event, ...]) -> None:
     assert set(map(tuple, registered["ours"].values())) == {(0, BLOCK, heads, heads)}
 
 
-# (latent, rope, indexer keys) as a layer's spec has their sizes, and the tensors that vllm-ascend makes of them.
 BF16, INT8, FP16 = torch.bfloat16, torch.int8, torch.float16
+# What vllm-ascend makes of the cache of sparse attention: elements per token and their types.
 QUANTIZED = {
-    "indexer": ((512, 64, 128), {"cache_sparse_li_c8": True}, ((512, BF16), (64, BF16), (128, INT8), (1, FP16))),
-    "latent": ((656, 0, 128), {"cache_sparse_sfa_c8": True}, ((656, INT8), (128, BF16))),
-    "latent-and-indexer": (
-        (656, 0, 128),
-        {"cache_sparse_sfa_c8": True, "cache_sparse_li_c8": True},
-        ((656, INT8), (128, INT8), (1, FP16)),
-    ),
+    "indexer": ((False, True), ((512, BF16), (64, BF16), (128, INT8), (1, FP16))),
+    "latent": ((True, False), ((656, INT8), (128, BF16))),
+    "latent-and-indexer": ((True, True), ((656, INT8), (128, INT8), (1, FP16))),
 }
 
 
-@pytest.mark.parametrize(("sizes", "quantized", "parts"), QUANTIZED.values(), ids=QUANTIZED.keys())
+@pytest.mark.parametrize(("in_8_bits", "parts"), QUANTIZED.values(), ids=QUANTIZED.keys())
 def test_quantized_caches_of_sparse_attention(
-    plugins: None, mla_model: Path, sizes: tuple[int, ...], quantized: dict[str, bool], parts: tuple
+    plugins: None, mla_model: Path, in_8_bits: tuple[bool, bool], parts: tuple
 ) -> None:
-    """Int8 keys have a float16 scale each. The memory of the spec equals what blocks take in all."""
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-    from vllm_ascend.attention.utils import get_sfa_qsfa_packed_head_dim
-    from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
-
-    assert get_sfa_qsfa_packed_head_dim(512, 64) == 656, "latent, rope and scales are packed otherwise"
-    spec = AscendMLAAttentionSpec(
-        block_size=BLOCK, num_kv_heads=1, head_size=sum(sizes), sparse_head_dim=sizes, dtype=BF16, **quantized
-    )
-    tensors = tuple(torch.zeros((4, BLOCK, 1, width), dtype=dtype) for width, dtype in parts)
-    assert spec.page_size_bytes == sum(tensor[0].nbytes for tensor in tensors), "vllm-ascend makes other tensors"
-    groups = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    specs = cache_specs.layer_specs(groups, engine_config(mla_model))
-    described = describe({"layer": tensors}, specs, heads_first=False).description
-    geometries = [described.geometry_of(tensor) for tensor in described.tensors]
+    """Int8 keys have a float16 scale each, behind them in the same memory. A layer that uses another one's index has
+    neither. tests/npu/test_push.py sends such caches."""
+    packed, index_int8 = in_8_bits
+    indexed, other = (f"model.layers.{i}.self_attn.attn" for i in range(2))
+    specs = {
+        indexed: sparse_spec(BLOCK, packed=packed, index=True, index_int8=index_int8),
+        other: sparse_spec(BLOCK, packed=packed, index=False),
+    }
+    caches = cache_config(specs, num_blocks=4)
+    tensors = allocate(caches, "npu")
+    expected = {indexed: parts, other: parts[: 1 if packed else 2]}
+    for layer, own in tensors.items():
+        assert [(x.shape, x.dtype) for x in own] == [((4, BLOCK, 1, width), dtype) for width, dtype in expected[layer]]
+    described = describe(tensors, cache_specs.layer_specs(caches, engine_config(mla_model)), heads_first=False)
+    description = described.description
+    geometries = [description.geometry_of(tensor) for tensor in description.tensors]
     assert [(g.dtype, g.head_bytes, g.total_heads) for g in geometries] == [
-        (str(dtype).removeprefix("torch."), width * dtype.itemsize, 1) for width, dtype in parts
+        (str(dtype).removeprefix("torch."), width * dtype.itemsize, 1)
+        for layer in expected
+        for width, dtype in expected[layer]
     ]
+    assert {address % ALIGNMENT for address, _ in described.regions()} == {0}, "HCCS needs multiples of 2 MiB"
 
 
 def test_blocks_beside_states_are_several_of_the_kernels(plugins: None) -> None:
