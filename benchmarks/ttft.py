@@ -25,6 +25,11 @@ the connectors' work is compared. Engines compute in bfloat16, so tokens of near
 layerwise vllm-ascend's MooncakeLayerwiseConnector behind our proxy
 v1        vllm-ascend's MooncakeConnectorV1 behind helpers/pull_proxy.py
 
+At the end come all bars with their ratios. Those of the time to the first token alone, at both pairs, take about seven
+minutes on two idle cores:
+
+$ python benchmarks/ttft.py --models small --sides ours bare mooncake --requests 0
+
 A side that does not start, or returns other tokens than the single instance, has a row that says why, and the exit code
 is 1. With --check it is also 1 if a bar is missed or could not be measured. Bars compare ours with *bare* and with the
 peers by what each takes of the single instance's time beside it.
@@ -231,31 +236,52 @@ def failed(setting: Setting, side: str, error: SideFailedError) -> Row:
     return Row(setting.model, str(setting.pair), side, "failure", failure=str(error), load_average=os.getloadavg()[0])
 
 
-def misses(rows: Sequence[Row], sides: Sequence[str]) -> Iterator[str]:
-    """Bars that are missed, or not shown because a side did not run. `sides`: those that were asked for."""
+@dataclass(frozen=True)
+class Bar:
+    """What is required of one row of ours. `ratio`: ours by the other side's. None: the other side did not run."""
+
+    where: str
+    other: str
+    ratio: float | None
+    required: str
+    holds: bool
+
+    def __str__(self) -> str:
+        if self.ratio is None:
+            return f"{self.where}: not compared with {self.other}, which did not run"
+        return f"{self.where}: {self.ratio:.2f} times {self.other}, {'' if self.holds else 'not '}{self.required}"
+
+
+def bars(rows: Sequence[Row], sides: Sequence[str]) -> Iterator[Bar]:
+    """All bars of the rows of ours. `sides`: those that were asked for."""
     measured = {(row.model, row.pair, row.side, row.measure, row.prompt): row for row in rows}
     for row in rows:
         if row.side != "ours" or row.failure:
             continue
         ttft = row.measure == "ttft"
-        what = f"{row.model} {row.pair}, {f'{row.prompt} tokens' if ttft else 'load'}"
-        if not ttft and row.of_single < RATE_BAR:
-            yield f"{what}: {row.of_single:.2f} times the single instance's, not {RATE_BAR}"
-        bar = TTFT_BARS.get(row.pair, {}).get(row.prompt) if ttft else None
-        against = [side for side in sides if side in PEERS or (side == "bare" and bar is not None)]
-        for name in against:
+        where = f"{row.model} {row.pair}, {f'{row.prompt} tokens' if ttft else 'load'}"
+        if not ttft:
+            holds = row.of_single >= RATE_BAR
+            yield Bar(where, "the single instance's requests/s", row.of_single, f"{RATE_BAR} at least", holds)
+        most = TTFT_BARS.get(row.pair, {}).get(row.prompt) if ttft else None
+        for name in [side for side in sides if side in PEERS or (side == "bare" and most is not None)]:
+            what = f"{name}'s" if ttft else f"{name}'s requests/s"
             other = measured.get((row.model, row.pair, name, row.measure, row.prompt))
             if other is None:
-                yield f"{what}: not compared with {name}, which did not run"
+                yield Bar(where, name, None, "", holds=False)
                 continue
             times = row.of_single / other.of_single
-            if name == "bare":
-                if bar is not None and times > bar:
-                    yield f"{what}: {times:.2f} times bare's, not {bar}"
-            elif ttft and times >= 1:
-                yield f"{what}: {times:.2f} times {name}'s, not less"
-            elif not ttft and times < 1:
-                yield f"{what}: {times:.2f} times {name}'s requests/s, not as many"
+            if name == "bare" and most is not None:
+                yield Bar(where, what, times, f"{most} at most", times <= most)
+            elif ttft:
+                yield Bar(where, what, times, "less than 1", times < 1)
+            else:
+                yield Bar(where, what, times, "1 at least", times >= 1)
+
+
+def misses(rows: Sequence[Row], sides: Sequence[str]) -> Iterator[str]:
+    """Bars that are missed, or not shown because a side did not run. Arguments: as in `bars`."""
+    return (str(bar) for bar in bars(rows, sides) if not bar.holds)
 
 
 def main() -> int:
@@ -307,6 +333,9 @@ def main() -> int:
         if row.failure:
             print(row, file=sys.stderr)
     missed = list(misses(rows, args.sides))
+    if not args.json:
+        for bar in bars(rows, args.sides):
+            print(bar)
     for miss in missed:
         print(miss, file=sys.stderr)
     return 1 if any(row.failure for row in rows) or (args.check and missed) else 0
