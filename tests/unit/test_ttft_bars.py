@@ -61,7 +61,7 @@ def test_requests_a_second() -> None:
     [miss] = misses([load("ours", 0.9), load("mooncake", 1.0)], ["mooncake"])
     assert miss.endswith("0.90 times mooncake's requests/s, not 1 at least")
     [miss] = misses([load("ours", 0.7)], [])
-    assert miss.endswith("0.70 times the single instance's, not 0.75 at least")
+    assert miss.endswith("0.70 times the single instance's requests/s, not 0.75 at least")
 
 
 def test_a_side_that_did_not_run_shows_no_bar() -> None:
