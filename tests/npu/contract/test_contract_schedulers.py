@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
 from vllm_ascend_contract import engine_config
 
 from harness.decode_scheduler import BLOCK, LONGEST, MAX_MODEL_LEN, EngineScheduler, decode_config
@@ -47,16 +48,22 @@ def of_profiled_chunks() -> Any:
     return ProfilingChunkScheduler
 
 
-SCHEDULERS = [default, balancing, of_profiled_chunks]
+def recomputing() -> Any:
+    from vllm_ascend.core.recompute_scheduler import AsyncRecomputeScheduler
+
+    return AsyncRecomputeScheduler
+
+
+SCHEDULERS = [default, balancing, of_profiled_chunks, recomputing]
 
 
 @pytest.fixture(params=SCHEDULERS, ids=lambda scheduler: scheduler.__name__)
 def make(request: pytest.FixtureRequest, plugins: None, dense_model: Path) -> Iterator[Make]:
     made = []
 
-    def make_scheduler(blocks: int, drafts: int = 0, **of: Any) -> EngineScheduler:
+    def make_scheduler(blocks: int, drafts: int = 0, who_computes: str = "prefill", **of: Any) -> EngineScheduler:
         engine = {"block_size": BLOCK, "dtype": "bfloat16", "max_num_batched_tokens": 512, "max_num_seqs": 16}
-        config = decode_config(engine_config(dense_model, engine=engine))
+        config = decode_config(engine_config(dense_model, engine=engine), who_computes=who_computes)
         config.cache_config.block_size = BLOCK
         config.cache_config.enable_prefix_caching = False
         config.model_config.max_model_len = MAX_MODEL_LEN
@@ -102,3 +109,12 @@ def test_a_grammar_that_gets_ready(make: Make) -> None:
     assert set(decode.expected) == {"plain"}
     decode.ready(guided)
     decode.run()
+
+
+def test_a_request_that_the_connector_refuses(make: Make) -> None:
+    decode = make(blocks=LONGEST, who_computes="never")
+    refused = decode.add("refused", 2 * BLOCK, remote=False)
+    served = decode.add("served", 2 * BLOCK)
+    decode.run()
+    assert refused.status == RequestStatus.FINISHED_ERROR
+    assert served.num_output_tokens == 4

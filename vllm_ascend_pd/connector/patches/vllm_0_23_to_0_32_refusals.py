@@ -5,7 +5,7 @@ vLLM has no such answer of a connector. It knows requests whose KV was lost, but
 it ends none of them, and it must have allocated blocks for them first.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,19 +22,29 @@ def bind_refusals(pool: "BlockPool", take: Callable[[], Iterable[str]]) -> None:
 
 
 def install() -> None:
-    """Patches all versions of vLLM. May be called again."""
-    from vllm.v1.core.sched.scheduler import Scheduler
+    """Patches all versions of vLLM, and all schedulers that are loaded. May be called again."""
+    from vllm.v1.core.sched.interface import SchedulerInterface
+
+    # vllm-ascend puts subclasses in Scheduler's place. Some do not call the original `update_from_output`.
+    for scheduler in _subclasses(SchedulerInterface):
+        by_scheduler = vars(scheduler).get("update_from_output")
+        if by_scheduler is not None and by_scheduler.__module__ != __name__:
+            scheduler.update_from_output = _with_refusals(by_scheduler)
+
+
+def _subclasses(of: Any) -> Iterator[Any]:
+    for each in of.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _with_refusals(by_scheduler: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an `update_from_output` that ends refused requests after `by_scheduler`, the scheduler's own."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.request import RequestStatus
 
-    # vllm-ascend puts a subclass in Scheduler's place. Other subclasses may be of the original one.
-    original = next(each for each in Scheduler.__mro__ if "update_from_output" in vars(each))
-    by_vllm = original.update_from_output
-    if by_vllm.__module__ == __name__:
-        return
-
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        outputs = by_vllm(self, scheduler_output, model_runner_output)
+        outputs = by_scheduler(self, scheduler_output, model_runner_output)
         take = getattr(self.kv_cache_manager.block_pool, _TAKE, None)
         for request_id in take() if take is not None else ():
             request = self.requests.get(request_id)
@@ -51,4 +61,4 @@ def install() -> None:
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(ending)
         return outputs
 
-    original.update_from_output = update_from_output
+    return update_from_output
