@@ -90,7 +90,7 @@ def our_side(
     registered = describe({LAYER: tuple(caches)}, {LAYER: spec}, heads_first=False)
     [geometry] = registered.description.geometries
     route = make_route(geometry, rank, sharding(layer.ranks), sharding(1), BLOCK)
-    slot_bytes = 2 * layer.num_blocks * BLOCK * geometry.token_bytes
+    slot_bytes = 2 * layer.num_blocks * BLOCK * geometry.entry_bytes
     ring: StagingRing[StepTransfer] = StagingRing(device.allocate(slot_bytes), slot_bytes, 1, RunningTime())
     group = device.new_groups([route.ranks], timeout_s)[route.ranks]
     exchange = ExchangeGroup(route.ranks, group)

@@ -52,6 +52,9 @@ KINDS = {
 }
 
 
+HAS = {field.name for kind in KINDS.values() for field in dataclasses.fields(kind)}
+
+
 def made(kind: type, **changes: Any) -> Any:
     required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
     return kind(**{name: VALUES[name] for name in required} | changes)
@@ -62,6 +65,10 @@ def caches(*specs: Any, **of_the_last: Any) -> KVCacheConfig:
     for name, value in of_the_last.items():
         setattr(groups[-1], name, value)
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def uniform(*specs: Any) -> UniformTypeKVCacheSpecs:
+    return UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={f"inner.{i}": spec for i, spec in enumerate(specs)})
 
 
 def wrapped(spec: Any) -> UniformTypeKVCacheSpecs:
@@ -96,12 +103,34 @@ def test_a_kind_derived_elsewhere_is_another_kind() -> None:
 @pytest.mark.parametrize("kind", [FullAttentionSpec, MLAAttentionSpec])
 @pytest.mark.parametrize("field", ["compress_ratio", "tokens_per_state"])
 @pytest.mark.parametrize("ratio", [4, 128, Fraction(1, 4)])
-def test_an_entry_of_several_tokens_is_refused_whatever_the_field_is_called(kind: type, field: str, ratio: Any) -> None:
+def test_an_entry_of_several_tokens_of_other_models_is_refused_whatever_the_field_is_called(kind: type, field: str, ratio: Any) -> None:
     spec = made(kind)
     object.__setattr__(spec, field, ratio)
     for config in (caches(spec), caches(wrapped(spec))):
-        with pytest.raises(LayoutError, match="caches that keep one entry for several tokens"):
+        with pytest.raises(LayoutError, match=rf"an entry for {ratio} tokens of models other than DeepSeek V4"):
             cache_specs.cache_groups(config)
+
+
+RATIO = "tokens_per_state" if "tokens_per_state" in HAS else "compress_ratio"
+
+
+def test_compressed_caches_of_deepseek_v4_are_understood() -> None:
+    of_v4 = made(MLAAttentionSpec, model_version="deepseek_v4", **{RATIO: 4})
+    index = made(MLAAttentionSpec, **{RATIO: 4})
+    [group] = cache_specs.cache_groups(caches(uniform(of_v4, index)))
+    assert (group.span, group.tokens_per_entry) == (16, 4)
+    for refused, reason in {
+        made(MLAAttentionSpec, **{RATIO: 128}): "with an entry for 128 tokens in blocks of 16",
+        made(interface.SlidingWindowMLASpec, **{RATIO: 4}): "caches of kind SlidingWindowMLASpec with an entry for 4",
+        made(MLAAttentionSpec, **{RATIO: 8}): "a cache group whose layers differ in the tokens of a block or an entry",
+    }.items():
+        with pytest.raises(LayoutError, match=reason):
+            cache_specs.cache_groups(caches(uniform(of_v4, refused)))
+    for sparse in (Fraction(1, 4), 0) if RATIO == "tokens_per_state" else ():
+        with pytest.raises(LayoutError, match=rf"several entries for one token \({sparse} tokens for an entry\)"):
+            cache_specs.cache_groups(caches(uniform(of_v4, made(MLAAttentionSpec, **{RATIO: sparse}))))
+    with pytest.raises(LayoutError, match="with context parallelism caches of kind"):
+        cache_specs.cache_groups(caches(of_v4), shares=2)
 
 
 def test_a_field_that_is_not_known_must_have_its_default() -> None:
@@ -126,9 +155,6 @@ def test_quantized_caches_with_scales_or_packing_of_their_own_are_refused(mode: 
         return
     with pytest.raises(LayoutError, match=rf"layer\.0: caches quantized as {mode} \(--kv-cache-dtype\) are not"):
         cache_specs.cache_groups(config)
-
-
-HAS = {field.name for kind in KINDS.values() for field in dataclasses.fields(kind)}
 
 
 @pytest.mark.skipif("num_head_slots" not in HAS, reason="this vLLM packs no heads")

@@ -111,7 +111,7 @@ def test_caches_of_vllm_and_vllm_ascend(name, order, block_stride, head_bytes):
         total_heads=cache.total_heads,
         head_bytes=head_bytes,
     )
-    assert geometry.token_bytes == cache.heads * head_bytes
+    assert geometry.entry_bytes == cache.heads * head_bytes
     assert geometry.block_bytes == cache.tensor[0].nbytes <= block_stride
 
 
@@ -185,7 +185,7 @@ def test_each_element_lies_where_the_geometry_says(
     if geometry.order is Order.HEAD_MAJOR:
         head_step, token_step = block_size * geometry.head_bytes, geometry.head_bytes
     else:
-        head_step, token_step = geometry.head_bytes, geometry.token_bytes
+        head_step, token_step = geometry.head_bytes, geometry.entry_bytes
     block, head, token = np.meshgrid(np.arange(num_blocks), np.arange(heads), np.arange(block_size))
     np.testing.assert_array_equal(
         block * geometry.block_stride + head * head_step + token * token_step,
@@ -198,8 +198,8 @@ def test_the_stride_of_a_single_head_or_token_does_not_matter(stride):
     flat = torch.empty(20000)
     one_head = Cache(flat.as_strided((5, 16, 1, 64), (1024, 64, stride, 1)), 16, 1, heads_first=False).geometry()
     one_token = Cache(flat.as_strided((5, 16, 1, 64), (1024, 64, stride, 1)), 1, 16, heads_first=True).geometry()
-    assert (one_head.block_bytes, one_head.token_bytes) == (4096, 256)
-    assert (one_token.block_bytes, one_token.token_bytes) == (4096, 4096)
+    assert (one_head.block_bytes, one_head.entry_bytes) == (4096, 256)
+    assert (one_token.block_bytes, one_token.entry_bytes) == (4096, 4096)
 
 
 @pytest.mark.parametrize(("heads", "block_size"), [(2, 4), (4, 4), (1, 4)])

@@ -38,6 +38,14 @@ _KINDS = frozenset(
     }
 )
 
+# Those that may keep one entry for several tokens. The state that an unfinished entry is computed from is a window of
+# tokens in a cache of its own.
+_COMPRESSED = frozenset({"MLAAttentionSpec", "AscendMLAAttentionSpec"})
+
+# The model in whose caches this holds: `model_version` of some of its layers. Other models may keep what an unfinished
+# entry is computed from in another way.
+_COMPRESSING_MODEL = "deepseek_v4"
+
 # Fields that the connector reads, and fields without effect on a block's content and memory layout beyond the shapes of
 # the registered tensors.
 _FIELDS = frozenset(
@@ -48,7 +56,7 @@ _FIELDS = frozenset(
         *("num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_padded", "state_content_bytes"),
         *("max_tp_shards", "sliding_window", "attention_chunk_size", "non_causal", "extra_retained_tokens"),
         # MLA
-        *("cache_dtype_str", "alignment", "cache_role", "is_index_group_leader", "non_causal_multi_token_decode"),
+        *("cache_dtype_str", "alignment", "model_version", "cache_role", "is_index_group_leader", "non_causal_multi_token_decode"),
         "topk_buffer_width",
         # vllm-ascend's sparse attention
         *("scale_dim", "scale_dtype", "sparse_head_dim", "cache_sparse_sfa_c8", "cache_sparse_li_c8"),
@@ -65,6 +73,15 @@ _QUANTIZATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
 
 def check_kinds(kv_cache_config: "KVCacheConfig") -> None:
     """Raises LayoutError, which names the first layer whose kind of cache is not supported."""
+    described = [
+        member
+        for group in kv_cache_config.kv_cache_groups
+        for member in _members(group.layer_names[0], group.kv_cache_spec)
+    ]
+    compressed = [(layer, spec) for layer, spec in described if _name(spec) in _KINDS and _ratio(spec) != 1]
+    if compressed and not any(getattr(spec, "model_version", None) == _COMPRESSING_MODEL for _, spec in described):
+        layer, spec = compressed[0]
+        raise _refused(layer, f"caches with an entry for {_ratio(spec)} tokens of models other than DeepSeek V4")
     for group in kv_cache_config.kv_cache_groups:
         if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
             raise _refused(group.layer_names[0], "caches that vLLM keeps in host memory or excludes from transfers")
@@ -99,8 +116,11 @@ def _reason(spec: Any) -> str | None:
     name = _name(spec)
     if name not in _KINDS:
         return f"caches of kind {name}"
-    if _is_compressed(spec):
-        return "caches that keep one entry for several tokens, or several for one (as DeepSeek V4 has),"
+    ratio = _ratio(spec)
+    if not isinstance(ratio, int) or ratio < 1:
+        return f"caches that keep several entries for one token ({ratio} tokens for an entry)"
+    if ratio > 1 and (name not in _COMPRESSED or (spec.block_size % ratio and not _counts_entries(spec))):
+        return f"caches of kind {name} with an entry for {ratio} tokens in blocks of {spec.block_size}"
     quantization = getattr(spec, "kv_quant_mode", None)
     if quantization is not None and quantization.name not in _QUANTIZATIONS:
         return f"caches quantized as {quantization.name} (--kv-cache-dtype)"
@@ -120,11 +140,27 @@ def _default(each: "dataclasses.Field[Any]") -> Any:
     return each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
 
 
-def _is_compressed(spec: Any) -> bool:
-    """Whether a cache keeps one entry for several tokens.
+def tokens_per_entry(spec: Any) -> int:
+    """Returns how many tokens one entry of a cache is computed from. `spec`: one that `check_kinds` has accepted."""
+    return int(_ratio(spec))
+
+
+def block_tokens(spec: Any) -> int:
+    """Returns how many tokens a block of an attention cache stands for. `spec`: as in `tokens_per_entry`."""
+    return int(spec.block_size) * (tokens_per_entry(spec) if _counts_entries(spec) else 1)
+
+
+def _ratio(spec: Any) -> Any:
+    """Returns how many tokens an entry is computed from.
 
     The field is `compress_ratio` in vLLM before 0.30 and in vllm-ascend's own kinds, and `tokens_per_state` later. A
     Mamba layer has one state for all tokens, and -1 there.
     """
     per_state = 1 if hasattr(spec, "mamba_type") else getattr(spec, "tokens_per_state", 1)
-    return getattr(spec, "compress_ratio", 1) not in (None, 1) or per_state != 1
+    ratio = getattr(spec, "compress_ratio", 1)
+    return per_state if ratio in (None, 1) else ratio
+
+
+def _counts_entries(spec: Any) -> bool:
+    """Whether the spec's `block_size` counts entries, as in vllm-ascend 0.23, and not tokens, as in vLLM."""
+    return _name(spec) == "AscendMLAAttentionSpec" and getattr(spec, "compress_ratio", 1) not in (None, 1)

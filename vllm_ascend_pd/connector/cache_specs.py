@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_ascend_pd.connector.cache_kinds import check_kinds
+from vllm_ascend_pd.connector.cache_kinds import block_tokens, check_kinds, tokens_per_entry
 from vllm_ascend_pd.connector.model_summary import draft_summary
 from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.caches import LayerSpec, StateSpec
@@ -33,6 +33,11 @@ def cache_groups(kv_cache_config: "KVCacheConfig", shares: int = 1) -> list[Cach
     check_kinds(kv_cache_config)
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True):
+        if len({(block_tokens(member), tokens_per_entry(member)) for member in _attention(spec)}) > 1:
+            raise LayoutError(
+                f"{group.layer_names[0]}: a cache group whose layers differ in the tokens of a block or an entry is "
+                "not supported"
+            )
         if shares > 1 and not _is_shared(spec):
             raise LayoutError(
                 f"{group.layer_names[0]}: with context parallelism caches of kind {type(spec).__name__} are not "
@@ -42,11 +47,12 @@ def cache_groups(kv_cache_config: "KVCacheConfig", shares: int = 1) -> list[Cach
         StateGroup(spec.block_size)
         if _holds_state(spec)
         else TokenGroup(
-            spec.block_size,
+            block_tokens(_attention(spec)[0]),
             shares,
             _sees_a_window(spec),
             _longest(spec, "sliding_window"),
             _longest(spec, "attention_chunk_size"),
+            tokens_per_entry(_attention(spec)[0]),
         )
         for spec in specs
     ]
@@ -81,7 +87,8 @@ def layer_specs(
             else:
                 model_heads = models[whose].get_total_num_kv_heads()
                 total = model_heads if heads == max(1, model_heads // tp) else heads * tp
-            specs[layer] = LayerSpec(index, spec.block_size, heads, total, encoding, share, whose)
+            ratio = tokens_per_entry(spec)
+            specs[layer] = LayerSpec(index, block_tokens(spec), heads, total, encoding, share, whose, ratio)
     return specs
 
 
@@ -122,6 +129,11 @@ def _members(spec: Any) -> list[Any]:
     return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
 
 
+def _attention(spec: Any) -> list[Any]:
+    """Returns the specs of a group's layers that hold KV of tokens."""
+    return [member for member in _members(spec) if not _holds_state(member)]
+
+
 def _sees_a_window(spec: Any) -> bool:
     return any(
         getattr(member, window, None) is not None
@@ -144,6 +156,7 @@ def _is_shared(spec: Any) -> bool:
     """
     return all(
         not _holds_state(member)
+        and tokens_per_entry(member) == 1
         and getattr(member, "dcp_sharded", True)
         and getattr(member, "sfa_dcp_replicated_indexer_size", 1) == 1
         for member in _members(spec)

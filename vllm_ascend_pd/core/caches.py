@@ -33,7 +33,7 @@ class LayerSpec:
 
     # vLLM's cache group.
     group: int
-    # Tokens in a block.
+    # Tokens that a block stands for.
     block_size: int
     # KV heads on this rank.
     heads: int
@@ -45,6 +45,8 @@ class LayerSpec:
     share: TokenShare = ALL_TOKENS
     # As in `Geometry`.
     draft: str = ""
+    # As in `Geometry`.
+    tokens_per_entry: int = 1
 
     def dtype_of(self, tensor: torch.Tensor) -> str:
         """Returns the element type for both sides to compare. Two encodings of uint8 differ."""
@@ -156,7 +158,8 @@ _Run: TypeAlias = tuple[torch.Tensor, int, Geometry]
 
 
 def _tokens(cache: Sequence[torch.Tensor], spec: LayerSpec, heads_first: bool) -> list[_Run]:
-    tensors = [_by_blocks(tensor, spec.block_size, heads_first) for tensor in cache]
+    entries = spec.block_size // spec.tokens_per_entry
+    tensors = [_by_blocks(tensor, entries, heads_first) for tensor in cache]
     return [
         (
             tensor,
@@ -173,23 +176,24 @@ def _tokens(cache: Sequence[torch.Tensor], spec: LayerSpec, heads_first: bool) -
                 heads_first=heads_first,
                 share=spec.share,
                 draft=spec.draft,
+                tokens_per_entry=spec.tokens_per_entry,
             ),
         )
         for tensor in tensors
     ]
 
 
-def _by_blocks(tensor: torch.Tensor, block_size: int, heads_first: bool) -> torch.Tensor:
-    """Returns the tensor as `[num_blocks, block_size, ...]`.
+def _by_blocks(tensor: torch.Tensor, entries: int, heads_first: bool) -> torch.Tensor:
+    """Returns the tensor as `[num_blocks, entries, ...]`.
 
     In models that also have states, vllm-ascend makes blocks long. Its kernels see each as several short blocks.
     """
     number, tokens = tensor.shape[:2]
-    if heads_first or block_size in tensor.shape[1:3] or block_size % tokens or not tensor.is_contiguous():
+    if heads_first or entries in tensor.shape[1:3] or entries % tokens or not tensor.is_contiguous():
         return tensor
-    if number * tokens % block_size:
+    if number * tokens % entries:
         return tensor
-    return tensor.view(-1, block_size, *tensor.shape[2:])
+    return tensor.view(-1, entries, *tensor.shape[2:])
 
 
 def _states(cache: Sequence[torch.Tensor], spec: StateSpec) -> list[_Run]:

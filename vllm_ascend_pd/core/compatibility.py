@@ -72,7 +72,7 @@ def different_settings(prefill: Mapping[str, str], decode: Mapping[str, str]) ->
 
 def _unequal(mine: Geometry, rank: int, prefill: Sharding, other: Geometry, decode: EngineDescription) -> str | None:
     """Returns why blocks of `mine` cannot be written into blocks of `other`; None if they can."""
-    for what in ("kind", "dtype", "order", "total_heads", "head_bytes", "group"):
+    for what in ("kind", "dtype", "order", "total_heads", "head_bytes", "group", "tokens_per_entry"):
         if getattr(mine, what) != getattr(other, what):
             values = [getattr(g, what) for g in (mine, other)]
             named = [getattr(value, "value", value) for value in values]

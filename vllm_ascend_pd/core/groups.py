@@ -11,7 +11,7 @@ from typing import TypeAlias
 class TokenGroup:
     """A group of attention caches: its blocks hold the KV of tokens."""
 
-    # Tokens per block on one rank.
+    # Tokens that a block stands for on one rank.
     block_size: int
     # How many ranks of context parallelism share a request's tokens.
     ranks: int = 1
@@ -21,6 +21,8 @@ class TokenGroup:
     window: int = 0
     # A token sees those of its own chunk of so many tokens. 0: there are no chunks.
     chunk: int = 0
+    # Tokens that one entry of a block is computed from.
+    tokens_per_entry: int = 1
     # Whether blocks hold states and not tokens.
     holds_state = False
 
@@ -42,7 +44,11 @@ class TokenGroup:
         return min(first, default=0)
 
     def holding(self, blocks: Sequence[int], start: int, stop: int, last: bool) -> list[int]:
-        """Returns those of a request's `blocks` that hold tokens `[start, stop)`. `last`: the prompt ends there."""
+        """Returns those of a request's `blocks` that hold tokens `[start, stop)`. `last`: the prompt ends there.
+
+        Tokens after the last complete entry are in no block: vllm-ascend allocates none for them, vLLM may.
+        """
+        stop -= stop % self.tokens_per_entry
         return list(blocks[start // self.span : math.ceil(stop / self.span)])
 
     def ticket_blocks(self, blocks: Sequence[int], num_tokens: int) -> list[int]:

@@ -81,7 +81,7 @@ class Geometry(msgspec.Struct, frozen=True):
     order: Order
     # What an element is, as both sides compare it.
     dtype: str
-    # Tokens in a block, of those in this rank's `share`.
+    # Tokens that a block stands for, of those in this rank's `share`.
     block_size: _Size
     # Bytes from one block to the next.
     block_stride: _Size
@@ -89,17 +89,26 @@ class Geometry(msgspec.Struct, frozen=True):
     heads: _Size
     # KV heads of the whole model. 1 for MLA's latent.
     total_heads: _Size
-    # Bytes of one head of one token.
+    # Bytes of one head of one entry.
     head_bytes: _Size
     kind: BlockKind = BlockKind.TOKENS
     # The tokens whose KV is on this rank.
     share: TokenShare = ALL_TOKENS
     # For layers of speculative decoding's draft model: that model, in a line. "" for layers of the served model.
     draft: str = ""
+    # Tokens that one entry of a block is computed from. More than 1 for the compressed caches of DeepSeek V4.
+    tokens_per_entry: _Size = 1
 
     def __post_init__(self) -> None:
         if self.block_size % self.share.interleave:
             raise LayoutError(f"blocks of {self.block_size} tokens, interleaved by {self.share.interleave}")
+        if self.block_size % self.tokens_per_entry:
+            raise LayoutError(f"blocks of {self.block_size} tokens, with an entry for {self.tokens_per_entry} of them")
+        if self.tokens_per_entry > 1 and self.share.ranks > 1:
+            raise LayoutError(
+                f"context parallelism with caches that keep one entry for {self.tokens_per_entry} tokens is not "
+                "supported"
+            )
 
     @property
     def span(self) -> int:
@@ -116,14 +125,21 @@ class Geometry(msgspec.Struct, frozen=True):
         return self.draft in ("", draft)
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of one token."""
+    def entry_bytes(self) -> int:
+        """Bytes of one entry: of one token, unless the cache is compressed."""
         return self.heads * self.head_bytes
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block that hold KV."""
-        return self.block_size * self.token_bytes
+        return self.block_size // self.tokens_per_entry * self.entry_bytes
+
+    def complete(self, tokens: int) -> int:
+        """Returns how many of a prompt's first `tokens` are in complete entries.
+
+        The others are not in this cache: the compressor's state has them, as tokens of a window.
+        """
+        return tokens - tokens % self.tokens_per_entry
 
 
 class CacheTensor(msgspec.Struct, frozen=True):
@@ -175,14 +191,17 @@ def block_geometry(
     heads_first: bool,
     share: TokenShare = ALL_TOKENS,
     draft: str = "",
+    tokens_per_entry: int = 1,
 ) -> Geometry:
     """Returns the geometry of a cache tensor `[num_blocks, heads, tokens, content]` or `[.., tokens, heads, content]`.
 
     `strides`: in elements, as torch gives them. The order in memory follows from them alone.
     `heads_first`: which of the two middle dimensions holds heads if their sizes are equal. Else the sizes decide.
+    `block_size`: tokens that a block stands for. Of a compressed cache, the dimension of tokens counts entries.
 
     Raises LayoutError if a block is not one run of bytes.
     """
+    tokens, block_size = block_size, block_size // tokens_per_entry
     if len(shape) != 4:
         raise LayoutError(f"cache tensor of shape {tuple(shape)}: expected 4 dimensions, block first")
     middle = (shape[1], shape[2])
@@ -194,7 +213,8 @@ def block_geometry(
         head_dim, token_dim = 1, 2
     else:
         raise LayoutError(
-            f"cache tensor of shape {tuple(shape)}: no dimensions of {heads} heads and {block_size} tokens"
+            f"cache tensor of shape {tuple(shape)}: no dimensions of {heads} heads and {block_size} "
+            f"{'tokens' if tokens_per_entry == 1 else f'entries of {tokens_per_entry} tokens'}"
         )
     content = shape[3]
     head_major = strides[head_dim] > strides[token_dim]
@@ -211,11 +231,12 @@ def block_geometry(
         group=group,
         order=Order.HEAD_MAJOR if head_major else Order.TOKEN_MAJOR,
         dtype=dtype,
-        block_size=block_size,
+        block_size=tokens,
         block_stride=strides[0] * itemsize,
         heads=heads,
         total_heads=total_heads,
         head_bytes=content * itemsize,
         share=share,
         draft=draft,
+        tokens_per_entry=tokens_per_entry,
     )

@@ -81,7 +81,7 @@ class Route:
     ranks: tuple[int, ...] = ()
     # This rank's index in the group.
     index: int = 0
-    # Bytes of one token on the side with fewer heads: the run that regrouping moves.
+    # Bytes of one entry on the side with fewer heads: the run that regrouping moves.
     row_bytes: int = 0
 
     @property
@@ -103,31 +103,33 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
     decode.replicas(total)  # raises
     d_heads = len(decode.heads(0, total))
     unit = _common_unit(source, decode, d_block_size)
-    token = source.head_bytes
+    # Units begin and end with entries: both sides' blocks hold whole ones.
+    entries = unit // source.tokens_per_entry
+    head = source.head_bytes
     own = prefill.heads(rank, total)
     if source.order is Order.TOKEN_MAJOR and d_heads > source.heads and d_heads % source.heads == 0:
         ratio = d_heads // source.heads
-        if unit % ratio == 0:
+        if entries % ratio == 0:
             owner = own.start // source.heads
             first = owner - owner % ratio
-            staged = unit // ratio * d_heads * token
+            staged = entries // ratio * d_heads * head
             index = owner - first
             # As many heads are on no other decode rank, so this one has all tokens.
             target = Target(tp_rank=owner // ratio, nbytes=staged, dst_offset=index * staged)
             share = prefill.shares[rank]
             ranks = tuple(prefill.holders(o * source.heads, total, share)[replica] for o in range(first, first + ratio))
-            return Route(Regroup.GATHER, unit, (target,), replica, copies, staged, 1, ranks, index, source.token_bytes)
+            return Route(Regroup.GATHER, unit, (target,), replica, copies, staged, 1, ranks, index, source.entry_bytes)
     if source.order is Order.TOKEN_MAJOR and source.heads > d_heads and source.heads % d_heads == 0:
-        row = d_heads * token
+        row = d_heads * head
         targets = tuple(
-            Target(tp_rank=d_rank, nbytes=unit * row, plane=plane)
+            Target(tp_rank=d_rank, nbytes=entries * row, plane=plane)
             for plane in range(source.heads // d_heads)
             for d_rank in holders(own[plane * d_heads], decode.tp, total)
             if source.share.meets(decode.share(d_rank))
         )
-        return Route(Regroup.SPLIT, unit, targets, replica, copies, unit * row, source.heads // d_heads, row_bytes=row)
+        return Route(Regroup.SPLIT, unit, targets, replica, copies, entries * row, source.heads // d_heads, row_bytes=row)
     overlaps = (
-        _overlap(source, unit, own, d_rank, decode.heads(d_rank, total))
+        _overlap(source, entries, own, d_rank, decode.heads(d_rank, total))
         for d_rank in range(decode.tp)
         if source.share.meets(decode.share(d_rank))
     )
@@ -151,7 +153,7 @@ def slot_bytes(caches: RankCaches, step_tokens: int) -> int:
     for tensor in caches.tensors:
         geometry = caches.geometry_of(tensor)
         if geometry in movable:
-            layers[tensor.layer] = layers.get(tensor.layer, 0) + geometry.token_bytes
+            layers[tensor.layer] = layers.get(tensor.layer, 0) + geometry.entry_bytes
     largest_block = max((g.block_size for g in movable), default=0)
     ranks = max((g.share.ranks for g in movable), default=1)  # all the same
     return (step_tokens // ranks + 2 * largest_block) * max(layers.values(), default=0)
@@ -179,6 +181,10 @@ def why_slow(route: Route, source: Geometry, prefill: Sharding, decode: Sharding
 def _common_unit(source: Geometry, decode: Sharding, d_block_size: int) -> int:
     d_run = decode.part(0).run(d_block_size)
     unit = math.gcd(source.run, d_run)
+    if d_block_size % source.tokens_per_entry:
+        raise LayoutError(
+            f"decode's blocks are of {d_block_size} tokens, prefill has an entry for {source.tokens_per_entry} tokens"
+        )
     if source.order is Order.HEAD_MAJOR and source.block_size != d_block_size:
         raise LayoutError(
             f"block sizes {source.block_size} (prefill) and {d_block_size} (decode): a head-major cache "
@@ -193,7 +199,7 @@ def _common_unit(source: Geometry, decode: Sharding, d_block_size: int) -> int:
     return unit
 
 
-def _overlap(source: Geometry, unit: int, own: range, d_rank: int, theirs: range) -> Target | None:
+def _overlap(source: Geometry, entries: int, own: range, d_rank: int, theirs: range) -> Target | None:
     """Returns what goes straight from the cache to `d_rank`: the heads that both hold, in as few runs as possible."""
     first, last = max(own.start, theirs.start), min(own.stop, theirs.stop)
     if first >= last:
@@ -205,11 +211,11 @@ def _overlap(source: Geometry, unit: int, own: range, d_rank: int, theirs: range
             nbytes=(last - first) * head,
             src_offset=(first - own.start) * head,
             dst_offset=(first - theirs.start) * head,
-            rows=unit,
+            rows=entries,
             src_pitch=len(own) * head,
             dst_pitch=len(theirs) * head,
         )
-    per_head = unit * head
+    per_head = entries * head
     return Target(
         tp_rank=d_rank,
         nbytes=(last - first) * per_head,

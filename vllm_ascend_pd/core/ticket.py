@@ -4,6 +4,7 @@
 import functools
 import hashlib
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, TypeGuard
 
 import msgspec
@@ -209,14 +210,23 @@ def expects_ticket(params: Mapping[str, Any] | None) -> TypeGuard[Mapping[str, A
     return isinstance(params, Mapping) and bool(params.get("do_remote_decode")) and not carries_ticket(params)
 
 
+# The engine has no compressed caches.
+NO_ENTRIES: Mapping[int, int] = MappingProxyType({})
+
+
 def parse_ticket(
-    params: object, num_tokens: int, num_groups: int, state_groups: Collection[int] = frozenset()
+    params: object,
+    num_tokens: int,
+    num_groups: int,
+    state_groups: Collection[int] = frozenset(),
+    tokens_per_entry: Mapping[int, int] = NO_ENTRIES,
 ) -> Ticket:
     """Returns the ticket in a request's `kv_transfer_params`, checked.
 
     `num_tokens`: the prompt's length. The ticket may be for one token less.
     `num_groups`: the number of cache groups of this engine.
     `state_groups`: those of them that hold states. A ticket names one block of one token for each.
+    `tokens_per_entry`: by group, for compressed caches. A ticket names blocks for complete entries only.
 
     Raises TicketError, which names what is wrong.
     """
@@ -256,6 +266,9 @@ def parse_ticket(
             raise TicketError(f"remote_block_size {size} does not fit remote_cached_tokens")
         if size % interleave:
             raise TicketError(f"remote_interleave_size {interleave} does not divide remote_block_size {size}")
-        if len(blocks) * span < ticket.num_tokens or any(block < 0 for block in blocks):
+        per_entry = tokens_per_entry.get(group, 1)
+        if size % per_entry:
+            raise TicketError(f"remote_block_size {size} in group {group}, which has an entry for {per_entry} tokens")
+        if len(blocks) * span < ticket.num_tokens - ticket.num_tokens % per_entry or any(block < 0 for block in blocks):
             raise TicketError(f"remote_block_ids: {len(blocks)} blocks of {span} for {ticket.num_tokens} tokens")
     return msgspec.structs.replace(ticket, token_ids=[], replaces="") if ticket.token_ids or ticket.replaces else ticket

@@ -82,5 +82,7 @@ class Units:
         if geometry.share.ranks > 1:
             run, within_run = np.divmod(within, geometry.run)
             within = run // geometry.share.ranks * geometry.run + within_run
-        offsets: Offsets = blocks * geometry.block_stride + within * geometry.token_bytes
+        if geometry.tokens_per_entry > 1:
+            within = within // geometry.tokens_per_entry
+        offsets: Offsets = blocks * geometry.block_stride + within * geometry.entry_bytes
         return offsets

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
-from vllm_ascend_pd.core.groups import CacheGroup
+from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
 from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport
 from vllm_ascend_pd.core.threads import owned
@@ -68,6 +68,7 @@ class PrefillScheduler:
         self._admission = admission
         self._held = held
         self._state_groups = frozenset(i for i, group in enumerate(groups) if group.holds_state)
+        self._tokens_per_entry = {i: g.tokens_per_entry for i, g in enumerate(groups) if isinstance(g, TokenGroup)}
         self._windows = WindowHolds(groups, blocks)
         self._prompts: dict[str, ComputedPrompt] = {}  # those with a ticket or that wait for one, by request id
         self._transfers: dict[str, OutgoingTransfer] = {}  # those with a ticket, by request id
@@ -163,7 +164,8 @@ class PrefillScheduler:
         self._observer.ticket_refused(request.request_id, reason)
 
     def _parse(self, request: ScheduledRequest, params: object) -> Ticket:
-        return parse_ticket(params, request.num_prompt_tokens, len(self._groups), self._state_groups)
+        num_tokens, num_groups = request.num_prompt_tokens, len(self._groups)
+        return parse_ticket(params, num_tokens, num_groups, self._state_groups, self._tokens_per_entry)
 
     def _check(self, request: ScheduledRequest, ticket: Ticket) -> None:
         """Raises TicketError if the ticket is not for this request's prompt, or cannot be served."""

@@ -31,10 +31,13 @@ class RequestSlice:
     blocks: tuple[list[int], ...]
 
     def tokens(self, geometry: Geometry) -> tuple[int, int]:
-        """Returns (start, stop) in tokens of `geometry`'s blocks. A state that is sent counts as one token."""
+        """Returns (start, stop) in tokens of `geometry`'s blocks. A state that is sent counts as one token.
+
+        `start` is a multiple of both sides' blocks, so of their entries.
+        """
         if geometry.kind is BlockKind.STATE:
             return 0, len(self.blocks[geometry.group])
-        return self.start, self.stop
+        return self.start, geometry.complete(self.stop)
 
 
 @dataclass(frozen=True, eq=False)

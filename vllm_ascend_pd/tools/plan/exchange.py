@@ -280,7 +280,7 @@ def _engine_figures(
 ) -> EngineFigures:
     stages = stage_layers(len(model.cached), engine.pp)
     per_token = (
-        sum(caches.geometry_of(tensor).token_bytes for tensor in caches.tensors)
+        sum(caches.geometry_of(tensor).entry_bytes for tensor in caches.tensors)
         for caches in (ranks[RankPosition(stage, 0)] for stage in range(engine.pp))
     )
     return EngineFigures(
