@@ -91,14 +91,8 @@ class _RankBase:
         backend = self.device.collective_backend
         torch.distributed.init_process_group(backend, init_method=self.init, world_size=world, rank=rank)
         self.parsed = parse_config(self.config)
-        self.caches = make_caches(self.model, side, self.rank, self.pp_rank, self.on)
         dealt = sharding(side.tp, side.dcp, side.interleave, side.pcp)
-        heads = len(self._heads())
-        total = 1 if self.model.replicated else self.model.heads
-        spec = LayerSpec(0, side.block_size, heads, total, self.model.encoding, dealt.share(self.rank))
-        specs = dict.fromkeys(self.caches, spec)
-        for layer in self.model.draft_layers:
-            specs[layer_name(layer)] = replace(spec, draft=DRAFT)
+        self.caches, specs = self.make()
         self.registered = describe(self.caches, specs, heads_first=self.model.order is Order.HEAD_MAJOR)
         protocol = self.device.transfer_protocol
         limits = TransferLimits.over(protocol, timeout_s=self.parsed.write_timeout_s)
@@ -116,6 +110,19 @@ class _RankBase:
             stage_ranks=tuple(range(first, first + side.ranks)),
             draft=DRAFT if self.model.draft_layers else "",
         )
+
+    def make(self) -> tuple[dict[str, tuple[torch.Tensor, ...]], dict[str, LayerSpec]]:
+        """Allocates the rank's caches. Returns them and what they hold, by layer."""
+        side = self.side
+        caches = make_caches(self.model, side, self.rank, self.pp_rank, self.on)
+        dealt = sharding(side.tp, side.dcp, side.interleave, side.pcp)
+        heads = len(self._heads())
+        total = 1 if self.model.replicated else self.model.heads
+        spec = LayerSpec(0, side.block_size, heads, total, self.model.encoding, dealt.share(self.rank))
+        specs = dict.fromkeys(caches, spec)
+        for layer in self.model.draft_layers:
+            specs[layer_name(layer)] = replace(spec, draft=DRAFT)
+        return caches, specs
 
     def _heads(self) -> range:
         return self.model.heads_of(self.rank % self.side.tp, self.side.tp)

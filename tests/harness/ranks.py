@@ -127,16 +127,17 @@ class Pair:
         device: str = "cpu",
         kernels: Path | None = None,
         hosts: tuple[str, str] = (HOST, HOST),
+        programs: tuple[type[PrefillRank], type[DecodeRank]] = (PrefillRank, DecodeRank),
     ) -> None:
         """`kernels`: a library with the NPU's regroup ops, in place of those installed. `hosts`: prefill's and
-        decode's."""
+        decode's. `programs`: prefill's and decode's ranks."""
         self.model, self.prefill, self.decode = model, prefill, decode
         self._request_of: dict[str, str] = {}
         self._options: tuple[Any, ...] = (config or {}, device, kernels)
         self._p_host, self._d_host = hosts
         self._d_first = 0 if device == "cpu" else first_of_decode(prefill, decode)
-        self.p_ranks = _start(PrefillRank, "prefill", p_model or model, prefill, *self._options, self._p_host)
-        self.d_ranks = _start(DecodeRank, "decode", model, decode, *self._options, self._d_host, self._d_first)
+        self.p_ranks = _start(programs[0], "prefill", p_model or model, prefill, *self._options, self._p_host)
+        self.d_ranks = _start(programs[1], "decode", model, decode, *self._options, self._d_host, self._d_first)
         for rank in self.p_ranks + self.d_ranks:
             rank.receive(120.0)
         self._listen("decode", port=0)

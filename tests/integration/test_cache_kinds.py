@@ -103,7 +103,7 @@ def test_a_kind_derived_elsewhere_is_another_kind() -> None:
 @pytest.mark.parametrize("kind", [FullAttentionSpec, MLAAttentionSpec])
 @pytest.mark.parametrize("field", ["compress_ratio", "tokens_per_state"])
 @pytest.mark.parametrize("ratio", [4, 128, Fraction(1, 4)])
-def test_an_entry_of_several_tokens_of_other_models_is_refused_whatever_the_field_is_called(kind: type, field: str, ratio: Any) -> None:
+def test_an_entry_of_several_tokens_is_refused_in_other_models(kind: type, field: str, ratio: Any) -> None:
     spec = made(kind)
     object.__setattr__(spec, field, ratio)
     for config in (caches(spec), caches(wrapped(spec))):

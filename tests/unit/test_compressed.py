@@ -13,7 +13,7 @@ from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayoutError, Order, RankCaches, TokenShare, block_geometry
 from vllm_ascend_pd.core.plan import descriptors, make_route
-from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
+from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.ticket import TicketError, parse_ticket
 from vllm_ascend_pd.core.topology import sharding
 from vllm_ascend_pd.core.units import Units
@@ -81,7 +81,8 @@ def test_complete_entries_arrive_and_nothing_else(
             assert {t.tp_rank for t in route.targets} == set(range(tp[1]))
             copies = descriptors(route.targets[0], src, dst)
             for a, b, n in zip(copies.src, copies.dst, copies.nbytes, strict=True):
-                assert arrived.size >= b + n and source.size >= a + n
+                assert b + n <= arrived.size
+                assert a + n <= source.size
                 arrived[b : b + n] = source[a : a + n]
             start = stop
     for entry in range(cached * align // ratio, whole):
@@ -101,7 +102,12 @@ def test_an_entry_does_not_cross_blocks_or_shares() -> None:
     with pytest.raises(LayoutError, match="no dimensions of 1 heads and 4 entries of 4 tokens"):
         block_geometry(
             *((9, 16, 1, 3), (48, 3, 3, 1), 1),
-            **{"group": 0, "dtype": "uint8", "block_size": 16, "heads": 1, "total_heads": 1, "heads_first": False},
+            group=0,
+            dtype="uint8",
+            block_size=16,
+            heads=1,
+            total_heads=1,
+            heads_first=False,
             tokens_per_entry=4,
         )
     with pytest.raises(LayoutError, match="decode's blocks are of 6 tokens, prefill has an entry for 4 tokens"):
@@ -116,7 +122,6 @@ def test_a_peer_with_another_compression_is_refused_with_both_sides_named() -> N
         rank = SimpleNamespace(pp_rank=0, tp_rank=0, caches=of)
         return EngineDescription("decode", "model", 1, 1, (rank,))  # type: ignore[arg-type]
 
-    assert RankDescription is not None
     assert mismatch(caches(8, 4), "model", 0, sharding(1), True, decode(caches(16, 4))) is None
     reason = mismatch(caches(8, 4), "model", 0, sharding(1), True, decode(caches(8, 8)))
     assert reason == "layer.2: tokens_per_entry is 4 on prefill, 8 on decode"
@@ -124,8 +129,15 @@ def test_a_peer_with_another_compression_is_refused_with_both_sides_named() -> N
 
 def test_a_ticket_names_blocks_for_complete_entries() -> None:
     params = {
-        **{"request_id": "r", "remote_engine_id": "d", "remote_host": "127.0.0.1", "remote_port": 1, "attempt": 0},
-        **{"remote_tp_size": 1, "remote_cached_tokens": 0, "ticket_id": 32 * "0", "num_tokens": 19},
+        "request_id": "r",
+        "remote_engine_id": "d",
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "attempt": 0,
+        "remote_tp_size": 1,
+        "remote_cached_tokens": 0,
+        "ticket_id": 32 * "0",
+        "num_tokens": 19,
     }
     params |= {"remote_block_ids": [[5], [1, 2]], "remote_block_size": [16, 16]}
     assert parse_ticket(params, 19, 2, tokens_per_entry={0: 4}).remote_block_ids == [[5], [1, 2]]

@@ -56,8 +56,8 @@ _FIELDS = frozenset(
         *("num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_padded", "state_content_bytes"),
         *("max_tp_shards", "sliding_window", "attention_chunk_size", "non_causal", "extra_retained_tokens"),
         # MLA
-        *("cache_dtype_str", "alignment", "model_version", "cache_role", "is_index_group_leader", "non_causal_multi_token_decode"),
-        "topk_buffer_width",
+        *("cache_dtype_str", "alignment", "model_version", "cache_role", "is_index_group_leader"),
+        *("non_causal_multi_token_decode", "topk_buffer_width"),
         # vllm-ascend's sparse attention
         *("scale_dim", "scale_dtype", "sparse_head_dim", "cache_sparse_sfa_c8", "cache_sparse_li_c8"),
         *("c8_k_cache_dtype", "c8_k_scale_cache_dtype", "sfa_dcp_replicated_indexer_size"),

@@ -127,7 +127,9 @@ def make_route(source: Geometry, rank: int, prefill: Sharding, decode: Sharding,
             for d_rank in holders(own[plane * d_heads], decode.tp, total)
             if source.share.meets(decode.share(d_rank))
         )
-        return Route(Regroup.SPLIT, unit, targets, replica, copies, entries * row, source.heads // d_heads, row_bytes=row)
+        return Route(
+            Regroup.SPLIT, unit, targets, replica, copies, entries * row, source.heads // d_heads, row_bytes=row
+        )
     overlaps = (
         _overlap(source, entries, own, d_rank, decode.heads(d_rank, total))
         for d_rank in range(decode.tp)

@@ -7,6 +7,7 @@ All of it runs on the scheduler's thread.
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
@@ -68,7 +69,8 @@ class PrefillScheduler:
         self._admission = admission
         self._held = held
         self._state_groups = frozenset(i for i, group in enumerate(groups) if group.holds_state)
-        self._tokens_per_entry = {i: g.tokens_per_entry for i, g in enumerate(groups) if isinstance(g, TokenGroup)}
+        of_tokens = {i: g.tokens_per_entry for i, g in enumerate(groups) if isinstance(g, TokenGroup)}
+        self._tokens_per_entry = MappingProxyType(of_tokens)
         self._windows = WindowHolds(groups, blocks)
         self._prompts: dict[str, ComputedPrompt] = {}  # those with a ticket or that wait for one, by request id
         self._transfers: dict[str, OutgoingTransfer] = {}  # those with a ticket, by request id

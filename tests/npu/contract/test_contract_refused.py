@@ -13,7 +13,6 @@ from vllm_ascend_contract import BLOCK, cache_config, connector_class, engine_co
 from harness.models import TINY
 from vllm_ascend_pd.connector import cache_specs
 from vllm_ascend_pd.core.config import ConfigError
-from vllm_ascend_pd.core.layout import LayoutError
 
 pytestmark = pytest.mark.npu
 
@@ -103,7 +102,12 @@ def test_compressed_caches(plugins: None) -> None:
     from vllm_ascend.core.single_type_kv_cache_manager import CompressAttentionManager
 
     spec = AscendMLAAttentionSpec(
-        block_size=BLOCK, num_kv_heads=1, head_size=512, dtype=torch.bfloat16, compress_ratio=4
+        block_size=BLOCK,
+        num_kv_heads=1,
+        head_size=512,
+        dtype=torch.bfloat16,
+        compress_ratio=4,
+        model_version="deepseek_v4",
     )
     manager = CompressAttentionManager(
         spec, BlockPool(64, False, BLOCK), enable_caching=False, kv_cache_group_id=0, scheduler_block_size=BLOCK
@@ -111,8 +115,8 @@ def test_compressed_caches(plugins: None) -> None:
     manager.allocate_new_blocks("request", 5 * BLOCK, 5 * BLOCK)
     assert len(manager.req_to_blocks["request"]) < 5, "blocks are of `block_size` tokens now"
     caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    with pytest.raises(LayoutError, match="layer: caches that keep one entry for several tokens"):
-        cache_specs.cache_groups(caches)
+    [group] = cache_specs.cache_groups(caches)
+    assert (group.span, group.tokens_per_entry) == (4 * BLOCK, 4)
 
 
 def test_vllm_ascends_own_kinds_of_caches_are_understood(plugins: None) -> None:

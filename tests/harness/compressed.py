@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek V4 without a model: vLLM's own block tables and our schedulers of both sides, over ranks' real transfers."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from harness.compressed_ranks import CacheView, CompressedDecode, CompressedModel, CompressedPrefill
+from harness.kv import Side
+from harness.ranks import Pair
+from harness.schedulers import prefill_scheduler
+from harness.scheduling import Scheduled, make_output
+from vllm_ascend_pd.connector.cache_specs import cache_groups, layer_specs
+from vllm_ascend_pd.connector.prompts import Prompts
+from vllm_ascend_pd.connector.vllm_requests import VllmRequests
+from vllm_ascend_pd.core.groups import TokenGroup
+from vllm_ascend_pd.core.step import DecodeStep, PrefillStep
+from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, TicketIssuer
+
+MAX_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class Caches:
+    """An engine's caches, as its own code makes them."""
+
+    config: Any  # KVCacheConfig
+    vllm_config: Any
+    # By layer.
+    tensors: Mapping[str, Any]
+    # (scheduler block size, hash block size)
+    sizes: tuple[int, int]
+
+    def model(self) -> CompressedModel:
+        """Describes the tensors, so that ranks allocate their like."""
+        memories: dict[int, int] = {}
+        views = []
+        for layer, tensors in self.tensors.items():
+            for part, tensor in enumerate([tensors] if isinstance(tensors, torch.Tensor) else tensors):
+                storage = tensor.untyped_storage()
+                memory = list(memories).index(storage.data_ptr()) if storage.data_ptr() in memories else len(memories)
+                memories[storage.data_ptr()] = storage.nbytes()
+                offset = tensor.data_ptr() - storage.data_ptr()
+                views.append(CacheView(layer, part, memory, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype))
+        specs = layer_specs(self.config, self.vllm_config)
+        return CompressedModel(memories=tuple(memories.values()), views=tuple(views), specs=tuple(specs.items()))
+
+
+class Engine:
+    """vLLM's blocks of one engine."""
+
+    def __init__(self, caches: Caches) -> None:
+        config = generate_scheduler_kv_cache_config([caches.config])
+        self.groups = [group for group in cache_groups(config) if isinstance(group, TokenGroup)]
+        scheduler_block, hash_block = caches.sizes
+        self.manager = KVCacheManager(
+            config,
+            max_model_len=MAX_TOKENS,
+            scheduler_block_size=scheduler_block,
+            hash_block_size=hash_block,
+            enable_caching=True,
+        )
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(hash_block, sha256)
+
+    def request(self, name: str, tokens: list[int], ticket: Ticket | None = None) -> Request:
+        extra = {} if ticket is None else {"kv_transfer_params": msgspec.to_builtins(ticket)}
+        sampling = SamplingParams(max_tokens=1, extra_args=extra)
+        return Request(name, tokens, sampling, None, block_hasher=self.hasher)
+
+    def blocks(self, name: str) -> tuple[list[int], ...]:
+        return self.manager.get_block_ids(name)
+
+    def rows(self, name: str, seed: int, start: int, stop: int) -> dict[int, list[tuple[int, int, int, int]]]:
+        """Returns where entries that become complete with tokens `[start, stop)` lie, by cache group."""
+        found: dict[int, list[tuple[int, int, int, int]]] = {}
+        for index, (group, ids) in enumerate(zip(self.groups, self.blocks(name), strict=True)):
+            ratio, per_block = group.tokens_per_entry, group.span // group.tokens_per_entry
+            for entry in range(start // ratio, stop // ratio):
+                block, place = divmod(entry, per_block)
+                if ids[block]:
+                    found.setdefault(index, []).append((ids[block], place, seed, entry))
+        return found
+
+    def warm(self, tokens: list[int], chunk: int, seed: int) -> Iterator[dict[int, list[tuple[int, int, int, int]]]]:
+        """Computes a prompt that stays in the prefix cache. Yields what each step writes."""
+        request = self.request("before", tokens)
+        for start in range(0, len(tokens), chunk):
+            count = min(chunk, len(tokens) - start)
+            assert self.manager.allocate_slots(request, count) is not None
+            request.num_computed_tokens = start + count
+            yield self.rows("before", seed, start, start + count)
+        self.manager.free(request)
+
+
+class Cluster:
+    """A prefill and a decode engine of one model, with ranks that move real bytes."""
+
+    def __init__(self, p_caches: Caches, d_caches: Caches, p_tp: int, d_tp: int) -> None:
+        p_side, d_side = (Side(tp, caches.config.num_blocks) for tp, caches in ((p_tp, p_caches), (d_tp, d_caches)))
+        programs = (CompressedPrefill, CompressedDecode)
+        self.p, self.d = Engine(p_caches), Engine(d_caches)
+        self.pair = Pair(d_caches.model(), p_side, d_side, p_model=p_caches.model(), programs=programs)
+        self.scheduler = prefill_scheduler(self.p.groups, pool=self.p.manager.block_pool)
+        info = EngineInfo(self.pair.decode_id, "127.0.0.1", self.pair.port, d_tp)
+        self.issuer = TicketIssuer(info, self.d.groups, VllmRequests(Prompts("")))
+
+    def warm_prefill(self, tokens: list[int], chunk: int, seed: int) -> None:
+        """Prefill computes a prompt for nobody, and caches it."""
+        for rows in self.p.warm(tokens, chunk, seed):
+            self.pair.each(self.pair.p_ranks, "write", rows)
+
+    def warm_decode(self, tokens: list[int], chunk: int) -> None:
+        """Decode's block tables cache a prompt. Its caches stay zero, so that nothing may be written there."""
+        for _ in self.d.warm(tokens, chunk, 0):
+            pass
+
+    def transfer(self, name: str, tokens: list[int], chunk: int, seed: int) -> tuple[int, int, list[str]]:
+        """Sends a prompt. Returns how many tokens prefill and decode had cached, and what is wrong on decode."""
+        asked = self.d.request(name, tokens)
+        cached, d_known = self.d.manager.get_computed_blocks(asked)[:2]
+        external = self.issuer.num_tokens(asked) - d_known
+        assert self.d.manager.allocate_slots(
+            asked,
+            0,
+            num_new_computed_tokens=d_known,
+            new_computed_blocks=cached,
+            num_external_computed_tokens=external,
+            delay_cache_blocks=True,
+        )
+        ticket = self.issuer.issue(asked, self.d.blocks(name), external)
+        self.pair._request_of[ticket.ticket_id] = name
+        expect = self.issuer.expect(name, ticket, self.d.blocks(name))
+        self.pair.each(self.pair.d_ranks, "step", DecodeStep([expect]))
+        p_known = self._prefill(name, tokens, ticket, chunk, seed)
+        received, failed = self.pair.wait_arrivals(1)
+        assert failed == {}
+        assert received == {name}
+        assert self.pair.wait_sent(1) == {}
+        self.scheduler.update(None, {name})
+        rows = self.d.rows(name, seed, d_known, ticket.num_tokens)
+        return p_known, d_known, [what for rank in self.pair.each(self.pair.d_ranks, "wrong", rows) for what in rank]
+
+    def _prefill(self, name: str, tokens: list[int], ticket: Ticket, chunk: int, seed: int) -> int:
+        request = self.p.request(name, tokens, ticket)
+        self.scheduler.arrived(request)
+        hit, known = self.p.manager.get_computed_blocks(request)[:2]
+        computed, before = known, [0] * len(self.p.groups)
+        while computed < len(tokens):
+            count = min(chunk, len(tokens) - computed)
+            first = {"num_new_computed_tokens": known, "new_computed_blocks": hit} if computed == known else {}
+            assert self.p.manager.allocate_slots(request, count, **first) is not None
+            blocks = self.p.blocks(name)
+            part = Scheduled(request, tuple(ids[n:] for ids, n in zip(blocks, before, strict=True)), computed, count)
+            if computed == known:
+                self.scheduler.allocated(request, blocks)
+            step = self.scheduler.build_step(make_output(**{"new" if computed == known else "running": [part]}))
+            rows = self.p.rows(name, seed, computed, computed + count)
+            self.pair.each(self.pair.p_ranks, "computed", step, rows)
+            before = [len(ids) for ids in blocks]
+            computed += count
+            request.num_computed_tokens = computed
+        self.scheduler.finished(request)
+        self.p.manager.free(request)
+        self.pair.each(self.pair.p_ranks, "computed", PrefillStep(finished={name: None}), {})
+        return known
+
+    def close(self) -> None:
+        assert self.pair.close() == []

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of ranks over caches of several kinds that share memory, as those of DeepSeek V4 do."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from harness.kv import Model
+from harness.rank_programs import DecodeRank, PrefillRank
+from vllm_ascend_pd.core.caches import LayerSpec
+from vllm_ascend_pd.device.base import aligned_buffer
+
+# By cache group: (block id, place in the block, the prompt's seed, entry of the prompt).
+Rows: TypeAlias = Mapping[int, Sequence[tuple[int, int, int, int]]]
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """One tensor `[num_blocks, entries, 1, width]` of a layer's cache."""
+
+    layer: str
+    part: int
+    # The index of the memory that it lies in, and where it begins, in bytes.
+    memory: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def over(self, memory: torch.Tensor) -> torch.Tensor:
+        typed = memory.view(self.dtype)
+        return typed.as_strided(self.shape, self.stride, typed.storage_offset() + self.offset // self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class CompressedModel(Model):
+    """Caches as an engine's own code makes them. They are whole on each rank."""
+
+    replicated: bool = True
+    # Bytes of each memory, which caches of several groups share.
+    memories: tuple[int, ...] = ()
+    views: tuple[CacheView, ...] = ()
+    specs: tuple[tuple[str, LayerSpec], ...] = ()
+
+
+def truth(view: CacheView, seed: int, entries: Sequence[int]) -> torch.Tensor:
+    """Returns the right bytes of these entries of a prompt: `[entries, bytes]`."""
+    width = view.shape[3] * view.dtype.itemsize
+    salt = zlib.crc32(f"{view.layer} {view.part} {seed}".encode())
+    at = (torch.tensor(entries)[:, None] * 7919 + torch.arange(width) * 104729 + salt) % 2147483647
+    return (at * 48271 % 2147483647 % 255 + 1).to(torch.uint8)
+
+
+def by_seed(rows: Sequence[tuple[int, int, int, int]]) -> dict[int, list[tuple[int, int, int]]]:
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for block, place, seed, entry in rows:
+        found.setdefault(seed, []).append((block, place, entry))
+    return found
+
+
+class _Compressed:
+    """What both ranks share. Mixed into the programs."""
+
+    model: CompressedModel
+    memories: list[torch.Tensor]
+
+    def make(self) -> tuple[dict[str, tuple[torch.Tensor, ...]], dict[str, LayerSpec]]:
+        self.memories = [aligned_buffer(size, 4096, "cpu").zero_() for size in self.model.memories]
+        caches: dict[str, tuple[torch.Tensor, ...]] = {}
+        for view in self.model.views:
+            caches[view.layer] = (*caches.get(view.layer, ()), view.over(self.memories[view.memory]))
+        return caches, dict(self.model.specs)
+
+    def clear(self) -> None:
+        for memory in self.memories:
+            memory.zero_()
+
+
+class CompressedPrefill(_Compressed, PrefillRank):
+    model: CompressedModel
+
+    def computed(self, step: Any, rows: Rows) -> None:
+        """One forward pass, which computes `rows`. Only attention's own caches are announced, as in vllm-ascend."""
+        self.worker.start_step(step)
+        if not step.computes:
+            self.worker.forward_ended()
+            return
+        self.write(rows)
+        for layer in self.caches:
+            if layer.endswith("attn"):
+                self.worker.layer_computed(layer)
+        self.worker.forward_ended()
+        self.worker.end_step()
+
+    def write(self, rows: Rows) -> None:
+        specs = dict(self.model.specs)
+        for view in self.model.views:
+            cache = self.caches[view.layer][view.part]
+            for seed, each in by_seed(rows.get(specs[view.layer].group, ())).items():
+                blocks, places, entries = (torch.tensor(column) for column in zip(*each, strict=True))
+                cache[blocks, places, 0] = truth(view, seed, entries.tolist()).view(view.dtype)
+
+
+class CompressedDecode(_Compressed, DecodeRank):
+    model: CompressedModel
+
+    def wrong(self, rows: Rows) -> list[str]:
+        """Returns every layer with an entry that is not as in `rows`, and every block of nobody that was written."""
+        found = []
+        specs = dict(self.model.specs)
+        used = {block for of_group in rows.values() for block, *_ in of_group}
+        for view in self.model.views:
+            cache = self.caches[view.layer][view.part]
+            for seed, each in by_seed(rows.get(specs[view.layer].group, ())).items():
+                blocks, places, entries = (torch.tensor(column) for column in zip(*each, strict=True))
+                here = cache[blocks, places, 0].contiguous().view(torch.uint8)
+                unequal = (here != truth(view, seed, entries.tolist())).any(dim=1)
+                if unequal.any():
+                    found.append(f"{view.layer} part {view.part}: entries {entries[unequal].tolist()[:9]}")
+            touched = cache.contiguous().view(torch.uint8).flatten(1).any(dim=1).nonzero().flatten().tolist()
+            found += [f"{view.layer}: block {block} belongs to nobody" for block in set(touched) - used]
+        return found

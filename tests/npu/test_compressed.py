@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek V4's caches arrive byte for byte: those that vllm-ascend's own code makes of a config.json, with its block
+tables, over real transfers."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from harness.compressed import Caches, Cluster
+
+pytestmark = pytest.mark.npu
+
+CONFIG = json.loads((Path(__file__).parents[1] / "unit/data/recipes/models.json").read_text())["deepseek-v4"]
+
+
+def deepseek_v4(block_size: int, num_blocks: int) -> Caches:
+    """The caches of a model with CONFIG's layers in an engine with this `--block-size`."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    import vllm_ascend.ops  # noqa: F401, I001  first: vllm-ascend's modules import each other in circles
+    import vllm.v1.core.kv_cache_utils as utils
+    import vllm_ascend.worker.model_runner_v1 as runner
+    from vllm.config import CacheConfig
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+    from vllm_ascend.attention.dsa_v1 import AscendDSABackend
+    from vllm_ascend.models import deepseek_v4 as model
+    from vllm_ascend.models.layer.attention.layer import DSAAttention
+
+    cache_config = CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
+    text = SimpleNamespace(**CONFIG)
+    vllm_config = SimpleNamespace(
+        cache_config=cache_config,
+        kv_transfer_config=None,
+        speculative_config=None,
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        model_config=SimpleNamespace(
+            dtype=torch.bfloat16, hf_text_config=text, hf_config=text, get_total_num_kv_heads=lambda: 1
+        ),
+    )
+
+    def made(kind: type, **fields: Any) -> Any:
+        layer = kind.__new__(kind)
+        torch.nn.Module.__init__(layer)
+        vars(layer).update(fields)
+        return layer.get_kv_cache_spec(vllm_config)
+
+    def compressor(ratio: int, head_dim: int) -> Any:
+        entries = model._dsv4_block_sizes()[block_size][0][2 if ratio == 4 else 3]
+        both = 1 + (ratio == 4)
+        fields = {"state_dim": 2 * both * head_dim, "dtype": torch.float32, "block_size": entries}
+        return made(model.AscendCompressorStateCache, compress_ratio=ratio, sliding_window=both * ratio, **fields)
+
+    specs = {}
+    head, index = CONFIG["head_dim"], CONFIG["index_head_dim"]
+    for number, ratio in enumerate(CONFIG["compress_ratios"][: CONFIG["num_hidden_layers"]]):
+        name = f"model.layers.{number}.self_attn"
+        swa = model._dsv4_block_sizes()[block_size][0][1]
+        specs[f"{name}.swa_cache"] = made(
+            model.AscendDeepseekV4SWACache,
+            head_dim=head,
+            window_size=CONFIG["sliding_window"],
+            dtype=torch.bfloat16,
+            cache_config=cache_config,
+            block_size=swa,
+        )
+        if ratio > 1:
+            specs[f"{name}.attn"] = made(DSAAttention, compress_ratio=ratio, head_size=head, kv_cache_dtype="auto")
+            specs[f"{name}.compressor.state_cache"] = compressor(ratio, head)
+        if ratio == 4:
+            specs[f"{name}.indexer.k_cache"] = made(
+                model.AscendDeepseekV4IndexerCache,
+                head_dim=index,
+                dtype=torch.int8,
+                compress_ratio=4,
+                cache_config=cache_config,
+            )
+            specs[f"{name}.indexer.compressor.state_cache"] = compressor(ratio, index)
+    groups = utils.get_kv_cache_groups(vllm_config, specs)
+    config = utils.get_kv_cache_config_from_groups(vllm_config, groups, 1 << 40)
+    itself = runner.NPUModelRunner.__new__(runner.NPUModelRunner)
+    vars(itself).update(
+        vllm_config=vllm_config,
+        device="cpu",
+        use_compress=True,
+        use_sparse=False,
+        runner_only_attn_layers=set(),
+        attn_backend=AscendDSABackend,
+        kv_cache_config=config,
+        _kv_cache_spec_attn_group_iterator=lambda: (
+            SimpleNamespace(backend=AscendDSABackend, kv_cache_spec=g.kv_cache_spec, layer_names=g.layer_names)
+            for g in groups
+        ),
+    )
+    assert all(isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs) for group in groups)
+    tensors = itself._reshape_kv_cache_tensors(config, itself._allocate_kv_cache_tensors(config))
+    scheduler = utils.generate_scheduler_kv_cache_config([config])
+    return Caches(config, vllm_config, tensors, utils.resolve_kv_cache_block_sizes(scheduler, vllm_config))
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    (p_tp, p_block), (d_tp, d_block) = request.param
+    made = Cluster(deepseek_v4(p_block, 600), deepseek_v4(d_block, 600), p_tp, d_tp)
+    yield made
+    made.close()
+
+
+SIDES = {
+    "tp 2 to 1": ((2, 32), (1, 32)),
+    "tp 1 to 2, shorter blocks on decode": ((1, 64), (2, 32)),
+    "tp 4 to 1, longer blocks on decode": ((4, 32), (1, 64)),
+    "tp 4 to 4": ((4, 32), (4, 32)),
+}
+
+
+@pytest.mark.parametrize("cluster", SIDES.values(), ids=SIDES.keys(), indirect=True)
+def test_every_byte_that_decode_needs_arrives(cluster: Cluster) -> None:
+    """Prompts end at an entry's end, within one and before the first one; chunks end within entries."""
+    chance = random.Random(1)
+    for seed, (length, chunk) in enumerate([(601, 301), (258, 130), (3, 64), (129, 61), (256, 256)]):
+        tokens = [chance.randrange(1000) for _ in range(length)]
+        p_known, d_known, wrong = cluster.transfer(f"request-{seed}", tokens, chunk, seed)
+        assert (p_known, d_known) == (0, 0)
+        assert wrong == [], f"{length} tokens"
+        cluster.pair.each(cluster.pair.d_ranks, "clear")
+
+
+@pytest.mark.parametrize("cluster", [((1, 32), (1, 32))], indirect=True)
+def test_prefixes_that_are_cached(cluster: Cluster) -> None:
+    """Hits are multiples of the longest entry's blocks: 32 entries of 128 tokens."""
+    chance = random.Random(2)
+    tokens = [chance.randrange(1000) for _ in range(4096 + 70)]
+    on_prefill = [*tokens[:4096], *(1 for _ in range(70))]
+    cluster.warm_prefill(on_prefill, 256, seed=0)
+    assert cluster.transfer("request-0", tokens, 256, 0) == (4096, 0, [])
+    cluster.pair.each(cluster.pair.d_ranks, "clear")
+    cluster.warm_decode([*tokens[:4096], *(2 for _ in range(70))], 256)
+    known = cluster.transfer("request-1", tokens, 256, 0)
+    assert known == (4096, 4096, [])
