@@ -3,7 +3,7 @@
 
 A draft without its KV of the prompt still ends in the right tokens, since drafts are verified: what was sent shows in
 how many of them are accepted. So what drafts here computes what the served model does, as long as it has all of the
-prompt: the served model itself, and an EAGLE head that repeats its target's only layer.
+prompt: the served model itself, and an MTP layer and an EAGLE head that repeat their target's only layer.
 """
 
 import dataclasses
