@@ -9,7 +9,8 @@ from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfi
 from vllm.config.compilation import CUDAGraphMode
 
 import vllm_ascend_pd
-from vllm_ascend_pd.connector.unsupported import unsupported, unsupported_weights
+from vllm_ascend_pd.connector.engine_setup import read_setup
+from vllm_ascend_pd.connector.unsupported import computes_prompts, unsupported, unsupported_weights
 
 CONSUMER, PRODUCER = "kv_consumer", "kv_producer"
 
@@ -39,7 +40,7 @@ HAMMING = {"hamming_sparse": {"enabled": True, "sparse_json_location": "/x.json"
     [
         (CONSUMER, NZ, "enable_kv_nz"),
         (PRODUCER, NZ, "enable_kv_nz"),
-        (CONSUMER, RECOMPUTE, "recompute_scheduler_enable"),
+        (CONSUMER, RECOMPUTE, None),
         (PRODUCER, RECOMPUTE, None),
         (CONSUMER, HAMMING, "hamming_sparse"),
         (PRODUCER, HAMMING, None),
@@ -50,6 +51,31 @@ def test_settings_of_vllm_ascend(role: str, additional: dict[str, Any], named: s
     reason = unsupported(configured(role, additional_config=additional))
     assert (reason is None) == (named is None)
     assert reason is None or named is None or f"additional_config has {named}" in reason
+
+
+@pytest.mark.parametrize(
+    ("additional", "said", "refused", "computes"),
+    [
+        ({}, None, False, True),
+        ({}, "auto", False, True),
+        ({}, "never", False, False),
+        (RECOMPUTE, None, False, False),
+        (RECOMPUTE, "never", False, False),
+        (RECOMPUTE, "auto", True, True),
+        (RECOMPUTE, "prefill", True, True),
+    ],
+)
+def test_who_computes_beside_the_recompute_scheduler(
+    additional: dict[str, Any], said: str | None, refused: bool, computes: bool
+) -> None:
+    config = configured(CONSUMER, additional_config=additional)
+    config.kv_transfer_config.kv_connector_extra_config = {} if said is None else {"who_computes": said}
+    reason = unsupported(config)
+    assert (reason is not None) == refused
+    assert reason is None or f"who_computes is {said}" in reason
+    assert computes_prompts(config) == computes
+    if not refused:
+        assert (read_setup(config, None).config.who_computes == "never") == (not computes)
 
 
 @pytest.mark.parametrize("role", [CONSUMER, PRODUCER])
@@ -145,3 +171,19 @@ def test_weights_that_were_dropped(attention: dict[str, Any], refused: bool) -> 
     reason = unsupported_weights(config)
     assert (reason is not None) == refused
     assert reason is None or reason.startswith("model.layers.1.attn has no weights to compute prompts with")
+
+
+def test_dropped_weights_are_fine_if_decode_computes_no_prompts() -> None:
+    config = configured(CONSUMER)
+    dropped = SimpleNamespace(impl=SimpleNamespace(fused_qkv_a_proj=SimpleNamespace(weight=None)))
+    config.compilation_config.static_forward_context = {"model.layers.0.attn": dropped}
+    config.kv_transfer_config.kv_connector_extra_config = {"who_computes": "never"}
+    assert unsupported_weights(config) is None
+
+
+def test_full_graphs_with_context_parallelism_need_the_recompute_scheduler() -> None:
+    parallel = ParallelConfig(tensor_parallel_size=2, decode_context_parallel_size=2)
+    graphs = CUDAGraphMode.FULL_DECODE_ONLY
+    assert unsupported(configured(CONSUMER, parallel_config=parallel, graphs=graphs)) is not None
+    config = configured(CONSUMER, parallel_config=parallel, graphs=graphs, additional_config=RECOMPUTE)
+    assert unsupported(config) is None

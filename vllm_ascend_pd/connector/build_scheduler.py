@@ -158,6 +158,11 @@ def _decode(
     keys: Keys | None,
 ) -> DecodeSchedulerRole:
     config, vllm_config = setup.config, setup.vllm_config
+    if (
+        config.who_computes == "never"
+        and "who_computes" not in vllm_config.kv_transfer_config.kv_connector_extra_config
+    ):
+        logger.info("recompute_scheduler_enable is set: this engine computes no prompts, as with who_computes never")
     parallel = vllm_config.parallel_config
     warn_of_known_faults(parallel.data_parallel_size)
     recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"

@@ -136,6 +136,15 @@ class LayerwisePushConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._role.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
+    def update_state_before_preempt(
+        self, request: "Request", block_ids: tuple[list[int], ...], num_computed_tokens: int
+    ) -> bool:
+        """A hook of vllm-ascend's recompute scheduler, which asks it on decode. Returns True: the request is preempted.
+
+        Otherwise that scheduler ends the request, for vllm-ascend's own proxy to send again.
+        """
+        return True
+
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         return StepMetadata(self._role.build_step(scheduler_output))
 

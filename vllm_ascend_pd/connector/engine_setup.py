@@ -5,10 +5,11 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from vllm import envs
 from vllm.utils.network_utils import get_ip
 
-from vllm_ascend_pd.connector.unsupported import unsupported
+from vllm_ascend_pd.connector.unsupported import computes_prompts, unsupported
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, parse_config
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def read_setup(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig | None
     config = parse_config(transfer.kv_connector_extra_config)
     if (reason := unsupported(vllm_config)) is not None:
         raise ConfigError(reason)
+    if not transfer.is_kv_producer and not computes_prompts(vllm_config):
+        config = msgspec.structs.replace(config, who_computes="never")
     return EngineSetup(
         vllm_config=vllm_config,
         kv_cache_config=kv_cache_config,

@@ -13,6 +13,25 @@ def unsupported(vllm_config: "VllmConfig") -> str | None:
     return next(_reasons(vllm_config), None)
 
 
+def computes_prompts(vllm_config: "VllmConfig") -> bool:
+    """Whether a decode engine computes prompts: what `who_computes` says, if it is set.
+
+    Otherwise vllm-ascend's `recompute_scheduler_enable` decides. With it, vllm-ascend plans graphs, buffers and
+    collectives for an engine that computes none.
+    """
+    said = _who_computes(vllm_config)
+    return said != "never" and (said is not None or not _plans_without_prompts(vllm_config))
+
+
+def _who_computes(vllm_config: "VllmConfig") -> Any:
+    return (vllm_config.kv_transfer_config.kv_connector_extra_config or {}).get("who_computes")
+
+
+def _plans_without_prompts(vllm_config: "VllmConfig") -> bool:
+    additional = getattr(vllm_config, "additional_config", None) or {}
+    return bool(additional.get("recompute_scheduler_enable"))
+
+
 def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
     additional = getattr(vllm_config, "additional_config", None) or {}
     if additional.get("enable_kv_nz"):
@@ -45,10 +64,11 @@ def _reasons_on_decode(vllm_config: "VllmConfig", additional: dict[str, Any]) ->
             "--enable-return-routed-experts is set on a decode engine: prefill computes the prompt, and the experts of "
             "the prompt's tokens are not sent. Decode would answer without them"
         )
-    if additional.get("recompute_scheduler_enable"):
+    if _plans_without_prompts(vllm_config) and computes_prompts(vllm_config):
         yield (
-            "additional_config has recompute_scheduler_enable: if blocks run out, it ends running requests, which only "
-            "vllm-ascend's own proxy sends again; without it, vLLM preempts and resumes them"
+            "additional_config has recompute_scheduler_enable, with which vllm-ascend plans for a decode engine that "
+            f"computes no prompts, and who_computes is {_who_computes(vllm_config)}: leave who_computes out, or set it "
+            "to never"
         )
     if (additional.get("hamming_sparse") or {}).get("enabled"):
         yield (
@@ -57,13 +77,14 @@ def _reasons_on_decode(vllm_config: "VllmConfig", additional: dict[str, Any]) ->
         )
     # The first step after a request's KV has arrived computes the prompt's last token. vllm-ascend's attention treats
     # that as a prefill. The graph is chosen by the number of tokens alone, so it is that of a decode step. With
-    # speculative decoding, decode steps have more tokens.
-    drafts = vllm_config.speculative_config is not None
-    if parallel.decode_context_parallel_size > 1 and not drafts and graphs is not None and graphs.has_full_cudagraphs():
+    # speculative decoding, decode steps have more tokens. With the recompute scheduler, it treats it as a decode step.
+    first_is_decode = vllm_config.speculative_config is not None or _plans_without_prompts(vllm_config)
+    full = graphs is not None and graphs.has_full_cudagraphs()
+    if parallel.decode_context_parallel_size > 1 and full and not first_is_decode:
         yield (
             f"cudagraph_mode is {graphs.name} on a decode engine with decode context parallelism: a request's first "
             "step would be replayed from a graph that does not see its KV. Set it to PIECEWISE or NONE "
-            "(--compilation-config)"
+            "(--compilation-config), or recompute_scheduler_enable in additional_config"
         )
 
 
@@ -76,16 +97,18 @@ def _returns_routed_experts(vllm_config: "VllmConfig") -> bool:
 def unsupported_weights(vllm_config: "VllmConfig") -> str | None:
     """Returns why a decode engine's loaded model is refused; None if it is not.
 
-    A decode engine computes prompts, too: those that were preempted, and those with logprobs of the prompt.
-    vllm-ascend's MLAPO drops the weights that MLA needs for that, if it expects that the engine never computes prompts.
-    Sparse attention, which has an indexer, does not need these weights.
+    A decode engine computes prompts, too, unless `who_computes` is never. vllm-ascend's MLAPO drops the weights that
+    MLA needs for that, if it expects that the engine computes none. Sparse attention, which has an indexer, does not
+    need these weights.
     """
+    if not computes_prompts(vllm_config):
+        return None
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         attention = getattr(layer, "impl", None)
         projection = getattr(attention, "fused_qkv_a_proj", None)
         if projection is not None and projection.weight is None and not hasattr(attention, "indexer"):
             return (
-                f"{name} has no weights to compute prompts with, for example after a preemption: set "
+                f"{name} has no weights to compute prompts with: set who_computes to never, or "
                 "--max-num-batched-tokens above 1024 (vllm-ascend keeps them then), or enable_mlapo to false in "
                 "additional_config"
             )
