@@ -118,3 +118,16 @@ def test_a_request_that_the_connector_refuses(make: Make) -> None:
     decode.run()
     assert refused.status == RequestStatus.FINISHED_ERROR
     assert served.num_output_tokens == 4
+
+
+def test_a_storm_on_an_engine_that_computes_no_prompts(make: Make) -> None:
+    """Each request may grow to all blocks. None is ended for a proxy to send it again."""
+    decode = make(blocks=LONGEST + 1, who_computes="never")
+    requests = [
+        decode.add(f"r{i}", 1 + 9 * i, generates=LONGEST * BLOCK - BLOCK - 9 * i, first=1000 * i) for i in range(6)
+    ]
+    decode.run(3000)
+    assert [request.num_output_tokens for request in requests] == [request.max_tokens for request in requests]
+    assert decode.given_up == []
+    assert decode.tickets > len(requests)
+    assert decode.most_tokens <= 2
