@@ -146,12 +146,13 @@ def test_an_ended_ticket_has_no_outcome(client: PrefillClient, taker: MakeTaker)
     offer(client, prefill.params)
     wait_until(lambda: prefill.of(AskTicket), 20)
     client.end(TICKET.ticket_id)
-    client.release(client.parse(prefill.params), "the request was aborted")
+    client.release(client.parse(prefill.params), "the request was aborted", TICKET.ticket_id)
     wait_until(lambda: prefill.of(ReleasePrompt), 20)
     asked = len(prefill.of(AskTicket))
     time.sleep(0.3)
     assert len(prefill.of(AskTicket)) <= asked + 1
-    assert prefill.of(ReleasePrompt) == [ReleasePrompt("prefill-0-12ab", "t-1", "the request was aborted")]
+    released = ReleasePrompt("prefill-0-12ab", "t-1", "the request was aborted", TICKET.ticket_id)
+    assert prefill.of(ReleasePrompt) == [released]
     assert client.poll() == []
 
 

@@ -105,6 +105,7 @@ def test_a_failure_that_a_rank_notices_is_final(scheduler: DecodeScheduler, pref
     assert scheduler.build_step({"other": 1}).cancelled == {expect.ticket_id: "a lease ran out"}
     eventually(lambda: prefill.of(ReleasePrompt))
     assert prefill.of(ReleasePrompt)[0].reason == "a lease ran out"
+    assert prefill.of(ReleasePrompt)[0].ticket_id == expect.ticket_id
 
 
 def test_a_prompt_that_decode_computes_is_released(scheduler: DecodeScheduler, prefill: TicketTaker) -> None:
@@ -115,7 +116,8 @@ def test_a_prompt_that_decode_computes_is_released(scheduler: DecodeScheduler, p
     assert scheduler.finished(request) is None
     eventually(lambda: prefill.got)
     time.sleep(0.2)
-    assert prefill.got == [ReleasePrompt("prefill-0-12ab", "t-1", "decode computes the prompt")]
+    [release] = prefill.got
+    assert release == ReleasePrompt("prefill-0-12ab", "t-1", "decode computes the prompt", release.ticket_id)
     assert remembered(scheduler) == {}
 
 
@@ -124,7 +126,8 @@ def test_a_request_that_ends_before_it_starts_releases_its_prompt(
 ) -> None:
     assert scheduler.finished(routed(prefill)) is None
     eventually(lambda: prefill.got)
-    assert prefill.got == [ReleasePrompt("prefill-0-12ab", "t-1", "the request was aborted")]
+    [release] = prefill.got
+    assert release == ReleasePrompt("prefill-0-12ab", "t-1", "the request was aborted", release.ticket_id)
     assert remembered(scheduler) == {}
 
 

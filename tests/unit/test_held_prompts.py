@@ -73,7 +73,7 @@ def remembered_of(prefill: Prefill) -> dict[str, Any]:
         name: value
         for each in objects
         for name, value in vars(each).items()
-        if isinstance(value, dict | set) and value and name != "_reasons"
+        if isinstance(value, dict | set) and value and name not in ("_reasons", "_taken")
     }
 
 
@@ -216,6 +216,44 @@ def test_decode_computes_the_prompt_itself(prefill: Prefill) -> None:
     prefill.offer(transfer_id, late)
     prefill.run()
     assert refused(prefill, transfer_id, late) == "decode computes it"
+
+
+def test_decode_computes_one_of_several_prompts(prefill: Prefill) -> None:
+    """Its message does not say which, and it may come twice: no other prompt of the same request is freed."""
+    transfer_id = prefill.answered("cmpl-x-0-01234567")["transfer_id"]
+    prefill.answered("cmpl-x-1-01234568", OTHER)
+    release = ReleasePrompt(prefill.engine_id, transfer_id, "decode computes it", "1" * 16)
+    for _ in range(2):
+        assert prefill.ask(release) == Acknowledged()
+    assert prefill.run()[0].unsent == set()
+    ticket = ticket_for(PROMPT)
+    prefill.offer(transfer_id, ticket)
+    step, _ = prefill.run()
+    assert step.tickets == {"cmpl-x-0-01234567": ticket}
+    assert step.unsent | prefill.run()[0].unsent == {"cmpl-x-1-01234568"}
+
+
+def test_the_release_of_a_served_ticket_frees_no_other_prompt(prefill: Prefill) -> None:
+    transfer_id = prefill.answered("cmpl-x-0-01234567")["transfer_id"]
+    prefill.answered("cmpl-x-1-01234568", OTHER)
+    served, other = ticket_for(PROMPT), ticket_for(OTHER)
+    prefill.offer(transfer_id, served)
+    prefill.run()
+    prefill.ask(ReleasePrompt(prefill.engine_id, transfer_id, "a lease ran out", served.ticket_id))
+    assert prefill.run()[0].unsent == set()
+    prefill.offer(transfer_id, other)
+    assert prefill.run()[0].tickets == {"cmpl-x-1-01234568": other}
+
+
+def test_decode_computes_all_of_several_prompts(prefill: Prefill) -> None:
+    transfer_id = prefill.answered("cmpl-x-0-01234567")["transfer_id"]
+    prefill.answered("cmpl-x-1-01234568", OTHER)
+    for release_id in ("1" * 16, "2" * 16):
+        prefill.ask(ReleasePrompt(prefill.engine_id, transfer_id, "decode computes it", release_id))
+    assert prefill.run()[0].unsent == {"cmpl-x-0-01234567", "cmpl-x-1-01234568"}
+    prefill.run(sent={"cmpl-x-0-01234567", "cmpl-x-1-01234568"})
+    assert prefill.free == prefill.all_free
+    assert remembered_of(prefill) == {}
 
 
 def test_decode_gives_up_before_prefill_knows_the_prompt(prefill: Prefill) -> None:

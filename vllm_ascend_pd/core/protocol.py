@@ -302,10 +302,15 @@ class ReleasePrompt(msgspec.Struct, frozen=True, tag=True):
     engine_id: str
     transfer_id: _TransferId
     reason: str
+    # The ticket that was issued for the prompt, or a new id if none was. It tells repeated messages from those about
+    # several prompts, which share a transfer id.
+    ticket_id: _TransferId = ""
 
     def __post_init__(self) -> None:
         _check_name(self.engine_id)
         _check_name(self.transfer_id)
+        if self.ticket_id:
+            _check_name(self.ticket_id)
         _shorten_reason(self)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -57,8 +58,8 @@ class PrefillClient:
                 self._loop.end(ticket_id)
             self._open.discard(ticket_id)
 
-    def release(self, prompt: RoutedPrompt, reason: str) -> None:
-        """Tells the engine that holds `prompt` that no ticket will come.
+    def release(self, prompt: RoutedPrompt, reason: str, ticket_id: str | None = None) -> None:
+        """Tells the engine that holds `prompt` that no ticket will come. `ticket_id`: None if none was issued.
 
         Beyond `max_pending` such messages at a time a further one is dropped. Prefill gives blocks up after a time.
         """
@@ -66,7 +67,7 @@ class PrefillClient:
             if self._closed or self._releases >= self._settings.max_pending:
                 return
             self._releases += 1
-            self._started().release(prompt, reason)
+            self._started().release(prompt, reason, ticket_id or secrets.token_hex(16))
 
     def poll(self) -> list[PostOutcome]:
         """The outcomes since the last call."""

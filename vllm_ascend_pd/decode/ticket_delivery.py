@@ -62,9 +62,9 @@ class Delivery:
         started_as = await self._offer(ticket, retried)
         await self._follow(ticket, started_as)
 
-    async def release(self, reason: str) -> None:
+    async def release(self, reason: str, ticket_id: str) -> None:
         """Tells prefill that no ticket will come, a few times until it answers. Prefill also gives its blocks up after
-        a time."""
+        a time. `ticket_id` as in `ReleasePrompt`."""
         for _ in range(SILENT_ROUNDS):
             try:
                 endpoint, started_as = await self.addresses.of(self.prompt)
@@ -72,7 +72,7 @@ class Delivery:
                 if error.final:
                     return
                 continue
-            answer = await self.ask(endpoint, ReleasePrompt(started_as, self.prompt.transfer_id, reason))
+            answer = await self.ask(endpoint, ReleasePrompt(started_as, self.prompt.transfer_id, reason, ticket_id))
             if not isinstance(answer, SideChannelError):
                 return
 

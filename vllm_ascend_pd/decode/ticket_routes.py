@@ -105,7 +105,7 @@ class _ToPrefill:
     def ended(self, ticket_id: str, failure: str | None) -> None:
         self._client.end(ticket_id)
         if failure is not None:
-            self._client.release(self._prompt, failure)
+            self._client.release(self._prompt, failure, ticket_id)
 
     def report(self, failure: TransferFailure) -> bool:
         return False

@@ -119,6 +119,10 @@ class HeldPrompts:
         self._offers: dict[str, _Offer] = {}
         # By transfer id. Oldest first.
         self._reasons: dict[str, str] = {}
+        # Transfer id of open prompts -> ticket id -> why that ticket does not come: for fewer prompts than are open.
+        self._not_coming: dict[str, dict[str, str]] = {}
+        # Ids of tickets that have prompts. Oldest first.
+        self._taken: dict[str, None] = {}
         # Transfer ids that were released before their request came -> (reason, until when it counts). Oldest first.
         self._released: dict[str, tuple[str, float]] = {}
 
@@ -167,6 +171,7 @@ class HeldPrompts:
             del self._prompts[held.transfer_id]
         if reason is not None:
             _remember(self._reasons, held.transfer_id, reason)
+        self._give_up_released(held.transfer_id)
 
     @owned
     def request_ended(self, request_id: str) -> dict[str, Any]:
@@ -215,7 +220,7 @@ class HeldPrompts:
                 self._offers[message.ticket.ticket_id] = _Offer(message, self._clock())
         for ticket_id, offer in list(self._offers.items()):
             prompts = self._prompts.get(offer.offer.transfer_id, [])
-            open_ones = [held for held in prompts if held.given_up is None]
+            open_ones = self._open(offer.offer.transfer_id)
             if not open_ones:
                 self._without_prompt(offer, prompts)
                 continue
@@ -238,6 +243,7 @@ class HeldPrompts:
         offer = self._offers.pop(ticket_id)
         self.remove(request_id)
         _remember(self._reasons, offer.offer.transfer_id, _HAS_TICKET)
+        _remember(self._taken, ticket_id, None)
         self._inbox.served(ticket_id)
 
     @owned
@@ -270,14 +276,32 @@ class HeldPrompts:
                 self.refuse(ticket_id, reason or NO_PROMPT)
 
     def _release(self, message: ReleasePrompt) -> None:
+        if message.ticket_id in self._taken:
+            return
+        if message.ticket_id in self._offers:
+            self.refuse(message.ticket_id, message.reason)
         if message.transfer_id not in self._prompts and message.transfer_id not in self._reasons:
             _remember(self._released, message.transfer_id, (message.reason, self._clock() + EARLY_S))
-        for held in self._prompts.get(message.transfer_id, []):
-            if held.given_up is None:
-                held.given_up = message.reason
-                return
+        if self._open(message.transfer_id):
+            self._not_coming.setdefault(message.transfer_id, {})[message.ticket_id] = message.reason
+            self._give_up_released(message.transfer_id)
+            return
         for ticket_id in [i for i, each in self._offers.items() if each.offer.transfer_id == message.transfer_id]:
             self.refuse(ticket_id, message.reason)
+
+    def _open(self, transfer_id: str) -> list[HeldPrompt]:
+        return [held for held in self._prompts.get(transfer_id, []) if held.given_up is None]
+
+    def _give_up_released(self, transfer_id: str) -> None:
+        """Gives prompts up if as many are open as tickets that do not come.
+
+        Decode does not say which prompt it means. The others get tickets first, and those that are left are meant.
+        """
+        open_ones, reasons = self._open(transfer_id), self._not_coming.get(transfer_id, {})
+        if len(reasons) >= len(open_ones):
+            self._not_coming.pop(transfer_id, None)
+            for held, reason in zip(open_ones, reasons.values(), strict=False):
+                held.given_up = reason
 
 
 def _remember(table: dict[str, _Value], key: str, value: _Value) -> None:
