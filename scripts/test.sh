@@ -172,11 +172,11 @@ end_beside() {
 
 wrapper=() # a command in front of pytest
 run_pytest() { # run_pytest ENVIRONMENT PATH...
-  local environment=$1
+  local environment=$1 options=(--quiet --tb=short -p no:cacheprovider --durations=10 --durations-min=5)
   shift
   # What vLLM remembers of models: two versions beside each other would write the same files, again and again.
   TMPDIR=$scratch VLLM_CACHE_ROOT="$scratch/${environment##*/}" \
-    "${wrapper[@]}" "$environment/bin/python" -m pytest --quiet --tb=short -p no:cacheprovider "${pytest_args[@]}" "$@"
+    "${wrapper[@]}" "$environment/bin/python" -m pytest "${options[@]}" "${pytest_args[@]}" "$@"
 }
 # Mostly waiting: several at a time.
 tests_at_once() { # tests_at_once TITLE PATH...
