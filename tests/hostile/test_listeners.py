@@ -29,7 +29,6 @@ from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannel
 pytestmark = pytest.mark.timeout(3600)  # the long form
 
 PATIENCE_S = 60.0
-ANSWERED_WITHIN_MS = 10_000
 MAX_GROWTH_BYTES = 32 << 20
 """Of resident memory."""
 MAX_GROWTH_MEANWHILE_BYTES = 512 << 20
@@ -224,13 +223,12 @@ def test_peers_that_never_read_their_answers(listener: Listener, kind: str) -> N
 
 @all_kinds
 def test_messages_that_cannot_be_read(listener: Listener, inputs: int, fuzz_seed: int) -> None:
-    """The listener answers each of them and counts them. It also counts answers that it drops, which is right if the
-    machine is busy: ZMQ may take a socket for full whose last answer was read just now."""
+    """The listener answers each of them, so none is lost, and counts them."""
     count = many(inputs, 2000)
     valid = tuple([1, n, message] for n, message in enumerate(PLAIN))
     batch = 1 if listener.kind == "descriptions" else 100  # descriptions' answers wait for few
     before = listener.state()
-    unread = unreadable = missing = 0
+    unread = unreadable = 0
     with plain_sockets() as make:
         dealer = make(zmq.DEALER, listener.endpoint)
         for number in range(count):
@@ -241,16 +239,12 @@ def test_messages_that_cannot_be_read(listener: Listener, inputs: int, fuzz_seed
             unread += 1
             if unread == batch or number == count - 1:
                 for _ in range(unread):
-                    if dealer.poll(ANSWERED_WITHIN_MS):
-                        decode(dealer.recv())
-                    else:
-                        missing += 1
+                    decode(dealer.recv())
                 unread = 0
                 if number % 1000 == 99:
                     listener.serves()
     after = listener.state()
     assert after.rejected - before.rejected == unreadable > count // 2
-    assert missing <= min(after.dropped - before.dropped, count // 200)
 
 
 def _is_unreadable(data: bytes) -> bool:

@@ -103,6 +103,7 @@ def received_bytes(completion: Completion) -> int:
 
 
 def forget_prefixes(cluster: Cluster) -> None:
+    wait_all_blocks_free(cluster)  # vLLM forgets nothing before, and the pool has all of a prompt then
     for engine in (*cluster.prefill, *cluster.decode):
         httpx.post(f"{engine.url}/reset_prefix_cache", timeout=30, **PLAIN_HTTP).raise_for_status()
 
