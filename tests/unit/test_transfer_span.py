@@ -54,7 +54,7 @@ PUSH = {
 NOWHERE = "http://127.0.0.1:9/v1/metaserver"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def exporter() -> InMemorySpanExporter:
     """Of the process's provider, which can be set once: in an engine it is vLLM's."""
     exporter = InMemorySpanExporter()
