@@ -179,7 +179,8 @@ vllm-ascend 0.23.0.post1's guides publish 89 launch commands with a KV role. Thi
 [`vllm-ascend-pd migrate`](migrating.md). `tests/harness/recipes.py` makes the page, and a
 [test](../tests/unit/test_recipes.py) checks it. [Another](../tests/npu/test_recipes.py) gives the new commands to
 vLLM's and vllm-ascend's own configuration checks on emulated CANN, with a small model of each architecture. Nothing
-here has run on Ascend hardware.
+here has run on Ascend hardware. The rows of DeepSeek V4 rest on its caches, which a
+[test](../tests/npu/test_compressed.py) compares byte by byte: no engine with that model and no MTP of it has run.
 
 - "Works": only `--kv-transfer-config` changes.
 - "Works with the printed change": `migrate` changes other options, too.

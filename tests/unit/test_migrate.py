@@ -283,3 +283,14 @@ def test_decode_s_port_is_none_of_mooncake_s(port: int, ours: int, qwen: Path) -
     assert migrated(serve(kv_port=port), model=qwen).engines[0].kv_transfer_config["kv_port"] == ours
     prefill = migrated(serve(kv_port=port, kv_role="kv_producer"), model=qwen)
     assert "kv_port" not in prefill.engines[0].kv_transfer_config
+
+
+def test_compressed_caches_that_plan_does_not_describe(tmp_path: Path) -> None:
+    make_model("deepseek-v4", tmp_path)
+    result = migrated(serve(kv_connector="MooncakeHybridConnector"), model=tmp_path)
+    assert result.ok
+    assert said(result)["model"] is ChangeKind.CHECK
+    for options in ("-dcp 2", "--block-size 16"):
+        assert len(migrated(serve(options), model=tmp_path).engines[0].stops) == 1
+    (tmp_path / "config.json").write_text("{")
+    assert "is not JSON" in migrated(serve(), model=tmp_path).engines[0].stops[0].why

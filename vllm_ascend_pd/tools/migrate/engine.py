@@ -18,6 +18,7 @@ from vllm_ascend_pd.tools.plan.model import Cached, ModelShape
 _OPTION = "kv-transfer-config"
 _DEFAULT_PORT = 8000  # vLLM's
 _RECOMPUTE = "recompute_scheduler_enable"
+_COMPRESSED_BLOCKS = (32, 64, 128)
 _NPUS = 16  # of a server at most
 _BELOW = 2000  # more than the ports that Mooncake takes for so many NPUs
 
@@ -41,7 +42,7 @@ def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | No
             changes.append(Change(ChangeKind.CHANGED, f"--{_OPTION}", why))
         ours = _own_entry(config)
         changes += _unfilled(old, ours)
-        changes += _of_model(served)
+        changes += [*_of_model(served), *_compressed(old, served)]
         arguments, apart = _external_engines(arguments, served)
         changes += apart
         arguments, raised = _too_few_tokens(arguments)
@@ -109,6 +110,8 @@ def _of_model(served: ModelFacts) -> list[Change]:
     changes = []
     if served.problem is not None:
         changes.append(Change(ChangeKind.STOPS, "model", served.problem))
+    if served.unchecked is not None:
+        changes.append(Change(ChangeKind.CHECK, "model", served.unchecked))
     if served.int8_caches is not None:
         why = (
             f"{served.int8_caches}: only decode keeps these caches in int8, and prefill quantizes nothing, so the "
@@ -118,6 +121,20 @@ def _of_model(served: ModelFacts) -> list[Change]:
     if served.media:
         why = "on the proxy: it then fetches an image of these hosts once for both engines (docs/proxy.md)"
         changes.append(Change(ChangeKind.CHECK, "--media-hosts", why))
+    return changes
+
+
+def _compressed(arguments: EngineArguments, served: ModelFacts) -> list[Change]:
+    """DeepSeek V4's caches of one entry for several tokens are refused with some settings."""
+    if served.unchecked is None:
+        return []
+    changes = []
+    if arguments.number("decode-context-parallel-size", 1) > 1:
+        why = "with context parallelism the compressed caches are refused: ranks hold copies, not shares"
+        changes.append(Change(ChangeKind.STOPS, "--decode-context-parallel-size", why))
+    if (size := arguments.number("block-size", 128)) not in _COMPRESSED_BLOCKS:
+        why = f"is {size}: the compressed caches need {', '.join(map(str, _COMPRESSED_BLOCKS))}"
+        changes.append(Change(ChangeKind.STOPS, "--block-size", why))
     return changes
 
 
