@@ -271,6 +271,26 @@ def test_bootstrap_answers_that_do_not_help(client: PrefillClient, answer: bytes
         server.close(5)
 
 
+def test_a_lost_bootstrap_query_is_sent_again(client: PrefillClient, taker: MakeTaker) -> None:
+    prefill = taker(questions=[UNKNOWN])
+    with socket.create_server((HOST, 0)) as breaks:
+        breaks.settimeout(20)
+        port = breaks.getsockname()[1]
+        offer(client, mooncake(port))
+        for _ in range(2):
+            connection, _ = breaks.accept()
+            with connection:
+                connection.recv(1)
+        connection, _ = breaks.accept()
+        with connection:
+            connection.recv(65536)
+            body = answer_of("prefill-0", "prefill-0-12ab", HOST, prefill.port)
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            connection.sendall(head.encode() + body)
+        assert outcome(client).ok
+    assert prefill.got[0] == OfferTicket("prefill-0-12ab", "xfer-1", TICKET)
+
+
 def test_no_bootstrap_server() -> None:
     with socket.socket() as unheard:
         unheard.bind((HOST, 0))
