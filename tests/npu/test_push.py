@@ -15,6 +15,7 @@ import torch
 import cann_on_host
 from harness import sparse_caches
 from harness.kv import Model, Side
+from harness.pool import long
 from harness.rank_programs import PrefillRank
 from harness.ranks import Pair, expect_delivery, prompts, run
 from vllm_ascend_pd.device import ops, ops_fallback
@@ -72,7 +73,15 @@ WITH_KERNELS = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1][0].lower()}")
+# Each rank imports vllm-ascend for it.
+LONG = "packed-c8-tp2-to-tp1"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[long(each) if each[0] == LONG else each for each in CASES],
+    ids=lambda case: f"{case[0]}-{case[1][0].lower()}",
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     shape, (delay, microseconds) = request.param
     with pytest.MonkeyPatch.context() as patch:
