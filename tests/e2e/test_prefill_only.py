@@ -5,6 +5,7 @@ prefill computes everything, and clients get a single engine's tokens."""
 import dataclasses
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,7 +14,7 @@ from harness.client import Client, Completion, StreamError, random_prompt
 from harness.clusters import Cluster, ClusterConfig
 from harness.engines import EngineConfig, Role, wait_ready
 from harness.failures import wait_all_blocks_free
-from harness.models import TINY
+from harness.models import TINY, make_model
 from harness.plain_http import PLAIN_HTTP
 from harness.pool import Reference, long
 
@@ -35,7 +36,7 @@ DECODE = EngineConfig(
     max_model_len=640,
     kv_cache_bytes=24 * BLOCK_BYTES,
     connector_extra=(*TIMES, ("who_computes", "never")),
-    env=(("VLLM_ASCEND_PD_TEST_FEW_TOKENS", "2"),),
+    env=(("VLLM_ASCEND_PD_TEST_FEW_TOKENS", "2"), ("VLLM_SERVER_DEV_MODE", "1")),
     args=("--max-num-seqs", "8"),
 )
 NGRAM = (("method", "ngram"), ("num_speculative_tokens", 3), ("prompt_lookup_min", 1), ("prompt_lookup_max", 3))
@@ -117,6 +118,52 @@ def test_prefill_killed_in_a_storm(cluster: Cluster, client: Client, reference: 
     wait_ready([killed])
     assert errors == len(prompts) * [None]
     check(cluster, reference, prompts, [answer.result() for answer in asked])
+
+
+@plain
+def test_weights_loaded_again_in_a_storm(cluster: Cluster, client: Client, reference: Reference, models: Path) -> None:
+    """Preempted requests get all of their KV anew. Those whose transfer was under way may end, with the reason."""
+    [decode] = cluster.decode
+    before = preemptions(cluster)
+    prompts = prompts_of("reloaded", 8)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = storm(pool, client, prompts)
+        while preemptions(cluster) < before + 2:
+            assert not all(answer.done() for answer in asked)
+            time.sleep(0.01)
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(make_model(TINY, models))}}
+        httpx.post(f"{decode.url}/collective_rpc", json=call, timeout=120, **PLAIN_HTTP).raise_for_status()
+        updated = preemptions(cluster)
+        errors = [str(answer.exception() or "") for answer in asked]
+    assert preemptions(cluster) > updated
+    assert all("weights" in error for error in errors if error), errors
+    served = [i for i, error in enumerate(errors) if not error]
+    assert len(served) >= len(prompts) // 2
+    check(cluster, reference, [prompts[i] for i in served], [asked[i].result() for i in served])
+
+
+@plain
+@pytest.mark.long
+def test_decode_killed_in_a_storm(cluster: Cluster, client: Client, reference: Reference) -> None:
+    """Requests end with a reason, and prefill keeps nothing of them."""
+    [decode] = cluster.decode
+    before = preemptions(cluster)
+    prompts = prompts_of("decode-killed", 6)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = storm(pool, client, prompts)
+        while preemptions(cluster) < before + 2:
+            assert not all(answer.done() for answer in asked)
+            time.sleep(0.01)
+        decode.process.kill()
+        errors = [answer.exception() for answer in asked]
+    assert any(errors)
+    assert all(isinstance(error, StreamError | httpx.HTTPStatusError) for error in errors if error is not None), errors
+    decode.start()
+    wait_ready([decode])
+    prompts = prompts_of("decode-back", 4)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [answer.result() for answer in storm(pool, client, prompts)]
+    check(cluster, reference, prompts, answers)
 
 
 @plain
