@@ -139,7 +139,8 @@ def starts_what_is_there(command: Command, folder: Path) -> None:
     command.run(folder, VENV=str(folder / "venv"))
     set_up, *started = log.read_text().replace(f"{folder}/", "").splitlines()
     assert set_up.startswith("set up")
-    paths = [word for line in started for word in line.split() if "/" in word]
+    words = [word for line in started for word in line.split() if not word.startswith("venv/")]
+    paths = [word for word in words if "/" in word]
     assert paths
     assert all((REPOSITORY / path).exists() for path in paths), paths
     program = command.words[0].replace(".sh", ".py")
