@@ -19,7 +19,7 @@ ALLOWED = {"allow_other_model": True}
 
 
 def make(config: dict[str, Any] | None = None) -> Pair:
-    return Pair(GQA, Side(2), Side(1), {"grant_timeout_s": 5.0, **(config or {})})
+    return Pair(GQA, Side(2), Side(1), {"grant_timeout_s": 30.0, **(config or {})})
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def end_loading(rank: DecodeRank) -> None:
 
 
 def test_while_decode_loads_weights_prefill_asks_on() -> None:
-    pair = make({"grant_timeout_s": 30.0})
+    pair = make()
     load(pair.p_ranks, 1)
     pair.each(pair.d_ranks, "do", begin_loading)
     requests = prompts(pair, [40])
