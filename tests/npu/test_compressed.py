@@ -108,7 +108,7 @@ def deepseek_v4(block_size: int, num_blocks: int) -> Caches:
 
 
 @pytest.fixture
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     (p_tp, p_block), (d_tp, d_block) = request.param
     made = Cluster(deepseek_v4(p_block, 600), deepseek_v4(d_block, 600), p_tp, d_tp)
     yield made
@@ -123,27 +123,27 @@ SIDES = {
 }
 
 
-@pytest.mark.parametrize("cluster", SIDES.values(), ids=SIDES.keys(), indirect=True)
-def test_every_byte_that_decode_needs_arrives(cluster: Cluster) -> None:
+@pytest.mark.parametrize("ranks", SIDES.values(), ids=SIDES.keys(), indirect=True)
+def test_every_byte_that_decode_needs_arrives(ranks: Cluster) -> None:
     """Prompts end at an entry's end, within one and before the first one; chunks end within entries."""
     chance = random.Random(1)
     for seed, (length, chunk) in enumerate([(601, 301), (258, 130), (3, 64), (129, 61), (256, 256)]):
         tokens = [chance.randrange(1000) for _ in range(length)]
-        p_known, d_known, wrong = cluster.transfer(f"request-{seed}", tokens, chunk, seed)
+        p_known, d_known, wrong = ranks.transfer(f"request-{seed}", tokens, chunk, seed)
         assert (p_known, d_known) == (0, 0)
         assert wrong == [], f"{length} tokens"
-        cluster.pair.each(cluster.pair.d_ranks, "clear")
+        ranks.pair.each(ranks.pair.d_ranks, "clear")
 
 
-@pytest.mark.parametrize("cluster", [((1, 32), (1, 32))], indirect=True)
-def test_prefixes_that_are_cached(cluster: Cluster) -> None:
+@pytest.mark.parametrize("ranks", [((1, 32), (1, 32))], indirect=True)
+def test_prefixes_that_are_cached(ranks: Cluster) -> None:
     """Hits are multiples of the longest entry's blocks: 32 entries of 128 tokens."""
     chance = random.Random(2)
     tokens = [chance.randrange(1000) for _ in range(4096 + 70)]
     on_prefill = [*tokens[:4096], *(1 for _ in range(70))]
-    cluster.warm_prefill(on_prefill, 256, seed=0)
-    assert cluster.transfer("request-0", tokens, 256, 0) == (4096, 0, [])
-    cluster.pair.each(cluster.pair.d_ranks, "clear")
-    cluster.warm_decode([*tokens[:4096], *(2 for _ in range(70))], 256)
-    known = cluster.transfer("request-1", tokens, 256, 0)
+    ranks.warm_prefill(on_prefill, 256, seed=0)
+    assert ranks.transfer("request-0", tokens, 256, 0) == (4096, 0, [])
+    ranks.pair.each(ranks.pair.d_ranks, "clear")
+    ranks.warm_decode([*tokens[:4096], *(2 for _ in range(70))], 256)
+    known = ranks.transfer("request-1", tokens, 256, 0)
     assert known == (4096, 4096, [])
