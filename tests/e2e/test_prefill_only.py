@@ -120,6 +120,7 @@ def test_prefill_killed_in_a_storm(cluster: Cluster, client: Client, reference: 
     check(cluster, reference, prompts, [answer.result() for answer in asked])
 
 
+@pytest.mark.long
 @plain
 def test_weights_loaded_again_in_a_storm(cluster: Cluster, client: Client, reference: Reference, models: Path) -> None:
     """Preempted requests get all of their KV anew. Those whose transfer was under way may end, with the reason."""

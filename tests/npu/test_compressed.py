@@ -115,15 +115,15 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     made.close()
 
 
-SIDES = {
-    "tp 2 to 1": ((2, 32), (1, 32)),
-    "tp 1 to 2, shorter blocks on decode": ((1, 64), (2, 32)),
-    "tp 4 to 1, longer blocks on decode": ((4, 32), (1, 64)),
-    "tp 4 to 4": ((4, 32), (4, 32)),
-}
+SIDES = (
+    pytest.param(((2, 32), (1, 32)), id="tp 2 to 1", marks=pytest.mark.long),
+    pytest.param(((1, 64), (2, 32)), id="tp 1 to 2, shorter blocks on decode"),
+    pytest.param(((4, 32), (1, 64)), id="tp 4 to 1, longer blocks on decode"),
+    pytest.param(((4, 32), (4, 32)), id="tp 4 to 4", marks=pytest.mark.long),
+)
 
 
-@pytest.mark.parametrize("ranks", SIDES.values(), ids=SIDES.keys(), indirect=True)
+@pytest.mark.parametrize("ranks", SIDES, indirect=True)
 def test_every_byte_that_decode_needs_arrives(ranks: Cluster) -> None:
     """Prompts end at an entry's end, within one and before the first one; chunks end within entries."""
     chance = random.Random(1)
