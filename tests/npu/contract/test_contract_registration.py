@@ -68,10 +68,21 @@ def test_vllm_ascend_registers_no_connector_of_our_name(monkeypatch: pytest.Monk
     assert KVConnectorFactory._registry.keys() == theirs | {OURS}
 
 
+def test_the_recompute_scheduler_asks_before_it_ends_a_request() -> None:
+    from vllm_ascend.core.recompute_scheduler import RecomputeScheduler
+    from vllm_ascend.distributed.kv_transfer.ascend_multi_connector import AscendMultiConnector
+
+    name = "update_state_before_preempt"
+    assert name in our_hooks()
+    assert f'"{name}"' in inspect.getsource(RecomputeScheduler.schedule)
+    theirs, ours = (inspect.signature(getattr(each, name)) for each in (AscendMultiConnector, connector_class()))
+    assert len(theirs.parameters) == len(ours.parameters)
+
+
 def test_every_hook_we_implement_is_one_vllm_calls() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
-    theirs_alone = {"on_kv_cache_written"}  # vllm-ascend
+    theirs_alone = {"on_kv_cache_written", "update_state_before_preempt"}  # vllm-ascend
     newer = {"has_pending_push_work", "get_loaded_kv_cache_group_ids", "get_transfer_results"}  # vLLM 0.32
     for name in our_hooks() - newer - theirs_alone:
         base = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name, None)
