@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ import pytest
 
 from harness.recipes import recipes
 
+TESTS = Path(__file__).parents[1]
 PROGRAM = Path(__file__).parent / "offline_recipe_configs.py"
 WORKING = [recipe for recipe in recipes() if recipe.verdict != "refused"]
 
@@ -20,7 +22,10 @@ WORKING = [recipe for recipe in recipes() if recipe.verdict != "refused"]
 def refusals(numbers: Iterable[int]) -> dict[int, str | None]:
     """Returns why each recipe's new command is refused, in one process for all of them."""
     command = [sys.executable, str(PROGRAM), *map(str, numbers)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    path = f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, check=False, env={**os.environ, "PYTHONPATH": path}
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     return dict(json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[") and line[1].isdecimal())
 
