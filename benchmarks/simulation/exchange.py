@@ -32,7 +32,7 @@ class Exchange:
     d_loads: tuple[tuple[tuple[int, float], ...], ...]
     writers: tuple[tuple[int, ...], ...]
     covers: tuple[int, ...]
-    d_token_bytes: int
+    d_token_bytes: float
     prefill: PlannedEngine
     decode: PlannedEngine
     d_caches: RankCaches

@@ -285,12 +285,19 @@ def test_decode_s_port_is_none_of_mooncake_s(port: int, ours: int, qwen: Path) -
     assert "kv_port" not in prefill.engines[0].kv_transfer_config
 
 
-def test_compressed_caches_that_plan_does_not_describe(tmp_path: Path) -> None:
+def test_compressed_caches(tmp_path: Path) -> None:
     make_model("deepseek-v4", tmp_path)
     result = migrated(serve(kv_connector="MooncakeHybridConnector"), model=tmp_path)
     assert result.ok
     assert said(result)["model"] is ChangeKind.CHECK
     for options in ("-dcp 2", "--block-size 16"):
         assert len(migrated(serve(options), model=tmp_path).engines[0].stops) == 1
+    sides = [serve(f"-tp {tp}", kv_role=role) for tp, role in ((2, "kv_producer"), (1, "kv_consumer"))]
+    assert not [change for change in migrated(*sides, model=tmp_path).pair if change.kind is ChangeKind.STOPS]
+    sides[1] = serve("-tp 3", kv_role="kv_consumer")
+    pair = migrated(*sides, model=tmp_path).pair
+    assert [change.why for change in pair if change.kind is ChangeKind.STOPS] == [
+        "decode: tensor parallel size 3 does not divide 16 attention heads"
+    ]
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in migrated(serve(), model=tmp_path).engines[0].stops[0].why

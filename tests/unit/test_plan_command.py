@@ -86,7 +86,9 @@ def test_json_schema():
     plan = msgspec.json.decode(done.stdout)
     names = {name: " ".join(value) if isinstance(value, dict) else type(value) for name, value in plan.items()}
     assert names == {
-        "model": "name layers cached_layers kv_heads mla dtype widths bytes_per_token bytes_per_token_and_layer",
+        "model": (
+            "name layers cached_layers kv_heads mla dtype widths bytes_per_token bytes_per_token_and_layer layer_kinds"
+        ),
         "layout": str,
         "prefill": "tp pp dp block_size stages bytes_per_token",
         "decode": "tp pp dp block_size stages bytes_per_token",

@@ -144,7 +144,7 @@ def test_bytes_of_a_dtype(dtype, itemsize):
         ({"layer_types": ["psychic_attention"] * 4}, "does not know layers of kind psychic_attention"),
         ({"layer_types": ["mamba"] * 4}, "no layer of this model has its own attention"),
         ({"mamba_d_conv": 4}, "has mamba_d_conv but no layer_types"),
-        ({"compress_ratios": [4, 128]}, "compress_ratios, caches of compressed tokens"),
+        ({"compress_ratios": [4, 128]}, "compress_ratios: only deepseek_v4 is described, not None"),
         ({"v_head_dim": 32}, "keys of 16 and values of 32 elements per head"),
     ],
 )

@@ -13,12 +13,12 @@ from vllm_ascend_pd.tools.migrate.connectors import translate
 from vllm_ascend_pd.tools.migrate.model_facts import ModelFacts
 from vllm_ascend_pd.tools.migrate.refusals import drops_prefill_weights, refusal
 from vllm_ascend_pd.tools.migrate.script import unfilled
+from vllm_ascend_pd.tools.plan.compressed import BLOCK_SIZES
 from vllm_ascend_pd.tools.plan.model import Cached, ModelShape
 
 _OPTION = "kv-transfer-config"
 _DEFAULT_PORT = 8000  # vLLM's
 _RECOMPUTE = "recompute_scheduler_enable"
-_COMPRESSED_BLOCKS = (32, 64, 128)
 _NPUS = 16  # of a server at most
 _BELOW = 2000  # more than the ports that Mooncake takes for so many NPUs
 
@@ -110,8 +110,9 @@ def _of_model(served: ModelFacts) -> list[Change]:
     changes = []
     if served.problem is not None:
         changes.append(Change(ChangeKind.STOPS, "model", served.problem))
-    if served.unchecked is not None:
-        changes.append(Change(ChangeKind.CHECK, "model", served.unchecked))
+    if served.shape is not None and served.shape.compressed:
+        why = "no engine with its compressed caches has run with this connector yet: compare some answers first"
+        changes.append(Change(ChangeKind.CHECK, "model", why))
     if served.int8_caches is not None:
         why = (
             f"{served.int8_caches}: only decode keeps these caches in int8, and prefill quantizes nothing, so the "
@@ -126,14 +127,14 @@ def _of_model(served: ModelFacts) -> list[Change]:
 
 def _compressed(arguments: EngineArguments, served: ModelFacts) -> list[Change]:
     """DeepSeek V4's caches of one entry for several tokens are refused with some settings."""
-    if served.unchecked is None:
+    if served.shape is None or not served.shape.compressed:
         return []
     changes = []
     if arguments.number("decode-context-parallel-size", 1) > 1:
         why = "with context parallelism the compressed caches are refused: ranks hold copies, not shares"
         changes.append(Change(ChangeKind.STOPS, "--decode-context-parallel-size", why))
-    if (size := arguments.number("block-size", 128)) not in _COMPRESSED_BLOCKS:
-        why = f"is {size}: the compressed caches need {', '.join(map(str, _COMPRESSED_BLOCKS))}"
+    if (size := arguments.number("block-size", 128)) not in BLOCK_SIZES:
+        why = f"is {size}: the compressed caches need {', '.join(map(str, BLOCK_SIZES))}"
         changes.append(Change(ChangeKind.STOPS, "--block-size", why))
     return changes
 

@@ -13,15 +13,11 @@ _QUANTIZATION = "quant_model_description.json"  # ModelSlim's, as vllm-ascend re
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
-_BEYOND_PLAN = ("deepseek_v4",)
-"""Models whose caches the connector takes and `plan` does not describe."""
-
 
 @dataclass(frozen=True)
 class ModelFacts:
     shape: ModelShape | None  # None if it cannot be described
     problem: str | None = None  # why not, if that means that the engine may be refused
-    unchecked: str | None = None  # why not, if the connector takes it all the same
     int8_caches: str | None = None  # the setting by which vllm-ascend keeps decode's caches in int8
     experts: bool = True  # whether it has experts (MoE)
     media: bool = False  # whether it takes images
@@ -31,7 +27,7 @@ def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
     """`path`: a folder with config.json, or that file. `kv_cache_dtype`: of the engine."""
     given = Path(path)
     folder = given if given.is_dir() else given.parent
-    shape, problem, unchecked = None, None, None
+    shape, problem = None, None
     try:
         shape = read_model(given, _dtype(kv_cache_dtype))
     except OSError:
@@ -42,15 +38,10 @@ def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
         config = json.loads((given / "config.json" if given.is_dir() else given).read_text(encoding="utf-8"))
     except ValueError:
         return ModelFacts(None, problem)
-    if problem is not None and config.get("model_type") in _BEYOND_PLAN:
-        problem, unchecked = (
-            None,
-            "its caches are beyond `plan`: whether the sides fit is not checked. Its MTP is untried",
-        )
     text = config.get("text_config") or config
     experts = any(isinstance(text.get(field), int) and text[field] > 1 for field in _EXPERTS)
     int8 = _int8_caches(folder / _QUANTIZATION)
-    return ModelFacts(shape, problem, unchecked, int8, experts, "vision_config" in config)
+    return ModelFacts(shape, problem, int8, experts, "vision_config" in config)
 
 
 def _dtype(name: str | None) -> CacheDtype:

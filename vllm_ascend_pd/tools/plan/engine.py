@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, RankCaches, block_geometry
+from vllm_ascend_pd.tools.plan.compressed import BLOCK_SIZES, LayerCache, TensorEntry
 from vllm_ascend_pd.tools.plan.model import Cached, ModelShape, PlanError
 
 
@@ -52,7 +53,9 @@ def check_engine(model: ModelShape, layout: Layout, engine: PlannedEngine) -> No
         raise PlanError(
             f"{side}: pipeline parallel size {engine.pp} leaves stages without any of {len(model.cached)} layers"
         )
-    if layout is Layout.VLLM_CPU:
+    if model.compressed:
+        _check_compressed(layout, engine)
+    elif layout is Layout.VLLM_CPU:
         if model.mla and engine.block_size != 16:
             raise PlanError(f"{side}: vLLM's CPU backend has blocks of 16 tokens with MLA, not of {engine.block_size}")
         if not model.mla and engine.block_size % 32:
@@ -63,6 +66,19 @@ def check_engine(model: ModelShape, layout: Layout, engine: PlannedEngine) -> No
             raise PlanError(
                 f"{side}: the sparse attention's caches are only described for layout {Layout.VLLM_ASCEND.value}"
             )
+
+
+def _check_compressed(layout: Layout, engine: PlannedEngine) -> None:
+    if layout is not Layout.VLLM_ASCEND:
+        raise PlanError(
+            f"{engine.side}: compressed caches are only described for layout {Layout.VLLM_ASCEND.value}, not for "
+            f"{layout.value}"
+        )
+    if engine.block_size not in BLOCK_SIZES:
+        raise PlanError(
+            f"{engine.side}: compressed caches need a block size of {', '.join(map(str, BLOCK_SIZES))}, not of "
+            f"{engine.block_size}"
+        )
 
 
 def stage_layers(layers: int, pp: int) -> list[range]:
@@ -84,6 +100,8 @@ def rank_caches(
     model: ModelShape, layout: Layout, engine: PlannedEngine, pp_rank: int, tp_rank: int, num_blocks: int
 ) -> RankCaches:
     """Returns the caches of one rank, with addresses 0."""
+    if model.compressed:
+        return _compressed_caches(model, engine, pp_rank, num_blocks)
     heads = len(topology.owned_heads(tp_rank, engine.tp, model.kv_heads))
     groups = sorted({kind.name for kind in model.cached if kind in (Cached.FULL, Cached.WINDOW)})
     geometries = [
@@ -100,6 +118,40 @@ def rank_caches(
             name = f"model.layers.{layer}.self_attn.attn"
             tensors += [CacheTensor(name, part, 0, num_blocks, first + part) for part in range(parts)]
     return RankCaches(tuple(geometries), tuple(tensors))
+
+
+def _compressed_caches(model: ModelShape, engine: PlannedEngine, pp_rank: int, num_blocks: int) -> RankCaches:
+    """Returns caches with one group for each kind, in the order of `model.kinds`."""
+    kinds = model.kinds
+    first: dict[LayerCache, int] = {}
+    geometries: list[Geometry] = []
+    for group, kind in enumerate(kinds):
+        first[kind] = len(geometries)
+        geometries += [_entries(kind, tensor, group, engine.block_size) for tensor in kind.tensors]
+    tensors = [
+        CacheTensor(f"model.layers.{layer}.self_attn.{cache.name}", part, 0, num_blocks, first[cache] + part)
+        for layer in stage_layers(len(model.cached), engine.pp)[pp_rank]
+        for cache in model.compressed[layer]
+        for part in range(len(cache.tensors))
+    ]
+    return RankCaches(tuple(geometries), tuple(tensors))
+
+
+def _entries(kind: LayerCache, tensor: TensorEntry, group: int, block_size: int) -> Geometry:
+    entries = kind.entries(block_size)
+    shape = (1, entries, 1, tensor.width)
+    return block_geometry(
+        shape,
+        _contiguous(shape),
+        tensor.itemsize,
+        group=group,
+        dtype=tensor.dtype,
+        block_size=entries * kind.tokens_per_entry,
+        heads=1,
+        total_heads=1,
+        heads_first=False,
+        tokens_per_entry=kind.tokens_per_entry,
+    )
 
 
 def tensor_widths(model: ModelShape, layout: Layout) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from vllm_ascend_pd.core.plan import Regroup, Route, Target, descriptors, make_r
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.topology import Sharding
 from vllm_ascend_pd.core.units import Units
+from vllm_ascend_pd.tools.plan.compressed import whole
 from vllm_ascend_pd.tools.plan.engine import (
     Layout,
     PlannedEngine,
@@ -24,6 +25,7 @@ from vllm_ascend_pd.tools.plan.engine import (
 from vllm_ascend_pd.tools.plan.figures import (
     EngineFigures,
     Flow,
+    LayerKindFigures,
     ModelFigures,
     Piece,
     PlanFigures,
@@ -61,21 +63,27 @@ def make_plan(
         check_engine(model, layout, engine)
     p_ranks, d_ranks = (_ranks(model, layout, engine) for engine in (prefill, decode))
     _check_fit(model.name, prefill, decode, p_ranks, d_ranks)
-    # Heads are split equally in every stage, so one stage represents all.
+    # Heads are split equally in every stage, so one stage represents all. Both sides have the same list of geometries.
+    d_blocks = [theirs.block_size for theirs in d_ranks[RankPosition(0, 0)].geometries]
     routes = [
-        [make_route(ours, rank, prefill.sharding, decode.sharding, decode.block_size) for ours in caches.geometries]
+        [
+            make_route(ours, rank, prefill.sharding, decode.sharding, d_block)
+            for ours, d_block in zip(caches.geometries, d_blocks, strict=True)
+        ]
         for (stage, rank), caches in p_ranks.items()
         if stage == 0
     ]
+    windows = tuple(kind.window for kind in model.kinds)
     flows = []
     for source, caches in p_ranks.items():
         for stage in range(decode.pp):
-            flows += _flows(source, caches, routes[source.tp_rank], stage, d_ranks[RankPosition(stage, 0)], tokens)
+            theirs = d_ranks[RankPosition(stage, 0)]
+            flows += _flows(source, caches, routes[source.tp_rank], stage, theirs, tokens, windows)
     unit = routes[0][0].unit
     groups = topology.regroup_groups(prefill.sharding, model.kv_heads)
     staging = _staging(p_ranks.values(), step_tokens, staging_slots, groups)
     return PlanFigures(
-        model=_model_figures(model, layout),
+        model=_model_figures(model, layout, step_tokens),
         layout=layout.value,
         prefill=_engine_figures(model, prefill, p_ranks),
         decode=_engine_figures(model, decode, d_ranks),
@@ -124,9 +132,18 @@ class _Traffic:
 
 
 def _flows(
-    source: RankPosition, caches: RankCaches, routes: Sequence[Route], d_stage: int, theirs: RankCaches, tokens: int
+    source: RankPosition,
+    caches: RankCaches,
+    routes: Sequence[Route],
+    d_stage: int,
+    theirs: RankCaches,
+    tokens: int,
+    windows: Sequence[int],
 ) -> list[Flow]:
-    """Returns what `source` sends to the ranks of decode's stage `d_stage`, whose caches look like `theirs`."""
+    """Returns what `source` sends to the ranks of decode's stage `d_stage`, whose caches look like `theirs`.
+
+    `windows`: by cache group, in models with compressed caches: how many of the last tokens are sent, 0 for all.
+    """
     there = theirs.by_name()
     traffic: dict[int, _Traffic] = {}
     copies: dict[tuple[int, Target], tuple[int, int, int]] = {}
@@ -139,8 +156,10 @@ def _flows(
             key = (tensor.geometry, target)
             if key not in copies:
                 ours, others = caches.geometries[tensor.geometry], theirs.geometry_of(theirs.tensors[index])
-                nbytes, scattered = _copies(route, target, ours, others, tokens, gap=1)
-                _, contiguous = _copies(route, target, ours, others, tokens, gap=0)
+                window = windows[ours.group] if windows else 0
+                sent_tokens = (_first_sent(tokens, window, others.block_size), ours.complete(tokens))
+                nbytes, scattered = _copies(route, target, ours, others, sent_tokens, gap=1)
+                _, contiguous = _copies(route, target, ours, others, sent_tokens, gap=0)
                 copies[key] = (nbytes, scattered, contiguous)
             nbytes, scattered, contiguous = copies[key]
             sent = traffic.setdefault(target.tp_rank, _Traffic())
@@ -164,11 +183,22 @@ def _flows(
     ]
 
 
-def _copies(route: Route, target: Target, source: Geometry, theirs: Geometry, tokens: int, gap: int) -> tuple[int, int]:
-    """Returns (bytes, descriptors) of one tensor of a layer, with `gap` blocks between any two blocks of the prompt."""
-    units = Units.of(route.unit, [(0, tokens)])
+def _first_sent(tokens: int, window: int, block_size: int) -> int:
+    """Returns the first token of the prompt that is sent: the first of the block in which a window begins."""
+    seen = max(0, tokens - window) if window else 0
+    return seen - seen % block_size
+
+
+def _copies(
+    route: Route, target: Target, source: Geometry, theirs: Geometry, tokens: tuple[int, int], gap: int
+) -> tuple[int, int]:
+    """Returns (bytes, descriptors) of one tensor of a layer, with `gap` blocks between any two blocks of the prompt.
+
+    `tokens`: the first that is sent, and the one after the last.
+    """
+    units = Units.of(route.unit, [tokens])
     src, dst = (
-        units.offsets(units.blocks([_blocks(tokens, geometry, gap)], [0], geometry.span), geometry)
+        units.offsets(units.blocks([_blocks(tokens[1], geometry, gap)], [0], geometry.span), geometry)
         for geometry in (source, theirs)
     )
     if route.regroup is not Regroup.NONE:
@@ -258,10 +288,14 @@ def _notes(
     return notes
 
 
-def _model_figures(model: ModelShape, layout: Layout) -> ModelFigures:
+def _model_figures(model: ModelShape, layout: Layout, step_tokens: int) -> ModelFigures:
     widths = tensor_widths(model, layout)
-    per_layer = model.kv_heads * sum(widths) * model.dtype.itemsize
+    per_layer: float = model.kv_heads * sum(widths) * model.dtype.itemsize
     cached = _attention_layers(model, range(len(model.cached)))
+    per_token, kinds = cached * per_layer, _layer_kinds(model, step_tokens)
+    if kinds:
+        per_token = whole(sum(kind.layers * kind.bytes_per_token for kind in kinds))
+        per_layer = max(kind.bytes_per_token for kind in kinds)
     return ModelFigures(
         name=model.name,
         layers=len(model.cached),
@@ -270,19 +304,35 @@ def _model_figures(model: ModelShape, layout: Layout) -> ModelFigures:
         mla=model.mla,
         dtype=model.dtype.value,
         widths=widths,
-        bytes_per_token=cached * per_layer,
+        bytes_per_token=per_token,
         bytes_per_token_and_layer=per_layer,
+        layer_kinds=kinds,
     )
+
+
+def _layer_kinds(model: ModelShape, step_tokens: int) -> tuple[LayerKindFigures, ...]:
+    found = []
+    for caches, layers in Counter(model.compressed).items():
+        per_token = whole(sum(cache.bytes_per_token for cache in caches))
+        windows = sum(cache.window_bytes for cache in caches)
+        ratio = max(cache.tokens_per_entry for cache in caches)
+        found.append(LayerKindFigures(ratio, layers, per_token, windows, whole(per_token * step_tokens)))
+    return tuple(sorted(found, key=lambda kind: kind.tokens_per_entry))
 
 
 def _engine_figures(
     model: ModelShape, engine: PlannedEngine, ranks: Mapping[RankPosition, RankCaches]
 ) -> EngineFigures:
     stages = stage_layers(len(model.cached), engine.pp)
-    per_token = (
+    per_token: Iterable[float] = (
         sum(caches.geometry_of(tensor).entry_bytes for tensor in caches.tensors)
         for caches in (ranks[RankPosition(stage, 0)] for stage in range(engine.pp))
     )
+    if model.compressed:
+        per_token = (
+            whole(sum(cache.bytes_per_token for layer in layers for cache in model.compressed[layer]))
+            for layers in stages
+        )
     return EngineFigures(
         tp=engine.tp,
         pp=engine.pp,

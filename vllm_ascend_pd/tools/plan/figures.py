@@ -13,6 +13,17 @@ class RankPosition(NamedTuple):
     tp_rank: int
 
 
+class LayerKindFigures(msgspec.Struct, frozen=True):
+    """Layers of DeepSeek V4 with the same caches."""
+
+    tokens_per_entry: int  # 1 if they have only the window
+    layers: int
+    bytes_per_token: float  # of one layer, beside the windows
+    # Of one layer, once per prompt: the last tokens, uncompressed, and what unfinished entries are computed from.
+    window_bytes: int
+    step_bytes: float  # of one layer, for a step of `--max-num-batched-tokens`, without the windows
+
+
 class ModelFigures(msgspec.Struct, frozen=True):
     """The model, as far as its KV cache depends on it."""
 
@@ -23,8 +34,9 @@ class ModelFigures(msgspec.Struct, frozen=True):
     mla: bool
     dtype: str
     widths: tuple[int, ...]  # elements per head and token in each tensor of a layer
-    bytes_per_token: int
-    bytes_per_token_and_layer: int
+    bytes_per_token: float  # windows of compressed caches are not counted
+    bytes_per_token_and_layer: float  # the most of any layer
+    layer_kinds: tuple[LayerKindFigures, ...] = ()  # of a model with compressed caches
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -43,7 +55,7 @@ class EngineFigures(msgspec.Struct, frozen=True):
     dp: int
     block_size: int  # tokens
     stages: tuple[Stage, ...]
-    bytes_per_token: tuple[int, ...]  # by stage, on each of its ranks
+    bytes_per_token: tuple[float, ...]  # by stage, on each of its ranks
 
 
 class Piece(msgspec.Struct, frozen=True):

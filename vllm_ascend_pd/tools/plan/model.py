@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_ascend_pd.tools.plan.compressed import RATIOS, LayerCache, layer_caches
 from vllm_ascend_pd.tools.plan.defaults import in_code
 
 
@@ -64,7 +65,6 @@ _LAYER_KINDS = {
 
 # Fields that change the cache in a way that this command does not support. It refuses such models.
 _NOT_DESCRIBED = {
-    "compress_ratios": "caches of compressed tokens",
     "block_configs": "layers that differ in their KV heads",
     "global_head_dim": "layers that differ in their head size",
     "num_global_key_value_heads": "layers that differ in their KV heads",
@@ -74,6 +74,12 @@ _NOT_DESCRIBED = {
     "multi_query_group_num": "an older way to say how many KV heads there are",
     "is_encoder_decoder": "an encoder with caches of its own",
 }
+
+_COMPRESSING_MODEL = "deepseek_v4"
+_COMPRESSED_NOTE = (
+    "every rank has all of the compressed caches, which are those of Atlas A2 and A3 (A5 has others); the table of "
+    "prefill's ranks shows their windows of tokens only; whole blocks are sent, so short prompts take more bytes"
+)
 
 # Fields of models in which only some layers have attention, and no list names them.
 _HYBRID_PREFIXES = ("mamba_", "ssm_", "attn_layer_", "attn_type_list", "hybrid_", "linear_attn_config")
@@ -96,6 +102,13 @@ class ModelShape:
     widths: tuple[int, ...]
     dtype: CacheDtype
     notes: tuple[str, ...]  # what the figures leave out
+    # By layer: the caches of DeepSeek V4, which differ in their sizes. Empty for models with `widths` in all layers.
+    compressed: tuple[tuple[LayerCache, ...], ...] = ()
+
+    @property
+    def kinds(self) -> tuple[LayerCache, ...]:
+        """The different caches of `compressed`."""
+        return tuple(dict.fromkeys(cache for caches in self.compressed for cache in caches))
 
 
 def read_model(path: Path, dtype: CacheDtype = CacheDtype.AUTO) -> ModelShape:
@@ -121,10 +134,11 @@ def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) 
         if text.get(field):
             raise PlanError(f"config.json has {field}, {meaning}: this command does not describe such models")
     heads = _number(text, "num_attention_heads")
+    if text.get("compress_ratios"):
+        return _compressed(config, text, model_type, dtype)
     cached = _cached(text, model_type)
     notes = _notes_of_kinds(text, cached)
-    if extra := text.get("num_nextn_predict_layers"):
-        notes.append(f"speculating with the model's own prediction layers ({extra}) adds their caches on both sides")
+    notes += _notes_of_drafts(text)
     chosen = _dtype(config, text, notes) if dtype is CacheDtype.AUTO else dtype
     mla = text.get("kv_lora_rank") is not None
     if mla:
@@ -132,8 +146,40 @@ def parse_model(config: Mapping[str, Any], dtype: CacheDtype = CacheDtype.AUTO) 
     else:
         kv_heads = _kv_heads(text, model_type, heads)
         widths = _head_widths(text, model_type, heads)
-    name = (*_names(config, "architectures"), str(text.get("model_type") or "a model without a name"))[0]
+    name = _name(config, text)
     return ModelShape(name, cached, heads, kv_heads, mla, widths, chosen, tuple(notes))
+
+
+def _compressed(config: Mapping[str, Any], text: Mapping[str, Any], model_type: str, dtype: CacheDtype) -> ModelShape:
+    """Returns the shape of DeepSeek V4."""
+    if model_type != _COMPRESSING_MODEL:
+        raise PlanError(f"config.json has compress_ratios: only {_COMPRESSING_MODEL} is described, not {model_type}")
+    layers, ratios = _number(text, "num_hidden_layers"), text["compress_ratios"]
+    # Those of the prediction layers follow.
+    if not isinstance(ratios, list) or len(ratios) < layers:
+        raise PlanError(f"config.json: compress_ratios is not a list with a number for each of {layers} layers")
+    ratios = ratios[:layers]
+    if unknown := [ratio for ratio in ratios if ratio not in (0, 1, *RATIOS)]:
+        raise PlanError(f"config.json: compress_ratios has {unknown[0]!r}, and vllm-ascend takes 0, 4 and 128")
+    notes = [*_notes_of_drafts(text), _COMPRESSED_NOTE]
+    chosen = _dtype(config, text, notes) if dtype is CacheDtype.AUTO else dtype
+    if chosen.itemsize != 2:
+        raise PlanError(f"with compressed caches, a KV cache of {chosen.value} has another layout: not supported")
+    head, index, window = (_number(text, field) for field in ("head_dim", "index_head_dim", "sliding_window"))
+    caches = tuple(layer_caches(ratio, head, index, window, chosen.torch_name) for ratio in ratios)
+    cached = tuple(Cached.FULL if ratio > 1 else Cached.WINDOW for ratio in ratios)
+    heads = _number(text, "num_attention_heads")
+    return ModelShape(_name(config, text), cached, heads, 1, True, (head,), chosen, tuple(notes), caches)
+
+
+def _name(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    return (*_names(config, "architectures"), str(text.get("model_type") or "a model without a name"))[0]
+
+
+def _notes_of_drafts(text: Mapping[str, Any]) -> list[str]:
+    if extra := text.get("num_nextn_predict_layers"):
+        return [f"speculating with the model's own prediction layers ({extra}) adds their caches on both sides"]
+    return []
 
 
 def _number(text: Mapping[str, Any], field: str, default: int | None = None) -> int:

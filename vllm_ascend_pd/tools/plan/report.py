@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_ascend_pd.core.communicator import BUFFER_MB
-from vllm_ascend_pd.tools.plan.figures import EngineFigures, Piece, PlanFigures, SenderFigures
+from vllm_ascend_pd.tools.plan.figures import EngineFigures, ModelFigures, Piece, PlanFigures, SenderFigures
 
 _WIDTH = 120
 
@@ -16,6 +16,8 @@ def render(plan: PlanFigures) -> str:
     console = Console(width=_WIDTH, highlight=False, markup=False, soft_wrap=False)
     with console.capture() as capture:
         console.print(_headline(plan))
+        if plan.model.layer_kinds:
+            console.print(_layer_kinds(plan))
         console.print(_senders(plan))
         if plan.prefill.pp > 1 or plan.decode.pp > 1:
             console.print(_stages(plan))
@@ -29,11 +31,33 @@ def _headline(plan: PlanFigures) -> str:
     model = plan.model
     heads = "MLA's latent" if model.mla else f"{model.kv_heads} KV heads"
     widths = " + ".join(map(str, model.widths))
+    if model.layer_kinds:
+        return (
+            f"{model.name} on {plan.layout}: {model.layers} layers with compressed caches, latents of {widths} "
+            f"{model.dtype}\n"
+            f"{model.bytes_per_token:,} bytes per token, and {_size(_windows(model))} per prompt for windows"
+        )
     return (
         f"{model.name} on {plan.layout}: {model.cached_layers} of {model.layers} layers cache {heads}, {widths} "
         f"{model.dtype} each\n"
         f"{model.bytes_per_token:,} bytes per token, {model.bytes_per_token_and_layer:,} of them per layer"
     )
+
+
+def _windows(model: ModelFigures) -> int:
+    return sum(kind.layers * kind.window_bytes for kind in model.layer_kinds)
+
+
+def _layer_kinds(plan: PlanFigures) -> Table:
+    table = Table(title="layers")
+    step = f"a step of {plan.staging.step_tokens} tokens"
+    for column in ("tokens per entry", "layers", "bytes per token", "windows, once per prompt", step):
+        table.add_column(column)
+    for kind in plan.model.layer_kinds:
+        ratio = str(kind.tokens_per_entry) if kind.tokens_per_entry > 1 else "window only"
+        sizes = (f"{kind.bytes_per_token:,}", _size(kind.window_bytes), _size(kind.step_bytes))
+        table.add_row(ratio, str(kind.layers), *sizes)
+    return table
 
 
 def _engine(engine: EngineFigures) -> str:
@@ -150,7 +174,7 @@ def _ranks(numbers: Sequence[int]) -> str:
     return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts)
 
 
-def _size(nbytes: int) -> str:
+def _size(nbytes: float) -> str:
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.4g} {name}"
