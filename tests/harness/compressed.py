@@ -2,7 +2,7 @@
 """DeepSeek V4 without a model: vLLM's own block tables and our schedulers of both sides, over ranks' real transfers."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 
 from harness.compressed_ranks import CacheView, CompressedDecode, CompressedModel, CompressedPrefill
 from harness.kv import Side
+from harness.rank_programs import DRAFT
 from harness.ranks import Pair
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output
@@ -52,7 +53,11 @@ class Caches:
                 offset = tensor.data_ptr() - storage.data_ptr()
                 views.append(CacheView(layer, part, memory, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype))
         specs = layer_specs(self.config, self.vllm_config)
-        return CompressedModel(memories=tuple(memories.values()), views=tuple(views), specs=tuple(specs.items()))
+        drafts = [layer for layer, spec in specs.items() if spec.draft]
+        specs |= {layer: replace(specs[layer], draft=DRAFT) for layer in drafts}
+        return CompressedModel(
+            drafts=len(drafts), memories=tuple(memories.values()), views=tuple(views), specs=tuple(specs.items())
+        )
 
 
 class Engine:
@@ -111,7 +116,8 @@ class Cluster:
         self.p, self.d = Engine(p_caches), Engine(d_caches)
         self.pair = Pair(d_caches.model(), p_side, d_side, p_model=p_caches.model(), programs=programs)
         self.scheduler = prefill_scheduler(self.p.groups, pool=self.p.manager.block_pool)
-        info = EngineInfo(self.pair.decode_id, "127.0.0.1", self.pair.port, d_tp)
+        draft = DRAFT if self.pair.model.drafts else ""
+        info = EngineInfo(self.pair.decode_id, "127.0.0.1", self.pair.port, d_tp, draft=draft)
         self.issuer = TicketIssuer(info, self.d.groups, VllmRequests(Prompts("")))
 
     def warm_prefill(self, tokens: list[int], chunk: int, seed: int) -> None:

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.npu
 CONFIG = json.loads((Path(__file__).parents[1] / "unit/data/recipes/models.json").read_text())["deepseek-v4"]
 
 
-def deepseek_v4(block_size: int, num_blocks: int) -> Caches:
-    """The caches of a model with CONFIG's layers in an engine with this `--block-size`."""
+def deepseek_v4(block_size: int, num_blocks: int, drafts: bool) -> Caches:
+    """The caches of a model with CONFIG's layers, with this `--block-size`. `drafts`: with the drafting one (MTP)."""
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -35,17 +35,21 @@ def deepseek_v4(block_size: int, num_blocks: int) -> Caches:
 
     cache_config = CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
     text = SimpleNamespace(**CONFIG)
+    model_config = SimpleNamespace(
+        dtype=torch.bfloat16, hf_text_config=text, hf_config=text, get_total_num_kv_heads=lambda: 1
+    )
+    drafting = SimpleNamespace(
+        method="mtp", use_eagle=lambda: True, uses_draft_model=lambda: False, draft_model_config=model_config
+    )
     vllm_config = SimpleNamespace(
         cache_config=cache_config,
         kv_transfer_config=None,
-        speculative_config=None,
+        speculative_config=drafting if drafts else None,
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        model_config=SimpleNamespace(
-            dtype=torch.bfloat16, hf_text_config=text, hf_config=text, get_total_num_kv_heads=lambda: 1
-        ),
+        model_config=model_config,
     )
 
     def made(kind: type, **fields: Any) -> Any:
@@ -62,8 +66,8 @@ def deepseek_v4(block_size: int, num_blocks: int) -> Caches:
 
     specs = {}
     head, index = CONFIG["head_dim"], CONFIG["index_head_dim"]
-    for number, ratio in enumerate(CONFIG["compress_ratios"][: CONFIG["num_hidden_layers"]]):
-        name = f"model.layers.{number}.self_attn"
+    for number, ratio in enumerate(CONFIG["compress_ratios"][: None if drafts else CONFIG["num_hidden_layers"]]):
+        name = f"{'model.layers' if number < CONFIG['num_hidden_layers'] else 'mtp'}.{number}.self_attn"
         swa = model._dsv4_block_sizes()[block_size][0][1]
         specs[f"{name}.swa_cache"] = made(
             model.AscendDeepseekV4SWACache,
@@ -109,17 +113,17 @@ def deepseek_v4(block_size: int, num_blocks: int) -> Caches:
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    (p_tp, p_block), (d_tp, d_block) = request.param
-    made = Cluster(deepseek_v4(p_block, 600), deepseek_v4(d_block, 600), p_tp, d_tp)
+    (p_tp, p_block), (d_tp, d_block), drafts = request.param
+    made = Cluster(deepseek_v4(p_block, 600, drafts), deepseek_v4(d_block, 600, drafts), p_tp, d_tp)
     yield made
     made.close()
 
 
 SIDES = (
-    pytest.param(((2, 32), (1, 32)), id="tp 2 to 1", marks=pytest.mark.long),
-    pytest.param(((1, 64), (2, 32)), id="tp 1 to 2, shorter blocks on decode"),
-    pytest.param(((4, 32), (1, 64)), id="tp 4 to 1, longer blocks on decode"),
-    pytest.param(((4, 32), (4, 32)), id="tp 4 to 4", marks=pytest.mark.long),
+    pytest.param(((2, 32), (1, 32), False), id="tp 2 to 1", marks=pytest.mark.long),
+    pytest.param(((1, 64), (2, 32), True), id="tp 1 to 2, shorter blocks on decode, drafts"),
+    pytest.param(((4, 32), (1, 64), True), id="tp 4 to 1, longer blocks on decode, drafts"),
+    pytest.param(((4, 32), (4, 32), False), id="tp 4 to 4", marks=pytest.mark.long),
 )
 
 
@@ -135,7 +139,7 @@ def test_every_byte_that_decode_needs_arrives(ranks: Cluster) -> None:
         ranks.pair.each(ranks.pair.d_ranks, "clear")
 
 
-@pytest.mark.parametrize("ranks", [((1, 32), (1, 32))], indirect=True)
+@pytest.mark.parametrize("ranks", [((1, 32), (1, 32), False)], indirect=True)
 def test_prefixes_that_are_cached(ranks: Cluster) -> None:
     """Hits are multiples of the longest entry's blocks: 32 entries of 128 tokens."""
     chance = random.Random(2)
