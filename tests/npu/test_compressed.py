@@ -6,115 +6,28 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
-from harness.compressed import Caches, Cluster
+from harness.ascend_v4 import ascend_caches
+from harness.compressed import Cluster
+from vllm_ascend_pd.connector.cache_specs import cache_groups, layer_specs
+from vllm_ascend_pd.core.caches import describe
+from vllm_ascend_pd.core.layout import RankCaches
+from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, rank_caches
+from vllm_ascend_pd.tools.plan.exchange import make_plan
+from vllm_ascend_pd.tools.plan.model import read_model
 
 pytestmark = pytest.mark.npu
 
-CONFIG = json.loads((Path(__file__).parents[1] / "unit/data/recipes/models.json").read_text())["deepseek-v4"]
-
-
-def deepseek_v4(block_size: int, num_blocks: int, drafts: bool) -> Caches:
-    """The caches of a model with CONFIG's layers, with this `--block-size`. `drafts`: with the drafting one (MTP)."""
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-    import vllm_ascend.ops  # noqa: F401, I001  first: vllm-ascend's modules import each other in circles
-    import vllm.v1.core.kv_cache_utils as utils
-    import vllm_ascend.worker.model_runner_v1 as runner
-    from vllm.config import CacheConfig
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-    from vllm_ascend.attention.dsa_v1 import AscendDSABackend
-    from vllm_ascend.models import deepseek_v4 as model
-    from vllm_ascend.models.layer.attention.layer import DSAAttention
-
-    cache_config = CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
-    text = SimpleNamespace(**CONFIG)
-    model_config = SimpleNamespace(
-        dtype=torch.bfloat16, hf_text_config=text, hf_config=text, get_total_num_kv_heads=lambda: 1
-    )
-    drafting = SimpleNamespace(
-        method="mtp", use_eagle=lambda: True, uses_draft_model=lambda: False, draft_model_config=model_config
-    )
-    vllm_config = SimpleNamespace(
-        cache_config=cache_config,
-        kv_transfer_config=None,
-        speculative_config=drafting if drafts else None,
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
-        ),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        model_config=model_config,
-    )
-
-    def made(kind: type, **fields: Any) -> Any:
-        layer = kind.__new__(kind)
-        torch.nn.Module.__init__(layer)
-        vars(layer).update(fields)
-        return layer.get_kv_cache_spec(vllm_config)
-
-    def compressor(ratio: int, head_dim: int) -> Any:
-        entries = model._dsv4_block_sizes()[block_size][0][2 if ratio == 4 else 3]
-        both = 1 + (ratio == 4)
-        fields = {"state_dim": 2 * both * head_dim, "dtype": torch.float32, "block_size": entries}
-        return made(model.AscendCompressorStateCache, compress_ratio=ratio, sliding_window=both * ratio, **fields)
-
-    specs = {}
-    head, index = CONFIG["head_dim"], CONFIG["index_head_dim"]
-    for number, ratio in enumerate(CONFIG["compress_ratios"][: None if drafts else CONFIG["num_hidden_layers"]]):
-        name = f"{'model.layers' if number < CONFIG['num_hidden_layers'] else 'mtp'}.{number}.self_attn"
-        swa = model._dsv4_block_sizes()[block_size][0][1]
-        specs[f"{name}.swa_cache"] = made(
-            model.AscendDeepseekV4SWACache,
-            head_dim=head,
-            window_size=CONFIG["sliding_window"],
-            dtype=torch.bfloat16,
-            cache_config=cache_config,
-            block_size=swa,
-        )
-        if ratio > 1:
-            specs[f"{name}.attn"] = made(DSAAttention, compress_ratio=ratio, head_size=head, kv_cache_dtype="auto")
-            specs[f"{name}.compressor.state_cache"] = compressor(ratio, head)
-        if ratio == 4:
-            specs[f"{name}.indexer.k_cache"] = made(
-                model.AscendDeepseekV4IndexerCache,
-                head_dim=index,
-                dtype=torch.int8,
-                compress_ratio=4,
-                cache_config=cache_config,
-            )
-            specs[f"{name}.indexer.compressor.state_cache"] = compressor(ratio, index)
-    groups = utils.get_kv_cache_groups(vllm_config, specs)
-    config = utils.get_kv_cache_config_from_groups(vllm_config, groups, 1 << 40)
-    itself = runner.NPUModelRunner.__new__(runner.NPUModelRunner)
-    vars(itself).update(
-        vllm_config=vllm_config,
-        device="cpu",
-        use_compress=True,
-        use_sparse=False,
-        runner_only_attn_layers=set(),
-        attn_backend=AscendDSABackend,
-        kv_cache_config=config,
-        _kv_cache_spec_attn_group_iterator=lambda: (
-            SimpleNamespace(backend=AscendDSABackend, kv_cache_spec=g.kv_cache_spec, layer_names=g.layer_names)
-            for g in groups
-        ),
-    )
-    assert all(isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs) for group in groups)
-    tensors = itself._reshape_kv_cache_tensors(config, itself._allocate_kv_cache_tensors(config))
-    scheduler = utils.generate_scheduler_kv_cache_config([config])
-    return Caches(config, vllm_config, tensors, utils.resolve_kv_cache_block_sizes(scheduler, vllm_config))
+DATA = Path(__file__).parents[1] / "unit/data"
+CONFIG = json.loads((DATA / "recipes/models.json").read_text())["deepseek-v4"]
 
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     (p_tp, p_block), (d_tp, d_block), drafts = request.param
-    made = Cluster(deepseek_v4(p_block, 600, drafts), deepseek_v4(d_block, 600, drafts), p_tp, d_tp)
+    made = Cluster(ascend_caches(CONFIG, p_block, 600, drafts), ascend_caches(CONFIG, d_block, 600, drafts), p_tp, d_tp)
     yield made
     made.close()
 
@@ -151,3 +64,32 @@ def test_prefixes_that_are_cached(ranks: Cluster) -> None:
     ranks.warm_decode([*tokens[:4096], *(2 for _ in range(70))], 256)
     known = ranks.transfer("request-1", tokens, 256, 0)
     assert known == (4096, 4096, [])
+
+
+def layouts(caches: RankCaches) -> dict[tuple[str, int], tuple[str, int, int, int]]:
+    """By layer and part: element type, tokens of a block, bytes of a block, tokens of an entry."""
+    return {
+        (tensor.layer, tensor.part): (each.dtype, each.block_size, each.block_bytes, each.tokens_per_entry)
+        for tensor in caches.tensors
+        for each in [caches.geometry_of(tensor)]
+    }
+
+
+@pytest.mark.parametrize(("model", "block_size"), [("flash", 128), ("pro", 64), ("pro", 32)])
+def test_plan_describes_the_caches_that_vllm_ascend_makes(model: str, block_size: int) -> None:
+    """Of the real models: every layer's caches, the bytes of a token and of the windows."""
+    file = DATA / f"deepseek-v4-{model}.json"
+    made = ascend_caches(json.loads(file.read_text()), block_size, num_blocks=4)
+    registered = describe(made.tensors, layer_specs(made.config, made.vllm_config), heads_first=False).description
+    shape = read_model(file)
+    engines = [PlannedEngine(side, 1, 1, 1, block_size) for side in ("prefill", "decode")]
+    assert layouts(registered) == layouts(rank_caches(shape, Layout.VLLM_ASCEND, engines[0], 0, 0, 4))
+    windows = [group.window for group in cache_groups(made.config)]
+    tokens = sent_once = 0.0
+    for tensor in registered.tensors:
+        each = registered.geometry_of(tensor)
+        tokens += 0 if windows[each.group] else each.entry_bytes / each.tokens_per_entry
+        sent_once += windows[each.group] * each.entry_bytes
+    planned = make_plan(shape, Layout.VLLM_ASCEND, *engines, step_tokens=8192, staging_slots=4).model
+    assert planned.bytes_per_token == tokens
+    assert sum(kind.layers * kind.window_bytes for kind in planned.layer_kinds) == sent_once
