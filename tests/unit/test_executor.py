@@ -18,6 +18,7 @@ from vllm_ascend_pd.core.plan import Regroup, Route, make_route
 from vllm_ascend_pd.core.prefill_ticket import Destination, PrefillTicket
 from vllm_ascend_pd.core.protocol import EngineDescription, Granted, RankDescription
 from vllm_ascend_pd.core.running_time import RunningTime
+from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.threads import WrongThreadError
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.topology import sharding
@@ -133,7 +134,7 @@ def transfers() -> list[Transfer]:
 def plan(transfers: list[Transfer], route: Route = ROUTE, slot_units: int = 0) -> list[StepTransfer]:
     """Request n is in our block 2 * n + 1."""
     device: Any = SimpleNamespace(upload=lambda tensor: tensor)
-    slices = [RequestSlice(each, 0, BLOCK, ([2 * n + 1],)) for n, each in enumerate(transfers)]
+    slices = [RequestSlice(each, Send("", 0, BLOCK, ([2 * n + 1],), last=False)) for n, each in enumerate(transfers)]
     return plan_transfers(route, GEOMETRY, slices, device, slot_units)
 
 

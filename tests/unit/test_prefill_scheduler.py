@@ -108,9 +108,22 @@ def test_cache_groups_have_their_own_blocks():
     scheduler = prefill_scheduler([TokenGroup(4), TokenGroup(8)])
     request = ticketed(num_tokens=18, block_sizes=(4, 8))
     step = starts(scheduler, request, 12, ([7, 1, 5], [20, 30]))
-    assert step.sends == [Send("r", 0, 8, ([7, 1], [20]), last=False)]
+    assert step.sends == [Send("r", 0, 12, ([7, 1, 5], [20]), last=False, parts=((0, 12), (0, 8)))]
     step = goes_on(scheduler, request, 12, 6, ([2, 3], [40]))
-    assert step.sends == [Send("r", 8, 18, ([5, 2, 3], [30, 40]), last=True)]
+    assert step.sends == [Send("r", 12, 18, ([2, 3], [30, 40]), last=True, parts=((12, 18), (8, 18)))]
+
+
+def test_long_blocks_of_one_cache_group_hold_up_no_other():
+    """As those of DeepSeek V4, where a block has the entries of 16,384 tokens: short ones leave step by step."""
+    scheduler = prefill_scheduler([TokenGroup(4), TokenGroup(64, tokens_per_entry=16)])
+    request = ticketed(num_tokens=10, block_sizes=(4, 64))
+    assert starts(scheduler, request, 5, ([7, 1], [])).sends == [
+        Send("r", 0, 4, ([7], []), last=False, parts=((0, 4), (0, 0)))
+    ]
+    assert goes_on(scheduler, request, 5, 2).sends == []
+    assert goes_on(scheduler, request, 7, 3, ([5], [])).sends == [
+        Send("r", 4, 10, ([1, 5], []), last=True, parts=((4, 10), (0, 10)))
+    ]
 
 
 def with_states():
@@ -229,6 +242,7 @@ def test_any_schedule_sends_every_token_once(data):
     nothing: tuple[list[int], ...] = tuple([] for _ in sizes)
     table, computed, how, sends = nothing, hit(), "new", []
     announced = preemptions = 0
+    sent, most = [cached] * len(sizes), [cached] * len(sizes)  # by cache group
     while computed <= total:  # one step of decoding, too
         left = max(1, total - computed)
         tokens = left - data.draw(st.integers(0, left - 1), label="left for later")
@@ -242,11 +256,16 @@ def test_any_schedule_sends_every_token_once(data):
         computed += tokens
         for send in step.sends:
             assert send.stop <= computed
-            for ids, blocks, size in zip(send.blocks, table, sizes, strict=True):
-                assert ids == blocks[send.start // size : math.ceil(send.stop / size)]
-            if not send.last:
-                assert all(send.stop % size == 0 for size in (*sizes, *d_sizes))
+            for group, (ids, blocks, size) in enumerate(zip(send.blocks, table, sizes, strict=True)):
+                start, stop = send.tokens(group)
+                assert start == sent[group]
+                assert ids == blocks[start // size : math.ceil(stop / size)]
+                sent[group] = stop
             sends.append(send)
+        whole = [computed - computed % math.lcm(size, d_size) for size, d_size in zip(sizes, d_sizes, strict=True)]
+        for group, tokens in enumerate(whole):  # no step leaves behind what it could send, or sends a part of a block
+            assert sent[group] == (total if computed >= total else max(most[group], tokens))
+            most[group] = sent[group]
         if preemptions < 3 and data.draw(st.booleans(), label="preempted"):
             preemptions += 1
             assert scheduler.build_step(make_output(preempted=[request])).preempted == {"r"}

@@ -16,10 +16,16 @@ class Send:
     request_id: str
     start: int
     stop: int
-    # Per cache group: ids of the blocks that hold these tokens, from the block of token `start` on.
+    # Per cache group: ids of the blocks that hold the group's tokens, from the block of its first one on.
     blocks: tuple[list[int], ...]
     # Whether the prompt ends here.
     last: bool
+    # Per cache group: its tokens as (start, stop), where they differ: groups with long blocks are behind others.
+    parts: tuple[tuple[int, int], ...] = ()
+
+    def tokens(self, group: int) -> tuple[int, int]:
+        """Returns (start, stop) of the tokens that a cache group completes."""
+        return self.parts[group] if self.parts else (self.start, self.stop)
 
 
 def rank_address(address: str, pp_rank: int, rank: int) -> str:

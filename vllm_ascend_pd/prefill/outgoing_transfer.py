@@ -16,10 +16,10 @@ class OutgoingTransfer:
 
     prompt: ComputedPrompt
     ticket: Ticket
-    # Tokens: each part of the prompt but the last one ends at a multiple of this.
-    align: int
-    # How many tokens of the prompt were handed to the ranks, or are cached on decode.
-    sent: int
+    # By cache group, in tokens: each part of the prompt but the last one ends at a multiple of this.
+    align: tuple[int, ...]
+    # By cache group: how many tokens of the prompt were handed to the ranks, or are cached on decode.
+    sent: list[int]
     # Whether the ranks have the ticket.
     announced: bool = False
     # Whether the ranks have all of the prompt.
@@ -32,6 +32,18 @@ class OutgoingTransfer:
     @classmethod
     def of(cls, prompt: ComputedPrompt, ticket: Ticket, groups: Sequence[CacheGroup]) -> "OutgoingTransfer":
         """The transfer of a prompt of an engine with these cache groups."""
-        own_spans = [group.span for group in groups if isinstance(group, TokenGroup)]
-        align = math.lcm(*own_spans, *(ticket.span(index) for index in range(len(groups))))
-        return cls(prompt, ticket, align, sent=ticket.remote_cached_tokens)
+        spans = {
+            i: math.lcm(group.span, ticket.span(i)) for i, group in enumerate(groups) if isinstance(group, TokenGroup)
+        }
+        longest = math.lcm(*spans.values())  # for states, which are sent at the prompt's end
+        align = tuple(spans.get(index, longest) for index in range(len(groups)))
+        return cls(prompt, ticket, align, sent=[ticket.remote_cached_tokens] * len(groups))
+
+    def parts(self) -> list[tuple[int, int]]:
+        """Returns, by cache group, (start, stop) of the tokens that are complete and were not sent.
+
+        Whole blocks leave as they fill up, and the rest with the prompt's last token.
+        """
+        done, total = self.prompt.done, self.ticket.num_tokens
+        stops = [total if done >= total else done - done % align for align in self.align]
+        return [(sent, max(sent, stop)) for sent, stop in zip(self.sent, stops, strict=True)]

@@ -95,7 +95,7 @@ class Planner:
                 plan.last.append(transfer)
             if send.start < send.stop:
                 shape = TicketShape.of(transfer.ticket)
-                slices.setdefault(shape, []).append(RequestSlice(transfer, send.start, send.stop, send.blocks))
+                slices.setdefault(shape, []).append(RequestSlice(transfer, send))
         for decode, group in slices.items():
             sender = group[0].transfer.sender
             for index, geometry in enumerate(self._geometries):

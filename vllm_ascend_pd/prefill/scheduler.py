@@ -269,10 +269,7 @@ class PrefillScheduler:
             self._windows.hold_end(prompt)
 
     def _advance(self, step: PrefillStep, transfer: OutgoingTransfer) -> None:
-        """Adds to `step` what is complete after it and was not sent.
-
-        Whole blocks leave as they fill up, and the rest with the prompt's last token.
-        """
+        """Adds to `step` what is complete after it and was not sent."""
         prompt, ticket = transfer.prompt, transfer.ticket
         request_id = prompt.request.request_id
         if not transfer.announced:
@@ -281,18 +278,18 @@ class PrefillScheduler:
             step.cached_tokens[request_id] = prompt.cached_tokens or 0
         if transfer.complete:
             return
-        total, done = ticket.num_tokens, prompt.done
-        last = done >= total
+        last = prompt.done >= ticket.num_tokens
         self._windows.hold_for(ticket, prompt, transfer.sent)
-        start, stop = transfer.sent, total if last else done - done % transfer.align
+        parts = transfer.parts()
+        start, stop = max(transfer.sent), max(stop for _, stop in parts)
         if stop <= start and not last:
             return
-        stop = max(start, stop)
         blocks = tuple(
-            group.holding(ids, start, stop, last) for ids, group in zip(prompt.blocks, self._groups, strict=True)
+            group.holding(ids, *part, last) for ids, group, part in zip(prompt.blocks, self._groups, parts, strict=True)
         )
-        step.sends.append(Send(request_id, start, stop, blocks, last))
-        transfer.sent = stop
+        alike = all(part == (start, stop) for part in parts)
+        step.sends.append(Send(request_id, start, stop, blocks, last, () if alike else tuple(parts)))
+        transfer.sent = [stop for _, stop in parts]
         transfer.complete = last
 
     def _take_tickets(self, step: PrefillStep, held: HeldPrompts) -> None:

@@ -15,6 +15,7 @@ import torch
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import BlockKind, Geometry
 from vllm_ascend_pd.core.plan import NULL_BLOCK, Offsets, Regroup, Route
+from vllm_ascend_pd.core.step import Send
 from vllm_ascend_pd.core.units import Units
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.prefill.transfer import Transfer
@@ -22,13 +23,11 @@ from vllm_ascend_pd.prefill.transfer import Transfer
 
 @dataclass(frozen=True)
 class RequestSlice:
-    """Tokens `[start, stop)` of one request, which become complete in one step."""
+    """Tokens of one request, which become complete in one step."""
 
     transfer: Transfer
-    start: int
-    stop: int
-    # This rank's block ids by cache group, from block `start // span` on.
-    blocks: tuple[list[int], ...]
+    # The tokens, and this rank's block ids.
+    send: Send
 
     def tokens(self, geometry: Geometry) -> tuple[int, int]:
         """Returns (start, stop) in tokens of `geometry`'s blocks. A state that is sent counts as one token.
@@ -36,8 +35,9 @@ class RequestSlice:
         `start` is a multiple of both sides' blocks, so of their entries.
         """
         if geometry.kind is BlockKind.STATE:
-            return 0, len(self.blocks[geometry.group])
-        return self.start, geometry.complete(self.stop)
+            return 0, len(self.send.blocks[geometry.group])
+        start, stop = self.send.tokens(geometry.group)
+        return start, geometry.complete(stop)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ def plan_transfers(
     if not wanted.all():
         units, d_blocks = units.where(wanted), d_blocks[wanted]
     begins = [start // geometry.span for start, _ in ranges]
-    p_blocks = units.blocks([each.blocks[group] for each in slices], begins, geometry.span)
+    p_blocks = units.blocks([each.send.blocks[group] for each in slices], begins, geometry.span)
     if (gone := p_blocks == NULL_BLOCK).any():
         for i in np.unique(units.owner[gone]):
             slices[i].transfer.fail("decode wants tokens that have left prefill's sliding window", PushFailure.UNFIT)

@@ -38,12 +38,12 @@ class WindowHolds:
         """
         return any(ticket.span(index) > group.span for index, group in self._windowed)
 
-    def hold_for(self, ticket: Ticket, prompt: ComputedPrompt, sent: int) -> None:
-        """Holds what decode has blocks for and was not sent. `sent`: how many tokens of the prompt were."""
+    def hold_for(self, ticket: Ticket, prompt: ComputedPrompt, sent: Sequence[int]) -> None:
+        """Holds what decode has blocks for and was not sent. `sent`: how many tokens of the prompt were, by group."""
         for index, group in self._windowed:
             decode_blocks, decode_span = ticket.remote_block_ids[index], ticket.span(index)
             done = min(prompt.done, ticket.num_tokens)
-            first = max(prompt.held_to.get(index, 0), sent // group.span)
+            first = max(prompt.held_to.get(index, 0), sent[index] // group.span)
             stop = max(first, math.ceil(done / group.span))
             for number in range(first, stop):
                 begin, end = number * group.span, (number + 1) * group.span
