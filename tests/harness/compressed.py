@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from harness.compressed_ranks import CacheView, CompressedDecode, CompressedModel, CompressedPrefill
+from harness.compressed_ranks import CacheView, CompressedDecode, CompressedModel, CompressedPrefill, Rows
 from harness.kv import Side
 from harness.rank_programs import DRAFT
 from harness.ranks import Pair
@@ -22,7 +22,9 @@ from harness.scheduling import Scheduled, make_output
 from vllm_ascend_pd.connector.cache_specs import cache_groups, layer_specs
 from vllm_ascend_pd.connector.prompts import Prompts
 from vllm_ascend_pd.connector.vllm_requests import VllmRequests
+from vllm_ascend_pd.core.caches import LayerSpec
 from vllm_ascend_pd.core.groups import TokenGroup
+from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import DecodeStep, PrefillStep
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, TicketIssuer
@@ -40,6 +42,8 @@ class Caches:
     tensors: Mapping[str, Any]
     # (scheduler block size, hash block size)
     sizes: tuple[int, int]
+    # Whether tensors are `[num_blocks, heads, entries, width]`, and not `[num_blocks, entries, heads, width]`.
+    heads_first: bool = False
 
     def model(self) -> CompressedModel:
         """Describes the tensors, so that ranks allocate their like."""
@@ -56,7 +60,11 @@ class Caches:
         drafts = [layer for layer, spec in specs.items() if spec.draft]
         specs |= {layer: replace(specs[layer], draft=DRAFT) for layer in drafts}
         return CompressedModel(
-            drafts=len(drafts), memories=tuple(memories.values()), views=tuple(views), specs=tuple(specs.items())
+            order=Order.HEAD_MAJOR if self.heads_first else Order.TOKEN_MAJOR,
+            drafts=len(drafts),
+            memories=tuple(memories.values()),
+            views=tuple(views),
+            specs=tuple(specs.items()),
         )
 
 
@@ -66,6 +74,8 @@ class Engine:
     def __init__(self, caches: Caches) -> None:
         config = generate_scheduler_kv_cache_config([caches.config])
         self.groups = [group for group in cache_groups(config) if isinstance(group, TokenGroup)]
+        specs = layer_specs(caches.config, caches.vllm_config).values()
+        self.kinds = sorted({(spec.group, spec.tokens_per_entry) for spec in specs if isinstance(spec, LayerSpec)})
         scheduler_block, hash_block = caches.sizes
         self.manager = KVCacheManager(
             config,
@@ -85,18 +95,19 @@ class Engine:
     def blocks(self, name: str) -> tuple[list[int], ...]:
         return self.manager.get_block_ids(name)
 
-    def rows(self, name: str, seed: int, start: int, stop: int) -> dict[int, list[tuple[int, int, int, int]]]:
-        """Returns where entries that become complete with tokens `[start, stop)` lie, by cache group."""
-        found: dict[int, list[tuple[int, int, int, int]]] = {}
-        for index, (group, ids) in enumerate(zip(self.groups, self.blocks(name), strict=True)):
-            ratio, per_block = group.tokens_per_entry, group.span // group.tokens_per_entry
+    def rows(self, name: str, seed: int, start: int, stop: int) -> Rows:
+        """Returns where entries that become complete with tokens `[start, stop)` lie."""
+        found: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+        blocks = self.blocks(name)
+        for index, ratio in self.kinds:
+            per_block, ids = self.groups[index].span // ratio, blocks[index]
             for entry in range(start // ratio, stop // ratio):
                 block, place = divmod(entry, per_block)
                 if ids[block]:
-                    found.setdefault(index, []).append((ids[block], place, seed, entry))
+                    found.setdefault((index, ratio), []).append((ids[block], place, seed, entry))
         return found
 
-    def warm(self, tokens: list[int], chunk: int, seed: int) -> Iterator[dict[int, list[tuple[int, int, int, int]]]]:
+    def warm(self, tokens: list[int], chunk: int, seed: int) -> Iterator[Rows]:
         """Computes a prompt that stays in the prefix cache. Yields what each step writes."""
         request = self.request("before", tokens)
         for start in range(0, len(tokens), chunk):

@@ -11,15 +11,16 @@ import torch
 from harness.kv import Model
 from harness.rank_programs import DecodeRank, PrefillRank
 from vllm_ascend_pd.core.caches import LayerSpec
+from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.device.base import aligned_buffer
 
-# By cache group: (block id, place in the block, the prompt's seed, entry of the prompt).
-Rows: TypeAlias = Mapping[int, Sequence[tuple[int, int, int, int]]]
+# By cache group and tokens of an entry: (block id, place in the block, the prompt's seed, entry of the prompt).
+Rows: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
 
 
 @dataclass(frozen=True)
 class CacheView:
-    """One tensor `[num_blocks, entries, 1, width]` of a layer's cache."""
+    """One tensor of a layer's cache: `[num_blocks, entries, 1, width]`, or `[num_blocks, 1, entries, width]`."""
 
     layer: str
     part: int
@@ -66,6 +67,7 @@ class _Compressed:
 
     model: CompressedModel
     memories: list[torch.Tensor]
+    caches: dict[str, tuple[torch.Tensor, ...]]
 
     def make(self) -> tuple[dict[str, tuple[torch.Tensor, ...]], dict[str, LayerSpec]]:
         self.memories = [aligned_buffer(size, 4096, "cpu").zero_() for size in self.model.memories]
@@ -73,6 +75,14 @@ class _Compressed:
         for view in self.model.views:
             caches[view.layer] = (*caches.get(view.layer, ()), view.over(self.memories[view.memory]))
         return caches, dict(self.model.specs)
+
+    def entries(self, view: CacheView) -> torch.Tensor:
+        """Returns a layer's cache as `[num_blocks, entries, width]`."""
+        return self.caches[view.layer][view.part].squeeze(1 if self.model.order is Order.HEAD_MAJOR else 2)
+
+    def rows_of(self, rows: Rows, view: CacheView) -> Sequence[tuple[int, int, int, int]]:
+        spec = dict(self.model.specs)[view.layer]
+        return rows.get((spec.group, spec.tokens_per_entry), ())
 
     def clear(self) -> None:
         for memory in self.memories:
@@ -96,12 +106,11 @@ class CompressedPrefill(_Compressed, PrefillRank):
         self.worker.end_step()
 
     def write(self, rows: Rows) -> None:
-        specs = dict(self.model.specs)
         for view in self.model.views:
-            cache = self.caches[view.layer][view.part]
-            for seed, each in by_seed(rows.get(specs[view.layer].group, ())).items():
+            cache = self.entries(view)
+            for seed, each in by_seed(self.rows_of(rows, view)).items():
                 blocks, places, entries = (torch.tensor(column) for column in zip(*each, strict=True))
-                cache[blocks, places, 0] = truth(view, seed, entries.tolist()).view(view.dtype)
+                cache[blocks, places] = truth(view, seed, entries.tolist()).view(view.dtype)
 
 
 class CompressedDecode(_Compressed, DecodeRank):
@@ -110,13 +119,12 @@ class CompressedDecode(_Compressed, DecodeRank):
     def wrong(self, rows: Rows) -> list[str]:
         """Returns every layer with an entry that is not as in `rows`, and every block of nobody that was written."""
         found = []
-        specs = dict(self.model.specs)
         used = {block for of_group in rows.values() for block, *_ in of_group}
         for view in self.model.views:
-            cache = self.caches[view.layer][view.part]
-            for seed, each in by_seed(rows.get(specs[view.layer].group, ())).items():
+            cache = self.entries(view)
+            for seed, each in by_seed(self.rows_of(rows, view)).items():
                 blocks, places, entries = (torch.tensor(column) for column in zip(*each, strict=True))
-                here = cache[blocks, places, 0].contiguous().view(torch.uint8)
+                here = cache[blocks, places].contiguous().view(torch.uint8)
                 unequal = (here != truth(view, seed, entries.tolist())).any(dim=1)
                 if unequal.any():
                     found.append(f"{view.layer} part {view.part}: entries {entries[unequal].tolist()[:9]}")

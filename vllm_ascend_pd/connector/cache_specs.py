@@ -33,10 +33,9 @@ def cache_groups(kv_cache_config: "KVCacheConfig", shares: int = 1) -> list[Cach
     check_kinds(kv_cache_config)
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True):
-        if len({(block_tokens(member), tokens_per_entry(member)) for member in _attention(spec)}) > 1:
+        if len({block_tokens(member) for member in _attention(spec)}) > 1:
             raise LayoutError(
-                f"{group.layer_names[0]}: a cache group whose layers differ in the tokens of a block or an entry is "
-                "not supported"
+                f"{group.layer_names[0]}: a cache group whose layers differ in the tokens of a block is not supported"
             )
         if shares > 1 and not _is_shared(spec):
             raise LayoutError(
@@ -52,7 +51,7 @@ def cache_groups(kv_cache_config: "KVCacheConfig", shares: int = 1) -> list[Cach
             _sees_a_window(spec),
             _longest(spec, "sliding_window"),
             _longest(spec, "attention_chunk_size"),
-            tokens_per_entry(_attention(spec)[0]),
+            min(map(tokens_per_entry, _attention(spec))),
         )
         for spec in specs
     ]

@@ -21,7 +21,7 @@ class TokenGroup:
     window: int = 0
     # A token sees those of its own chunk of so many tokens. 0: there are no chunks.
     chunk: int = 0
-    # Tokens that one entry of a block is computed from.
+    # Tokens that one entry of a block is computed from: the fewest of the group's layers.
     tokens_per_entry: int = 1
     # Whether blocks hold states and not tokens.
     holds_state = False
