@@ -5,7 +5,7 @@ import pytest
 
 from harness.clock import Clock, clock_of
 from vllm_ascend_pd.transport import pace
-from vllm_ascend_pd.transport.pace import LEARNS_FROM, LONGEST_S, SHARE, SHORTEST_S, Pace
+from vllm_ascend_pd.transport.pace import EARLIEST_S, LEARNS_FROM, LONGEST_S, SHARE, SHORTEST_S, Pace
 
 BATCH = 16 << 20
 GIGABYTE_PER_S = 1e-9
@@ -25,8 +25,11 @@ def send(clock: Clock, of: Pace, num_bytes: int, seconds: float) -> float:
     return slept
 
 
-def test_nothing_is_slept_on_before_the_link_is_known(clock):
-    assert Pace().pause_s(BATCH, clock.now) == 0.0
+def test_a_moment_is_slept_before_the_link_is_known(clock):
+    of, started = Pace(), clock.now
+    assert of.pause_s(BATCH, started) == pytest.approx(EARLIEST_S)
+    clock.now += EARLIEST_S - SHORTEST_S / 2
+    assert of.pause_s(BATCH, started) == 0.0, "too short for a sleep"
 
 
 def test_most_of_what_a_batch_takes_is_slept(clock):
@@ -52,13 +55,20 @@ def test_a_batch_behind_another_has_the_link_from_when_that_ended(clock):
     assert of.pause_s(BATCH, clock.now) == pytest.approx(SHARE * BATCH * GIGABYTE_PER_S)
 
 
-def test_small_batches_are_polled_for_and_teach_nothing(clock):
+def test_a_moment_is_slept_on_small_batches_which_teach_nothing(clock):
     of = Pace()
     send(clock, of, LEARNS_FROM - 1, 1.0)
-    assert of.pause_s(BATCH, clock.now) == 0.0
+    assert of.pause_s(BATCH, clock.now) == pytest.approx(EARLIEST_S)
     for _ in range(4):
         send(clock, of, BATCH, BATCH * GIGABYTE_PER_S)
-    assert of.pause_s(int(SHORTEST_S / GIGABYTE_PER_S), clock.now) == 0.0
+    assert of.pause_s(1 << 16, clock.now) == pytest.approx(EARLIEST_S)
+
+
+def test_what_is_slept_on_a_fast_link_is_not_taken_for_its_time(clock):
+    of = Pace()
+    for _ in range(8):
+        send(clock, of, LEARNS_FROM, LEARNS_FROM * GIGABYTE_PER_S / 20)
+    assert of.pause_s(16 * BATCH, clock.now) == pytest.approx(EARLIEST_S)
 
 
 def test_of_a_slow_link_no_more_than_so_long_is_slept_at_a_time(clock):
@@ -91,7 +101,7 @@ def test_that_a_link_is_faster_than_thought_is_learnt_from_small_batches_too(clo
         send(clock, of, BATCH, 50 * BATCH * GIGABYTE_PER_S)
     for _ in range(60):
         slept = send(clock, of, small, small * GIGABYTE_PER_S)
-    assert slept <= max(SHORTEST_S, small * GIGABYTE_PER_S)
+    assert slept <= max(EARLIEST_S, small * GIGABYTE_PER_S)
     known = of.pause_s(BATCH, clock.now)
     for _ in range(8):
         send(clock, of, small, 50 * small * GIGABYTE_PER_S)
