@@ -102,6 +102,7 @@ def test_a_healthy_server() -> None:
     assert (report.ok, code) == (True, 0), [each for each in report.findings if each.level is Level.ERROR]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("machine")
 def test_a_collective_that_fails_is_a_finding() -> None:
     report, code = run("--step-timeout", "180", CANN_ON_HOST_FAULTS="hccl:fail@9")

@@ -61,7 +61,7 @@ def expected(model: Path) -> list[Completion]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("tp", "pp"), [long(1, 1), (2, 1), long(1, 2)], ids=["tp1", "tp2", "pp2"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), long(2, 1), long(1, 2)], ids=["tp1", "tp2", "pp2"])
 def test_answers_are_those_of_the_cpu_backend(model: Path, expected: list[Completion], tp: int, pp: int) -> None:
     device, rounds = answers_of(Path(sys.executable), model, tp, pp, cpu=False)
     assert device == "npu"
