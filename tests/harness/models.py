@@ -249,6 +249,10 @@ def make_model(spec: ModelSpec, folder: Path) -> Path:
             from harness.vision import save_vision_model  # needs this module
 
             save_vision_model(spec, scratch)
+        elif spec.family == "deepseek_v4":
+            from harness.deepseek_v4 import save_deepseek_v4  # needs this module
+
+            save_deepseek_v4(spec, scratch)
         elif spec.eagle_of is None:
             _random_model(spec).save_pretrained(scratch)
             if spec == MTP:

@@ -179,8 +179,9 @@ vllm-ascend 0.23.0.post1's guides publish 89 launch commands with a KV role. Thi
 [`vllm-ascend-pd migrate`](migrating.md). `tests/harness/recipes.py` makes the page, and a
 [test](../tests/unit/test_recipes.py) checks it. [Another](../tests/npu/test_recipes.py) gives the new commands to
 vLLM's and vllm-ascend's own configuration checks on emulated CANN, with a small model of each architecture. Nothing
-here has run on Ascend hardware. The rows of DeepSeek V4 rest on its caches, which a
-[test](../tests/npu/test_compressed.py) compares byte by byte: no engine with that model and no MTP of it has run.
+here has run on Ascend hardware. The rows of DeepSeek V4 rest on its caches, those of MTP
+among them, which a [test](../tests/npu/test_compressed.py) compares byte by byte: vllm-ascend's engine with that model
+has not run, only [vLLM's on a CPU](../tests/e2e/test_deepseek_v4.py).
 
 - "Works": only `--kv-transfer-config` changes.
 - "Works with the printed change": `migrate` changes other options, too.

@@ -46,6 +46,9 @@ ACCELERATOR_0 = "VLLM_ASCEND_PD_TEST_ACCELERATOR_0"
 """Who asks torch for the number of the current accelerator gets 0, where torch has none and would raise: vLLM's
 MooncakeConnector asks, and runs on a CPU with that."""
 
+WITHOUT_TRITON = "VLLM_ASCEND_PD_TEST_WITHOUT_TRITON"
+"""DeepSeek V4 runs on vLLM's CPU backend, which needs Triton for it, see `without_triton.py`."""
+
 CONTROL = "VLLM_ASCEND_PD_TEST_CONTROL"
 """A folder: every process listens there, see `remote_control.py`. With it:"""
 SESSION = "VLLM_ASCEND_PD_TEST_SESSION"
@@ -84,6 +87,10 @@ def register() -> None:
         _connect_through(proxy)
     if os.environ.get(ACCELERATOR_0) == "1":
         _call_the_cpu_accelerator_0()
+    if os.environ.get(WITHOUT_TRITON) == "1":
+        from without_triton import replace_kernels
+
+        replace_kernels()
     if folder := os.environ.get(CONTROL):
         from remote_control import listen
 

@@ -111,7 +111,10 @@ def _of_model(served: ModelFacts) -> list[Change]:
     if served.problem is not None:
         changes.append(Change(ChangeKind.STOPS, "model", served.problem))
     if served.shape is not None and served.shape.compressed:
-        why = "no engine with its compressed caches has run with this connector yet: compare some answers first"
+        why = (
+            "of engines with its compressed caches, only vLLM's on a CPU has run with this connector yet: compare some "
+            "answers first"
+        )
         changes.append(Change(ChangeKind.CHECK, "model", why))
     if served.int8_caches is not None:
         why = (
