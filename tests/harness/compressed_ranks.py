@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of ranks over caches of several kinds that share memory, as those of DeepSeek V4 do."""
 
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from vllm_ascend_pd.device.base import aligned_buffer
 
 # By cache group and tokens of an entry: (block id, place in the block, the prompt's seed, entry of the prompt).
 Rows: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
+
+
+# Of the name of a layer that is announced: `model.layers.0.attn`, `mtp.3.self_attn`.
+_ATTENTION = re.compile(r".*?\.(self_)?attn")
 
 
 @dataclass(frozen=True)
@@ -93,15 +98,16 @@ class CompressedPrefill(_Compressed, PrefillRank):
     model: CompressedModel
 
     def computed(self, step: Any, rows: Rows) -> None:
-        """One forward pass, which computes `rows`. Only attention's own caches are announced, as in vllm-ascend."""
+        """One forward pass, which computes `rows`. Each layer is announced once for all its caches."""
         self.worker.start_step(step)
         if not step.computes:
             self.worker.forward_ended()
             return
         self.write(rows)
-        for layer in self.caches:
-            if layer.endswith("attn"):
-                self.worker.layer_computed(layer)
+        for layer in dict.fromkeys(found[0] for name in self.caches if (found := _ATTENTION.match(name))):
+            self.worker.layer_computed(layer)
+        plan = self.worker._plan
+        assert not (plan.transfers and plan.unsaved), "decode waits for what leaves at the step's end"
         self.worker.forward_ended()
         self.worker.end_step()
 
