@@ -86,7 +86,7 @@ class Row:
     single: float = 0.0
     ttft_ms: float = 0.0  # load: median of its requests
     single_ttft_ms: float = 0.0
-    cpu_ms: float = 0.0  # load: of all processes of the side, per request
+    cpu_ms: float = 0.0  # of all processes of the side, per request
     single_cpu_ms: float = 0.0
     spread: tuple[float, float] = (0.0, 0.0)  # least and most of the rounds' ratios
     quartiles: tuple[float, float] = (0.0, 0.0)  # the first and the third of them
@@ -109,10 +109,11 @@ class Row:
             f"{self.of_single:>6.2f}x  ({self.spread[0]:.2f} to {self.spread[1]:.2f}, {half}, {self.rounds} rounds)"
         )
         load = f"load {self.load_average:.1f}"
+        cpu = f"CPU per request {self.cpu_ms:.0f} and {self.single_cpu_ms:.0f} ms"
         if self.measure == "ttft":
-            return f"{beginning}{self.prompt:>5} tokens{self.value:>9.0f} ms{self.single:>9.0f} ms {spread}  {load}"
-        more = f"TTFT {self.ttft_ms:.0f} and {self.single_ttft_ms:.0f} ms, "
-        more += f"CPU per request {self.cpu_ms:.0f} and {self.single_cpu_ms:.0f} ms"
+            figures = f"{self.prompt:>5} tokens{self.value:>9.0f} ms{self.single:>9.0f} ms"
+            return f"{beginning}{figures} {spread}  {load}  {cpu}"
+        more = f"TTFT {self.ttft_ms:.0f} and {self.single_ttft_ms:.0f} ms, {cpu}"
         rates = f"{self.value:>8.2f} /s{self.single:>9.2f} /s"
         return f"{beginning}{CONCURRENCY:>5} at once{rates} {spread}  {load}  {more}"
 
@@ -136,6 +137,7 @@ def compare(side: Side, base: Side, setting: Setting, amount: Amount) -> Iterato
             for tokens in amount.prompts:
                 each.ask(prompt(setting, tokens, "first"), TOKENS)
     found: dict[int, list[tuple[float, float]]] = {tokens: [] for tokens in amount.prompts}
+    cpu = {each.name: dict.fromkeys(amount.prompts, 0.0) for each in both}
     until = time.monotonic() + amount.seconds
     number = 0
     while number < amount.rounds and (number < LEAST_ROUNDS or time.monotonic() < until):
@@ -145,9 +147,11 @@ def compare(side: Side, base: Side, setting: Setting, amount: Amount) -> Iterato
             with each.turn():
                 each.ask(prompt(setting, 16, f"wake {number}"), 1)
                 # A side has prompts of its own: the single instance may still have those of the last one in its cache.
-                completions = [
-                    each.ask(prompt(setting, tokens, f"{side.name} {number}"), TOKENS) for tokens in amount.prompts
-                ]
+                completions = []
+                for tokens in amount.prompts:
+                    used = each.cpu_seconds()
+                    completions.append(each.ask(prompt(setting, tokens, f"{side.name} {number}"), TOKENS))
+                    cpu[each.name][tokens] += each.cpu_seconds() - used
             taken[each.name] = [completion.ttft * 1000 for completion in completions]
             answers[each.name] = completions
         check_answers(side, answers[side.name], answers[base.name])
@@ -157,7 +161,9 @@ def compare(side: Side, base: Side, setting: Setting, amount: Amount) -> Iterato
     for tokens, times in found.items():
         value, reference = (median(column) for column in zip(*times, strict=True))
         figures = (tokens, number, value, reference)
-        yield Row(*where, "ttft", *figures, **spread(times), load_average=os.getloadavg()[0])
+        cpu_ms, single_cpu_ms = (cpu[each.name][tokens] / number * 1000 for each in both)
+        used_ms = {"cpu_ms": cpu_ms, "single_cpu_ms": single_cpu_ms}
+        yield Row(*where, "ttft", *figures, **used_ms, **spread(times), load_average=os.getloadavg()[0])
     if amount.requests:
         yield measure_load(side, base, setting, amount.requests)
 
