@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-pytest.importorskip("vllm.models.deepseek_v4", reason="this vLLM has no DeepSeek V4 for CPUs")
+pytest.importorskip("vllm.models.deepseek_v4.cpu", reason="this vLLM has no DeepSeek V4 for CPUs")
 
 from harness.client import Client, Completion, at_once, random_prompt
 from harness.clusters import LOSING_TOKENS, Cluster, one_to_one

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm.models.deepseek_v4", reason="this vLLM keeps V4's caches in another way")
+pytest.importorskip("vllm.models.deepseek_v4.cpu", reason="this vLLM keeps V4's caches in another way")
 
 from harness.compressed import Caches, Cluster
 from harness.vllm_v4 import vllm_caches
