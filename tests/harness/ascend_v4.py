@@ -71,7 +71,7 @@ def ascend_caches(model_fields: Mapping[str, Any], block_size: int, num_blocks: 
             block_size=swa,
         )
         if ratio > 1:
-            specs[name] = made(DSAAttention, compress_ratio=ratio, head_size=head, kv_cache_dtype="auto")
+            specs[f"{name}.attn"] = made(DSAAttention, compress_ratio=ratio, head_size=head, kv_cache_dtype="auto")
             specs[f"{name}.compressor.state_cache"] = compressor(ratio, head)
         if ratio == 4:
             specs[f"{name}.indexer.k_cache"] = made(

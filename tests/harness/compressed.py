@@ -19,7 +19,7 @@ from harness.rank_programs import DRAFT
 from harness.ranks import Pair
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output
-from vllm_ascend_pd.connector.cache_specs import cache_groups, layer_specs
+from vllm_ascend_pd.connector.cache_specs import cache_groups, caches_of_layers, layer_specs
 from vllm_ascend_pd.connector.prompts import Prompts
 from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.caches import LayerSpec
@@ -65,6 +65,7 @@ class Caches:
             memories=tuple(memories.values()),
             views=tuple(views),
             specs=tuple(specs.items()),
+            announced=tuple(map(tuple, caches_of_layers(specs).values())),
         )
 
 

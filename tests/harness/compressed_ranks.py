@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of ranks over caches of several kinds that share memory, as those of DeepSeek V4 do."""
 
-import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,6 @@ from vllm_ascend_pd.device.base import aligned_buffer
 
 # By cache group and tokens of an entry: (block id, place in the block, the prompt's seed, entry of the prompt).
 Rows: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
-
-
-# Of the name of a layer that is announced: `model.layers.0.attn`, `mtp.3.self_attn`.
-_ATTENTION = re.compile(r".*?\.(self_)?attn")
 
 
 @dataclass(frozen=True)
@@ -50,6 +45,8 @@ class CompressedModel(Model):
     memories: tuple[int, ...] = ()
     views: tuple[CacheView, ...] = ()
     specs: tuple[tuple[str, LayerSpec], ...] = ()
+    # By layer, in the order in which layers are announced: its caches.
+    announced: tuple[tuple[str, ...], ...] = ()
 
 
 def truth(view: CacheView, seed: int, entries: Sequence[int]) -> torch.Tensor:
@@ -104,8 +101,9 @@ class CompressedPrefill(_Compressed, PrefillRank):
             self.worker.forward_ended()
             return
         self.write(rows)
-        for layer in dict.fromkeys(found[0] for name in self.caches if (found := _ATTENTION.match(name))):
-            self.worker.layer_computed(layer)
+        for names in self.model.announced:
+            for name in names:
+                self.worker.layer_computed(name)
         plan = self.worker._plan
         assert not (plan.transfers and plan.unsaved), "decode waits for what leaves at the step's end"
         self.worker.forward_ended()

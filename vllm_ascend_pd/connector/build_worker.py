@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.parallel_state import get_pp_group
 
 from vllm_ascend_pd.connector import parallel_ranks
-from vllm_ascend_pd.connector.cache_specs import layer_specs, lost_blocks_say_all
+from vllm_ascend_pd.connector.cache_specs import caches_of_layers, layer_specs, lost_blocks_say_all
 from vllm_ascend_pd.connector.engine_setup import EngineSetup
 from vllm_ascend_pd.connector.environment import device_type
 from vllm_ascend_pd.connector.model_settings import model_settings
@@ -68,7 +68,8 @@ def build_worker_role(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Conn
             observer = prefill_observer(config, rank, measured)
             prefill = PrefillWorker(rank, config, device, engine, caches, step_tokens, weights, observer)
             opened.callback(prefill.close, CLOSE_TIMEOUT_S)
-            return PrefillWorkerRole(prefill, measured, opened.pop_all(), always_has_stats)
+            caches_of = caches_of_layers(specs)
+            return PrefillWorkerRole(prefill, measured, opened.pop_all(), always_has_stats, caches_of)
         decode = DecodeWorker(rank, config, device, engine, caches, weights, decode_observer(config, rank))
         opened.callback(decode.close, CLOSE_TIMEOUT_S)
         # Where lost blocks are named, vLLM computes from the first of them on without asking the scheduler's connector.

@@ -2,6 +2,7 @@
 """vLLM's cache specs, translated into this package's cache groups and layer specs."""
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 # Where models' configurations have the number of groups of B and C in their Mamba 2 layers.
 _GROUPS_OF_B_AND_C = ("mamba_n_groups", "mamba_ngroups", "n_groups")
+
+# A cache of DeepSeek V4: the name of the attention that it belongs to, and what it is.
+_CACHE_OF_V4 = re.compile(r"(.+?)\.(?:attn|swa_cache|compressor|indexer)(?:\.|$)")
 
 _LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -89,6 +93,19 @@ def layer_specs(
             ratio = tokens_per_entry(spec)
             specs[layer] = LayerSpec(index, block_tokens(spec), heads, total, encoding, share, whose, ratio)
     return specs
+
+
+def caches_of_layers(specs: Mapping[str, LayerSpec | StateSpec]) -> dict[str, list[str]]:
+    """Returns the caches of layers that have several, by the name that vllm-ascend announces: those of DeepSeek V4.
+
+    It announces a layer once, when all of them are written (`AscendDSAImpl.forward` in `attention/dsa_v1.py`).
+    """
+    found: dict[str, list[str]] = {}
+    if any(isinstance(spec, LayerSpec) and spec.tokens_per_entry > 1 for spec in specs.values()):
+        for name in specs:
+            if of_v4 := _CACHE_OF_V4.match(name):
+                found.setdefault(f"{of_v4[1]}.attn", []).append(name)
+    return found
 
 
 def lost_blocks_say_all(kv_cache_config: "KVCacheConfig") -> bool:

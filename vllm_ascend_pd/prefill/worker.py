@@ -80,8 +80,6 @@ class PrefillWorker:
         self._forward_ended = True
         # The layer that `layer_written` named last, and the device event after it. None after `layer_computed`.
         self._written: tuple[str, Event] | None = None
-        # By the name that `layer_computed` gets: the layers of `caches` that it stands for.
-        self._caches_of: dict[str, list[str]] = {}
         # How long `take_sent` waits in this step.
         self._wait_s = 0.0
         # Whether blocks of requests that have ended wait for a ticket.
@@ -125,22 +123,17 @@ class PrefillWorker:
 
     @owned
     def layer_computed(self, layer: str) -> None:
-        """The caches of `layer` hold this step's tokens as soon as the device has run what is queued now.
+        """The cache of `layer` holds this step's tokens as soon as the device has run what is queued now.
 
-        Caches that are named below `layer` are its own, too: DeepSeek V4's layers have up to five.
         If `layer_written` was called for this layer, the push waits only for what was queued by then. A draft's layers
         run over the step's tokens first, and then once for each further drafted token, whose KV is not sent. So only
         the first call for a layer counts.
         """
         written, self._written = self._written, None
-        if layer not in self._caches_of:
-            self._caches_of[layer] = [n for n in self._caches.layers if n == layer or n.startswith(f"{layer}.")]
-        names = [name for name in self._caches_of[layer] if name in self._plan.unsaved]
-        if self._plan.transfers and names:
+        if self._plan.transfers and layer in self._plan.unsaved:
             if written is None or written[0] not in ("", layer):
                 written = layer, self._device.record_event()
-            for name in names:
-                self._push_layer(self._plan, name, written[1])
+            self._push_layer(self._plan, layer, written[1])
             if not self._plan.unsaved:  # decode need not wait for the rest of the step
                 self._transfers.finish(*self._plan.last)
 

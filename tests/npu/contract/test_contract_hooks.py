@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which hooks vllm-ascend calls, when, and with what."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 from vllm_ascend_contract import BLOCK, Event, computes, only, statements_after, worker_steps
 
@@ -121,6 +124,22 @@ def test_the_event_in_attention_metadata_is_recorded_where_the_hook_is_called() 
     for module in ("attention_v1", "mla_v1", "dsa_v1"):
         found = statements_after(f"vllm_ascend.attention.{module}", "attn_metadata.reshape_cache_event.record()")
         assert found == [], f"{module} records reshape_cache_event now: see whether it is earlier than the hook"
+
+
+def test_deepseek_v4_announces_a_layer_when_all_its_caches_are_written() -> None:
+    """Under the name of its attention, beside which the caches are named (`connector/cache_specs.py`)."""
+    save = "maybe_save_kv_layer_to_connector(layer_name, list(kv_cache))"
+    assert statements_after("vllm_ascend.attention.dsa_v1", save) == ["return output_padded"]
+    for module, prefixes in {
+        "ops/dsa": ("{prefix}.attn",),
+        "models/deepseek_v4": ("{prefix}.swa_cache", "{prefix}.compressor", "{prefix}.indexer"),
+    }.items():
+        spec = find_spec("vllm_ascend")
+        assert spec is not None
+        assert spec.origin is not None
+        source = (Path(spec.origin).parent / f"{module}.py").read_text()
+        for prefix in prefixes:
+            assert f'prefix=f"{prefix}"' in source, "its caches have other names: see caches_of_layers"
 
 
 def test_prompts_come_in_chunks_that_fill_the_step(prefill_events: tuple[Event, ...]) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector in a rank of a prefill engine."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from vllm_ascend_pd.connector.role import ConnectorRole, TransferResults
@@ -16,15 +17,22 @@ class PrefillWorkerRole(ConnectorRole):
     measured: what the worker's observer counts.
     closing: closes the worker and what it uses.
     always_has_stats: whether there are statistics in every step.
+    caches_of: the caches of layers that have several, by the name that `layer_computed` gets.
     """
 
     def __init__(
-        self, worker: PrefillWorker, measured: PrefillStats, closing: ExitStack, always_has_stats: bool
+        self,
+        worker: PrefillWorker,
+        measured: PrefillStats,
+        closing: ExitStack,
+        always_has_stats: bool,
+        caches_of: Mapping[str, Sequence[str]],
     ) -> None:
         self._worker = worker
         self._measured = measured
         self._closing = closing
         self._always_has_stats = always_has_stats
+        self._caches_of = caches_of
 
     def preempted(self, step: PrefillStep) -> None:
         self._worker.preempted(step.preempted)
@@ -36,7 +44,8 @@ class PrefillWorkerRole(ConnectorRole):
         self._worker.layer_written(layer)
 
     def layer_computed(self, layer: str) -> None:
-        self._worker.layer_computed(layer)
+        for name in self._caches_of.get(layer, (layer,)):
+            self._worker.layer_computed(name)
 
     def end_step(self, error: BaseException | None) -> None:
         self._worker.forward_ended(error)

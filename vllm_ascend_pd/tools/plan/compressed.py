@@ -32,7 +32,7 @@ class TensorEntry:
 class LayerCache:
     """One of a layer's caches. Every rank has all of it."""
 
-    name: str  # in vllm-ascend, without the layer's number
+    name: str  # in vllm-ascend, without the layer's name
     tensors: tuple[TensorEntry, ...]
     tokens_per_entry: int = 1
     window: int = 0  # tokens at a prompt's end that are sent. 0: all of them
@@ -61,15 +61,15 @@ def layer_caches(ratio: int, head: int, index: int, window: int, latent_dtype: s
     """Returns the caches of a layer. `ratio`: tokens per entry. `head`, `index`: elements of a latent and of an
     indexer's key. `window`: tokens that every layer sees uncompressed. `latent_dtype`: of two bytes."""
     latent = TensorEntry(latent_dtype, head, _LATENT)
-    found = [LayerCache("self_attn.swa_cache", (latent,), window=window)]
+    found = [LayerCache("swa_cache", (latent,), window=window)]
     if ratio <= 1:
         return tuple(found)
-    found.append(LayerCache("self_attn", (latent,), ratio))
-    found.append(_compressor("self_attn.compressor.state_cache", ratio, head))
+    found.append(LayerCache("attn", (latent,), ratio))
+    found.append(_compressor("compressor.state_cache", ratio, head))
     if ratio == RATIOS[0]:
         keys = (TensorEntry("int8", index, _INDEX), TensorEntry("float16", 1, _SCALE))
-        found.append(LayerCache("self_attn.indexer.k_cache", keys, ratio))
-        found.append(_compressor("self_attn.indexer.compressor.state_cache", ratio, index))
+        found.append(LayerCache("indexer.k_cache", keys, ratio))
+        found.append(_compressor("indexer.compressor.state_cache", ratio, index))
     return tuple(found)
 
 

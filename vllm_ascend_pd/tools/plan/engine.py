@@ -129,7 +129,7 @@ def _compressed_caches(model: ModelShape, engine: PlannedEngine, pp_rank: int, n
         first[kind] = len(geometries)
         geometries += [_entries(kind, tensor, group, engine.block_size) for tensor in kind.tensors]
     tensors = [
-        CacheTensor(f"model.layers.{layer}.{cache.name}", part, 0, num_blocks, first[cache] + part)
+        CacheTensor(f"model.layers.{layer}.self_attn.{cache.name}", part, 0, num_blocks, first[cache] + part)
         for layer in stage_layers(len(model.cached), engine.pp)[pp_rank]
         for cache in model.compressed[layer]
         for part in range(len(cache.tensors))
