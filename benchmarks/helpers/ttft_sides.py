@@ -19,6 +19,7 @@ from harness.engines import HOST, PATIENT, EngineConfig, Role, Server, running_e
 from harness.models import WIDE, ModelSpec
 from harness.ports import reserve_port
 from harness.processes import ManagedProcess, StartupError
+from harness.routers import Flow, stand_in
 from helpers.turns import TakesTurns
 
 HERE = Path(__file__).resolve().parent
@@ -140,18 +141,35 @@ def single(setting: Setting) -> Iterator[Side]:
 @contextmanager
 def ours(setting: Setting) -> Iterator[Side]:
     """LayerwisePushConnector behind `vllm-ascend-pd proxy`. Prefill computes all prompts, as the peers' does."""
-    prefill, decode = (
-        dataclasses.replace(setting.engine(first), role=role, tp=tp, connector_extra=extra, traces=setting.traces)
-        for first, role, tp, extra in (
-            (0, Role.PREFILL, setting.pair.prefill, PATIENT),
-            (setting.first_of_decode, Role.DECODE, setting.pair.decode, (*PATIENT, ALL_TO_PREFILL)),
-        )
-    )
+    prefill, decode = _our_engines(setting)
     config = ClusterConfig("ours", (prefill,), (decode,))
     with running_cluster(setting.path, config, setting.logs) as cluster:
         servers = [cluster.proxy, *cluster.prefill, *cluster.decode]
         with _taking_turns("ours", cluster.url, setting, servers) as side:
             yield side
+
+
+@contextmanager
+def together(setting: Setting) -> Iterator[Side]:
+    """The same engines behind a router that asks both at once, as vLLM's example proxy for Mooncake does."""
+    prefill, decode = _our_engines(setting)
+    configs = [dataclasses.replace(prefill, bootstrap=True), decode]
+    with (
+        running_engines(setting.path, configs, setting.logs) as [first, second],
+        stand_in(Flow.VLLM_MOONCAKE, first, second) as router,
+        _taking_turns("together", router.url, setting, [first, second]) as side,
+    ):
+        yield side
+
+
+def _our_engines(setting: Setting) -> list[EngineConfig]:
+    return [
+        dataclasses.replace(setting.engine(first), role=role, tp=tp, connector_extra=extra, traces=setting.traces)
+        for first, role, tp, extra in (
+            (0, Role.PREFILL, setting.pair.prefill, PATIENT),
+            (setting.first_of_decode, Role.DECODE, setting.pair.decode, (*PATIENT, ALL_TO_PREFILL)),
+        )
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,10 +307,11 @@ def _taking_turns(name: str, url: str, setting: Setting, servers: Sequence[Serve
 
 SIDES: dict[str, Callable[[Setting], AbstractContextManager[Side]]] = {
     "ours": ours,
+    "together": together,
     "mooncake": mooncake,
     "nixl": nixl,
     "layerwise": layerwise,
     "v1": v1,
     "bare": bare,
 }
-ON_CPU, ON_NPU = ("ours", "mooncake", "nixl", "bare"), ("ours", "layerwise", "v1", "bare")
+ON_CPU, ON_NPU = ("ours", "together", "mooncake", "nixl", "bare"), ("ours", "layerwise", "v1", "bare")
