@@ -2,13 +2,24 @@
 """Faults behind a router that asks prefill first: messages about tickets are lost, late or repeated, and an engine or
 the router ends in between."""
 
+from collections.abc import Sequence
+
 from faults.request_faults import leave_at_every_stage
 from faults.scenario import ROUTED, SOON_S, Scenario, adds_to
 from faults.traffic import Answer
-from faults.world import World, blocks_in_use
+from faults.world import World, blocks_in_use, leave
+from harness.client import at_once
 from harness.waiting import wait_until
 from harness.wire import Fault, Rule
-from vllm_ascend_pd.core.protocol import Acknowledged, AskTicket, GrantRequest, OfferTicket, ReleasePrompt, TicketTaken
+from vllm_ascend_pd.core.protocol import (
+    Acknowledged,
+    AskTicket,
+    GrantRequest,
+    Message,
+    OfferTicket,
+    ReleasePrompt,
+    TicketTaken,
+)
 
 SCENARIOS: list[Scenario] = []
 scenario = adds_to(SCENARIOS)
@@ -16,20 +27,39 @@ scenario = adds_to(SCENARIOS)
 # 10. Tickets that decode hands straight to prefill.
 
 EVERY_KIND = (OfferTicket, TicketTaken, AskTicket)
+LOST_GRANTS = 48
+"""So many requests for grants are lost where decode has to ask about tickets: it asks after 2 s without KV."""
+PATIENCE_S = 6.0
+"""So long clients wait whose tickets are on their way. Prefill has computed their prompts by then."""
 
 
 def about_tickets(world: World, *rules: Rule) -> list[Answer]:
     requests = world.requests()
-    with world.tickets.ruled(*rules):
-        return world.send(requests).answers()
+    slow = [Rule(GrantRequest, "lose", times=LOST_GRANTS)] if AskTicket in kinds(rules) else []
+    with world.channel.ruled(*slow), world.tickets.ruled(*rules):
+        answers = world.send(requests).answers()
+    assert all(rule.done for rule in rules), rules
+    return answers
+
+
+def leave_while_offered(world: World, *rules: Rule) -> list[Answer]:
+    """Tickets arrive only after their clients have left, and decode has released their prompts."""
+    stay, going = world.requests(8), [request for request, _ in world.requests(8)]
+    released = world.tickets.seen[ReleasePrompt.__name__]
+    with world.tickets.ruled(Rule(OfferTicket, "hold"), *rules):
+        volley = world.send(stay)
+        left = at_once(lambda request: leave(world, request, PATIENCE_S), going, len(going))
+        wait_until(lambda: world.tickets.seen[ReleasePrompt.__name__] > released, SOON_S)
+    return left + volley.answers()
+
+
+def kinds(rules: Sequence[Rule]) -> set[type[Message]]:
+    return {rule.kind for rule in rules}
 
 
 @scenario(10, "messages about tickets lost: the first two of each kind", shape=ROUTED, short=True, absorbed=True)
 def lose_messages(world: World) -> list[Answer]:
-    rules = [Rule(kind, "lose", times=2) for kind in EVERY_KIND]
-    answers = about_tickets(world, *rules)
-    assert rules[0].done == 2
-    return answers
+    return about_tickets(world, *(Rule(kind, "lose", times=2) for kind in EVERY_KIND))
 
 
 @scenario(10, "all tickets lost", shape=ROUTED, reasonless=True)
@@ -47,20 +77,39 @@ def delay_offers(world: World) -> list[Answer]:
     return about_tickets(world, Rule(OfferTicket, "late", seconds=0.4), Rule(TicketTaken, "late", seconds=0.4))
 
 
+@scenario(10, "questions about tickets delayed by 0.4 s", shape=ROUTED, absorbed=True)
+def delay_questions(world: World) -> list[Answer]:
+    return about_tickets(world, Rule(AskTicket, "late", seconds=0.4))
+
+
 @scenario(10, "every message about tickets twice", shape=ROUTED, absorbed=True)
 def repeat_messages(world: World) -> list[Answer]:
     return about_tickets(world, *(Rule(kind, "twice") for kind in EVERY_KIND))
 
 
 @scenario(10, "clients of a router leave at every stage", shape=ROUTED, short=True, reasonless=True)
-def leave(world: World) -> list[Answer]:
+def leave_at_any_time(world: World) -> list[Answer]:
     return leave_at_every_stage(world)
 
 
 @scenario(10, "clients of a router leave, and prefill is not told", shape=ROUTED, reasonless=True)
 def leave_untold(world: World) -> list[Answer]:
-    with world.tickets.ruled(Rule(ReleasePrompt, "lose"), Rule(Acknowledged, "lose")):
-        return leave_at_every_stage(world)
+    return leave_while_offered(world, Rule(ReleasePrompt, "lose"), Rule(Acknowledged, "lose"))
+
+
+@scenario(10, "clients of a router leave, and prefill is told before it gets the ticket", shape=ROUTED, reasonless=True)
+def leave_told_early(world: World) -> list[Answer]:
+    return leave_while_offered(world)
+
+
+@scenario(10, "clients of a router leave, and prefill is told 1.5 s late", shape=ROUTED, reasonless=True)
+def leave_told_late(world: World) -> list[Answer]:
+    return leave_while_offered(world, Rule(ReleasePrompt, "late", seconds=1.5))
+
+
+@scenario(10, "clients of a router leave, and prefill is told twice", shape=ROUTED, reasonless=True)
+def leave_told_twice(world: World) -> list[Answer]:
+    return leave_while_offered(world, Rule(ReleasePrompt, "twice"))
 
 
 @scenario(10, "prefill killed before it gets a ticket", shape=ROUTED, reasonless=True)
