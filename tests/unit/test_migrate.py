@@ -243,6 +243,9 @@ def test_inputs_that_cannot_be_read(tmp_path: Path) -> None:
         read_input("vllm serve 'm")
     with pytest.raises(MigrateError, match="has 0 `vllm serve` commands"):
         read_input("echo hello")
+    for missing in ("missing.sh 8", "bash missing.sh", f"{tmp_path}/missing"):
+        with pytest.raises(MigrateError, match=r"missing(\.sh)?: no such file$"):
+            read_input(missing)
     script = tmp_path / "run.sh"
     script.write_text("vllm serve $1 --port $2\n")
     assert read_input(f"bash {script} m 8200").words == ("m", "--port", "8200")

@@ -37,7 +37,10 @@ def read_input(given: str) -> ServeCommand:
     words = words[1:] if words and Path(words[0]).name in ("bash", "sh") else words
     if words and Path(words[0]).is_file():
         return _only(serve_commands(Path(words[0]).read_text(encoding="utf-8"), words[1:]), words[0])
-    return _only(serve_commands(given), given)
+    commands = serve_commands(given)
+    if not commands and words and ("/" in words[0] or words[0].endswith(".sh")):
+        raise MigrateError(f"{words[0]}: no such file")
+    return _only(commands, given)
 
 
 def with_values(command: ServeCommand, values: Mapping[str, str]) -> ServeCommand:
