@@ -110,7 +110,7 @@ def _of_model(served: ModelFacts) -> list[Change]:
     changes = []
     if served.problem is not None:
         changes.append(Change(ChangeKind.STOPS, "model", served.problem))
-    if served.shape is not None and served.shape.compressed:
+    if served.compressed:
         why = (
             "of engines with its compressed caches, only vLLM's on a CPU has run with this connector yet: compare some "
             "answers first"
@@ -130,7 +130,7 @@ def _of_model(served: ModelFacts) -> list[Change]:
 
 def _compressed(arguments: EngineArguments, served: ModelFacts) -> list[Change]:
     """DeepSeek V4's caches of one entry for several tokens are refused with some settings."""
-    if served.shape is None or not served.shape.compressed:
+    if not served.compressed:
         return []
     changes = []
     if arguments.number("decode-context-parallel-size", 1) > 1:

@@ -22,6 +22,11 @@ class ModelFacts:
     experts: bool = True  # whether it has experts (MoE)
     media: bool = False  # whether it takes images
 
+    @property
+    def compressed(self) -> bool:
+        """Whether its caches have one entry for several tokens."""
+        return self.shape is not None and bool(self.shape.compressed)
+
 
 def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
     """`path`: a folder with config.json, or that file. `kv_cache_dtype`: of the engine."""

@@ -73,12 +73,11 @@ def make_plan(
         for (stage, rank), caches in p_ranks.items()
         if stage == 0
     ]
-    windows = tuple(kind.window for kind in model.kinds)
     flows = []
     for source, caches in p_ranks.items():
         for stage in range(decode.pp):
             theirs = d_ranks[RankPosition(stage, 0)]
-            flows += _flows(source, caches, routes[source.tp_rank], stage, theirs, tokens, windows)
+            flows += _flows(model, source, caches, routes[source.tp_rank], stage, theirs, tokens)
     unit = routes[0][0].unit
     groups = topology.regroup_groups(prefill.sharding, model.kv_heads)
     staging = _staging(p_ranks.values(), step_tokens, staging_slots, groups)
@@ -132,18 +131,15 @@ class _Traffic:
 
 
 def _flows(
+    model: ModelShape,
     source: RankPosition,
     caches: RankCaches,
     routes: Sequence[Route],
     d_stage: int,
     theirs: RankCaches,
     tokens: int,
-    windows: Sequence[int],
 ) -> list[Flow]:
-    """Returns what `source` sends to the ranks of decode's stage `d_stage`, whose caches look like `theirs`.
-
-    `windows`: by cache group, in models with compressed caches: how many of the last tokens are sent, 0 for all.
-    """
+    """Returns what `source` sends to the ranks of decode's stage `d_stage`, whose caches look like `theirs`."""
     there = theirs.by_name()
     traffic: dict[int, _Traffic] = {}
     copies: dict[tuple[int, Target], tuple[int, int, int]] = {}
@@ -156,8 +152,7 @@ def _flows(
             key = (tensor.geometry, target)
             if key not in copies:
                 ours, others = caches.geometries[tensor.geometry], theirs.geometry_of(theirs.tensors[index])
-                window = windows[ours.group] if windows else 0
-                sent_tokens = (_first_sent(tokens, window, others.block_size), ours.complete(tokens))
+                sent_tokens = (_first_sent(tokens, _window(model, ours), others.block_size), ours.complete(tokens))
                 nbytes, scattered = _copies(route, target, ours, others, sent_tokens, gap=1)
                 _, contiguous = _copies(route, target, ours, others, sent_tokens, gap=0)
                 copies[key] = (nbytes, scattered, contiguous)
@@ -181,6 +176,11 @@ def _flows(
         )
         for tp_rank, sent in sorted(traffic.items())
     ]
+
+
+def _window(model: ModelShape, geometry: Geometry) -> int:
+    """Returns how many of a prompt's last tokens are sent; 0 for all. Only windows beside compressed caches count."""
+    return model.kinds[geometry.group].window if model.compressed else 0
 
 
 def _first_sent(tokens: int, window: int, block_size: int) -> int:
@@ -324,15 +324,11 @@ def _engine_figures(
     model: ModelShape, engine: PlannedEngine, ranks: Mapping[RankPosition, RankCaches]
 ) -> EngineFigures:
     stages = stage_layers(len(model.cached), engine.pp)
-    per_token: Iterable[float] = (
-        sum(caches.geometry_of(tensor).entry_bytes for tensor in caches.tensors)
+    per_token = (
+        whole(sum(each.entry_bytes / each.tokens_per_entry for each in geometries if not _window(model, each)))
         for caches in (ranks[RankPosition(stage, 0)] for stage in range(engine.pp))
+        for geometries in [[caches.geometry_of(tensor) for tensor in caches.tensors]]
     )
-    if model.compressed:
-        per_token = (
-            whole(sum(cache.bytes_per_token for layer in layers for cache in model.compressed[layer]))
-            for layers in stages
-        )
     return EngineFigures(
         tp=engine.tp,
         pp=engine.pp,

@@ -5,6 +5,7 @@ import enum
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ class ModelShape:
     # By layer: the caches of DeepSeek V4, which differ in their sizes. Empty for models with `widths` in all layers.
     compressed: tuple[tuple[LayerCache, ...], ...] = ()
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[LayerCache, ...]:
         """The different caches of `compressed`."""
         return tuple(dict.fromkeys(cache for caches in self.compressed for cache in caches))
