@@ -1,30 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Late tickets, behind routers, for caches of several kinds: windows beside full attention, states of Mamba."""
 
-import dataclasses
-
 import pytest
 
 from harness.client import Client, at_once, random_prompt
-from harness.clusters import Cluster, one_to_one
+from harness.clusters import PLAIN, Cluster, one_to_one
 from harness.engines import EngineConfig
 from harness.failures import wait_all_blocks_free
-from harness.models import MAMBA, SLIDING, ModelSpec
-from harness.routers import Flow, stand_in
+from harness.models import MAMBA, SLIDING
+from harness.routers import Flow, routed, stand_in
 
 PROMPT_TOKENS = (2, 127, 128, 129, 327, 1000, 2500)
-PLAIN, FOR_STATES = EngineConfig(), EngineConfig(prefix_caching=False)
-
-
-def served(prefill_tp: int, decode_tp: int, model: ModelSpec, engine: EngineConfig):
-    config = one_to_one(prefill_tp, decode_tp, model=model, engine=engine)
-    prefill = tuple(dataclasses.replace(engine, bootstrap=True) for engine in config.prefill)
-    return dataclasses.replace(config, name=f"routed-{config.name}", prefill=prefill)
-
-
 CLUSTERS = [
-    served(prefill, decode, model, engine)
-    for model, engine in ((SLIDING, PLAIN), (MAMBA, FOR_STATES))
+    routed(one_to_one(prefill, decode, model=model, engine=engine))
+    for model, engine in ((SLIDING, PLAIN), (MAMBA, EngineConfig(prefix_caching=False)))
     for prefill, decode in ((2, 1), (1, 2))
 ]
 

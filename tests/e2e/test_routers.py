@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers that ask prefill first, before real engines: the answers equal a single engine's, token by token."""
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,20 +11,13 @@ from harness.clusters import Cluster, one_to_one
 from harness.documented import documented, is_part_of
 from harness.failures import wait_all_blocks_free
 from harness.pool import long
-from harness.routers import HAS_VLLM_ROUTER, NEEDS_VLLM_ROUTER, Flow, stand_in, vllm_router
+from harness.routers import HAS_VLLM_ROUTER, NEEDS_VLLM_ROUTER, Flow, routed, stand_in, vllm_router
 
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 """Around a block's end (128), several blocks, several chunks (512)."""
 
 
-def served(prefill_tp: int, decode_tp: int):
-    """Engines that also answer routers for Mooncake."""
-    config = one_to_one(prefill_tp, decode_tp)
-    prefill = tuple(dataclasses.replace(engine, bootstrap=True) for engine in config.prefill)
-    return dataclasses.replace(config, name=f"routed-{config.name}", prefill=prefill)
-
-
-CLUSTERS = [served(2, 1), long(served(1, 1)), long(served(1, 2))]
+CLUSTERS = [routed(one_to_one(2, 1)), long(routed(one_to_one(1, 1))), long(routed(one_to_one(1, 2)))]
 
 ROUTERS = ["nixl", "mooncake", *Flow]
 """`vllm-router` in two modes, and stand-ins."""

@@ -2,12 +2,13 @@
 """DeepSeek V4's caches as vllm-ascend's own code makes them of a config.json, on emulated CANN."""
 
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from harness.compressed import Caches
+from harness.compressed import Caches, config_of, spec_of
 
 
 def ascend_caches(model_fields: Mapping[str, Any], block_size: int, num_blocks: int, drafts: bool = False) -> Caches:
@@ -25,29 +26,16 @@ def ascend_caches(model_fields: Mapping[str, Any], block_size: int, num_blocks: 
     from vllm_ascend.models.layer.attention.layer import DSAAttention
 
     cache_config = CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks)
-    text = SimpleNamespace(**model_fields)
-    model_config = SimpleNamespace(
-        dtype=torch.bfloat16, hf_text_config=text, hf_config=text, get_total_num_kv_heads=lambda: 1
-    )
-    drafting = SimpleNamespace(
-        method="mtp", use_eagle=lambda: True, uses_draft_model=lambda: False, draft_model_config=model_config
-    )
-    vllm_config = SimpleNamespace(
-        cache_config=cache_config,
-        kv_transfer_config=None,
-        speculative_config=drafting if drafts else None,
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
-        ),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        model_config=model_config,
-    )
+    vllm_config = config_of(model_fields, cache_config)
+    if drafts:
+        vllm_config.speculative_config = SimpleNamespace(
+            method="mtp",
+            use_eagle=lambda: True,
+            uses_draft_model=lambda: False,
+            draft_model_config=vllm_config.model_config,
+        )
 
-    def made(kind: type, **fields: Any) -> Any:
-        layer = kind.__new__(kind)
-        torch.nn.Module.__init__(layer)
-        vars(layer).update(fields)
-        return layer.get_kv_cache_spec(vllm_config)
+    made = partial(spec_of, vllm_config=vllm_config)
 
     def compressor(ratio: int, head_dim: int) -> Any:
         entries = model._dsv4_block_sizes()[block_size][0][2 if ratio == 4 else 3]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek V4 without a model: vLLM's own block tables and our schedulers of both sides, over ranks' real transfers."""
 
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -30,6 +32,53 @@ from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo, TicketIssuer
 
 MAX_TOKENS = 16384
+
+
+def assert_every_byte_arrives(cluster: "Cluster") -> None:
+    """Prompts end at an entry's end, within one and before the first one; chunks end within entries."""
+    chance = random.Random(1)
+    for seed, (length, chunk) in enumerate([(601, 301), (258, 130), (3, 64), (129, 61), (256, 256)]):
+        tokens = [chance.randrange(1000) for _ in range(length)]
+        p_known, d_known, wrong = cluster.transfer(f"request-{seed}", tokens, chunk, seed)
+        assert (p_known, d_known) == (0, 0)
+        assert wrong == [], f"{length} tokens"
+        cluster.pair.each(cluster.pair.d_ranks, "clear")
+
+
+def assert_prefixes_are_hit(cluster: "Cluster", cached: int) -> None:
+    """A prefix of `cached` tokens that prefill has, and then one that decode has, too."""
+    chance = random.Random(2)
+    tokens = [chance.randrange(1000) for _ in range(cached + 70)]
+    cluster.warm_prefill([*tokens[:cached], *(1 for _ in range(70))], 256, seed=0)
+    assert cluster.transfer("request-0", tokens, 256, 0) == (cached, 0, [])
+    cluster.pair.each(cluster.pair.d_ranks, "clear")
+    cluster.warm_decode([*tokens[:cached], *(2 for _ in range(70))], 256)
+    assert cluster.transfer("request-1", tokens, 256, 0) == (cached, cached, [])
+
+
+def config_of(fields: Mapping[str, Any], cache_config: Any, **others: Any) -> Any:
+    """What vLLM's code reads of its configuration for a model with these fields in config.json. `others`: the rest."""
+    text = SimpleNamespace(**fields)
+    return SimpleNamespace(
+        cache_config=cache_config,
+        kv_transfer_config=None,
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        model_config=SimpleNamespace(
+            dtype=torch.bfloat16, hf_text_config=text, hf_config=text, get_total_num_kv_heads=lambda: 1
+        ),
+        **{"speculative_config": None, **others},
+    )
+
+
+def spec_of(kind: type, vllm_config: Any, **fields: Any) -> Any:
+    """Returns the cache spec that a layer of this kind makes, which needs only these fields of it."""
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    vars(layer).update(fields)
+    return layer.get_kv_cache_spec(vllm_config)
 
 
 @dataclass(frozen=True)

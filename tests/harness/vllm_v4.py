@@ -2,6 +2,7 @@
 """DeepSeek V4's caches as vLLM's own code makes them of a config.json: its CPU model's layers, groups and memory."""
 
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,33 +15,17 @@ from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 from vllm.v1.core import kv_cache_utils as utils
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from harness.compressed import Caches
+from harness.compressed import Caches, config_of, spec_of
 
 
 def vllm_caches(model_fields: Mapping[str, Any], num_blocks: int, block_size: int = 256) -> Caches:
     """The caches of an engine on the CPU, where V4's are in 8 bits ("fp8_ds_mla")."""
     cache_config = CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks, cache_dtype="fp8_ds_mla")
     cache_config.kv_cache_layout = "BLHNC"  # as its backends ask for
-    text = SimpleNamespace(**model_fields)
-    vllm_config = SimpleNamespace(
-        cache_config=cache_config,
-        kv_transfer_config=None,
-        speculative_config=None,
-        attention_config=SimpleNamespace(hisparse_config=None),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
-        ),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        model_config=SimpleNamespace(
-            dtype=torch.bfloat16, hf_text_config=text, hf_config=text, get_total_num_kv_heads=lambda: 1
-        ),
-    )
+    attention_config = SimpleNamespace(hisparse_config=None)
+    vllm_config = config_of(model_fields, cache_config, attention_config=attention_config)
 
-    def made(kind: type, **fields: Any) -> Any:
-        layer = kind.__new__(kind)
-        torch.nn.Module.__init__(layer)
-        vars(layer).update(fields)
-        return layer.get_kv_cache_spec(vllm_config)
+    made = partial(spec_of, vllm_config=vllm_config)
 
     def compressor(ratio: int, head_dim: int) -> Any:
         both = 1 + (ratio == 4)

@@ -3,7 +3,6 @@
 over real transfers. tests/npu/test_compressed.py has vllm-ascend's."""
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm.models.deepseek_v4.cpu", reason="this vLLM keeps V4's caches in another way")
 
-from harness.compressed import Caches, Cluster
+from harness.compressed import Caches, Cluster, assert_every_byte_arrives, assert_prefixes_are_hit
 from harness.vllm_v4 import vllm_caches
 from vllm_ascend_pd.connector.cache_specs import layer_specs
 from vllm_ascend_pd.core.caches import describe
@@ -41,26 +40,12 @@ SIDES = (
 
 @pytest.mark.parametrize("ranks", SIDES, indirect=True)
 def test_every_byte_that_decode_needs_arrives(ranks: Cluster) -> None:
-    """Prompts end at an entry's end, within one and before the first one; chunks end within entries."""
-    chance = random.Random(1)
-    for seed, (length, chunk) in enumerate([(601, 301), (258, 130), (3, 64), (129, 61), (256, 256)]):
-        tokens = [chance.randrange(1000) for _ in range(length)]
-        p_known, d_known, wrong = ranks.transfer(f"request-{seed}", tokens, chunk, seed)
-        assert (p_known, d_known) == (0, 0)
-        assert wrong == [], f"{length} tokens"
-        ranks.pair.each(ranks.pair.d_ranks, "clear")
+    assert_every_byte_arrives(ranks)
 
 
 @pytest.mark.parametrize("ranks", [(1, 1)], indirect=True)
 def test_prefixes_that_are_cached(ranks: Cluster) -> None:
-    chance = random.Random(2)
-    cached = 4 * BLOCK
-    tokens = [chance.randrange(1000) for _ in range(cached + 70)]
-    ranks.warm_prefill([*tokens[:cached], *(1 for _ in range(70))], 256, seed=0)
-    assert ranks.transfer("request-0", tokens, 256, 0) == (cached, 0, [])
-    ranks.pair.each(ranks.pair.d_ranks, "clear")
-    ranks.warm_decode([*tokens[:cached], *(2 for _ in range(70))], 256)
-    assert ranks.transfer("request-1", tokens, 256, 0) == (cached, cached, [])
+    assert_prefixes_are_hit(ranks, 4 * BLOCK)
 
 
 def described(caches: Caches) -> RankCaches:

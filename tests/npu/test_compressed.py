@@ -3,14 +3,13 @@
 tables, over real transfers."""
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from harness.ascend_v4 import ascend_caches
-from harness.compressed import Cluster
+from harness.compressed import Cluster, assert_every_byte_arrives, assert_prefixes_are_hit
 from vllm_ascend_pd.connector.cache_specs import cache_groups, layer_specs
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.layout import RankCaches
@@ -42,28 +41,13 @@ SIDES = (
 
 @pytest.mark.parametrize("ranks", SIDES, indirect=True)
 def test_every_byte_that_decode_needs_arrives(ranks: Cluster) -> None:
-    """Prompts end at an entry's end, within one and before the first one; chunks end within entries."""
-    chance = random.Random(1)
-    for seed, (length, chunk) in enumerate([(601, 301), (258, 130), (3, 64), (129, 61), (256, 256)]):
-        tokens = [chance.randrange(1000) for _ in range(length)]
-        p_known, d_known, wrong = ranks.transfer(f"request-{seed}", tokens, chunk, seed)
-        assert (p_known, d_known) == (0, 0)
-        assert wrong == [], f"{length} tokens"
-        ranks.pair.each(ranks.pair.d_ranks, "clear")
+    assert_every_byte_arrives(ranks)
 
 
 @pytest.mark.parametrize("ranks", [((1, 32), (1, 32), False)], indirect=True)
 def test_prefixes_that_are_cached(ranks: Cluster) -> None:
     """Hits are multiples of the longest entry's blocks: 32 entries of 128 tokens."""
-    chance = random.Random(2)
-    tokens = [chance.randrange(1000) for _ in range(4096 + 70)]
-    on_prefill = [*tokens[:4096], *(1 for _ in range(70))]
-    ranks.warm_prefill(on_prefill, 256, seed=0)
-    assert ranks.transfer("request-0", tokens, 256, 0) == (4096, 0, [])
-    ranks.pair.each(ranks.pair.d_ranks, "clear")
-    ranks.warm_decode([*tokens[:4096], *(2 for _ in range(70))], 256)
-    known = ranks.transfer("request-1", tokens, 256, 0)
-    assert known == (4096, 4096, [])
+    assert_prefixes_are_hit(ranks, 4096)
 
 
 def layouts(caches: RankCaches) -> dict[tuple[str, int], tuple[str, int, int, int]]:

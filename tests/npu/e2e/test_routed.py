@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts whose tickets come straight from decode, after a router has asked prefill first, or both at once."""
 
-import dataclasses
-
 import pytest
 
 from harness.agreement import assert_agree, listed_logprobs
 from harness.client import Client, at_once, random_prompt
 from harness.clusters import Cluster
 from harness.failures import wait_all_blocks_free
-from harness.routers import Flow, stand_in
+from harness.routers import Flow, routed, stand_in
 from npu_engines import one_to_one
 
 PROMPT_TOKENS = (2, 128, 129, 327, 1000)
-PLAIN = one_to_one("routed-tp2-to-tp1", 2, 1)
-ROUTED = dataclasses.replace(PLAIN, prefill=tuple(dataclasses.replace(each, bootstrap=True) for each in PLAIN.prefill))
+ROUTED = routed(one_to_one("tp2-to-tp1", 2, 1))
 
 pytestmark = [pytest.mark.npu, pytest.mark.long, pytest.mark.timeout(600)]
 
