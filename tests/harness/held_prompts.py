@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 from harness.engines import Role
 from harness.real_scheduler import BLOCK, RealScheduler
 from vllm_ascend_pd.connector.prompts import Prompts
-from vllm_ascend_pd.core.protocol import AskTicket, Message, OfferTicket
+from vllm_ascend_pd.core.protocol import AskTicket, Message, OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.observe.stats import Data, merged
@@ -53,6 +53,11 @@ class Prefill(RealScheduler):
 
     def offer(self, transfer_id: str, ticket: Ticket, engine_id: str | None = None) -> Any:
         return self.ask(OfferTicket(engine_id or self.engine_id, transfer_id, ticket))
+
+    def release_of(self, transfer_id: str, ticket: Ticket, reason: str = "decode computes it") -> ReleasePrompt:
+        """Says that this ticket will not come."""
+        named = (ticket.ticket_id, ticket.num_tokens, ticket.prompt)
+        return ReleasePrompt(self.engine_id, transfer_id, *named, reason)
 
     def fate(self, transfer_id: str, ticket: Ticket) -> Any:
         return self.ask(AskTicket(self.engine_id, transfer_id, ticket.ticket_id))

@@ -146,12 +146,13 @@ def test_an_ended_ticket_has_no_outcome(client: PrefillClient, taker: MakeTaker)
     offer(client, prefill.params)
     wait_until(lambda: prefill.of(AskTicket), 20)
     client.end(TICKET.ticket_id)
-    client.release(client.parse(prefill.params), "the request was aborted", TICKET.ticket_id)
+    client.release(client.parse(prefill.params), TICKET, "the request was aborted")
     wait_until(lambda: prefill.of(ReleasePrompt), 20)
     asked = len(prefill.of(AskTicket))
     time.sleep(0.3)
     assert len(prefill.of(AskTicket)) <= asked + 1
-    released = ReleasePrompt("prefill-0-12ab", "t-1", "the request was aborted", TICKET.ticket_id)
+    named = (TICKET.ticket_id, TICKET.num_tokens, TICKET.prompt)
+    released = ReleasePrompt("prefill-0-12ab", "t-1", *named, "the request was aborted")
     assert prefill.of(ReleasePrompt) == [released]
     assert client.poll() == []
 
@@ -181,7 +182,7 @@ def test_closing_ends_everything(taker: MakeTaker) -> None:
     client.close()
     client.close()
     offer(client, prefill.params)
-    client.release(client.parse(prefill.params), "late")
+    client.release(client.parse(prefill.params), TICKET, "late")
     client.end(TICKET.ticket_id)
     assert client.poll() == []
 

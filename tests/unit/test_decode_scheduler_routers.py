@@ -14,6 +14,7 @@ from harness.scheduling import make_request, remembered
 from harness.ticket_takers import REFUSED, TAKEN, UNKNOWN, TicketTaker
 from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.hosts import prefill_hosts
+from vllm_ascend_pd.core.prompt_digest import digest_of_tokens
 from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.decode import ticket_delivery
@@ -46,6 +47,14 @@ def prefill(request: pytest.FixtureRequest) -> Iterator[TicketTaker]:
 
 def routed(prefill: TicketTaker, **changes: Any) -> Any:
     return make_request("r", PROMPT, prefill.params | changes)
+
+
+def prompt_of(release: ReleasePrompt) -> tuple[Any, ...]:
+    """What says which prompt is released: the same as in a ticket for it."""
+    assert (len(release.ticket_id), release.num_tokens) == (32, PROMPT)
+    assert release.prompt is not None
+    assert release.prompt.tokens == digest_of_tokens(release.ticket_id, list(range(PROMPT)))
+    return release.ticket_id, release.num_tokens, release.prompt
 
 
 def test_the_ticket_goes_straight_to_prefill_with_the_step_that_tells_the_ranks(
@@ -117,7 +126,7 @@ def test_a_prompt_that_decode_computes_is_released(scheduler: DecodeScheduler, p
     eventually(lambda: prefill.got)
     time.sleep(0.2)
     [release] = prefill.got
-    assert release == ReleasePrompt("prefill-0-12ab", "t-1", "decode computes the prompt", release.ticket_id)
+    assert release == ReleasePrompt("prefill-0-12ab", "t-1", *prompt_of(release), "decode computes the prompt")
     assert remembered(scheduler) == {}
 
 
@@ -127,7 +136,7 @@ def test_a_request_that_ends_before_it_starts_releases_its_prompt(
     assert scheduler.finished(routed(prefill)) is None
     eventually(lambda: prefill.got)
     [release] = prefill.got
-    assert release == ReleasePrompt("prefill-0-12ab", "t-1", "the request was aborted", release.ticket_id)
+    assert release == ReleasePrompt("prefill-0-12ab", "t-1", *prompt_of(release), "the request was aborted")
     assert remembered(scheduler) == {}
 
 

@@ -12,12 +12,7 @@ from vllm.v1.request import RequestStatus
 from harness.held_prompts import OTHER, PREFILL_FIRST, PROMPT, Prefill, ticket_for, until
 from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK
-from vllm_ascend_pd.core.protocol import (
-    Acknowledged,
-    ReleasePrompt,
-    TicketRefused,
-    TicketTaken,
-)
+from vllm_ascend_pd.core.protocol import Acknowledged, TicketRefused, TicketTaken
 from vllm_ascend_pd.core.step import Send, WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.prefill import held_prompts
@@ -73,7 +68,7 @@ def remembered_of(prefill: Prefill) -> dict[str, Any]:
         name: value
         for each in objects
         for name, value in vars(each).items()
-        if isinstance(value, dict | set) and value and name not in ("_reasons", "_taken")
+        if isinstance(value, dict | set) and value and name not in ("_reasons", "_taken", "_released")
     }
 
 
@@ -123,6 +118,8 @@ def test_blocks_are_freed_if_no_ticket_comes(prefill: Prefill) -> None:
     late = ticket_for(PROMPT)
     prefill.offer(transfer_id, late)
     assert prefill.run()[0].tickets == {}
+    clock.now += held_prompts.SIBLINGS_S
+    prefill.run()
     assert "no ticket came within 480 s" in refused(prefill, transfer_id, late)
     prefill.run(sent={"r"})
     assert prefill.free == prefill.all_free
@@ -208,29 +205,70 @@ def test_a_list_of_prompts(prefill: Prefill) -> None:
 
 def test_decode_computes_the_prompt_itself(prefill: Prefill) -> None:
     transfer_id = prefill.answered("r")["transfer_id"]
-    assert prefill.ask(ReleasePrompt(prefill.engine_id, transfer_id, "decode computes it")) == Acknowledged()
+    released = ticket_for(PROMPT)
+    assert prefill.ask(prefill.release_of(transfer_id, released)) == Acknowledged()
     assert prefill.run()[0].unsent == {"r"}
     prefill.run(sent={"r"})
     assert prefill.free == prefill.all_free
-    late = ticket_for(PROMPT)
-    prefill.offer(transfer_id, late)
+    prefill.offer(transfer_id, released)
     prefill.run()
-    assert refused(prefill, transfer_id, late) == "decode computes it"
+    assert refused(prefill, transfer_id, released) == "decode computes it"
+    clock = held_clock(prefill)
+    another = ticket_for(PROMPT)
+    prefill.offer(transfer_id, another)
+    prefill.run()
+    assert prefill.fate(transfer_id, another) == TicketTaken(), "one request may have several prompts"
+    clock.now += held_prompts.SIBLINGS_S
+    prefill.run()
+    assert refused(prefill, transfer_id, another) == "decode computes it"
 
 
 def test_decode_computes_one_of_several_prompts(prefill: Prefill) -> None:
-    """Its message does not say which, and it may come twice: no other prompt of the same request is freed."""
+    """Its message may come twice, or before that prompt: no other prompt of the same request is freed."""
     transfer_id = prefill.answered("cmpl-x-0-01234567")["transfer_id"]
-    prefill.answered("cmpl-x-1-01234568", OTHER)
-    release = ReleasePrompt(prefill.engine_id, transfer_id, "decode computes it", "1" * 16)
-    for _ in range(2):
-        assert prefill.ask(release) == Acknowledged()
-    assert prefill.run()[0].unsent == set()
+    release = prefill.release_of(transfer_id, ticket_for(OTHER))
+    assert prefill.ask(release) == Acknowledged()
+    assert prefill.run()[0].unsent == set(), "the prompt that is there is another one"
+    assert prefill.answered("cmpl-x-1-01234568", OTHER)["error"] == "decode computes it"
+    prefill.answered("cmpl-x-2-01234569", OTHER)
+    assert prefill.ask(release) == Acknowledged()
+    assert prefill.run()[0].unsent == set(), "the message was for an earlier prompt"
+    tickets = [ticket_for(PROMPT), ticket_for(OTHER)]
+    for ticket in tickets:
+        prefill.offer(transfer_id, ticket)
+    assert prefill.run()[0].tickets == dict(zip(["cmpl-x-0-01234567", "cmpl-x-2-01234569"], tickets, strict=True))
+
+
+def test_decode_computes_one_of_several_equal_prompts(prefill: Prefill) -> None:
+    """Whichever of them is freed, the ticket for the other is served when that comes."""
+    transfer_id = prefill.answered("0_cmpl-x-0-01234567")["transfer_id"]
+    prefill.ask(prefill.release_of(transfer_id, ticket_for(PROMPT)))
     ticket = ticket_for(PROMPT)
     prefill.offer(transfer_id, ticket)
-    step, _ = prefill.run()
-    assert step.tickets == {"cmpl-x-0-01234567": ticket}
-    assert step.unsent | prefill.run()[0].unsent == {"cmpl-x-1-01234568"}
+    assert prefill.run()[0].unsent == {"0_cmpl-x-0-01234567"}
+    assert prefill.fate(transfer_id, ticket) == TicketTaken()
+    prefill.add("1_cmpl-x-0-01234568", PROMPT, PREFILL_FIRST)
+    assert prefill.run()[0].tickets == {"1_cmpl-x-0-01234568": ticket}
+
+
+def test_a_release_before_its_prompt_is_forgotten_in_time(prefill: Prefill) -> None:
+    clock = held_clock(prefill)
+    prefill.ask(prefill.release_of("xfer-1", ticket_for(PROMPT)))
+    prefill.run()
+    clock.now += held_prompts.EARLY_S
+    params = {**PREFILL_FIRST, "transfer_id": "xfer-1"}
+    assert prefill.answered("r", params=params)["transfer_id"] == "xfer-1"
+
+
+def test_early_releases_are_bounded(prefill: Prefill) -> None:
+    most = held_prompts._MAX_EARLY_RELEASES
+    for prompt in range(100, 101 + most):
+        prefill.ask(prefill.release_of("xfer-1", ticket_for([prompt] * 40)))
+    prefill.run()
+    assert [len(each) for each in prefill.held._early.values()] == [most]
+    params = {**PREFILL_FIRST, "transfer_id": "xfer-1"}
+    assert prefill.answered("of the oldest", [100] * 40, params)["transfer_id"] == "xfer-1"
+    assert prefill.answered("of the latest", [100 + most] * 40, params)["error"] == "decode computes it"
 
 
 def test_the_release_of_a_served_ticket_frees_no_other_prompt(prefill: Prefill) -> None:
@@ -239,7 +277,7 @@ def test_the_release_of_a_served_ticket_frees_no_other_prompt(prefill: Prefill) 
     served, other = ticket_for(PROMPT), ticket_for(OTHER)
     prefill.offer(transfer_id, served)
     prefill.run()
-    prefill.ask(ReleasePrompt(prefill.engine_id, transfer_id, "a lease ran out", served.ticket_id))
+    prefill.ask(prefill.release_of(transfer_id, served))
     assert prefill.run()[0].unsent == set()
     prefill.offer(transfer_id, other)
     assert prefill.run()[0].tickets == {"cmpl-x-1-01234568": other}
@@ -248,8 +286,8 @@ def test_the_release_of_a_served_ticket_frees_no_other_prompt(prefill: Prefill) 
 def test_decode_computes_all_of_several_prompts(prefill: Prefill) -> None:
     transfer_id = prefill.answered("cmpl-x-0-01234567")["transfer_id"]
     prefill.answered("cmpl-x-1-01234568", OTHER)
-    for release_id in ("1" * 16, "2" * 16):
-        prefill.ask(ReleasePrompt(prefill.engine_id, transfer_id, "decode computes it", release_id))
+    for prompt in (OTHER, PROMPT):
+        prefill.ask(prefill.release_of(transfer_id, ticket_for(prompt)))
     assert prefill.run()[0].unsent == {"cmpl-x-0-01234567", "cmpl-x-1-01234568"}
     prefill.run(sent={"cmpl-x-0-01234567", "cmpl-x-1-01234568"})
     assert prefill.free == prefill.all_free
@@ -259,7 +297,7 @@ def test_decode_computes_all_of_several_prompts(prefill: Prefill) -> None:
 def test_decode_gives_up_before_prefill_knows_the_prompt(prefill: Prefill) -> None:
     ticket = ticket_for(PROMPT)
     prefill.offer("xfer-1", ticket)
-    prefill.ask(ReleasePrompt(prefill.engine_id, "xfer-1", "the client left"))
+    prefill.ask(prefill.release_of("xfer-1", ticket, "the client left"))
     prefill.run()
     assert refused(prefill, "xfer-1", ticket) == "the client left"
     assert prefill.answered("r", params={**PREFILL_FIRST, "transfer_id": "xfer-1"})["error"] == "the client left"
@@ -275,7 +313,10 @@ def test_the_router_aborts_the_request(scheduled_model: Path) -> None:
     assert prefill.free == prefill.all_free
     ticket = ticket_for(PROMPT)
     prefill.offer("xfer-1", ticket)
+    clock = held_clock(prefill)
     assert prefill.run()[0].tickets == {}
+    clock.now += held_prompts.SIBLINGS_S
+    prefill.run()
     assert refused(prefill, "xfer-1", ticket) == "the prefill request was aborted"
     assert remembered_of(prefill) == {}
     prefill.close()
@@ -286,8 +327,11 @@ def test_new_weights(prefill: Prefill) -> None:
     transfer_id = prefill.answered("r")["transfer_id"]
     prefill.run(WorkerReport(weight_updates={"0/0": 1}))
     assert prefill.run()[0].unsent == {"r"}
+    clock = held_clock(prefill)
     ticket = ticket_for(PROMPT)
     prefill.offer(transfer_id, ticket)
+    prefill.run()
+    clock.now += held_prompts.SIBLINGS_S
     prefill.run()
     assert "weights were updated" in refused(prefill, transfer_id, ticket)
 

@@ -80,7 +80,7 @@ EXAMPLES = [
     AskTicket("prefill-0", "xfer-0", "0" * 32),
     TicketTaken(),
     TicketRefused("too many tickets wait", retry=True),
-    ReleasePrompt("prefill-0", "xfer-0", "decode computes the prompt", "f" * 32),
+    ReleasePrompt("prefill-0", "xfer-0", "f" * 32, 40, TICKET.prompt, "decode computes the prompt"),
     EngineDescription("decode-0", "llama", 1, 1, (), settings={"rope_theta": "10000"}),
     GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0, weights="0123456789abcdef"),
 ]
@@ -183,7 +183,7 @@ MESSAGES = st.one_of(
     st.builds(AskTicket, NAMES, TRANSFER_IDS, IDS),
     st.builds(TicketTaken),
     st.builds(TicketRefused, TEXT, st.booleans()),
-    st.builds(ReleasePrompt, NAMES, TRANSFER_IDS, TEXT),
+    st.builds(ReleasePrompt, NAMES, TRANSFER_IDS, TRANSFER_IDS, st.integers(0, 1 << 30), st.none(), TEXT),
     st.builds(Problem, TEXT),
 )
 

@@ -96,7 +96,7 @@ def _prefill(
     listener = _ticket_listener(setup, admission, keys)
     held = None
     if listener is not None:
-        held = HeldPrompts(listener, setup.started_as, setup.config.hold_timeout_s or HOLD_TIMEOUT_S)
+        held = HeldPrompts(listener, setup.started_as, setup.config.hold_timeout_s or HOLD_TIMEOUT_S, requests)
     scheduler = PrefillScheduler(groups, requests, blocks, _idle_wait(setup), admission, observer, held)
     bootstrap = None if listener is None else _bootstrap_server(setup, listener)
     return PrefillSchedulerRole(scheduler, blocks, measured, listener, bootstrap)

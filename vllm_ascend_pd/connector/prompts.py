@@ -9,6 +9,7 @@ import torch
 from vllm_ascend_pd.connector.adapters import adapter_digest
 from vllm_ascend_pd.connector.vllm_blocks import salt_of_client
 from vllm_ascend_pd.core.prompt_digest import (
+    NamesPrompt,
     PromptDigest,
     compares_media,
     differences,
@@ -16,7 +17,7 @@ from vllm_ascend_pd.core.prompt_digest import (
     digest_of_names,
     digest_of_tokens,
 )
-from vllm_ascend_pd.core.ticket import Ticket, TicketError
+from vllm_ascend_pd.core.ticket import TicketError
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -53,17 +54,17 @@ class Prompts:
             salt=digest_of_names(ticket_id, [salt]) if salt else "",
         )
 
-    def check(self, request: "Request", ticket: Ticket) -> None:
-        """Raises TicketError if the ticket is for another prompt than the request's, and names the differences.
+    def check(self, request: "Request", named: NamesPrompt) -> None:
+        """Raises TicketError if another prompt than the request's is meant, and names the differences.
 
         A ticket of an older decode engine has no digest: it is for any prompt of its length.
         """
-        if ticket.prompt is None:
+        if named.prompt is None:
             return
-        ours = self.digest(request, ticket.num_tokens, ticket.ticket_id)
-        if found := differences(ticket.prompt, ours):
+        ours = self.digest(request, named.num_tokens, named.ticket_id)
+        if found := differences(named.prompt, ours):
             raise TicketError("; ".join(found))
-        if ours.num_media and not compares_media(ticket.prompt, ours) and not self._said_not_compared:
+        if ours.num_media and not compares_media(named.prompt, ours) and not self._said_not_compared:
             self._said_not_compared = True
             logger.warning(
                 "images, sounds and videos cannot be compared with decode's: the model's path, vLLM's version or "

@@ -9,8 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.connector.prompts import Prompts, text_alone
 from vllm_ascend_pd.connector.vllm_versions import NAMES_ALL_PREEMPTED
-from vllm_ascend_pd.core.prompt_digest import PromptDigest
-from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.prompt_digest import NamesPrompt, PromptDigest
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -65,8 +64,8 @@ class VllmRequests:
     def digest(self, request: "Request", num_tokens: int, ticket_id: str) -> PromptDigest:
         return self._prompts.digest(request, num_tokens, ticket_id)
 
-    def check_prompt(self, request: "Request", ticket: Ticket) -> None:
-        self._prompts.check(request, ticket)
+    def check_prompt(self, request: "Request", named: NamesPrompt) -> None:
+        self._prompts.check(request, named)
 
     def token_ids(self, request: "Request") -> list[int] | None:
         return text_alone(request)

@@ -7,8 +7,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from vllm_ascend_pd.core.prompt_digest import PromptDigest
-from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.prompt_digest import NamesPrompt, PromptDigest
 
 
 class ScheduledRequest(Protocol):
@@ -65,8 +64,8 @@ class EngineRequests(Protocol):
     def digest(self, request: ScheduledRequest, num_tokens: int, ticket_id: str) -> PromptDigest:
         """Returns the digest of the first `num_tokens` tokens of the prompt."""
 
-    def check_prompt(self, request: ScheduledRequest, ticket: Ticket) -> None:
-        """Raises TicketError if the ticket is for another prompt than the request's."""
+    def check_prompt(self, request: ScheduledRequest, named: NamesPrompt) -> None:
+        """Raises TicketError if another prompt than the request's is meant."""
 
     def token_ids(self, request: ScheduledRequest) -> list[int] | None:
         """Returns the prompt's token ids if the prompt is nothing but text, else None."""

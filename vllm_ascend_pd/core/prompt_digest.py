@@ -7,7 +7,7 @@ of two tickets cannot be compared.
 
 import hashlib
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -34,6 +34,22 @@ class PromptDigest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     adapter: _Name = ""
     # Of the cache salt.
     salt: _Digest = ""
+
+
+class NamesPrompt(Protocol):
+    """A ticket, or what says of a prompt that no ticket will come."""
+
+    @property
+    def ticket_id(self) -> str:
+        """The key of the digests."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many of the prompt's tokens count."""
+
+    @property
+    def prompt(self) -> PromptDigest | None:
+        """Of these tokens. None: any prompt of that length is meant."""
 
 
 def digest_of(ticket_id: str, *parts: bytes | memoryview) -> str:

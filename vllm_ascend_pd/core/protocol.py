@@ -27,6 +27,7 @@ from typing import Annotated
 import msgspec
 
 from vllm_ascend_pd.core.layout import RankCaches
+from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.text import is_name, one_line
 from vllm_ascend_pd.core.ticket import MAX_TRANSFER_ID_CHARS, Ticket
 from vllm_ascend_pd.core.topology import Sharding, sharding
@@ -43,6 +44,7 @@ Version 1: the first one. Since then, without a new version:
 - `GrantRequest.wants_clock` and `Granted.clock` are gone. Both were optional, and are ignored where they still come.
 - `ReadClock` and `ClockReading` replace them. Older peers answer `Problem`.
 - `OfferTicket`, `AskTicket` and `ReleasePrompt` came. Older prefill engines do not listen.
+- `ReleasePrompt` says which prompt it means. Those that do not are answered `Problem`, and the prompt is held on.
 """
 
 METASERVER_PATH = "/v1/metaserver"
@@ -298,19 +300,19 @@ class TicketRefused(msgspec.Struct, frozen=True, tag=True):
 class ReleasePrompt(msgspec.Struct, frozen=True, tag=True):
     """No ticket will come for a prompt: prefill frees its blocks at once. Without effect on a ticket that is served."""
 
-    # These two as in `OfferTicket`.
+    # These two as in `OfferTicket`. Several prompts may share a transfer id.
     engine_id: str
     transfer_id: _TransferId
+    # Which of them: these three as in the prompt's ticket, or as they would be. If none was issued, the id is new.
+    ticket_id: _TransferId
+    num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    prompt: PromptDigest | None
     reason: str
-    # The ticket that was issued for the prompt, or a new id if none was. It tells repeated messages from those about
-    # several prompts, which share a transfer id.
-    ticket_id: _TransferId = ""
 
     def __post_init__(self) -> None:
         _check_name(self.engine_id)
         _check_name(self.transfer_id)
-        if self.ticket_id:
-            _check_name(self.ticket_id)
+        _check_name(self.ticket_id)
         _shorten_reason(self)
 
 

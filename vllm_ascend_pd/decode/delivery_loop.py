@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_ascend_pd.core.hosts import HostList
+from vllm_ascend_pd.core.prompt_digest import NamesPrompt
 from vllm_ascend_pd.core.protocol import Message
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.bootstrap import PrefillAddresses
@@ -80,9 +81,9 @@ class DeliveryLoop:
         """Nothing more is to be said about the ticket. Does nothing if its delivery has ended."""
         self._thread.call(self._cancel, ticket_id)
 
-    def release(self, prompt: RoutedPrompt, reason: str, ticket_id: str) -> None:
-        """Tells the engine that holds `prompt` that no ticket will come. `ticket_id` as in `ReleasePrompt`."""
-        self._thread.call(self._thread.start, self._release, prompt, reason, ticket_id)
+    def release(self, prompt: RoutedPrompt, named: NamesPrompt, reason: str) -> None:
+        """Tells the engine that holds `prompt` that no ticket will come."""
+        self._thread.call(self._thread.start, self._release, prompt, named, reason)
 
     def close(self, timeout_s: float) -> bool:
         """Cancels all work, closes all connections and ends the thread. Returns False if that takes longer."""
@@ -118,9 +119,9 @@ class DeliveryLoop:
         self._deliveries.pop(ticket.ticket_id, None)
         self._ended(ticket.ticket_id, reason)
 
-    async def _release(self, prompt: RoutedPrompt, reason: str, ticket_id: str) -> None:
+    async def _release(self, prompt: RoutedPrompt, named: NamesPrompt, reason: str) -> None:
         try:
-            await self._of(prompt).release(reason, ticket_id)
+            await self._of(prompt).release(named, reason)
         finally:
             self._released()
 

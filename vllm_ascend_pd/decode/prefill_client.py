@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
+from vllm_ascend_pd.core.prompt_digest import NamesPrompt
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.delivery_loop import DeliveryLoop, DeliverySettings
 from vllm_ascend_pd.decode.pending_posts import PostOutcome
@@ -58,8 +58,8 @@ class PrefillClient:
                 self._loop.end(ticket_id)
             self._open.discard(ticket_id)
 
-    def release(self, prompt: RoutedPrompt, reason: str, ticket_id: str | None = None) -> None:
-        """Tells the engine that holds `prompt` that no ticket will come. `ticket_id`: None if none was issued.
+    def release(self, prompt: RoutedPrompt, named: NamesPrompt, reason: str) -> None:
+        """Tells the engine that holds `prompt` that no ticket will come. `named`: its ticket, or what stands for one.
 
         Beyond `max_pending` such messages at a time a further one is dropped. Prefill gives blocks up after a time.
         """
@@ -67,7 +67,7 @@ class PrefillClient:
             if self._closed or self._releases >= self._settings.max_pending:
                 return
             self._releases += 1
-            self._started().release(prompt, reason, ticket_id or secrets.token_hex(16))
+            self._started().release(prompt, named, reason)
 
     def poll(self) -> list[PostOutcome]:
         """The outcomes since the last call."""

@@ -282,7 +282,7 @@ class DecodeScheduler:
         """All ranks have reported the transfer's end."""
         transfer.ranks_ended = True
         if transfer.route is not None and transfer.failure is None:
-            transfer.route.ended(transfer.ticket.ticket_id, None)
+            transfer.route.ended(transfer.ticket, None)
         lasted_s = time.monotonic() - transfer.issued_at
         if transfer.failure is None:
             tokens = transfer.ticket.num_tokens - transfer.ticket.remote_cached_tokens
@@ -358,7 +358,7 @@ class DecodeScheduler:
         if not wants_ticket(params) or not names_prefill(params) or request.request_id in self._without_ticket:
             return
         self._without_ticket.add(request.request_id)
-        self._routes.no_ticket(params, reason)
+        self._routes.no_ticket(params, self._issuer.name(request), reason)
 
     def _report(self, transfer: _IncomingTransfer, attempt: int, reason: str, final: bool) -> bool:
         """Passes on what a rank noticed. Returns whether another attempt at the ticket may follow.
@@ -379,7 +379,7 @@ class DecodeScheduler:
         ticket_id = transfer.ticket.ticket_id
         self._to_send.pop(ticket_id, None)
         if transfer.route is not None:
-            transfer.route.ended(ticket_id, reason)
+            transfer.route.ended(transfer.ticket, reason)
         self._step.cancelled[ticket_id] = reason
 
     def _correct_cached_tokens(self, request: ScheduledRequest, transfer: _IncomingTransfer) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from vllm_ascend_pd.core.prompt_digest import NamesPrompt
 from vllm_ascend_pd.core.protocol import (
     AskTicket,
     Message,
@@ -62,9 +63,9 @@ class Delivery:
         started_as = await self._offer(ticket, retried)
         await self._follow(ticket, started_as)
 
-    async def release(self, reason: str, ticket_id: str) -> None:
+    async def release(self, named: NamesPrompt, reason: str) -> None:
         """Tells prefill that no ticket will come, a few times until it answers. Prefill also gives its blocks up after
-        a time. `ticket_id` as in `ReleasePrompt`."""
+        a time."""
         for _ in range(SILENT_ROUNDS):
             try:
                 endpoint, started_as = await self.addresses.of(self.prompt)
@@ -72,7 +73,15 @@ class Delivery:
                 if error.final:
                     return
                 continue
-            answer = await self.ask(endpoint, ReleasePrompt(started_as, self.prompt.transfer_id, reason, ticket_id))
+            message = ReleasePrompt(
+                engine_id=started_as,
+                transfer_id=self.prompt.transfer_id,
+                ticket_id=named.ticket_id,
+                num_tokens=named.num_tokens,
+                prompt=named.prompt,
+                reason=reason,
+            )
+            answer = await self.ask(endpoint, message)
             if not isinstance(answer, SideChannelError):
                 return
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from vllm_ascend_pd.core.engine_view import EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.groups import CacheGroup
 from vllm_ascend_pd.core.plan import NULL_BLOCK
+from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.signing import Secret, signed
 from vllm_ascend_pd.core.step import Expect
 from vllm_ascend_pd.core.ticket import Ticket
@@ -31,6 +32,15 @@ class EngineInfo:
     interleave: int = 1
     # What drafts here, as `draft_summary` has it. "": nothing with caches of its own.
     draft: str = ""
+
+
+@dataclass(frozen=True)
+class UnticketedPrompt:
+    """Names the prompt of a request that gets no ticket. Implements `NamesPrompt`."""
+
+    ticket_id: str
+    num_tokens: int
+    prompt: PromptDigest
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,11 @@ class TicketIssuer:
             replaces=replaces,
         )
         return ticket if self._signer is None else self._signer.sign(ticket)
+
+    def name(self, request: ScheduledRequest) -> UnticketedPrompt:
+        """Names the request's prompt as its ticket would."""
+        ticket_id, num_tokens = secrets.token_hex(16), self.num_tokens(request)
+        return UnticketedPrompt(ticket_id, num_tokens, self._requests.digest(request, num_tokens, ticket_id))
 
     def expect(self, request_id: str, ticket: Ticket, blocks: tuple[list[int], ...]) -> Expect:
         """What this engine's ranks are told of the ticket."""

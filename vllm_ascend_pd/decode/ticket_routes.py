@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from vllm_ascend_pd.core.metaserver import TransferFailure
+from vllm_ascend_pd.core.prompt_digest import NamesPrompt
 from vllm_ascend_pd.core.ticket import Ticket, names_prefill
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.pending_posts import PostOutcome
@@ -27,7 +28,7 @@ class TicketRoute(Protocol):
     def send(self, ticket: Ticket, token_ids: Sequence[int]) -> None:
         """Sends the ticket. `TicketRoutes.poll` returns the outcome. `token_ids`: the prompt, if it is wanted."""
 
-    def ended(self, ticket_id: str, failure: str | None) -> None:
+    def ended(self, ticket: Ticket, failure: str | None) -> None:
         """The transfer has ended, before or after the outcome. `failure`: why it failed; None: the KV is there."""
 
     def report(self, failure: TransferFailure) -> bool:
@@ -59,10 +60,10 @@ class TicketRoutes:
             raise RouteError(refused)
         return _OverMetaserver(self._metaserver, url)
 
-    def no_ticket(self, params: Mapping[str, Any], reason: str) -> None:
+    def no_ticket(self, params: Mapping[str, Any], named: NamesPrompt, reason: str) -> None:
         """No ticket will be issued for a request whose prompt a prefill engine holds: tells that engine."""
         with suppress(PromptNameError):  # nobody that this engine may talk to
-            self._prefill.release(self._prefill.parse(params), reason)
+            self._prefill.release(self._prefill.parse(params), named, reason)
 
     def poll(self) -> list[PostOutcome]:
         """The outcomes since the last call."""
@@ -83,9 +84,9 @@ class _OverMetaserver:
     def send(self, ticket: Ticket, token_ids: Sequence[int]) -> None:
         self._client.post(ticket.ticket_id, self._url, {**msgspec.to_builtins(ticket), "token_ids": token_ids})
 
-    def ended(self, ticket_id: str, failure: str | None) -> None:
+    def ended(self, ticket: Ticket, failure: str | None) -> None:
         if failure is not None:
-            self._client.cancel(ticket_id)
+            self._client.cancel(ticket.ticket_id)
 
     def report(self, failure: TransferFailure) -> bool:
         self._client.report_failure(self._url, failure)
@@ -102,10 +103,10 @@ class _ToPrefill:
     def send(self, ticket: Ticket, token_ids: Sequence[int]) -> None:
         self._client.offer(ticket, self._prompt)
 
-    def ended(self, ticket_id: str, failure: str | None) -> None:
-        self._client.end(ticket_id)
+    def ended(self, ticket: Ticket, failure: str | None) -> None:
+        self._client.end(ticket.ticket_id)
         if failure is not None:
-            self._client.release(self._prompt, failure, ticket_id)
+            self._client.release(self._prompt, ticket, failure)
 
     def report(self, failure: TransferFailure) -> bool:
         return False

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from vllm_ascend_pd.core.engine_view import EngineRequests
 from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import TICKET_HOST, TICKET_PORT, TRANSFER_ID
+from vllm_ascend_pd.core.ticket import TICKET_HOST, TICKET_PORT, TRANSFER_ID, TicketError
 from vllm_ascend_pd.prefill.computed_prompt import ComputedPrompt
 
 HOLD_TIMEOUT_S = 480.0
@@ -29,7 +30,7 @@ NO_PROMPT = f"no request with the ticket's transfer_id came within {EARLY_S:g} s
 """Why a ticket is refused that has waited so long."""
 
 SIBLINGS_S = 2.0
-"""How long a ticket waits for another prompt of its transfer id if those that are there have tickets, or do not fit.
+"""How long a ticket waits for another prompt of its transfer id if none of those that came takes it.
 
 One request may have several prompts.
 """
@@ -39,7 +40,10 @@ _HAS_TICKET = "the prompt has another ticket"
 _Value = TypeVar("_Value")
 
 MAX_REASONS = 4096
-"""How many transfer ids are remembered with the reason why no ticket is taken for them any more."""
+"""How many transfer ids, and how many tickets, are remembered with the reason why they are over."""
+
+_MAX_EARLY_RELEASES = 64
+"""How many prompts of one transfer id may be released before they come."""
 
 
 class TicketInbox(Protocol):
@@ -97,6 +101,7 @@ class HeldPrompts:
 
     engine_id: of this start of the engine, which answers name.
     hold_timeout_s: how long a computed prompt waits for its ticket.
+    requests: compares prompts.
     """
 
     def __init__(
@@ -104,11 +109,13 @@ class HeldPrompts:
         inbox: TicketInbox,
         engine_id: str,
         hold_timeout_s: float,
+        requests: EngineRequests,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inbox = inbox
         self._engine_id = engine_id
         self._hold_timeout_s = hold_timeout_s
+        self._requests = requests
         self._clock = clock
         # Makes transfer ids that nobody can guess.
         self._key = secrets.token_bytes(32)
@@ -119,12 +126,12 @@ class HeldPrompts:
         self._offers: dict[str, _Offer] = {}
         # By transfer id. Oldest first.
         self._reasons: dict[str, str] = {}
-        # Transfer id of open prompts -> ticket id -> why that ticket does not come: for fewer prompts than are open.
-        self._not_coming: dict[str, dict[str, str]] = {}
         # Ids of tickets that have prompts. Oldest first.
         self._taken: dict[str, None] = {}
-        # Transfer ids that were released before their request came -> (reason, until when it counts). Oldest first.
-        self._released: dict[str, tuple[str, float]] = {}
+        # Ids of tickets that will not come any more -> why. Oldest first.
+        self._released: dict[str, str] = {}
+        # Transfer id -> releases of prompts that have not come, each with when it counts no more. Oldest first.
+        self._early: dict[str, list[tuple[ReleasePrompt, float]]] = {}
 
     def __len__(self) -> int:
         """How many prompts have no ticket, computed or not."""
@@ -154,10 +161,7 @@ class HeldPrompts:
     @owned
     def add(self, prompt: ComputedPrompt, transfer_id: str) -> None:
         """A request for a prompt without a ticket has come."""
-        held = HeldPrompt(prompt, transfer_id)
-        reason, until = self._released.pop(transfer_id, ("", 0.0))
-        if self._clock() < until:
-            held.given_up = reason
+        held = HeldPrompt(prompt, transfer_id, given_up=self._released_before(prompt, transfer_id))
         self._by_request[prompt.request.request_id] = held
         self._prompts.setdefault(transfer_id, []).append(held)
 
@@ -171,7 +175,6 @@ class HeldPrompts:
             del self._prompts[held.transfer_id]
         if reason is not None:
             _remember(self._reasons, held.transfer_id, reason)
-        self._give_up_released(held.transfer_id)
 
     @owned
     def request_ended(self, request_id: str) -> dict[str, Any]:
@@ -216,6 +219,8 @@ class HeldPrompts:
         for message in self._inbox.take():
             if isinstance(message, ReleasePrompt):
                 self._release(message)
+            elif (reason := self._released.get(message.ticket.ticket_id)) is not None:
+                self._inbox.refused(message.ticket.ticket_id, reason)
             else:
                 self._offers[message.ticket.ticket_id] = _Offer(message, self._clock())
         for ticket_id, offer in list(self._offers.items()):
@@ -265,43 +270,50 @@ class HeldPrompts:
         self._inbox.ended(ticket_id)
 
     def _without_prompt(self, offer: _Offer, given_up: list[HeldPrompt]) -> None:
-        """No prompt takes this ticket now."""
-        transfer_id, ticket_id = offer.offer.transfer_id, offer.offer.ticket.ticket_id
+        """No prompt takes this ticket now. One that is still to come may."""
+        reason = offer.misfit or self._reasons.get(offer.offer.transfer_id)
         if given_up:
-            self.refuse(ticket_id, str(given_up[0].given_up))
-        else:
-            reason = offer.misfit or self._reasons.get(transfer_id)
-            waits_s = EARLY_S if reason is None else SIBLINGS_S if reason == _HAS_TICKET else 0.0
-            if self._clock() >= offer.came_at + waits_s:
-                self.refuse(ticket_id, reason or NO_PROMPT)
+            reason = given_up[0].given_up
+        if self._clock() >= offer.came_at + (EARLY_S if reason is None else SIBLINGS_S):
+            self.refuse(offer.offer.ticket.ticket_id, reason or NO_PROMPT)
 
     def _release(self, message: ReleasePrompt) -> None:
-        if message.ticket_id in self._taken:
+        ticket_id, transfer_id = message.ticket_id, message.transfer_id
+        if ticket_id in self._taken or ticket_id in self._released:
             return
-        if message.ticket_id in self._offers:
-            self.refuse(message.ticket_id, message.reason)
-        if message.transfer_id not in self._prompts and message.transfer_id not in self._reasons:
-            _remember(self._released, message.transfer_id, (message.reason, self._clock() + EARLY_S))
-        if self._open(message.transfer_id):
-            self._not_coming.setdefault(message.transfer_id, {})[message.ticket_id] = message.reason
-            self._give_up_released(message.transfer_id)
-            return
-        for ticket_id in [i for i, each in self._offers.items() if each.offer.transfer_id == message.transfer_id]:
+        _remember(self._released, ticket_id, message.reason)
+        if ticket_id in self._offers:
             self.refuse(ticket_id, message.reason)
+        for held in self._open(transfer_id):
+            if self._is_for(message, held.prompt):
+                held.given_up = message.reason
+                return
+        early = self._early.get(transfer_id, [])[1 - _MAX_EARLY_RELEASES :]
+        _remember(self._early, transfer_id, [*early, (message, self._clock() + EARLY_S)])
+
+    def _released_before(self, prompt: ComputedPrompt, transfer_id: str) -> str | None:
+        """Why the prompt was released before it came. None: it was not."""
+        early = [each for each in self._early.pop(transfer_id, []) if self._clock() < each[1]]
+        found = next((each for each in early if self._is_for(each[0], prompt)), None)
+        if found is not None:
+            early.remove(found)
+        if early:
+            self._early[transfer_id] = early
+        return None if found is None else found[0].reason
+
+    def _is_for(self, release: ReleasePrompt, prompt: ComputedPrompt) -> bool:
+        """Whether this prompt, of those with the same transfer id, is the released one, or equals it."""
+        length = prompt.request.num_prompt_tokens
+        if not length - 1 <= release.num_tokens <= length:  # as in tickets
+            return False
+        try:
+            self._requests.check_prompt(prompt.request, release)
+        except TicketError:
+            return False
+        return True
 
     def _open(self, transfer_id: str) -> list[HeldPrompt]:
         return [held for held in self._prompts.get(transfer_id, []) if held.given_up is None]
-
-    def _give_up_released(self, transfer_id: str) -> None:
-        """Gives prompts up if as many are open as tickets that do not come.
-
-        Decode does not say which prompt it means. The others get tickets first, and those that are left are meant.
-        """
-        open_ones, reasons = self._open(transfer_id), self._not_coming.get(transfer_id, {})
-        if len(reasons) >= len(open_ones):
-            self._not_coming.pop(transfer_id, None)
-            for held, reason in zip(open_ones, reasons.values(), strict=False):
-                held.given_up = reason
 
 
 def _remember(table: dict[str, _Value], key: str, value: _Value) -> None:
