@@ -113,6 +113,8 @@ run "$VENV-npu" batches "${short[@]}"
 in_short --rounds 3
 run "$VENV-npu" overlap --npu "${short[@]}" "${check[@]}"
 run "$VENV-npu" memory --npu "${check[@]}"
+in_short --rounds 1
+run "$VENV-npu" preemptions "${short[@]}" "${check[@]}"
 
 printf '\n=== summary\n'
 printf '%s\n' "${summary[@]}"

@@ -216,7 +216,7 @@ def nixl(setting: Setting) -> Iterator[Side]:
 @contextmanager
 def layerwise(setting: Setting) -> Iterator[Side]:
     """vllm-ascend's MooncakeLayerwiseConnector behind our proxy, whose protocol is the same."""
-    configs = _peer_engines(setting, "MooncakeLayerwiseConnector", _sizes(setting.pair))
+    configs = _peer_engines(setting, "MooncakeLayerwiseConnector", sizes_of(setting.pair))
     with running_engines(setting.path, configs, setting.logs) as [prefill, decode]:
         proxy = Proxy([prefill], [decode], setting.logs, args=PATIENT_PROXY)
         with _behind(proxy, "layerwise", setting, [prefill, decode]) as side:
@@ -226,7 +226,7 @@ def layerwise(setting: Setting) -> Iterator[Side]:
 @contextmanager
 def v1(setting: Setting) -> Iterator[Side]:
     """vllm-ascend's MooncakeConnectorV1, which pulls."""
-    with _peer(setting, "v1", "MooncakeConnectorV1", _sizes(setting.pair)) as side:
+    with _peer(setting, "v1", "MooncakeConnectorV1", sizes_of(setting.pair)) as side:
         yield side
 
 
@@ -243,7 +243,8 @@ def bare(setting: Setting) -> Iterator[Side]:
         yield side
 
 
-def _sizes(pair: Pair) -> Pairs:
+def sizes_of(pair: Pair) -> Pairs:
+    """What vllm-ascend's connectors want to know of both sides."""
     sizes = {role: {"tp_size": tp, "dp_size": 1} for role, tp in (("prefill", pair.prefill), ("decode", pair.decode))}
     return (("kv_connector_extra_config", sizes),)
 

@@ -22,6 +22,11 @@ NO_NZ = '{"weight_nz_mode": 0}'
 """Weights stay in plain order: the emulated NPU does not know the chip's own formats."""
 
 
+UNPINNED = (("CANN_ON_HOST_PINNED_ONLY", "0"),)
+"""Environment of emulated NPUs where vLLM copies from memory that is not pinned: what it computes of images' sizes, and
+which tokens a request allows."""
+
+
 def problems() -> list[str]:
     """Returns what is missing to run on NPUs here, each with what to do; empty if nothing is."""
     found = []

@@ -44,6 +44,10 @@ VISION = ModelSpec(
 the text model's first layer."""
 
 
+ONE_IMAGE = ("--limit-mm-per-prompt", '{"image": 1, "video": 0}')
+"""An engine's options. vLLM reserves memory for the largest input that they allow."""
+
+
 def save_vision_model(spec: ModelSpec, folder: Path) -> None:
     """Saves a model of `spec` and how images are processed for it; the tokenizer is saved by `make_model`."""
     import torch

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from harness.agreement import compare
+from harness.ascend import UNPINNED
 from harness.client import Client, Messages, at_once
 from harness.clusters import Cluster, Proxy
 from harness.engines import HOST, EngineConfig, wait_ready
@@ -21,11 +22,10 @@ from npu_engines import on_npu, one_to_one
 
 pytestmark = [pytest.mark.npu, pytest.mark.timeout(600)]
 
-# vLLM copies what it computes of images' sizes from memory that is not pinned.
-ENV = (("CANN_ON_HOST_PINNED_ONLY", "0"),)
 ARGS = ("--limit-mm-per-prompt", '{"image": 4, "video": 0}')
 QWEN3_VL = dataclasses.replace(
-    one_to_one("qwen3-vl", 1, 1, args=ARGS, env=ENV, model=VISION), single=on_npu(EngineConfig(args=ARGS, env=ENV))
+    one_to_one("qwen3-vl", 1, 1, args=ARGS, env=UNPINNED, model=VISION),
+    single=on_npu(EngineConfig(args=ARGS, env=UNPINNED)),
 )
 
 the_cluster = pytest.mark.parametrize("cluster", [QWEN3_VL], ids=str, indirect=True)
