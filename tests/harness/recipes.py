@@ -50,6 +50,31 @@ _PORTS = {"3": "dp", "4": "0", "7": "tp", "dp_size": "dp", "dp_rank": "0", "tp_s
 _INT8 = {"deepseek-v3-c8": {"fa_quant_type": "FAKQuant"}}
 
 
+STARTED = {
+    "deepseek-r1": (5, 8),
+    "deepseek-v3.1": (11, 13),
+    "glm-4.7": (34, 36),
+    "kimi-k2.5": (56, 58),
+    "kimi-k2.6": (60, 62),
+    "minimax-m2": (66, 67),
+    "qwen3-moe": (68, 69),
+    "qwen3-vl": (71, 72),
+    "large-scale-ep": (80, 81),
+}
+"""Pairs of prefill and decode, by number, that `tests/npu/e2e/test_recipe_pairs.py` starts."""
+
+# By architecture: why no pair of it is among these.
+_NOT_STARTED = {
+    "deepseek-v3.2": "sparse attention's operators are compiled with CANN",
+    "glm-5": "sparse attention's operators are compiled with CANN",
+    "deepseek-v4": "the model's operators are compiled with CANN",
+    "kimi-k3": "linear attention needs Triton",
+    "qwen3.5": "linear attention needs Triton",
+    "qwen3.5-moe": "linear attention needs Triton",
+    "qwen2.5-vl": "its attention is Qwen2's, its vision tower is not made small here; Qwen3-VL's is",
+}
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One published command. `number`: its place in recipes.json, from 1."""
@@ -167,8 +192,17 @@ def page() -> str:
     table, notes = _rows(every)
     return (
         f"{_HEAD}\nOf {len(pairs)} prefill and decode engines: {counted}. The other {len(every) - len(pairs)} commands "
-        f"use pools or offloading.\n\n{table}\n## Changes and reasons\n\n{notes}"
+        f"use pools or offloading.\n\n{table}\n## Changes and reasons\n\n{notes}\n"
+        f"## Not started\n\n{_not_started(pairs)}"
     )
+
+
+def _not_started(pairs: list[Recipe]) -> str:
+    lines = []
+    for why in dict.fromkeys(_NOT_STARTED.values()):
+        numbers = [str(recipe.number) for recipe in pairs if _NOT_STARTED.get(recipe.architecture) == why]
+        lines.append(f"- {', '.join(numbers)}: {why}.\n")
+    return "".join(lines)
 
 
 _VERDICTS = ("works", "works with the printed change", "refused")
@@ -186,19 +220,25 @@ has not run, only [vLLM's on a CPU](../tests/e2e/test_deepseek_v4.py).
 - "Works": only `--kv-transfer-config` changes.
 - "Works with the printed change": `migrate` changes other options, too.
 - "Refused": `migrate` says what stops it, and its exit code is 1.
+- "Started": [a test](../tests/npu/e2e/test_recipe_pairs.py) starts the pair with what `migrate` makes of it, and it
+  answers as a single engine does. The emulated NPU has no quantized weights, routed experts, captured graphs and MTP.
+  So these engines have a small model of the same attention with dense layers and smaller parallel sizes. The options for
+  these are left out. Commands of the same model that are not marked differ from started ones in such options.
 """
 
 
 def _rows(every: list[Recipe]) -> tuple[str, str]:
     texts: list[str] = []
+    started = {number for pair in STARTED.values() for number in pair}
     lines = ["| | guide | side | model | connector | result | |", "|---|---|---|---|---|---|---|"]
     for recipe in every:
         said = [f"{c.subject}: {c.why}" for c in recipe.migrated.stops] or recipe.changed
         for text in said:
             if text not in texts:
                 texts.append(text)
+        result = recipe.verdict + (", started" if recipe.number in started else "")
         numbers = " ".join(f"[{texts.index(text) + 1}]" for text in said)
-        cells = (recipe.number, Path(recipe.guide).stem, recipe.side, recipe.model, recipe.connector, recipe.verdict)
+        cells = (recipe.number, Path(recipe.guide).stem, recipe.side, recipe.model, recipe.connector, result)
         lines.append(f"| {' | '.join(map(str, cells))} | {numbers} |")
     return "\n".join(lines) + "\n", "".join(f"{number}. {text}\n" for number, text in enumerate(texts, 1))
 

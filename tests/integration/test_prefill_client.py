@@ -5,6 +5,8 @@ import dataclasses
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +222,14 @@ def mooncake(port: int, engine_id: str = "prefill-0") -> dict[str, Any]:
     }
 
 
+def answer_http(connection: socket.socket, body: bytes) -> None:
+    """Answers one request, and closes. The other side may have gone."""
+    with connection, suppress(OSError):
+        connection.recv(65536)
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        connection.sendall(head.encode() + body)
+
+
 def test_a_bootstrap_server_says_where_tickets_go(client: PrefillClient, taker: MakeTaker) -> None:
     prefill = taker(questions=[UNKNOWN])
     server = BootstrapServer(HOST, 0, answer_of("prefill-0", "prefill-0-12ab", HOST, prefill.port))
@@ -282,14 +292,33 @@ def test_a_lost_bootstrap_query_is_sent_again(client: PrefillClient, taker: Make
             connection, _ = breaks.accept()
             with connection:
                 connection.recv(1)
-        connection, _ = breaks.accept()
-        with connection:
-            connection.recv(65536)
-            body = answer_of("prefill-0", "prefill-0-12ab", HOST, prefill.port)
-            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-            connection.sendall(head.encode() + body)
+        answer_http(breaks.accept()[0], answer_of("prefill-0", "prefill-0-12ab", HOST, prefill.port))
         assert outcome(client).ok
     assert prefill.got[0] == OfferTicket("prefill-0-12ab", "xfer-1", TICKET)
+
+
+def test_a_bootstrap_answer_that_comes_late(client: PrefillClient, taker: MakeTaker) -> None:
+    """Tickets of one engine that wait for it are all delivered. If a client leaves meanwhile, its prompt is released
+    and its ticket is not."""
+    prefill = taker(questions=[UNKNOWN])
+    left = msgspec.structs.replace(TICKET, ticket_id="1" * 32)
+    with socket.create_server((HOST, 0)) as slow, ThreadPoolExecutor(3) as answering:
+        slow.settimeout(20)
+        params = mooncake(slow.getsockname()[1])
+        for ticket in (TICKET, left):
+            client.offer(ticket, client.parse(params))
+        connections = [slow.accept()[0] for _ in range(2)]
+        client.end(left.ticket_id)
+        client.release(client.parse(params), left, "the client left")
+        connections.append(slow.accept()[0])
+        time.sleep(0.4)
+        assert prefill.got == []
+        body = answer_of("prefill-0", "prefill-0-12ab", HOST, prefill.port)
+        list(answering.map(lambda connection: answer_http(connection, body), connections))
+        assert outcome(client).ok
+    wait_until(lambda: prefill.of(ReleasePrompt), 20)
+    assert [each.ticket.ticket_id for each in prefill.of(OfferTicket)] == [TICKET.ticket_id]
+    assert [each.ticket_id for each in prefill.of(ReleasePrompt)] == [left.ticket_id]
 
 
 def test_no_bootstrap_server() -> None:

@@ -5,19 +5,22 @@ The emulated NPU has no quantized weights, routed experts, captured graphs or MT
 attention with dense layers, without the options for these, and with parallel sizes divided.
 """
 
+import dataclasses
 import json
+from dataclasses import dataclass
 
 import pytest
 
 from harness.agreement import assert_agree
-from harness.ascend import NO_NZ
+from harness.ascend import NO_NZ, UNPINNED
 from harness.client import Client, at_once, random_prompt
 from harness.clusters import ClusterConfig
 from harness.engines import PATIENT, EngineConfig, Role
 from harness.models import MLA, TINY, ModelSpec
 from harness.pool import long
-from harness.recipes import Recipe, recipes
-from npu_engines import cluster_of
+from harness.recipes import STARTED, Recipe, recipes
+from harness.vision import ONE_IMAGE, VISION
+from npu_engines import cluster_of, on_npu
 
 # Options of recipes that are for what the emulated NPU does not have, or that the harness gives itself.
 _NOT_HERE = {
@@ -33,6 +36,7 @@ _NOT_HERE = {
     "--data-parallel-size": "divided",
     "--data-parallel-rank": "divided",
     "--data-parallel-size-local": "divided",
+    "--mm-encoder-tp-mode": "the model",
     "--max-model-len": "the model",
     "--reasoning-parser": "the model",
     "--tool-call-parser": "the model",
@@ -46,43 +50,66 @@ _EXPERTS = ("finegrained_tp_config", "enable_shared_expert_dp", "enable_fused_mc
 """Keys of --additional-config that are for routed experts, or for data-parallel engines that share them."""
 
 
-def engine(number: int, role: Role, tp: int) -> EngineConfig:
+@dataclass(frozen=True)
+class Shape:
+    """How a pair runs here. `args` and `env`: of both engines."""
+
+    model: ModelSpec
+    prefill_tp: int = 1
+    decode_dp: int = 1
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+
+def engine(recipe: Recipe, role: Role, tp: int, dp: int, more: Shape) -> EngineConfig:
     """The engine of a recipe, with what remains of its options."""
-    recipe = _recipe(number, role)
     options = {words[0]: words[1:] for words in recipe.migrated.command[1:]}
     additional = json.loads(options.pop("--additional-config", ["{}"])[0])
     additional = json.loads(NO_NZ) | {name: value for name, value in additional.items() if name not in _EXPERTS}
+    if dp > 1:  # vLLM starts one for each engine otherwise
+        options["--api-server-count"] = ["1"]
     kept = [word for name, words in options.items() if name not in _NOT_HERE for word in (name, *words)]
     ours = recipe.migrated.kv_transfer_config.get("kv_connector_extra_config", {})
     return EngineConfig(
         role,
         tp=tp,
+        dp=dp,
         prefix_caching="--no-enable-prefix-caching" not in options,
         max_num_batched_tokens=min(4096, int(options["--max-num-batched-tokens"][0])),
-        args=(*kept, "--additional-config", json.dumps(additional)),
+        args=(*kept, *more.args, "--additional-config", json.dumps(additional)),
+        env=more.env,
         connector_extra=(*PATIENT, *ours.items()),
         who_computes=None,
     )
 
 
-def _recipe(number: int, role: Role) -> Recipe:
-    recipe = recipes()[number - 1]
-    assert recipe.side == {Role.PREFILL: "prefill", Role.DECODE: "decode"}[role]
-    return recipe
+SHAPES = {
+    "deepseek-r1": Shape(MLA, prefill_tp=2),
+    "deepseek-v3.1": Shape(MLA, decode_dp=2),
+    "glm-4.7": Shape(TINY, prefill_tp=2),
+    "kimi-k2.5": Shape(MLA),
+    "kimi-k2.6": Shape(MLA, prefill_tp=2),
+    "minimax-m2": Shape(TINY),
+    "qwen3-moe": Shape(TINY, prefill_tp=2),
+    "qwen3-vl": Shape(VISION, decode_dp=2, args=ONE_IMAGE, env=UNPINNED),
+    "large-scale-ep": Shape(MLA, prefill_tp=2),
+}
+SHORT = "kimi-k2.5"
 
 
-def pair(name: str, prefill: int, decode: int, model: ModelSpec, prefill_tp: int) -> ClusterConfig:
-    engines = engine(prefill, Role.PREFILL, prefill_tp), engine(decode, Role.DECODE, 1)
-    return cluster_of(f"recipe-{name}", engines[:1], engines[1:], model)
+def pair(name: str) -> ClusterConfig:
+    prefill, decode = (recipes()[number - 1] for number in STARTED[name])
+    assert (prefill.side, decode.side) == ("prefill", "decode")
+    shape = SHAPES[name]
+    engines = (
+        engine(prefill, Role.PREFILL, shape.prefill_tp, 1, shape),
+        engine(decode, Role.DECODE, 1, shape.decode_dp, shape),
+    )
+    cluster = cluster_of(f"recipe-{name}", engines[:1], engines[1:], shape.model)
+    return dataclasses.replace(cluster, single=on_npu(EngineConfig(args=shape.args, env=shape.env)))
 
 
-PAIRS = [
-    long(pair("deepseek-r1", 5, 8, MLA, prefill_tp=2)),
-    long(pair("glm-4.7", 34, 36, TINY, prefill_tp=2)),
-    pair("kimi-k2", 56, 58, MLA, prefill_tp=1),
-    long(pair("qwen3", 68, 69, TINY, prefill_tp=2)),
-]
-"""By the numbers that docs/recipes.md gives to recipes."""
+PAIRS = [pair(name) if name == SHORT else long(pair(name)) for name in STARTED]
 
 pytestmark = [pytest.mark.npu, pytest.mark.timeout(600)]
 
