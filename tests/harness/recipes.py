@@ -222,7 +222,7 @@ has not run, only [vLLM's on a CPU](../tests/e2e/test_deepseek_v4.py).
 - "Refused": `migrate` says what stops it, and its exit code is 1.
 - "Started": [a test](../tests/npu/e2e/test_recipe_pairs.py) starts the pair with what `migrate` makes of it, and it
   answers as a single engine does. The emulated NPU has no quantized weights, routed experts, captured graphs and MTP.
-  So these engines have a small model of the same attention with dense layers and smaller parallel sizes. The options for
+  So these engines have a small model of the same attention with dense layers and smaller parallel sizes. Options for
   these are left out. Commands of the same model that are not marked differ from started ones in such options.
 """
 
