@@ -103,9 +103,10 @@ def test_a_script_with_quotes_comments_exports_and_continuations(mla: Path) -> N
     assert result.proxy[-2:] == ["--decode", "http://HOST:8201"]
     # What it prints is a command again, and one that is left as it is.
     printed = result_text(result, as_json=False)
-    again = printed[printed.index("vllm serve") : printed.index("== proxy ==")]
+    again = printed[printed.index("Command:") : printed.index("== proxy ==")]
     [back] = serve_commands(again)
     assert json.loads(back.words[-1]) == engine.kv_transfer_config
+    assert back.environment == {"VLLM_ASCEND_ENABLE_MLAPO": "1"}
 
 
 def test_arguments_that_a_script_leaves_open(mla: Path) -> None:
@@ -304,3 +305,11 @@ def test_compressed_caches(tmp_path: Path) -> None:
     ]
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in migrated(serve(), model=tmp_path).engines[0].stops[0].why
+
+
+def test_variables_stay_before_the_command_but_for_what_the_script_computes() -> None:
+    entry = '{"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_producer"}'
+    exports = "export HCCL_IF_IP=$(hostname -I)\nexport TASK_QUEUE_ENABLE='1 2'\n"
+    commands = serve_commands(f"{exports}vllm serve m --kv-transfer-config '{entry}'")
+    printed = result_text(migrate_commands(commands, None, None), as_json=False)
+    assert "# HCCL_IF_IP: as in the old script\nexport TASK_QUEUE_ENABLE='1 2'\nvllm serve m" in printed

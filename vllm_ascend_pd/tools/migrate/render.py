@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -33,8 +33,16 @@ def _engine(engine: EngineMigration) -> str:
     if not engine.kv_transfer_config:
         return text
     text += "\nConnector:\n\n" + json.dumps(engine.kv_transfer_config, indent=2) + "\n"
-    text += "\nCommand:\n\n" + " \\\n  ".join(shlex.join(words) for words in engine.command) + "\n"
-    return text
+    command = " \\\n  ".join(shlex.join(words) for words in engine.command)
+    return text + "\nCommand:\n\n" + _exports(engine.environment) + command + "\n"
+
+
+def _exports(environment: Mapping[str, str]) -> str:
+    """The script's lines for what the engine still needs. Not everything that a script can assign is understood."""
+    return "".join(
+        f"export {name}={shlex.quote(value)}\n" if value and "$" not in value else f"# {name}: as in the old script\n"
+        for name, value in environment.items()
+    )
 
 
 def _heading(text: str) -> str:
