@@ -182,9 +182,10 @@ class World:
         """Sends a command of `remote_control.py` to every rank."""
         return [remote.call(self.control, pid, name, *args) for pid in self.ranks(engine)]
 
-    def set_writes(self, fault: str, times: int | None = None, seconds: float = 0.0) -> None:
-        """Sets what happens to the next batches of each of prefill's ranks."""
-        self.tell(self.prefill, "set_writes", fault, times, seconds)
+    def set_writes(self, fault: str, times: int | None = None, seconds: float = 0.0) -> list[int]:
+        """Sets what happens to the next batches of each of prefill's ranks. Returns of how many it did, as set before,
+        for each rank that is alive."""
+        return self.tell(self.prefill, "set_writes", fault, times, seconds)
 
     @contextlib.contextmanager
     def writes(self, fault: str, times: int | None = None, seconds: float = 0.0) -> Iterator[None]:
@@ -192,7 +193,8 @@ class World:
         try:
             yield
         finally:
-            self.set_writes("")
+            hit = self.set_writes("")
+        assert not hit or sum(hit), f"no batch met the fault {fault}"
 
     def restart(self, server: Server) -> None:
         """Restarts a server that was killed. Returns when it is healthy."""

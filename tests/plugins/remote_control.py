@@ -13,6 +13,7 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
+from vllm_ascend_pd.transport import engine
 from vllm_ascend_pd.transport.engine import TransferEngine
 
 FAILED = -1
@@ -25,18 +26,20 @@ _engines: "list[_Mooncake]" = []
 class _Mooncake:
     """A Mooncake engine whose next `times` batches fail in the way `fault` names (None: all of them)."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, mooncake: Any) -> None:
+        self._mooncake = mooncake
         self._lock = threading.Lock()
         self.fault = ""
         self.times: int | None = 0
         self.seconds = 0.0
         self.batches = 0
+        self.faults = 0
+        """Batches since `fault` was set that went as it says."""
         self._ids = 0
         self._codes: dict[int, int] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        return getattr(self._mooncake, name)
 
     def batch_transfer_async_write(self, *batch: Any) -> int:
         with self._lock:
@@ -57,9 +60,10 @@ class _Mooncake:
             fault = self.fault if self.times is None or self.times > 0 else ""
             if fault and self.times is not None:
                 self.times -= 1
+            self.faults += bool(fault)
 
         def write() -> int:
-            return int(self._engine.batch_transfer_sync_write(session, sources, destinations, lengths))
+            return int(self._mooncake.batch_transfer_sync_write(session, sources, destinations, lengths))
 
         if fault == "slow":
             time.sleep(self.seconds)
@@ -82,19 +86,23 @@ def listen(folder: Path, session: str, refuse_memory: bool) -> None:
     """Before the connector is made. `session`: what to publish instead of the transfer engine's own; "": that."""
     global _made_up_session
     _made_up_session = session
-    init = TransferEngine.__init__
+    init, start = TransferEngine.__init__, engine._start
 
-    def init_and_wrap(self: TransferEngine, *args: Any, **kwargs: Any) -> None:
+    def start_wrapped(host: str, protocol: str) -> _Mooncake:
+        mooncake = _Mooncake(start(host, protocol))
+        _engines.append(mooncake)
+        if refuse_memory:
+            mooncake.batch_register_memory = lambda *_: FAILED
+        return mooncake
+
+    def init_and_publish(self: TransferEngine, *args: Any, **kwargs: Any) -> None:
         global _session
         init(self, *args, **kwargs)
-        self._engine = _Mooncake(self._engine)
-        _engines.append(self._engine)
         _session = self._session
-        if refuse_memory:
-            self._engine.batch_register_memory = lambda *_: FAILED
         self._session = session or self._session
 
-    TransferEngine.__init__ = init_and_wrap  # type: ignore[method-assign]
+    engine._start = start_wrapped
+    TransferEngine.__init__ = init_and_publish  # type: ignore[method-assign]
     threading.Thread(target=_serve, args=(folder / f"{os.getpid()}.sock",), name="remote-control", daemon=True).start()
 
 
@@ -120,14 +128,17 @@ def _own_session() -> str | None:
     return _session
 
 
-def _set_writes(fault: str, times: int | None, seconds: float) -> None:
-    for engine in _engines:
-        engine.fault, engine.times, engine.seconds = fault, times, seconds
+def _set_writes(fault: str, times: int | None, seconds: float) -> int:
+    """Returns how many batches went as was set before."""
+    before = sum(each.faults for each in _engines)
+    for each in _engines:
+        each.fault, each.times, each.seconds, each.faults = fault, times, seconds, 0
+    return before
 
 
 def _batches() -> int:
     """Returns the number of batches written so far."""
-    return sum(engine.batches for engine in _engines)
+    return sum(each.batches for each in _engines)
 
 
 COMMANDS = {"threads": _threads, "session": _own_session, "set_writes": _set_writes, "batches": _batches}
