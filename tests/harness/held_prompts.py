@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 from harness.engines import Role
 from harness.real_scheduler import BLOCK, RealScheduler
 from vllm_ascend_pd.connector.prompts import Prompts
-from vllm_ascend_pd.core.protocol import AskTicket, Message, OfferTicket, ReleasePrompt
+from vllm_ascend_pd.core.protocol import AskTicket, Message, OfferTicket, ReleasePrompt, TicketRefused
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.observe.stats import Data, merged
@@ -57,7 +57,7 @@ class Prefill(RealScheduler):
     def release_of(self, transfer_id: str, ticket: Ticket, reason: str = "decode computes it") -> ReleasePrompt:
         """Says that this ticket will not come."""
         named = (ticket.ticket_id, ticket.num_tokens, ticket.prompt)
-        return ReleasePrompt(self.engine_id, transfer_id, *named, reason)
+        return ReleasePrompt(self.engine_id, transfer_id, reason, *named)
 
     def fate(self, transfer_id: str, ticket: Ticket) -> Any:
         return self.ask(AskTicket(self.engine_id, transfer_id, ticket.ticket_id))
@@ -127,3 +127,33 @@ def sampling_params() -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=1)
+
+
+def remembered_of(prefill: Prefill) -> dict[str, Any]:
+    """What is kept of requests and tickets."""
+    objects = (prefill.scheduler.connector._role.scheduler, prefill.held)
+    return {
+        name: value
+        for each in objects
+        for name, value in vars(each).items()
+        if isinstance(value, dict | set) and value and name not in ("_reasons", "_taken", "_released", "_refused")
+    }
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def held_clock(prefill: Prefill) -> Clock:
+    prefill.held._clock = clock = Clock()
+    return clock
+
+
+def refused(prefill: Prefill, transfer_id: str, ticket: Ticket) -> str:
+    """Why prefill does not serve the ticket, for good."""
+    answer = until(lambda: isinstance(found := prefill.fate(transfer_id, ticket), TicketRefused) and found)
+    assert not answer.retry
+    return answer.reason

@@ -62,7 +62,7 @@ MESSAGES = (
     AskTicket("prefill-0", "xfer-0", "0" * 32),
     TicketTaken(),
     TicketRefused("too many tickets wait", retry=True),
-    ReleasePrompt("prefill-0", "xfer-0", "f" * 32, 40, TICKET.prompt, "decode computes the prompt"),
+    ReleasePrompt("prefill-0", "xfer-0", "decode computes the prompt", "f" * 32, 40, TICKET.prompt),
     Problem("unreadable"),
 )
 PLAIN = tuple(msgspec.to_builtins(message) for message in MESSAGES)

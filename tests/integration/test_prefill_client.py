@@ -154,7 +154,7 @@ def test_an_ended_ticket_has_no_outcome(client: PrefillClient, taker: MakeTaker)
     time.sleep(0.3)
     assert len(prefill.of(AskTicket)) <= asked + 1
     named = (TICKET.ticket_id, TICKET.num_tokens, TICKET.prompt)
-    released = ReleasePrompt("prefill-0-12ab", "t-1", *named, "the request was aborted")
+    released = ReleasePrompt("prefill-0-12ab", "t-1", "the request was aborted", *named)
     assert prefill.of(ReleasePrompt) == [released]
     assert client.poll() == []
 

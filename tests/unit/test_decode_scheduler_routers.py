@@ -126,7 +126,7 @@ def test_a_prompt_that_decode_computes_is_released(scheduler: DecodeScheduler, p
     eventually(lambda: prefill.got)
     time.sleep(0.2)
     [release] = prefill.got
-    assert release == ReleasePrompt("prefill-0-12ab", "t-1", *prompt_of(release), "decode computes the prompt")
+    assert release == ReleasePrompt("prefill-0-12ab", "t-1", "decode computes the prompt", *prompt_of(release))
     assert remembered(scheduler) == {}
 
 
@@ -136,7 +136,7 @@ def test_a_request_that_ends_before_it_starts_releases_its_prompt(
     assert scheduler.finished(routed(prefill)) is None
     eventually(lambda: prefill.got)
     [release] = prefill.got
-    assert release == ReleasePrompt("prefill-0-12ab", "t-1", *prompt_of(release), "the request was aborted")
+    assert release == ReleasePrompt("prefill-0-12ab", "t-1", "the request was aborted", *prompt_of(release))
     assert remembered(scheduler) == {}
 
 

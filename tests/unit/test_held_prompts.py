@@ -9,12 +9,21 @@ import msgspec
 import pytest
 from vllm.v1.request import RequestStatus
 
-from harness.held_prompts import OTHER, PREFILL_FIRST, PROMPT, Prefill, ticket_for, until
+from harness.held_prompts import (
+    OTHER,
+    PREFILL_FIRST,
+    PROMPT,
+    Prefill,
+    held_clock,
+    refused,
+    remembered_of,
+    ticket_for,
+    until,
+)
 from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK
-from vllm_ascend_pd.core.protocol import Acknowledged, TicketRefused, TicketTaken
+from vllm_ascend_pd.core.protocol import TicketRefused, TicketTaken
 from vllm_ascend_pd.core.step import Send, WorkerReport
-from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.prefill import held_prompts
 
 
@@ -59,17 +68,6 @@ def test_a_ticket_that_comes_when_the_prompt_is_computed(prefill: Prefill) -> No
     assert not prefill.scheduler.has_requests()
     assert until(lambda: isinstance(prefill.fate(transfer_id, ticket), TicketRefused)), "it has ended"
     assert remembered_of(prefill) == {}
-
-
-def remembered_of(prefill: Prefill) -> dict[str, Any]:
-    """What is kept of requests and tickets."""
-    objects = (prefill.scheduler.connector._role.scheduler, prefill.held)
-    return {
-        name: value
-        for each in objects
-        for name, value in vars(each).items()
-        if isinstance(value, dict | set) and value and name not in ("_reasons", "_taken", "_released")
-    }
 
 
 def test_a_ticket_that_comes_while_the_prompt_is_computed(scheduled_model: Path) -> None:
@@ -124,25 +122,6 @@ def test_blocks_are_freed_if_no_ticket_comes(prefill: Prefill) -> None:
     prefill.run(sent={"r"})
     assert prefill.free == prefill.all_free
     assert remembered_of(prefill) == {}
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def held_clock(prefill: Prefill) -> Clock:
-    prefill.held._clock = clock = Clock()
-    return clock
-
-
-def refused(prefill: Prefill, transfer_id: str, ticket: Ticket) -> str:
-    """Why prefill does not serve the ticket, for good."""
-    answer = until(lambda: isinstance(found := prefill.fate(transfer_id, ticket), TicketRefused) and found)
-    assert not answer.retry
-    return answer.reason
 
 
 def test_a_ticket_without_a_prompt_is_refused_after_a_while(prefill: Prefill) -> None:
@@ -203,106 +182,13 @@ def test_a_list_of_prompts(prefill: Prefill) -> None:
     assert prefill.run()[0].tickets == {"cmpl-x-0-01234567": one, "cmpl-x-1-01234568": second}
 
 
-def test_decode_computes_the_prompt_itself(prefill: Prefill) -> None:
-    transfer_id = prefill.answered("r")["transfer_id"]
-    released = ticket_for(PROMPT)
-    assert prefill.ask(prefill.release_of(transfer_id, released)) == Acknowledged()
-    assert prefill.run()[0].unsent == {"r"}
-    prefill.run(sent={"r"})
-    assert prefill.free == prefill.all_free
-    prefill.offer(transfer_id, released)
-    prefill.run()
-    assert refused(prefill, transfer_id, released) == "decode computes it"
-    clock = held_clock(prefill)
-    another = ticket_for(PROMPT)
-    prefill.offer(transfer_id, another)
-    prefill.run()
-    assert prefill.fate(transfer_id, another) == TicketTaken(), "one request may have several prompts"
-    clock.now += held_prompts.SIBLINGS_S
-    prefill.run()
-    assert refused(prefill, transfer_id, another) == "decode computes it"
-
-
-def test_decode_computes_one_of_several_prompts(prefill: Prefill) -> None:
-    """Its message may come twice, or before that prompt: no other prompt of the same request is freed."""
-    transfer_id = prefill.answered("cmpl-x-0-01234567")["transfer_id"]
-    release = prefill.release_of(transfer_id, ticket_for(OTHER))
-    assert prefill.ask(release) == Acknowledged()
-    assert prefill.run()[0].unsent == set(), "the prompt that is there is another one"
-    assert prefill.answered("cmpl-x-1-01234568", OTHER)["error"] == "decode computes it"
-    prefill.answered("cmpl-x-2-01234569", OTHER)
-    assert prefill.ask(release) == Acknowledged()
-    assert prefill.run()[0].unsent == set(), "the message was for an earlier prompt"
-    tickets = [ticket_for(PROMPT), ticket_for(OTHER)]
+def test_a_ticket_takes_its_own_prompt_and_not_one_with_a_token_more(prefill: Prefill) -> None:
+    transfer_id = prefill.answered("cmpl-x-0-01234567", [*PROMPT, 7])["transfer_id"]
+    prefill.answered("cmpl-x-1-01234568", PROMPT)
+    tickets = [ticket_for(PROMPT), ticket_for([*PROMPT, 7])]
     for ticket in tickets:
         prefill.offer(transfer_id, ticket)
-    assert prefill.run()[0].tickets == dict(zip(["cmpl-x-0-01234567", "cmpl-x-2-01234569"], tickets, strict=True))
-
-
-def test_decode_computes_one_of_several_equal_prompts(prefill: Prefill) -> None:
-    """Whichever of them is freed, the ticket for the other is served when that comes."""
-    transfer_id = prefill.answered("0_cmpl-x-0-01234567")["transfer_id"]
-    prefill.ask(prefill.release_of(transfer_id, ticket_for(PROMPT)))
-    ticket = ticket_for(PROMPT)
-    prefill.offer(transfer_id, ticket)
-    assert prefill.run()[0].unsent == {"0_cmpl-x-0-01234567"}
-    assert prefill.fate(transfer_id, ticket) == TicketTaken()
-    prefill.add("1_cmpl-x-0-01234568", PROMPT, PREFILL_FIRST)
-    assert prefill.run()[0].tickets == {"1_cmpl-x-0-01234568": ticket}
-
-
-def test_a_release_before_its_prompt_is_forgotten_in_time(prefill: Prefill) -> None:
-    clock = held_clock(prefill)
-    prefill.ask(prefill.release_of("xfer-1", ticket_for(PROMPT)))
-    prefill.run()
-    clock.now += held_prompts.EARLY_S
-    params = {**PREFILL_FIRST, "transfer_id": "xfer-1"}
-    assert prefill.answered("r", params=params)["transfer_id"] == "xfer-1"
-
-
-def test_early_releases_are_bounded(prefill: Prefill) -> None:
-    most = held_prompts._MAX_EARLY_RELEASES
-    for prompt in range(100, 101 + most):
-        prefill.ask(prefill.release_of("xfer-1", ticket_for([prompt] * 40)))
-    prefill.run()
-    assert [len(each) for each in prefill.held._early.values()] == [most]
-    params = {**PREFILL_FIRST, "transfer_id": "xfer-1"}
-    assert prefill.answered("of the oldest", [100] * 40, params)["transfer_id"] == "xfer-1"
-    assert prefill.answered("of the latest", [100 + most] * 40, params)["error"] == "decode computes it"
-
-
-def test_the_release_of_a_served_ticket_frees_no_other_prompt(prefill: Prefill) -> None:
-    transfer_id = prefill.answered("cmpl-x-0-01234567")["transfer_id"]
-    prefill.answered("cmpl-x-1-01234568", OTHER)
-    served, other = ticket_for(PROMPT), ticket_for(OTHER)
-    prefill.offer(transfer_id, served)
-    prefill.run()
-    prefill.ask(prefill.release_of(transfer_id, served))
-    assert prefill.run()[0].unsent == set()
-    prefill.offer(transfer_id, other)
-    assert prefill.run()[0].tickets == {"cmpl-x-1-01234568": other}
-
-
-def test_decode_computes_all_of_several_prompts(prefill: Prefill) -> None:
-    transfer_id = prefill.answered("cmpl-x-0-01234567")["transfer_id"]
-    prefill.answered("cmpl-x-1-01234568", OTHER)
-    for prompt in (OTHER, PROMPT):
-        prefill.ask(prefill.release_of(transfer_id, ticket_for(prompt)))
-    assert prefill.run()[0].unsent == {"cmpl-x-0-01234567", "cmpl-x-1-01234568"}
-    prefill.run(sent={"cmpl-x-0-01234567", "cmpl-x-1-01234568"})
-    assert prefill.free == prefill.all_free
-    assert remembered_of(prefill) == {}
-
-
-def test_decode_gives_up_before_prefill_knows_the_prompt(prefill: Prefill) -> None:
-    ticket = ticket_for(PROMPT)
-    prefill.offer("xfer-1", ticket)
-    prefill.ask(prefill.release_of("xfer-1", ticket, "the client left"))
-    prefill.run()
-    assert refused(prefill, "xfer-1", ticket) == "the client left"
-    assert prefill.answered("r", params={**PREFILL_FIRST, "transfer_id": "xfer-1"})["error"] == "the client left"
-    assert prefill.free == prefill.all_free
-    assert prefill.answered("again", params={**PREFILL_FIRST, "transfer_id": "xfer-1"})["transfer_id"] == "xfer-1"
+    assert prefill.run()[0].tickets == dict(zip(["cmpl-x-1-01234568", "cmpl-x-0-01234567"], tickets, strict=True))
 
 
 def test_the_router_aborts_the_request(scheduled_model: Path) -> None:

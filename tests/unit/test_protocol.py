@@ -80,7 +80,7 @@ EXAMPLES = [
     AskTicket("prefill-0", "xfer-0", "0" * 32),
     TicketTaken(),
     TicketRefused("too many tickets wait", retry=True),
-    ReleasePrompt("prefill-0", "xfer-0", "f" * 32, 40, TICKET.prompt, "decode computes the prompt"),
+    ReleasePrompt("prefill-0", "xfer-0", "decode computes the prompt", "f" * 32, 40, TICKET.prompt),
     EngineDescription("decode-0", "llama", 1, 1, (), settings={"rope_theta": "10000"}),
     GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0, weights="0123456789abcdef"),
 ]
@@ -143,6 +143,7 @@ CACHES_OF_TWO = st.builds(RankCaches, st.tuples(GEOMETRIES, OF_A_SHARE), tuples(
 RANKS = st.builds(RankDescription, INTS, INTS, TEXT, TEXT, NO_CACHES | CACHES_OF_TWO)
 SETTINGS = st.dictionaries(TEXT, TEXT, max_size=5)
 TRANSFER_IDS = NAMES.filter(lambda name: len(name) <= 128)
+DIGESTS = st.builds(PromptDigest, tokens=st.text(max_size=32), num_media=st.integers(0, 1 << 30))
 TICKETS = st.builds(
     Ticket,
     request_id=TEXT,
@@ -183,7 +184,7 @@ MESSAGES = st.one_of(
     st.builds(AskTicket, NAMES, TRANSFER_IDS, IDS),
     st.builds(TicketTaken),
     st.builds(TicketRefused, TEXT, st.booleans()),
-    st.builds(ReleasePrompt, NAMES, TRANSFER_IDS, TRANSFER_IDS, st.integers(0, 1 << 30), st.none(), TEXT),
+    st.builds(ReleasePrompt, NAMES, TRANSFER_IDS, TEXT, TRANSFER_IDS, st.integers(0, 1 << 30), st.none() | DIGESTS),
     st.builds(Problem, TEXT),
 )
 

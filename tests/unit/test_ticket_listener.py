@@ -101,7 +101,7 @@ def test_a_tickets_life(listener, ask):
 
 
 def test_a_release(listener, ask):
-    release = ReleasePrompt(ENGINE, "xfer-1", "f" * 32, 40, None, "the client left")
+    release = ReleasePrompt(ENGINE, "xfer-1", "the client left", "f" * 32, 40)
     assert ask(release) == Acknowledged()
     assert listener.take() == [release]
     other = msgspec.structs.replace(release, engine_id="prefill-0-0")
@@ -159,7 +159,7 @@ def test_a_scheduler_that_takes_nothing(listener, ask, monkeypatch):
     listener._queue.maxsize = 1
     assert ask(offer(ticket())) == TicketTaken()
     assert ask(offer(ticket())).retry
-    assert ask(ReleasePrompt(ENGINE, "xfer-1", "f" * 32, 40, None, "")) == Problem("too many messages wait")
+    assert ask(ReleasePrompt(ENGINE, "xfer-1", "")) == Problem("too many messages wait")
 
 
 def test_reasons_of_only_so_many_tickets_are_kept(listener, ask, monkeypatch):

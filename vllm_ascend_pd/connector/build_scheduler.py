@@ -28,7 +28,7 @@ from vllm_ascend_pd.connector.spans import PushSpans, ReceiveSpans
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, TlsConfig
-from vllm_ascend_pd.core.groups import CacheGroup
+from vllm_ascend_pd.core.groups import CacheGroup, left_to_decode
 from vllm_ascend_pd.core.hosts import authority, decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
 from vllm_ascend_pd.core.signing import Secret
@@ -96,7 +96,8 @@ def _prefill(
     listener = _ticket_listener(setup, admission, keys)
     held = None
     if listener is not None:
-        held = HeldPrompts(listener, setup.started_as, setup.config.hold_timeout_s or HOLD_TIMEOUT_S, requests)
+        hold_timeout_s = setup.config.hold_timeout_s or HOLD_TIMEOUT_S
+        held = HeldPrompts(listener, setup.started_as, hold_timeout_s, requests, left_to_decode(groups))
     scheduler = PrefillScheduler(groups, requests, blocks, _idle_wait(setup), admission, observer, held)
     bootstrap = None if listener is None else _bootstrap_server(setup, listener)
     return PrefillSchedulerRole(scheduler, blocks, measured, listener, bootstrap)

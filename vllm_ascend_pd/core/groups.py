@@ -2,7 +2,7 @@
 """Cache groups: which of a request's blocks hold which of its tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -78,3 +78,13 @@ class StateGroup:
 
 
 CacheGroup: TypeAlias = TokenGroup | StateGroup
+
+
+def left_to_decode(groups: Iterable[CacheGroup]) -> int:
+    """Returns how many of a prompt's last tokens prefill does not deliver: 0 or 1.
+
+    Decode computes the last token anyway, and KV may be written twice. Two kinds of caches must not have that token
+    yet: a state, which has seen all tokens before it; and a window, since vLLM keeps the blocks that the next token
+    after the received ones sees, and that token must be the last one.
+    """
+    return int(any(group.holds_state or group.windowed for group in groups))

@@ -37,7 +37,7 @@ class PromptDigest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class NamesPrompt(Protocol):
-    """A ticket, or what says of a prompt that no ticket will come."""
+    """Names one prompt: a ticket, or a release."""
 
     @property
     def ticket_id(self) -> str:

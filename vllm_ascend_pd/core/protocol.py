@@ -44,7 +44,7 @@ Version 1: the first one. Since then, without a new version:
 - `GrantRequest.wants_clock` and `Granted.clock` are gone. Both were optional, and are ignored where they still come.
 - `ReadClock` and `ClockReading` replace them. Older peers answer `Problem`.
 - `OfferTicket`, `AskTicket` and `ReleasePrompt` came. Older prefill engines do not listen.
-- `ReleasePrompt` says which prompt it means. Those that do not are answered `Problem`, and the prompt is held on.
+- `ReleasePrompt` says which prompt it means. If it does not, prefill frees the prompt half a minute later.
 """
 
 METASERVER_PATH = "/v1/metaserver"
@@ -303,16 +303,18 @@ class ReleasePrompt(msgspec.Struct, frozen=True, tag=True):
     # These two as in `OfferTicket`. Several prompts may share a transfer id.
     engine_id: str
     transfer_id: _TransferId
-    # Which of them: these three as in the prompt's ticket, or as they would be. If none was issued, the id is new.
-    ticket_id: _TransferId
-    num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-    prompt: PromptDigest | None
     reason: str
+    # Which of them: these three as in the prompt's ticket, or as they would be. If none was issued, the id is new.
+    # Older decode engines send the id alone.
+    ticket_id: _TransferId = ""
+    num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    prompt: PromptDigest | None = None
 
     def __post_init__(self) -> None:
         _check_name(self.engine_id)
         _check_name(self.transfer_id)
-        _check_name(self.ticket_id)
+        if self.ticket_id:
+            _check_name(self.ticket_id)
         _shorten_reason(self)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_ascend_pd.core.engine_view import EngineRequests, ScheduledRequest
-from vllm_ascend_pd.core.groups import CacheGroup
+from vllm_ascend_pd.core.groups import CacheGroup, left_to_decode
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
 from vllm_ascend_pd.core.signing import Secret, signed
@@ -35,8 +35,8 @@ class EngineInfo:
 
 
 @dataclass(frozen=True)
-class UnticketedPrompt:
-    """Names the prompt of a request that gets no ticket. Implements `NamesPrompt`."""
+class PromptName:
+    """Names the prompt of a request that gets no ticket, as its ticket would. Implements `NamesPrompt`."""
 
     ticket_id: str
     num_tokens: int
@@ -70,10 +70,7 @@ class TicketIssuer:
         self._engine = engine
         self._requests = requests
         self._signer = signer
-        # Decode computes the prompt's last token anyway, and KV may be written twice. Two kinds of caches must not have
-        # that token yet: a state, which has seen all tokens before it; and a window, since vLLM keeps the blocks that
-        # the next token after the received ones sees, and that token must be the last one.
-        self._left_to_decode = int(any(group.holds_state or group.windowed for group in groups))
+        self._left_to_decode = left_to_decode(groups)
 
     def num_tokens(self, request: ScheduledRequest) -> int:
         """How many of the request's tokens a ticket covers. What was generated already counts as part of the prompt."""
@@ -108,10 +105,10 @@ class TicketIssuer:
         )
         return ticket if self._signer is None else self._signer.sign(ticket)
 
-    def name(self, request: ScheduledRequest) -> UnticketedPrompt:
+    def name(self, request: ScheduledRequest) -> PromptName:
         """Names the request's prompt as its ticket would."""
         ticket_id, num_tokens = secrets.token_hex(16), self.num_tokens(request)
-        return UnticketedPrompt(ticket_id, num_tokens, self._requests.digest(request, num_tokens, ticket_id))
+        return PromptName(ticket_id, num_tokens, self._requests.digest(request, num_tokens, ticket_id))
 
     def expect(self, request_id: str, ticket: Ticket, blocks: tuple[list[int], ...]) -> Expect:
         """What this engine's ranks are told of the ticket."""

@@ -39,11 +39,8 @@ _HAS_TICKET = "the prompt has another ticket"
 
 _Value = TypeVar("_Value")
 
-MAX_REASONS = 4096
-"""How many transfer ids, and how many tickets, are remembered with the reason why they are over."""
-
-_MAX_EARLY_RELEASES = 64
-"""How many prompts of one transfer id may be released before they come."""
+MAX_REMEMBERED = 4096
+"""How many transfer ids and tickets are remembered after their end, and how many releases wait for their prompts."""
 
 
 class TicketInbox(Protocol):
@@ -59,6 +56,9 @@ class TicketInbox(Protocol):
 
     def has_prompt(self, ticket_id: str) -> None:
         """A request with the ticket's transfer id is there."""
+
+    def lost_prompt(self, ticket_id: str) -> None:
+        """No request with the ticket's transfer id is there any more."""
 
     def served(self, ticket_id: str) -> None:
         """The ranks serve the ticket."""
@@ -102,6 +102,7 @@ class HeldPrompts:
     engine_id: of this start of the engine, which answers name.
     hold_timeout_s: how long a computed prompt waits for its ticket.
     requests: compares prompts.
+    left_to_decode: how many of a prompt's tokens no ticket is for (`groups.left_to_decode`).
     """
 
     def __init__(
@@ -110,12 +111,14 @@ class HeldPrompts:
         engine_id: str,
         hold_timeout_s: float,
         requests: EngineRequests,
+        left_to_decode: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inbox = inbox
         self._engine_id = engine_id
         self._hold_timeout_s = hold_timeout_s
         self._requests = requests
+        self._left_to_decode = left_to_decode
         self._clock = clock
         # Makes transfer ids that nobody can guess.
         self._key = secrets.token_bytes(32)
@@ -128,10 +131,12 @@ class HeldPrompts:
         self._reasons: dict[str, str] = {}
         # Ids of tickets that have prompts. Oldest first.
         self._taken: dict[str, None] = {}
+        # Ids of tickets that were refused -> whether prompts were there that did not fit. Oldest first.
+        self._refused: dict[str, bool] = {}
         # Ids of tickets that will not come any more -> why. Oldest first.
         self._released: dict[str, str] = {}
-        # Transfer id -> releases of prompts that have not come, each with when it counts no more. Oldest first.
-        self._early: dict[str, list[tuple[ReleasePrompt, float]]] = {}
+        # By ticket id: releases that are for no open prompt, each with how long one may still come. Oldest first.
+        self._unmatched: dict[str, tuple[ReleasePrompt, float]] = {}
 
     def __len__(self) -> int:
         """How many prompts have no ticket, computed or not."""
@@ -161,6 +166,7 @@ class HeldPrompts:
     @owned
     def add(self, prompt: ComputedPrompt, transfer_id: str) -> None:
         """A request for a prompt without a ticket has come."""
+        self._give_up_unmatched()  # releases that are over are not for this one
         held = HeldPrompt(prompt, transfer_id, given_up=self._released_before(prompt, transfer_id))
         self._by_request[prompt.request.request_id] = held
         self._prompts.setdefault(transfer_id, []).append(held)
@@ -204,6 +210,7 @@ class HeldPrompts:
     def ended(self) -> list[tuple[str, str, bool]]:
         """Returns ended requests whose blocks need not be held any more: (request id, reason, whether decode said
         so)."""
+        self._give_up_unmatched()
         now = self._clock()
         late = f"no ticket came within {self._hold_timeout_s:g} s after prefill had computed the prompt"
         return [
@@ -235,6 +242,8 @@ class HeldPrompts:
             candidates = [
                 held for held in open_ones if held.prompt.blocks and held.prompt.request.request_id not in offer.tried
             ]
+            # A ticket also fits a prompt with one more token, which may have a ticket of its own.
+            candidates.sort(key=lambda held: self._num_tokens(held.prompt) != offer.offer.ticket.num_tokens)
             if candidates:
                 yield offer.offer, candidates
             if ticket_id in self._offers and offer.misfit is not None:
@@ -261,7 +270,8 @@ class HeldPrompts:
     @owned
     def refuse(self, ticket_id: str, reason: str) -> None:
         """The ticket is not served."""
-        del self._offers[ticket_id]
+        offer = self._offers.pop(ticket_id)
+        _remember(self._refused, ticket_id, offer.misfit is not None)
         self._inbox.refused(ticket_id, reason)
 
     @owned
@@ -271,40 +281,70 @@ class HeldPrompts:
 
     def _without_prompt(self, offer: _Offer, given_up: list[HeldPrompt]) -> None:
         """No prompt takes this ticket now. One that is still to come may."""
+        ticket_id = offer.offer.ticket.ticket_id
         reason = offer.misfit or self._reasons.get(offer.offer.transfer_id)
         if given_up:
             reason = given_up[0].given_up
         if self._clock() >= offer.came_at + (EARLY_S if reason is None else SIBLINGS_S):
-            self.refuse(offer.offer.ticket.ticket_id, reason or NO_PROMPT)
+            self.refuse(ticket_id, reason or NO_PROMPT)
+        elif offer.has_prompt:  # the engine may have no further step: the inbox refuses the ticket then
+            offer.has_prompt = False
+            self._inbox.lost_prompt(ticket_id)
 
     def _release(self, message: ReleasePrompt) -> None:
         ticket_id, transfer_id = message.ticket_id, message.transfer_id
         if ticket_id in self._taken or ticket_id in self._released:
             return
         _remember(self._released, ticket_id, message.reason)
+        did_not_fit = self._refused.get(ticket_id)
         if ticket_id in self._offers:
             self.refuse(ticket_id, message.reason)
         for held in self._open(transfer_id):
             if self._is_for(message, held.prompt):
                 held.given_up = message.reason
                 return
-        early = self._early.get(transfer_id, [])[1 - _MAX_EARLY_RELEASES :]
-        _remember(self._early, transfer_id, [*early, (message, self._clock() + EARLY_S)])
+        if did_not_fit is None:
+            _remember(self._unmatched, ticket_id, (message, self._clock() + EARLY_S))
+        elif did_not_fit:  # its prompt is there, with other tokens than decode's
+            _remember(self._unmatched, ticket_id, (message, self._clock()))
 
     def _released_before(self, prompt: ComputedPrompt, transfer_id: str) -> str | None:
         """Why the prompt was released before it came. None: it was not."""
-        early = [each for each in self._early.pop(transfer_id, []) if self._clock() < each[1]]
-        found = next((each for each in early if self._is_for(each[0], prompt)), None)
-        if found is not None:
-            early.remove(found)
-        if early:
-            self._early[transfer_id] = early
-        return None if found is None else found[0].reason
+        for ticket_id, (release, until) in self._unmatched.items():
+            if release.transfer_id == transfer_id and self._clock() < until and self._is_for(release, prompt):
+                del self._unmatched[ticket_id]
+                return release.reason
+        return None
+
+    def _give_up_unmatched(self) -> None:
+        """Gives prompts up that decode has with other tokens, images or adapters, so that no release names them.
+
+        That is so if as many releases of their transfer id have waited in vain as prompts are open.
+        """
+        if not self._unmatched:
+            return
+        now = self._clock()
+        waited: dict[str, list[ReleasePrompt]] = {}
+        for release, until in self._unmatched.values():
+            if now >= until:
+                waited.setdefault(release.transfer_id, []).append(release)
+        have_offers = {each.offer.transfer_id for each in self._offers.values()}
+        for transfer_id, releases in waited.items():
+            open_ones = self._open(transfer_id)
+            if transfer_id in have_offers or len(releases) < len(open_ones):
+                continue  # tickets may come for some of them
+            for held in open_ones:
+                held.given_up = releases[0].reason
+            for release in releases:
+                del self._unmatched[release.ticket_id]
+
+    def _num_tokens(self, prompt: ComputedPrompt) -> int:
+        """How many tokens a ticket for the prompt is for."""
+        return prompt.request.num_prompt_tokens + prompt.is_cut - self._left_to_decode
 
     def _is_for(self, release: ReleasePrompt, prompt: ComputedPrompt) -> bool:
         """Whether this prompt, of those with the same transfer id, is the released one, or equals it."""
-        length = prompt.request.num_prompt_tokens
-        if not length - 1 <= release.num_tokens <= length:  # as in tickets
+        if release.prompt is None or release.num_tokens != self._num_tokens(prompt):
             return False
         try:
             self._requests.check_prompt(prompt.request, release)
@@ -320,5 +360,5 @@ def _remember(table: dict[str, _Value], key: str, value: _Value) -> None:
     """Adds to a table of bounded size, whose oldest entry comes first."""
     table.pop(key, None)
     table[key] = value
-    if len(table) > MAX_REASONS:
+    if len(table) > MAX_REMEMBERED:
         del table[next(iter(table))]

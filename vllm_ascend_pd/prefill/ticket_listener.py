@@ -120,6 +120,10 @@ class TicketListener:
         """A request with the ticket's transfer id is there: the ticket may wait as long as that request."""
         self._server.call(partial(self._note_prompt, ticket_id))
 
+    def lost_prompt(self, ticket_id: str) -> None:
+        """No request with the ticket's transfer id is there any more: the ticket waits for another one from now on."""
+        self._server.call(partial(self._note_no_prompt, ticket_id))
+
     def served(self, ticket_id: str) -> None:
         """The ranks serve the ticket."""
         self._server.call(partial(self._note_served, ticket_id))
@@ -196,6 +200,10 @@ class TicketListener:
     def _note_prompt(self, ticket_id: str) -> None:
         if (waiting := self._waiting.get(ticket_id)) is not None:
             waiting.has_prompt = True
+
+    def _note_no_prompt(self, ticket_id: str) -> None:
+        if (waiting := self._waiting.get(ticket_id)) is not None:
+            waiting.has_prompt, waiting.came_at = False, time.monotonic()
 
     def _note_served(self, ticket_id: str) -> None:
         self._waiting.pop(ticket_id, None)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that a router asked prefill for first, and for which decode says that no ticket will come."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.held_prompts import (
+    OTHER,
+    PREFILL_FIRST,
+    PROMPT,
+    Prefill,
+    held_clock,
+    refused,
+    remembered_of,
+    ticket_for,
+)
+from harness.real_scheduler import *  # noqa: F403
+from vllm_ascend_pd.core.protocol import Acknowledged, ReleasePrompt, TicketTaken
+from vllm_ascend_pd.prefill import held_prompts, ticket_listener
+
+
+@pytest.fixture
+def prefill(scheduled_model: Path) -> Iterator[Prefill]:
+    scheduler = Prefill(scheduled_model)
+    yield scheduler
+    scheduler.close()
+
+
+def test_decode_computes_the_prompt_itself(prefill: Prefill) -> None:
+    transfer_id = prefill.answered("r")["transfer_id"]
+    released = ticket_for(PROMPT)
+    assert prefill.ask(prefill.release_of(transfer_id, released)) == Acknowledged()
+    assert prefill.run()[0].unsent == {"r"}
+    prefill.run(sent={"r"})
+    assert prefill.free == prefill.all_free
+    prefill.offer(transfer_id, released)
+    prefill.run()
+    assert refused(prefill, transfer_id, released) == "decode computes it"
+    clock = held_clock(prefill)
+    another = ticket_for(PROMPT)
+    prefill.offer(transfer_id, another)
+    prefill.run()
+    assert prefill.fate(transfer_id, another) == TicketTaken(), "one request may have several prompts"
+    clock.now += held_prompts.SIBLINGS_S
+    prefill.run()
+    assert refused(prefill, transfer_id, another) == "decode computes it"
+
+
+def test_decode_computes_one_of_several_prompts(prefill: Prefill) -> None:
+    """Its message may come twice, or before that prompt: no other prompt of the same request is freed."""
+    transfer_id = prefill.answered("cmpl-x-0-01234567")["transfer_id"]
+    release = prefill.release_of(transfer_id, ticket_for(OTHER))
+    assert prefill.ask(release) == Acknowledged()
+    assert prefill.run()[0].unsent == set(), "the prompt that is there is another one"
+    assert prefill.answered("cmpl-x-1-01234568", OTHER)["error"] == "decode computes it"
+    prefill.answered("cmpl-x-2-01234569", OTHER)
+    assert prefill.ask(release) == Acknowledged()
+    assert prefill.run()[0].unsent == set(), "the message was for an earlier prompt"
+    tickets = [ticket_for(PROMPT), ticket_for(OTHER)]
+    for ticket in tickets:
+        prefill.offer(transfer_id, ticket)
+    assert prefill.run()[0].tickets == dict(zip(["cmpl-x-0-01234567", "cmpl-x-2-01234569"], tickets, strict=True))
+
+
+def test_decode_computes_one_of_several_equal_prompts(prefill: Prefill) -> None:
+    """Whichever of them is freed, the ticket for the other is served when that comes."""
+    transfer_id = prefill.answered("0_cmpl-x-0-01234567")["transfer_id"]
+    prefill.ask(prefill.release_of(transfer_id, ticket_for(PROMPT)))
+    ticket = ticket_for(PROMPT)
+    prefill.offer(transfer_id, ticket)
+    assert prefill.run()[0].unsent == {"0_cmpl-x-0-01234567"}
+    assert prefill.fate(transfer_id, ticket) == TicketTaken()
+    prefill.add("1_cmpl-x-0-01234568", PROMPT, PREFILL_FIRST)
+    assert prefill.run()[0].tickets == {"1_cmpl-x-0-01234568": ticket}
+
+
+def test_a_release_before_its_prompt_is_forgotten_in_time(prefill: Prefill) -> None:
+    clock = held_clock(prefill)
+    prefill.ask(prefill.release_of("xfer-1", ticket_for(PROMPT)))
+    prefill.run()
+    clock.now += held_prompts.EARLY_S
+    params = {**PREFILL_FIRST, "transfer_id": "xfer-1"}
+    assert prefill.answered("r", params=params)["transfer_id"] == "xfer-1"
+
+
+def test_what_is_remembered_of_releases_is_bounded(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_prompts, "MAX_REMEMBERED", 4)
+    for number in range(5):
+        prefill.ask(prefill.release_of(f"xfer-{number}", ticket_for(PROMPT)))
+    prefill.run()
+    assert (len(prefill.held._unmatched), len(prefill.held._released)) == (4, 4)
+    oldest, latest = ({**PREFILL_FIRST, "transfer_id": f"xfer-{number}"} for number in (0, 4))
+    assert prefill.answered("of the oldest", params=oldest)["transfer_id"] == "xfer-0"
+    assert prefill.answered("of the latest", params=latest)["error"] == "decode computes it"
+
+
+def test_one_of_several_prompts_that_begins_with_the_released_one(prefill: Prefill) -> None:
+    transfer_id = prefill.answered("cmpl-x-0-01234567", [*PROMPT, 7])["transfer_id"]
+    prefill.answered("cmpl-x-1-01234568", PROMPT)
+    prefill.ask(prefill.release_of(transfer_id, ticket_for(PROMPT)))
+    assert prefill.run()[0].unsent == {"cmpl-x-1-01234568"}
+
+
+def test_a_prompt_that_decode_has_with_other_tokens_is_freed(prefill: Prefill) -> None:
+    """No ticket fits, so decode releases it, by its own tokens."""
+    clock = held_clock(prefill)
+    transfer_id = prefill.answered("r")["transfer_id"]
+    misfit = ticket_for(OTHER)
+    prefill.offer(transfer_id, misfit)
+    prefill.run()
+    clock.now += held_prompts.SIBLINGS_S
+    prefill.run()
+    assert "tokens differ" in refused(prefill, transfer_id, misfit)
+    prefill.ask(prefill.release_of(transfer_id, misfit))
+    assert prefill.run()[0].unsent == {"r"}
+    prefill.run(sent={"r"})
+    assert remembered_of(prefill) == {}
+
+
+def test_a_prompt_that_decode_computes_with_other_tokens_is_freed(prefill: Prefill) -> None:
+    """Another prompt of the same request might be meant, which is still to come."""
+    clock = held_clock(prefill)
+    transfer_id = prefill.answered("r")["transfer_id"]
+    prefill.ask(prefill.release_of(transfer_id, ticket_for(OTHER)))
+    assert prefill.run()[0].unsent == set()
+    clock.now += held_prompts.EARLY_S
+    assert prefill.run()[0].unsent == {"r"}
+    prefill.run(sent={"r"})
+    assert remembered_of(prefill) == {}
+
+
+def test_an_older_decode_engine_releases_the_only_prompt(prefill: Prefill) -> None:
+    clock = held_clock(prefill)
+    transfer_id = prefill.answered("r")["transfer_id"]
+    prefill.ask(ReleasePrompt(prefill.engine_id, transfer_id, "decode computes it", "1" * 32))
+    prefill.run()
+    clock.now += held_prompts.EARLY_S
+    assert prefill.run()[0].unsent == {"r"}
+
+
+def test_a_request_with_the_transfer_id_of_one_that_is_over(prefill: Prefill) -> None:
+    """The ticket that came for the first one's sibling was refused: its release is not for what comes later."""
+    clock = held_clock(prefill)
+    params = {**PREFILL_FIRST, "transfer_id": "xfer-1"}
+    prefill.answered("r", params=params)
+    tickets = [ticket_for(PROMPT), ticket_for(PROMPT)]
+    for ticket in tickets:
+        prefill.offer("xfer-1", ticket)
+    prefill.run()
+    prefill.run(sent={"r"})
+    clock.now += held_prompts.SIBLINGS_S
+    prefill.run()
+    assert refused(prefill, "xfer-1", tickets[1]) == "the prompt has another ticket"
+    prefill.ask(prefill.release_of("xfer-1", tickets[1]))
+    prefill.run()
+    assert prefill.answered("again", params=params)["transfer_id"] == "xfer-1"
+
+
+def test_a_ticket_that_waits_when_the_engine_has_no_more_work_is_refused(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM makes no steps without requests: the listener looks at the clock."""
+    transfer_id = prefill.answered("r")["transfer_id"]
+    ticket = ticket_for(OTHER)
+    prefill.offer(transfer_id, ticket)
+    prefill.run()
+    prefill.ask(prefill.release_of(transfer_id, ticket_for(PROMPT)))
+    prefill.run()
+    prefill.run(sent={"r"})
+    assert not prefill.scheduler.has_requests()
+    monkeypatch.setattr(ticket_listener, "EARLY_S", -ticket_listener._GRACE_S)
+    assert "within" in refused(prefill, transfer_id, ticket)
+
+
+def test_the_release_of_a_served_ticket_frees_no_other_prompt(prefill: Prefill) -> None:
+    transfer_id = prefill.answered("cmpl-x-0-01234567")["transfer_id"]
+    prefill.answered("cmpl-x-1-01234568")
+    served, other = ticket_for(PROMPT), ticket_for(PROMPT)
+    prefill.offer(transfer_id, served)
+    prefill.run()
+    prefill.ask(prefill.release_of(transfer_id, served))
+    assert prefill.run()[0].unsent == set()
+    prefill.offer(transfer_id, other)
+    assert prefill.run()[0].tickets == {"cmpl-x-1-01234568": other}
+
+
+def test_decode_computes_all_of_several_prompts(prefill: Prefill) -> None:
+    transfer_id = prefill.answered("cmpl-x-0-01234567")["transfer_id"]
+    prefill.answered("cmpl-x-1-01234568", OTHER)
+    for prompt in (OTHER, PROMPT):
+        prefill.ask(prefill.release_of(transfer_id, ticket_for(prompt)))
+    assert prefill.run()[0].unsent == {"cmpl-x-0-01234567", "cmpl-x-1-01234568"}
+    prefill.run(sent={"cmpl-x-0-01234567", "cmpl-x-1-01234568"})
+    assert prefill.free == prefill.all_free
+    assert remembered_of(prefill) == {}
+
+
+def test_decode_gives_up_before_prefill_knows_the_prompt(prefill: Prefill) -> None:
+    ticket = ticket_for(PROMPT)
+    prefill.offer("xfer-1", ticket)
+    prefill.ask(prefill.release_of("xfer-1", ticket, "the client left"))
+    prefill.run()
+    assert refused(prefill, "xfer-1", ticket) == "the client left"
+    assert prefill.answered("r", params={**PREFILL_FIRST, "transfer_id": "xfer-1"})["error"] == "the client left"
+    assert prefill.free == prefill.all_free
+    assert prefill.answered("again", params={**PREFILL_FIRST, "transfer_id": "xfer-1"})["transfer_id"] == "xfer-1"
