@@ -31,10 +31,11 @@ def prefill_scheduler(
     pool: Any = None,
     observer: PrefillSchedulerObserver | None = None,
     media_hashing: str = "",
+    allow_other_media: bool = False,
     names_all_preempted: bool = NAMES_ALL_PREEMPTED,
 ) -> PrefillScheduler:
     """A prefill engine's scheduler. It serves every ticket unless `admission` says otherwise."""
-    requests = VllmRequests(Prompts(media_hashing), names_all_preempted)
+    requests = VllmRequests(Prompts(media_hashing, allow_other_media), names_all_preempted)
     admission = admission or TicketAdmission(AnyHost())
     return PrefillScheduler(groups, requests, blocks_of(pool), IdleWait(0.05, in_flight=2), admission, observer)
 

@@ -8,10 +8,10 @@ import pytest
 
 from vllm_ascend_pd.core.prompt_digest import (
     PromptDigest,
-    compares_media,
     differences,
     digest_of_names,
     digest_of_tokens,
+    why_media_not_compared,
 )
 
 ID, OTHER_ID = "0123456789abcdef" * 2, "f" * 32
@@ -63,11 +63,24 @@ def test_prefill_may_keep_a_prompt_apart_that_decode_does_not():
 
 
 @pytest.mark.parametrize("changes", [{"media_hashing": "8c" * 16}, {"media": "", "media_hashing": ""}], ids=str)
-def test_hashes_of_images_are_not_compared_where_they_are_made_differently(changes):
+def test_other_hashes_of_images_say_nothing_where_they_are_made_differently(changes):
     other = msgspec.structs.replace(FULL, **{"media": "6a" * 16, **changes})
-    assert not compares_media(FULL, other)
-    assert differences(FULL, other) == differences(other, FULL) == []
+    for one, another in ((FULL, other), (other, FULL)):
+        assert differences(one, another) == []
+        assert why_media_not_compared(one, another) is not None
     assert differences(FULL, msgspec.structs.replace(other, num_media=1)) != []
+
+
+def test_equal_hashes_of_images_mean_equal_images():
+    for other in (FULL, msgspec.structs.replace(FULL, media_hashing="8c" * 16)):
+        assert differences(FULL, other) == []
+        assert why_media_not_compared(FULL, other) is None
+
+
+def test_images_that_are_made_up_names_are_never_equal():
+    unnamed = PromptDigest(num_media=1)
+    assert "prefill does not hash them" in why_media_not_compared(unnamed, unnamed)
+    assert why_media_not_compared(PromptDigest(), PromptDigest()) is None
 
 
 def test_digests_tell_prompts_and_tickets_apart():

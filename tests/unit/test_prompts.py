@@ -14,6 +14,9 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
+from harness.engines import Role
+from harness.real_scheduler import *  # noqa: F403
+from harness.real_scheduler import RealScheduler
 from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output
 from vllm_ascend_pd.connector import prompts
@@ -72,9 +75,11 @@ def posted_by_decode(groups=None, media_hashing=HASHING, wants=True, **fields):
     return posted
 
 
-def refusal_of_prefill(posted, groups=None, media_hashing=HASHING, **fields):
+def refusal_of_prefill(posted, groups=None, media_hashing=HASHING, allow_other_media=False, **fields):
     """What prefill says to the request with that ticket; None: it sends its KV."""
-    scheduler = prefill_scheduler(groups or [TokenGroup(BLOCK)], media_hashing=media_hashing)
+    scheduler = prefill_scheduler(
+        groups or [TokenGroup(BLOCK)], media_hashing=media_hashing, allow_other_media=allow_other_media
+    )
     asked = request({name: value for name, value in posted.items() if name != "token_ids"}, **fields)
     scheduler.prepare(asked)
     blocks = BLOCKS if groups is None else tuple([1, 2, 3][: 1 if group.holds_state else 3] for group in groups)
@@ -141,16 +146,57 @@ def test_an_adapter_before_an_images_name_does_not_count():
     assert refusal_of_prefill(posted, mm_features=[named]) is None
 
 
-def test_images_that_vllm_names_by_itself_are_not_compared(caplog):
-    """With neither cache on, names are made up for each request."""
+NOT_COMPARED = {
+    (HASHING, ""): "prefill does not hash them",
+    ("", HASHING): "decode does not hash them",
+    ("", ""): "prefill does not hash them",
+    (HASHING, "0.32.0 blake3 /mnt/vision"): "the engines hash them differently: use one model path",
+}
+
+
+@pytest.mark.parametrize(("decode", "prefill"), NOT_COMPARED)
+def test_images_that_cannot_be_compared_are_refused(decode, prefill, caplog):
+    """With neither cache on, vLLM makes up names: they can be equal for other images."""
     caplog.set_level(logging.WARNING)
-    for decode, prefill in ((HASHING, ""), ("", HASHING), ("", ""), (HASHING, "0.32.0 blake3 /mnt/vision")):
-        caplog.clear()
-        posted = posted_by_decode(media_hashing=decode, mm_features=[image("renderer0-mm-1-image-0")])
-        features = [image("renderer0-mm-7-image-0")]
-        assert refusal_of_prefill(posted, media_hashing=prefill, mm_features=features) is None
-        assert "cannot be compared" in caplog.text
-        assert "images, sounds or videos differ" in refusal_of_prefill(posted, media_hashing=prefill)
+    names = ("renderer0-mm-1-image-0", "renderer0-mm-7-image-0" if decode and prefill else "renderer0-mm-1-image-0")
+    posted = posted_by_decode(media_hashing=decode, mm_features=[image(names[0])])
+    fields = {"media_hashing": prefill, "mm_features": [image(names[1])]}
+    said = refusal_of_prefill(posted, **fields)
+    why = f"images, sounds and videos cannot be compared with decode's: {NOT_COMPARED[decode, prefill]}"
+    assert said.startswith(why)
+    assert said.endswith(", or set allow_other_model on prefill")
+    assert refusal_of_prefill(posted, allow_other_media=True, **fields) is None
+    [warned] = [each for each in caplog.messages if each.endswith("allow_other_model is set, so answers may be wrong")]
+    assert warned.startswith(why)
+    assert "images, sounds or videos differ" in refusal_of_prefill(posted, media_hashing=prefill)
+    assert refusal_of_prefill(posted_by_decode(media_hashing=decode), media_hashing=prefill) is None, "no images"
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_the_config_of_prefill_allows_it(allowed, scheduled_model):
+    posted = posted_by_decode(mm_features=[image("a")])
+    engine = RealScheduler(Role.PREFILL, scheduled_model, extra={"allow_other_model": allowed})
+    connector = engine.scheduler.connector
+    asked = request({name: value for name, value in posted.items() if name != "token_ids"}, mm_features=[image("a")])
+    connector.get_num_new_matched_tokens(asked, 0)
+    connector.update_state_after_alloc(asked, SimpleNamespace(get_block_ids=lambda: BLOCKS), 0)
+    _, said = connector.request_finished(asked, [])
+    engine.close()
+    assert (said is None) == allowed, said
+
+
+def test_equal_hashes_are_enough():
+    """As of two versions of vLLM that encode images alike, or of names that a client gives."""
+    posted = posted_by_decode(mm_features=[image("a")])
+    assert refusal_of_prefill(posted, media_hashing="0.32.1 blake3 /models/vision", mm_features=[image("a")]) is None
+
+
+def test_images_that_differ_are_refused_whatever_is_allowed():
+    posted = posted_by_decode(mm_features=[image("a")])
+    for others in ([image("b")], []):
+        assert "images, sounds or videos differ" in refusal_of_prefill(
+            posted, allow_other_media=True, mm_features=others
+        )
 
 
 def test_how_images_are_hashed():

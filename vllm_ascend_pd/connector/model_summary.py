@@ -36,8 +36,8 @@ def media_hashing(vllm_config: "VllmConfig") -> str:
     """Returns how vLLM hashes images, sounds and videos by their content; "" if it does not.
 
     vLLM hashes them only if the prefix cache or the multi-modal processor cache is on. Engines with different texts
-    have different hashes for the same media: the model's path goes into a hash, and versions differ in how they encode
-    what they hash.
+    may have different hashes for the same media: the model's path goes into a hash, and some versions differ in how
+    they encode what they hash.
     """
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal is None:

@@ -11,11 +11,11 @@ from vllm_ascend_pd.connector.vllm_blocks import salt_of_client
 from vllm_ascend_pd.core.prompt_digest import (
     NamesPrompt,
     PromptDigest,
-    compares_media,
     differences,
     digest_of,
     digest_of_names,
     digest_of_tokens,
+    why_media_not_compared,
 )
 from vllm_ascend_pd.core.ticket import TicketError
 
@@ -31,11 +31,13 @@ _EMBEDDING_COLUMNS = 64
 class Prompts:
     """Digests prompts on decode and compares them on prefill.
 
-    `media_hashing`: how this engine hashes images, sounds and videos by content (`model_summary.py`); "": it does not.
+    media_hashing: how this engine hashes images, sounds and videos by content (`model_summary.py`); "": it does not.
+    allow_other_media: prefill serves images, sounds and videos that cannot be compared with decode's.
     """
 
-    def __init__(self, media_hashing: str = "") -> None:
+    def __init__(self, media_hashing: str = "", allow_other_media: bool = False) -> None:
         self._media_hashing = media_hashing
+        self._allow_other_media = allow_other_media
         self._said_not_compared = False
 
     def digest(self, request: "Request", num_tokens: int, ticket_id: str) -> PromptDigest:
@@ -55,7 +57,7 @@ class Prompts:
         )
 
     def check(self, request: "Request", named: NamesPrompt) -> None:
-        """Raises TicketError if another prompt than the request's is meant, and names the differences.
+        """Raises TicketError if another prompt than the request's is meant, or may be, and says why.
 
         A ticket of an older decode engine has no digest: it is for any prompt of its length.
         """
@@ -64,12 +66,15 @@ class Prompts:
         ours = self.digest(request, named.num_tokens, named.ticket_id)
         if found := differences(named.prompt, ours):
             raise TicketError("; ".join(found))
-        if ours.num_media and not compares_media(named.prompt, ours) and not self._said_not_compared:
+        why = why_media_not_compared(named.prompt, ours)
+        if why is None:
+            return
+        not_compared = f"images, sounds and videos cannot be compared with decode's: {why}"
+        if not self._allow_other_media:
+            raise TicketError(f"{not_compared}, or set allow_other_model on prefill")
+        if not self._said_not_compared:
             self._said_not_compared = True
-            logger.warning(
-                "images, sounds and videos cannot be compared with decode's: the model's path, vLLM's version or "
-                "--mm-hasher-algorithm differs, or neither prefix caching nor the multi-modal processor cache is on"
-            )
+            logger.warning("%s: allow_other_model is set, so answers may be wrong", not_compared)
 
 
 def text_alone(request: "Request") -> list[int] | None:

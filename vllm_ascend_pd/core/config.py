@@ -157,7 +157,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allow_other_model: bool = False
     """Accept KV of another model: of other weights, or of settings that change what KV means. **Answers may be wrong
     without any sign.** For checkpoints that differ although you know that they mean the same. On prefill it allows
-    other settings, on decode other weights. Shapes and cache data types must still be equal."""
+    other settings, and images, sounds and videos that cannot be compared with decode's. On decode it allows other
+    weights. Shapes and cache data types must still be equal."""
     prefill: PeerParallel | None = None
     """Parallel sizes of prefill engines, as vllm-ascend's connector needs them. Only checked here."""
     decode: PeerParallel | None = None

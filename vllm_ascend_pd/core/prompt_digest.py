@@ -24,7 +24,7 @@ class PromptDigest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tokens: _Digest = ""
     # Of vLLM's hashes of images, sounds and videos. Empty beside a `num_media` if no other engine can compute them.
     media: _Digest = ""
-    # How those hashes are made. Hashes that are made in different ways are not compared.
+    # How those hashes are made. Hashes that differ say nothing if they are made in different ways.
     media_hashing: _Digest = ""
     # The number of images, sounds and videos.
     num_media: _Count = 0
@@ -79,7 +79,8 @@ def differences(decode: PromptDigest, prefill: PromptDigest) -> list[str]:
             "the prompt's tokens differ: decode and prefill rendered or tokenized it differently (chat template, "
             "tokenizer, time zone?)"
         )
-    if decode.num_media != prefill.num_media or (compares_media(decode, prefill) and decode.media != prefill.media):
+    same_hashing = bool(decode.media and prefill.media) and decode.media_hashing == prefill.media_hashing
+    if decode.num_media != prefill.num_media or (same_hashing and decode.media != prefill.media):
         found.append("the prompt's images, sounds or videos differ: decode and prefill fetched or processed others")
     if decode.embeddings != prefill.embeddings:
         found.append("the prompt's embeddings differ")
@@ -91,6 +92,16 @@ def differences(decode: PromptDigest, prefill: PromptDigest) -> list[str]:
     return found
 
 
-def compares_media(decode: PromptDigest, prefill: PromptDigest) -> bool:
-    """Returns whether hashes of images, sounds and videos mean the same on both sides."""
-    return bool(decode.media and prefill.media) and decode.media_hashing == prefill.media_hashing
+def why_media_not_compared(decode: PromptDigest, prefill: PromptDigest) -> str | None:
+    """Returns why the images, sounds and videos may differ although `differences` does not name them, else None.
+
+    Equal hashes mean equal content, however they are made.
+    """
+    if not prefill.num_media or (decode.media and decode.media == prefill.media):
+        return None
+    for side, digest in (("prefill", prefill), ("decode", decode)):
+        if not digest.media:
+            return f"{side} does not hash them: turn on prefix caching or --mm-processor-cache-gb there"
+    if decode.media_hashing != prefill.media_hashing:
+        return "the engines hash them differently: use one model path, vLLM version and --mm-hasher-algorithm"
+    return None
