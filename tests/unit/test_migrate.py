@@ -307,9 +307,68 @@ def test_compressed_caches(tmp_path: Path) -> None:
     assert "is not JSON" in migrated(serve(), model=tmp_path).engines[0].stops[0].why
 
 
-def test_variables_stay_before_the_command_but_for_what_the_script_computes() -> None:
-    entry = '{"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_producer"}'
-    exports = "export HCCL_IF_IP=$(hostname -I)\nexport TASK_QUEUE_ENABLE='1 2'\n"
-    commands = serve_commands(f"{exports}vllm serve m --kv-transfer-config '{entry}'")
-    printed = result_text(migrate_commands(commands, None, None), as_json=False)
-    assert "# HCCL_IF_IP: as in the old script\nexport TASK_QUEUE_ENABLE='1 2'\nvllm serve m" in printed
+PREFILL = """vllm serve m --kv-transfer-config '{"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_producer"}'"""
+
+
+def exports(script: str, *arguments: str) -> list[str]:
+    """What is printed before the command for a script's lines before it."""
+    result = migrate_commands(serve_commands(f"{script}\n{PREFILL}", arguments), None, None)
+    lines = result_text(result, as_json=False).splitlines()
+    return lines[lines.index("Command:") + 2 : lines.index("vllm serve m \\")]
+
+
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [
+        ("export A='1 2'", "export A='1 2'"),
+        ("B=2; export A=x$B", "export A=x2"),
+        ("A=1\nexport A", "export A=1"),
+        ("export A=$1", "export A=first"),
+        ("declare -x A=5", "export A=5"),
+        ("typeset -gx A=5", "export A=5"),
+        ("if true; then B=1; fi\nexport A=1", "export A=1"),
+        ("export A=2\nA=1", "export A=1"),
+    ],
+)
+def test_variables_stay_before_the_command(script: str, printed: str) -> None:
+    assert exports(script, "first") == [printed]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "export A=$(hostname -I)",
+        "export A=$(hostname -I | cut -d ' ' -f 1)",
+        "export A=`hostname -I`",
+        "export A=`cat name`",
+        "export A=~/x",
+        "export A=/x:~/y",
+        'export A="${HOME:-/root}/z"',
+        "export A=$2",
+        "export A",
+        "export A=$A:/x",
+        "export A+=:/x",
+        "B=1; export A='$B'",
+        "B=1; export A=\\$B",
+        "B=`date`; export A=$B",
+        "if test -d /x; then\nexport A=1\nfi",
+        "if test -d /x; then export A=1; fi",
+        "export A=1\ntest -d /x && export A=2",
+        "A=1\ntest -d /x || export A",
+        "for i in 1 2; do export A=$i; done",
+        "case $1 in\nfirst) export A=1 ;;\nesac",
+        "set_up() {\nexport A=1\n}",
+    ],
+)
+def test_values_that_only_a_shell_knows_stay_in_the_old_script(script: str) -> None:
+    assert exports(script, "first") == ["# A: as in the old script"]
+
+
+def test_programs_get_no_value_that_only_a_shell_knows() -> None:
+    result = migrate_commands(serve_commands(f"export A=1 B=~/x\nC=3 env D=4 {PREFILL}"), None, None)
+    made = json.loads(result_text(result, as_json=True))
+    assert made["engines"][0]["environment"] == {"A": "1", "B": None, "C": "3", "D": "4"}
+
+
+def test_an_assignment_without_export_is_no_variable_of_the_engine() -> None:
+    assert exports("A=1\ndeclare B=2\nreadonly C=3") == []

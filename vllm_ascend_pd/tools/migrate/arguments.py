@@ -49,12 +49,14 @@ class EngineArguments:
     """Arguments of `vllm serve`.
 
     options: option without dashes to its words, in the order of the command.
+    uncertain: variables of `environment` to which a shell may give other values.
     """
 
     positional: tuple[str, ...]
     options: Mapping[str, tuple[str, ...]]
     values: Mapping[str, Any]
     environment: Mapping[str, str] = field(default_factory=dict)
+    uncertain: frozenset[str] = frozenset()
 
     @property
     def model(self) -> str:
@@ -91,7 +93,7 @@ class EngineArguments:
 def read_arguments(command: ServeCommand) -> EngineArguments:
     """Raises MigrateError for values that are no number or no JSON object."""
     positional, options = _options(command.words)
-    return _read(EngineArguments(positional, options, {}, command.environment))
+    return _read(EngineArguments(positional, options, {}, command.environment, command.uncertain))
 
 
 def _read(arguments: EngineArguments) -> EngineArguments:

@@ -42,7 +42,7 @@ class EngineMigration(msgspec.Struct, frozen=True):
     was: tuple[str, ...]  # the connectors of the given command
     kv_transfer_config: dict[str, Any]  # ours; empty if there is none
     command: list[list[str]]  # the new command, one list per option
-    environment: dict[str, str]  # what the script exports and the engine still needs
+    environment: dict[str, str | None]  # what the engine still needs of the script's exports; None: as in the script
     url: str  # where the engine serves, for the proxy
     changes: tuple[Change, ...]
 

@@ -49,7 +49,7 @@ def with_values(command: ServeCommand, values: Mapping[str, str]) -> ServeComman
     assignments = "\n".join(f"{name}={shlex.quote(value)}" for name, value in values.items() if not name.isdecimal())
     arguments = [values.get(str(number), f"${number}") for number in range(1, 10)]
     [filled] = serve_commands(f"{assignments}\nvllm serve {text}", arguments)
-    return ServeCommand(filled.words, command.environment)
+    return ServeCommand(filled.words, command.environment, command.uncertain)
 
 
 def migrate_commands(commands: Sequence[ServeCommand], model: str | None, proxy_url: str | None) -> Migration:

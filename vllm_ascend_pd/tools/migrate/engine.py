@@ -55,7 +55,7 @@ def migrate_engine(old: EngineArguments, served: ModelFacts, proxy_url: str | No
         changes += said
         config = _with_own_entry(config, changed)
         arguments = arguments.with_json(_OPTION, config)
-    environment = dict(old.environment)
+    environment = {name: None if name in old.uncertain else value for name, value in old.environment.items()}
     for name in [name for name in environment if name in _ENVIRONMENT_LEFT_OUT and config]:
         del environment[name]
         changes.append(Change(ChangeKind.LEFT_OUT, name, _ENVIRONMENT_LEFT_OUT[name]))

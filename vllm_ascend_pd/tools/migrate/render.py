@@ -37,10 +37,10 @@ def _engine(engine: EngineMigration) -> str:
     return text + "\nCommand:\n\n" + _exports(engine.environment) + command + "\n"
 
 
-def _exports(environment: Mapping[str, str]) -> str:
+def _exports(environment: Mapping[str, str | None]) -> str:
     """The script's lines for what the engine still needs. Not everything that a script can assign is understood."""
     return "".join(
-        f"export {name}={shlex.quote(value)}\n" if value and "$" not in value else f"# {name}: as in the old script\n"
+        f"export {name}={shlex.quote(value)}\n" if value else f"# {name}: as in the old script\n"
         for name, value in environment.items()
     )
 
