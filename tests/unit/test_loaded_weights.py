@@ -293,6 +293,21 @@ def test_an_update_that_writes_to_parameters_directly_counts_and_one_that_was_se
     assert loaded.current.fingerprint not in (KNOWN, fingerprint(checkpoint(seed=1).items()))
 
 
+def test_engines_with_other_updates_that_were_not_seen_differ() -> None:
+    def after(*updates: str) -> str:
+        model = Model()
+        record(model)
+        model.load_weights(checkpoint().items())
+        loaded = weights_of([model.attention])
+        assert loaded is not None
+        for update in updates:
+            loaded.changed_unseen(update)
+        return loaded.current.fingerprint
+
+    some = [(), ("update_weights",), ("reset_weights",), ("reset_weights", "update_weights"), 2 * ("update_weights",)]
+    assert len({after(*updates) for updates in [*some, *some]}) == len(some)
+
+
 def test_a_load_format_that_splits_tensors_by_rank_leaves_the_weights_unknown() -> None:
     """Its ranks would seem to have other weights on an engine of another tensor-parallel size."""
     model = torch.nn.ModuleDict({"attention": torch.nn.Linear(2, 2)})

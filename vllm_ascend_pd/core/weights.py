@@ -65,8 +65,8 @@ class LoadedWeights:
         self._digests: dict[str, int] = {}
         # Sum of the digests.
         self._sum = 0
-        # Updates whose tensors were not seen.
-        self._unseen = 0
+        # Names of the updates whose tensors were not seen, in order, as a digest.
+        self._unseen = b""
         # Whether fingerprints of engines can be compared.
         self._comparable = True
         # The model thread replaces it as a whole, so any thread may read it without a lock.
@@ -84,9 +84,12 @@ class LoadedWeights:
             _nested.active = False
             self._publish(loading=False)
 
-    def changed_unseen(self) -> None:
-        """Records an update without checkpoint tensors. Engines with the same number of such updates count as equal."""
-        self._unseen += 1
+    def changed_unseen(self, update: str) -> None:
+        """Records an update without checkpoint tensors. Engines with the same updates in the same order count as equal.
+
+        `update`: its name, for example "update_weights". What it wrote is not known.
+        """
+        self._unseen = hashlib.blake2b(self._unseen + update.encode(), digest_size=_DIGEST_BYTES).digest()
         self._publish(loading=False)
 
     def stay_unknown(self) -> None:
@@ -127,7 +130,7 @@ class LoadedWeights:
     def _publish(self, loading: bool) -> None:
         fingerprint = ""
         if self._digests and self._comparable:
-            content = f"{self._sum} {len(self._digests)} {self._unseen}".encode()
+            content = f"{self._sum} {len(self._digests)} {self._unseen.hex()}".encode()
             fingerprint = hashlib.blake2b(content, digest_size=_FINGERPRINT_CHARS // 2).hexdigest()
         self.current = Weights(self.current.version + 1, fingerprint, loading)
 

@@ -5,7 +5,8 @@ What is patched, and why there:
 - `model_loader.utils.record_metadata_for_reloading`: `initialize_model` calls it with each new model, for any loader.
   The patch gives the model a `load_weights` of its own. All loads and updates in checkpoint format call that: the first
   load, `reload_weights`, weight transfer, and a trainer's own calls.
-- `update_weights` and `reload_weights` of the worker: for updates that write to parameters directly.
+- `update_weights`, `reload_weights` and `reset_weights` of the worker: for updates that write to parameters directly.
+  vLLM 0.32's `/weight_checker` resets weights to zero; vLLM 0.23 does not have it.
 
 Trainers that write to parameters with their own code go unnoticed.
 """
@@ -26,7 +27,7 @@ from vllm_ascend_pd.core.weights import LoadedWeights, NamedTensor
 
 _LOADER = "vllm.model_executor.model_loader.utils"
 _WORKERS = (("vllm.v1.worker.gpu_worker", "Worker"), ("vllm_ascend.worker.worker", "NPUWorker"))
-_UPDATES = ("update_weights", "reload_weights")
+_UPDATES = ("update_weights", "reload_weights", "reset_weights")
 _SPLITTING_FORMATS = ("bitsandbytes",)
 """Load formats that cut tensors up for each tensor-parallel rank before `load_weights` is called."""
 
@@ -141,7 +142,7 @@ def _noticing(update: Callable[..., Any]) -> Callable[..., Any]:
             loads = list(_records.values())
             if all(before.get(id(loaded)) == loaded.current.version for loaded in loads):
                 for loaded in loads:
-                    loaded.changed_unseen()
+                    loaded.changed_unseen(update.__name__)
 
     noticed._records_weights = True  # type: ignore[attr-defined]
     return noticed
