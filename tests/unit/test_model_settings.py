@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from transformers import Gemma3Config, LlamaConfig, Phi3Config, PretrainedConfig
+from vllm.config.multimodal import MultiModalConfig
 
 from vllm_ascend_pd.connector.model_settings import model_settings
 from vllm_ascend_pd.core.compatibility import different_settings
@@ -14,7 +15,7 @@ from vllm_ascend_pd.core.text import is_name
 
 
 def settings(config: PretrainedConfig, max_model_len: int = 4096, **model: Any) -> dict[str, str]:
-    options = {"quantization": None, "disable_sliding_window": False, **model}
+    options = {"quantization": None, "disable_sliding_window": False, "multimodal_config": None, **model}
     return model_settings(
         SimpleNamespace(
             model_config=SimpleNamespace(
@@ -27,6 +28,11 @@ def settings(config: PretrainedConfig, max_model_len: int = 4096, **model: Any) 
 
 def llama(**changes: Any) -> PretrainedConfig:
     return LlamaConfig(**{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **changes})
+
+
+def with_media(**options: Any) -> dict[str, str]:
+    """`options`: fields of vLLM's own class."""
+    return settings(llama(), multimodal_config=MultiModalConfig(**options))
 
 
 def difference(prefill: dict[str, str], decode: dict[str, str]) -> str:
@@ -116,3 +122,37 @@ def test_many_differences_are_counted_and_the_first_named() -> None:
 
 def test_an_engine_that_does_not_say_is_not_compared() -> None:
     assert different_settings(settings(llama()), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "named"),
+    [
+        (
+            {"mm_processor_kwargs": {"do_normalize": False}},
+            {},
+            "mm_processor_kwargs.do_normalize is false on prefill, not set on decode",
+        ),
+        (
+            {"mm_processor_kwargs": {"images_kwargs": {"a": 1, "b": 2}}},
+            {"mm_processor_kwargs": {"images_kwargs": {"b": 2, "a": 3}}},
+            'mm_processor_kwargs.images_kwargs is {"a": 1, "b": 2} on prefill, {"a": 3, "b": 2} on decode',
+        ),
+        (
+            {"media_io_kwargs": {"video": {"fps": 2}}},
+            {"media_io_kwargs": {"video": {"fps": 4}}},
+            'media_io_kwargs.video is {"fps": 2} on prefill, {"fps": 4} on decode',
+        ),
+        ({"video_pruning_rate": 0.5}, {}, "video_pruning is evs 0.5 on prefill, not set on decode"),
+    ],
+)
+def test_how_media_are_processed_is_named(prefill: dict[str, Any], decode: dict[str, Any], named: str) -> None:
+    """The same image becomes other values, with as many tokens and an equal hash."""
+    assert difference(with_media(**prefill), with_media(**decode)).endswith(named)
+
+
+def test_where_media_are_processed_and_how_they_are_cached_is_left_out() -> None:
+    plain = with_media()
+    assert plain == settings(llama()) == with_media(mm_processor_kwargs={}, video_pruning_rate=0.0)
+    assert with_media(mm_processor_kwargs={"device": "cpu"}, mm_processor_cache_gb=1) == plain
+    options = [{"images_kwargs": {"b": 2, "a": 3}, "x": 1}, {"x": 1, "images_kwargs": {"a": 3, "b": 2}}]
+    assert with_media(mm_processor_kwargs=options[0]) == with_media(mm_processor_kwargs=options[1])

@@ -10,7 +10,7 @@ from vllm_ascend_pd.core.protocol import MAX_SETTINGS
 from vllm_ascend_pd.core.text import one_line
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 # Keys of a model's configuration without effect on KV. All other keys are compared, including unknown ones.
 _WITHOUT_EFFECT = frozenset(
@@ -68,6 +68,10 @@ _SCALED_BY_LENGTH = ("longrope", "dynamic", "su")
 """Types of RoPE whose angles depend on the longest context."""
 
 
+_PROCESSOR_WITHOUT_EFFECT = "device"
+"""The argument of multi-modal processors that says where they run."""
+
+
 def model_settings(vllm_config: "VllmConfig") -> dict[str, str]:
     """Returns the settings by name, at most `MAX_SETTINGS`. Keys without a value are left out."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -76,6 +80,7 @@ def model_settings(vllm_config: "VllmConfig") -> dict[str, str]:
     found = dict(_flat({key: value for key, value in whole.items() if value != text}))
     found |= _flat(text)
     found |= _rope(text, model.max_model_len)
+    found |= _media(model)
     found["quantization"] = str(model.quantization or "none")
     found["disable_sliding_window"] = str(bool(model.disable_sliding_window))
     found["calculate_kv_scales"] = str(bool(getattr(cache, "calculate_kv_scales", False)))
@@ -108,6 +113,21 @@ def _short(text: str) -> str:
     if len(text) > _MAX_VALUE_CHARS:
         text = f"{text[:_SHOWN_CHARS]}... (digest {hashlib.sha256(text.encode()).hexdigest()[:16]})"
     return one_line(text, 2 * _MAX_VALUE_CHARS)
+
+
+def _media(model: "ModelConfig") -> dict[str, str]:
+    """Returns the options of how images, sounds and videos are read and processed. vLLM's hashes do not cover them."""
+    multimodal = model.multimodal_config
+    if multimodal is None:
+        return {}
+    found = {}
+    for option in ("mm_processor_kwargs", "media_io_kwargs"):
+        for key, value in (getattr(multimodal, option, None) or {}).items():
+            if (option, key) != ("mm_processor_kwargs", _PROCESSOR_WITHOUT_EFFECT):
+                found[one_line(f"{option}.{key}", _MAX_VALUE_CHARS)] = _short(_text(value))
+    if rate := getattr(multimodal, "video_pruning_rate", None):
+        found["video_pruning"] = f"{getattr(multimodal, 'video_pruning_method', 'evs')} {rate}"
+    return found
 
 
 def _rope(text: Mapping[str, Any], max_model_len: int) -> dict[str, str]:
