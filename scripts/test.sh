@@ -187,6 +187,13 @@ tests() { # tests TITLE PATH...
   shift
   stage "$title" run_pytest "$VENV" "$@"
 }
+# Unit and integration tests that import vLLM or connector/, or a helper of the tests that does.
+tests_that_touch_vllm() {
+  local imports='^ *(from|import) (vllm|vllm_ascend_pd\.connector)[. ]' helpers
+  helpers=$(grep -rlE "$imports" tests/harness tests/unit tests/integration --include='*.py' --exclude='test_*' \
+    --exclude=conftest.py | sed -E 's|.*/(.*)\.py|\1|' | paste -sd '|')
+  grep -rlE "$imports|^ *(from|import) (harness\.)?($helpers) " tests/unit tests/integration --include='test_*.py' | sort
+}
 npu_tests() {
   scripts/setup_npu_emulation.sh || return 1
   until [[ -e $scratch/set_up ]]; do sleep 1; done # the other environment, which these tests use, too
@@ -232,11 +239,9 @@ case $mode in
     tests_at_once "unit tests" tests/unit
     tests "NPU kernels on a CPU twin of AscendC" tests/ascendc_twin
     tests_at_once "integration tests" tests/integration -m "not long"
+    mapfile -t touching < <(tests_that_touch_vllm)
     PYTHONPATH="$VENV/vllm-0.23${PYTHONPATH:+:$PYTHONPATH}" \
-      tests "tests that touch vLLM, with vLLM 0.23.0" tests/unit/test_{decode_scheduler,decode_scheduler_failures}.py \
-        tests/unit/test_{prefill_scheduler,prefill_scheduler_preemption,prefill_scheduler_finish,transfer_span,windows}.py \
-        tests/unit/test_{held_prompts,placed_by_scheduler,cached_tokens}.py \
-        tests/integration/test_{decode_prefill_only,connector,context_parallelism,failed_forward,multi_connector,aggregation,engine_metrics}.py
+      tests_at_once "tests that touch vLLM, with vLLM 0.23.0" "${touching[@]}" -m "not long"
     [[ $mode == quick ]] || end_beside
     by_itself=1
     ! claim hostile || stage "${titles[hostile]}" run_long_stage hostile

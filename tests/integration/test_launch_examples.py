@@ -54,7 +54,10 @@ def dry_run(command: tuple[str, ...]) -> list[str]:
 @cache
 def vllm_parser() -> Any:
     """Of `vllm serve`."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ModuleNotFoundError:  # vLLM 0.23
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     return make_arg_parser(FlexibleArgumentParser())
