@@ -27,10 +27,13 @@ def prefill(scheduled_model: Path) -> Iterator[RealScheduler]:
 
 
 def ticket_id(scheduler: RealScheduler) -> str:
-    """Of the request that was just added: its ticket is in the next step."""
-    step, _ = scheduler.step()
-    [expect] = step.kv_connector_metadata.step.expects
-    return expect.ticket_id
+    """Of the request that was just added, or waits for KV again: its ticket is in one of the next steps."""
+    for _ in range(3):
+        step, _ = scheduler.step()
+        if expects := step.kv_connector_metadata.step.expects:
+            [expect] = expects
+            return expect.ticket_id
+    raise AssertionError("no ticket was issued")
 
 
 def cached_tokens(outputs: list[Any]) -> int:
@@ -138,6 +141,40 @@ def test_preempted_before_its_first_token(decode, all_prefilled):
     _, outputs = decode.step()
     assert request.num_preemptions == 1
     assert cached_tokens(outputs) == BLOCK
+
+
+def never_computes(model: Path) -> RealScheduler:
+    """A decode engine that asks for another ticket where others compute the prompt."""
+    return RealScheduler(Role.DECODE, model, load_failure_policy="recompute", extra={"who_computes": "never"})
+
+
+def test_what_prefill_computed_for_an_earlier_ticket_does_not_count(scheduled_model, all_prefilled):
+    """The request is preempted before its first token, and prefill has cached what it computed for the first ticket."""
+    decode = never_computes(scheduled_model)
+    try:
+        request = decode.add("r", range(PROMPT), all_prefilled, max_tokens=2)
+        decode.step(received(ticket_id(decode), BLOCK), finished_recving={"r"})
+        decode.schedule()
+        decode.preempt(request)
+        decode.pool.reset_prefix_cache()
+        assert arrives(decode, "r", received(ticket_id(decode), 6 * BLOCK)) == BLOCK
+    finally:
+        decode.close()
+    assert request.num_preemptions == 1
+
+
+@pytest.mark.parametrize("had", [0, 2 * BLOCK])
+def test_what_prefill_computed_for_a_ticket_that_failed_does_not_count(scheduled_model, all_prefilled, had):
+    decode = never_computes(scheduled_model)
+    try:
+        decode.add("r", range(PROMPT), all_prefilled)
+        step, _ = decode.step()
+        [expect] = step.kv_connector_metadata.step.expects
+        failed = WorkerReport(failed={expect.ticket_id: "the link is down"}, cached={expect.ticket_id: had})
+        decode.step(failed, finished_recving={"r"}, invalid_block_ids=set(expect.blocks))
+        assert arrives(decode, "r", received(ticket_id(decode), 6 * BLOCK)) == had
+    finally:
+        decode.close()
 
 
 def ticketed(request_id: str, tokens: int, blocks: list[int]) -> dict[str, Any]:

@@ -67,18 +67,19 @@ class ArrivalQueue:
             self._wake()
 
     def ticket_ended(
-        self, ticket_id: str, request_id: str, received: tuple[int, int] | None, cached_tokens: int
+        self, ticket_id: str, request_id: str, received: tuple[int, int] | None, cached_tokens: int | None
     ) -> None:
         """No prefill rank can write for a ticket any more.
 
         `received`: bytes, and those of them that arrived before prefill ended; None if the KV is not complete.
-        `cached_tokens`: how many tokens of the prompt prefill had in its prefix cache.
+        `cached_tokens`: how many tokens of the prompt prefill had in its prefix cache; None if no writer said so.
         """
         with self._changed:
             if received is None:
                 self._news.failed.add(request_id)
             else:
                 self._report.received[ticket_id] = received
+            if cached_tokens is not None:
                 self._report.cached[ticket_id] = cached_tokens
             self._news.finished.add(request_id)
             self._wake()

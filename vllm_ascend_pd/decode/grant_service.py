@@ -285,7 +285,7 @@ class GrantService:
         is_received = ticket.state is TicketState.RECEIVED
         self._observer.ticket_ended(request_id, ticket_id, is_received)
         received = (ticket.num_bytes, ticket.bytes_before_end) if is_received else None
-        self._arrivals.ticket_ended(ticket_id, request_id, received, ticket.cached_tokens or 0)
+        self._arrivals.ticket_ended(ticket_id, request_id, received, ticket.cached_tokens)
 
     def _revoke(self, each: OpenTicket, now: float) -> None:
         """Tells writers to stop, every second until they report or their processes end."""

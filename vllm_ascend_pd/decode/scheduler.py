@@ -62,7 +62,7 @@ class _IncomingTransfer:
     prefill_wait_s: float = 0.0
     # Whether the request has had its turn to run since the transfer has ended.
     started: bool = False
-    # How many tokens of the prompt prefill had in its cache. None: no rank has received its KV.
+    # How many tokens of the prompt prefill had in its cache, the least over ranks and tickets. None: not reported.
     cached_tokens: int | None = None
     # As `received`, of the request's earlier tickets.
     received_before: tuple[int, int] = (0, 0)
@@ -202,6 +202,7 @@ class DecodeScheduler:
         if earlier is not None:
             transfer.received_before = earlier.all_received
             transfer.lost_before = earlier.lost_before + 1 if earlier.failure is not None else 0
+            transfer.cached_tokens = earlier.cached_tokens  # prefill may have cached since what it computed for that one
         self._transfers[request.request_id] = self._by_ticket[ticket.ticket_id] = transfer
         self._step.expects.append(self._issuer.expect(request.request_id, ticket, blocks))
         self._observer.ticket_issued(request.request_id, ticket, request.trace_headers)
