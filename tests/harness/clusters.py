@@ -46,9 +46,10 @@ class Proxy(Server):
         logs: Path,
         port: int | None = None,
         args: Sequence[str] = (),
+        host: str = HOST,
     ) -> None:
-        super().__init__("proxy", port, logs)
-        command = [script("vllm-ascend-pd"), "proxy", "--host", HOST, "--port", str(self.port)]
+        super().__init__("proxy", port, logs, host)
+        command = [script("vllm-ascend-pd"), "proxy", "--host", host, "--port", str(self.port)]
         for option, engines in (("--prefill", prefill), ("--decode", decode)):
             for engine in engines:
                 command += [option, engine.url]
@@ -169,7 +170,7 @@ def running_cluster(
         ]
         engines = running.enter_context(running_engines(model, configs, logs, on_healthy, seconds))
         prefill, decode = engines[: len(config.prefill)], engines[len(config.prefill) :]
-        proxy = Proxy(prefill, decode, logs, port, (*config.proxy_args, *traces))
+        proxy = Proxy(prefill, decode, logs, port, (*config.proxy_args, *traces), config.decode[0].host)
         wait_ready([proxy], on_healthy)
         try:
             yield Cluster(config, model, prefill, decode, proxy, collector)

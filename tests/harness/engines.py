@@ -20,6 +20,7 @@ from harness.plain_http import PLAIN_HTTP
 from harness.ports import release_port, reserve_ports
 from harness.prefork import can_fork
 from harness.processes import ManagedProcess, wait_all_healthy
+from vllm_ascend_pd.core.hosts import authority
 
 HOST = "127.0.0.1"
 PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
@@ -86,6 +87,8 @@ class EngineConfig:
     """Per rank."""
     eager: bool = True
     """Not compiled: quick to start."""
+    host: str = HOST
+    """The address that it listens at. On the CPU backend, also the one that others reach its ranks by."""
     port: int | None = None
     """None: a free one, as for `kv_port`."""
     kv_port: int | None = None
@@ -125,7 +128,7 @@ class EngineConfig:
 
     def command(self, model: Path, port: int, kv_port: int | None) -> list[str]:
         """The `vllm serve` command line."""
-        command = [script("vllm"), "serve", str(model), "--host", HOST, "--port", str(port)]
+        command = [script("vllm"), "serve", str(model), "--host", self.host, "--port", str(port)]
         command += ["--tensor-parallel-size", str(self.tp), "--dtype", self.dtype]
         command += ["--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching"]
         sizes = {
@@ -189,7 +192,7 @@ class EngineConfig:
         """The whole environment of the engine's processes."""
         env = dict(os.environ)
         if self.device == "cpu":
-            env |= CPU_ENV
+            env |= CPU_ENV | {"VLLM_HOST_IP": self.host, "VLLM_LOOPBACK_IP": self.host}
             if not self.compiled:
                 # With TP > 1 the first request would wait for the embedding's function, 20 s of both cores.
                 env["TORCH_COMPILE_DISABLE"] = "1"
@@ -202,11 +205,11 @@ class EngineConfig:
 class Server:
     """A process that serves HTTP, with ports that it owns until `stop`."""
 
-    def __init__(self, name: str, port: int | None, logs: Path) -> None:
+    def __init__(self, name: str, port: int | None, logs: Path, host: str = HOST) -> None:
         self.name = name
         self._reserved: list[int] = []
         self.port = self._reserve() if port is None else port
-        self.url = f"http://{HOST}:{self.port}"
+        self.url = f"http://{authority(host, self.port)}"
         self.log = logs / f"{name}-{self.port}.log"
         self.process: ManagedProcess
 
@@ -231,7 +234,7 @@ class Engine(Server):
     """Of one with `bootstrap`."""
 
     def __init__(self, config: EngineConfig, model: Path, logs: Path) -> None:
-        super().__init__(config.label, config.port, logs)
+        super().__init__(config.label, config.port, logs, config.host)
         self.config = config
         self.kv_port = config.kv_port
         if self.kv_port is None and config.role is not Role.SINGLE:

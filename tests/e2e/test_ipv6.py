@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines and proxy at an IPv6 address: requests, tickets, grants and KV all go over `::1`."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import psutil
+import pytest
+
+from harness.client import Client, Messages, random_prompt
+from harness.clusters import Cluster, ClusterConfig, one_to_one
+from harness.engines import EngineConfig, Server
+from harness.failures import wait_all_blocks_free
+from harness.pool import Reference, long
+from harness.routers import Flow, stand_in
+from harness.waiting import wait_until
+
+HOST = "::1"
+
+
+def at_ipv6(prefill_tp: int, decode_tp: int) -> ClusterConfig:
+    config = one_to_one(prefill_tp, decode_tp, engine=EngineConfig(host=HOST))
+    return dataclasses.replace(config, name=f"ipv6-tp{prefill_tp}-to-tp{decode_tp}", single=EngineConfig())
+
+
+pytestmark = [
+    pytest.mark.parametrize("cluster", [at_ipv6(1, 1), long(at_ipv6(2, 1))], ids=str, indirect=True),
+    pytest.mark.timeout(600),
+]
+
+MESSAGES: Messages = [{"role": "user", "content": "Which layer comes before layer 6? " * 10}]
+DELIVERED = "vllm:kv_pd_ticket_to_ready_seconds_count"
+
+
+def ipv4_connections(servers: Sequence[Server]) -> list[object]:
+    """Returns the TCP connections between these servers that use IPv4. Those within one, such as gloo's, do not count."""
+    found = [
+        (server, connection)
+        for server in servers
+        for pid in server.process.members()
+        for connection in psutil.Process(pid).net_connections("tcp4")
+    ]
+    owners = {connection.laddr.port: server for server, connection in found}
+    return [each for server, each in found if each.raddr and owners.get(each.raddr.port, server) is not server]
+
+
+def test_tokens(cluster: Cluster, client: Client, reference: Reference) -> None:
+    before = cluster.decode[0].metric(DELIVERED)
+    prompts = [random_prompt(tokens, "ipv6") for tokens in (300, 1000)]
+    whole = client.complete(prompts[0])
+    streamed = client.complete(prompts[1], stream=True)
+    chat = client.chat(MESSAGES)
+    assert [whole.token_ids, streamed.token_ids] == [reference.complete(prompt) for prompt in prompts]
+    assert chat.token_ids == reference.chat(MESSAGES)
+    wait_until(lambda: cluster.decode[0].metric(DELIVERED) == before + 3, 30)
+    assert ipv4_connections([*cluster.prefill, *cluster.decode, cluster.proxy]) == []
+    wait_all_blocks_free(cluster)
+
+
+def test_a_router_that_asks_prefill_first(cluster: Cluster, reference: Reference) -> None:
+    """Prefill names its own address, and decode offers the ticket there."""
+    prompt = random_prompt(300, "ipv6 routed")
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    with stand_in(Flow.VLLM_NIXL, prefill, decode) as router, Client(router.url, model=str(cluster.model)) as through:
+        answer = through.complete(prompt)
+        [named] = router.answers
+    assert named is not None
+    assert named["ticket_host"] == HOST
+    assert answer.token_ids == reference.complete(prompt)
+    assert answer.kv_transfer_params is not None
+    assert answer.kv_transfer_params["received_bytes"] > 0
+    wait_all_blocks_free(cluster)
