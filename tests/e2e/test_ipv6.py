@@ -33,7 +33,7 @@ DELIVERED = "vllm:kv_pd_ticket_to_ready_seconds_count"
 
 
 def ipv4_connections(servers: Sequence[Server]) -> list[object]:
-    """Returns the TCP connections between these servers that use IPv4. Those within one, such as gloo's, do not count."""
+    """Returns the TCP connections between these servers that use IPv4. Those within one (gloo) do not count."""
     found = [
         (server, connection)
         for server in servers

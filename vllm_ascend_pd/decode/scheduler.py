@@ -202,7 +202,7 @@ class DecodeScheduler:
         if earlier is not None:
             transfer.received_before = earlier.all_received
             transfer.lost_before = earlier.lost_before + 1 if earlier.failure is not None else 0
-            transfer.cached_tokens = earlier.cached_tokens  # prefill may have cached since what it computed for that one
+            transfer.cached_tokens = earlier.cached_tokens  # since then, prefill has cached what it computed
         self._transfers[request.request_id] = self._by_ticket[ticket.ticket_id] = transfer
         self._step.expects.append(self._issuer.expect(request.request_id, ticket, blocks))
         self._observer.ticket_issued(request.request_id, ticket, request.trace_headers)
