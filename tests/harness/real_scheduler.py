@@ -13,6 +13,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -95,7 +96,15 @@ class RealScheduler:
     def pool(self) -> Any:
         return self.scheduler.kv_cache_manager.block_pool
 
-    def add(self, request_id: str, prompt: Iterable[int], params: object = None, max_tokens: int = 1) -> Request:
+    def add(
+        self,
+        request_id: str,
+        prompt: Iterable[int],
+        params: object = None,
+        max_tokens: int = 1,
+        lora: LoRARequest | None = None,
+        salt: str | None = None,
+    ) -> Request:
         sampling = SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, temperature=0, extra_args={"kv_transfer_params": params}
         )
@@ -105,6 +114,8 @@ class RealScheduler:
             sampling_params=sampling,
             pooling_params=None,
             block_hasher=self._hasher,
+            lora_request=lora,
+            cache_salt=salt,
         )
         self.scheduler.add_request(request)
         return request

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was computed with old weights is found in the prefix cache no more, with vLLM's own scheduler and block pool."""
+"""What was computed with old weights, of a model or a LoRA adapter, is found in the prefix cache no more.
+
+With vLLM's own scheduler and block pool.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from harness.engines import Role
 from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK, TOKEN, RealScheduler
+from vllm_ascend_pd.connector import adapters
+from vllm_ascend_pd.connector.vllm_blocks import salt_of_client
 from vllm_ascend_pd.core.step import WorkerReport
 
 PROMPT = 100
@@ -26,9 +32,9 @@ def engine(request: pytest.FixtureRequest, scheduled_model: Path) -> Iterator[Re
     scheduler.close()
 
 
-def run(engine: RealScheduler, name: str, extra: int = 0) -> int:
+def run(engine: RealScheduler, name: str, extra: int = 0, **fields: Any) -> int:
     """Serves a request of the same prompt, with `extra` tokens more. Returns its cached tokens."""
-    request = engine.add(name, [*range(PROMPT), *range(extra)])
+    request = engine.add(name, [*range(PROMPT), *range(extra)], **fields)
     step = engine.schedule()
     cached = int(request.prefill_stats.num_cached_tokens)
     engine.end(step)
@@ -100,3 +106,76 @@ def test_a_short_request_that_runs_during_the_update_does_not_either(engine: Rea
     step = engine.schedule()
     assert request.prefill_stats.num_cached_tokens == 0
     engine.end(step)
+
+
+HIT = FULL * BLOCK
+
+
+class Adapter:
+    """A LoRA adapter that is loaded again and again under one name. Each load has another id, as in vLLM."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._loads = 0
+
+    def load(self, content: str, folder: str = "sql") -> LoRARequest:
+        path = self.folder / folder
+        path.mkdir(exist_ok=True)
+        (path / "adapter_config.json").write_text("{}")
+        (path / "adapter_model.bin").write_text(content)
+        self._loads += 1
+        return LoRARequest("sql", self._loads, str(path))
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Adapter:
+    monkeypatch.setattr(adapters, "_first_contents", {})
+    monkeypatch.setattr(adapters, "_loaded", adapters._Recent())
+    return Adapter(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["sql", "elsewhere"])
+def test_an_adapter_with_new_files_finds_nothing_of_the_old_ones(
+    engine: RealScheduler, adapter: Adapter, folder: str
+) -> None:
+    first = adapter.load("one")
+    assert [run(engine, name, lora=first) for name in "ab"] == [0, HIT]
+    second = adapter.load("another", folder)
+    assert [run(engine, name, lora=second) for name in "cd"] == [0, HIT], "what is new is cached"
+    assert [run(engine, name, lora=adapter.load("another", folder)) for name in "ef"] == [HIT, HIT], "loaded again"
+    assert [run(engine, name, lora=adapter.load("a third", folder)) for name in "gh"] == [0, HIT]
+    assert run(engine, "i", lora=adapter.load("one")) == HIT, "files that are back find their KV"
+
+
+def test_other_requests_keep_what_is_cached(engine: RealScheduler, adapter: Adapter) -> None:
+    other = LoRARequest("other", 77, str(adapter.folder / "none"))  # cannot be read
+    first = adapter.load("one")
+    assert [run(engine, name, lora=lora) for name, lora in (("a", None), ("b", other), ("c", first))] == [0, 0, 0]
+    assert run(engine, "d", lora=adapter.load("another")) == 0
+    assert [run(engine, name, lora=lora) for name, lora in (("e", None), ("f", other))] == [HIT, HIT]
+
+
+def test_an_adapter_that_cannot_be_read_goes_by_its_load(engine: RealScheduler, adapter: Adapter) -> None:
+    path = str(adapter.folder / "none")
+    loads = [LoRARequest("sql", number, path) for number in (1, 1, 2, 2)]
+    assert [run(engine, f"r{index}", lora=lora) for index, lora in enumerate(loads)] == [0, HIT, 0, HIT]
+
+
+def test_salts_keep_prompts_of_a_replaced_adapter_apart(engine: RealScheduler, adapter: Adapter) -> None:
+    run(engine, "a", lora=adapter.load("one"))
+    second = adapter.load("another")
+    cached = [run(engine, name, lora=second, salt=salt) for name, salt in zip("bcde", [*"xxy", None], strict=True)]
+    assert cached == [0, HIT, 0, 0]
+    request = engine.add("f", range(PROMPT), lora=second, salt="x")
+    assert request.cache_salt != salt_of_client(request) == "x", "tickets compare the client's"
+    while "f" in engine.scheduler.requests:
+        engine.step()
+
+
+def test_names_beyond_the_bound_go_by_content(
+    engine: RealScheduler, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "_MAX_NAMES", 0)
+    for content in ("one", "another"):
+        assert [run(engine, f"{content} {i}", lora=adapter.load(content)) for i in range(2)] == [0, HIT]
+    assert not adapters._first_contents

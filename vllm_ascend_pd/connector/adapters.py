@@ -17,6 +17,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_CACHED = 1024
 """How many adapters' digests are cached. The least recently used one is dropped first."""
+_MAX_NAMES = 1 << 16
+"""How many adapters' names may each have one content that the prefix cache knows by the name."""
+
+_UNREAD = "unread:"
+"""Begins the digest of an adapter whose files cannot be read."""
 
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
@@ -85,6 +90,9 @@ class _Recent(OrderedDict[_K, _V]):
 _read: _Recent[tuple[str, _FileState, _FileState], str] = _Recent()
 _loaded: _Recent[tuple[str, int], str] = _Recent()
 _warned: _Recent[tuple[str, str], None] = _Recent()
+# Adapter's name -> the first content that it stood for. Entries are never dropped, and at most `_MAX_NAMES` made.
+# Used by the scheduler's thread alone.
+_first_contents: dict[str, str] = {}
 
 
 def adapter_digest(lora_request: Adapter | None) -> str:
@@ -109,7 +117,7 @@ def adapter_digest(lora_request: Adapter | None) -> str:
             "LoRA adapter %s at %s cannot be read (%s): it is compared with the other engines' by its name alone",
             repr(error),
         )
-        return f"unread:{lora_request.lora_name}"
+        return f"{_UNREAD}{lora_request.lora_name}"
     if getattr(lora_request, "load_inplace", False):  # workers read the files again for every step with the adapter
         return digest
     loaded = _loaded.remember((lora_request.lora_name, lora_request.lora_int_id), lambda: digest)
@@ -123,6 +131,22 @@ def adapter_digest(lora_request: Adapter | None) -> str:
         )
         return f"changed:{secrets.token_hex(8)}"
     return digest
+
+
+def content_beyond_name(lora_request: Adapter | None) -> str:
+    """Returns what tells an adapter apart from the first one of its name; "" for that first one and for no adapter.
+
+    The prefix cache needs it: vLLM 0.23 knows an adapter there by its name alone, vLLM 0.32 by its name and path. So KV
+    of replaced files would still be found.
+    """
+    if lora_request is None:
+        return ""
+    content = adapter_digest(lora_request)
+    if content.startswith(_UNREAD):  # each load has an id of its own
+        content = f"{content} {lora_request.lora_int_id}"
+    if lora_request.lora_name not in _first_contents and len(_first_contents) < _MAX_NAMES:
+        _first_contents[lora_request.lora_name] = content
+    return "" if _first_contents.get(lora_request.lora_name) == content else content
 
 
 def _warn(adapter: Adapter, what: str, message: str, detail: str) -> None:

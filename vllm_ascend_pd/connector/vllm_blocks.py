@@ -3,8 +3,12 @@
 
 vLLM does not empty the prefix cache when weights change: it leaves that to whoever changes them. Here the cache is
 emptied as soon as a rank reports an update.
+
+Nor does vLLM notice that a LoRA adapter's files were replaced. Here requests with the new files find no KV of the old
+ones.
 """
 
+import hashlib
 import logging
 import secrets
 from collections.abc import Sequence
@@ -12,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashListWithBlockSize
+
+from vllm_ascend_pd.connector.adapters import content_beyond_name
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -21,6 +27,8 @@ logger = logging.getLogger(__name__)
 _HASH_BYTES = 32
 _CLIENT_SALT = "cache_salt_of_client"
 """Attribute of a request whose salt was replaced: the salt before that."""
+_SALT_KEY = secrets.token_bytes(_HASH_BYTES)
+"""Makes salts of this module differ from any that a client can choose."""
 
 
 class VllmBlocks:
@@ -41,6 +49,15 @@ class VllmBlocks:
     @property
     def weight_updates(self) -> dict[str, int]:
         return dict(self._updates)
+
+    @staticmethod
+    def arrived(request: Any) -> None:
+        """Takes a new request, before it is looked up in the prefix cache. Tells apart adapters of one name."""
+        if not (content := content_beyond_name(request.lora_request)):
+            return
+        _replace_salt(request, hashlib.blake2b(f"{request.cache_salt} {content}".encode(), key=_SALT_KEY).hexdigest())
+        request.block_hashes.clear()
+        request.update_block_hashes()
 
     def allocated(self, request: Any) -> None:
         self._with_blocks.add(request)
@@ -83,10 +100,14 @@ def _make_unfindable(request: Any) -> None:
     Some of its blocks hold KV of the old weights. Later blocks attend to those, and vLLM will cache them. Each hash
     depends on the one before it, and the first one on the salt.
     """
+    _replace_salt(request, secrets.token_hex(_HASH_BYTES))
+    request.block_hashes[:] = [BlockHash(secrets.token_bytes(_HASH_BYTES)) for _ in request.block_hashes]
+
+
+def _replace_salt(request: Any, salt: str) -> None:
     if not hasattr(request, _CLIENT_SALT):
         setattr(request, _CLIENT_SALT, request.cache_salt)
-    request.cache_salt = secrets.token_hex(_HASH_BYTES)
-    request.block_hashes[:] = [BlockHash(secrets.token_bytes(_HASH_BYTES)) for _ in request.block_hashes]
+    request.cache_salt = salt
 
 
 def salt_of_client(request: Any) -> str | None:

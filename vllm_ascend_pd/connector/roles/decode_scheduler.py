@@ -72,6 +72,7 @@ class DecodeSchedulerRole(ConnectorRole):
         bind_refusals(pool, self.scheduler.take_refused)
 
     def arrived(self, request: "Request") -> None:
+        self._blocks.arrived(request)
         self.scheduler.arrived(request)
 
     def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int | None:

@@ -44,6 +44,7 @@ class PrefillSchedulerRole(ConnectorRole):
         self._blocks.bind(pool)
 
     def arrived(self, request: "Request") -> None:
+        self._blocks.arrived(request)
         self.scheduler.arrived(request)
 
     def matched_tokens(self, request: "Request", num_computed_tokens: int) -> int:
