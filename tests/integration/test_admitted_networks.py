@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At its start, a prefill engine's log names the hosts whose tickets it serves."""
+"""At its start, a prefill engine's log names the hosts whose tickets it serves, and a decode engine's the places where
+its tickets may go."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,32 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 import vllm_ascend_pd
 from harness.scheduling import BLOCK
 
+Said = Callable[[str, dict[str, Any], str], str]
+
+
+@pytest.fixture
+def said(model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Said:
+    """Returns the line with `words` that an engine of a role shows at its start, on a host with a hundred networks."""
+    bridges = [SimpleNamespace(address=f"198.51.{n}.7", netmask="255.255.255.0") for n in range(100)]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"bridges": bridges})
+    vllm_ascend_pd.register()
+
+    def start(role: str, extra: dict[str, Any], words: str) -> str:
+        transfer = KVTransferConfig(
+            kv_connector="LayerwisePushConnector", kv_role=role, kv_connector_extra_config=extra
+        )
+        config = EngineArgs(model=str(model), max_model_len=512, kv_transfer_config=transfer).create_engine_config()
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        shown = logging.getLogger("vllm")  # what an engine shows
+        monkeypatch.setattr(shown, "handlers", [*shown.handlers, caplog.handler])
+        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, caches).shutdown()
+        # Once or twice, as vLLM's logger may hand records on.
+        [line] = {text for record in caplog.records if words in (text := record.getMessage())}
+        return line
+
+    return start
+
 
 @pytest.mark.parametrize(
     ("extra", "named", "not_named"),
@@ -28,30 +56,33 @@ from harness.scheduling import BLOCK
     ],
 )
 def test_prefills_start_names_the_networks_that_it_admits(
-    extra: dict[str, Any],
-    named: str,
-    not_named: str,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    extra: dict[str, Any], named: str, not_named: str, said: Said
 ) -> None:
-    bridges = [SimpleNamespace(address=f"198.51.{n}.7", netmask="255.255.255.0") for n in range(100)]
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"bridges": bridges})
-    vllm_ascend_pd.register()
-    config = EngineArgs(
-        model=str(model),
-        max_model_len=512,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="LayerwisePushConnector", kv_role="kv_producer", kv_connector_extra_config=extra
-        ),
-    ).create_engine_config()
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    shown = logging.getLogger("vllm")  # what an engine shows
-    monkeypatch.setattr(shown, "handlers", [*shown.handlers, caplog.handler])
-    KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, caches).shutdown()
-    # Once or twice, as vLLM's logger may hand records on.
-    [said] = {text for record in caplog.records if "decode engines are served at" in (text := record.getMessage())}
-    assert named in said
-    assert not_named not in said
-    assert len(said) < 1000
+    line = said("kv_producer", extra, "decode engines are served at")
+    assert named in line
+    assert not_named not in line
+    assert len(line) < 1000
+
+
+ELSEWHERE = "http://proxy.example:8000"
+
+
+@pytest.mark.parametrize(
+    ("extra", "proxies", "named", "not_named"),
+    [
+        ({}, "this host only", "10.0.0.0/8", "8.8.8.0/24"),
+        ({}, "metaserver_allowlist is empty", "198.51.0.0/24", "198.51.99.0/24"),
+        ({"metaserver_allowlist": [ELSEWHERE]}, ELSEWHERE, "10.0.0.0/8", "this host only"),
+        ({"prefill_allowlist": ["203.0.113.0/24"]}, "this host only", "203.0.113.0/24", "10.0.0.0/8"),
+    ],
+)
+def test_decodes_start_names_the_places_where_its_tickets_may_go(
+    extra: dict[str, Any], proxies: str, named: str, not_named: str, said: Said
+) -> None:
+    line = said("kv_consumer", extra, "tickets are posted to proxies at")
+    before, _, after = line.partition("prefill engines at")
+    assert proxies in before
+    assert named in after
+    assert not_named not in line
+    assert line.endswith("are refused")
+    assert len(line) < 1000

@@ -317,8 +317,11 @@ def test_a_key_that_cannot_be_sent_is_not_shown(key: str) -> None:
 OURS = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer", "kv_port": 30101}
 
 
+DECODES = {"config.connector": Level.OK, "config.metaservers": Level.NOTE, "config.prefill_hosts": Level.OK}
+
+
 def test_configuration(tmp_path: Path) -> None:
-    assert judged(OURS) == {"config.connector": Level.OK}
+    assert judged(OURS) == DECODES
     assert judged({**OURS, "kv_role": "kv_both"}) == {"config.connector": Level.ERROR}
     assert judged({**OURS, "kv_connector_extra_config": {"leas_s": 1}}) == {"config.connector": Level.ERROR}
     assert judged({**OURS, "kv_connector": "NixlConnector"}) == {"config.connector": Level.ERROR}
@@ -328,7 +331,7 @@ def test_configuration(tmp_path: Path) -> None:
     for mode, level in ((0o644, Level.ERROR), (0o600, Level.OK)):
         secret.chmod(mode)
         assert judged({**OURS, "kv_connector_extra_config": extra}) == {
-            "config.connector": Level.OK,
+            **DECODES,
             "config.ticket_secret_file": level,
             "config.side_channel_key_file": Level.ERROR,
         }
@@ -340,9 +343,9 @@ def test_configuration_below_a_multi_connector() -> None:
     inner = [{"kv_connector": "OtherConnector"}, OURS]
     outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": inner}}
     assert engine_config.read(json.dumps(outer)).kv_port == 30101
-    assert judged(outer) == {"config.connector": Level.OK, "config.order": Level.WARNING}
+    assert judged(outer) == {**DECODES, "config.order": Level.WARNING}
     first = {**outer, "kv_connector_extra_config": {"connectors": inner[::-1]}}
-    assert judged(first) == {"config.connector": Level.OK}
+    assert judged(first) == DECODES
     assert judged({**outer, "kv_connector_extra_config": {}}) == {"config.connector": Level.ERROR}
 
 

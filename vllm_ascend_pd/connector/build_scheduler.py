@@ -184,16 +184,21 @@ def _decode(
     blocks = VllmBlocks()
     measured = DecodeSchedulerStats()
     observer = decode_scheduler_observer(config, setup.started_as, measured, ReceiveSpans())
+    metaserver = MetaserverClient(
+        _metaserver_settings(config, recomputes and config.who_computes != "never"), setup.host, observer
+    )
+    delivery = _delivery_settings(setup, keys)
+    logger.info(
+        "tickets are posted to proxies at: %s; or offered to prefill engines at: %s; requests that name others are "
+        "refused",
+        metaserver.admitted,
+        delivery.hosts.admitted,
+    )
     scheduler = DecodeScheduler(
         TicketIssuer(engine, groups, requests, signer),
         requests,
         blocks,
-        TicketRoutes(
-            MetaserverClient(
-                _metaserver_settings(config, recomputes and config.who_computes != "never"), setup.host, observer
-            ),
-            PrefillClient(_delivery_settings(setup, keys), observer),
-        ),
+        TicketRoutes(metaserver, PrefillClient(delivery, observer)),
         PromptPlacement(groups, requests, blocks, config, _engine_steps(setup)),
         _idle_wait(setup, wakeup),
         observer,

@@ -70,6 +70,12 @@ def host_of(endpoint: str) -> str:
     return host
 
 
+def in_words(entries: Sequence[str]) -> str:
+    """Returns the entries of an allow-list for a log. Of many, it names only some."""
+    left_out = len(entries) - _NAMED
+    return ", ".join(entries[:_NAMED]) + (f" and {left_out} more" if left_out > 0 else "")
+
+
 class HostList:
     """Decides which hosts are admitted."""
 
@@ -80,9 +86,7 @@ class HostList:
 
         Raises ValueError, which names an entry that is none of these.
         """
-        left_out = len(entries) - _NAMED
-        # The entries in words, for logs.
-        self.admitted = ", ".join(entries[:_NAMED]) + (f" and {left_out} more" if left_out > 0 else "")
+        self.admitted = in_words(entries)
         self._networks = []
         self._names = set()
         self._hint = hint

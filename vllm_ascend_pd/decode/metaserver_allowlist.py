@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import yarl
 
-from vllm_ascend_pd.core.hosts import is_host, is_loopback, looks_numeric, normal_host
+from vllm_ascend_pd.core.hosts import in_words, is_host, is_loopback, looks_numeric, normal_host
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 
 _SCHEMES = ("http", "https")
@@ -27,6 +27,8 @@ class Allowlist:
         """Raises ValueError for an entry that is not a URL."""
         self._entries = [_parse_entry(entry) for entry in entries]
         self._own_host = normal_host(own_host)
+        # The places in words, for logs.
+        self.admitted = in_words(entries) or f"this host only, path {METASERVER_PATH} (metaserver_allowlist is empty)"
 
     def refusal(self, url: str) -> str | None:
         """Returns why `url` must not be posted to, or None if it may."""

@@ -34,6 +34,8 @@ class MetaserverClient:
             self._allowlist = Allowlist(settings.allowlist, own_host)
         except ValueError as error:
             raise MetaserverError(str(error)) from error
+        # Where tickets may be posted to, in words.
+        self.admitted = self._allowlist.admitted
         try:
             http = MetaserverHttp(settings)
         except (OSError, SecretFileError) as error:  # ssl.SSLError is an OSError

@@ -11,8 +11,9 @@ import msgspec
 from vllm_ascend_pd.connector.multi_connector import CONNECTOR, asked_before
 from vllm_ascend_pd.connector.multi_connector import warning as order_warning
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, parse_config
-from vllm_ascend_pd.core.hosts import decode_hosts
+from vllm_ascend_pd.core.hosts import decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
+from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
 from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.own_networks import own_networks
@@ -86,10 +87,27 @@ def judge(config: KvTransferConfig | None, wanted: Sequence[str] = ()) -> tuple[
             )
         else:
             findings.append(ok("config.decode_hosts", said))
+    else:
+        findings += _judge_ticket_routes(extra)
     if config.asked_before and config.kv_role == "kv_consumer":
         action = f"put {CONNECTOR} first in the MultiConnector's `connectors` on decode"
         findings.append(warning("config.order", order_warning(config.asked_before), action))
     return [*findings, *_secrets(extra)], extra
+
+
+def _judge_ticket_routes(extra: ConnectorConfig) -> list[Finding]:
+    """Where a decode engine's tickets may go."""
+    try:
+        proxies = Allowlist(extra.metaserver_allowlist, "localhost").admitted
+    except ValueError as problem:
+        return [error("config.metaservers", one_line(str(problem), 400), _ACTION)]
+    engines = prefill_hosts(extra.prefill_allowlist, "localhost", own_networks()).admitted
+    said = f"tickets are posted to proxies at: {proxies}; requests that name others are refused"
+    action = "name the proxy's --metaserver-url in metaserver_allowlist if it runs on another host"
+    return [
+        ok("config.metaservers", said) if extra.metaserver_allowlist else note("config.metaservers", said, action),
+        ok("config.prefill_hosts", f"tickets are offered to prefill engines at {engines}; no others are asked"),
+    ]
 
 
 def _secrets(config: ConnectorConfig) -> list[Finding]:
