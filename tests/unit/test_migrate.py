@@ -322,6 +322,8 @@ def exports(script: str, *arguments: str) -> list[str]:
     [
         ("export A='1 2'", "export A='1 2'"),
         ("B=2; export A=x$B", "export A=x2"),
+        ("B=2; export A=x$B  # the NIC's", "export A=x2"),
+        ("B=2; export A=x$B \\\n  # more", "export A=x2"),
         ("A=1\nexport A", "export A=1"),
         ("export A=$1", "export A=first"),
         ("declare -x A=5", "export A=5"),

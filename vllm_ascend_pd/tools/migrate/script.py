@@ -32,6 +32,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|([A-Za-z_]\w*|\d))")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _EXPORTS = re.compile(r"-\w*x")  # an option of `declare`
+_UP_TO_A_QUOTE = r"(?:(?!\s#)[^\n])*(?:'|\\(?!\r?\n))"  # not in a comment, and no continuation of the line
 _FOR_A_SHELL = re.compile(r"[$`]|(?:^|:)~")
 _OPENING = ("if", "for", "while", "until", "case", "select", "{")
 _CLOSING = ("fi", "done", "esac", "}")
@@ -111,7 +112,7 @@ class _Shell:
                 name, plus, text = assignment.groups()
                 value = self._expanded(text)
                 # shlex has taken the quotes, and a shell fills in nothing between some of them.
-                quoted = "$" in text and re.search(rf"\b{name}=[^\n]*['\\]", self.script) is not None
+                quoted = "$" in text and re.search(rf"\b{name}={_UP_TO_A_QUOTE}", self.script) is not None
                 self.variables[name] = _Value(value.text, value.certain and self.surely and not plus and not quoted)
                 names.append(name)
             elif _NAME.fullmatch(word) and not in_command:
