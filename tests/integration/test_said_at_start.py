@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At its start, a prefill engine's log names the hosts whose tickets it serves, and a decode engine's the places where
-its tickets may go."""
+"""What an engine's log says at its start: the hosts whose tickets prefill serves, the places where decode's tickets may
+go, and known faults of installed versions."""
 
 import logging
 from collections.abc import Callable
@@ -19,22 +19,25 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 import vllm_ascend_pd
 from harness.scheduling import BLOCK
+from vllm_ascend_pd.connector import known_faults
 
-Said = Callable[[str, dict[str, Any], str], str]
+Said = Callable[..., str]
 
 
 @pytest.fixture
 def said(model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Said:
-    """Returns the line with `words` that an engine of a role shows at its start, on a host with a hundred networks."""
+    """Returns the line with `words` that an engine of a role shows at its start, on a host with a hundred networks.
+    `options`: of `EngineArgs`."""
     bridges = [SimpleNamespace(address=f"198.51.{n}.7", netmask="255.255.255.0") for n in range(100)]
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"bridges": bridges})
     vllm_ascend_pd.register()
 
-    def start(role: str, extra: dict[str, Any], words: str) -> str:
+    def start(role: str, extra: dict[str, Any], words: str, **options: Any) -> str:
         transfer = KVTransferConfig(
             kv_connector="LayerwisePushConnector", kv_role=role, kv_connector_extra_config=extra
         )
-        config = EngineArgs(model=str(model), max_model_len=512, kv_transfer_config=transfer).create_engine_config()
+        args = EngineArgs(model=str(model), max_model_len=512, kv_transfer_config=transfer, **options)
+        config = args.create_engine_config()
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
         caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
         shown = logging.getLogger("vllm")  # what an engine shows
@@ -86,3 +89,11 @@ def test_decodes_start_names_the_places_where_its_tickets_may_go(
     assert not_named not in line
     assert line.endswith("are refused")
     assert len(line) < 1000
+
+
+def test_decodes_start_warns_of_a_fault_of_the_installed_vllm_ascend(
+    said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_faults, "version", {"vllm-ascend": "0.23.0"}.__getitem__)
+    line = said("kv_consumer", {}, "vllm-ascend 0.23.0 with data parallelism on decode", data_parallel_size=2)
+    assert line == known_faults.IDLE_RANKS_OVERWRITE_BLOCKS
