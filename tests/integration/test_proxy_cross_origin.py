@@ -63,6 +63,18 @@ def test_answers_and_errors_may_be_read(cluster: Cluster, stream: dict[str, obje
     assert (method.status_code, method.headers[ALLOWED]) == (405, PAGE)
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/responses/resp_7", "/v1/responses/resp_7/cancel", "/v1/audio/transcriptions"],
+)
+def test_a_page_reads_why_a_route_is_not_served(cluster: Cluster, path: str) -> None:
+    assert cluster.client.options(path, headers=PREFLIGHT).headers[ALLOWED] == PAGE
+    answer = cluster.client.post(path, headers={"Origin": PAGE})
+    assert (answer.status_code, answer.headers[ALLOWED]) == (501, PAGE)
+    longer = cluster.client.post(f"{path}/further", headers={"Origin": PAGE})
+    assert (longer.status_code, ALLOWED in longer.headers) == (404, False)
+
+
 def test_refusal_of_a_full_proxy_may_be_read() -> None:
     with running_cluster(allowed_origins=("*",), max_concurrent=1, max_waiting=0) as cluster:
         cluster.decode.hangs_after_first_token = True

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
@@ -23,6 +24,8 @@ class CrossOrigin(CORSMiddleware):
         allow_headers: Sequence[str],
         allow_credentials: bool,
     ) -> None:
+        """`paths`: those of the routes for clients, which may have parameters in braces. The others are those of
+        `CORSMiddleware`."""
         super().__init__(
             app,
             allow_origins=allow_origins,
@@ -30,10 +33,10 @@ class CrossOrigin(CORSMiddleware):
             allow_headers=allow_headers,
             allow_credentials=allow_credentials,
         )
-        self._paths = frozenset(paths)
+        self._paths = [compile_path(path)[0] for path in paths]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] in self._paths:
+        if scope["type"] == "http" and any(path.match(scope["path"]) for path in self._paths):
             await super().__call__(scope, receive, send)
         else:
             await self.app(scope, receive, send)
