@@ -36,7 +36,7 @@ def make_adapter(folder: Path, seed: int) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     sizes = {"q_proj": TINY.hidden_size, "v_proj": TINY.kv_heads * TINY.head_size}
     weights = {}
@@ -78,6 +78,7 @@ def pair(
     base = EngineConfig(
         connector_extra=PATIENT,
         args=("--served-model-name", NAME, "--chat-template", DATED, "--enable-lora", "--max-lora-rank", str(RANK)),
+        env=(("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1"),),
     )
 
     def config(role: Role, seed: int) -> EngineConfig:
@@ -85,7 +86,7 @@ def pair(
         adapters = ("--lora-modules", f"{ADAPTER}={own}", f"{COMMON}={common}", "--max-loras", "2")
         return dataclasses.replace(base, role=role, args=(*base.args, *adapters))
 
-    prefill = dataclasses.replace(config(Role.PREFILL, 2), env=(("TZ", FAR_EAST),))
+    prefill = dataclasses.replace(config(Role.PREFILL, 2), env=(*base.env, ("TZ", FAR_EAST)))
     model = make_model(TINY, models)
     engines = [Engine(prefill, model, engine_logs), Engine(config(Role.DECODE, 3), model, engine_logs)]
     wait_ready(engines)
@@ -143,3 +144,27 @@ def test_an_adapter_of_equal_content_is_answered(pair: Pair) -> None:
     assert tokens(through) == tokens(alone)
     assert through.json()["kv_transfer_params"]["received_bytes"] > 0
     assert tokens(without) != tokens(alone), "the adapter decides"
+
+
+def test_an_adapter_that_is_loaded_again_with_other_files_has_new_answers(pair: Pair, tmp_path: Path) -> None:
+    """Both engines have KV of the old files in their prefix caches, under the same name and path."""
+
+    def on_both(call: str, **fields: str) -> None:
+        for engine in (pair.prefill, pair.decode):
+            asked = {"lora_name": "renewed", **fields}
+            httpx.post(f"{engine.url}/v1/{call}_lora_adapter", json=asked, timeout=60, **PLAIN_HTTP).raise_for_status()
+
+    prompt = "Which layer comes after all others? " * 12
+    asked = {"model": "renewed", "prompt": prompt, "return_token_ids": True}
+    path = str(make_adapter(tmp_path / "renewed", 4))
+    on_both("load", lora_path=path)
+    old = [tokens(pair.ask(pair.proxy.url, "/v1/completions", **asked)) for _ in range(2)]
+    on_both("unload")
+    make_adapter(tmp_path / "renewed", 5)
+    on_both("load", lora_path=path)
+    longer = {**asked, "prompt": f"{prompt} And before them? " * 2}  # decode has a part in its cache, prefill too
+    alone = tokens(pair.ask(pair.decode.url, "/v1/completions", **longer, cache_salt="decode computes all of it"))
+    through = pair.ask(pair.proxy.url, "/v1/completions", **longer)
+    assert tokens(through) == alone
+    assert through.json()["kv_transfer_params"]["received_bytes"] > 0
+    assert tokens(pair.ask(pair.proxy.url, "/v1/completions", **asked)) not in old, "the adapter decides"
