@@ -3,33 +3,44 @@
 prompt that decode has cached as a whole is answered without prefill."""
 
 import dataclasses
+from collections import Counter
 
 import httpx
 import pytest
 
 from harness.client import Client, random_prompt
 from harness.clusters import Cluster, one_to_one
-from harness.engines import EngineConfig
+from harness.engines import Engine, EngineConfig
 from harness.plain_http import PLAIN_HTTP
 from harness.pool import Reference
-from harness.usage import RESETTABLE, asked_of_all, cached_tokens, forget, usages
+from harness.usage import RESETTABLE, SAYS_CACHED, asked_of_all, cached_tokens, forget, usages
 from harness.waiting import wait_until
 
 DETAILED = EngineConfig(args=("--enable-prompt-tokens-details",), env=RESETTABLE)
 
-pytestmark = [
-    pytest.mark.parametrize(
-        "cluster",
-        [dataclasses.replace(one_to_one(1, 1, engine=DETAILED), name="with-prompt-tokens-details")],
-        ids=str,
-        indirect=True,
-    ),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.timeout(600)
+with_details = pytest.mark.parametrize(
+    "cluster",
+    [dataclasses.replace(one_to_one(1, 1, engine=DETAILED), name="with-prompt-tokens-details")],
+    ids=str,
+    indirect=True,
+)
+without_details = pytest.mark.parametrize("cluster", [one_to_one(2, 1)], ids=str, indirect=True)
 
 BLOCK = 128
 
 
+@without_details
+def test_usage_without_the_details_of_prompt_tokens(cluster: Cluster, reference: Reference) -> None:
+    """One route says what was cached nevertheless."""
+    for which in ("cold", "warm"):
+        said = asked_of_all(cluster.url, str(cluster.model), "without details: ")
+        assert said == asked_of_all(reference.engine.url, str(cluster.model), "without details: "), which
+        says_cached = {path for (path, _), usage in said.items() if cached_tokens(usage[-1])}
+        assert says_cached == ({SAYS_CACHED} if which == "warm" else set())
+
+
+@with_details
 def test_usage_is_a_single_engines(cluster: Cluster, reference: Reference) -> None:
     model, single = str(cluster.model), reference.engine
     forget(*cluster.prefill, *cluster.decode, single)
@@ -47,6 +58,7 @@ def test_usage_is_a_single_engines(cluster: Cluster, reference: Reference) -> No
         assert (total > 0) == (which.startswith(("both", "prefill"))), which
 
 
+@with_details
 def test_lists_of_prompts_and_samples(cluster: Cluster, reference: Reference) -> None:
     prompts = [random_prompt(tokens, "usage of a list") for tokens in (200, 300, 400)]
     bodies = [
@@ -62,6 +74,7 @@ def test_lists_of_prompts_and_samples(cluster: Cluster, reference: Reference) ->
         assert said == expected
 
 
+@with_details
 @pytest.mark.parametrize("tokens", [2 * BLOCK, 2 * BLOCK + 1])
 def test_a_prompt_that_decode_has_cached_as_a_whole(cluster: Cluster, reference: Reference, tokens: int) -> None:
     """It needs no ticket, and counts as in a single engine."""
@@ -76,6 +89,81 @@ def test_a_prompt_that_decode_has_cached_as_a_whole(cluster: Cluster, reference:
     assert cluster.decode[0].metric(issued) == before
 
 
+def cached_prompts(engine: Engine) -> Counter[str]:
+    """Returns vLLM's metrics of cached prompts, those of which docs/metrics.md has a table."""
+    names = ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_queries", "external_prefix_cache_hits")
+    found = Counter({name: engine.metric(f"vllm:{name}_total") for name in (*names, "prompt_tokens_cached")})
+    for name in ("prompt_tokens_by_source", "prompt_tokens_cached_by_source"):
+        found.update({f"{name} {labels['source']}": value for labels, value in engine.samples(f"vllm:{name}_total")})
+    found["computed"] = engine.metric("vllm:request_prefill_kv_computed_tokens_sum")
+    found["prompts"] = engine.metric("vllm:request_prefill_kv_computed_tokens_count")
+    return found
+
+
+@with_details
+def test_vllms_metrics_of_cached_prompts(cluster: Cluster, client: Client) -> None:
+    """They count what docs/metrics.md says."""
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    first = random_prompt(3 * BLOCK + 40, "metrics")
+    more = first[: 3 * BLOCK] + random_prompt(2 * BLOCK, "metrics of more")
+    whole = random_prompt(2 * BLOCK + 1, "metrics of all")
+
+    def counted(prompt: list[int], *asked: Engine) -> list[Counter[str]]:
+        """Sends the prompt. Returns what prefill and decode have counted more, once those that are asked have."""
+        before = {engine: cached_prompts(engine) for engine in (prefill, decode)}
+        client.complete(prompt)
+        for engine in asked:
+            wait_until(lambda engine=engine: cached_prompts(engine)["prompts"] == before[engine]["prompts"] + 1, 30)
+        return [cached_prompts(engine) - before[engine] for engine in before]
+
+    counted(first, prefill, decode)
+    forget(decode)
+    counted(whole, prefill, decode)
+    # Prefill has three blocks of it, decode none.
+    on_prefill, on_decode = counted(first, prefill, decode)
+    assert on_decode == {
+        "prompts": 1,
+        "prefix_cache_queries": len(first),
+        "external_prefix_cache_queries": len(first),
+        "external_prefix_cache_hits": len(first),
+        "prompt_tokens_by_source external_kv_transfer": len(first),
+        "prompt_tokens_cached": 3 * BLOCK,
+        "prompt_tokens_cached_by_source p2p": len(first),
+        "computed": 40,
+    }
+    assert (on_prefill["prefix_cache_queries"], on_prefill["prefix_cache_hits"]) == (len(first), 3 * BLOCK)
+    # Both have three blocks of it.
+    _, on_decode = counted(more, prefill, decode)
+    assert on_decode == {
+        "prompts": 1,
+        "prefix_cache_queries": len(more),
+        "prefix_cache_hits": 3 * BLOCK,
+        "external_prefix_cache_queries": 2 * BLOCK,
+        "external_prefix_cache_hits": 2 * BLOCK,
+        "prompt_tokens_by_source local_cache_hit": 3 * BLOCK,
+        "prompt_tokens_by_source external_kv_transfer": 2 * BLOCK,
+        "prompt_tokens_cached": 3 * BLOCK,
+        "prompt_tokens_cached_by_source device": 3 * BLOCK,
+        "prompt_tokens_cached_by_source p2p": 2 * BLOCK,
+        "computed": 2 * BLOCK,
+    }
+    # Decode has all but its last token, and computes that one.
+    on_prefill, on_decode = counted(whole, decode)
+    assert not on_prefill
+    assert on_decode == {
+        "prompts": 1,
+        "prefix_cache_queries": len(whole),
+        "prefix_cache_hits": 2 * BLOCK,
+        "external_prefix_cache_queries": 1,
+        "prompt_tokens_by_source local_cache_hit": 2 * BLOCK,
+        "prompt_tokens_by_source local_compute": 1,
+        "prompt_tokens_cached": 2 * BLOCK,
+        "prompt_tokens_cached_by_source device": 2 * BLOCK,
+        "computed": 1,
+    }
+
+
+@with_details
 def test_decode_answers_alone_when_prefill_is_down(cluster: Cluster, client: Client, reference: Reference) -> None:
     """The last test here: the cluster has no prefill engine after it."""
     cached = {tokens: random_prompt(tokens, "down") for tokens in (BLOCK, 3 * BLOCK, 3 * BLOCK + 1)}

@@ -16,26 +16,40 @@ RESETTABLE = (("VLLM_SERVER_DEV_MODE", "1"),)
 """Environment of engines that `forget`."""
 
 
-def about(route: str, stream: bool) -> list[dict[str, str]]:
-    return [{"role": "user", "content": f"{'Stream' if stream else 'Say'} on {route}: what comes after layer 7? " * 9}]
+def about(route: str, stream: bool, name: str) -> list[dict[str, str]]:
+    text = f"{name}{'Stream' if stream else 'Say'} on {route}: what comes after layer 7? "
+    return [{"role": "user", "content": text * 9}]
+
+
+SAYS_CACHED = "/v1/responses"
+"""The route whose `usage` has cached tokens also without `--enable-prompt-tokens-details`."""
+
+
+def asks_for(text: str, stream: bool, max_tokens: int = 8) -> dict[str, Any]:
+    """Returns the body of a request on the route `SAYS_CACHED`."""
+    return {"input": text, "max_output_tokens": max_tokens, "ignore_eos": True, "stream": stream}
 
 
 USAGE = {"stream_options": {"include_usage": True}}
 BODIES: dict[str, Any] = {
-    "/v1/completions": lambda stream: {
-        "prompt": random_prompt(300, f"usage {stream}"),
+    "/v1/completions": lambda stream, name: {
+        "prompt": random_prompt(300, f"{name}usage {stream}"),
         "max_tokens": 8,
         "ignore_eos": True,
         **(USAGE if stream else {}),
     },
-    "/v1/chat/completions": lambda stream: {
-        "messages": about("chat", stream),
+    "/v1/chat/completions": lambda stream, name: {
+        "messages": about("chat", stream, name),
         "max_tokens": 8,
         "ignore_eos": True,
         **(USAGE if stream else {}),
     },
-    "/v1/responses": lambda stream: {"input": about("responses", stream), "max_output_tokens": 8, "ignore_eos": True},
-    "/v1/messages": lambda stream: {"messages": about("messages", stream), "max_tokens": 8},
+    "/v1/responses": lambda stream, name: {
+        "input": about("responses", stream, name),
+        "max_output_tokens": 8,
+        "ignore_eos": True,
+    },
+    "/v1/messages": lambda stream, name: {"messages": about("messages", stream, name), "max_tokens": 8},
 }
 ASKED = [(path, stream) for path in BODIES for stream in (False, True)]
 
@@ -58,9 +72,12 @@ def usages_in(answer: httpx.Response) -> list[dict[str, Any]]:
     return found
 
 
-def asked_of_all(url: str, model: str) -> dict[tuple[str, bool], list[dict[str, Any]]]:
+def asked_of_all(url: str, model: str, name: str = "") -> dict[tuple[str, bool], list[dict[str, Any]]]:
+    """Asks on all routes, with and without a stream. Returns each answer's `usage` values. Another `name` makes other
+    prompts."""
     return {
-        (path, stream): usages(url, model, path, {**BODIES[path](stream), "stream": stream}) for path, stream in ASKED
+        (path, stream): usages(url, model, path, {**BODIES[path](stream, name), "stream": stream})
+        for path, stream in ASKED
     }
 
 
