@@ -10,13 +10,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from harness.client import Client, Completion, StreamError, random_prompt
+from harness.client import Client, Completion, StreamError, at_once, random_prompt
 from harness.clusters import Cluster, ClusterConfig
 from harness.engines import EngineConfig, Role, wait_ready
 from harness.failures import wait_all_blocks_free
 from harness.models import TINY, make_model
 from harness.plain_http import PLAIN_HTTP
 from harness.pool import Reference, long
+from harness.usage import SAYS_CACHED, asks_for, usages
 
 BLOCK = 32
 ANSWER = 250
@@ -99,6 +100,21 @@ def test_samples_of_one_prompt_are_preempted(cluster: Cluster, client: Client, r
     answers = client.complete_many(prompts, 250, n=2)
     assert preemptions(cluster) > before
     check(cluster, reference, [prompt for prompt in prompts for _ in range(2)], answers)
+
+
+@plain
+def test_usage_after_preemptions(cluster: Cluster, reference: Reference) -> None:
+    """What prefill has computed for an earlier ticket of a request does not count as cached."""
+    before = preemptions(cluster)
+    texts = [f"{i}: " + "what comes after layer 7? " * (4 + i) for i in range(8)]
+    bodies = [asks_for(text, bool(i % 2), ANSWER) for i, text in enumerate(texts)]
+    said, expected = (
+        at_once(lambda body, url=url: usages(url, str(cluster.model), SAYS_CACHED, body), bodies, concurrency=8)
+        for url in (cluster.url, reference.engine.url)
+    )
+    assert said == expected
+    assert preemptions(cluster) > before
+    wait_all_blocks_free(cluster)
 
 
 @plain

@@ -1,23 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers that ask prefill first, before real engines: the answers equal a single engine's, token by token."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from harness.client import Client, Messages, at_once, random_prompt
-from harness.clusters import Cluster, one_to_one
+from harness.clusters import Cluster, ClusterConfig, one_to_one
 from harness.documented import documented, is_part_of
+from harness.engines import EngineConfig
 from harness.failures import wait_all_blocks_free
 from harness.pool import long
 from harness.routers import HAS_VLLM_ROUTER, NEEDS_VLLM_ROUTER, Flow, routed, stand_in, vllm_router
+from harness.usage import BODIES, cached_tokens, usages
 
+BLOCK = 128
+DETAILS_LEFT_OUT = {"prompt_tokens_details": None}
 PROMPT_TOKENS = (1, 127, 128, 129, 384, 1000, 2500)
 """Around a block's end (128), several blocks, several chunks (512)."""
 
 
-CLUSTERS = [routed(one_to_one(2, 1)), long(routed(one_to_one(1, 1))), long(routed(one_to_one(1, 2)))]
+DETAILED = EngineConfig(args=("--enable-prompt-tokens-details",))
+
+
+def one_routed(prefill_tp: int, decode_tp: int) -> ClusterConfig:
+    """Engines that say in `usage` what was cached, which the one that they are compared with does not."""
+    return routed(dataclasses.replace(one_to_one(prefill_tp, decode_tp, engine=DETAILED), single=None))
+
+
+CLUSTERS = [one_routed(2, 1), long(one_routed(1, 1)), long(one_routed(1, 2))]
 
 ROUTERS = ["nixl", "mooncake", *Flow]
 """`vllm-router` in two modes, and stand-ins."""
@@ -97,3 +110,18 @@ def test_tokens(through: Client, cluster: Cluster, reference) -> None:
     # Decode computes a prompt of one token itself, and prefill is told so.
     assert all(answer.kv_transfer_params["received_bytes"] > 0 for answer in whole[1:])
     wait_all_blocks_free(cluster)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage(through: Client, cluster: Cluster, reference, path: str) -> None:
+    """It equals a single engine's. Tokens count as cached that no engine computed for the request: the whole blocks,
+    once the same prompt was asked for before."""
+    name = f"routed {through.http.base_url.port}: "
+    for stream in (False, True):
+        body = {**BODIES[path](stream, name), "stream": stream}
+        for is_warm in (False, True):
+            [said] = usages(str(through.http.base_url).rstrip("/"), through.model, path, body)
+            whole_blocks = (said["prompt_tokens"] - 1) // BLOCK * BLOCK
+            assert cached_tokens(said) == (whole_blocks if is_warm else 0)
+            [expected] = usages(reference.engine.url, through.model, path, body)
+            assert said | DETAILS_LEFT_OUT == expected | DETAILS_LEFT_OUT

@@ -13,6 +13,7 @@ from harness.engines import PATIENT, EngineConfig, Role
 from harness.failures import wait_all_blocks_free
 from harness.models import EAGLE, MAMBA, ONE_LAYER, SLIDING, TINY, ModelSpec
 from harness.pool import Reference, long
+from harness.usage import SAYS_CACHED, asks_for, cached_tokens, usages
 from harness.waiting import wait_for
 
 BLOCK = 128
@@ -99,6 +100,22 @@ def test_the_next_turn_of_a_conversation_is_computed_on_decode(
     longer = prompt + random_prompt(40, "turn")
     assert client.complete(longer).token_ids == reference.complete(longer)
     assert changed(cluster, before, 2) == {("prefill", "long"): 1, ("decode", "cheap"): 1}
+
+
+@tuned
+def test_usage_is_a_single_engines(cluster: Cluster, reference: Reference) -> None:
+    """Also of a prompt whose first part prefill has computed, and the rest decode."""
+    before = places(cluster)
+    for stream in (False, True):
+        long = f"{'Stream' if stream else 'Say'}: what comes " + "after layer 7, and what comes " * 80
+        for text, has_cached in ((long, False), (f"{long}then?", True), (f"{stream}?", False)):
+            said, expected = (
+                usages(url, str(cluster.model), SAYS_CACHED, asks_for(text, stream))
+                for url in (cluster.url, reference.engine.url)
+            )
+            assert said == expected
+            assert (cached_tokens(said[-1]) > 0) == has_cached
+    assert {("prefill", "long"), ("decode", "cheap")} <= changed(cluster, before, 6).keys()
 
 
 @preempts
