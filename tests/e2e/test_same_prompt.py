@@ -67,8 +67,12 @@ def test_tools_that_prefill_is_not_started_for(cluster: Cluster, client: Client)
     """Prefill has neither `--enable-auto-tool-choice` nor a parser."""
     body = {"model": client.model, "messages": MESSAGES, "tools": TOOLS, "tool_choice": "auto"}
     body |= {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "priority": 3}
-    refused = httpx.post(f"{cluster.prefill[0].url}/v1/chat/completions", json=body, timeout=60, **PLAIN_HTTP)
-    assert refused.status_code == 400, "prefill would serve such a chat by itself"
+    asked = [
+        httpx.post(f"{cluster.prefill[0].url}/v1/chat/completions", json=each, timeout=60, **PLAIN_HTTP)
+        for each in (body, {**body, "tool_choice": None, "max_tokens": 1})
+    ]
+    assert asked[0].status_code == 400, "prefill would serve such a chat by itself"
+    assert asked[1].status_code == 200, "so the proxy asks for a prompt with an image"
     alone = httpx.post(f"{cluster.decode[0].url}/v1/chat/completions", json=body, timeout=120, **PLAIN_HTTP)
     received = "vllm:kv_pd_ticket_to_ready_seconds_count"
     before = cluster.decode[0].metric(received)

@@ -91,6 +91,23 @@ def check(decode: Any, prefill: Any) -> None:
     assert decode.max_tokens == 40
 
 
+@pytest.mark.parametrize(
+    ("chosen", "kept"), [({}, None), ({"tool_choice": "auto"}, None), ({"tool_choice": "required"}, "required")]
+)
+@pytest.mark.parametrize("more", [{}, {"structured_outputs": {"regex": "a+"}}], ids=["", "structured"])
+def test_a_chat_with_tools(chosen: dict[str, str], kept: str | None, more: dict[str, Any]) -> None:
+    """vLLM lets prefill's `tool_choice` be null beside tools, and then asks for no parser of tool calls."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    client = {"model": "m", "messages": MESSAGES, "max_tokens": 40, "tools": tools, **chosen, **more}
+    decode, prefill = map(ChatCompletionRequest.model_validate, bodies(Endpoint.CHAT, client))
+    check(decode.to_sampling_params(40, {}), prefill.to_sampling_params(1, {}))
+    assert decode.tool_choice == chosen.get("tool_choice", "auto")
+    assert prefill.tool_choice == (decode.tool_choice if more else kept)
+    assert prefill.tools == decode.tools != []
+
+
 def test_responses() -> None:
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 

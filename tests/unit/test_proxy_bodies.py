@@ -44,7 +44,6 @@ CHAT = (
 SHAPES_THE_PROMPT = (
     "messages",
     "tools",
-    "tool_choice",
     "mm_processor_kwargs",
     "media_io_kwargs",
     "chat_template_kwargs",
@@ -71,6 +70,33 @@ def test_multi_modal_chat_reaches_both_sides_byte_for_byte() -> None:
     assert prefill["stream"] == b"false"
     assert prefill["n"] == prefill["max_tokens"] == prefill["max_completion_tokens"] == b"1"
     assert "stream_options" not in prefill
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "sent"),
+    [
+        (Endpoint.CHAT, b'"tools":[{}]', b"null"),
+        (Endpoint.CHAT, b'"tools":[{}],"tool_choice": "auto"', b"null"),
+        (Endpoint.CHAT, b'"tools":[{}],"tool_choice":"auto","structured_outputs":null', b"null"),
+        (Endpoint.CHAT, b'"tools":[{}],"tool_choice":null', b"null"),
+        (Endpoint.CHAT, b'"tools":[{}],"tool_choice":"none"', b'"none"'),
+        (Endpoint.CHAT, b'"tools":[{}],"tool_choice":"required"', b'"required"'),
+        (Endpoint.CHAT, b'"tools":[{}],"tool_choice":{"type":"function"}', b'{"type":"function"}'),
+        (Endpoint.CHAT, b'"tools":[{}],"tool_choice":"auto","structured_outputs":{"regex":"a"}', b'"auto"'),
+        (Endpoint.CHAT, b'"tools":null', None),
+        (Endpoint.CHAT, b'"n":1', None),
+        (Endpoint.RESPONSES, b'"input":"a","tools":[{}],"tool_choice":"auto"', b'"auto"'),
+        (
+            Endpoint.MESSAGES,
+            b'"model":"m","max_tokens":9,"tools":[{}],"tool_choice":{"type":"auto"}',
+            b'{"type":"auto"}',
+        ),
+    ],
+)
+def test_the_choice_of_a_tool(endpoint: Endpoint, fields: bytes, sent: bytes | None) -> None:
+    """Prefill gets null for a chat's "auto", the default beside tools: so it needs no parser of tool calls."""
+    request = parse_client_request(endpoint, b'{"messages":' + MESSAGES + b"," + fields + b"}")
+    assert raw(prefill_body(request, 0, TICKET, ID)).get("tool_choice") == sent
 
 
 EMBEDDING = "gASVEQAAAAAAAACMBXRvcmNolIwGVGVuc29ylJOULg=="  # opaque to us: vLLM decodes it

@@ -33,7 +33,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
     """The prompt fields as the client sent them."""
 
 
-_FALSE, _ONE = msgspec.Raw(b"false"), msgspec.Raw(b"1")
+_FALSE, _NULL, _ONE = msgspec.Raw(b"false"), msgspec.Raw(b"null"), msgspec.Raw(b"1")
 _NOT_GIVEN = (b"null", b"false")
 
 
@@ -112,7 +112,7 @@ def prefill_body(request: ClientRequest, index: int, ticket: bytes, request_id: 
     The proxy reads only whether prefill worked, so fields that ask for more are dropped. Fields that shape the prompt
     (tools, response_format, truncation, ...) stay: prefill must compute exactly decode's tokens."""
     request_format = REQUEST_FORMATS[request.endpoint]
-    fields = request.fields
+    fields = _without_tool_parser(request.fields) if request.endpoint is Endpoint.CHAT else request.fields
     if request_format.nested is None:
         fields = _one_token(fields, request_format)
     else:
@@ -147,6 +147,19 @@ def tokens_body(request: ClientRequest, token_ids: msgspec.Raw, ticket: bytes) -
         kept.pop("cache_salt", None)
     one_token = {name: msgspec.Raw(value) for name, value in REQUEST_FORMATS[Endpoint.COMPLETIONS].one_token.items()}
     return msgspec.json.encode({**kept, **one_token, "prompt": token_ids, "kv_transfer_params": msgspec.Raw(ticket)})
+
+
+def _without_tool_parser(fields: Fields) -> Fields:
+    """The fields of a chat, such that prefill needs no parser of tool calls.
+
+    vLLM demands one where `tool_choice` is "auto", the default beside tools. It demands none where it is null, and
+    renders the same prompt. Beside `structured_outputs` it refuses null. Other choices may shape the prompt.
+    """
+    if not is_given(fields.get("tools")) or is_given(fields.get("structured_outputs")):
+        return fields
+    if bytes(fields.get("tool_choice", b'"auto"')) != b'"auto"':
+        return fields
+    return {**fields, "tool_choice": _NULL}
 
 
 def _one_token(fields: Fields, request_format: RequestFormat) -> Fields:
