@@ -186,6 +186,12 @@ def test_int8_caches_of_the_latent_stop_it(tmp_path: Path) -> None:
     assert [change.subject for change in migrated(serve(), model=tmp_path).engines[0].stops] == ["int8 caches"]
 
 
+@pytest.mark.parametrize(("host", "url"), [("::1", "http://[::1]:8200"), ("::", "http://HOST:8200")])
+def test_an_engine_at_an_ipv6_address(host: str, url: str, qwen: Path) -> None:
+    result = migrated(serve(f"-tp 4 --host {host} --port 8200"), model=qwen)
+    assert result.engines[0].url == url
+
+
 def test_a_pair_that_fits(qwen: Path) -> None:
     prefill = serve("-tp 8 --port 8100", kv_role="kv_producer")
     result = migrated(prefill, serve("-tp 4 -dp 4 --port 8200"), model=qwen)

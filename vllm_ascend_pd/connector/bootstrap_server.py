@@ -76,7 +76,7 @@ class BootstrapServer:
             )
         except OSError as error:
             self._loop.close()
-            raise BootstrapServerError(f"cannot listen on {host}:{port}: {error}") from error
+            raise BootstrapServerError(f"cannot listen on {authority(host, port)}: {error}") from error
         self.port: int = self._server.sockets[0].getsockname()[1]
         self._thread = threading.Thread(target=self._run, name="pd-bootstrap", daemon=True)
         self._thread.start()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.tools.doctor.ports import ascend_ports
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments, is_json
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind, EngineMigration
@@ -255,4 +256,4 @@ _ATTEMPTS: tuple[Callable[[EngineArguments, dict[str, Any], ModelShape | None], 
 def _url(arguments: EngineArguments) -> str:
     host = arguments.values["host"] or "HOST"
     port = arguments.values["port"] or _DEFAULT_PORT
-    return f"http://{'HOST' if host in ('0.0.0.0', '::') else host}:{port}"
+    return f"http://{authority('HOST' if host in ('0.0.0.0', '::') else host, port)}"
