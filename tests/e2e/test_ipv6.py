@@ -12,7 +12,7 @@ from harness.clusters import Cluster, ClusterConfig, one_to_one
 from harness.engines import EngineConfig, Server
 from harness.failures import wait_all_blocks_free
 from harness.pool import Reference, long
-from harness.routers import Flow, stand_in
+from harness.routers import Flow, routed, stand_in
 from harness.waiting import wait_until
 
 HOST = "::1"
@@ -20,7 +20,7 @@ HOST = "::1"
 
 def at_ipv6(prefill_tp: int, decode_tp: int) -> ClusterConfig:
     config = one_to_one(prefill_tp, decode_tp, engine=EngineConfig(host=HOST))
-    return dataclasses.replace(config, name=f"ipv6-tp{prefill_tp}-to-tp{decode_tp}", single=EngineConfig())
+    return routed(dataclasses.replace(config, name=f"ipv6-tp{prefill_tp}-to-tp{decode_tp}", single=EngineConfig()))
 
 
 pytestmark = [
@@ -57,15 +57,17 @@ def test_tokens(cluster: Cluster, client: Client, reference: Reference) -> None:
     wait_all_blocks_free(cluster)
 
 
-def test_a_router_that_asks_prefill_first(cluster: Cluster, reference: Reference) -> None:
-    """Prefill names its own address, and decode offers the ticket there."""
-    prompt = random_prompt(300, "ipv6 routed")
+@pytest.mark.parametrize("flow", [Flow.VLLM_NIXL, Flow.VLLM_MOONCAKE], ids=lambda flow: flow.name)
+def test_a_router_that_asks_prefill_first(cluster: Cluster, reference: Reference, flow: Flow) -> None:
+    """Prefill, or its answer to `GET /query`, names its address, and decode offers the ticket there."""
+    prompt = random_prompt(300, f"ipv6 {flow}")
     [prefill], [decode] = cluster.prefill, cluster.decode
-    with stand_in(Flow.VLLM_NIXL, prefill, decode) as router, Client(router.url, model=str(cluster.model)) as through:
+    with stand_in(flow, prefill, decode) as router, Client(router.url, model=str(cluster.model)) as through:
         answer = through.complete(prompt)
+    if flow is Flow.VLLM_NIXL:
         [named] = router.answers
-    assert named is not None
-    assert named["ticket_host"] == HOST
+        assert named is not None
+        assert named["ticket_host"] == HOST
     assert answer.token_ids == reference.complete(prompt)
     assert answer.kv_transfer_params is not None
     assert answer.kv_transfer_params["received_bytes"] > 0

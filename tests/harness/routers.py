@@ -26,6 +26,7 @@ from harness.engines import HOST, Engine, Server, script, wait_ready
 from harness.http_server import Handler, serving
 from harness.plain_http import PLAIN_HTTP
 from harness.processes import ManagedProcess
+from vllm_ascend_pd.core.hosts import authority
 
 HAS_VLLM_ROUTER = Path(sys.executable).with_name("vllm-router").exists() or shutil.which("vllm-router") is not None
 NEEDS_VLLM_ROUTER = "needs vllm-router: scripts/setup_env.sh --with-router"
@@ -131,7 +132,7 @@ class StandIn:
         return params | NOBODY
 
     def _bootstrap_params(self, request_id: str) -> dict[str, Any]:
-        address = f"http://{HOST}:{self._prefill.bootstrap_port}"
+        address = f"http://{authority(self._prefill.config.host, self._prefill.bootstrap_port)}"
         if self._engine_id is None:  # they ask once
             [self._engine_id] = [each["engine_id"] for each in self._http.get(f"{address}/query").json().values()]
         return {
