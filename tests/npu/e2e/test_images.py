@@ -23,8 +23,11 @@ from npu_engines import on_npu, one_to_one
 pytestmark = [pytest.mark.npu, pytest.mark.timeout(600)]
 
 ARGS = ("--limit-mm-per-prompt", '{"image": 4, "video": 0}')
+TOOLS_ON_DECODE = ("--enable-auto-tool-choice", "--tool-call-parser", "pythonic")
+ALIKE = one_to_one("qwen3-vl", 1, 1, args=ARGS, env=UNPINNED, model=VISION)
 QWEN3_VL = dataclasses.replace(
-    one_to_one("qwen3-vl", 1, 1, args=ARGS, env=UNPINNED, model=VISION),
+    ALIKE,
+    decode=tuple(dataclasses.replace(decode, args=(*decode.args, *TOOLS_ON_DECODE)) for decode in ALIKE.decode),
     single=on_npu(EngineConfig(args=ARGS, env=UNPINNED)),
 )
 
@@ -65,6 +68,17 @@ def test_cached_images(client: Client, single: Client) -> None:
     first = data_url(png("cached"))
     chats = [chat_about("What comes next? " * 20, first, *more) for more in ((), (), (data_url(png("next")),))]
     assert [wrong_answers(client, single, [chat]) for chat in chats] == [[], [], []]
+
+
+@the_cluster
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}], ids=["default", "auto"])
+def test_tools_beside_an_image(client: Client, choice: dict[str, str]) -> None:
+    """Prefill renders the prompt itself, and has no parser of tool calls."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    body = {"messages": chat_about(f"What is this? {choice}", data_url(png("tools"))), "tools": [tool], **choice}
+    answer = client.http.post("/v1/chat/completions", json={"model": client.model, "max_tokens": 4, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["kv_transfer_params"] is not None, "prefill had no part in it"
 
 
 FETCHED: Counter[str] = Counter()
