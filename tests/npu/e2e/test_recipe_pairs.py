@@ -2,24 +2,25 @@
 """Pairs of vllm-ascend's guides, as `vllm-ascend-pd migrate` changes them, started on vllm-ascend.
 
 The emulated NPU has no quantized weights, routed experts, captured graphs or MTP. So the pairs run a model of the same
-attention with dense layers, without the options for these, and with parallel sizes divided.
+attention with dense layers, without the options for these, and with parallel sizes divided. The variables stay.
 """
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 
-from harness.agreement import assert_agree
+from harness.agreement import LISTED, assert_agree, compare
 from harness.ascend import NO_NZ, UNPINNED
-from harness.client import Client, at_once, random_prompt
-from harness.clusters import ClusterConfig
+from harness.client import Client, Completion, at_once, random_prompt
+from harness.clusters import Cluster, ClusterConfig
 from harness.engines import PATIENT, EngineConfig, Role
 from harness.models import MLA, TINY, ModelSpec
-from harness.pool import long
+from harness.pool import Reference, long
 from harness.recipes import STARTED, Recipe, recipes
-from harness.vision import ONE_IMAGE, VISION
+from harness.vision import ONE_IMAGE, VISION, chat_about, data_url, png
 from npu_engines import cluster_of, on_npu
 
 # Options of recipes that are for what the emulated NPU does not have, or that the harness gives itself.
@@ -27,10 +28,7 @@ _NOT_HERE = {
     "--quantization": "quantized weights",
     "--speculative-config": "MTP",
     "--compilation-config": "captured graphs",
-    "--enable-expert-parallel": "routed experts",
-    "--hf-overrides": "the model",
     "--gpu-memory-utilization": "memory",
-    "--safetensors-load-strategy": "the model",
     "--kv-transfer-config": "the harness",
     "--tensor-parallel-size": "divided",
     "--data-parallel-size": "divided",
@@ -38,16 +36,19 @@ _NOT_HERE = {
     "--data-parallel-size-local": "divided",
     "--mm-encoder-tp-mode": "the model",
     "--max-model-len": "the model",
-    "--reasoning-parser": "the model",
-    "--tool-call-parser": "the model",
-    "--enable-auto-tool-choice": "the model",
-    "--enable-prefix-caching": "the harness",
     "--no-enable-prefix-caching": "the harness",
     "--max-num-batched-tokens": "the harness",
     "--enforce-eager": "the harness",
 }
-_EXPERTS = ("finegrained_tp_config", "enable_shared_expert_dp", "enable_fused_mc2", "enable_flashcomm1")
+_EXPERT_PARALLEL = "--enable-expert-parallel"
+"""vLLM refuses it for a model whose configuration names no experts."""
+_EXPERTS = ("finegrained_tp_config", "enable_shared_expert_dp")
 """Keys of --additional-config that are for routed experts, or for data-parallel engines that share them."""
+_SEQUENCE_PARALLEL = ("VLLM_ASCEND_ENABLE_FLASHCOMM1", "enable_flashcomm1")
+"""A variable and a key of --additional-config. vllm-ascend refuses them for an engine of TP 1. For models whose
+configuration names no experts, they need an operator that is compiled with CANN (`aclnnMatmulReduceScatterV2`)."""
+_COMPUTED_BY_PREFILL = 1000
+"""Tokens of a prompt. Decode engines that decide who computes may compute shorter ones themselves."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,15 @@ class Shape:
 def engine(recipe: Recipe, role: Role, tp: int, dp: int, more: Shape) -> EngineConfig:
     """The engine of a recipe, with what remains of its options."""
     options = {words[0]: words[1:] for words in recipe.migrated.command[1:]}
-    additional = json.loads(options.pop("--additional-config", ["{}"])[0])
-    additional = json.loads(NO_NZ) | {name: value for name, value in additional.items() if name not in _EXPERTS}
+    names_experts = more.model is MLA
+    left_out = _EXPERTS if names_experts and tp > 1 else (*_EXPERTS, *_SEQUENCE_PARALLEL)
+    given = json.loads(options.pop("--additional-config", ["{}"])[0])
+    additional = json.loads(NO_NZ) | {name: value for name, value in given.items() if name not in left_out}
+    env = [(name, value) for name, value in recipe.migrated.environment.items() if value and name not in left_out]
     if dp > 1:  # vLLM starts one for each engine otherwise
         options["--api-server-count"] = ["1"]
-    kept = [word for name, words in options.items() if name not in _NOT_HERE for word in (name, *words)]
+    not_here = _NOT_HERE.keys() | (set() if names_experts else {_EXPERT_PARALLEL})
+    kept = [word for name, words in options.items() if name not in not_here for word in (name, *words)]
     ours = recipe.migrated.kv_transfer_config.get("kv_connector_extra_config", {})
     return EngineConfig(
         role,
@@ -77,7 +82,7 @@ def engine(recipe: Recipe, role: Role, tp: int, dp: int, more: Shape) -> EngineC
         prefix_caching="--no-enable-prefix-caching" not in options,
         max_num_batched_tokens=min(4096, int(options["--max-num-batched-tokens"][0])),
         args=(*kept, *more.args, "--additional-config", json.dumps(additional)),
-        env=more.env,
+        env=(*env, *more.env),
         connector_extra=(*PATIENT, *ours.items()),
         who_computes=None,
     )
@@ -115,9 +120,39 @@ pytestmark = [pytest.mark.npu, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("cluster", PAIRS, ids=str, indirect=True)
-def test_answers(client: Client, reference) -> None:
-    """Short prompts, those of several steps, and several at a time."""
+def test_answers(cluster: Cluster, client: Client, reference: Reference) -> None:
+    """Short prompts, those of several steps, and several at a time. A model with a vision tower sees an image, too."""
     prompts = [random_prompt(tokens, "recipe") for tokens in (1, 128, 300, 1000, 2500)]
-    assert_agree(reference, prompts, [client.complete(prompt) for prompt in prompts])
+    answers = [client.complete(prompt) for prompt in prompts]
+    assert_agree(reference, prompts, answers)
+    long_ones = [each for prompt, each in zip(prompts, answers, strict=True) if len(prompt) >= _COMPUTED_BY_PREFILL]
+    assert_received(long_ones)
     others = [random_prompt(tokens, f"recipe-{tokens}") for tokens in (5, 129, 384, 700)]
     assert_agree(reference, others, at_once(client.complete, others, concurrency=4))
+    if cluster.config.model.vision:
+        with Client(reference.engine.url, logprobs=LISTED) as single:
+            chats = [chat_about("What is this? " * 100, data_url(png(name))) for name in ("recipe", "another")]
+            about, other = (client.chat(messages) for messages in chats)
+            assert_received([about, other])
+            assert about.token_ids != other.token_ids
+            assert compare(about, single.chat(chats[0]))[1] is None
+
+
+def assert_received(answers: Sequence[Completion]) -> None:
+    """Checks that decode has KV from prefill for each answer."""
+    assert all(answer.kv_transfer_params and answer.kv_transfer_params["received_bytes"] > 0 for answer in answers)
+
+
+def test_what_is_left_out_is_in_a_started_recipe() -> None:
+    started = [recipes()[number - 1].migrated.command for pair in STARTED.values() for number in pair]
+    options = [{words[0]: words[1:] for words in command[1:]} for command in started]
+    assert {*_NOT_HERE, _EXPERT_PARALLEL} <= set().union(*options)
+    additional = [json.loads(each.get("--additional-config", ["{}"])[0]) for each in options]
+    assert set(_EXPERTS) <= set().union(*additional)
+
+
+def test_sequence_parallelism_runs_where_the_page_says() -> None:
+    clusters = {name: pair(name) for name in STARTED}
+    with_it = [n for n, c in clusters.items() if any(_SEQUENCE_PARALLEL[0] in dict(e.env) for e in c.prefill)]
+    assert with_it == ["kimi-k2.6"]
+    assert STARTED["kimi-k2.6"][0] == 60
