@@ -13,7 +13,7 @@ import httpx
 
 from harness.client import Client, StreamError, random_prompt
 
-DEADLINE_S = 120.0
+DEADLINE_S = 150.0
 """A client's patience: a request that has not ended by then hangs. Far above the connector's own deadlines here."""
 SHAPES = ((700, 8), (30, 24), (1400, 4), (129, 16), (400, 1), (900, 12), (5, 32), (1900, 2))
 """(prompt tokens, output tokens), in turn."""

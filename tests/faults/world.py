@@ -36,8 +36,9 @@ LIMITS = (
     ("collective_timeout_s", 10.0),
 )
 """Short, so that every fault is over in seconds: `DEADLINE_S` is far above the longest of them."""
-SILENCE_S = 75
-"""The proxy's `--read-timeout`: a request for which decode has no blocks ends by it."""
+SILENCE_S = 45
+"""The proxy's `--read-timeout`: a request for which decode has no blocks ends by it. The proxy makes it anew once, so
+twice this and the failure of each transfer must be below `DEADLINE_S`."""
 SHORT_QUEUE = ("MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER", "124")
 """Mooncake's, for a peer: a write needs several batches, and what failed ones leave in it counts."""
 RECOVERS_WITHIN_S = 60.0
