@@ -45,6 +45,7 @@ class SilentMetaserver:
     """Takes all tickets and never answers. `EngineScheduler.arrives` says how prefill ended."""
 
     retried = 0
+    admitted = "all hosts"
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
