@@ -33,9 +33,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -45,16 +44,15 @@ sys.path += [str(ROOT), str(ROOT / "tests")]
 
 import httpx  # noqa: E402
 from helpers.report import need_emulated_npu  # noqa: E402
-from helpers.ttft_sides import Pair, PeerEngine, sizes_of  # noqa: E402
-from helpers.turns import TakesTurns  # noqa: E402
+from helpers.ttft_sides import Pair, PeerEngine, Side, SideFailedError, sizes_of  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 from harness import ascend  # noqa: E402
 from harness.agreement import LISTED, parts_agree  # noqa: E402
-from harness.client import Client, Completion, StreamError, at_once  # noqa: E402
+from harness.client import Completion, at_once  # noqa: E402
 from harness.clusters import ClusterConfig, running_cluster  # noqa: E402
 from harness.engines import PATIENT, Engine, EngineConfig, Role, running_engines  # noqa: E402
-from harness.layerwise_proxy import LayerwiseProxy, layerwise_proxy  # noqa: E402
+from harness.layerwise_proxy import layerwise_proxy  # noqa: E402
 from harness.models import TINY, for_npu, make_model  # noqa: E402
 from harness.processes import StartupError, interrupt_on_sigterm  # noqa: E402
 
@@ -109,100 +107,12 @@ class Row:
         )
 
 
-class Side(TakesTurns):
-    """`preemptions`: returns how many there were since the start."""
-
-    def __init__(self, name: str, url: str, model: Path, engines: Sequence[Engine], preemptions: Callable[[], int]):
-        super().__init__([engine.process for engine in engines])
-        self.name, self.preemptions = name, preemptions
-        self.client = Client(url, model=str(model), logprobs=LISTED)
-
-    def close(self) -> None:
-        super().close()
-        self.client.http.close()
-
-
-@contextmanager
-def ours(model: Path, logs: Path) -> Iterator[Side]:
-    prefill = EngineConfig(role=Role.PREFILL, connector_extra=PATIENT)
-    decode = dataclasses.replace(FEW_BLOCKS, connector_extra=PATIENT)
-    config = ClusterConfig("ours", (_emulated(prefill),), (_emulated(decode, 2),), model=SPEC)
-    with running_cluster(model, config, logs) as cluster:
-        [engine] = cluster.decode
-        count = partial(_preemptions, engine)
-        side = Side("ours", cluster.url, model, [*cluster.prefill, engine], count)
-        yield from _closing(side)
-
-
-@contextmanager
-def layerwise(model: Path, logs: Path) -> Iterator[Side]:
-    transfer = (("kv_connector", "MooncakeLayerwiseConnector"), *sizes_of(Pair(1, 1)))
-    prefill = PeerEngine(role=Role.PREFILL, transfer=transfer)
-    decode = PeerEngine(**(asdict(FEW_BLOCKS) | {"transfer": transfer}))
-    configs = [_emulated(prefill), _emulated(decode, 2)]
-    with (
-        running_engines(model, configs, logs) as engines,
-        layerwise_proxy(*(engine.url for engine in engines)) as proxy,
-    ):
-        yield from _closing(Side("layerwise", proxy.url, model, engines, partial(_recomputed, proxy)))
-
-
-def _emulated(config: EngineConfig, first_device: int = 0) -> EngineConfig:
-    return ascend.emulated(dataclasses.replace(config, env=ascend.UNPINNED), first_device)
-
-
-def _closing(side: Side) -> Iterator[Side]:
-    try:
-        yield side
-    finally:
-        side.close()
-
-
-def _preemptions(engine: Engine) -> int:
-    return int(engine.metric("vllm:num_preemptions_total"))
-
-
-def _recomputed(proxy: LayerwiseProxy) -> int:
-    return proxy.recomputed
-
-
-class Judge(TakesTurns):
-    """A single engine with room for everything."""
-
-    def __init__(self, engine: Engine, model: Path, allowed: list[int]) -> None:
-        super().__init__([engine.process])
-        self._client = Client(engine.url, model=str(model), logprobs=LISTED)
-        self._allowed = allowed
-
-    def judge(self, prompt: list[int], answer: Completion) -> tuple[int, bool]:
-        """Returns how many tokens of an answer could be compared, and whether all of them are right."""
-
-        def expected(place: int) -> Completion:
-            known = [*prompt, *answer.token_ids[:place]]
-            return self._client.complete(known, COMPARED, allowed_token_ids=self._allowed)
-
-        return parts_agree(answer, {place: expected(place) for place in PLACES})
-
-    def close(self) -> None:
-        super().close()
-        self._client.http.close()
-
-
-@contextmanager
-def judging(model: Path, logs: Path, allowed: list[int]) -> Iterator[Judge]:
-    config = _emulated(EngineConfig(max_model_len=640), 4)
-    with running_engines(model, [config], logs) as [engine]:
-        judge = Judge(engine, model, allowed)
-        try:
-            yield judge
-        finally:
-            judge.close()
-
-
 @dataclass
 class Tally:
-    """What a side has answered so far."""
+    """What a side has answered so far. `count`: returns how many preemptions there were since its start."""
 
+    side: Side
+    count: Callable[[], int]
     answers: list[tuple[list[int], Completion]] = dataclasses.field(default_factory=list)
     failed: int = 0
     preemptions: int = 0
@@ -214,6 +124,46 @@ class Tally:
         return sum(stood_still(answer.arrivals) for _, answer in self.answers) / max(1, self.preemptions)
 
 
+@contextmanager
+def ours(model: Path, logs: Path) -> Iterator[Tally]:
+    prefill = EngineConfig(role=Role.PREFILL, connector_extra=PATIENT)
+    decode = dataclasses.replace(FEW_BLOCKS, connector_extra=PATIENT)
+    config = ClusterConfig("ours", (_emulated(prefill),), (_emulated(decode, 2),), model=SPEC)
+    with running_cluster(model, config, logs) as cluster:
+        [engine] = cluster.decode
+        with _side("ours", cluster.url, model, [*cluster.prefill, engine]) as side:
+            yield Tally(side, lambda: int(engine.metric("vllm:num_preemptions_total")))
+
+
+@contextmanager
+def layerwise(model: Path, logs: Path) -> Iterator[Tally]:
+    transfer = (("kv_connector", "MooncakeLayerwiseConnector"), *sizes_of(Pair(1, 1)))
+    prefill = PeerEngine(role=Role.PREFILL, transfer=transfer)
+    decode = PeerEngine(**(asdict(FEW_BLOCKS) | {"transfer": transfer}))
+    with (
+        running_engines(model, [_emulated(prefill), _emulated(decode, 2)], logs) as engines,
+        layerwise_proxy(*(engine.url for engine in engines)) as proxy,
+        _side("layerwise", proxy.url, model, engines) as side,
+    ):
+        yield Tally(side, lambda: proxy.recomputed)
+
+
+@contextmanager
+def single(model: Path, logs: Path) -> Iterator[Side]:
+    """An engine with room for everything."""
+    config = _emulated(EngineConfig(max_model_len=640), 4)
+    with running_engines(model, [config], logs) as [engine], _side("single", engine.url, model, [engine]) as side:
+        yield side
+
+
+def _emulated(config: EngineConfig, first_device: int = 0) -> EngineConfig:
+    return ascend.emulated(dataclasses.replace(config, env=ascend.UNPINNED), first_device)
+
+
+def _side(name: str, url: str, model: Path, engines: Sequence[Engine]) -> AbstractContextManager[Side]:
+    return closing(Side(name, url, model, [engine.process for engine in engines], LISTED))
+
+
 def stood_still(arrivals: Sequence[float]) -> float:
     """Returns how long a stream's long pauses took, without the time that a token takes anyway. 0 without pauses."""
     pauses = [later - earlier for earlier, later in pairwise(arrivals)]
@@ -223,34 +173,43 @@ def stood_still(arrivals: Sequence[float]) -> float:
     return sum(pause - usual for pause in pauses if pause > LONG_PAUSE * usual)
 
 
-def ask_all(side: Side, prompts: Sequence[str], tokens_of: Callable[[str], list[int]], tally: Tally) -> None:
+def ask_all(tally: Tally, prompts: Sequence[str], tokens_of: Callable[[str], list[int]]) -> None:
     """One round."""
     allowed = tokens_of(ALPHABET)
 
     def ask(prompt: str) -> Completion | None:
         try:
-            return side.client.complete(prompt, ANSWER, stream=True, allowed_token_ids=allowed)
-        except (httpx.HTTPError, StreamError) as error:
-            print(f"{side.name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+            return tally.side.ask(prompt, ANSWER, allowed_token_ids=allowed)
+        except SideFailedError as error:
+            print(error, file=sys.stderr)
             return None
 
-    with side.turn():
-        before, begun = side.preemptions(), time.monotonic()
+    with tally.side.turn():
+        before, begun = tally.count(), time.monotonic()
         for prompt, answer in zip(prompts, at_once(ask, prompts, concurrency=len(prompts)), strict=True):
             if answer is None:
                 tally.failed += 1
             else:
                 tally.answers.append((tokens_of(prompt), answer))
         tally.round_s.append(time.monotonic() - begun)
-        tally.preemptions += side.preemptions() - before
+        tally.preemptions += tally.count() - before
 
 
-def row(name: str, tally: Tally, judge: Judge) -> Row:
+def judge(judging: Side, prompt: list[int], answer: Completion, allowed: list[int]) -> tuple[int, bool]:
+    """Returns how many tokens of an answer could be compared, and whether all of them are right."""
+
+    def expected(place: int) -> Completion:
+        return judging.ask([*prompt, *answer.token_ids[:place]], COMPARED, allowed_token_ids=allowed)
+
+    return parts_agree(answer, {place: expected(place) for place in PLACES})
+
+
+def row(tally: Tally, judging: Side, allowed: list[int]) -> Row:
     whole = [(prompt, answer) for prompt, answer in tally.answers if len(answer.token_ids) == ANSWER]
-    with judge.turn():
-        judged = [judge.judge(prompt, answer) for prompt, answer in whole]
+    with judging.turn():
+        judged = [judge(judging, prompt, answer, allowed) for prompt, answer in whole]
     return Row(
-        side=name,
+        side=tally.side.name,
         answers=len(tally.answers),
         wrong_length=len(tally.answers) - len(whole),
         wrong_tokens=sum(not right for _, right in judged),
@@ -268,18 +227,13 @@ def measure(model: Path, logs: Path, rounds: int, requests: int) -> list[Row]:
     def tokens_of(text: str) -> list[int]:
         return [int(token) for token in tokenizer.encode(text).ids]
 
-    with (
-        judging(model, logs, tokens_of(ALPHABET)) as judge,
-        ours(model, logs) as first,
-        layerwise(model, logs) as second,
-    ):
-        tallies = {side: Tally() for side in (first, second)}
+    with single(model, logs) as judging, ours(model, logs) as first, layerwise(model, logs) as second:
         for number in range(rounds):
             chosen = random.Random(number)
             prompts = ["".join(chosen.choices(ALPHABET, k=100 + 7 * i)) for i in range(requests)]
-            for side, tally in tallies.items():
-                ask_all(side, prompts, tokens_of, tally)
-        return [row(side.name, tally, judge) for side, tally in tallies.items()]
+            for tally in (first, second):
+                ask_all(tally, prompts, tokens_of)
+        return [row(tally, judging, tokens_of(ALPHABET)) for tally in (first, second)]
 
 
 def misses(rows: Sequence[Row]) -> Iterator[str]:
@@ -308,8 +262,11 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         try:
             rows = measure(make_model(SPEC, folder / "models"), logs, args.rounds, args.requests)
-        except (StartupError, httpx.HTTPError) as error:
-            print(error.summary if isinstance(error, StartupError) else f"an engine ended: {error}", file=sys.stderr)
+        except StartupError as error:
+            print(error.summary, file=sys.stderr)
+            return 1
+        except (SideFailedError, httpx.HTTPError) as error:
+            print(f"an engine ended: {error}", file=sys.stderr)
             return 1
     for each in rows:
         print(json.dumps(asdict(each)) if args.json else each)

@@ -13,7 +13,7 @@ import httpx
 
 from harness import ascend
 from harness.agreement import listed_logprobs
-from harness.client import Client, Completion, StreamError
+from harness.client import Client, Completion, Prompt, StreamError
 from harness.clusters import PATIENT_PROXY, ClusterConfig, Proxy, running_cluster
 from harness.engines import HOST, PATIENT, EngineConfig, Role, Server, running_engines, wait_ready
 from harness.models import WIDE, ModelSpec
@@ -105,9 +105,10 @@ class Side(TakesTurns):
         timeout = httpx.Timeout(REQUEST_SECONDS, connect=10)
         self._client = Client(url, model=str(model), timeout=timeout, logprobs=logprobs)
 
-    def ask(self, prompt: list[int], max_tokens: int) -> Completion:
+    def ask(self, prompt: Prompt, max_tokens: int, **fields: object) -> Completion:
+        """Streams an answer. `fields`: more of the request's body."""
         try:
-            return self._client.complete(prompt, max_tokens, stream=True)
+            return self._client.complete(prompt, max_tokens, stream=True, **fields)
         except (httpx.HTTPError, StreamError) as error:
             message = f"{type(error).__name__}: {error}".splitlines()[0]
             raise SideFailedError(f"{self.name}: {len(prompt)} prompt tokens: {message}") from error

@@ -3,13 +3,15 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from vllm.v1.request import Request
 
+from harness.clock import Clock
 from harness.engines import Role
 from harness.real_scheduler import BLOCK, RealScheduler
 from vllm_ascend_pd.connector.prompts import Prompts
@@ -94,6 +96,13 @@ class Prefill(RealScheduler):
         super().close()
 
 
+@pytest.fixture
+def prefill(scheduled_model: Path) -> Iterator[Prefill]:
+    scheduler = Prefill(scheduled_model)
+    yield scheduler
+    scheduler.close()
+
+
 def until(wanted: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + 10.0
     while not (found := wanted()):
@@ -140,15 +149,9 @@ def remembered_of(prefill: Prefill) -> dict[str, Any]:
     }
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def held_clock(prefill: Prefill) -> Clock:
-    prefill.held._clock = clock = Clock()
+    clock = Clock()
+    prefill.held._clock = clock.monotonic
     return clock
 
 

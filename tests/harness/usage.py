@@ -25,8 +25,8 @@ SAYS_CACHED = "/v1/responses"
 """The route whose `usage` has cached tokens also without `--enable-prompt-tokens-details`."""
 
 
-def asks_for(text: str, stream: bool, max_tokens: int = 8) -> dict[str, Any]:
-    """Returns the body of a request on the route `SAYS_CACHED`."""
+def asks_for(text: object, stream: bool, max_tokens: int = 8) -> dict[str, Any]:
+    """Returns the body of a request on the route `SAYS_CACHED`. `text`: that, or messages."""
     return {"input": text, "max_output_tokens": max_tokens, "ignore_eos": True, "stream": stream}
 
 
@@ -44,11 +44,7 @@ BODIES: dict[str, Any] = {
         "ignore_eos": True,
         **(USAGE if stream else {}),
     },
-    "/v1/responses": lambda stream, name: {
-        "input": about("responses", stream, name),
-        "max_output_tokens": 8,
-        "ignore_eos": True,
-    },
+    SAYS_CACHED: lambda stream, name: asks_for(about("responses", stream, name), stream),
     "/v1/messages": lambda stream, name: {"messages": about("messages", stream, name), "max_tokens": 8},
 }
 ASKED = [(path, stream) for path in BODIES for stream in (False, True)]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts that a router asks prefill for first: vLLM's scheduler computes them, decode's tickets come afterwards."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import msgspec
 import pytest
 from vllm.v1.request import RequestStatus
 
+from harness.held_prompts import *  # noqa: F403
 from harness.held_prompts import (
     OTHER,
     PREFILL_FIRST,
@@ -25,13 +25,6 @@ from harness.real_scheduler import BLOCK
 from vllm_ascend_pd.core.protocol import TicketRefused, TicketTaken
 from vllm_ascend_pd.core.step import Send, WorkerReport
 from vllm_ascend_pd.prefill import held_prompts
-
-
-@pytest.fixture
-def prefill(scheduled_model: Path) -> Iterator[Prefill]:
-    scheduler = Prefill(scheduled_model)
-    yield scheduler
-    scheduler.close()
 
 
 def test_a_ticket_that_comes_when_the_prompt_is_computed(prefill: Prefill) -> None:

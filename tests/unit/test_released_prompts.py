@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts that a router asked prefill for first, and for which decode says that no ticket will come."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
+from harness.held_prompts import *  # noqa: F403
 from harness.held_prompts import (
     OTHER,
     PREFILL_FIRST,
@@ -19,13 +17,6 @@ from harness.held_prompts import (
 from harness.real_scheduler import *  # noqa: F403
 from vllm_ascend_pd.core.protocol import Acknowledged, ReleasePrompt, TicketTaken
 from vllm_ascend_pd.prefill import held_prompts, ticket_listener
-
-
-@pytest.fixture
-def prefill(scheduled_model: Path) -> Iterator[Prefill]:
-    scheduler = Prefill(scheduled_model)
-    yield scheduler
-    scheduler.close()
 
 
 def test_decode_computes_the_prompt_itself(prefill: Prefill) -> None:
