@@ -199,9 +199,9 @@ def page() -> str:
 
 
 def _not_started(pairs: list[Recipe]) -> str:
+    works = [recipe for recipe in pairs if not recipe.migrated.stops]
     lines = []
     for why in dict.fromkeys(NOT_STARTED.values()):
-        works = [recipe for recipe in pairs if not recipe.migrated.stops]
         numbers = [str(recipe.number) for recipe in works if NOT_STARTED.get(recipe.architecture) == why]
         lines.append(f"- {', '.join(numbers)}: {why}.\n")
     return "".join(lines)
@@ -222,7 +222,7 @@ has not run, only [vLLM's on a CPU](../tests/e2e/test_deepseek_v4.py).
 - "Works": only `--kv-transfer-config` changes.
 - "Works with the printed change": `migrate` changes other options, too.
 - "Refused": `migrate` says what stops it, and its exit code is 1.
-- "Started": [a test](../tests/npu/e2e/test_recipe_pairs.py) starts the pair with what `migrate` makes of it, and it
+- "Started": [a test](../tests/npu/e2e/test_recipe_pairs.py) starts the pair with what `migrate` makes of it. The pair
   answers as a single engine does, with prefill's KV. The emulated NPU has no quantized weights, routed experts,
   captured graphs and MTP. So these engines have a small model of the same attention with dense layers and smaller
   parallel sizes. Options for these are left out. The variables `VLLM_ASCEND_ENABLE_...` are set. FLASHCOMM1 is set for

@@ -100,10 +100,11 @@ SHAPES = {
     "large-scale-ep": Shape(MLA, prefill_tp=2),
 }
 SHORT = "kimi-k2.5"
+RECIPES = recipes()
 
 
 def pair(name: str) -> ClusterConfig:
-    prefill, decode = (recipes()[number - 1] for number in STARTED[name])
+    prefill, decode = (RECIPES[number - 1] for number in STARTED[name])
     assert (prefill.side, decode.side) == ("prefill", "decode")
     shape = SHAPES[name]
     engines = (
@@ -144,7 +145,7 @@ def assert_received(answers: Sequence[Completion]) -> None:
 
 
 def test_what_is_left_out_is_in_a_started_recipe() -> None:
-    started = [recipes()[number - 1].migrated.command for pair in STARTED.values() for number in pair]
+    started = [RECIPES[number - 1].migrated.command for pair in STARTED.values() for number in pair]
     options = [{words[0]: words[1:] for words in command[1:]} for command in started]
     assert {*_NOT_HERE, _EXPERT_PARALLEL} <= set().union(*options)
     additional = [json.loads(each.get("--additional-config", ["{}"])[0]) for each in options]
