@@ -178,8 +178,22 @@ def test_another_engine_delivers_the_kv_of_one_that_died(pair: Pair) -> None:
     assert any("attempt 0 failed: attempt 1 began before it had ended" in text for text in warnings), warnings
 
 
-def test_a_fenced_request_does_not_hold_up_others() -> None:
-    """There is one sender for each decode engine. The request behind has its grants at once."""
+@pytest.mark.parametrize("pair", [(SMALL, Side(1), Side(1))], indirect=True, ids=["direct"])
+def test_a_fenced_request_does_not_hold_up_others(pair: Pair) -> None:
+    """The request behind has its grants at once, and is delivered long before the fenced one may be."""
+    [fenced, other] = prompts(pair, [96, 96])
+    [ticket] = announced(pair, fenced).values()
+    pair.restart_prefill("second")
+    prefill(pair, [fenced], {fenced.request_id: msgspec.structs.replace(ticket, attempt=1)})
+    prefill(pair, [other], pair.announce([other]))
+    assert pair.wait_arrivals(1, PATIENCE_S, others_follow=True) == ({other.request_id}, {})
+    assert pair.wait_arrivals(1, PATIENCE_S) == ({fenced.request_id}, {})
+    assert pair.wait_sent(2, PATIENCE_S) == {}
+    assert pair.differences([fenced, other]) == []
+
+
+def test_a_fenced_request_does_not_hold_up_other_later_attempts_for_ever() -> None:
+    """They share a sender. Decode has granted the one behind, whose first prefill engine never began."""
     start_afresh()
     config = {"lease_s": 60.0, "write_timeout_s": 1.0, "control_timeout_s": 2.0, "grant_timeout_s": 4.0}
     pair = Pair(SMALL, Side(1), Side(1), config)
@@ -191,9 +205,10 @@ def test_a_fenced_request_does_not_hold_up_others() -> None:
     time.sleep(6.0)
     assert pair.each(pair.p_ranks, "open_failures") == [[]], "decode has asked it to wait, and nobody else does"
     began = time.monotonic()
-    prefill(pair, [other], pair.announce([other]))
+    [ticket] = pair.announce([other]).values()
+    prefill(pair, [other], {other.request_id: msgspec.structs.replace(ticket, attempt=1)})
     failed = pair.wait_sent(2, PATIENCE_S)
-    assert time.monotonic() - began >= 2.0
+    assert time.monotonic() - began >= 4.0
     assert failed == {fenced.request_id: "no grant came, and other requests' KV waited behind this request"}
     assert pair.d_ranks[0].call("arrivals")[:2] == ({other.request_id}, set())
     assert pair.differences([other]) == []

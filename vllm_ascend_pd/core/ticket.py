@@ -129,6 +129,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
         return replica_hash_of(self.ticket_id)
 
     @property
+    def is_later(self) -> bool:
+        """Whether another prefill engine was asked before, which may still write."""
+        return self.attempt > 0
+
+    @property
     def endpoint(self) -> str:
         """Address of decode's listener."""
         return f"tcp://{authority(self.remote_host, self.remote_port)}"

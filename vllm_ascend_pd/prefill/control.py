@@ -65,18 +65,22 @@ class ControlPlane:
             self.outcomes,
             observer,
         )
-        make_sender = partial(
-            Sender,
-            engine=engine,
-            ring=ring,
-            control=self._transfers,
-            loaded=loaded,
-            running_time=running_time,
-            observer=observer,
-            queue_size=config.push_queue_size,
-            ready_timeout_s=config.collective_timeout_s + config.write_timeout_s,
-            grant_wait_s=config.control_timeout_s,
-        )
+
+        def make_sender(name: str, is_later: bool) -> Sender:
+            return Sender(
+                name,
+                engine,
+                ring,
+                self._transfers,
+                loaded,
+                running_time,
+                observer,
+                queue_size=config.push_queue_size,
+                ready_timeout_s=config.collective_timeout_s + config.write_timeout_s,
+                # Later attempts at tickets of one engine that died get their grants one after the other.
+                grant_wait_s=config.grant_timeout_s if is_later else config.control_timeout_s,
+            )
+
         signed = config.ticket_secret_file is not None
         hosts = decode_hosts(config.decode_allowlist, rank_info.host, signed, own_networks())
         self._peers = Peers(self._client, self._transfers, engine, make_sender, fit, hosts, config.control_timeout_s)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes layers to a decode engine, as planned. Read `LayerExecutor.execute` from top to bottom.
 
-A sender's thread owns its executor. The control thread hands it the decode engine's layout once, before it lets any
-transfer know where to write.
+A sender's thread owns its executor. The control thread hands it the decode engine's layout before it lets any transfer
+know where to write.
 """
 
 import contextlib
@@ -69,7 +69,8 @@ class LayerExecutor:
         self._layout: DecodeLayout | None = None
 
     def engine_described(self, layout: DecodeLayout) -> None:
-        """Sets the engine's layout. The control thread calls it before any transfer learns its destinations."""
+        """Sets the engine's layout, which never changes. The control thread calls it before each transfer learns its
+        destinations."""
         self._layout = layout
 
     @owned

@@ -13,13 +13,14 @@ _FORGET_AFTER_S = 600.0
 
 @dataclass
 class Peer:
-    """One decode engine. The control thread owns all of it except `users` and `used_at`."""
+    """One decode engine. The control thread owns all of it except `senders`, `users` and `used_at`."""
 
     # The address of its listener, which describes it.
     endpoint: str
     engine_id: str
-    # Writes to it.
-    sender: Sender
+    # Write to it: by whether they write first attempts, or later ones. A later attempt may have to wait until no writer
+    # of the one before can write any more, and so does all that is queued behind it.
+    senders: dict[bool, Sender] = field(default_factory=dict)
     # How its ranks' caches lie. None until it has described itself.
     layout: DecodeLayout | None = None
     # Transfers that wait for its description.
@@ -32,8 +33,8 @@ class Peer:
     gone: str | None = None
     # Addresses that were connected to for it.
     endpoints: set[str] = field(default_factory=set)
-    # Tickets of it that were acquired and not yet released. The model's thread writes it and the next, the control
-    # thread reads them, both under the lock of `Peers`.
+    # Tickets of it that were acquired and not yet released. The model's thread writes `senders`, this and the next, the
+    # control thread reads them, both under the lock of `Peers`.
     users: int = 0
     # When a ticket of it was released last.
     used_at: float = 0.0

@@ -44,12 +44,15 @@ class Peers:
         client: SideChannelClient,
         transfers: TransferControl,
         engine: TransferEngine,
-        make_sender: Callable[[str], Sender],
+        make_sender: Callable[[str, bool], Sender],
         fit: FitCheck,
         hosts: HostList,
         control_timeout_s: float,
     ) -> None:
-        """`make_sender(name)` starts a sender. `hosts`: which hosts decode engines may be at."""
+        """`make_sender(name, is_later)` starts a sender of first or of later attempts.
+
+        hosts: which hosts decode engines may be at.
+        """
         self._client = client
         self._transfers = transfers
         self._engine = engine
@@ -57,7 +60,7 @@ class Peers:
         self._fit = fit
         self._hosts = hosts
         self._timeout_s = control_timeout_s
-        # Guards the map below, which both threads change, and `users` and `used_at` of the peers in it.
+        # Guards the map below, which both threads change, and `senders`, `users` and `used_at` of the peers in it.
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], Peer] = {}
         # The control thread owns the rest.
@@ -75,11 +78,13 @@ class Peers:
         with self._lock:
             peer = self._peers.get(ticket.issuer)
             if peer is None:
-                sender = self._make_sender(f"pd-sender-{ticket.remote_host}:{ticket.remote_port}")
-                peer = Peer(ticket.endpoint, ticket.remote_engine_id, sender, endpoints={ticket.endpoint})
+                peer = Peer(ticket.endpoint, ticket.remote_engine_id, endpoints={ticket.endpoint})
                 self._peers[ticket.issuer] = peer
+            if ticket.is_later not in peer.senders:
+                name = f"pd-sender-{ticket.remote_host}:{ticket.remote_port}{'-later' if ticket.is_later else ''}"
+                peer.senders[ticket.is_later] = self._make_sender(name, ticket.is_later)
             peer.users += 1
-            return peer.sender
+            return peer.senders[ticket.is_later]
 
     def release(self, ticket: Ticket) -> None:
         """Gives the sender back that was acquired for `ticket`: it gets no more tasks for it."""
@@ -133,6 +138,7 @@ class Peers:
             if peer.gone is not None or peer.layout is None:
                 self._transfers.contact(transfer, None, peer.gone)
             else:
+                transfer.sender.engine_described(peer.layout)
                 self._transfers.contact(transfer, peer.layout, peer.layout.unfit(transfer.ticket))
 
     def _on_described(self, peer: Peer, answer: Message | SideChannelError) -> None:
@@ -157,7 +163,6 @@ class Peers:
         if reason is None:
             assert isinstance(answer, EngineDescription)
             peer.layout = DecodeLayout(answer)
-            peer.sender.engine_described(peer.layout)
         else:
             logger.error("decode engine %s at %s: %s: waiting requests fail", peer.engine_id, peer.endpoint, reason)
             layout = DecodeLayout(answer) if isinstance(answer, EngineDescription) else None
@@ -199,8 +204,9 @@ class Peers:
             self._client.rest(endpoint)
         self._retired = [sender for sender in self._retired if not sender.ended]
         for peer in forgotten:
-            peer.sender.retire()
-            self._retired.append(peer.sender)
+            for sender in peer.senders.values():
+                sender.retire()
+                self._retired.append(sender)
             for endpoint in peer.endpoints - in_use:
                 self._client.forget(endpoint)
                 del self._describing[endpoint]
@@ -209,5 +215,5 @@ class Peers:
 
     def close(self, timeout_s: float) -> None:
         """Stops the senders. The control thread must have ended."""
-        for sender in [*self._retired, *(peer.sender for peer in self._all())]:
+        for sender in [*self._retired, *(sender for peer in self._all() for sender in peer.senders.values())]:
             sender.close(timeout_s)

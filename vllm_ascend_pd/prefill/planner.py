@@ -44,20 +44,23 @@ class StepPlan:
 
 
 class TicketShape(NamedTuple):
-    """A decode engine as its tickets describe it.
+    """A decode engine as its tickets describe it, and which of its senders writes.
 
     Plans use this instead of the engine's description, because all ranks must make the same plan (R5), and a rank may
     not have the description yet.
     """
 
     issuer: tuple[str, str]
+    # Whether the tickets are for later attempts, which have a sender of their own.
+    is_later: bool
     sharding: Sharding
     block_sizes: tuple[int, ...]
     draft: str
 
     @classmethod
     def of(cls, ticket: Ticket) -> "TicketShape":
-        return cls(ticket.issuer, ticket.sharding, tuple(ticket.remote_block_size), ticket.remote_draft)
+        block_sizes = tuple(ticket.remote_block_size)
+        return cls(ticket.issuer, ticket.is_later, ticket.sharding, block_sizes, ticket.remote_draft)
 
 
 class Planner:

@@ -140,7 +140,7 @@ class Sender:
             raise RuntimeError("a sender has ended by an error of its own") from self._broken
 
     def engine_described(self, layout: DecodeLayout) -> None:
-        """Sets the engine's layout. The control thread calls it before any transfer learns its destinations."""
+        """See `LayerExecutor.engine_described`."""
         self._executor.engine_described(layout)
 
     def retire(self) -> None:
