@@ -214,6 +214,19 @@ def test_a_pair_that_does_not_fit(prefill: str, decode: str, subject: str, qwen:
     assert subject in [change.subject for change in result.pair if change.kind is ChangeKind.STOPS]
 
 
+def test_other_paths_of_a_model_with_images(tmp_path: Path, qwen: Path) -> None:
+    """vLLM's hash of an image includes the path, so prefill could not tell whether it has decode's image."""
+    vision = tmp_path / "vision"
+    vision.mkdir()
+    make_model("qwen3-vl-moe", vision)
+    prefill = serve(kv_role="kv_producer")
+    decode = serve().replace("vllm serve m ", "vllm serve elsewhere/m ")
+    for model, refused in ((vision, True), (qwen, False)):
+        [change] = [each for each in migrated(prefill, decode, model=model).pair if each.subject == "model"]
+        assert change.kind is ChangeKind.CHECK
+        assert ("images are refused" in change.why) == refused
+
+
 def test_two_engines_of_one_side_are_no_pair(qwen: Path) -> None:
     assert [change.subject for change in migrated(serve(), serve(), model=qwen).pair] == ["kv_role"]
 

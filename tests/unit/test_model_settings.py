@@ -32,7 +32,12 @@ def llama(**changes: Any) -> PretrainedConfig:
 
 def with_media(**options: Any) -> dict[str, str]:
     """`options`: fields of vLLM's own class."""
-    return settings(llama(), multimodal_config=MultiModalConfig(**options))
+    return settings(llama(), multimodal_config=MultiModalConfig(**options), hf_image_processor_config={})
+
+
+def with_preprocessor(**config: Any) -> dict[str, str]:
+    """`config`: the content of the checkpoint's `preprocessor_config.json`."""
+    return settings(llama(), multimodal_config=MultiModalConfig(), hf_image_processor_config=config)
 
 
 def difference(prefill: dict[str, str], decode: dict[str, str]) -> str:
@@ -148,6 +153,14 @@ def test_an_engine_that_does_not_say_is_not_compared() -> None:
 def test_how_media_are_processed_is_named(prefill: dict[str, Any], decode: dict[str, Any], named: str) -> None:
     """The same image becomes other values, with as many tokens and an equal hash."""
     assert difference(with_media(**prefill), with_media(**decode)).endswith(named)
+
+
+def test_another_preprocessor_in_the_checkpoint_is_named() -> None:
+    one = with_preprocessor(processor_class="A", patch_size=16, image_mean=[0.5, 0.5, 0.5], size={"longest_edge": 4096})
+    assert one == with_preprocessor(patch_size=16, size={"longest_edge": 4096}, image_mean=[0.5, 0.5, 0.5])
+    other = with_preprocessor(patch_size=16, image_mean=[0.5, 0.5, 0.4], size={"longest_edge": 4096})
+    named = "preprocessor_config.image_mean is [0.5, 0.5, 0.5] on prefill, [0.5, 0.5, 0.4] on decode"
+    assert difference(one, other).endswith(named)
 
 
 def test_where_media_are_processed_and_how_they_are_cached_is_left_out() -> None:

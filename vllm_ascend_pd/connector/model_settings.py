@@ -70,6 +70,8 @@ _SCALED_BY_LENGTH = ("longrope", "dynamic", "su")
 
 _PROCESSOR_WITHOUT_EFFECT = "device"
 """The argument of multi-modal processors that says where they run."""
+_PREPROCESSOR_WITHOUT_EFFECT = "processor_class"
+"""The key of a model's `preprocessor_config.json` that names the class which also handles text."""
 
 
 def model_settings(vllm_config: "VllmConfig") -> dict[str, str]:
@@ -116,11 +118,13 @@ def _short(text: str) -> str:
 
 
 def _media(model: "ModelConfig") -> dict[str, str]:
-    """Returns the options of how images, sounds and videos are read and processed. vLLM's hashes do not cover them."""
+    """Returns how images, sounds and videos are read and processed: the engine's options and the checkpoint's
+    `preprocessor_config.json`. vLLM's hashes cover neither."""
     multimodal = model.multimodal_config
     if multimodal is None:
         return {}
-    found = {}
+    checkpoint = {k: v for k, v in model.hf_image_processor_config.items() if k != _PREPROCESSOR_WITHOUT_EFFECT}
+    found = dict(_flat(checkpoint, "preprocessor_config."))
     for option in ("mm_processor_kwargs", "media_io_kwargs"):
         for key, value in (getattr(multimodal, option, None) or {}).items():
             if (option, key) != ("mm_processor_kwargs", _PROCESSOR_WITHOUT_EFFECT):

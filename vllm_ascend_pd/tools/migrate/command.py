@@ -83,7 +83,7 @@ def _pair(engines: Sequence[EngineMigration], sides: Sequence[EngineArguments], 
     by_role = dict(zip([_ROLES[engine.role] for engine in engines], sides, strict=True))
     prefill, decode = by_role["prefill"], by_role["decode"]
     served = read_facts(model or prefill.model, prefill.values["kv-cache-dtype"])
-    found = check_pair(prefill, decode, served.shape)
+    found = check_pair(prefill, decode, served)
     for whose, engine in by_role.items():
         declared = translate(engine.json("kv-transfer-config"), None).declared
         for side, other in by_role.items():

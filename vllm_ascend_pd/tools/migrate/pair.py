@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.tools.migrate.arguments import EngineArguments
 from vllm_ascend_pd.tools.migrate.changes import Change, ChangeKind
+from vllm_ascend_pd.tools.migrate.model_facts import ModelFacts
 from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, default_block_size
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.model import ModelShape, PlanError
@@ -16,11 +17,13 @@ from vllm_ascend_pd.tools.plan.model import ModelShape, PlanError
 _SAME = ("kv-cache-dtype", "quantization", "dtype", "hf-overrides")
 
 
-def check_pair(prefill: EngineArguments, decode: EngineArguments, model: ModelShape | None) -> list[Change]:
-    """`model`: the shape of the model's KV cache, None if it is unknown."""
-    found = []
+def check_pair(prefill: EngineArguments, decode: EngineArguments, served: ModelFacts) -> list[Change]:
+    """`served`: what is known of the model."""
+    found, model = [], served.shape
     if prefill.model.rstrip("/") != decode.model.rstrip("/"):
         why = f"prefill serves {prefill.model}, decode {decode.model}: weights that differ are refused at first contact"
+        if served.media:
+            why += ". Prompts with images are refused: vLLM's hash of an image includes the path. Use one path"
         found.append(Change(ChangeKind.CHECK, "model", why))
     for name in _SAME:
         if (left := prefill.values[name]) != (right := decode.values[name]):
