@@ -9,7 +9,7 @@
 #   --npu           only the NPU tests: torch_npu and vllm-ascend on emulated CANN libraries, with more pairs of
 #                   parallel sizes
 #   --e2e           only the end-to-end tests on vLLM's CPU backend, with more kinds of engines
-#   --benchmarks    only the tests of benchmarks that take minutes each, which the other forms skip
+#   --benchmarks    only the integration tests that the other forms skip: mostly benchmarks that take minutes each
 #   --faults        only the fault injection in its long form, whose table is in docs/reliability.md; the other
 #                   forms inject only a few of its faults. FAULTS_REPORT=FOLDER: also writes the table there
 #   --hostile       only the hostile inputs to decoders and listeners in their long form: over 1,000,000 inputs
@@ -228,7 +228,7 @@ run scripts/setup_env.sh "${setup[@]}"
 case $mode in
   npu) stage "${titles[npu]}" npu_tests ;;
   e2e) tests "end-to-end tests, long form" tests/e2e ;;
-  benchmarks) tests "benchmarks, long form" tests/integration -m long ;;
+  benchmarks) tests "integration tests, long form" tests/integration -m long ;;
   faults) tests "faults, long form" tests/faults ;;
   hostile) tests "hostile input, long form" tests/hostile --inputs 1100000 ;;
   *)

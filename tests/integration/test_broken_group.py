@@ -21,11 +21,11 @@ from vllm_ascend_pd.core.step import PrefillStep
 
 GQA = Model()
 IMPATIENT = {"collective_timeout_s": 1.5, "control_timeout_s": 1.0}
-SHAPES = {"TP2_TO_TP1": (2, 1), "TP4_TO_TP2": (4, 2)}
+SHAPES = [pytest.param((2, 1), id="TP2_TO_TP1"), pytest.param((4, 2), id="TP4_TO_TP2", marks=pytest.mark.long)]
 LENGTHS = [16, 40, 100]
 
 
-@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
+@pytest.fixture(params=SHAPES)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     p, d = request.param
     start_afresh()

@@ -17,6 +17,7 @@ from transfer_receiver import BUFFER_BYTES, LIMITS, Receiver, Source
 from vllm_ascend_pd.core.plan import Descriptors
 from vllm_ascend_pd.transport.batches import Batches
 from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
 
 
@@ -36,7 +37,9 @@ def test_nothing_to_write(source: Source, receiver: Receiver) -> None:
         source.engine.write(receiver.session, [1], [1, 2], [1])
 
 
-def test_three_threads_with_5000_tiny_descriptors_each(source: Source, receiver: Receiver) -> None:
+def test_three_threads_with_5000_tiny_descriptors_each(receiver: Receiver) -> None:
+    """Each waits until the queue has room. On a busy machine that may take seconds."""
+    source = Source(TransferLimits(timeout_s=30))
     count, size = 5000, 64
     errors: list[BaseException] = []
 
@@ -59,6 +62,7 @@ def test_three_threads_with_5000_tiny_descriptors_each(source: Source, receiver:
         thread.join(60)
     assert not errors
     assert receiver.read(0, 3 * count * size) == source.memory.raw[: 3 * count * size]
+    source.engine.close()
 
 
 def test_no_batch_begins_once_the_leave_to_write_has_ended(source: Source, receiver: Receiver) -> None:

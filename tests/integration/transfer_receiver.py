@@ -71,8 +71,8 @@ class Receiver:
 class Source:
     """An engine in this process and the memory it sends from."""
 
-    def __init__(self) -> None:
-        self.engine = TransferEngine("127.0.0.1", "tcp", LIMITS)
+    def __init__(self, limits: TransferLimits = LIMITS) -> None:
+        self.engine = TransferEngine("127.0.0.1", "tcp", limits)
         self.memory = ctypes.create_string_buffer(bytes(range(256)) * (BUFFER_BYTES // 256), BUFFER_BYTES)
         self.address = ctypes.addressof(self.memory)
         self.engine.register([(self.address, BUFFER_BYTES)])

@@ -19,7 +19,7 @@ from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket
 
 PAIR = Bounds(writers=1, readers=1, tickets=2, faults=2, fine=True)
 TWO_WRITERS = Bounds(writers=2, readers=1, tickets=1, faults=1)
-ALL = Bounds(writers=2, readers=2, tickets=2, faults=1)
+TWO_BY_TWO = Bounds(writers=2, readers=2, tickets=1, faults=1)
 RETRY = Bounds(writers=1, readers=1, tickets=1, attempts=2, faults=2, queue_s=5, transfer_s=5)
 RETRY_OF_TWO = Bounds(writers=2, readers=1, tickets=1, attempts=2, faults=1, queue_s=5, transfer_s=5)
 RETRY_TO_TWO = Bounds(writers=1, readers=2, tickets=1, attempts=2, faults=1, queue_s=5, transfer_s=5)
@@ -33,7 +33,7 @@ def check(bounds, producer=PrefillTicket, consumer=DecodeTicket):
 
 WORLDS = {
     "one pair, step by step": PAIR,
-    "two by two": ALL,
+    "two by two": TWO_BY_TWO,
     "another attempt": RETRY,
     "another attempt of two writers": RETRY_OF_TWO,
     "another attempt for two readers": RETRY_TO_TWO,
