@@ -102,6 +102,7 @@ def reference(reference_pool: ReferencePool, single_engine: EngineConfig) -> Ref
     return reference_pool.get(TINY, single_engine)
 
 
+@pytest.mark.long
 def test_the_example_for_the_cpu_serves_and_stops(launched: Launched, reference: Reference) -> None:
     prompt = random_prompt(300, "launched")
     with Client(launched.url, model=str(launched.model)) as client:

@@ -52,6 +52,7 @@ def ask(proxy: LayerwiseProxy, cluster: Cluster, prompt: object) -> str:
     return response.text
 
 
+@pytest.mark.long
 def test_prefill_that_fails_unseen(cluster: Cluster, client: Client, reference) -> None:
     """The proxy says that all went well: decode finds out, fails the request, and gets its blocks back."""
     decode = cluster.decode[0].url

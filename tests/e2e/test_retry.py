@@ -88,6 +88,7 @@ def test_prefill_killed_while_it_pushes(cluster: Cluster, client: Client, refere
     bring_back(killed, cluster, client, reference)
 
 
+@pytest.mark.long
 @two_prefill
 def test_prefill_stopped_while_it_pushes(cluster: Cluster, client: Client, reference: Reference) -> None:
     """Its connections stay open: decode notices first. It goes on when its requests have long been served."""

@@ -128,7 +128,7 @@ def metaserver_hangs(world: World) -> list[Answer]:
     return metaserver(world, Fault(stall=True))
 
 
-@scenario(4, "metaserver answers 500", short=True)
+@scenario(4, "metaserver answers 500")
 def metaserver_errors(world: World) -> list[Answer]:
     return metaserver(world, Fault(answer=http("500 Internal Server Error", "broken by the test")))
 
@@ -153,7 +153,7 @@ def kill_proxy(world: World) -> list[Answer]:
     return answers
 
 
-@scenario(4, "connections of the proxy to both engines reset")
+@scenario(4, "connections of the proxy to both engines reset", short=True)
 def reset_proxy_connections(world: World) -> list[Answer]:
     with world.writes("slow", seconds=SLOW_S):
         volley = pushing(world)

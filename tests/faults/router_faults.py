@@ -51,7 +51,7 @@ def leave_while_offered(world: World, *rules: Rule) -> list[Answer]:
     return left + volley.answers()
 
 
-@scenario(10, "messages about tickets lost: the first two of each kind", shape=ROUTED, short=True, absorbed=True)
+@scenario(10, "messages about tickets lost: the first two of each kind", shape=ROUTED, absorbed=True)
 def lose_messages(world: World) -> list[Answer]:
     return about_tickets(world, *(Rule(kind, "lose", times=2) for kind in EVERY_KIND))
 
@@ -76,7 +76,7 @@ def delay_questions(world: World) -> list[Answer]:
     return about_tickets(world, Rule(AskTicket, "late", seconds=0.4))
 
 
-@scenario(10, "every message about tickets twice", shape=ROUTED, absorbed=True)
+@scenario(10, "every message about tickets twice", shape=ROUTED, short=True, absorbed=True)
 def repeat_messages(world: World) -> list[Answer]:
     return about_tickets(world, *(Rule(kind, "twice") for kind in EVERY_KIND))
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import cann_on_host
+from harness.pool import long
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.communicator import communicator_bytes
 from vllm_ascend_pd.tools.doctor import collectives, hardware, loopback
@@ -154,7 +155,7 @@ def faulty_link(fault: str) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("fault", "roce", "timeout_s", "level", "reason"),
     [
-        ("refuse", False, 60.0, Level.ERROR, "the sending process ended"),
+        long("refuse", False, 60.0, Level.ERROR, "the sending process ended"),
         ("hang", True, 15.0, Level.WARNING, "it did not end within 15 s"),
     ],
 )

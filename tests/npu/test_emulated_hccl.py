@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import cann_on_host
+from harness.pool import long
 from harness.rank_processes import RankFailed, run_ranks, try_ranks
 
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
@@ -90,7 +91,7 @@ def collectives(rank: int, size: int) -> None:
     torch.npu.synchronize()
 
 
-@pytest.mark.parametrize(("size", "delay_us"), [(2, 0), (2, 1000), (4, 0)])
+@pytest.mark.parametrize(("size", "delay_us"), [(2, 0), (2, 1000), long(4, 0)])
 def test_collectives(size: int, delay_us: int) -> None:
     run_ranks(collectives, size, size, env={"CANN_ON_HOST_DELAY_US": str(delay_us)})
 

@@ -37,6 +37,7 @@ def result(case: str, ours: plan.Cost, times_less: float) -> plan.Result:
     return plan.Result(case, 3, 20, 1, ours, other, other, times_less, (times_less, times_less), 30.0, bar)
 
 
+@pytest.mark.long
 def test_checks_bars_as_json() -> None:
     done = run(*SMALL, "2x5-scattered", "2x5-scattered-tp2", "--json", "--check")
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -125,7 +125,7 @@ def reduce_every_layer(rank: PrefillRank) -> None:
 
 
 @pytest.mark.parametrize("chip", ["Ascend910B1", "Ascend910_9391"])
-@pytest.mark.parametrize("shape", ["tp2-to-tp1", "tp4-to-tp2"])
+@pytest.mark.parametrize("shape", ["tp2-to-tp1", long("tp4-to-tp2")])
 def test_bytes_arrive_beside_the_models_collectives(shape: str, chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch scripts start the model's communicators in mode AIV, which HCCL allows one of at a time."""
     monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")

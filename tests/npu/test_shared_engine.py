@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.pool import long
+
 pytestmark = [pytest.mark.npu, pytest.mark.emulated]
 
 WHEELS = sorted(path.name for path in Path(sys.prefix, "mooncake-npu").glob("*"))
@@ -86,7 +88,7 @@ peer.kill()
 
 
 @pytest.mark.parametrize("order", ["theirs first", "ours first"])
-@pytest.mark.parametrize("wheel", WHEELS)
+@pytest.mark.parametrize("wheel", [*WHEELS[:1], *map(long, WHEELS[1:])])
 def test_one_mooncake_engine_serves_vllm_ascend_and_us(wheel: str, order: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

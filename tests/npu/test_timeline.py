@@ -16,7 +16,9 @@ DELAY_US = 5_000
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("delay", ["CANN_ON_HOST_DELAY_US", "CANN_ON_HOST_DELAY_SIDE_US"])
+@pytest.mark.parametrize(
+    "delay", ["CANN_ON_HOST_DELAY_US", pytest.param("CANN_ON_HOST_DELAY_SIDE_US", marks=pytest.mark.long)]
+)
 def test_layers_end_when_the_device_has_computed_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay: str
 ) -> None:

@@ -14,7 +14,7 @@ from npu_engines import one_to_one
 
 PROMPT_TOKENS = (1, 127, 128, 129, 327, 384, 1000, 2500)
 
-SLIDING_TP1 = one_to_one("sliding-tp1-to-tp1", 1, 1, model=SLIDING)
+SLIDING_TP1 = long(one_to_one("sliding-tp1-to-tp1", 1, 1, model=SLIDING))
 CLUSTERS = [
     long(one_to_one("mla-tp1-to-tp1", 1, 1, model=MLA)),
     one_to_one("mla-tp2-to-tp1", 2, 1, model=MLA),

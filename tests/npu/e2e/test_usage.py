@@ -30,6 +30,7 @@ DETAILED = dataclasses.replace(
 
 pytestmark = [
     pytest.mark.npu,
+    pytest.mark.long,
     pytest.mark.parametrize("cluster", [DETAILED], ids=str, indirect=True),
     pytest.mark.timeout(600),
 ]
