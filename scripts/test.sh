@@ -122,7 +122,7 @@ declare -A titles=(
   [e2e]="end-to-end tests"
   [faults]="faults, short form"
   [hostile]="hostile input, short form"
-  [soak]="soak, 300 requests"
+  [soak]="soak, 200 requests"
 )
 long_stages=(npu e2e faults hostile soak)
 run_long_stage() {

@@ -93,13 +93,17 @@ def test_short_prompts_are_computed_on_decode_and_long_ones_on_prefill(
 def test_the_next_turn_of_a_conversation_is_computed_on_decode(
     cluster: Cluster, client: Client, reference: Reference
 ) -> None:
-    """Decode has its first turn from prefill."""
-    before = places(cluster)
-    prompt = random_prompt(5 * BLOCK, "conversation")
-    client.complete(prompt)
-    longer = prompt + random_prompt(40, "turn")
-    assert client.complete(longer).token_ids == reference.complete(longer)
-    assert changed(cluster, before, 2) == {("prefill", "long"): 1, ("decode", "cheap"): 1}
+    """Decode has its first turn from prefill. What is cheap is measured, and on a busy machine a step may have taken
+    long: then prefill computes a turn, too."""
+    found = []
+    for name in ("one", "another", "a third"):
+        before = places(cluster)
+        prompt = random_prompt(5 * BLOCK, name)
+        client.complete(prompt)
+        longer = prompt + random_prompt(40, f"turn of {name}")
+        assert client.complete(longer).token_ids == reference.complete(longer)
+        found.append(changed(cluster, before, 2))
+    assert {("prefill", "long"): 1, ("decode", "cheap"): 1} in found
 
 
 @tuned

@@ -190,7 +190,7 @@ class EngineConfig:
 
     def environment(self) -> dict[str, str]:
         """The whole environment of the engine's processes."""
-        env = dict(os.environ)
+        env = os.environ | {"PYTHONFAULTHANDLER": "1"}  # says where a process was that is aborted
         if self.device == "cpu":
             env |= CPU_ENV | {"VLLM_HOST_IP": self.host, "VLLM_LOOPBACK_IP": self.host}
             if not self.compiled:

@@ -34,6 +34,9 @@ _NOISE = re.compile(
 )
 """Lines that hide what an engine said last."""
 
+_ERROR = re.compile(r" ERROR |Traceback|Fatal Python error|^terminate called|^F\d{4} ")
+"""Python's errors, and those that abort a process: of faulthandler, of C++ and of glog."""
+
 _running: "set[ManagedProcess]" = set()
 
 
@@ -65,7 +68,7 @@ class ManagedProcess:
 
     def first_error(self, lines: int = TAIL_LINES) -> str:
         """Returns the log from its first error on; empty if it has none."""
-        after = itertools.dropwhile(lambda line: " ERROR " not in line and "Traceback" not in line, self._said())
+        after = itertools.dropwhile(lambda line: not _ERROR.search(line), self._said())
         return "\n".join(itertools.islice(after, lines))
 
     def account(self) -> str:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 SOAK = Path(__file__).resolve().parents[2] / "scripts" / "soak.py"
-REQUESTS = 300
+REQUESTS = 200
 PNG = b"\x89PNG\r\n\x1a\n"
 
 pytestmark = pytest.mark.timeout(1500)

@@ -18,8 +18,8 @@ class Peer:
     # The address of its listener, which describes it.
     endpoint: str
     engine_id: str
-    # Write to it: by whether they write first attempts, or later ones. A later attempt may have to wait until no writer
-    # of the one before can write any more, and so does all that is queued behind it.
+    # By `Ticket.is_later`: what writes to it. A later attempt may have to wait until no writer of the one before can
+    # write any more, and so does all that is queued behind it.
     senders: dict[bool, Sender] = field(default_factory=dict)
     # How its ranks' caches lie. None until it has described itself.
     layout: DecodeLayout | None = None
