@@ -34,8 +34,8 @@ _NOISE = re.compile(
 )
 """Lines that hide what an engine said last."""
 
-_ERROR = re.compile(r" ERROR |Traceback|Fatal Python error|^terminate called|^F\d{4} ")
-"""Python's errors, and those that abort a process: of faulthandler, of C++ and of glog."""
+_ERROR = re.compile(r" ERROR |Traceback|\] fatal: |Fatal Python error|^terminate called|^F\d{4} ")
+"""Python's errors, and those that abort a process: of emulated CANN, faulthandler, C++ and glog."""
 
 _running: "set[ManagedProcess]" = set()
 
