@@ -83,7 +83,8 @@ def check(cluster: Cluster, reference: Reference, prompts: list[list[int]], answ
     assert {("prefill", "policy"), ("prefill", "preempted")} <= placed
 
 
-@pytest.mark.parametrize("cluster", [long(PLAIN), long(SPECULATIVE)], ids=str, indirect=True)
+@pytest.mark.long
+@pytest.mark.parametrize("cluster", [PLAIN, SPECULATIVE], ids=str, indirect=True)
 def test_a_storm_of_preemptions(cluster: Cluster, client: Client, reference: Reference) -> None:
     before = preemptions(cluster)
     prompts = prompts_of("storm")

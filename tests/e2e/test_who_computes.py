@@ -93,12 +93,14 @@ def test_short_prompts_are_computed_on_decode_and_long_ones_on_prefill(
 def test_the_next_turn_of_a_conversation_is_computed_on_decode(
     cluster: Cluster, client: Client, reference: Reference
 ) -> None:
-    """Decode has its first turn from prefill. What is cheap is measured, and on a busy machine a step may have taken
-    long: then prefill computes a turn, too, until decode has computed other prompts."""
+    """Decode has its first turn from prefill.
+
+    What is cheap is measured, and on a busy machine a step may have taken long. Then prefill computes a turn, too,
+    until decode has computed other prompts.
+    """
     found = []
     for name in ("one", "another", "a third"):
-        with Client(cluster.url, client.model) as asking:
-            asking.http.headers["X-Who-Computes"] = "decode"
+        with Client(cluster.url, client.model, headers={"X-Who-Computes": "decode"}) as asking:
             for tokens in (8, 24, 40, 64):
                 asking.complete(random_prompt(tokens, f"measured before {name}"))
         before = places(cluster)

@@ -64,8 +64,7 @@ def asked_without_prefill(cluster: Cluster) -> int:
 @pytest.mark.parametrize("stream", [False, True], ids=["json", "stream"])
 def test_header_decides(cluster: Cluster, client: Client, reference: Reference, who: str, stream: bool) -> None:
     before, prompt = places(cluster), random_prompt(300, f"header {who} {stream}")
-    with Client(cluster.url, client.model) as asking:
-        asking.http.headers["X-Who-Computes"] = who
+    with Client(cluster.url, client.model, headers={"X-Who-Computes": who}) as asking:
         assert asking.complete(prompt, stream=stream).token_ids == reference.complete(prompt)
     assert changed(cluster, before, 1) == {(who, "requested"): 1}
     assert asked_without_prefill(cluster) == 0
@@ -75,8 +74,7 @@ def test_decode_computes_no_longer_prompt_than_its_bound(
     cluster: Cluster, client: Client, reference: Reference
 ) -> None:
     before, prompt = places(cluster), random_prompt(AT_MOST + 1, "too long")
-    with Client(cluster.url, client.model) as asking:
-        asking.http.headers["X-Who-Computes"] = "decode"
+    with Client(cluster.url, client.model, headers={"X-Who-Computes": "decode"}) as asking:
         assert asking.complete(prompt).token_ids == reference.complete(prompt)
     [(by, _)] = changed(cluster, before, 1)
     assert by == "prefill"

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import psutil
 
 from harness.engines import CPU_ENV, EngineConfig
+from harness.prefork import METHOD
 
 TRANSFER_TIMEOUT_MS = 10_000
 DTYPE = "bfloat16"
@@ -25,6 +26,10 @@ NO_NZ = '{"weight_nz_mode": 0}'
 UNPINNED = (("CANN_ON_HOST_PINNED_ONLY", "0"),)
 """Environment of emulated NPUs where vLLM copies from memory that is not pinned: what it computes of images' sizes, and
 which tokens a request allows."""
+
+WITH_IMAGES = (*UNPINNED, (METHOD, "spawn"))
+"""Environment of engines that load images. A forked engine core may be aborted at its start: PyTorch says "Invalid
+thread pool!"."""
 
 
 def problems() -> list[str]:

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -47,13 +47,20 @@ class Completion:
 class Client:
     """Greedy requests that always run to `max_tokens`, so that outputs can be compared token by token.
 
-    `logprobs`: how many of the likeliest tokens answers list at each place.
+    `logprobs`: how many of the likeliest tokens answers list at each place. `headers`: of every request.
     """
 
-    def __init__(self, url: str, model: str | None = None, timeout: httpx.Timeout = TIMEOUT, logprobs: int = 0) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        timeout: httpx.Timeout = TIMEOUT,
+        logprobs: int = 0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         # A server closes a connection that was idle for 5 s: none is used that is just being closed.
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
-        self.http = httpx.Client(base_url=url, timeout=timeout, limits=limits, **PLAIN_HTTP)
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits, **PLAIN_HTTP)
         self._model = model
         self._logprobs: dict[str, Any] = {}
         self._logprobs_of_chats: dict[str, Any] = {}

@@ -16,9 +16,9 @@ from harness.models import ModelSpec, make_model
 from harness.processes import StartupError
 
 
-def long(*parameters: object) -> ParameterSet:
+def long(*parameters: object, id: str | None = None) -> ParameterSet:
     """Marks a test that takes long and shows little more than others: only the long forms run it."""
-    return pytest.param(*parameters, marks=pytest.mark.long)
+    return pytest.param(*parameters, id=id, marks=pytest.mark.long)
 
 
 def sort_by_cluster(items: list[pytest.Item]) -> None:

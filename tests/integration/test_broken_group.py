@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from harness.kv import Model, Prompt, Side, layer_name
+from harness.pool import long
 from harness.rank_hosts import Rank, start_afresh
 from harness.rank_programs import PrefillRank, refuse_work
 from harness.ranks import Pair, expect_delivery, prompts, run, send_step
@@ -21,7 +22,7 @@ from vllm_ascend_pd.core.step import PrefillStep
 
 GQA = Model()
 IMPATIENT = {"collective_timeout_s": 1.5, "control_timeout_s": 1.0}
-SHAPES = [pytest.param((2, 1), id="TP2_TO_TP1"), pytest.param((4, 2), id="TP4_TO_TP2", marks=pytest.mark.long)]
+SHAPES = [pytest.param((2, 1), id="TP2_TO_TP1"), long((4, 2), id="TP4_TO_TP2")]
 LENGTHS = [16, 40, 100]
 
 

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm.models.deepseek_v4.cpu", reason="this vLLM keeps V4's caches in another way")
 
 from harness.compressed import Caches, Cluster, assert_every_byte_arrives, assert_prefixes_are_hit
+from harness.pool import long
 from harness.vllm_v4 import vllm_caches
 from vllm_ascend_pd.connector.cache_specs import layer_specs
 from vllm_ascend_pd.core.caches import describe
@@ -31,10 +32,10 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 SIDES = (
-    pytest.param((2, 1), id="tp 2 to 1", marks=pytest.mark.long),
+    long((2, 1), id="tp 2 to 1"),
     pytest.param((1, 2), id="tp 1 to 2"),
     pytest.param((4, 1), id="tp 4 to 1"),
-    pytest.param((4, 4), id="tp 4 to 4", marks=pytest.mark.long),
+    long((4, 4), id="tp 4 to 4"),
 )
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -56,13 +57,13 @@ def test_three_threads_with_5000_tiny_descriptors_each(receiver: Receiver) -> No
             errors.append(error)
 
     threads = [threading.Thread(target=send, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors
-    assert receiver.read(0, 3 * count * size) == source.memory.raw[: 3 * count * size]
-    source.engine.close()
+    with closing(source.engine):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not errors
+        assert receiver.read(0, 3 * count * size) == source.memory.raw[: 3 * count * size]
 
 
 def test_no_batch_begins_once_the_leave_to_write_has_ended(source: Source, receiver: Receiver) -> None:

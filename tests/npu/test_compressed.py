@@ -10,6 +10,7 @@ import pytest
 
 from harness.ascend_v4 import ascend_caches
 from harness.compressed import Cluster, assert_every_byte_arrives, assert_prefixes_are_hit
+from harness.pool import long
 from vllm_ascend_pd.connector.cache_specs import cache_groups, layer_specs
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.layout import RankCaches
@@ -32,10 +33,10 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 SIDES = (
-    pytest.param(((2, 32), (1, 32), False), id="tp 2 to 1", marks=pytest.mark.long),
+    long(((2, 32), (1, 32), False), id="tp 2 to 1"),
     pytest.param(((1, 64), (2, 32), True), id="tp 1 to 2, shorter blocks on decode, drafts"),
     pytest.param(((4, 32), (1, 64), True), id="tp 4 to 1, longer blocks on decode, drafts"),
-    pytest.param(((4, 32), (4, 32), False), id="tp 4 to 4", marks=pytest.mark.long),
+    long(((4, 32), (4, 32), False), id="tp 4 to 4"),
 )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.kv import Model, Side, layer_name
+from harness.pool import long
 from harness.ranks import Pair, expect_delivery, prompts, run
 from harness.timelines import clocks_agree, nests_properly, traced_requests
 from vllm_ascend_pd.tools.timeline.merge import Timeline
@@ -16,9 +17,7 @@ DELAY_US = 5_000
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize(
-    "delay", ["CANN_ON_HOST_DELAY_US", pytest.param("CANN_ON_HOST_DELAY_SIDE_US", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("delay", ["CANN_ON_HOST_DELAY_US", long("CANN_ON_HOST_DELAY_SIDE_US")])
 def test_layers_end_when_the_device_has_computed_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay: str
 ) -> None:

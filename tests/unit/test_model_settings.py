@@ -15,7 +15,13 @@ from vllm_ascend_pd.core.text import is_name
 
 
 def settings(config: PretrainedConfig, max_model_len: int = 4096, **model: Any) -> dict[str, str]:
-    options = {"quantization": None, "disable_sliding_window": False, "multimodal_config": None, **model}
+    options = {
+        "quantization": None,
+        "disable_sliding_window": False,
+        "multimodal_config": None,
+        "hf_image_processor_config": {},
+        **model,
+    }
     return model_settings(
         SimpleNamespace(
             model_config=SimpleNamespace(
@@ -32,7 +38,7 @@ def llama(**changes: Any) -> PretrainedConfig:
 
 def with_media(**options: Any) -> dict[str, str]:
     """`options`: fields of vLLM's own class."""
-    return settings(llama(), multimodal_config=MultiModalConfig(**options), hf_image_processor_config={})
+    return settings(llama(), multimodal_config=MultiModalConfig(**options))
 
 
 def with_preprocessor(**config: Any) -> dict[str, str]:

@@ -19,7 +19,7 @@ class Peer:
     endpoint: str
     engine_id: str
     # By `Ticket.is_later`: what writes to it. A later attempt may have to wait until no writer of the one before can
-    # write any more, and so does all that is queued behind it.
+    # write any more. All that is queued behind it waits, too.
     senders: dict[bool, Sender] = field(default_factory=dict)
     # How its ranks' caches lie. None until it has described itself.
     layout: DecodeLayout | None = None

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from harness.agreement import compare
-from harness.ascend import UNPINNED
+from harness.ascend import WITH_IMAGES
 from harness.client import Client, Messages, at_once
 from harness.clusters import Cluster, Proxy
 from harness.engines import HOST, EngineConfig, wait_ready
@@ -24,14 +24,11 @@ pytestmark = [pytest.mark.npu, pytest.mark.timeout(600)]
 
 ARGS = ("--limit-mm-per-prompt", '{"image": 4, "video": 0}')
 TOOLS_ON_DECODE = ("--enable-auto-tool-choice", "--tool-call-parser", "pythonic")
-# A forked engine core that loads images may be aborted at its start: threads of it make PyTorch's pool anew at the same
-# time ("Invalid thread pool!").
-ENV = (*UNPINNED, ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"))
-ALIKE = one_to_one("qwen3-vl", 1, 1, args=ARGS, env=ENV, model=VISION)
+ALIKE = one_to_one("qwen3-vl", 1, 1, args=ARGS, env=WITH_IMAGES, model=VISION)
 QWEN3_VL = dataclasses.replace(
     ALIKE,
     decode=tuple(dataclasses.replace(decode, args=(*decode.args, *TOOLS_ON_DECODE)) for decode in ALIKE.decode),
-    single=on_npu(EngineConfig(args=ARGS, env=ENV)),
+    single=on_npu(EngineConfig(args=ARGS, env=WITH_IMAGES)),
 )
 
 the_cluster = pytest.mark.parametrize("cluster", [QWEN3_VL], ids=str, indirect=True)

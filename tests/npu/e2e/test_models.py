@@ -46,8 +46,8 @@ def test_decode_computes_some_prompts(cluster: Cluster, client: Client, referenc
 
     before = by_decode()
     prompts = [random_prompt(tokens, f"some-{tokens}") for tokens in (5, 128, 300, 1000)]
-    with Client(cluster.url, client.model, logprobs=listed_logprobs(reference.dtype)) as asking:
-        asking.http.headers["X-Who-Computes"] = "decode"
+    logprobs, headers = listed_logprobs(reference.dtype), {"X-Who-Computes": "decode"}
+    with Client(cluster.url, client.model, logprobs=logprobs, headers=headers) as asking:
 
         def ask(prompt: list[int]):
             return (asking if prompts.index(prompt) % 2 else client).complete(prompt)

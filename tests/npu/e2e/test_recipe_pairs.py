@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from harness.agreement import LISTED, assert_agree, compare
-from harness.ascend import NO_NZ, UNPINNED
+from harness.ascend import NO_NZ, WITH_IMAGES
 from harness.client import Client, Completion, at_once, random_prompt
 from harness.clusters import Cluster, ClusterConfig
 from harness.engines import PATIENT, EngineConfig, Role
@@ -96,7 +96,7 @@ SHAPES = {
     "kimi-k2.6": Shape(MLA, prefill_tp=2),
     "minimax-m2": Shape(TINY),
     "qwen3-moe": Shape(TINY, prefill_tp=2),
-    "qwen3-vl": Shape(VISION, decode_dp=2, args=ONE_IMAGE, env=UNPINNED),
+    "qwen3-vl": Shape(VISION, decode_dp=2, args=ONE_IMAGE, env=WITH_IMAGES),
     "large-scale-ep": Shape(MLA, prefill_tp=2),
 }
 SHORT = "kimi-k2.5"
