@@ -31,7 +31,7 @@ class Row:
     """One fault and what followed.
 
     number: the number of the kind of fault.
-    recovery_s: seconds from the end of the fault to the first right answer. A restart is included.
+    recovery_s: seconds from the end of the fault to the first right answer. What was killed is healthy again then.
     leaks: threads, sockets, files and processes more than before.
     memory_growth: bytes, by server.
     """
