@@ -69,9 +69,11 @@ def stop_prefill(world: World) -> list[Answer]:
 def kill_a_rank(world: World) -> list[Answer]:
     with world.writes("slow", seconds=SLOW_S):
         volley = pushing(world)
+        server = world.prefill.process
+        server.note_shared_memory(server.members())
         os.kill(world.ranks(world.prefill)[1], signal.SIGKILL)
     answers = volley.answers()
-    world.prefill.process.stop()  # vLLM ends the rest by itself, if slowly
+    server.stop()  # vLLM ends the rest by itself, if slowly
     world.restart(world.prefill)
     return answers
 

@@ -117,14 +117,20 @@ class ManagedProcess:
     def note_shared_memory(self, pids: Iterable[int]) -> None:
         """Notes the shared memory that these processes have open, so that `stop` and `kill` remove it.
 
-        A killed process leaves it behind, and vLLM's tensor-parallel CPU workers always do.
+        A killed process leaves it behind, and vLLM's tensor-parallel CPU workers always do. Files are found by inode: a
+        semaphore's mapping has the name that it was made under, which is not the one that stays.
         """
+        inodes = set()
         for pid in pids:
             with contextlib.suppress(OSError):  # it has just ended
                 for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                    path = line.split(maxsplit=5)[-1]
-                    if path.startswith("/dev/shm/") and not path.endswith(" (deleted)"):
-                        self._shared_memory.add(Path(path))
+                    _, _, _, _, inode, *path = line.split(maxsplit=5)
+                    if path and path[0].startswith("/dev/shm/"):
+                        inodes.add(int(inode))
+        for path in Path("/dev/shm").iterdir():
+            with contextlib.suppress(OSError):  # somebody has just removed it
+                if path.stat().st_ino in inodes:
+                    self._shared_memory.add(path)
 
 
 def _started(command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:

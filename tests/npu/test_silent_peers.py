@@ -7,6 +7,7 @@ decode engine that prefill has written to before gets its KV meanwhile.
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -32,8 +33,9 @@ QUICK = {"write_timeout_s": 2.0, "lease_s": 5.0, "settle_timeout_s": 5.0, "grant
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     monkeypatch.setenv("HCCL_RDMA_TIMEOUT", "10")  # RoCE repairs nothing: a transfer has `write_timeout_s`
+    monkeypatch.setenv("CANN_ON_HOST_LINKS", str(tmp_path))
     pair = Pair(GQA, SIDE, SIDE, QUICK, device="npu")
     for rank in pair.p_ranks + pair.d_ranks:
         rank.retire()
