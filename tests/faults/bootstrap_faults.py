@@ -2,7 +2,7 @@
 """Faults of prefill's bootstrap server: decode asks it where tickets go, behind a router for Mooncake."""
 
 from faults.process_faults import http
-from faults.scenario import ROUTED_FOR_MOONCAKE, SOON_S, Scenario, adds_to
+from faults.scenario import ROUTED_FOR_MOONCAKE, SOON_S, Scenario, adds_to, kill_holding
 from faults.traffic import Answer
 from faults.world import World
 from harness.waiting import wait_until
@@ -72,11 +72,4 @@ def answers_garbage(world: World) -> list[Answer]:
 
 @scenario(10, "prefill restarted, and the bootstrap server's answer is old", shape=ROUTED_FOR_MOONCAKE, reasonless=True)
 def restart_prefill(world: World) -> list[Answer]:
-    requests = world.requests()
-    with world.tickets.ruled(Rule(OfferTicket, "hold")):
-        volley = world.send(requests)
-        wait_until(lambda: len(world.tickets.held) >= 2, SOON_S)
-        world.prefill.process.kill()
-    answers = volley.answers()
-    world.restart(world.prefill)
-    return answers
+    return kill_holding(world, world.prefill, world.tickets, OfferTicket)

@@ -5,11 +5,10 @@ import os
 import signal
 import time
 
-from faults.scenario import SLOW_S, SOON_S, Scenario, adds_to, pushing
+from faults.scenario import SLOW_S, Scenario, adds_to, kill_holding, pushing
 from faults.traffic import Answer
 from faults.world import World
-from harness.waiting import wait_until
-from harness.wire import Fault, Rule
+from harness.wire import Fault
 from vllm_ascend_pd.core.protocol import GrantRequest, WriteReport
 
 SCENARIOS: list[Scenario] = []
@@ -19,21 +18,9 @@ scenario = adds_to(SCENARIOS)
 # 1. Prefill is killed, or stands still.
 
 
-def kill_prefill_holding(world: World, kind: type[GrantRequest | WriteReport]) -> list[Answer]:
-    requests = world.requests()
-    with world.channel.ruled(Rule(kind, "hold")):
-        volley = world.send(requests)
-        wait_until(lambda: len(world.channel.held) >= 2, SOON_S)
-        assert volley.in_flight >= 8
-        world.prefill.process.kill()
-    answers = volley.answers()
-    world.restart(world.prefill)
-    return answers
-
-
 @scenario(1, "prefill killed before the grant")
 def kill_before_grant(world: World) -> list[Answer]:
-    return kill_prefill_holding(world, GrantRequest)
+    return kill_holding(world, world.prefill, world.channel, GrantRequest)
 
 
 @scenario(1, "prefill killed while it pushes layers")
@@ -48,7 +35,7 @@ def kill_while_pushing(world: World) -> list[Answer]:
 
 @scenario(1, "prefill killed before its final reports")
 def kill_before_report(world: World) -> list[Answer]:
-    return kill_prefill_holding(world, WriteReport)
+    return kill_holding(world, world.prefill, world.channel, WriteReport)
 
 
 @scenario(1, "prefill stopped while it pushes, goes on after decode's deadline")

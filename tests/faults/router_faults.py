@@ -3,7 +3,7 @@
 the router ends in between."""
 
 from faults.request_faults import leave_at_every_stage
-from faults.scenario import ROUTED, SOON_S, Scenario, adds_to
+from faults.scenario import ROUTED, SOON_S, Scenario, adds_to, kill_holding
 from faults.traffic import Answer
 from faults.world import World, blocks_in_use, leave
 from harness.client import at_once
@@ -108,38 +108,17 @@ def leave_told_twice(world: World) -> list[Answer]:
 
 @scenario(10, "prefill killed before it gets a ticket", shape=ROUTED, reasonless=True)
 def kill_prefill_before(world: World) -> list[Answer]:
-    requests = world.requests()
-    with world.tickets.ruled(Rule(OfferTicket, "hold")):
-        volley = world.send(requests)
-        wait_until(lambda: len(world.tickets.held) >= 2, SOON_S)
-        world.prefill.process.kill()
-    answers = volley.answers()
-    world.restart(world.prefill)
-    return answers
+    return kill_holding(world, world.prefill, world.tickets, OfferTicket)
 
 
 @scenario(10, "prefill killed after it took tickets", shape=ROUTED, reasonless=True)
 def kill_prefill_after(world: World) -> list[Answer]:
-    requests = world.requests()
-    with world.channel.ruled(Rule(GrantRequest, "hold")):
-        volley = world.send(requests)
-        wait_until(lambda: len(world.channel.held) >= 2, SOON_S)
-        world.prefill.process.kill()
-    answers = volley.answers()
-    world.restart(world.prefill)
-    return answers
+    return kill_holding(world, world.prefill, world.channel, GrantRequest)
 
 
 @scenario(10, "decode killed after prefill has computed", shape=ROUTED, reasonless=True, disconnects=True)
 def kill_decode(world: World) -> list[Answer]:
-    requests = world.requests()
-    with world.tickets.ruled(Rule(OfferTicket, "hold")):
-        volley = world.send(requests)
-        wait_until(lambda: len(world.tickets.held) >= 4, SOON_S)
-        world.decode.process.kill()
-    answers = volley.answers()
-    world.restart(world.decode)
-    return answers
+    return kill_holding(world, world.decode, world.tickets, OfferTicket, held=4)
 
 
 @scenario(10, "the router killed between its two requests", shape=ROUTED, disconnects=True, short=True)

@@ -7,8 +7,11 @@ from collections.abc import Callable
 
 from faults.traffic import Answer, Volley
 from faults.world import DECODE, PREFILL, Shape, World
+from harness.engines import Server
 from harness.models import TINY
 from harness.waiting import wait_until
+from harness.wire import Rule, SideChannel
+from vllm_ascend_pd.core.protocol import Message
 
 SOON_S = 60.0
 """Within which something that must happen does."""
@@ -80,6 +83,21 @@ def adds_to(scenarios: list[Scenario]) -> Callable[..., Callable[[Run], Run]]:
         return add
 
     return scenario
+
+
+def kill_holding(
+    world: World, server: Server, channel: SideChannel, kind: type[Message], held: int = 2
+) -> list[Answer]:
+    """Kills an engine when so many messages of a kind are held on their way, and restarts it."""
+    requests = world.requests()
+    with channel.ruled(Rule(kind, "hold")):
+        volley = world.send(requests)
+        wait_until(lambda: len(channel.held) >= held, SOON_S)
+        assert volley.in_flight >= 8
+        server.process.kill()
+    answers = volley.answers()
+    world.restart(server)
+    return answers
 
 
 def pushing(world: World, requests: int = 12) -> Volley:
