@@ -63,6 +63,8 @@ class Engine:
     def __init__(self) -> None:
         self.arrived: list[tuple[int, int, int]] = []
         self.lost: set[int] = set()
+        # Whether bytes of a lost write may still arrive.
+        self.may_arrive = False
 
     def has_room(self, session: str, batch: Any) -> bool:
         return True
@@ -73,7 +75,7 @@ class Engine:
             raise TransferError(session, "the lease has ended", retryable=False)
         copies = list(zip(*batch, strict=True))
         if self.lost & {dst for _, dst, _ in copies}:
-            raise TransferError(session, "it is lost", retryable=False)
+            raise TransferError(session, "it is lost", retryable=False, may_arrive=self.may_arrive)
         self.arrived += copies
 
     def write_batches(self, session: str, batches: Iterable[Any], may_begin: Callable[[], bool]) -> None:
@@ -202,6 +204,22 @@ def test_a_lost_write_fails_those_at_fault_only(engine, executor, transfers):
     assert transfers[1].failure is None
     assert sorted(engine.arrived) == [copy_of(0, 3, 9), copy_of(1, 3, 9)]
     assert transfers[1].num_bytes == 2 * BLOCK_BYTES
+
+
+def test_f32_a_write_of_one_request_marks_only_that_request_in_flight(engine, executor, transfers):
+    """The write for both fails with nothing on its way, then that of the first request alone."""
+    engine.lost = {copy_of(0, 1, 7)[1]}
+    begin = engine.begin
+
+    def fails(session: str, batch: Any, may_begin: Callable[[], bool]) -> None:
+        engine.may_arrive = len(batch[0]) == 1
+        begin(session, batch, may_begin)
+
+    engine.begin = fails
+    executor.execute(pushes(transfers)[0])
+    assert transfers[0].in_flight_until > 0
+    assert transfers[1].in_flight_until < 0
+    assert transfers[1].failure is None
 
 
 def test_another_thread_may_not_execute(engine, executor, transfers):

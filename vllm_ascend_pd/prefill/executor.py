@@ -177,7 +177,7 @@ class LayerExecutor:
             try:
                 self._write_twice(write, i)
             except TransferError as final:
-                self._mark_in_flight(write, write.live, final)
+                self._mark_in_flight(write, (i,), final)
                 transfer.fail(f"writing to decode rank {key} failed: {final.reason}", PushFailure.WRITE)
             if transfer.failure is None:
                 delivered.append(i)
