@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from harness.channels import HOST, PATIENCE_S, Answer, MakeSocket, ask, assert_works, echo, endpoint_of
+from harness.waiting import wait_until
 from vllm_ascend_pd.core.protocol import (
     MAX_DESCRIPTION_BYTES,
     MAX_MESSAGE_BYTES,
@@ -233,3 +234,51 @@ def test_a_client_that_reads_each_answer_loses_none(raw: MakeSocket) -> None:
         assert decode(dealer.recv())
     assert server.dropped == 0
     server.close()
+
+
+class Noted(SideChannelClient):
+    """Notes that its thread has closed it."""
+
+    closed = False
+
+    def _on_close(self) -> None:
+        self.closed = True
+        super()._on_close()
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_f34_after_a_callback_that_raises_every_request_gets_its_one_answer(is_started: bool) -> None:
+    """What was posted just before the end runs, too, whether or not the thread ever started."""
+    client = Noted(start=False)
+    begun, go_on = threading.Event(), threading.Event()
+    answers: list[int] = []
+
+    def hold() -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE_S)
+
+    def answered(number: int) -> None:
+        answers.append(number)
+        raise RuntimeError("a defect in a callback")
+
+    if is_started:
+        client.start()
+        client.call(hold)
+        assert begun.wait(PATIENCE_S)
+    client.call(lambda: answered(-1))
+    for number in range(3):
+        client.request(f"tcp://{HOST}:1", Describe("x"), PATIENCE_S, lambda _, number=number: answered(number))
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    wait_until(lambda: not client.call(lambda: None), PATIENCE_S)
+    go_on.set()
+    closing.join(PATIENCE_S)
+    assert client.closed
+    assert sorted(answers) == [-1, 0, 1, 2]
+
+
+def test_f34_a_request_that_cannot_be_sent_gets_its_answer(client) -> None:
+    assert isinstance(ask(client, "no endpoint"), SideChannelError)
+    answers: queue.Queue[Answer] = queue.Queue()
+    client.request(f"tcp://{HOST}:1", object(), PATIENCE_S, answers.put)  # type: ignore[arg-type]
+    assert isinstance(answers.get(timeout=PATIENCE_S), SideChannelError)

@@ -87,16 +87,26 @@ class Loop:
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                try:
-                    self._turn()
-                except Exception:
-                    # A defect in a callback must not stop the whole channel: deadlines still have to pass.
-                    logger.exception("side channel: a callback failed")
-            while self._mailbox:
-                self._mailbox.popleft()()
-            self._on_close()
+                self._call(self._turn)
         finally:
-            self._context.destroy(linger=0)
+            self._end()
+
+    def _end(self) -> None:
+        """Runs what was posted before `close`, then `_on_close`, and closes all sockets."""
+        self._read_mailbox()
+        self._call(self._on_close)
+        self._context.destroy(linger=0)
+
+    def _call(self, action: Callable[[], None]) -> None:
+        """Runs a callback. Its defect must not stop others: deadlines pass, and every request gets its answer."""
+        try:
+            action()
+        except Exception:
+            logger.exception("side channel: a callback failed")
+
+    def _read_mailbox(self) -> None:
+        while self._mailbox:
+            self._call(self._mailbox.popleft())
 
     def _turn(self) -> None:
         with (
@@ -109,10 +119,9 @@ class Loop:
             with contextlib.suppress(zmq.Again):
                 while True:
                     self._mailbox_out.recv(zmq.DONTWAIT)
-        while self._mailbox:
-            self._mailbox.popleft()()
+        self._read_mailbox()
         for fd in self._watched.keys() & ready.keys():
-            self._watched[fd]()
+            self._call(self._watched[fd])
         self._on_ready(ready)
         if (now := time.monotonic()) >= self._tick_at:
             self._tick_at = now + TICK_S
@@ -135,8 +144,8 @@ class Loop:
                 return
             self._wake()
             self._closing.set()
-        if self._thread.ident is None:  # it never started
-            self._context.destroy(linger=0)
+        if self._thread.ident is None:  # it never started, so the sockets and the mailbox are this thread's
+            self._end()
             return
         # The thread destroys the context. This may block for ever inside libzmq, so the join has a timeout.
         self._thread.join(timeout_s)

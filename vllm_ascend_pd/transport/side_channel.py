@@ -8,8 +8,9 @@ blocks its caller on the network. Every request ends in exactly one callback. A 
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 
@@ -292,7 +293,7 @@ class SideChannelClient(Loop):
         seq = next(self._seq)
         try:
             self._dealer(endpoint).send(encode(seq, message), zmq.DONTWAIT)
-        except zmq.ZMQError as error:
+        except Exception as error:  # noqa: BLE001 - `done` gets it
             done(SideChannelError(f"nothing can be sent: {error}"))
             return
         self._pending[seq] = _Pending(endpoint, deadline, done)
@@ -310,7 +311,7 @@ class SideChannelClient(Loop):
                 self._keys.protect_client(dealer)
             try:
                 dealer.connect(endpoint)
-            except zmq.ZMQError:
+            except Exception:
                 dealer.close()
                 raise
             self._dealers[endpoint] = dealer
@@ -334,8 +335,13 @@ class SideChannelClient(Loop):
                 self._poller.unregister(dealer)
             del self._endpoints[dealer]
             dealer.close(linger=0)
-        for seq in [seq for seq, pending in self._pending.items() if pending.endpoint == endpoint]:
-            self._pending.pop(seq).done(SideChannelError("the connection was closed"))
+        in_flight = [seq for seq, pending in self._pending.items() if pending.endpoint == endpoint]
+        self._fail(in_flight, "the connection was closed")
+
+    def _fail(self, requests: Iterable[int], reason: str) -> None:
+        """Ends `requests`, each by its `seq`, with an error."""
+        for seq in requests:
+            self._call(partial(self._pending.pop(seq).done, SideChannelError(reason)))
 
     def _on_ready(self, ready: dict["zmq.Socket[bytes]", int]) -> None:
         for dealer in ready:
@@ -355,12 +361,12 @@ class SideChannelClient(Loop):
                 self._reject(endpoint, error)
                 continue
             if seq == 0:
-                self._unasked(endpoint, message)
+                self._call(partial(self._unasked, endpoint, message))
                 continue
             pending = self._pending.get(seq)
             if pending is not None and pending.endpoint == endpoint:
                 del self._pending[seq]
-                pending.done(message)
+                self._call(partial(pending.done, message))
 
     def _reject(self, endpoint: str, error: ProtocolError) -> None:
         self.rejected += 1
@@ -368,15 +374,11 @@ class SideChannelClient(Loop):
             logger.warning("side channel: %s sent %s (%d unreadable messages so far)", endpoint, error, self.rejected)
 
     def _on_close(self) -> None:
-        for pending in self._pending.values():
-            pending.done(SideChannelError("the side channel was closed"))
-        self._pending.clear()
+        self._fail(list(self._pending), "the side channel was closed")
 
     def _on_tick(self, now: float) -> None:
-        for seq in [seq for seq, pending in self._pending.items() if now >= pending.deadline]:
-            pending = self._pending.pop(seq)
-            hint = "" if self._keys is None else "; does it have the same side_channel_key_file?"
-            pending.done(SideChannelError(f"no answer in time{hint}"))
+        hint = "" if self._keys is None else "; does it have the same side_channel_key_file?"
+        self._fail([seq for seq, each in self._pending.items() if now >= each.deadline], f"no answer in time{hint}")
         if now >= self._rest_look_at:
             self._rest_look_at = now + _REST_LOOK_S
             for endpoint, dealer in list(self._dealers.items()):
