@@ -242,6 +242,18 @@ def test_decodes_weights_updated_between_ticket_and_grant_fail_a_prompt_that_it_
     assert pair.close() == []
 
 
+def test_f36_decodes_weights_may_be_updated_between_ticket_and_grant_where_decode_allows_other_weights() -> None:
+    pair = make(ALLOWED)
+    requests = prompts(pair, [64], cached=32)
+    tickets = pair.announce(requests)
+    load(pair.p_ranks, 1)
+    load(pair.d_ranks, 2)
+    prefill(pair, requests, tickets)
+    assert pair.wait_arrivals(1) == ({"request-0"}, {})
+    pair.wait_sent(1)
+    assert pair.close() == []
+
+
 def known_updates(ranks: list[Any]) -> dict[str, int]:
     """What the ranks report of their updates."""
     return {rank: count for each in ranks for rank, count in each.call("weight_updates").items()}

@@ -178,7 +178,7 @@ class GrantService:
                 each.weights_version = None
         if refused is not None:
             return refused
-        if each.expect.cached_tokens and each.weights_version != self._loaded.current.version:
+        if each.expect.cached_tokens and self._weights_changed(each):
             ticket.fail("decode's weights were updated, and a part of the prompt was cached before")
             return GrantRefused(ticket.reason, retry=False)
         if (refused := self._refuse_weights(request)) is not None:
@@ -236,7 +236,7 @@ class GrantService:
         # Only a writer that has the ticket knows its digest: nobody else may end the transfer.
         if each is None or report.digest != each.ticket.digest:
             return
-        if report.reason is None and self._updated_since_grant(each):
+        if report.reason is None and self._weights_changed(each):
             report = msgspec.structs.replace(report, reason="decode's weights were updated before all KV was here")
         if not each.ticket.report(report, now):
             return
@@ -245,7 +245,8 @@ class GrantService:
         self._observer.report_received(each.expect.request_id, report.ticket_id, report.writer)
         self._advance(each, now)
 
-    def _updated_since_grant(self, each: OpenTicket) -> bool:
+    def _weights_changed(self, each: OpenTicket) -> bool:
+        """Whether the ticket's KV must fit other weights than those of now."""
         version = self._loaded.current.version
         return not self._config.allow_other_model and each.weights_version not in (None, version)
 
