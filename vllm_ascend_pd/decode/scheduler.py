@@ -7,7 +7,7 @@ All of it runs on the scheduler's thread. What sends tickets has threads of its 
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -349,9 +349,10 @@ class DecodeScheduler:
 
     def close(self) -> None:
         """Closes what the scheduler was given to close. Waits 2 s at most for the observer."""
-        self._routes.close()
-        self._idle.close()
-        self._observer.close(_CLOSE_OBSERVER_S)
+        with ExitStack() as closing:  # all of them, even if one raises
+            closing.callback(self._observer.close, _CLOSE_OBSERVER_S)
+            closing.callback(self._idle.close)
+            closing.callback(self._routes.close)
 
     def _no_ticket(self, request: ScheduledRequest, reason: str) -> None:
         """If a prefill engine holds the request's prompt for a ticket, tells it once that none will come."""

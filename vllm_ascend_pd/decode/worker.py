@@ -11,6 +11,7 @@ What has ended comes back through an `ArrivalQueue`, the only object that both t
 
 import functools
 import time
+from contextlib import ExitStack
 
 import msgspec
 
@@ -133,9 +134,10 @@ class DecodeWorker:
 
     def close(self, timeout_s: float) -> None:
         """Ends the control thread. Open tickets are forgotten."""
-        self._server.close(timeout_s)
-        self._arrivals.close()
-        self._observer.close(timeout_s)
+        with ExitStack() as closing:  # all of them, even if one raises
+            closing.callback(self._observer.close, timeout_s)
+            closing.callback(self._arrivals.close)
+            closing.callback(self._server.close, timeout_s)
 
 
 def encode_description(description: RankDescription) -> bytes:

@@ -6,6 +6,7 @@ and senders post messages to it. They read `TicketView`s and `Outcomes`.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from vllm_ascend_pd.core.config import ConnectorConfig
@@ -107,10 +108,11 @@ class ControlPlane:
             self._client.watch(wakeup.fileno(), partial(self._woken, wakeup))
 
     def close(self, timeout_s: float) -> None:
-        self._client.close(timeout_s)
-        if self._wakeup is not None:
-            self._wakeup.close()
-        self._peers.close(timeout_s)
+        with ExitStack() as closing:  # all of them, even if one raises
+            closing.callback(self._peers.close, timeout_s)
+            if self._wakeup is not None:
+                closing.callback(self._wakeup.close)
+            closing.callback(self._client.close, timeout_s)
 
     # On the control thread.
 

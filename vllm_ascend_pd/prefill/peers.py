@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from vllm_ascend_pd.core.description import unsound
 from vllm_ascend_pd.core.failure import PushFailure
@@ -215,5 +216,6 @@ class Peers:
 
     def close(self, timeout_s: float) -> None:
         """Stops the senders. The control thread must have ended."""
-        for sender in [*self._retired, *(sender for peer in self._all() for sender in peer.senders.values())]:
-            sender.close(timeout_s)
+        with ExitStack() as closing:
+            for sender in [*self._retired, *(sender for peer in self._all() for sender in peer.senders.values())]:
+                closing.callback(sender.close, timeout_s)

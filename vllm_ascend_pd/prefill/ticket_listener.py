@@ -7,6 +7,7 @@ The thread answers at once and queues tickets for the scheduler, which posts bac
 import queue
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -137,8 +138,9 @@ class TicketListener:
         self._server.call(partial(self._served.discard, ticket_id))
 
     def close(self, timeout_s: float) -> None:
-        self._server.close(timeout_s)
-        self._wakeup.close()
+        with ExitStack() as closing:
+            closing.callback(self._wakeup.close)
+            closing.callback(self._server.close, timeout_s)
 
     # On the listener's thread.
 

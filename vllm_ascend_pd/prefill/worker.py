@@ -2,6 +2,7 @@
 """The prefill side of a worker: plans each step, and pushes each layer as soon as it is computed."""
 
 import time
+from contextlib import ExitStack
 
 from vllm_ascend_pd.core.caches import LayerTensors, RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
@@ -200,10 +201,11 @@ class PrefillWorker:
         return self._transfers.status(restart_needed=failure is not None)
 
     def close(self, timeout_s: float) -> None:
-        self._transfers.close(timeout_s)
-        if self._regrouper is not None:
-            self._regrouper.close()
-        self._observer.close(timeout_s)
+        with ExitStack() as closing:  # all of them, even if one raises
+            closing.callback(self._observer.close, timeout_s)
+            if self._regrouper is not None:
+                closing.callback(self._regrouper.close)
+            closing.callback(self._transfers.close, timeout_s)
 
     def _end_open_step(self) -> None:
         """Ends the last step if vLLM has not.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector in the scheduler of a prefill engine."""
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.connector.bootstrap_server import BootstrapServer
@@ -70,6 +71,7 @@ class PrefillSchedulerRole(ConnectorRole):
         return self._measured.take() or None
 
     def close(self) -> None:
-        for server in (self._bootstrap, self.listener):
-            if server is not None:
-                server.close(CLOSE_TIMEOUT_S)
+        with ExitStack() as closing:
+            for server in (self.listener, self._bootstrap):  # the last one first
+                if server is not None:
+                    closing.callback(server.close, CLOSE_TIMEOUT_S)
