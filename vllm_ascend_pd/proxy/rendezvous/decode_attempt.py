@@ -110,7 +110,7 @@ class DecodeAttempt(EngineCall):
         self.over = False
         """Whether the attempt has ended or was given up. Its prefills end too."""
         self.tickets: dict[tuple[int, str], TicketProgress] = {}
-        """By the number of the prompt, and the ticket's id."""
+        """By the number of the prompt, and the ticket's id. Of tickets without an id, the last one."""
         self.prefilled_at: float | None = None
         """When the first prefill of a prompt succeeded, on `time.monotonic`'s clock."""
         self.transfer_failed = anyio.Event()
@@ -139,6 +139,11 @@ class DecodeAttempt(EngineCall):
         return RequestPhase.DECODE if self.prefilled_at is None else RequestPhase.TRANSFER
 
     @property
+    def may_report(self) -> bool:
+        """Whether the decode engine may still report why KV did not come. Other connectors never report that."""
+        return any(ticket_id for _, ticket_id in self.tickets)
+
+    @property
     def may_begin_anew(self) -> bool:
         """Whether another attempt may replace this one: it is allowed, and the client has got nothing yet."""
         return not self.answering and self._may_follow()
@@ -160,10 +165,11 @@ class DecodeAttempt(EngineCall):
             The ticket's progress, or None if the prompt has all its tickets already, under other ids.
         """
         if not ticket_id:
-            return TicketProgress(attempt, failures)
+            self.tickets[prompt, ""] = unnamed = TicketProgress(attempt, failures)
+            return unnamed
         progress = self.tickets.get((prompt, ticket_id))
         if progress is None:
-            if (replaced := self.tickets.pop((prompt, replaces), None)) is not None:
+            if replaces and (replaced := self.tickets.pop((prompt, replaces), None)) is not None:
                 failures = self._end_replaced(replaced)
             if sum(of == prompt for of, _ in self.tickets) >= samples:
                 return None

@@ -130,7 +130,7 @@ class ResponseRelay:
 
     async def transfer_failure(self) -> Failure | None:
         """Why KV did not come, if that is the reason of an error. Waits a moment for decode to report it."""
-        if self._attempt.tickets:
+        if self._attempt.may_report:
             with anyio.move_on_after(_REASON_SECONDS):
                 await self._attempt.transfer_failed.wait()
         return self._attempt.transfer_failure
