@@ -12,7 +12,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 
 import aiohttp
@@ -20,6 +21,8 @@ import psutil
 import pytest
 from engine_standin import DecodeEngine, PrefillEngine, Servers
 from proxy_cluster import COMPLETION, STREAM, Cluster, eventually, running_cluster, running_proxy
+
+from vllm_ascend_pd.proxy.routing import request_admission
 
 STUB = Path(__file__).resolve().parents[2] / "benchmarks" / "helpers" / "stub_engine.py"
 EITHER = pytest.mark.parametrize("stream", [{}, STREAM], ids=["json", "stream"])
@@ -82,6 +85,64 @@ def test_a_client_that_leaves_the_queue_frees_its_place() -> None:
         cluster.prefill.holds = False
         assert [first.result().status_code, second.result().status_code] == [200, 200]
         assert len(cluster.decode.received) == 2
+
+
+def test_f27_clients_with_large_bodies_that_leave_free_their_places() -> None:
+    """Whether their bodies have arrived as a whole or in part."""
+    with running_cluster(max_concurrent=1, max_waiting=4) as cluster, ThreadPoolExecutor(1) as client:
+        cluster.prefill.holds = True
+        first = client.submit(cluster.complete)
+        assert cluster.decode.working.wait(10)
+        with ExitStack() as leaving:
+            for _ in range(3):
+                leaving.enter_context(closing(cluster.send_only("/v1/completions", {"prompt": "x" * (30 << 20)})))
+            leaving.enter_context(closing(part_of_a_body(cluster, 1 << 20)))
+            eventually(lambda: waiting(cluster) == 4)
+        eventually(lambda: waiting(cluster) == 0)
+        cluster.prefill.holds = False
+        assert first.result().status_code == 200
+
+
+def part_of_a_body(cluster: Cluster, size: int) -> HTTPConnection:
+    """A request whose body is `size` bytes shorter than it says."""
+    connection = HTTPConnection(cluster.client.base_url.host, cluster.client.base_url.port, timeout=10)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", str(2 * size))
+    connection.endheaders(b"x" * size)
+    return connection
+
+
+def test_f27_a_body_that_does_not_fit_beside_those_that_wait_is_429(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place is free for the next body afterwards."""
+    monkeypatch.setattr(request_admission, "_MAX_HELD_BYTES", 3 << 20)
+    with running_cluster(max_concurrent=1) as cluster, ThreadPoolExecutor(2) as clients:
+        cluster.prefill.holds = True
+        first = clients.submit(cluster.complete)
+        assert cluster.decode.working.wait(10)
+        second = clients.submit(cluster.complete, prompt="x" * (2 << 20))
+        eventually(lambda: waiting(cluster) == 1)
+        for _ in range(3):
+            refused = cluster.complete(prompt="x" * (2 << 20))
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            reason = (
+                "the proxy serves 1 requests, the bodies of 2 that wait take 3 MiB, which is the limit: retry later"
+            )
+            assert refused.json()["error"]["message"] == reason
+        cluster.prefill.holds = False
+        assert [first.result().status_code, second.result().status_code] == [200, 200]
+
+
+def test_a_body_that_is_too_large_does_not_wait() -> None:
+    with running_cluster(max_concurrent=1, max_body_bytes=1 << 20) as cluster, ThreadPoolExecutor(1) as client:
+        cluster.prefill.holds = True
+        first = client.submit(cluster.complete)
+        assert cluster.decode.working.wait(10)
+        refused = cluster.complete(prompt="x" * (2 << 20))
+        assert refused.status_code == 413
+        assert refused.json()["error"]["message"] == "the request body exceeds 1048576 bytes"
+        cluster.prefill.holds = False
+        assert first.result().status_code == 200
 
 
 @pytest.mark.parametrize("size", [10, 100_000, 3_000_000])

@@ -57,7 +57,9 @@ class ProxyApp:
         self._prefill = _pool(settings, EngineRole.PREFILL, prefills, settings.max_per_prefill)
         self._decode = _pool(settings, EngineRole.DECODE, settings.max_concurrent, settings.max_per_decode)
         self._pools = (self._prefill, self._decode)
-        self._request_table = RequestTable(settings.max_concurrent, settings.max_waiting, settings.queue_timeout)
+        self._request_table = RequestTable(
+            settings.max_concurrent, settings.max_waiting, settings.queue_timeout, settings.max_body_bytes
+        )
         self._media = MediaFetcher(settings.media_hosts, settings.media_timeout, settings.max_body_bytes)
         self._background = Background(settings, *self._pools)
         self._failure_stats = FailureStats()

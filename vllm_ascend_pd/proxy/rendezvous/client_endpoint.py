@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from vllm_ascend_pd.proxy.http.bodies import parse_client_request
 from vllm_ascend_pd.proxy.http.client_json import ForDecodeAlone, read_fields
 from vllm_ascend_pd.proxy.http.endpoints import REQUEST_FORMATS, Endpoint, error_event
-from vllm_ascend_pd.proxy.http.errors import RequestRefused
+from vllm_ascend_pd.proxy.http.errors import RequestRefused, body_too_large
 from vllm_ascend_pd.proxy.http.headers import who_computes
 from vllm_ascend_pd.proxy.http.media_fetcher import MediaFetcher
 from vllm_ascend_pd.proxy.http.reply import Reply
@@ -128,9 +128,7 @@ class ClientEndpoint:
             with anyio.fail_after(self._read_timeout):
                 return await read_all(request.stream(), limit)
         except TooLarge:
-            raise RequestRefused(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request body exceeds {limit} bytes"
-            ) from None
+            raise body_too_large(limit) from None
         except TimeoutError:
             raise RequestRefused(HTTPStatus.REQUEST_TIMEOUT, "the request body did not arrive") from None
 

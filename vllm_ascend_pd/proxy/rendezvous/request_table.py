@@ -43,9 +43,9 @@ class RequestTable:
     The event loop's thread owns it.
     """
 
-    def __init__(self, limit: int, queue_length: int = 0, timeout: float = 0.0) -> None:
+    def __init__(self, limit: int, queue_length: int = 0, timeout: float = 0.0, max_body_bytes: int = 0) -> None:
         """Arguments: as in RequestAdmission."""
-        self.admission = RequestAdmission(limit, queue_length, timeout)
+        self.admission = RequestAdmission(limit, queue_length, timeout, max_body_bytes)
         self._open: set[ProxiedRequest] = set()
         """Requests being served."""
         self._attempts: dict[str, tuple[ProxiedRequest, DecodeAttempt]] = {}
@@ -71,8 +71,8 @@ class RequestTable:
     async def admitted(self, receive: Receive) -> AsyncIterator[Receive]:
         """Waits until a request may be served, and counts it as served for the time of the `async with` block.
 
-        Yields the callable to receive the request by. Raises RequestRefused if too many requests wait or it has waited
-        too long (429), or if the proxy shuts down (503); and ClientDisconnect when the client leaves.
+        Yields the callable to receive the request by. Raises what `RequestAdmission.wait` raises, and RequestRefused
+        (503) if the proxy shuts down.
         """
         if not self.admission.enter():
             with self.until_shut_down():

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from http import HTTPStatus
 
 import anyio
@@ -11,11 +10,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.proxy.http.errors import RequestRefused
+from vllm_ascend_pd.proxy.http.errors import RequestRefused, body_too_large
 
-# How much of the bodies of all waiting requests is kept in memory here. The rest stays in the server's buffers, which
-# stop filling, and at the clients.
-_MAX_HELD_BYTES = 64 * 1024 * 1024
+_MAX_HELD_BYTES = 1024 * 1024 * 1024
+"""The bodies of all waiting requests together. Each is read to its end: the server reports that a client has left only
+to who has read all that the client sent. A body that is not read stays in the server's buffers, of 64 KiB and more for
+each, so a lower limit would save little."""
 
 
 class RequestAdmission:
@@ -24,11 +24,12 @@ class RequestAdmission:
     The event loop's thread owns it.
     """
 
-    def __init__(self, limit: int, queue_length: int, timeout: float) -> None:
-        """`timeout`: seconds that a request waits before it is refused."""
+    def __init__(self, limit: int, queue_length: int, timeout: float, max_body_bytes: int) -> None:
+        """`timeout`: seconds that a request waits before it is refused. `max_body_bytes`: of one request."""
         self.limit = limit
         self._queue_length = queue_length
         self._timeout = timeout
+        self._max_body_bytes = max_body_bytes
         self._slots = anyio.Semaphore(limit)
         self._held = 0
         """Bytes of waiting requests' bodies that are in memory here."""
@@ -56,8 +57,8 @@ class RequestAdmission:
     async def wait(self, receive: Receive) -> Receive:
         """Waits for a slot and takes it. Returns the callable to receive the request by from then on.
 
-        Raises RequestRefused (429) if the queue is full or the timeout has passed, and ClientDisconnect if the client
-        leaves.
+        Raises RequestRefused (429) if the queue is full, in number or in bytes, or the timeout has passed;
+        RequestRefused (413) if the body is too large; and ClientDisconnect if the client leaves.
         """
         if self.waiting >= self._queue_length:
             raise self._full(f"{self._queue_length} more wait, which is the limit")
@@ -70,8 +71,8 @@ class RequestAdmission:
                     await self._slots.acquire()
                     entered = True
                 tasks.cancel_scope.cancel()
-            if early.client_left:
-                raise ClientDisconnect
+            if early.ended is not None:
+                raise early.ended
             if not entered:
                 raise self._full(f"{self.waiting} more wait, and this one has waited {self._timeout:g} s")
         except BaseException:
@@ -83,9 +84,14 @@ class RequestAdmission:
         return early.receive
 
     async def _read_ahead(self, early: _EarlyBody) -> None:
-        """Receives messages of a waiting request: only then does the server report that its client left."""
-        while not early.client_left and self._held < _MAX_HELD_BYTES:
+        """Receives a waiting request's body, and then the news that its client left."""
+        while early.ended is None:
             self._held += await early.read()
+            if early.size > self._max_body_bytes:
+                early.end(body_too_large(self._max_body_bytes))
+            elif self._held > _MAX_HELD_BYTES:
+                bodies = f"the bodies of {self.waiting} that wait take {_MAX_HELD_BYTES >> 20} MiB"
+                early.end(self._full(f"{bodies}, which is the limit"))
 
     def _full(self, queue: str) -> RequestRefused:
         return RequestRefused(
@@ -98,25 +104,40 @@ class _EarlyBody:
 
     def __init__(self, receive: Receive) -> None:
         self.waiting = anyio.CancelScope()
-        """The wait for a slot. `RequestAdmission.wait` sets it; it ends when the client leaves."""
-        self.client_left = False
-        self.size = 0
-        """Bytes read ahead."""
+        """The wait for a slot. `RequestAdmission.wait` sets it; `end` cancels it."""
+        self.ended: Exception | None = None
+        """Why the request waits no more."""
         self._receive = receive
-        self._messages: deque[Message] = deque()
-        """Messages read ahead, oldest first."""
+        self._body = bytearray()
+        self._more_body = True
+        """Whether a part of the body is still to come."""
+        self._is_taken = False
+        """Whether `receive` has returned the part that was read ahead."""
+
+    @property
+    def size(self) -> int:
+        """Bytes read ahead."""
+        return len(self._body)
+
+    def end(self, reason: Exception) -> None:
+        """Ends the wait."""
+        self.ended = reason
+        self.waiting.cancel()
 
     async def read(self) -> int:
         """Reads one message ahead. Returns how many bytes of the body it has."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
-            self.client_left = True
-            self.waiting.cancel()
+            self.end(ClientDisconnect())
             return 0
-        self._messages.append(message)
-        self.size += (size := len(message.get("body", b"")))
-        return size
+        self._body += (part := message.get("body", b""))
+        self._more_body = message.get("more_body", False)
+        return len(part)
 
     async def receive(self) -> Message:
         """ASGI's receive: first what was read ahead, then what still arrives."""
-        return self._messages.popleft() if self._messages else await self._receive()
+        if self._is_taken:
+            return await self._receive()
+        self._is_taken = True
+        body, self._body = bytes(self._body), bytearray()
+        return {"type": "http.request", "body": body, "more_body": self._more_body}
