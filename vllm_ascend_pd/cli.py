@@ -44,7 +44,8 @@ def proxy(
     metaserver_url: Annotated[
         str | None,
         typer.Option(
-            help="URL at which decode engines reach this proxy.", show_default="http://HOST:PORT/v1/metaserver"
+            help="URL at which decode engines reach this proxy. Without a path, /v1/metaserver is added.",
+            show_default="http://HOST:PORT/v1/metaserver",
         ),
     ] = None,
     metaserver_port: Annotated[

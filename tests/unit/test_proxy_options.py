@@ -6,6 +6,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from vllm_ascend_pd.cli import app
+from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 ENGINES = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2")
@@ -38,3 +39,27 @@ def test_defaults_are_as_patient_as_gateways_and_vllms_router() -> None:
     assert settings.max_concurrent + settings.max_waiting >= 32768 + 100
     assert settings.queue_timeout >= 60
     assert settings.silence_timeout >= 1800  # vllm-router's for a whole request
+
+
+@pytest.mark.parametrize("url", ["http://p:8700", "http://p:8700/", "http://[fd00::1]", "https://p"])
+def test_f26_a_metaserver_url_without_a_path_gets_the_default(url: str) -> None:
+    """Decode posts to no other path, unless its allow-list names one."""
+    assert metaserver_url(url) == url.rstrip("/") + "/v1/metaserver"
+
+
+@pytest.mark.parametrize("url", ["http://p:8700/v1/metaserver", "http://gateway/pd/metaserver"])
+def test_f26_a_metaserver_url_with_a_path_is_left_alone(url: str) -> None:
+    assert metaserver_url(url) == url
+
+
+@pytest.mark.parametrize(
+    "url", ["p:8700", "ftp://p/v1/metaserver", "http://p/v1/metaserver?x=1", "http://u@p", "http://p#x", "http://p/%41"]
+)
+def test_f26_a_metaserver_url_that_decode_refuses_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="the metaserver URL"):
+        metaserver_url(url)
+    assert Allowlist(["http://p/"], "p").refusal(url) not in (None, "matches no entry of the metaserver allow-list")
+
+
+def metaserver_url(given: str) -> str:
+    return ProxySettings(prefill=ENGINES[1:2], decode=ENGINES[3:], metaserver_url=given).metaserver_url

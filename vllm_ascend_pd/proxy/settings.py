@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ipaddress
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -34,7 +35,8 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     decode: tuple[str, ...]
     """Root URLs of the decode engines."""
     metaserver_url: str
-    """The URL of this proxy's metaserver, as decode engines can reach it. They post their tickets there."""
+    """The URL of this proxy's metaserver, as decode engines can reach it. They post their tickets there. Without a
+    path, it gets `METASERVER_PATH`."""
     connect_timeout: float = 5.0
     """To open a connection to an engine, or to wait for a free one."""
     read_timeout: float = 600.0
@@ -137,8 +139,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
                 read_engines(self.engines_file)
             except ValueError as error:
                 raise ValueError(f"the engines file {self.engines_file} cannot be used: {error}") from None
-        if not is_http(self.metaserver_url):
-            raise ValueError(f"the metaserver URL {self.metaserver_url!r} is not an http(s) URL")
+        msgspec.structs.force_setattr(self, "metaserver_url", _with_path(self.metaserver_url))
         for name in (
             "connect_timeout",
             "read_timeout",
@@ -220,6 +221,16 @@ def default_metaserver_url(host: str, port: int, tls: Tls | None = None) -> str:
         )
     authority = f"[{host}]" if address.version == 6 else host
     return f"{scheme}://{authority}:{port}{METASERVER_PATH}"
+
+
+def _with_path(url: str) -> str:
+    """Returns the metaserver's URL with its default path if it has none. Raises ValueError for a URL that every decode
+    engine refuses to post to."""
+    if not is_http(url):
+        raise ValueError(f"the metaserver URL {url!r} is not an http(s) URL")
+    if any(character in url for character in "@#?%\\"):
+        raise ValueError(f"the metaserver URL {url!r}: give only scheme, host, port and path")
+    return url if urlsplit(url).path.strip("/") else url.rstrip("/") + METASERVER_PATH
 
 
 def names(option: str, value: str) -> tuple[str, ...]:
