@@ -377,7 +377,7 @@ def test_missing_packages_are_named_in_one_clear_line(tmp_path: object) -> None:
     (package / "__init__.py").write_text("")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     line = refused("http://127.0.0.1:4317", {"PYTHONPATH": path})
-    assert "pip install 'vllm-ascend-pd[otel]'" in line
+    assert "pip install opentelemetry-sdk opentelemetry-exporter-otlp" in line
 
 
 def refused(endpoint: str, environment: dict[str, str]) -> str:

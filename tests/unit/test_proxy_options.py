@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers that the proxy cannot use are refused, with the name of their option; the defaults are patient."""
 
+import re
+from pathlib import Path
+
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from vllm_ascend_pd.cli import app
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
+from vllm_ascend_pd.proxy import settings
 from vllm_ascend_pd.proxy.settings import ProxySettings
 
 ENGINES = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2")
-NUMBERS = [
+OPTIONS = [
     option
     for param in get_command(app).commands["proxy"].params  # type: ignore[attr-defined]
-    for option in param.opts
+    for option in (*param.opts, *param.secondary_opts)
+]
+NUMBERS = [
+    option
+    for option in OPTIONS
     if option.endswith(("-timeout", "-interval", "-attempts", "-mib", "-after", "-concurrent", "-engine"))
     or "-per-" in option
 ]
@@ -24,6 +32,22 @@ def test_a_negative_number_is_refused_by_its_option(option: str) -> None:
     done = CliRunner().invoke(app, ["proxy", "--port", "0", *ENGINES, option, "-1"])
     assert done.exit_code == 2
     assert f"{option} must " in " ".join(done.output.split())
+
+
+def test_f37_settings_name_options_that_exist() -> None:
+    assert {settings.option(name) for name in (*settings.POSITIVE, *settings.NOT_NEGATIVE)} <= set(OPTIONS)
+
+
+def test_f37_the_proxys_source_names_options_that_exist() -> None:
+    """In errors and in docstrings."""
+    package = Path(settings.__file__).parent
+    named = {
+        (path.name, word)
+        for path in package.rglob("*.py")
+        for word in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", path.read_text())
+    }
+    assert len(named) > 10
+    assert {(file, word) for file, word in named if word not in OPTIONS} == set()
 
 
 def test_the_numbers() -> None:

@@ -21,7 +21,32 @@ from vllm_ascend_pd.transport.secret_files import read_text_secret, read_ticket_
 MIB = 1024 * 1024
 
 
-def _option(name: str) -> str:
+POSITIVE = (
+    "connect_timeout",
+    "read_timeout",
+    "silence_timeout",
+    "prefill_timeout",
+    "probe_timeout",
+    "check_interval",
+    "eject_after",
+    "return_after",
+    "dns_interval",
+    "prefill_attempts",
+    "decode_attempts",
+    "max_concurrent",
+    "keep_alive_timeout",
+    "max_per_prefill",
+    "max_per_decode",
+    "queue_timeout",
+    "max_body_bytes",
+    "media_timeout",
+)
+"""Settings with an option of `vllm-ascend-pd proxy` that must be greater than 0."""
+NOT_NEGATIVE = ("queue_per_engine", "max_waiting")
+"""Those that may be 0, too."""
+
+
+def option(name: str) -> str:
     """The option of `vllm-ascend-pd proxy` for a setting."""
     return "--" + name.replace("max_body_bytes", "max_body_mib").replace("_", "-")
 
@@ -140,34 +165,13 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
             except ValueError as error:
                 raise ValueError(f"the engines file {self.engines_file} cannot be used: {error}") from None
         msgspec.structs.force_setattr(self, "metaserver_url", _with_path(self.metaserver_url))
-        for name in (
-            "connect_timeout",
-            "read_timeout",
-            "silence_timeout",
-            "prefill_timeout",
-            "probe_timeout",
-            "health_timeout",
-            "check_interval",
-            "eject_after",
-            "return_after",
-            "dns_interval",
-            "prefill_attempts",
-            "decode_attempts",
-            "max_concurrent",
-            "keep_alive_timeout",
-            "max_per_prefill",
-            "max_per_decode",
-            "queue_timeout",
-            "max_body_bytes",
-            "media_timeout",
-            "max_ticket_bytes",
-        ):
+        for name in POSITIVE:
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"{_option(name)} must be greater than 0")
-        for name in ("queue_per_engine", "max_waiting"):
+                raise ValueError(f"{option(name)} must be greater than 0")
+        for name in NOT_NEGATIVE:
             if getattr(self, name) < 0:
-                raise ValueError(f"{_option(name)} must not be less than 0")
+                raise ValueError(f"{option(name)} must not be less than 0")
         if self.strategy not in STRATEGIES:
             raise ValueError(f"the strategy {self.strategy!r} is none of {', '.join(STRATEGIES)}")
         self._check_tls()

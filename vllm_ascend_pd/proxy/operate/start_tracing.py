@@ -23,7 +23,8 @@ def check_tracing(endpoint: str) -> None:
         from vllm_ascend_pd.proxy.operate import otel  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install 'vllm-ascend-pd[otel]'"
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): "
+            "pip install opentelemetry-sdk opentelemetry-exporter-otlp"
         ) from None
 
 

@@ -78,7 +78,7 @@ class Strategy(Protocol):
 class RoundRobin:
     """Uses the engines in turn, whatever their load."""
 
-    def __init__(self, costs: Costs = prefill_costs) -> None:
+    def __init__(self) -> None:
         self._turn = 0
         """Number of rankings so far."""
 
@@ -161,7 +161,7 @@ def _rendezvous(key: int, url: str) -> int:
 
 
 STRATEGIES: dict[str, Callable[[Costs], Strategy]] = {
-    "round-robin": RoundRobin,
+    "round-robin": lambda _: RoundRobin(),
     "least-load": LeastLoad,
     "prefix-affinity": PrefixAffinity,
 }

@@ -42,7 +42,7 @@ PROMPT_TOKENS = 1000
 """Length of the prompt that the figures are for, in tokens."""
 
 _NUM_BLOCKS = 1 << 20  # of every cache: more than any figure needs
-_EXCHANGE_BUFFERS = 2  # of a slot's size, see `worker.regroup.Regrouper`
+_EXCHANGE_BUFFERS = 2  # of a slot's size, see `prefill.regroup.Regrouper`
 
 
 def make_plan(

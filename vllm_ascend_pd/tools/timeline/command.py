@@ -22,7 +22,7 @@ from vllm_ascend_pd.tools.timeline.read import read_folder
 from vllm_ascend_pd.tools.timeline.summary import Request, chosen, summarize
 from vllm_ascend_pd.tools.timeline.table import MAX_ROWS, table
 
-_NO_MATPLOTLIB = "the picture needs matplotlib: pip install 'vllm-ascend-pd[timeline]'"
+_NO_MATPLOTLIB = "the picture needs matplotlib: pip install matplotlib"
 
 
 def show_timeline(
