@@ -31,6 +31,17 @@ FRONT_END = ("--reasoning-parser", "--tool-call-parser", "--enable-auto-tool-cho
 
 def refused(recipe: Recipe, command: list[list[str]], parser: Any) -> str | None:
     """Returns why vLLM, vllm-ascend or this connector refuse a command."""
+    try:
+        config = configured(recipe, command, parser)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # any of them is what is looked for
+        if os.environ.get("TRACE"):
+            traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+    return unsupported(config)
+
+
+def configured(recipe: Recipe, command: list[list[str]], parser: Any) -> Any:
+    """Returns vLLM's configuration for a command."""
     from vllm_ascend.ascend_config import clear_ascend_config
 
     clear_ascend_config()
@@ -45,15 +56,10 @@ def refused(recipe: Recipe, command: list[list[str]], parser: Any) -> str | None
                 options["--speculative-config"] = [json.dumps(draft)]
             words = [word for name, values in options.items() for word in (name, *values)]
             arguments = parser.parse_args([*words, "--model", folder, "--skip-tokenizer-init"])
-            config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # any of them is what is looked for
-            if os.environ.get("TRACE"):
-                traceback.print_exc()
-            return f"{type(error).__name__}: {error}"
+            return AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
         finally:
             os.environ.clear()
             os.environ.update(before)
-        return unsupported(config)
 
 
 def as_published(recipe: Recipe) -> list[list[str]]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,19 +22,43 @@ WORKING = [recipe for recipe in recipes() if recipe.verdict != "refused"]
 
 def refusals(numbers: Iterable[int]) -> dict[int, str | None]:
     """Returns why each recipe's new command is refused, in one process for all of them."""
-    command = [sys.executable, str(PROGRAM), *map(str, numbers)]
-    path = f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"
+    return dict(answers(PROGRAM, numbers))
+
+
+def answers(program: Path, numbers: Iterable[int], *paths: str) -> list[Any]:
+    """Returns the lines of JSON that `program` prints for recipes. `paths`: of further modules."""
+    command = [sys.executable, str(program), *map(str, numbers)]
+    path = ":".join([*paths, str(TESTS), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=900, check=False, env={**os.environ, "PYTHONPATH": path}
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    return dict(json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[") and line[1].isdecimal())
+    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[") and line[1].isdecimal()]
 
 
 def test_decode_and_prefill_of_one_architecture() -> None:
     """A sample. Each further architecture takes seconds of imports."""
     numbers = [recipe.number for recipe in WORKING if recipe.architecture == "deepseek-v3"]
     assert refusals(numbers) == dict.fromkeys(numbers)
+
+
+# By number: the layers in each of vLLM's cache groups. The first group's last one is the MTP layer.
+HYBRID = {
+    **{n: [17, 16, 16, 16] for n in (73, 74)},  # Qwen3.5-27B
+    **{n: [16, 15, 15, 15] for n in (75, 76, 77, 78)},  # Qwen3.5-397B
+}
+
+
+@pytest.mark.timeout(900)
+def test_f29_recipes_with_linear_attention_and_mtp_register_their_caches() -> None:
+    """K lies behind a padding there, and one tensor is the MTP layer's alone."""
+    assert [recipe.number for recipe in WORKING if recipe.architecture.startswith("qwen3.5")] == [*HYBRID]
+    [wheel] = Path(sys.prefix, "mooncake-npu").glob("0.3.13*")
+    said = answers(Path(__file__).parent / "offline_hybrid_caches.py", HYBRID, str(wheel))
+    for number, groups, alone, regions, refused in said:
+        assert refused is None, f"recipe {number}: {refused}"
+        assert (groups, alone, regions) == (HYBRID[number], 1, HYBRID[number][0])
+    assert [number for number, *_ in said] == [*HYBRID]
 
 
 @pytest.mark.long

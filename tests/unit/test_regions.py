@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_ascend_pd.core.caches import LayerSpec, RegisteredCaches, describe
-from vllm_ascend_pd.core.regions import MAX_DEVICE_BYTES, MAX_REGIONS, covered, merge, refusal
+from vllm_ascend_pd.core.regions import MAX_DEVICE_BYTES, MAX_REGIONS, aligned, covered, merge, refusal
 
 MIB = 1 << 20
 A2, A3, OTHER = "Ascend910B1", "Ascend910_9382", "Ascend950PR_9599"
@@ -51,6 +51,20 @@ def test_caches_of_different_storages_are_never_one_region() -> None:
     assert first.untyped_storage().data_ptr() + 4096 == second.untyped_storage().data_ptr()
     caches = caches_of((cut(first, 0), cut(second, 0)))
     assert caches.regions() == [(first.data_ptr(), 4096), (second.data_ptr(), 4096)]
+
+
+def test_f29_a_region_begins_at_the_multiple_of_2_mib_before_it_within_its_storage() -> None:
+    assert aligned((4 * MIB + 64, 100), 3 * MIB) == (4 * MIB, 164)
+    assert aligned((4 * MIB + 64, 100), 4 * MIB) == (4 * MIB, 164)
+    assert aligned((4 * MIB, 100), 3 * MIB) == (4 * MIB, 100)
+    assert aligned((5 * MIB, 100), 4 * MIB + 1) == (5 * MIB, 100), "the memory before the storage may be anyone's"
+
+
+def test_f29_caches_behind_a_padding_are_registered_with_it() -> None:
+    whole = torch.zeros((6 * MIB) // 4)
+    start = -whole.data_ptr() % (2 * MIB)
+    caches = caches_of((cut(whole, start + 2 * MIB + 1024), cut(whole, start + 2 * MIB + 64 * 1024)))
+    assert caches.regions() == [(whole.data_ptr() + start + 2 * MIB, 64 * 1024 + 4096)]
 
 
 def test_regions_begin_at_a_multiple_of_2_mib() -> None:

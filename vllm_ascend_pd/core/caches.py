@@ -17,7 +17,7 @@ from vllm_ascend_pd.core.layout import (
     TokenShare,
     block_geometry,
 )
-from vllm_ascend_pd.core.regions import Region, merge
+from vllm_ascend_pd.core.regions import Region, aligned, merge
 from vllm_ascend_pd.core.states import LayerState, state_geometries
 
 # Two regions of a storage with at most so many bytes between them are registered as one, as in vllm-ascend: the number
@@ -90,13 +90,14 @@ class RegisteredCaches:
     def regions(self) -> list[Region]:
         """Returns the memory of all tensors.
 
-        Tensors of one storage with small gaps between them are one region. A region never spans two storages, which
-        may be two allocations.
+        Each begins at a multiple of `ALIGNMENT` if its storage begins early enough. Tensors of one storage with small
+        gaps between them are one region. A region never spans two storages, which may be two allocations.
         """
         by_storage: dict[int, list[Region]] = {}
         for tensor in self.tensors:
-            regions = by_storage.setdefault(tensor.untyped_storage().data_ptr(), [])
-            regions.append((tensor.data_ptr(), _extent(tensor)))
+            storage = tensor.untyped_storage().data_ptr()
+            region = aligned((tensor.data_ptr(), _extent(tensor)), storage)
+            by_storage.setdefault(storage, []).append(region)
         return [region for regions in by_storage.values() for region in merge(regions, gap=_SMALL_GAP)]
 
     @functools.cached_property

@@ -47,6 +47,18 @@ def merge(regions: Iterable[Region], gap: int = -1) -> list[Region]:
     return merged
 
 
+def aligned(region: Region, storage: int) -> Region:
+    """Returns the region from the multiple of `ALIGNMENT` before it on, unless that is before its storage begins.
+
+    In models that also have states, vllm-ascend puts K behind the convolutions' states, even for a layer that shares
+    its tensor with none, such as an MTP layer: K then begins anywhere in a tensor that itself begins at a multiple
+    (model_runner_v1.py, `_reshape_kv_cache_tensors`).
+    """
+    address, size = region
+    before = address % ALIGNMENT
+    return region if address - before < storage else (address - before, size + before)
+
+
 def covered(region: Region, known: Iterable[Region]) -> bool:
     """Returns whether one of `known` contains the region."""
     address, size = region

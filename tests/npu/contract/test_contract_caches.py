@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm_ascend_contract import BLOCK, Event, engine_config, only, recorded
 
+from harness.hybrid_caches import allocate as allocate_hybrid
 from harness.models import TINY, for_npu
 from harness.sparse_caches import allocate, cache_config, sparse_spec
 from vllm_ascend_pd.connector import cache_specs
@@ -106,10 +107,8 @@ def test_quantized_caches_of_sparse_attention(
 
 def test_blocks_beside_states_are_several_of_the_kernels(plugins: None) -> None:
     """Where attention shares its memory with states, as in Qwen3-Next: vllm-ascend's own allocation and views."""
-    import vllm_ascend.worker.model_runner_v1 as runner
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MambaSpec
-    from vllm_ascend.attention.attention_v1 import AscendAttentionBackend
 
     heads, head_size, blocks = 2, 256, 4
     conv, ssm = (3, 8192), (32, 128, 128)
@@ -139,24 +138,7 @@ def test_blocks_beside_states_are_several_of_the_kernels(plugins: None) -> None:
         quant_config=None,
         model_config=model,
     )
-    itself = runner.NPUModelRunner.__new__(runner.NPUModelRunner)
-    vars(itself).update(
-        vllm_config=config,
-        device="cpu",
-        use_compress=False,
-        use_sparse=False,
-        runner_only_attn_layers=set(),
-        use_hybrid_blocks=True,
-        hybrid_with_attn_and_mamba=False,
-        attn_backend=AscendAttentionBackend,
-        model_config=model,
-        kv_cache_config=caches,
-        _kv_cache_spec_attn_group_iterator=lambda: (
-            SimpleNamespace(backend=AscendAttentionBackend, kv_cache_spec=g.kv_cache_spec, layer_names=g.layer_names)
-            for g in groups
-        ),
-    )
-    tensors = itself._reshape_kv_cache_tensors(caches, itself._allocate_kv_cache_tensors(caches))
+    tensors = allocate_hybrid(caches, config, "cpu")
     k, v = tensors["attention.0"]
     assert k.shape == v.shape == (blocks * block_size // BLOCK, BLOCK, heads, head_size), "kernels' blocks are others"
     registered = describe(tensors, cache_specs.layer_specs(caches, config), heads_first=False)
