@@ -207,9 +207,16 @@ def _holds_state(spec: Any) -> bool:
 
 def _states(layer: str, spec: Any, vllm_config: "VllmConfig") -> tuple[LayerState, ...]:
     if spec.mamba_cache_mode != "none":
+        if vllm_config.cache_config.enable_prefix_caching:
+            remedy = "start prefill and decode with --no-enable-prefix-caching, and without AscendStoreConnector"
+        else:
+            remedy = (
+                "leave AscendStoreConnector out of the MultiConnector: vllm-ascend sets this mode for it, even with "
+                "--no-enable-prefix-caching"
+            )
         raise LayoutError(
             f"{layer}: its states are kept in mamba_cache_mode {spec.mamba_cache_mode!r}, for prefix caching, which is "
-            "not supported: start prefill and decode with --no-enable-prefix-caching"
+            f"not supported: {remedy}"
         )
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 

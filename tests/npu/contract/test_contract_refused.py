@@ -8,11 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_ascend_contract import BLOCK, cache_config, connector_class, engine_config
+from vllm_ascend_contract import BLOCK, OURS, cache_config, connector_class, engine_config
 
+from harness.hybrid_caches import specs_of
 from harness.models import TINY
+from harness.recipes import make_model
 from vllm_ascend_pd.connector import cache_specs
 from vllm_ascend_pd.core.config import ConfigError
+from vllm_ascend_pd.core.layout import LayoutError
 
 pytestmark = pytest.mark.npu
 
@@ -144,3 +147,31 @@ def test_the_models_here_are_not_refused(plugins: None, dense_model: Path, mla_m
     for model in (dense_model, mla_model):
         for role in ("kv_producer", "kv_consumer"):
             assert unsupported(engine_config(model, graphs="FULL_DECODE_ONLY", kv_role=role)) is None
+
+
+def test_f30_what_helps_where_ascend_store_forces_a_mode_on_states(plugins: None, tmp_path: Path) -> None:
+    """`--no-enable-prefix-caching` does not, but to leave AscendStore out does."""
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    make_model("qwen3.5", tmp_path)
+
+    def made(prefix_caching: bool, *others: str) -> VllmConfig:
+        children = [{"kv_connector": name, "kv_role": "kv_producer"} for name in (OURS, *others)]
+        return engine_config(
+            tmp_path,
+            engine={"enable_prefix_caching": prefix_caching},
+            kv_connector="MultiConnector",
+            kv_connector_extra_config={"connectors": children},
+        )
+
+    def describe(config: VllmConfig) -> None:
+        groups = [KVCacheGroupSpec([layer], spec) for layer, spec in specs_of(config, layers=2).items()]
+        caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+        cache_specs.layer_specs(caches, config)
+
+    with pytest.raises(LayoutError, match=r"leave AscendStoreConnector out .* even with --no-enable-prefix-caching"):
+        describe(made(False, "AscendStoreConnector"))
+    with pytest.raises(LayoutError, match="with --no-enable-prefix-caching, and without AscendStoreConnector"):
+        describe(made(True, "AscendStoreConnector"))
+    describe(made(False))
