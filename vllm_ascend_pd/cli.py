@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from vllm_ascend_pd.tools.command_line import USAGE_ERROR, run_app
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, run_app
 from vllm_ascend_pd.tools.doctor.cli import doctor
 from vllm_ascend_pd.tools.migrate.cli import migrate
 from vllm_ascend_pd.tools.plan.cli import plan
@@ -21,7 +21,13 @@ app = typer.Typer(
     help="Prefill/decode disaggregation for vLLM on Ascend NPUs.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich cuts the names of options at 80 columns
 )
+
+
+@app.callback()
+def _all_commands(version: Version = False) -> None:
+    pass
 
 
 @app.command()
@@ -64,10 +70,10 @@ def proxy(
         typer.Option(help="PEM file with the certificate chain of --metaserver-port.", show_default="--tls-cert"),
     ] = None,
     metaserver_tls_key: Annotated[
-        str | None, typer.Option(help="PEM file with the key of --metaserver-tls-cert.", show_default="--tls-key")
+        str | None, typer.Option(help="PEM file with its key.", show_default="--tls-key")
     ] = None,
     metaserver_tls_key_password_file: Annotated[
-        str | None, typer.Option(help="File with the password of --metaserver-tls-key.")
+        str | None, typer.Option(help="File with the password of that key.")
     ] = None,
     metaserver_client_ca: Annotated[
         str | None,
@@ -172,8 +178,9 @@ def proxy(
     otlp_traces_endpoint: Annotated[
         str | None, typer.Option(help="OpenTelemetry collector that gets the spans of requests, as in vLLM.")
     ] = None,
+    version: Version = False,
 ) -> None:
-    """Serve the OpenAI-compatible API in front of prefill and decode engines."""
+    """Serve the OpenAI API in front of prefill and decode engines."""
     # Imported here so that other commands do not load a web server.
     from vllm_ascend_pd.proxy.http.tls import from_files
     from vllm_ascend_pd.proxy.server import listen, serve
@@ -257,8 +264,9 @@ def keygen(
     ticket_secret: Annotated[
         bool, typer.Option("--ticket-secret", help="Create a ticket secret instead of side-channel keys.")
     ] = False,
+    version: Version = False,
 ) -> None:
-    """Create a file with keys for the side channel between engines, or with a secret that signs tickets."""
+    """Create a file with side-channel keys, or with a ticket secret."""
     from vllm_ascend_pd.transport.curve import new_key_file
     from vllm_ascend_pd.transport.secret_files import SecretFileError, new_ticket_secret, write_new
 

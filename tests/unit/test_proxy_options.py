@@ -8,6 +8,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from vllm_ascend_pd import __version__
 from vllm_ascend_pd.cli import app
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.proxy import settings
@@ -48,6 +49,28 @@ def test_f37_the_proxys_source_names_options_that_exist() -> None:
     }
     assert len(named) > 10
     assert {(file, word) for file, word in named if word not in OPTIONS} == set()
+
+
+COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_at_80_columns_shows_every_option_whole(command: str | None) -> None:
+    at, params = ([], get_command(app).params) if command is None else ([command], COMMANDS[command].params)
+    done = CliRunner().invoke(app, [*at, "--help"], env={"COLUMNS": "80"}, terminal_width=80)
+    assert done.exit_code == 0
+    assert all(len(line) <= 80 for line in done.output.splitlines())
+    shown = re.findall(r"^  (--[a-z0-9-]+)(?: / (--[a-z0-9-]+))?", done.output, re.MULTILINE)
+    options = [option for param in params for option in (*param.opts, *param.secondary_opts) if option[:2] == "--"]
+    assert sorted(filter(None, sum(shown, ()))) == sorted({*options, "--version", "--help"})
+    assert not re.search(r"\u2026|--[a-z-]+-$", done.output, re.MULTILINE), "an option that is cut"
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_every_command_says_its_version(command: str | None) -> None:
+    """Also without what it requires."""
+    done = CliRunner().invoke(app, [*([] if command is None else [command]), "--version"])
+    assert (done.exit_code, done.output) == (0, f"vllm-ascend-pd {__version__}\n")
 
 
 def test_the_numbers() -> None:

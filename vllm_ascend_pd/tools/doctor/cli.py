@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_ascend_pd.tools.command_line import USAGE_ERROR
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version
 
 
 def doctor(
@@ -46,6 +46,7 @@ def doctor(
         float | None, typer.Option(min=1, help="Timeout in seconds for each step of --hardware.", show_default="60")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    version: Version = False,
 ) -> None:
     """Check this machine. With URLs, check running engines and their proxy instead.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_ascend_pd.tools.command_line import USAGE_ERROR
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version
 
 
 def migrate(
@@ -27,6 +27,7 @@ def migrate(
         list[str] | None, typer.Option("--set", help="NAME=VALUE of a variable that a script leaves open. Repeatable.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    version: Version = False,
 ) -> None:
     """Turn the commands of engines with vllm-ascend's Mooncake connectors into ones for this connector.
 

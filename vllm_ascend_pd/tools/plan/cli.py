@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_ascend_pd.tools.command_line import USAGE_ERROR
+from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version
 from vllm_ascend_pd.tools.plan.engine import Layout
 from vllm_ascend_pd.tools.plan.model import CacheDtype, PlanError
 
@@ -56,8 +56,9 @@ def plan(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    version: Version = False,
 ) -> None:
-    """Print what prefill and decode engines of the given sizes transfer. Starts no engine."""
+    """Print what a prefill and a decode engine transfer. Starts no engine."""
     if compute_ms_per_1000_tokens is not None and link_gbit is None:
         raise USAGE_ERROR("--compute-ms-per-1000-tokens needs --link-gbit")
     # Imported here so that other commands start faster.

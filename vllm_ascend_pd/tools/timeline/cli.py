@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_ascend_pd.tools.command_line import Version
+
 
 def timeline(
     folder: Annotated[Path, typer.Argument(help="The `trace_dir` of all engines, with their trace files.")],
@@ -27,6 +29,7 @@ def timeline(
             show_default="FOLDER/timeline[-REQUEST].html",
         ),
     ] = None,
+    version: Version = False,
 ) -> None:
     """Show where requests spend their time, from the traces of prefill and decode engines.
 
