@@ -79,10 +79,3 @@ def test_decode_gets_the_clients_content_type(cluster: Cluster, content_type: st
     cluster.client.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": 4}', headers=headers)
     assert cluster.decode.received[0].headers.get("content-type") == content_type
     assert cluster.prefill.received[0].headers["content-type"] == "application/json"
-
-
-def test_an_unknown_path_is_answered_as_by_an_engine(idle_cluster: Cluster) -> None:
-    response = idle_cluster.client.post("/v1/embeddings", json={})
-    assert (response.status_code, response.json()) == (404, {"detail": "Not Found"})
-    response = idle_cluster.client.get("/v1/completions")
-    assert (response.status_code, response.json()) == (405, {"detail": "Method Not Allowed"})

@@ -13,6 +13,7 @@ from proxy_cluster import COMPLETION, STREAM, Cluster, running_cluster
 from starlette.middleware.cors import CORSMiddleware
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
+from vllm_ascend_pd.proxy.http.headers import client_response_headers
 
 PAGE = "https://chat.example"
 PREFLIGHT = {
@@ -70,7 +71,7 @@ def test_answers_and_errors_may_be_read(cluster: Cluster, stream: dict[str, obje
 def test_a_page_reads_why_a_route_is_not_served(cluster: Cluster, path: str) -> None:
     assert cluster.client.options(path, headers=PREFLIGHT).headers[ALLOWED] == PAGE
     answer = cluster.client.post(path, headers={"Origin": PAGE})
-    assert (answer.status_code, answer.headers[ALLOWED]) == (501, PAGE)
+    assert (answer.status_code, answer.headers[ALLOWED]) == (404, PAGE)
     longer = cluster.client.post(f"{path}/further", headers={"Origin": PAGE})
     assert (longer.status_code, ALLOWED in longer.headers) == (404, False)
 
@@ -110,10 +111,22 @@ def test_an_engines_cors_headers_are_not_passed_on() -> None:
     engine = DecodeEngine()
     engine.app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_credentials=True)
     with running_cluster(decode_engine=engine) as cluster:
-        direct = httpx.get(f"{cluster.decode_url}/v1/models", headers={"Origin": PAGE})
-        assert ALLOWED in direct.headers
-        answer = cluster.client.get("/v1/models", headers={"Origin": PAGE})
+        headers = {"Origin": PAGE, "Cookie": "a=b"}
+        direct = httpx.get(f"{cluster.decode_url}/v1/models", headers=headers)
+        assert (direct.headers[ALLOWED], direct.headers["vary"]) == (PAGE, "Origin")
+        answer = cluster.client.get("/v1/models", headers=headers)
         assert not {name for name in answer.headers if name.startswith("access-control-")}
+        assert answer.headers.get("vary") in (None, "Origin"), "the proxy's own"
+
+
+def test_vary_names_origin_once() -> None:
+    engine = DecodeEngine()
+    engine.app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_credentials=True)
+    with running_cluster(decode_engine=engine, allowed_origins=(PAGE,)) as cluster:
+        answer = cluster.client.get("/v1/models", headers={"Origin": PAGE, "Cookie": "a=b"})
+        assert (answer.headers[ALLOWED], answer.headers["vary"]) == (PAGE, "Origin")
+    sent = [(b"vary", b"Accept-Encoding, origin"), (b"Vary", b"Origin"), (b"Vary", b"Cookie")]
+    assert client_response_headers(sent) == [(b"vary", b"Accept-Encoding"), (b"vary", b"Cookie")]
 
 
 def test_credentials() -> None:

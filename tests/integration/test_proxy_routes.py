@@ -131,13 +131,23 @@ def test_responses_that_need_one_engine(cluster: Cluster, field: str, value: Any
         ("GET", "/v1/responses/resp_1"),
         ("POST", "/v1/responses/resp_1/cancel"),
         ("POST", "/v1/audio/transcriptions"),
+        ("POST", "/v1/images/generations"),
     ],
 )
-def test_routes_that_are_not_served_say_why(cluster: Cluster, method: str, path: str) -> None:
+def test_routes_that_are_not_served_say_so_once(cluster: Cluster, method: str, path: str) -> None:
+    """In OpenAI's form, and with a status that OpenAI's SDKs do not retry."""
     refused = cluster.client.request(method, path, content=b"anything")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (501, 501)
-    assert "does not serve this route" in refused.json()["error"]["message"]
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["type"]) == (404, 404, "NotFoundError")
+    assert "this proxy does not serve" in error["message"]
     assert cluster.decode.received == []
+
+
+def test_a_method_that_a_route_does_not_take(cluster: Cluster) -> None:
+    refused = cluster.client.get("/v1/chat/completions")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    said = "Method Not Allowed: this proxy does not serve GET /v1/chat/completions"
+    assert refused.json()["error"] == {"message": said, "type": "MethodNotAllowedError", "param": None, "code": 405}
 
 
 @pytest.mark.parametrize("path", OTHER_PATHS)

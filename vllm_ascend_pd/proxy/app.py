@@ -15,11 +15,12 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.core.signing import resigned
+from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.proxy.background import Background
 from vllm_ascend_pd.proxy.http.cross_origin import CrossOrigin
 from vllm_ascend_pd.proxy.http.endpoints import DECODE_ALONE_GET, DECODE_ALONE_POST, NOT_SERVED, Endpoint
@@ -47,6 +48,9 @@ _PREFILLS_PER_REQUEST = 4
 tickets wait for a connection, and fail after `connect_timeout`."""
 _MISSED_CHECKS = 3
 """After so many failed checks, an engine's last reported load is too old."""
+
+_MAX_ROUTE_CHARS = 200
+"""Of a route in an error."""
 
 
 class ProxyApp:
@@ -193,10 +197,13 @@ def _cross_origin(settings: ProxySettings) -> Middleware:
 
 
 async def _not_served(reason: str, _: Request) -> Response:
-    return error_response(HTTPStatus.NOT_IMPLEMENTED, f"this proxy does not serve this route: {reason}")
+    """404: OpenAI's SDKs would retry a 501."""
+    return error_response(HTTPStatus.NOT_FOUND, f"this proxy does not serve this route: {reason}")
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
-    """Starlette's own errors (404, 405), in the engines' format."""
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own errors, 404 and 405, as OpenAI's clients read them."""
     assert isinstance(error, HTTPException)
-    return JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)
+    status = HTTPStatus(error.status_code)
+    route = one_line(f"{request.method} {request.url.path}", _MAX_ROUTE_CHARS)
+    return error_response(status, f"{status.phrase}: this proxy does not serve {route}", headers=error.headers)
