@@ -77,6 +77,7 @@ def our_side(
     import torch
 
     from vllm_ascend_pd.core.caches import LayerSpec, describe
+    from vllm_ascend_pd.core.observer import PrefillObserver
     from vllm_ascend_pd.core.plan import make_route
     from vllm_ascend_pd.core.running_time import RunningTime
     from vllm_ascend_pd.core.topology import sharding
@@ -94,7 +95,7 @@ def our_side(
     ring: StagingRing[StepTransfer] = StagingRing(device.allocate(slot_bytes), slot_bytes, 1, RunningTime())
     group = device.new_groups([route.ranks], timeout_s)[route.ranks]
     exchange = ExchangeGroup(route.ranks, group)
-    regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s, timeout_s)
+    regrouper = Regrouper(device, ring, {route.ranks: exchange}, timeout_s, timeout_s, PrefillObserver())
     offsets = torch.tensor(layer.blocks()) * geometry.block_stride
     nobody = np.empty(0, dtype=np.int64)
     units = Units(nobody, nobody)

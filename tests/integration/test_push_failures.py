@@ -19,7 +19,7 @@ from harness.ranks import Pair, expect_delivery, prefill, prompts, run
 from harness.waiting import wait_until
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import DecodeStep, PrefillStep, Send
-from vllm_ascend_pd.observe.stats import PUSH_FAILURES, WRITE_RETRIES, merged
+from vllm_ascend_pd.observe.stats import BACKPRESSURE_SECONDS, PUSH_FAILURES, WRITE_RETRIES, merged
 
 GQA = Model()
 HEAD_MAJOR = Model(order=Order.HEAD_MAJOR, widths=(64,))
@@ -291,7 +291,9 @@ def test_a_link_that_does_not_keep_up_fails_requests_and_holds_nothing(d_side: S
         requests = prompts(pair, [40])
         run(pair, requests)
         assert "does not keep up" in pair.wait_sent(1)["request-0"]
-        assert counted(pair)[PUSH_FAILURES.name]["queue_full"] >= 1
+        measured = reduce(merged, pair.each(pair.p_ranks, "stats"), {})
+        assert measured["counters"][PUSH_FAILURES.name]["queue_full"] >= 1
+        assert BACKPRESSURE_SECONDS.name in measured["histograms"]
         _, failed = pair.wait_arrivals(1, timeout_s=60)
         assert failed.keys() == {"request-0"}
         pair.each(pair.p_ranks, "slow_down", 0.0)

@@ -61,6 +61,11 @@ class PrefillObserver:
     def step_ended(self, computed: Event | None) -> None:
         """The forward pass has ended. If prompts end in it, it has ended once `computed` has happened."""
 
+    # The model's thread, or the side stream's on a CPU.
+
+    def backpressure(self, seconds: float) -> None:
+        """A layer waited so long for a staging slot, or for room in a sender's queue."""
+
     # A sender's thread.
 
     def regroup_waited(self, seconds: float) -> None:

@@ -64,9 +64,11 @@ class Device(ABC):
         `after` is an event of this device. It only orders: `work` runs even if what `after` ends has failed,
         so that every rank takes part in every collective. `work` must not wait for events itself, and the
         memory it touches must stay as it is until the returned event; tensors it refers to are held as long,
-        whatever becomes of the event. It is called on another thread (CPU)
-        or on this one under the side stream (NPU); what it raises is delivered by the returned event alone.
-        Blocks no longer than it takes to enqueue, bounded; raises `DeviceError` when nothing can be queued.
+        whatever becomes of the event. What it raises is delivered by the returned event alone.
+
+        On a CPU `work` is called on another thread, and this call blocks until the queue has room, for a bounded time.
+        On an NPU `work` is called on this thread, under the side stream: this call blocks as long as `work` does.
+        Raises `DeviceError` when nothing can be queued.
         """
 
     @abstractmethod

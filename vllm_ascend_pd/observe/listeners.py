@@ -51,6 +51,9 @@ class PrefillStats(PrefillObserver):
 
         return self._stats.take(gauges)
 
+    def backpressure(self, seconds: float) -> None:
+        self._stats.observe(stats.BACKPRESSURE_SECONDS, seconds)
+
     def regroup_waited(self, seconds: float) -> None:
         self._stats.observe(stats.REGROUP_WAIT_SECONDS, seconds)
 

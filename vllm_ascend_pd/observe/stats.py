@@ -111,6 +111,12 @@ REGROUP_WAIT_SECONDS = Histogram(
     "Time for which the writing of a computed layer waited for its regrouping, for each rank and regrouped layer.",
     _LAYER_SECONDS,
 )
+BACKPRESSURE_SECONDS = Histogram(
+    "backpressure_seconds",
+    "Time for which the model waited until a layer could be handed over: all staging slots were taken, or a sender's "
+    "queue was full.",
+    _LAYER_SECONDS,
+)
 PUSH_QUEUE_DEPTH = Gauge("push_queue_depth", "Layers that wait for the ones before them to be written.")
 GRANTS_WAITING = Gauge("grants_waiting", "Transfers that wait for a decode engine's grants.")
 RESTART_NEEDED = Gauge(
@@ -171,6 +177,7 @@ PREFILL_METRICS: tuple[Metric, ...] = (
     PUSHED_BYTES,
     LAYER_PUSH_SECONDS,
     REGROUP_WAIT_SECONDS,
+    BACKPRESSURE_SECONDS,
     PUSH_QUEUE_DEPTH,
     GRANTS_WAITING,
     RESTART_NEEDED,

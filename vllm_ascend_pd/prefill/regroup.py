@@ -6,6 +6,7 @@ same step transfers in the same order, even if their requests have failed, so co
 collective has failed, its group runs no more of them (R9, `prefill/exchange_group.py`).
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.plan import Regroup, regroupable, slot_bytes
 from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.running_time import RunningTime
@@ -37,6 +39,7 @@ class Regrouper:
         groups: dict[tuple[int, ...], ExchangeGroup],
         slot_timeout_s: float,
         grant_wait_s: float,
+        observer: PrefillObserver,
     ) -> None:
         """Allocates two more buffers of the size of a slot.
 
@@ -46,6 +49,7 @@ class Regrouper:
         """
         self._slot_timeout_s = slot_timeout_s
         self._grant_wait_s = grant_wait_s
+        self._observer = observer
         # Decode engines that other layers have waited for without getting a grant.
         self._waited_in_vain: set[str] = set()
         self._device = device
@@ -75,7 +79,9 @@ class Regrouper:
     def submit(self, step_transfer: StepTransfer, tensors: Sequence[torch.Tensor], staged: StagedLayer) -> Event:
         """Queues the regrouping of a layer on the side stream, into a slot for `staged`. Returns its end.
 
-        The model's thread calls it. Raises DeviceError if the layer cannot be queued, which also breaks the group.
+        The model's thread calls it. On NPUs it waits for a slot, for `grant_wait_s` and `slot_timeout_s` at most, and
+        not for a layer whose requests have failed. Raises DeviceError if the layer cannot be queued, which also breaks
+        the group.
         """
 
         def regroup() -> None:
@@ -165,6 +171,15 @@ class Regrouper:
             self._waited_in_vain.discard(step_transfer.decode_engine)
         if (slot := self._ring.take(step_transfer)) is not None:
             return slot
+        if step_transfer.has_failed:  # nobody needs what the slot would hold
+            raise TimeoutError("no staging slot is free for a layer whose requests have failed")
+        began = time.monotonic()
+        try:
+            return self._await_slot(step_transfer)
+        finally:
+            self._observer.backpressure(time.monotonic() - began)
+
+    def _await_slot(self, step_transfer: StepTransfer) -> Slot:
         waiting = {holder.decode_engine for holder in self._ring.holders if holder.waits_for_grant}
         if not waiting & self._waited_in_vain:
             with suppress(TimeoutError):
@@ -184,6 +199,7 @@ def make_regrouper(
     caches: RegisteredCaches,
     step_tokens: int,
     running_time: RunningTime,
+    observer: PrefillObserver,
 ) -> tuple[StagingRing[StepTransfer] | None, Regrouper | None]:
     """Returns the staging ring and the regrouper, or None and None if this engine's layout never needs regrouping.
 
@@ -208,7 +224,7 @@ def make_regrouper(
     ring: StagingRing[StepTransfer] = StagingRing(buffer, size, slots, running_time)
     # A slot may rest after a failed write.
     slot_timeout_s = config.write_timeout_s + engine.limits.rest_s
-    return ring, Regrouper(device, ring, mine, slot_timeout_s, grant_wait_s=config.control_timeout_s)
+    return ring, Regrouper(device, ring, mine, slot_timeout_s, config.control_timeout_s, observer)
 
 
 def _world_groups(rank_info: RankInfo, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

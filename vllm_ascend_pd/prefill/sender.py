@@ -9,6 +9,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -61,6 +62,7 @@ class Sender:
         """
         self._executor = LayerExecutor(engine, ring, running_time, observer, ready_timeout_s)
         self._ring = ring
+        self._observer = observer
         self._control = control
         self._loaded = loaded
         self.grant_wait = GrantWaitLimit(grant_wait_s, self._others_wait)
@@ -107,13 +109,15 @@ class Sender:
         self._tasks.put(partial(self._push, push, has_room))
 
     def _await_room(self, push: LayerPush, timeout_s: float) -> bool:
-        failed = all(transfer.failure is not None for transfer in push.step_transfer.transfers)
+        began = time.monotonic()
         try:
-            self._room.get(timeout=0.0 if failed else timeout_s)
+            self._room.get(timeout=0.0 if push.step_transfer.has_failed else timeout_s)
         except queue.Empty:
             reason = f"the push queue stayed full for {timeout_s} s: the link does not keep up"
             push.step_transfer.fail(reason, PushFailure.QUEUE_FULL)
             return False
+        finally:
+            self._observer.backpressure(time.monotonic() - began)
         return True
 
     # On any thread.

@@ -68,6 +68,11 @@ class StepTransfer:
         return [each.transfer.ticket.ticket_id for each in self.slices]
 
     @property
+    def has_failed(self) -> bool:
+        """Whether all of its transfers have failed."""
+        return all(transfer.failure is not None for transfer in self.transfers)
+
+    @property
     def waits_for_grant(self) -> bool:
         return any(transfer.waits_for_grant for transfer in self.transfers)
 

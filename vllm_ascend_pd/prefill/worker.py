@@ -55,12 +55,12 @@ class PrefillWorker:
         self._device = device
         self._caches = caches
         self._running_time = RunningTime()
+        self._observer = observer or PrefillObserver()
         self._ring, self._regrouper = make_regrouper(
-            rank_info, config, device, engine, caches, step_tokens, self._running_time
+            rank_info, config, device, engine, caches, step_tokens, self._running_time, self._observer
         )
         routes = Routes(rank_info, caches.description)
         self._planner = Planner(routes, caches, device, self._regrouper)
-        self._observer = observer or PrefillObserver()
         control = ControlPlane(
             rank_info,
             config,
@@ -88,7 +88,8 @@ class PrefillWorker:
 
     @owned
     def start_step(self, step: PrefillStep) -> None:
-        """Opens new transfers and plans the step. Never blocks."""
+        """Opens new transfers and plans the step. Waits for nothing, unless vLLM has not ended the step before: then as
+        `end_step` may."""
         self._end_open_step()
         self._wait_s = step.wait_s
         self._awaits_tickets = step.awaits_tickets
@@ -125,6 +126,10 @@ class PrefillWorker:
     @owned
     def layer_computed(self, layer: str) -> None:
         """The cache of `layer` holds this step's tokens as soon as the device has run what is queued now.
+
+        Does not wait for the device or the network, unless sending is so far behind that all staging slots are taken or
+        a sender's queue is full. Then it waits for `control_timeout_s`, `write_timeout_s` and, after a failed write, as
+        long as its slot rests. If that is not enough, the layer's requests fail. `backpressure_seconds` counts this.
 
         If `layer_written` was called for this layer, the push waits only for what was queued by then. A draft's layers
         run over the step's tokens first, and then once for each further drafted token, whose KV is not sent. So only

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the model may wait for a staging slot, and what is counted (F35)."""
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_ascend_pd.core.observer import PrefillObserver
+from vllm_ascend_pd.core.plan import Regroup
+from vllm_ascend_pd.core.running_time import RunningTime
+from vllm_ascend_pd.device import ops
+from vllm_ascend_pd.prefill.layer_push import StagedLayer
+from vllm_ascend_pd.prefill.regroup import Regrouper
+from vllm_ascend_pd.prefill.staging import StagingRing
+
+GRANT_WAIT_S, SLOT_TIMEOUT_S = 0.2, 0.3
+SLOT_BYTES = 64
+
+
+class Waits(PrefillObserver):
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def backpressure(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+class OnTheModelsThread:
+    """Runs submitted work at once, as an NPU does."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def submit(self, work: Callable[[], None], after: object) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - an event delivers it
+            self.error = error
+
+
+class Regrouping:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ops, "split_heads", lambda *args: None)
+        self.waits = Waits()
+        self.device: Any = OnTheModelsThread()
+        self.ring: StagingRing[Any] = StagingRing(self.device.allocate(SLOT_BYTES), SLOT_BYTES, 1, RunningTime())
+        self.regrouper = Regrouper(self.device, self.ring, {}, SLOT_TIMEOUT_S, GRANT_WAIT_S, self.waits)
+
+    def submit(self, **state: bool) -> float:
+        """Returns for how long the model waited."""
+        began = time.monotonic()
+        self.regrouper.submit(layer(**state), [], StagedLayer(object(), SLOT_BYTES))  # type: ignore[arg-type]
+        return time.monotonic() - began
+
+
+def layer(has_failed: bool = False, waits_for_grant: bool = False) -> Any:
+    route = SimpleNamespace(
+        regroup=Regroup.SPLIT, staged_bytes=SLOT_BYTES, planes=1, unit=1, row_bytes=SLOT_BYTES, ranks=()
+    )
+    return SimpleNamespace(
+        route=route,
+        unit_offsets=torch.zeros(1, dtype=torch.int64),
+        has_failed=has_failed,
+        waits_for_grant=waits_for_grant,
+        decode_engine="decode",
+        give_up_ungranted=lambda reason: None,
+    )
+
+
+@pytest.fixture
+def regrouping(monkeypatch: pytest.MonkeyPatch) -> Regrouping:
+    return Regrouping(monkeypatch)
+
+
+def test_f35_a_free_slot_is_no_wait(regrouping: Regrouping) -> None:
+    assert regrouping.submit() < SLOT_TIMEOUT_S
+    assert (regrouping.device.error, regrouping.waits.seconds) == (None, [])
+
+
+@pytest.mark.parametrize("holder_waits", [False, True])
+def test_f35_a_wait_for_a_slot_is_bounded_and_counted(regrouping: Regrouping, holder_waits: bool) -> None:
+    regrouping.ring.take(layer(waits_for_grant=holder_waits))
+    waited = regrouping.submit()
+    assert isinstance(regrouping.device.error, TimeoutError)
+    [counted] = regrouping.waits.seconds
+    least = SLOT_TIMEOUT_S + GRANT_WAIT_S * holder_waits
+    assert least <= counted <= waited < least + 5
+
+
+def test_f35_a_layer_whose_requests_have_failed_does_not_wait(regrouping: Regrouping) -> None:
+    """So a step with many layers waits once, not for each of them."""
+    regrouping.ring.take(layer())
+    assert regrouping.submit(has_failed=True) < SLOT_TIMEOUT_S
+    assert isinstance(regrouping.device.error, TimeoutError)
+    assert regrouping.waits.seconds == []
