@@ -231,13 +231,10 @@ ROWS = (
                 (rate(PD + "receive_failures_total", "reason", "{{reason}}"),),
             ),
             Panel(
-                "Attempts given up, posts made again",
+                "Posts made again",
                 "ops",
-                "Attempts whose writers failed or went silent; tickets that the proxy had to be sent again.",
-                (
-                    rate(PD + "attempts_given_up_total", "instance", "given up at {{instance}}"),
-                    rate(PD + "ticket_post_retries_total", "instance", "posted again by {{instance}}"),
-                ),
+                "Tickets that the proxy had to be sent again.",
+                (rate(PD + "ticket_post_retries_total", "instance", "posted again by {{instance}}"),),
             ),
             Panel(
                 "Requests in the engine",

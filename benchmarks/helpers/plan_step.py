@@ -186,7 +186,7 @@ class Decode:
     def expect(self, tickets: dict[str, Any]) -> None:
         from vllm_ascend_pd.core.step import DecodeStep, Expect
 
-        expects = [Expect(name, t.ticket_id, 0, t.digest(), []) for name, t in tickets.items()]
+        expects = [Expect(name, t.ticket_id, t.digest(), []) for name, t in tickets.items()]
         self._rank.call("step", DecodeStep(expects))
 
     def bases(self, layer: str) -> list[int]:

@@ -51,7 +51,7 @@ class Transfer:
         self._id = f"{common.issued:032x}"
         config = common.config
         queue_deadline = common.clock.now + config.queue_timeout_s
-        self._consumer = DecodeTicket(self._id, 0, _DIGEST, queue_deadline, config.transfer_timeout_s, config.lease_s)
+        self._consumer = DecodeTicket(self._id, _DIGEST, queue_deadline, config.transfer_timeout_s, config.lease_s)
         self._producers: dict[int, PrefillTicket] = {}
         self._waits: list[Callable[[], None]] = []
         self.is_granted = False

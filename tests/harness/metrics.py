@@ -59,7 +59,7 @@ def requests_are_seen_everywhere(cluster: Cluster, client: Client) -> None:
 
     on_decode = until(decode, before[1], lambda change: change["ticket_to_ready_seconds_count"] == count)
     assert on_decode["ticket_to_ready_seconds_sum"] > 0
-    assert on_decode["receive_failures_total"] == on_decode["attempts_given_up_total"] == 0
+    assert on_decode["receive_failures_total"] == 0
     assert "pushed_bytes_total" not in on_decode
 
     client.complete(random_prompt(300, "metrics-stream"), stream=True)

@@ -354,14 +354,13 @@ class DecodeRank(_RankBase):
     def step(self, step: Any) -> None:
         self.worker.start_step(step)
 
-    def arrivals(self) -> tuple[set[str], set[str], dict[str, str], dict[str, str]]:
-        """Returns requests that ended, those of them that failed, and by ticket why tickets and attempts failed."""
+    def arrivals(self) -> tuple[set[str], set[str], dict[str, str]]:
+        """Returns requests that ended, those of them that failed, and by ticket why tickets failed."""
         arrivals = self.worker.take_arrivals()  # before the report, as vLLM does: it says more of what has ended
         report = self.worker.take_report()
         self.received_bytes += sum(num_bytes for num_bytes, _ in report.received.values()) if report else 0
         self.cached_tokens |= report.cached if report else {}
-        given_up = {ticket_id: reason for ticket_id, (_, reason) in report.given_up.items()} if report else {}
-        return arrivals.finished, arrivals.failed, report.failed if report else {}, given_up
+        return arrivals.finished, arrivals.failed, report.failed if report else {}
 
     def differences(self, prompts: list[Prompt]) -> list[str]:
         """Returns every place where the cache is wrong.

@@ -201,7 +201,7 @@ class Pair:
         """Tells decode's ranks about the tickets."""
         self._request_of |= {ticket.ticket_id: request_id for request_id, ticket in tickets.items()}
         expects = [
-            Expect(p.request_id, t.ticket_id, t.attempt, t.digest(), p.d_blocks, p.cached)
+            Expect(p.request_id, t.ticket_id, t.digest(), p.d_blocks, p.cached)
             for p in requests
             for t in [tickets[p.request_id]]
         ]
@@ -234,12 +234,10 @@ class Pair:
             rank.send(name, *args)
         return [rank.receive() for rank in ranks]
 
-    def wait_arrivals(
-        self, count: int, timeout_s: float = 30.0, others_follow: bool = False
-    ) -> tuple[set[str], dict[str, str]]:
+    def wait_arrivals(self, count: int, timeout_s: float = 30.0) -> tuple[set[str], dict[str, str]]:
         """Waits until every decode rank has ended `count` requests. Returns (received by all, failed -> reason).
 
-        Unless `others_follow`, an attempt that failed is the last.
+        A ticket that has failed on one rank is cancelled on all, as the scheduler does.
         """
         finished: list[set[str]] = [set() for _ in self.d_ranks]
         lost: set[str] = set()
@@ -248,12 +246,12 @@ class Pair:
         while any(len(f) < count for f in finished):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"only {finished} ended, {reasons}")
-            for mine, (ended, failed, why, given_up) in zip(finished, self.each(self.d_ranks, "arrivals"), strict=True):
+            for mine, (ended, failed, why) in zip(finished, self.each(self.d_ranks, "arrivals"), strict=True):
                 mine |= ended
                 lost |= failed
                 reasons |= {self._request_of[ticket_id]: reason for ticket_id, reason in why.items()}
-                if given_up and not others_follow:
-                    self.cancel(given_up)
+                if why:
+                    self.cancel(why)
             time.sleep(0.01)
         return set.intersection(*finished) - lost, {request: reasons[request] for request in lost}
 

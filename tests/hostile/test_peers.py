@@ -72,7 +72,6 @@ def test_a_decode_rank_asked_for_anything(pair: Pair, inputs: int, fuzz_seed: in
             ticket_id = chance.choice((ticket.ticket_id, secrets.token_hex(16), "", "x" * 1000))
             grant = GrantRequest(
                 ticket_id,
-                chance.choice((0, 1, -1, 2**63 - 1)),
                 chance.choice((ticket.digest(), "")),
                 chance.choice((writer, WriterId("", -(2**63), 2**63 - 1), WriterId("prefill", 2**40, -1))),
                 chance.choice(shapes),
@@ -82,7 +81,6 @@ def test_a_decode_rank_asked_for_anything(pair: Pair, inputs: int, fuzz_seed: in
             )
             report = WriteReport(
                 ticket_id,
-                chance.choice((1, -1, 2**40)),  # another attempt's
                 grant.writer,
                 chance.choice((None, "", "x" * 10_000)),
                 chance.choice((0, 2**63 - 1)),
@@ -109,7 +107,7 @@ NOBODY = WriterId("nobody", 0, 0)
 UNASKED = (
     b"",
     b"\xc1" * 100,
-    encode(0, Revoke("0" * 32, 0, NOBODY, "x" * 1000)),
+    encode(0, Revoke("0" * 32, NOBODY, "x" * 1000)),
     encode(2**60, Revoke("", 0, NOBODY, "")),
 )
 

@@ -4,15 +4,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from harness.kv import Model, Side
 from harness.rank_hosts import start_afresh
 from harness.rank_programs import DecodeRank
 from harness.ranks import Pair, prefill, prompts
-from harness.waiting import wait_until
-from vllm_ascend_pd.core.step import PrefillStep
 
 PATIENCE_S = 60.0
 
@@ -46,22 +43,3 @@ def test_every_decode_rank_hears_what_prefill_had_cached(pair: Pair) -> None:
     assert pair.wait_arrivals(2, PATIENCE_S)[1] == {}
     assert on_every_rank(pair) == [{ticket.ticket_id: 48 for ticket in tickets.values()}] * len(pair.d_ranks)
     assert pair.wait_sent(2, PATIENCE_S) == {}
-
-
-@pytest.mark.parametrize("pair", [(Model(), Side(2), Side(1))], indirect=True, ids=["two to one"])
-@pytest.mark.parametrize(("first", "second"), [(16, 64), (64, 16)])
-def test_what_an_attempt_has_computed_is_not_cached_for_the_next(pair: Pair, first: int, second: int) -> None:
-    """Two attempts run at one prefill engine. The second one finds what the first has computed in the cache."""
-    [prompt] = prompts(pair, [100])
-    by_id, aborted = {prompt.request_id: prompt}, {prompt.request_id: "the prefill request was aborted"}
-    tickets = pair.announce([prompt])
-    [ticket] = tickets.values()
-    pair.each(pair.p_ranks, "step", PrefillStep(tickets=tickets, cached_tokens={prompt.request_id: first}), by_id)
-    wait_until(lambda: all(pair.each(pair.p_ranks, "has_grants", prompt.request_id)), PATIENCE_S)
-    pair.each(pair.p_ranks, "step", PrefillStep(finished=aborted), by_id)
-    assert pair.wait_sent(1, PATIENCE_S) == aborted
-    again = {prompt.request_id: msgspec.structs.replace(ticket, attempt=1)}
-    prefill(pair, [prompt], again, cached_tokens=second)
-    assert pair.wait_arrivals(1, PATIENCE_S, others_follow=True) == ({prompt.request_id}, {})
-    assert on_every_rank(pair) == [{ticket.ticket_id: 16}]
-    assert pair.wait_sent(1, PATIENCE_S) == {}

@@ -15,7 +15,7 @@ TIMEOUT_S = 20.0
 
 def steps_behind_an_end(rank: DecodeRank) -> list[set[str]]:
     """Two tickets end one after the other. Returns what each of four steps brought that all may wait."""
-    expects = [Expect(f"request-{i}", f"{i:016x}", 1, "digest", [i]) for i in range(2)]
+    expects = [Expect(f"request-{i}", f"{i:016x}", "digest", [i]) for i in range(2)]
     rank.worker.start_step(DecodeStep(expects=expects))
     brought = []
     for cancelled in ({expects[0].ticket_id: "left"}, {}, {expects[1].ticket_id: "left"}, {}):
@@ -41,7 +41,7 @@ def wakes(rank: DecodeRank) -> tuple[bool, bool, set[str]]:
     The first ticket ends while no step waits, the second while a step does.
     """
     wakeup = WakeupSocket()
-    expects = [Expect(f"request-{i}", f"{i:016x}", 1, "digest", [i]) for i in range(2)]
+    expects = [Expect(f"request-{i}", f"{i:016x}", "digest", [i]) for i in range(2)]
     rank.worker.start_step(DecodeStep(expects=expects[:1], wakeup_address=wakeup.address))
     brought = rank.worker.take_arrivals().finished
     first = was_woken(wakeup, LONG_S)

@@ -76,7 +76,7 @@ def arrives(pair: Pair, requests: list[Prompt], tickets: dict[str, Ticket]) -> N
 
 
 def asks(ticket: Ticket, **changes: object) -> GrantRequest:
-    request = GrantRequest(ticket.ticket_id, ticket.attempt, ticket.digest(), HONEST, sharding(SIZE), (0,), 1.0)
+    request = GrantRequest(ticket.ticket_id, ticket.digest(), HONEST, sharding(SIZE), (0,), 1.0)
     return msgspec.structs.replace(request, **changes)
 
 

@@ -223,15 +223,15 @@ def test_no_connection_rests_while_an_answer_is_expected(client, raw):
 def test_messages_that_nobody_asked_for(talk):
     endpoint, peer = talk.server.endpoint, talk.peer
     for reason in ("first", "second"):
-        peer.send(Revoke("0" * 32, 0, WRITER, reason))
+        peer.send(Revoke("0" * 32, WRITER, reason))
     for reason in ("first", "second"):
-        assert talk.unasked.get(timeout=PATIENCE_S) == (endpoint, Revoke("0" * 32, 0, WRITER, reason))
+        assert talk.unasked.get(timeout=PATIENCE_S) == (endpoint, Revoke("0" * 32, WRITER, reason))
     talk.client.close()
-    peer.send(Revoke("0" * 32, 0, WRITER, "to nobody"))
+    peer.send(Revoke("0" * 32, WRITER, "to nobody"))
     talk.client = SideChannelClient()
     assert ask(talk.client, endpoint) == Acknowledged()
     talk.close()
-    peer.send(Revoke("0" * 32, 0, WRITER, "from a closed server"))
+    peer.send(Revoke("0" * 32, WRITER, "from a closed server"))
 
 
 def test_a_message_to_a_peer_whose_connection_is_closed(caplog):
@@ -254,7 +254,7 @@ def test_a_message_to_a_peer_whose_connection_is_closed(caplog):
         answer_now.set()
         deadline = time.monotonic() + PATIENCE_S
         while not gone.wait(0.05) and time.monotonic() < deadline:
-            peer.send(Revoke("0" * 32, 0, WRITER, "to nobody"), gone.set)
+            peer.send(Revoke("0" * 32, WRITER, "to nobody"), gone.set)
         assert gone.is_set()
         other = SideChannelClient()
         client = other
@@ -284,7 +284,7 @@ def test_a_peer_that_does_not_read_is_not_gone():
         peer = peers.get(timeout=PATIENCE_S)
         for _ in range(20):
             for _ in range(1000):
-                peer.send(Revoke("0" * 32, 0, WRITER, "x" * 1000), gone.set)
+                peer.send(Revoke("0" * 32, WRITER, "x" * 1000), gone.set)
             time.sleep(0.02)
         other = SideChannelClient()
         assert ask(other, server.endpoint) == Acknowledged()

@@ -180,7 +180,7 @@ def test_an_unasked_message_whose_handling_raises(raw):
         answers: queue.Queue[Answer] = queue.Queue()
         client.request(endpoint_of(other_side), Describe("x"), PATIENCE_S, answers.put)
         peer, request = other_side.recv_multipart()
-        other_side.send_multipart([peer, encode(0, Revoke("0" * 32, 0, WriterId("prefill-0", 0, 0), "x"))])
+        other_side.send_multipart([peer, encode(0, Revoke("0" * 32, WriterId("prefill-0", 0, 0), "x"))])
         other_side.send_multipart([peer, encode(decode(request)[0], Acknowledged())])
         assert answers.get(timeout=PATIENCE_S) == Acknowledged()
         assert seen.is_set()

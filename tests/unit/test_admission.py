@@ -24,7 +24,7 @@ ANYWHERE = AnyHost()
 BLOCKS = ([7, 1, 5],)
 
 
-def ticket(number: int = 1, host: str = "10.0.0.1", attempt: int = 0) -> Ticket:
+def ticket(number: int = 1, host: str = "10.0.0.1") -> Ticket:
     return Ticket(
         request_id=f"cmpl-{number}",
         remote_block_ids=[[100, 101, 102]],
@@ -35,7 +35,6 @@ def ticket(number: int = 1, host: str = "10.0.0.1", attempt: int = 0) -> Ticket:
         remote_tp_size=1,
         remote_cached_tokens=0,
         ticket_id=f"{number:032x}",
-        attempt=attempt,
         num_tokens=10,
     )
 
@@ -69,7 +68,6 @@ def test_a_signed_ticket_is_served_once():
     assert prefill.error(good) is None
     for _ in range(3):
         assert prefill.error(good) == "the ticket was used before: a replay"
-    assert prefill.error(signed(ticket(attempt=1), SECRET, int(NOW) + LIFE_S)) is None
     assert prefill.error(signed(ticket(2), SECRET, int(NOW) + LIFE_S)) is None
 
 
@@ -91,11 +89,10 @@ def test_preempted_and_run_again_it_is_the_same_request():
             "signed with another secret",
         ),
         (msgspec.structs.replace(signed(ticket(), SECRET, int(NOW) + LIFE_S), remote_host="10.0.0.2"), "altered"),
-        (msgspec.structs.replace(signed(ticket(), SECRET, int(NOW) + LIFE_S), attempt=1), "altered"),
         (msgspec.structs.replace(signed(ticket(), SECRET, int(NOW) - 99), expires_at=int(NOW) + 99), "altered"),
         (signed(ticket(), SECRET, int(NOW) - 99), "the ticket expired 99 s ago"),
     ],
-    ids=["unsigned", "another-secret", "another-host", "another-attempt", "prolonged", "expired"],
+    ids=["unsigned", "another-secret", "another-host", "prolonged", "expired"],
 )
 def test_what_is_refused(params, complaint):
     prefill = Prefill()

@@ -133,7 +133,6 @@ def test_a_ticket_names_blocks_for_complete_entries() -> None:
         "remote_engine_id": "d",
         "remote_host": "127.0.0.1",
         "remote_port": 1,
-        "attempt": 0,
         "remote_tp_size": 1,
         "remote_cached_tokens": 0,
         "ticket_id": 32 * "0",

@@ -43,7 +43,7 @@ def test_a_request_gets_a_ticket(scheduler, metaserver):
     assert scheduler.matched_tokens(request, 0) == PROMPT
     step = issue(scheduler, request)
     [expect] = step.expects
-    assert (expect.request_id, expect.attempt, expect.blocks) == ("r", 0, [7, 1, 5])
+    assert (expect.request_id, expect.blocks) == ("r", [7, 1, 5])
     assert (step.cancelled, step.prefilled, step.wait_s) == ({}, [], 0.0)
     assert step_with(scheduler, lambda step: step.prefilled).prefilled == [expect.ticket_id]
     [body] = metaserver.bodies
@@ -254,14 +254,11 @@ def test_what_becomes_of_tickets_is_counted(scheduler, metaserver):
     for request_id, ticket_url in (("ok", metaserver.url), ("late", metaserver.url), ("lost", None)):
         issue(scheduler, wanting(ticket_url, request_id))
     tickets = {request_id: issued.ticket.ticket_id for request_id, issued in scheduler._transfers.items()}
-    scheduler.update(WorkerReport(given_up={tickets["ok"]: (0, "a rank went silent")}), set())
-    scheduler.update(WorkerReport(given_up={tickets["ok"]: (0, "so says another")}), set())
     scheduler.update(WorkerReport(received={tickets["ok"]: (10, 5)}), {"ok"})
     scheduler.update(WorkerReport(failed={tickets["late"]: "no grant"}), set())
     scheduler.update(WorkerReport(failed={tickets["late"]: "so says another"}), {"late", "lost"})
     said = scheduler._observer.take()
     assert said["counters"] == {
-        stats.ATTEMPTS_GIVEN_UP.name: {"": 1},
         stats.RECEIVE_FAILURES.name: {"transfer": 1, "not_posted": 1},
         stats.PROMPTS.name: {"prefill,policy": 3},
         stats.PROMPT_TOKENS.name: {"prefill,policy": 3 * PROMPT},

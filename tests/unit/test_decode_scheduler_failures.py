@@ -71,24 +71,16 @@ def test_one_rank_fails_and_the_others_are_told(scheduler, metaserver):
 
 
 def test_the_metaserver_hears_what_ranks_noticed(scheduler, metaserver):
-    """While it works on the ticket, of an attempt that failed, once; then that there will be no other."""
     metaserver.answering.clear()
     [expect] = issue(scheduler, wanting(metaserver.url)).expects
-    given_up = WorkerReport(given_up={expect.ticket_id: (0, "prefill rank 1 went silent"), "unknown": (0, "x")})
-    scheduler.update(given_up, set())
-    scheduler.update(given_up, set())
+    scheduler.update(WorkerReport({expect.ticket_id: "x" * 1000, "unknown": "x"}), set())
     eventually(lambda: metaserver.failures)
     ids = {"request_id": "r", "ticket_id": expect.ticket_id}
-    told = {**ids, "attempt": 0, "reason": "prefill rank 1 went silent", "final": False}
-    assert metaserver.failures == [told]
-    again = WorkerReport({expect.ticket_id: "x" * 1000}, given_up={expect.ticket_id: (1, "it broke")})
-    scheduler.update(again, set())
-    eventually(lambda: len(metaserver.failures) == 2)
-    assert metaserver.failures[1] == {**ids, "attempt": 1, "reason": "x" * 500, "final": True}
+    assert metaserver.failures == [{**ids, "attempt": 0, "reason": "x" * 500, "final": True}]
     assert scheduler.build_step({}).cancelled == {expect.ticket_id: "x" * 1000}
     scheduler.update(WorkerReport({expect.ticket_id: "another rank"}), {"r"})
     time.sleep(0.1)
-    assert len(metaserver.failures) == 2
+    assert len(metaserver.failures) == 1
 
 
 def test_the_metaserver_is_not_told_of_an_abort(scheduler, metaserver):

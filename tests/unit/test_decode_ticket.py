@@ -6,7 +6,6 @@ from tickets import (
     DEADLINE,
     LEASE_S,
     LEFT,
-    P_TP,
     RIGHT,
     SETTLE_S,
     STRANGER,
@@ -42,20 +41,6 @@ def test_the_smallest_cached_count_of_all_reports_counts():
     assert (ticket.state, ticket.cached_tokens) == (TicketState.RECEIVED, 32)
 
 
-def test_what_a_failed_attempt_had_to_compute_is_not_cached_for_the_next():
-    ticket = opened()
-    ticket.grant(asks(LEFT), 0.0)
-    ticket.grant(asks(RIGHT), 0.0)
-    ticket.report(msgspec.structs.replace(failed(LEFT), cached_tokens=16), 1.0)
-    ticket.report(failed(RIGHT), 1.0)  # as a rank that has forgotten the transfer
-    second = asks(LEFT, attempt=1)
-    assert ticket.admit(second, 2.0) is None
-    ticket.expect("prefill-0", P_TP, frozenset({(0, 0), (2, 0)}))
-    ticket.grant(second, 2.0)
-    ticket.report(msgspec.structs.replace(wrote(LEFT), attempt=1, cached_tokens=96), 3.0)
-    assert (ticket.state, ticket.cached_tokens) == (TicketState.RECEIVED, 16)
-
-
 def test_an_engine_that_does_not_say_what_it_had_cached_counts_as_one_that_had_nothing():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
@@ -67,7 +52,6 @@ def test_a_report_that_is_not_believed_says_nothing_of_the_cache():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     assert not ticket.report(msgspec.structs.replace(wrote(STRANGER), cached_tokens=1), 1.0)
-    assert not ticket.report(msgspec.structs.replace(wrote(LEFT), attempt=3, cached_tokens=1), 1.0)
     assert ticket.cached_tokens is None
 
 
@@ -97,14 +81,14 @@ def test_a_tensor_needs_all_its_writers():
     assert ticket.state is TicketState.OPEN
 
 
-def test_a_writer_that_fails_fails_the_attempt():
+def test_a_writer_that_fails_fails_the_ticket():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     ticket.grant(asks(RIGHT), 0.0)
     assert ticket.report(failed(RIGHT), 1.0)
-    assert (ticket.state, ticket.reason) == (TicketState.FENCING, "prefill rank 1: it broke")
+    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 1: it broke")
     assert ticket.live_writers() == [LEFT]
-    assert ticket.grant(asks(LEFT), 1.0) == GrantRefused("attempt 0 is over: prefill rank 1: it broke", retry=False)
+    assert ticket.grant(asks(LEFT), 1.0) == GrantRefused("the ticket is failed: prefill rank 1: it broke", retry=False)
     ticket.fail("prefill answered 502")
     assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 1: it broke")
     assert not ticket.is_quiesced(1.0)  # the other one may still write
@@ -119,7 +103,7 @@ def test_a_writer_that_goes_silent():
     ticket.tick(5.0 + LEASE_S - 0.1)
     assert ticket.state is TicketState.OPEN
     ticket.tick(5.0 + LEASE_S)  # one that runs would have renewed it
-    assert (ticket.state, ticket.reason) == (TicketState.FENCING, "prefill rank 0 of engine prefill-0 went silent")
+    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 0 of engine prefill-0 went silent")
 
 
 def test_blocks_are_kept_for_a_writer_whose_process_is_stopped():
@@ -184,7 +168,7 @@ def test_each_writer_states_how_long_its_bytes_may_outlast_its_lease():
     ticket.grant(asks(LEFT, settle_s=0.0), 0.0)
     ticket.grant(asks(RIGHT, settle_s=20.0), 0.0)
     ticket.tick(LEASE_S)
-    assert (ticket.state, ticket.reason) == (TicketState.FENCING, "prefill rank 0 of engine prefill-0 went silent")
+    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 0 of engine prefill-0 went silent")
     assert (ticket.overdue(LEASE_S + 19.9), ticket.overdue(LEASE_S + 20.0)) == ([LEFT], [LEFT, RIGHT])
 
 
@@ -192,7 +176,7 @@ def test_bytes_of_a_failed_write_may_still_arrive():
     ticket = opened()
     ticket.grant(asks(LEFT), 0.0)
     assert ticket.report(failed(LEFT, settle_s=4.0), 1.0)
-    assert (ticket.state, ticket.reason) == (TicketState.FENCING, "prefill rank 0: it broke")
+    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 0: it broke")
     ticket.fail("prefill answered 502")
     assert ticket.live_writers() == []  # nothing to revoke
     assert not ticket.is_quiesced(1.0)
@@ -216,7 +200,7 @@ def test_success_and_failure_of_one_transfer():
     ticket.report(failed(LEFT, settle_s=4.0), 1.0)
     ticket.report(wrote(LEFT), 2.0)
     ticket.report(wrote(RIGHT), 2.0)
-    assert (ticket.state, ticket.num_bytes) == (TicketState.FENCING, 0)
+    assert (ticket.state, ticket.num_bytes) == (TicketState.FAILED, 0)
 
 
 def test_settling_after_another_writer_failed():

@@ -7,7 +7,6 @@ from tickets import (
     LEFT,
     RIGHT,
     SETTLE_S,
-    again,
     asks,
     failed,
     opened,
@@ -62,20 +61,7 @@ def test_time_in_a_queue_for_prefill_does_not_count():
     assert (ticket.state, ticket.reason) == (TicketState.FAILED, "the transfer took too long")
 
 
-def test_a_ticket_whose_attempt_failed_waits_in_a_queue_again():
-    ticket = opened(queue_deadline=1000.0, transfer_s=60.0)
-    ticket.grant(asks(LEFT), 0.0)
-    ticket.report(failed(LEFT), 1.0)
-    ticket.tick(900.0)
-    assert ticket.state is TicketState.FENCING
-    assert ticket.admit(again(), 900.0) is None
-    ticket.tick(959.9)
-    assert ticket.state is TicketState.OPEN
-    ticket.tick(960.0)
-    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "the transfer took too long")
-
-
-def test_only_a_writer_with_the_ticket_begins_an_attempt():
+def test_only_a_writer_with_the_ticket_ends_the_wait_in_the_queue():
     ticket = opened(queue_deadline=1000.0, transfer_s=60.0)
     assert isinstance(ticket.grant(asks(LEFT, digest="e" * 32), 0.0), GrantRefused)
     assert ticket.deadline == 1000.0

@@ -4,6 +4,7 @@
 import msgspec
 import pytest
 from tickets import (
+    COVERS,
     DEADLINE,
     DIGEST,
     LEASE_S,
@@ -18,7 +19,7 @@ from tickets import (
     wrote,
 )
 
-from vllm_ascend_pd.core.decode_ticket import MAX_ATTEMPTS, DecodeTicket, TicketState
+from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
 from vllm_ascend_pd.core.protocol import Granted, GrantRefused, WriterId
 from vllm_ascend_pd.core.topology import sharding
 
@@ -26,7 +27,6 @@ from vllm_ascend_pd.core.topology import sharding
 @pytest.mark.parametrize(
     ("request_", "complaint"),
     [
-        (asks(LEFT, attempt=MAX_ATTEMPTS), "at most 16"),
         (asks(LEFT, digest="e" * 32), "altered"),
         (asks(LEFT, sharding=sharding(4)), "another prefill engine"),
         (asks(STRANGER, (0,)), "another prefill engine"),
@@ -76,27 +76,63 @@ def test_reports_that_are_not_believed():
     ticket = opened()
     assert not ticket.report(wrote(LEFT), 1.0)  # never granted
     ticket.grant(asks(LEFT), 0.0)
-    assert not ticket.report(msgspec.structs.replace(wrote(LEFT), attempt=1), 1.0)
-    assert not ticket.report(msgspec.structs.replace(failed(LEFT), attempt=1), 1.0)
+    other = msgspec.structs.replace(LEFT, transfer=1)
+    assert not ticket.report(wrote(other), 1.0)
+    assert not ticket.report(failed(other), 1.0)
     assert (ticket.state, ticket.live_writers()) == (TicketState.OPEN, [LEFT])
 
 
 def test_a_writer_without_a_grant_may_report_failure():
     ticket = opened()
     assert ticket.report(failed(RIGHT, "the layouts do not fit"), 1.0)
-    assert (ticket.state, ticket.reason) == (TicketState.FENCING, "prefill rank 1: the layouts do not fit")
+    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 1: the layouts do not fit")
 
 
 def test_a_stranger_cannot_fail_the_ticket():
     ticket = opened()
     assert not ticket.report(failed(STRANGER), 1.0)
-    assert (ticket.state, ticket.engine_known) == (TicketState.OPEN, True)
+    assert ticket.state is TicketState.OPEN
 
 
 def test_any_writer_may_report_failure_before_the_engine_is_known():
-    ticket = DecodeTicket(TICKET_ID, 0, DIGEST, DEADLINE, DEADLINE, LEASE_S)
+    ticket = DecodeTicket(TICKET_ID, DIGEST, DEADLINE, DEADLINE, LEASE_S)
     assert not ticket.report(wrote(STRANGER), 1.0)
     assert ticket.report(failed(STRANGER, "models differ"), 1.0)
-    assert (ticket.state, ticket.reason) == (TicketState.FENCING, "prefill rank 0: models differ")
+    assert (ticket.state, ticket.reason) == (TicketState.FAILED, "prefill rank 0: models differ")
     ticket.fail("prefill answered 502")
     assert ticket.is_quiesced(1.0)
+
+
+def test_a_rank_has_one_transfer_of_a_ticket():
+    """A rank that got the same ticket twice has two transfers. The second one is refused, and cannot end the first."""
+    ticket = opened()
+    twice = msgspec.structs.replace(RIGHT, transfer=5)
+    ticket.grant(asks(RIGHT), 0.0)
+    for covers in (COVERS[RIGHT], ()):
+        assert "in another transfer" in ticket.grant(asks(twice, covers), 0.0).reason
+    assert not ticket.report(failed(twice), 1.0)
+    assert not ticket.report(wrote(twice), 1.0)
+    assert (ticket.state, ticket.live_writers()) == (TicketState.OPEN, [RIGHT])
+
+
+def test_the_engine_that_is_granted_first_owns_the_ticket():
+    """An engine that asked before, and was refused, does not (R10)."""
+    ticket = opened()
+    assert isinstance(ticket.grant(asks(LEFT, (0, 1)), 0.0), GrantRefused)
+    ticket.expect("prefill-9", sharding(1), frozenset((tensor, 0) for tensor in range(3)))
+    request = asks(STRANGER, (0, 1, 2), sharding=sharding(1))
+    assert ticket.grant(request, 0.0) == Granted(LEASE_S)
+    assert "another prefill engine" in ticket.grant(asks(LEFT), 1.0).reason
+    ticket.report(failed(STRANGER), 2.0)
+    assert ticket.grant(asks(LEFT), 3.0) == GrantRefused("the ticket is failed: prefill rank 0: it broke", retry=False)
+
+
+def test_a_writer_that_asks_after_everything_was_received_is_refused():
+    ticket = opened()
+    for writer in (LEFT, RIGHT):
+        ticket.grant(asks(writer), 0.0)
+        ticket.report(wrote(writer), 1.0)
+    assert ticket.grant(asks(STRANGER, (0,)), 2.0) == GrantRefused(
+        "the ticket is received: all KV is here", retry=False
+    )
+    assert ticket.is_quiesced(2.0)

@@ -26,7 +26,6 @@ from vllm_ascend_pd.device.base import Event
 from vllm_ascend_pd.prefill import write_plan
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.executor import LayerExecutor
-from vllm_ascend_pd.prefill.grant_wait import GrantWaitLimit
 from vllm_ascend_pd.prefill.layer_push import LayerPush
 from vllm_ascend_pd.prefill.step_transfer import RequestSlice, StepTransfer, plan_transfers
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
@@ -102,7 +101,7 @@ def make_transfer(name: str, d_block: int, lease_s: float = 60.0) -> Transfer:
         ticket_id=name * 16,
         num_tokens=BLOCK,
     )
-    sender: Any = SimpleNamespace(grant_wait=GrantWaitLimit())
+    sender: Any = None
     transfer = Transfer(name, ticket, sender, PrefillTicket(time.monotonic() + 60), WITHDRAWALS)
     now = time.monotonic()
     with transfer.changing() as state:

@@ -156,8 +156,8 @@ HOSTILE_TEXT = "\x1b[31mred\nfake log line\x00\u202e" + "x" * 100_000
     [
         Problem(HOSTILE_TEXT),
         GrantRefused(HOSTILE_TEXT, retry=False),
-        Revoke("0" * 32, 0, WriterId("prefill", 0, 0), HOSTILE_TEXT),
-        WriteReport("0" * 32, 0, WriterId("prefill", 0, 0), HOSTILE_TEXT),
+        Revoke("0" * 32, WriterId("prefill", 0, 0), HOSTILE_TEXT),
+        WriteReport("0" * 32, WriterId("prefill", 0, 0), HOSTILE_TEXT),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -179,7 +179,7 @@ def test_writers_have_names_and_numbers(changes):
         and values["engine_id"].isprintable()
         and all(isinstance(values[n], int) and 0 <= values[n] < 2**20 for n in ("pp_rank", "rank"))
     )
-    report = msgspec.to_builtins(WriteReport("0" * 32, 0, WriterId("prefill", 0, 0), None))
+    report = msgspec.to_builtins(WriteReport("0" * 32, WriterId("prefill", 0, 0), None))
     try:
         frame = msgspec.msgpack.encode((1, 0, report | {"writer": list(values.values())}))
     except (OverflowError, UnicodeEncodeError):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
-from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused, Message, RankDescription
+from vllm_ascend_pd.core.protocol import Granted, GrantRefused, Message, RankDescription
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.prefill.lease_check import LeaseCheck
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
@@ -35,7 +35,6 @@ ANSWERS = st.one_of(
     st.integers(1, 10).map(lambda seconds: Granted(float(seconds))),
     st.just(GrantRefused("later", retry=True)),
     st.just(GrantRefused("no", retry=False)),
-    st.just(Complete()),
 )
 EVENTS = st.one_of(ANSWERS, st.sampled_from(["contacted", "fail", "finish"]))
 

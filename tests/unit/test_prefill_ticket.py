@@ -6,7 +6,7 @@ import pytest
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
-from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused, Problem, RankDescription
+from vllm_ascend_pd.core.protocol import Granted, GrantRefused, Problem, RankDescription
 
 LEFT, RIGHT = (0, 0), (0, 1)
 GRANT_DEADLINE = 20.0
@@ -177,41 +177,6 @@ def test_a_rank_that_did_not_acknowledge_a_failure_is_not_notified_again():
     assert [list(state.notify_pending()) for _ in range(3)] == [[LEFT], [LEFT], []]
     assert state.notify(8.0)
     assert list(state.notify_pending()) == [RIGHT]
-
-
-def test_nothing_is_written_to_a_rank_that_needs_nothing():
-    state = contacted()
-    state.asked(LEFT, 0.0)
-    assert not state.answered(LEFT, 0.0, Complete())
-    state.asked(RIGHT, 0.0)
-    state.answered(RIGHT, 0.0, Granted(LEASE_S))
-    assert (state.may_write(LEFT, 1.0), state.may_write(RIGHT, 1.0)) == (False, True)
-    assert state.due(100.0) == [RIGHT]
-    assert state.finish(1.0)
-    assert state.notify(1.0)
-    assert list(state.notify_pending()) == [LEFT, RIGHT]
-
-
-def test_decode_may_ask_for_more_time():
-    """Decode's answer says how long, because another attempt may still write."""
-    state = contacted()
-    for at in (0.0, 16.0, 19.0):
-        state.asked(LEFT, at)
-        state.answered(LEFT, at, GrantRefused("another attempt may still write", retry=True, wait_s=5.0))
-    assert state.may_write(LEFT, 23.9) is None
-    assert state.may_write(LEFT, 24.0) is False
-
-
-def test_more_time_is_bounded():
-    """A decode engine cannot make prefill keep blocks for as long as it likes."""
-    state = contacted()
-    state.patience_ends = 20.0
-    for at in (0.0, 8.0, 16.0, 19.0):
-        state.asked(LEFT, at)
-        state.answered(LEFT, at, GrantRefused("another attempt may still write", retry=True, wait_s=5.0))
-    assert state.may_write(LEFT, 19.9) is None
-    assert state.may_write(LEFT, 20.0) is False
-    assert state.cause is PushFailure.NO_GRANT
 
 
 def test_a_rank_that_never_answers_is_notified_three_times():

@@ -30,7 +30,7 @@ def test_large_engines_stay_within_the_bounds():
     caches = RankCaches(CACHES.geometries, layers)
     ranks = tuple(RankDescription(0, n, "tcp://10.0.0.1:55555", "10.0.0.1:55555", caches) for n in range(64))
     assert len(encode(0, EngineDescription("decode-0", "large", 64, 1, ranks))) < MAX_DESCRIPTION_BYTES / 4
-    request = GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(64), tuple(range(10_000)), 5.0)
+    request = GrantRequest("0" * 32, "f" * 32, WRITER, sharding(64), tuple(range(10_000)), 5.0)
     assert len(encode(0, request)) < 1024 + 5 * len(request.covers) < MAX_MESSAGE_BYTES
 
 
@@ -42,7 +42,7 @@ def test_the_ticket_of_a_long_prompt_stays_within_the_bounds() -> None:
 
 
 def test_an_engine_that_says_nothing_of_its_weights_and_settings_is_understood() -> None:
-    asked = GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0, weights="0123456789abcdef")
+    asked = GrantRequest("0" * 32, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0, weights="0123456789abcdef")
     described = EngineDescription("decode-0", "llama", 1, 1, (), settings={"rope_theta": "10000"})
     for message, field, nothing in ((asked, "weights", ""), (described, "settings", {})):
         old = {name: value for name, value in msgspec.to_builtins(message).items() if name != field}
@@ -51,7 +51,7 @@ def test_an_engine_that_says_nothing_of_its_weights_and_settings_is_understood()
 
 @pytest.mark.parametrize("weights", ["x" * 65, "two\nlines"])
 def test_a_fingerprint_of_weights_is_a_short_name(weights: str) -> None:
-    asked = GrantRequest("0" * 32, 0, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0)
+    asked = GrantRequest("0" * 32, "f" * 32, WRITER, sharding(4), (0, 1, 2), 5.0)
     with pytest.raises(ProtocolError):
         decode(frame(body(msgspec.to_builtins(asked) | {"weights": weights})))
 

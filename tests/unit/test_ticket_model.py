@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""R1 to R4 hold whatever happens to a ticket, and each guard is needed.
+"""R1 to R4 and R10 hold whatever happens to a ticket, and each guard is needed.
 
 `ticket_model.py` says what may happen. Here are the sizes of the worlds that are explored, and the guards that are
 taken out.
@@ -20,9 +20,9 @@ from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket
 PAIR = Bounds(writers=1, readers=1, tickets=2, faults=2, fine=True)
 TWO_WRITERS = Bounds(writers=2, readers=1, tickets=1, faults=1)
 TWO_BY_TWO = Bounds(writers=2, readers=2, tickets=1, faults=1)
-RETRY = Bounds(writers=1, readers=1, tickets=1, attempts=2, faults=2, queue_s=5, transfer_s=5)
-RETRY_OF_TWO = Bounds(writers=2, readers=1, tickets=1, attempts=2, faults=1, queue_s=5, transfer_s=5)
-RETRY_TO_TWO = Bounds(writers=1, readers=2, tickets=1, attempts=2, faults=1, queue_s=5, transfer_s=5)
+TWO_ENGINES = Bounds(writers=1, readers=1, tickets=1, engines=2, faults=2)
+TWO_ENGINES_OF_TWO = Bounds(writers=2, readers=1, tickets=1, engines=2, faults=0)
+TWO_ENGINES_TO_TWO = Bounds(writers=1, readers=2, tickets=1, engines=2, faults=1)
 MOST_STATES = 400_000
 
 
@@ -34,9 +34,9 @@ def check(bounds, producer=PrefillTicket, consumer=DecodeTicket):
 WORLDS = {
     "one pair, step by step": PAIR,
     "two by two": TWO_BY_TWO,
-    "another attempt": RETRY,
-    "another attempt of two writers": RETRY_OF_TWO,
-    "another attempt for two readers": RETRY_TO_TWO,
+    "two engines": TWO_ENGINES,
+    "two engines of two writers": TWO_ENGINES_OF_TWO,
+    "two engines for two readers": TWO_ENGINES_TO_TWO,
 }
 
 
@@ -183,22 +183,21 @@ class SettlesAtTheFirstReport(DecodeTicket):
         return super().report(msgspec.structs.replace(report, settle_s=0.0), now)
 
 
-class DoesNotFence(DecodeTicket):
-    """Begins the next attempt while writers of the one before may still write."""
+class TakesAnyEngine(DecodeTicket):
+    """Grants writes to each engine that asks."""
 
-    def admit(self, request, now):
-        if request.attempt > self.attempt:
-            self._leases.clear()
-        return super().admit(request, now)
+    def grant(self, request, now):
+        self._engine = (request.writer.engine_id, request.sharding)
+        return super().grant(request, now)
 
 
 class CountsReportsOfOthers(DecodeTicket):
-    """Counts reports of other attempts and transfers of the same rank."""
+    """Counts reports of other engines' ranks with the same number."""
 
     def report(self, report, now):
         for writer in self._leases:
             if writer.rank == report.writer.rank:
-                report = msgspec.structs.replace(report, attempt=self.attempt, writer=writer)
+                report = msgspec.structs.replace(report, writer=writer)
         return super().report(report, now)
 
 
@@ -221,8 +220,8 @@ class CountsReportsOfOthers(DecodeTicket):
         (TrustsLeases, PAIR, "R2"),
         (TrustsTheFirstReport, PAIR, "R2"),
         (SettlesAtTheFirstReport, PAIR, "R2"),
-        (DoesNotFence, RETRY, "R2"),
-        (CountsReportsOfOthers, RETRY, "R2"),
+        (TakesAnyEngine, TWO_ENGINES_OF_TWO, "R10"),
+        (CountsReportsOfOthers, TWO_ENGINES, "R2"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

@@ -3,7 +3,6 @@
 
 from dataclasses import dataclass
 
-import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -12,11 +11,9 @@ from tickets import (
     EXPECTED,
     LEASE_S,
     LEFT,
-    P_TP,
     RIGHT,
     SETTLE_S,
     STRANGER,
-    TICKET_ID,
     TWIN,
     asks,
     failed,
@@ -25,7 +22,7 @@ from tickets import (
 )
 
 from vllm_ascend_pd.core.decode_ticket import TicketState
-from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused, WriteReport, WriterId
+from vllm_ascend_pd.core.protocol import Granted, GrantRefused, WriterId
 from vllm_ascend_pd.core.topology import sharding
 
 
@@ -57,34 +54,23 @@ ENDED = (TicketState.RECEIVED, TicketState.FAILED)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Three writers that report honestly, over a network that loses, repeats and reorders messages. The next attempt
-    has other transfers of the same ranks.
-    """
+    """Three writers that report honestly, over a network that loses, repeats and reorders messages."""
 
     @initialize(queue_deadline=st.sampled_from([5.0, DEADLINE]), transfer_s=st.sampled_from([5.0, DEADLINE]))
     def open(self, queue_deadline, transfer_s):
         self.ticket = opened(queue_deadline, transfer_s)
         self.now = 0.0
-        self.attempt = 0
         self.leases: dict[WriterId, Lease] = {}
         self.reported: set[WriterId] = set()
         self.believed: set[tuple[int, int]] = set()  # pairs in reports of success that were believed
         self.something_failed = False
         self.was_quiet = False
-        self.settle_by: float | None = None
         self.ended: tuple[TicketState, str] | None = None
-
-    def of_attempt(self, writer):
-        return msgspec.structs.replace(writer, transfer=self.attempt)
 
     @rule(writer=WRITERS, covers=COVERED, settle_s=SETTLING)
     def ask(self, writer, covers, settle_s):
-        request = asks(writer, covers, settle_s=settle_s, attempt=self.attempt, writer=self.of_attempt(writer))
-        writer = request.writer
+        request = asks(writer, covers, settle_s=settle_s)
         answer = self.ticket.grant(request, self.now)
-        if isinstance(answer, Complete):
-            assert self.ticket.state is TicketState.RECEIVED
-            return
         if isinstance(answer, GrantRefused):
             assert not answer.retry
             return
@@ -102,40 +88,17 @@ class AnyOrder(RuleBasedStateMachine):
                 assert not set(lease.covers) & set(request.covers)
         self.leases[writer] = Lease(request.covers, settle_s, self.now + LEASE_S, self.now + LEASE_S + settle_s)
 
-    @rule(writer=WRITERS, more=st.integers(1, 2))
-    def another_attempt_asks(self, writer, more):
-        attempt = self.attempt + more
-        request = asks(
-            writer, attempt=attempt, writer=msgspec.structs.replace(self.of_attempt(writer), transfer=attempt)
-        )
-        answer = self.ticket.admit(request, self.now)
-        if answer is not None:
-            assert isinstance(answer, GrantRefused | Complete)
-            if isinstance(answer, GrantRefused) and answer.retry:
-                self.something_failed = True
-            return
-        assert not any(lease.can_write(self.now) for lease in self.leases.values())
-        assert self.ended is None
-        self.ticket.expect("prefill-0", P_TP, EXPECTED)
-        self.attempt = attempt
-        self.leases, self.reported, self.believed = {}, set(), set()
-        self.something_failed = False
-        if self.settle_by is not None:
-            self.settle_by = max(self.settle_by, self.now)
-
     @rule(
         writer=WRITERS,
-        wrong=st.sampled_from([{"digest": "e"}, {"sharding": sharding(1)}, {"writer": STRANGER}, {"attempt": -1}]),
+        wrong=st.sampled_from([{"digest": "e"}, {"sharding": sharding(1)}, {"writer": STRANGER}]),
     )
     def ask_wrongly(self, writer, wrong):
-        request = asks(writer, **{"attempt": self.attempt, "writer": self.of_attempt(writer), **wrong})
-        assert isinstance(self.ticket.grant(request, self.now), GrantRefused | Complete)
+        assert isinstance(self.ticket.grant(asks(writer, **wrong), self.now), GrantRefused)
 
     @rule(writer=WRITERS)
     def report_success(self, writer):
-        writer = self.of_attempt(writer)
         open_before = self.ticket.state is TicketState.OPEN
-        believed = self.ticket.report(msgspec.structs.replace(wrote(writer), attempt=self.attempt), self.now)
+        believed = self.ticket.report(wrote(writer), self.now)
         assert believed == (writer in self.leases)
         if believed:
             if writer not in self.reported and open_before:
@@ -146,10 +109,8 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: not self.was_quiet)  # nobody remembers a ticket for longer
     @rule(writer=WRITERS, settle_s=SETTLING)
     def report_failure(self, writer, settle_s):
-        writer = self.of_attempt(writer)
         open_before = self.ticket.state is TicketState.OPEN
-        report = msgspec.structs.replace(failed(writer, settle_s=settle_s), attempt=self.attempt)
-        assert self.ticket.report(report, self.now)
+        assert self.ticket.report(failed(writer, settle_s=settle_s), self.now)
         first = writer not in self.reported
         if writer in self.leases:
             self.reported.add(writer)
@@ -160,35 +121,24 @@ class AnyOrder(RuleBasedStateMachine):
                 self.leases[writer].until = self.now + settle_s
         if first:
             if open_before:
-                assert self.ticket.state is TicketState.FENCING
+                assert self.ticket.state is TicketState.FAILED
             self.something_failed = True
 
     @rule(writer=WRITERS)
     def is_gone(self, writer):
-        writer = self.of_attempt(writer)
         self.ticket.gone(writer, self.now)
         lease = self.leases.get(writer)
         if lease is not None and not lease.ended:
             lease.ended = True
             lease.until = max(lease.until, self.now + lease.settle_s)
 
-    @rule(writer=WRITERS, attempt=st.sampled_from([-1, 1]), reason=st.sampled_from([None, "it broke"]))
-    def report_of_another_attempt(self, writer, attempt, reason):
-        """Reports with another attempt's number, or for another attempt's transfer."""
-        other = msgspec.structs.replace(writer, transfer=self.attempt + attempt)
-        assert not self.ticket.report(WriteReport(TICKET_ID, self.attempt + attempt, writer, reason), self.now)
-        if self.leases.keys() & {self.of_attempt(writer)}:
-            assert not self.ticket.report(WriteReport(TICKET_ID, self.attempt, other, reason), self.now)
-
     @rule(reason=st.sampled_from([None, "it broke"]), settle_s=SETTLING)
     def report_of_a_stranger(self, reason, settle_s):
-        assert not self.ticket.report(
-            WriteReport(TICKET_ID, self.attempt, STRANGER, reason, settle_s=settle_s), self.now
-        )
+        report = wrote(STRANGER) if reason is None else failed(STRANGER, reason, settle_s)
+        assert not self.ticket.report(report, self.now)
 
     @rule(seconds=SECONDS)
     def prefill_ends(self, seconds):
-        self.settle_by = self.now + seconds
         self.ticket.prefill_has_ended(self.now, seconds)
 
     @precondition(lambda self: self.now > 0)
@@ -206,9 +156,6 @@ class AnyOrder(RuleBasedStateMachine):
         if self.ticket.state is TicketState.OPEN:
             assert self.now < self.ticket.deadline
             assert all(writer in self.reported or self.now < lease.ends for writer, lease in self.leases.items())
-        if self.ticket.state is TicketState.FENCING:
-            assert self.now < self.ticket.deadline
-            self.something_failed = True
 
     @invariant()
     def received_means_received(self):
@@ -247,8 +194,6 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "ticket"):
             return
         self.ticket.tick(max(self.now, self.ticket.deadline))
-        if self.ticket.state is TicketState.FENCING:
-            self.ticket.tick(max(self.now, self.ticket.deadline))
         assert self.ticket.state in ENDED
         for writer in self.leases:
             self.ticket.gone(writer, self.now)

@@ -27,7 +27,6 @@ PARAMS = {
     "remote_dcp_size": 1,
     "remote_cached_tokens": 4,
     "ticket_id": TICKET_ID,
-    "attempt": 0,
     "num_tokens": 10,
 }
 TWO_GROUPS = {**PARAMS, "remote_block_ids": [[7, 3, 9], [1, 2]], "remote_block_size": [4, 8], "remote_cached_tokens": 8}
@@ -148,8 +147,6 @@ def test_what_is_accepted(changes):
         ({"remote_cached_tokens": 3}, "does not fit remote_cached_tokens"),
         ({"remote_cached_tokens": 12}, "remote_cached_tokens 12 is out of range"),
         ({"remote_cached_tokens": -4}, "remote_cached_tokens"),
-        ({"attempt": -1}, "attempt"),
-        ({"attempt": 2**64}, "attempt"),
         ({"remote_pcp_size": 2}, "remote_pcp_size is 2: prefill context parallelism on decode"),
         ({"remote_dcp_size": 0}, "remote_dcp_size 0 does not divide remote_tp_size 2"),
         ({"remote_dcp_size": 4}, "remote_dcp_size 4 does not divide remote_tp_size 2"),
@@ -228,9 +225,7 @@ def test_the_digest_changes_with(changes):
     assert Ticket(**{**PARAMS, **changes}).digest() != Ticket(**PARAMS).digest()
 
 
-@pytest.mark.parametrize(
-    "changes", [{"attempt": 1}, {"request_id": "cmpl-2"}, {"remote_host": "decode"}, {"token_ids": [1]}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"request_id": "cmpl-2"}, {"remote_host": "decode"}, {"token_ids": [1]}], ids=str)
 def test_the_digest_does_not_change_with(changes):
     assert Ticket(**{**PARAMS, **changes}).digest() == Ticket(**PARAMS).digest()
 

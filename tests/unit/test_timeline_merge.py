@@ -85,7 +85,7 @@ def test_a_peers_clock_is_checked_where_it_is_read(clock: tuple[str, float, floa
 
 def test_engines_without_clocks_understand_those_with_and_the_other_way_round() -> None:
     """Earlier versions exchanged clocks in grants. What they still send there is ignored."""
-    request = GrantRequest("0" * 32, 0, "f" * 32, WriterId("p", 0, 0), sharding(1), (0,), 1.0)
+    request = GrantRequest("0" * 32, "f" * 32, WriterId("p", 0, 0), sharding(1), (0,), 1.0)
     old = {**msgspec.msgpack.decode(msgspec.msgpack.encode(request)), "wants_clock": True}
     assert decode(msgspec.msgpack.encode((1, 7, old))) == (7, request)
     old = {"type": "Granted", "lease_s": 2.0, "clock": (HOST_CLOCK, 1.0, 2.0)}

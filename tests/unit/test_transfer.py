@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +13,15 @@ from harness.scheduling import make_ticket
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket
-from vllm_ascend_pd.core.protocol import Complete, Granted, Message, RankDescription
+from vllm_ascend_pd.core.protocol import Granted, Message, RankDescription
 from vllm_ascend_pd.core.threads import WrongThreadError, hand_over
-from vllm_ascend_pd.prefill.grant_wait import GrantWaitLimit
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 
 KEY = (0, 0)
 
 
 def make_transfer(grant_timeout_s: float = 60.0) -> Transfer:
-    sender: Any = SimpleNamespace(grant_wait=GrantWaitLimit())
+    sender: Any = None
     state = PrefillTicket(time.monotonic() + grant_timeout_s)
     return Transfer("request", make_ticket(10, [1]), sender, state, Withdrawals())
 
@@ -82,10 +80,9 @@ def test_what_fails_after_the_end_does_not_count() -> None:
     ("change", "expected"),
     [
         (lambda transfer: answer(transfer, Granted(30.0)), True),
-        (lambda transfer: answer(transfer, Complete()), False),
         (lambda transfer: transfer.fail("for the test", PushFailure.ABORTED), False),
     ],
-    ids=["granted", "complete", "failed"],
+    ids=["granted", "failed"],
 )
 def test_the_sender_wakes_up_when_something_changes(change: Callable[[Transfer], None], expected: bool) -> None:
     transfer = make_transfer()

@@ -3,7 +3,7 @@
 
 The product's own state machines (`ticket_ranks.py`) run in it. The model delivers, loses, repeats and delays messages,
 and stops and ends processes. All ranks of prefill write to all ranks of decode. Two tickets name the same blocks, one
-after the other. Two attempts serve the same ticket.
+after the other. Two prefill engines may get the same ticket.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ from ticket_world import (
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket, TicketState
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.prefill_ticket import Phase, PrefillTicket
-from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused
+from vllm_ascend_pd.core.protocol import Granted, GrantRefused
 
 
 class TicketModel(Ranks):
@@ -134,7 +134,7 @@ class TicketModel(Ranks):
         at = self._reader_of(message)
         consumer, producer = world.consumers[at], world.producers[transfer]
         if isinstance(message, Ask):
-            answer = Complete() if consumer == RECEIVED else GrantRefused("no", retry=False)
+            answer = GrantRefused("no", retry=False)
             if consumer >= 0:
                 after, answer = self._decided(consumer, transfer)
                 world = self._consumed(world, at, after)
@@ -150,7 +150,7 @@ class TicketModel(Ranks):
             if state.phase not in ASKING or not destination.asking or -destination.asked_at != message.age:
                 return world  # no longer waited for
             later = GrantRefused("not yet", retry=True)
-            answers = {"Granted": Granted(LEASE_S), "Complete": Complete(), "later": later}
+            answers = {"Granted": Granted(LEASE_S), "later": later}
             answered = answers.get(message.said, GrantRefused("no", retry=False))
             after, _ = self._answer(producer, (0, reader), message.age, answered)
             return self._produced(world, transfer, after)
@@ -195,8 +195,8 @@ class TicketModel(Ranks):
             follows = self.bounds.at_reader(serving.ticket + 1, 0)
             taken = follows < len(world.consumers) and world.consumers[follows] != NOT_YET
             by = f"belong to ticket {serving.ticket + 2}" if taken else "decode has already given back or decodes in"
-        elif owner >= 0 and self._consumers[owner].attempt > serving.attempt:
-            by = "another attempt fills"
+        elif owner >= 0 and self._owner_of(self._consumers[owner]) not in (None, serving.engine_id):
+            return world._replace(wrong=f"R10: {self._who(write.transfer)} writes for another engine's ticket")
         else:
             return world
         return world._replace(wrong=f"R2: a write of {self._who(write.transfer)} lands in blocks that {by}")
@@ -345,7 +345,7 @@ class TicketModel(Ranks):
         return None
 
     def _ends(self, world: World) -> bool:
-        world = world._replace(faults=self.bounds.faults)  # no other attempt
+        world = world._replace(faults=self.bounds.faults)
         for _ in range(100):
             if all(number < 0 for number in world.consumers + world.producers):
                 return True

@@ -35,7 +35,6 @@ from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.prefill_ticket import Destination, Phase, PrefillTicket, RankKey
 from vllm_ascend_pd.core.protocol import (
-    Complete,
     Granted,
     GrantRefused,
     GrantRequest,
@@ -48,15 +47,19 @@ Moves = Iterator[tuple[str, World]]
 
 
 class Serving(NamedTuple):
-    """The ticket and attempt that a transfer's number stands for."""
+    """The ticket and engine that a transfer's number stands for."""
 
     ticket: int
-    attempt: int
+    engine: int
     writer: int
 
     @property
+    def engine_id(self) -> str:
+        return "prefill" + "'" * self.engine
+
+    @property
     def process(self) -> str:
-        return f"prefill {self.writer}" + "'" * self.attempt
+        return f"{self.engine_id} {self.writer}"
 
 
 @dataclass(frozen=True)
@@ -69,18 +72,18 @@ class Bounds:
     readers: int
     tickets: int
     faults: int
-    attempts: int = 1
+    engines: int = 1
     fine: bool = False
     queue_s: int = 3
     transfer_s: int = 3
 
     @property
     def transfers(self) -> range:
-        return range(self.tickets * self.attempts * self.writers)
+        return range(self.tickets * self.engines * self.writers)
 
     def of(self, transfer: int) -> Serving:
         serving, writer = divmod(transfer, self.writers)
-        return Serving(*divmod(serving, self.attempts), writer)
+        return Serving(*divmod(serving, self.engines), writer)
 
     @property
     def processes(self) -> dict[str, list[int]]:
@@ -122,7 +125,7 @@ class Ranks:
 
     def _issued(self, world: World, ticket: int) -> World:
         bounds = self.bounds
-        issued = self._make_consumer(TICKET_ID, 0, DIGEST, bounds.queue_s, bounds.transfer_s, LEASE_S)
+        issued = self._make_consumer(TICKET_ID, DIGEST, bounds.queue_s, bounds.transfer_s, LEASE_S)
         number = self._consumers.add(issued)
         for reader in range(self.bounds.readers):
             world = world._replace(consumers=put(world.consumers, self.bounds.at_reader(ticket, reader), number))
@@ -139,10 +142,7 @@ class Ranks:
                 after, quiet = self._ticked(world, number)
                 if after != number or quiet:
                     yield f"{who}: looks at the clock", self._consumed(world, first + reader, after)
-                if ticket in world.cancelled and self._consumers[number].state in (
-                    TicketState.OPEN,
-                    TicketState.FENCING,
-                ):
+                if ticket in world.cancelled and self._consumers[number].state is TicketState.OPEN:
                     after, _ = self._consumers.after(number, "cancel", lambda c: c.fail("cancelled"))
                     yield f"{who}: is cancelled", self._consumed(world, first + reader, after)
             following = self.bounds.at_reader(ticket + 1, 0)
@@ -153,17 +153,16 @@ class Ranks:
     def _ticked(self, world: World, number: int) -> tuple[int, bool]:
         """A decode rank lets time pass, and looks at the connections of writers that it has revoked."""
         dead = frozenset(
-            (serving.writer, transfer)
+            transfer
             for process in world.ended & self.bounds.processes.keys()
             for transfer in self.bounds.processes[process]
-            for serving in [self.bounds.of(transfer)]
         )
 
         def tick(ticket: DecodeTicket) -> bool:
             ticket.tick(0)
             if ticket.state is not TicketState.OPEN:
-                for writer, transfer in dead:
-                    ticket.gone(_writer(writer, transfer), 0)
+                for transfer in dead:
+                    ticket.gone(self._writer(transfer), 0)
             return ticket.is_quiesced(0)
 
         return self._consumers.after(number, ("tick", dead), tick)
@@ -173,14 +172,16 @@ class Ranks:
         ticket, reader = divmod(at, self.bounds.readers)
         before = self._consumers[world.consumers[at]]
         now = self._consumers[after]
-        if now.state is not before.state and now.state in (TicketState.FENCING, TicketState.FAILED):
+        if now.state is not before.state and now.state is TicketState.FAILED:
             world = self._revoked(world, reader, now)
         if now.state is TicketState.FAILED and before.state is not TicketState.FAILED:
             world = world._replace(cancelled=world.cancelled | {ticket})
+        if len({writer.engine_id for writer in now._leases}) > 1:
+            return world._replace(wrong=f"R10: decode {reader} has granted writes to two engines")
         if now.state is TicketState.RECEIVED and before.state is TicketState.OPEN:
             for transfer in self.bounds.transfers:
                 serving = self.bounds.of(transfer)
-                served = (serving.ticket, serving.attempt) == (ticket, now.attempt)
+                served = (serving.ticket, serving.engine_id) == (ticket, self._owner_of(now))
                 if served and (transfer, reader) not in world.landed:
                     return world._replace(wrong=f"R1: decode {reader} counts as received what {serving.process} lacks")
         if self._consumers.ask(after, "quiet", lambda c: c.is_quiesced(0)):
@@ -193,28 +194,34 @@ class Ranks:
             network=world.network | {Revoked(writer.transfer, reader) for writer in {*live, *ticket.overdue(0)}}
         )
 
+    @staticmethod
+    def _owner_of(ticket: DecodeTicket) -> str | None:
+        """The engine that was granted a write."""
+        return next((writer.engine_id for writer in ticket._leases), None)
+
+    def _writer(self, transfer: int) -> WriterId:
+        serving = self.bounds.of(transfer)
+        return WriterId(serving.engine_id, 0, serving.writer, transfer)
+
     def _decided(self, number: int, transfer: int) -> tuple[int, Any]:
         """Handles a grant request at a decode rank."""
         serving = self.bounds.of(transfer)
-        writer = serving.writer
-        request = GrantRequest(TICKET_ID, serving.attempt, DIGEST, _writer(writer, transfer), P_TP, (writer,), SETTLE_S)
+        request = GrantRequest(TICKET_ID, DIGEST, self._writer(transfer), P_TP, (serving.writer,), SETTLE_S)
 
-        def decide(ticket: DecodeTicket) -> Granted | GrantRefused | Complete:
+        def decide(ticket: DecodeTicket) -> Granted | GrantRefused:
             refused = ticket.admit(request, 0)
             if refused is not None:
                 return refused
-            if not ticket.engine_known:
-                ticket.expect("prefill", P_TP, frozenset((w, w) for w in range(self.bounds.writers)))
+            if not ticket.is_owned:
+                ticket.expect(serving.engine_id, P_TP, frozenset((w, w) for w in range(self.bounds.writers)))
             return ticket.grant(request, 0)
 
         return self._consumers.after(number, ("grant", transfer), decide)
 
     def _heard(self, number: int, message: Told) -> int:
         """Handles a report at a decode rank."""
-        serving = self.bounds.of(message.transfer)
         reason = None if message.success else "it broke"
-        writer = _writer(serving.writer, message.transfer)
-        report = WriteReport(TICKET_ID, serving.attempt, writer, reason, settle_s=message.settle_s)
+        report = WriteReport(TICKET_ID, self._writer(message.transfer), reason, settle_s=message.settle_s)
         return self._consumers.after(number, ("report", *message), lambda c: c.report(report, 0))[0]
 
     # Prefill.
@@ -240,13 +247,9 @@ class Ranks:
                     yield f"{who}: {label}", moved
 
     def _may_arrive(self, world: World, serving: Serving) -> bool:
-        """Whether a ticket may reach prefill: the next ticket after the one before, another attempt after a possible
-        failure.
-        """
-        of_ticket = self.bounds.attempts * self.bounds.writers
-        if any(number >= 0 for number in world.producers[: serving.ticket * of_ticket]):
-            return False
-        return serving.attempt == 0 or world.faults < self.bounds.faults
+        """Whether a ticket may reach prefill: the next ticket after the one before."""
+        of_ticket = self.bounds.engines * self.bounds.writers
+        return not any(number >= 0 for number in world.producers[: serving.ticket * of_ticket])
 
     def _by_producer(self, world: World, transfer: int, number: int) -> Moves:
         state = self._producers[number]
@@ -378,10 +381,6 @@ class Ranks:
 
     def _with_sender(self, world: World, transfer: int, sender: Sender) -> World:
         return world._replace(senders=put(world.senders, transfer, sender))
-
-
-def _writer(rank: int, transfer: int) -> WriterId:
-    return WriterId("prefill", 0, rank, transfer)
 
 
 def _follow(nobody_awaited: bool) -> Any:

@@ -133,11 +133,9 @@ def consumer_key(ticket: DecodeTicket) -> Any:
         (w, 0 if lease.settled else lease.until, lease.reported, lease.settled, lease.gone and not lease.settled)
         for w, lease in ticket._leases.items()
     )
-    key = (ticket.state, ticket.attempt, leases)
+    key = (ticket.state, leases)
     dates = (ticket.queue_deadline, ticket._begun_at)
-    if ticket.state is TicketState.OPEN:
-        return *key, dates, ticket.engine_known, frozenset(ticket._missing)
-    return (*key, dates, ticket._next) if ticket.state is TicketState.FENCING else key
+    return (*key, dates, ticket._engine, frozenset(ticket._missing)) if ticket.state is TicketState.OPEN else key
 
 
 def producer_key(state: PrefillTicket) -> Any:
@@ -146,9 +144,7 @@ def producer_key(state: PrefillTicket) -> Any:
         return (*key, state.grant_deadline)
     if state.phase in (Phase.NOTIFYING, Phase.NOTIFIED, Phase.ENDED):
         return (*key, tuple((w.covers, w.acked) for w in state.destinations.values()))
-    grants = tuple(
-        (d.covers, d.granted, d.until, d.asking, d.asked_at, d.complete) for d in state.destinations.values()
-    )
+    grants = tuple((d.covers, d.granted, d.until, d.asking, d.asked_at) for d in state.destinations.values())
     return (*key, state.grant_deadline, grants)
 
 

@@ -24,27 +24,20 @@ STRANGER = WriterId("prefill-9", 0, 0)
 
 
 def opened(queue_deadline: float = DEADLINE, transfer_s: float = DEADLINE) -> DecodeTicket:
-    ticket = DecodeTicket(TICKET_ID, 0, DIGEST, queue_deadline, transfer_s, LEASE_S)
-    assert not ticket.engine_known
+    ticket = DecodeTicket(TICKET_ID, DIGEST, queue_deadline, transfer_s, LEASE_S)
     ticket.expect("prefill-0", P_TP, EXPECTED)
-    assert ticket.engine_known
+    assert not ticket.is_owned
     return ticket
 
 
 def asks(writer: WriterId, covers: tuple[int, ...] | None = None, /, **changes: object) -> GrantRequest:
-    request = GrantRequest(TICKET_ID, 0, DIGEST, writer, P_TP, COVERS[writer] if covers is None else covers, SETTLE_S)
+    request = GrantRequest(TICKET_ID, DIGEST, writer, P_TP, COVERS[writer] if covers is None else covers, SETTLE_S)
     return msgspec.structs.replace(request, **changes)
 
 
 def wrote(writer: WriterId, num_bytes: int = 0, bytes_before_end: int = 0) -> WriteReport:
-    return WriteReport(TICKET_ID, 0, writer, None, num_bytes, bytes_before_end)
+    return WriteReport(TICKET_ID, writer, None, num_bytes, bytes_before_end)
 
 
 def failed(writer: WriterId, reason: str = "it broke", settle_s: float = 0.0) -> WriteReport:
-    return WriteReport(TICKET_ID, 0, writer, reason, settle_s=settle_s)
-
-
-def again(writer: WriterId = LEFT, attempt: int = 1, **changes: object) -> GrantRequest:
-    """A grant request of another transfer of the same rank."""
-    other = msgspec.structs.replace(writer, transfer=100 + attempt)
-    return asks(other, COVERS[writer], attempt=attempt, **changes)
+    return WriteReport(TICKET_ID, writer, reason, settle_s=settle_s)

@@ -87,9 +87,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Longest time that one batch of the transfer engine may take. At most 600. Over `ascend` a batch always has the
     time that RoCE needs to repair a link: 34 seconds, unless HCCL_RDMA_TIMEOUT says otherwise."""
     grant_timeout_s: float = 20.0
-    """How long a prefill rank asks for a grant before it gives the ticket up. While an earlier attempt may still write,
-    decode may ask for more time. Prefill then asks until another later attempt waits behind this one. Where it regroups
-    KV, it also stops when another request needs the staging slot."""
+    """How long a prefill rank asks for a grant before it gives the ticket up. Where it regroups KV, it stops sooner when
+    another request needs the staging slot."""
     control_timeout_s: float = 5.0
     """Longest wait for an answer on the side channel."""
     collective_timeout_s: float = 60.0

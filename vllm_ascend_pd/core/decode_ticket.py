@@ -4,14 +4,13 @@
 The decode side's state machine, one per decode rank and ticket:
 
     OPEN --every writer wrote everything--> RECEIVED
-      |---a writer failed, its lease ran out, a higher attempt asks--> FENCING
-    FENCING --no writer of the attempt can write any more, a higher one asks--> OPEN
-    OPEN, FENCING --cancelled, deadline, prefill ended without writing everything--> FAILED
+    OPEN --a writer failed or its lease ran out, cancelled, deadline, prefill ended without writing--> FAILED
     RECEIVED and FAILED are final. Blocks may be released when no writer can write any more (`is_quiesced`).
 
-The deadline depends on what the ticket waits for. Until a writer of the attempt asks for a grant, the prompt is in a
-queue for prefill, and the ticket may wait until `queue_deadline`. From the first request on, the attempt has
-`transfer_s`. A failed attempt leaves the ticket in a queue again.
+The first prefill engine that is granted a write owns the ticket (R10). Every other engine is refused.
+
+The deadline depends on what the ticket waits for. Until a writer asks for a grant, the prompt is in a queue for
+prefill, and the ticket may wait until `queue_deadline`. From the first request on, the transfer has `transfer_s`.
 
 A writer holds a lease from its grant until it reports. A granted writer can write (R2) until one of these:
 
@@ -21,31 +20,23 @@ A writer holds a lease from its grant until it reports. A granted writer can wri
 """
 
 import enum
-import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused, GrantRequest, WriteReport, WriterId
+from vllm_ascend_pd.core.protocol import Granted, GrantRefused, GrantRequest, WriteReport, WriterId
 from vllm_ascend_pd.core.topology import Sharding
 
 MAX_TOMBSTONES = 16384
 """Closed tickets that a rank remembers, so that it refuses late requests instead of asking them to retry."""
 MAX_WRITERS = 4096
 """More writers than any prefill engine has ranks. It limits what grant requests can make a rank remember."""
-MAX_ATTEMPTS = 16
-"""Attempts at one ticket."""
 
 _WAITED = "no prefill engine began within queue_timeout_s: the prompt waited in the proxy's line or in prefill's queue"
 
-# Seconds. A writer of a higher attempt that asked within this time still waits for its grant: it asks repeatedly.
-_WAITS_S = 5.0
-
 
 class TicketState(enum.Enum):
-    # Writers of one attempt may write.
+    # Writers of one prefill engine may write.
     OPEN = "open"
-    # The attempt has failed. Another one may begin when no writer of it can write any more.
-    FENCING = "fencing"
     # Everything has arrived.
     RECEIVED = "received"
     # The KV will not arrive.
@@ -90,43 +81,36 @@ class DecodeTicket:
     """The state of a ticket on one decode rank. Times are in seconds of one monotonic clock, and passed in."""
 
     ticket_id: str
-    # The attempt that writes, or wrote last.
-    attempt: int
     # Digest of the ticket, which requests must repeat.
     digest: str
-    # When an attempt must have begun.
+    # When a writer must have asked.
     queue_deadline: float
-    # Seconds that an attempt may take.
+    # Seconds that the transfer may take from then on.
     transfer_s: float
     # Seconds that a grant lasts. Each writer states how long its bytes may arrive after that.
     lease_s: float
     state: TicketState = TicketState.OPEN
-    # Why the attempt, or the ticket, failed first. "" if neither has.
+    # Why the ticket failed. "" if it has not.
     reason: str = ""
-    # Bytes that writers of the attempt have reported.
+    # Bytes that writers have reported.
     num_bytes: int = 0
     # Those of them that arrived before prefill ended.
     bytes_before_end: int = 0
-    # The fewest tokens in prefill's prefix cache that a report of any attempt stated. A later attempt may find more
-    # there, because an earlier one computed them for this request.
+    # The fewest tokens in prefill's prefix cache that a report stated.
     cached_tokens: int | None = None
-    # When a writer of the attempt first asked. None while FENCING, and before that.
+    # When a writer first asked.
     _begun_at: float | None = None
-    # While FENCING: the lowest attempt that may begin.
-    _next: int = 0
-    # When a writer of a higher attempt last asked.
-    _asked_at: float = -math.inf
     _prefill_end: _PrefillEnd | None = None
-    # The prefill engine of this attempt, once a writer has asked.
+    # The prefill engine that asked last, and owns the ticket once it has a lease.
     _engine: tuple[str, Sharding] | None = None
     _leases: dict[WriterId, _Lease] = field(default_factory=dict)
     # What is not written yet: (index of our tensor, writer's rank). Tickets of equal shape share one object at first.
     _missing: frozenset[tuple[int, int]] = frozenset()
 
     @property
-    def engine_known(self) -> bool:
-        """Whether `expect` was called for this attempt."""
-        return self._engine is not None
+    def is_owned(self) -> bool:
+        """Whether a prefill engine was granted a write."""
+        return bool(self._leases)
 
     @property
     def deadline(self) -> float:
@@ -134,42 +118,27 @@ class DecodeTicket:
         return self.queue_deadline if self._begun_at is None else self._begun_at + self.transfer_s
 
     def expect(self, engine_id: str, sharding: Sharding, expected: frozenset[tuple[int, int]]) -> None:
-        """Fixes what must be written: pairs (index of our tensor, rank of the writer in its pipeline stage)."""
+        """Says what an engine must write: pairs (index of our tensor, rank of the writer in its pipeline stage).
+
+        May be called again for another engine until the ticket is owned.
+        """
         assert self.state is TicketState.OPEN
-        assert self._engine is None
+        assert not self.is_owned
         self._engine = (engine_id, sharding)
         self._missing = expected
 
-    def admit(self, request: GrantRequest, now: float) -> GrantRefused | Complete | None:
-        """Decides whether the request's attempt may write at all. Returns None if it may, else the answer.
-
-        A higher attempt than the one that writes begins as soon as no writer of the lower one can write any more.
-        """
+    def admit(self, request: GrantRequest, now: float) -> GrantRefused | None:
+        """Decides whether anybody may still write. Returns None if so, else the answer."""
         self.tick(now)
         if request.digest != self.digest:
             return GrantRefused("the ticket was altered", retry=False)
-        if self.state is TicketState.RECEIVED:
-            return Complete()
-        if self.state is TicketState.FAILED:
-            return GrantRefused(f"the ticket is failed: {self.reason}", retry=False)
-        if request.attempt >= MAX_ATTEMPTS:
-            return GrantRefused(f"attempt {request.attempt}: a ticket has at most {MAX_ATTEMPTS}", retry=False)
-        if self.state is TicketState.OPEN:
-            if request.attempt == self.attempt:
-                self._begun_at = now if self._begun_at is None else self._begun_at
-                return None
-            if request.attempt > self.attempt:
-                self._fence(f"attempt {request.attempt} began before it had ended")
-        if request.attempt < self._next:
-            return GrantRefused(f"attempt {request.attempt} is over: {self.reason}", retry=False)
-        self._next, self._asked_at = request.attempt, now
-        if not self._silent(now):
-            return GrantRefused(f"attempt {self.attempt} may still write: {self.reason}", retry=True, wait_s=_WAITS_S)
-        self._begin(request.attempt, now)
+        if self.state is not TicketState.OPEN:
+            return GrantRefused(f"the ticket is {self.state.value}: {self.reason or 'all KV is here'}", retry=False)
+        self._begun_at = now if self._begun_at is None else self._begun_at
         return None
 
-    def grant(self, request: GrantRequest, now: float) -> Granted | GrantRefused | Complete:
-        """Decides a grant request, or a renewal. `expect` must have been called for the request's attempt."""
+    def grant(self, request: GrantRequest, now: float) -> Granted | GrantRefused:
+        """Decides a grant request, or a renewal. `expect` must have been called for the request's engine."""
         if (answer := self.admit(request, now)) is not None:
             return answer
         writer = request.writer
@@ -204,14 +173,12 @@ class DecodeTicket:
         report that it cannot serve the ticket.
         """
         lease = self._leases.get(report.writer)
-        if report.attempt != self.attempt:
-            return False
         if lease is None:
             stranger = self._engine is not None and self._engine[0] != report.writer.engine_id
             if report.reason is None or stranger or self._has_other(report.writer):
                 return False
             self._note_cached(report)
-            self._fence(f"prefill rank {report.writer.rank}: {report.reason}")
+            self.fail(f"prefill rank {report.writer.rank}: {report.reason}")
             return True
         first = not lease.reported
         lease.reported, lease.gone = True, False
@@ -223,7 +190,7 @@ class DecodeTicket:
         if not first or self.state is not TicketState.OPEN:
             return True
         if report.reason is not None:
-            self._fence(f"prefill rank {report.writer.rank}: {report.reason}")
+            self.fail(f"prefill rank {report.writer.rank}: {report.reason}")
             return True
         self.num_bytes += report.num_bytes
         self.bytes_before_end += report.bytes_before_end
@@ -243,32 +210,26 @@ class DecodeTicket:
             lease.until = max(lease.until, now + lease.settle_s)
 
     def fail(self, reason: str) -> None:
-        """Fails the ticket unless it has ended already. The reason of an attempt that failed before is kept: it
-        says more."""
-        if self.state in (TicketState.OPEN, TicketState.FENCING):
-            self.state = TicketState.FAILED
-            self.reason = self.reason or reason
+        """Fails the ticket unless it has ended already."""
+        if self.state is TicketState.OPEN:
+            self.state, self.reason = TicketState.FAILED, reason
 
     def prefill_has_ended(self, now: float, settle_s: float) -> None:
         """Prefill has ended: writers have asked for a grant, or will within `settle_s` seconds."""
         self._prefill_end = _PrefillEnd(now, settle_s)
 
     def tick(self, now: float) -> None:
-        """Lets time pass. The attempt fails if a lease has run out, and the ticket if it is past its deadline."""
+        """Lets time pass. The ticket fails if a lease has run out, or its deadline has passed."""
+        if self.state is not TicketState.OPEN:
+            return
         end = self._prefill_end
-        if self.state is TicketState.OPEN:
-            lost = [w for w, lease in self._leases.items() if not lease.reported and now >= lease.ends]
-            if lost:
-                self._fence(f"prefill rank {lost[0].rank} of engine {lost[0].engine_id} went silent")
-            elif now >= self.deadline:
-                self.fail(_WAITED if self._begun_at is None else "the transfer took too long")
-            elif end is not None and now >= end.at + end.settle_s and not self.live_writers():
-                self.fail("prefill ended without writing everything")
-        if self.state is TicketState.FENCING:
-            # Ranks of another attempt would ask from its beginning on. If none does, prefill ended with this attempt.
-            over = end is not None and now >= end.at + min(end.settle_s, _WAITS_S)
-            if now >= self.deadline or (over and now >= self._asked_at + _WAITS_S):
-                self.fail(self.reason)
+        lost = [w for w, lease in self._leases.items() if not lease.reported and now >= lease.ends]
+        if lost:
+            self.fail(f"prefill rank {lost[0].rank} of engine {lost[0].engine_id} went silent")
+        elif now >= self.deadline:
+            self.fail(_WAITED if self._begun_at is None else "the transfer took too long")
+        elif end is not None and now >= end.at + end.settle_s and not self.live_writers():
+            self.fail("prefill ended without writing everything")
 
     def is_quiesced(self, now: float) -> bool:
         """Returns whether the ticket has ended and no writer can write any more, so that its blocks may be released."""
@@ -286,7 +247,7 @@ class DecodeTicket:
         return all(lease.is_over(now) for lease in self._leases.values())
 
     def _has_other(self, writer: WriterId) -> bool:
-        """Returns whether the same rank has a grant for another transfer of this attempt."""
+        """Returns whether the same rank has a grant for another transfer of this ticket."""
         rank = (writer.engine_id, writer.pp_rank, writer.rank)
         return any((w.engine_id, w.pp_rank, w.rank) == rank for w in self._leases if w != writer)
 
@@ -295,22 +256,3 @@ class DecodeTicket:
             return
         tokens = report.cached_tokens or 0
         self.cached_tokens = tokens if self.cached_tokens is None else min(self.cached_tokens, tokens)
-
-    def _fence(self, reason: str) -> None:
-        """Ends the attempt as failed. Its grants are revoked."""
-        if self.state is TicketState.OPEN:
-            self.state = TicketState.FENCING
-            self.reason = reason
-            self._begun_at = None
-            self._next = self.attempt + 1
-
-    def _begin(self, attempt: int, now: float) -> None:
-        """Begins an attempt, which writes everything again."""
-        self.state, self.attempt, self.reason = TicketState.OPEN, attempt, ""
-        self._begun_at = now
-        self.num_bytes = self.bytes_before_end = 0
-        self._engine = None
-        self._leases.clear()
-        self._missing = frozenset()
-        if self._prefill_end is not None:
-            self._prefill_end = self._prefill_end._replace(at=now)

@@ -160,9 +160,6 @@ class DecodeSchedulerObserver:
     def post_retried(self) -> None:
         """A ticket is posted to the metaserver again. On the metaserver client's thread."""
 
-    def attempt_given_up(self) -> None:
-        """An attempt at a ticket failed. Another prefill engine may still serve the ticket."""
-
     def transfer_failed(self, cause: ReceiveFailure) -> None:
         """The request's KV will not arrive. `transfer_ended` follows."""
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.failure import PushFailure
-from vllm_ascend_pd.core.protocol import Complete, Granted, GrantRefused, Message, RankDescription
+from vllm_ascend_pd.core.protocol import Granted, GrantRefused, Message, RankDescription
 
 RankKey = tuple[int, int]  # (pp_rank, tp_rank)
 
@@ -56,8 +56,6 @@ class Destination:
     asked_at: float = -math.inf
     # Whether a request for a grant is in flight.
     asking: bool = False
-    # Whether it needs nothing.
-    complete: bool = False
     # Whether it has acknowledged the report of how the transfer ended.
     acked: bool = False
 
@@ -85,14 +83,12 @@ class TicketView:
     grant_deadline: float
     # When the lease of each decode rank ends that has granted.
     leases: Mapping[RankKey, float] = field(default_factory=dict)
-    # Decode ranks that need nothing.
-    complete: frozenset[RankKey] = frozenset()
     # Whether a decode rank has not granted or refused yet.
     waits_for_grant: bool = True
 
     def may_write(self, key: RankKey, now: float) -> bool | None:
         """Whether a write to decode rank `key` may be planned; None if that is not known yet."""
-        if self.failed or not self.is_writing or key in self.complete:
+        if self.failed or not self.is_writing:
             return False
         until = self.leases.get(key)
         return None if until is None else now < until
@@ -113,7 +109,7 @@ class TicketView:
         if not self.is_located:
             late = "the decode engine did not describe itself in time", PushFailure.UNREACHABLE
             return late if now >= self.grant_deadline else None
-        if key is None or key in self.complete:
+        if key is None:
             return None
         until = self.leases.get(key)
         if until is None:
@@ -123,7 +119,7 @@ class TicketView:
 
     def writable_until(self, key: RankKey) -> float:
         """Returns the time until which `may_write` returns True in this view; -inf if it does not."""
-        if self.failed or not self.is_writing or key in self.complete:
+        if self.failed or not self.is_writing:
             return -math.inf
         return self.leases.get(key, -math.inf)
 
@@ -131,11 +127,6 @@ class TicketView:
         """Returns the time until which bytes for `key` may be sent. They do no harm while the lease runs, so a failure
         does not change it."""
         return self.leases.get(key, -math.inf)
-
-    @property
-    def may_be_written(self) -> bool:
-        """Whether all decode ranks have granted, and not everything is written."""
-        return not self.failed and self.is_writing and not self.waits_for_grant
 
 
 @dataclass
@@ -146,10 +137,8 @@ class PrefillTicket:
     `grant_deadline` they never return None.
     """
 
-    # Until when a description and grants may come. It moves later if decode asks for more time.
+    # Until when a description and grants may come.
     grant_deadline: float
-    # The latest value of `grant_deadline`.
-    patience_ends: float = math.inf
     phase: Phase = Phase.WRITING
     failure: str | None = None
     # The kind of failure.
@@ -162,14 +151,11 @@ class PrefillTicket:
     rounds: int = 0
     # Whether the last report said that nothing can arrive any more.
     final: bool = False
-    # How often a view has allowed less than the one before.
-    withdrawals: int = 0
 
     def fail(self, reason: str, cause: PushFailure) -> None:
         """Records the first reason. Has no effect once the writing is over."""
         if self.failure is None and self.phase is Phase.WRITING:
             self.failure, self.cause = reason, cause
-            self.withdrawals += 1
 
     @property
     def waits_for_grant(self) -> bool:
@@ -177,7 +163,7 @@ class PrefillTicket:
         if self.failure is not None or self.phase is not Phase.WRITING:
             return False
         destinations = self.destinations
-        return destinations is None or not all(d.granted or d.complete for d in destinations.values())
+        return destinations is None or not all(d.granted for d in destinations.values())
 
     def view(self) -> TicketView:
         destinations = self.destinations or {}
@@ -187,7 +173,6 @@ class PrefillTicket:
             self.destinations is not None,
             self.grant_deadline,
             {key: self.lease_until(key) for key, d in destinations.items() if d.granted},
-            frozenset(key for key, d in destinations.items() if d.complete),
             self.waits_for_grant,
         )
 
@@ -202,7 +187,7 @@ class PrefillTicket:
         if self.failure is not None or self.phase not in (Phase.WRITING, Phase.FINISHED):
             return []
         destinations = (self.destinations or {}).items()
-        return [key for key, d in destinations if not (d.asking or d.complete) and now - d.asked_at >= d.pause_s]
+        return [key for key, d in destinations if not d.asking and now - d.asked_at >= d.pause_s]
 
     def asked(self, key: RankKey, now: float) -> Destination:
         destination = self._destination(key)
@@ -218,12 +203,7 @@ class PrefillTicket:
             destination.granted = True
             destination.lease_s = answer.lease_s
             destination.until = max(destination.until, asked_at + answer.lease_s)
-        elif isinstance(answer, Complete):
-            destination.complete = True
-            self.withdrawals += 1
-        elif isinstance(answer, GrantRefused) and answer.retry:
-            self.grant_deadline = max(self.grant_deadline, min(asked_at + answer.wait_s, self.patience_ends))
-        elif isinstance(answer, GrantRefused):
+        elif isinstance(answer, GrantRefused) and not answer.retry:
             self.fail(f"decode rank {key} refused: {answer.reason}", PushFailure.REFUSED)
             return True
         return False
@@ -235,8 +215,7 @@ class PrefillTicket:
         return self._view_at(None, now).located()
 
     def may_write(self, key: RankKey, now: float) -> bool | None:
-        """Whether a write to `key` may be planned now; it may begin as long as `holds` returns True. Returns False for
-        a rank that needs nothing."""
+        """Whether a write to `key` may be planned now; it may begin as long as `holds` returns True."""
         return self._view_at(key, now).may_write(key, now)
 
     def _view_at(self, key: RankKey | None, now: float) -> TicketView:

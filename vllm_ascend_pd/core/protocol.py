@@ -4,7 +4,7 @@
 P is a prefill rank, D a decode engine:
 
     P -> D's listener, in its engine core    Describe      -> EngineDescription
-    P -> a rank of D                         GrantRequest  -> Granted | GrantRefused | Complete
+    P -> a rank of D                         GrantRequest  -> Granted | GrantRefused
     P -> a rank of D                         WriteReport   -> Acknowledged
     P -> a rank of D, if P traces            ReadClock     -> ClockReading
     a rank of D -> P, without a request      Revoke
@@ -33,18 +33,14 @@ from vllm_ascend_pd.core.ticket import MAX_TRANSFER_ID_CHARS, Ticket
 from vllm_ascend_pd.core.topology import Sharding, sharding
 from vllm_ascend_pd.core.transports import TransportInfo
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """The first element of every frame. Peers of different versions refuse each other's messages.
 
 Raise it if a peer of the version before would misread a message: a required field comes or goes, or a field's meaning
 changes. Do not raise it for an optional field, which older peers ignore. Nor for a new request that may be answered
 with `Problem`, as long as the sender gets along without an answer.
 
-Version 1: the first one. Since then, without a new version:
-- `GrantRequest.wants_clock` and `Granted.clock` are gone. Both were optional, and are ignored where they still come.
-- `ReadClock` and `ClockReading` replace them. Older peers answer `Problem`.
-- `OfferTicket`, `AskTicket` and `ReleasePrompt` came. Older prefill engines do not listen.
-- `ReleasePrompt` says which prompt it means. If it does not, prefill frees the prompt half a minute later.
+Version 2: a ticket has one prefill engine. Messages carry no attempt number, and `Complete` is gone.
 """
 
 METASERVER_PATH = "/v1/metaserver"
@@ -149,8 +145,6 @@ class GrantRequest(msgspec.Struct, frozen=True, tag=True):
     """Asks for permission to write for a ticket. Repeated while the transfer lasts, to renew the lease."""
 
     ticket_id: _Id
-    # The attempt at the ticket that the writer serves.
-    attempt: int
     # Digest of the ticket as the writer has it.
     digest: _Id
     writer: WriterId
@@ -181,24 +175,17 @@ class GrantRefused(msgspec.Struct, frozen=True, tag="Refused"):
     """The writer must not write."""
 
     reason: str
-    # Whether to ask again: the ticket is not known yet, or another attempt may still write.
+    # Whether to ask again: the ticket is not known yet, or its blocks are still in use by earlier steps.
     retry: bool
-    # With `retry`: the writer should go on asking for at least so many seconds.
-    wait_s: _Seconds = 0.0
 
     def __post_init__(self) -> None:
         _shorten_reason(self)
-
-
-class Complete(msgspec.Struct, frozen=True, tag=True):
-    """There is nothing to write: the decode rank has received everything for this ticket from another attempt."""
 
 
 class WriteReport(msgspec.Struct, frozen=True, tag="Report"):
     """The writer has stopped writing for this ticket, for good."""
 
     ticket_id: _Id
-    attempt: int
     writer: WriterId
     # Why not everything that the writer covers is written. None if everything is.
     reason: str | None
@@ -225,7 +212,6 @@ class Revoke(msgspec.Struct, frozen=True, tag=True):
     """Tells a writer to stop writing for this ticket, and to report. Repeated until it reports or its process ends."""
 
     ticket_id: _Id
-    attempt: int
     writer: WriterId
     reason: str
     # Digest of the ticket, for a writer that has forgotten it.
@@ -333,7 +319,6 @@ Message = (
     | GrantRequest
     | Granted
     | GrantRefused
-    | Complete
     | WriteReport
     | Acknowledged
     | Revoke

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signs tickets with the cluster's secret, and verifies them.
 
-Decode signs the tickets that it issues. Prefill serves only signed ones. A proxy that retries a ticket as another
-attempt signs it again. The signature is an HMAC-SHA256 over the ticket's fields. Fields that prefill does not know, and
-fields with their default value, do not count.
+Decode signs the tickets that it issues. Prefill serves only signed ones. The signature is an HMAC-SHA256 over the
+ticket's fields. Fields that prefill does not know, and fields with their default value, do not count.
 """
 
 import hashlib

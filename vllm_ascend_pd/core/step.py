@@ -74,8 +74,6 @@ class Expect:
 
     request_id: str
     ticket_id: str
-    # The first attempt that may write.
-    attempt: int
     # Digest of the ticket, which grant requests must repeat.
     digest: str
     # Blocks of all cache groups that are lost if the transfer fails: those not in the prefix cache.
@@ -110,15 +108,13 @@ class WorkerReport:
     failed: dict[str, str] = field(default_factory=dict)
     # Ticket id -> (bytes, bytes that arrived before prefill ended), summed over ranks.
     received: dict[str, tuple[int, int]] = field(default_factory=dict)
-    # Ticket id -> (attempt, why it failed). Another attempt may follow.
-    given_up: dict[str, tuple[int, str]] = field(default_factory=dict)
     # For each ticket in `received`: how many tokens prefill had in its prefix cache.
     cached: dict[str, int] = field(default_factory=dict)
     # Rank -> number of weight updates since it started to serve, if that number is new.
     weight_updates: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.failed or self.received or self.given_up or self.weight_updates)
+        return bool(self.failed or self.received or self.weight_updates)
 
     def merge(self, other: "WorkerReport") -> "WorkerReport":
         """Returns one report for the ranks of both. Changes neither."""
@@ -126,12 +122,8 @@ class WorkerReport:
         for ticket_id, (num_bytes, before_end) in other.received.items():
             mine = received.get(ticket_id, (0, 0))
             received[ticket_id] = (mine[0] + num_bytes, mine[1] + before_end)
-        given_up = dict(self.given_up)
-        for ticket_id, other_attempt in other.given_up.items():
-            if ticket_id not in given_up or given_up[ticket_id][0] < other_attempt[0]:
-                given_up[ticket_id] = other_attempt
         cached = dict(self.cached)
         for ticket_id, tokens in other.cached.items():
             cached[ticket_id] = min(tokens, cached.get(ticket_id, tokens))
         updates = {**self.weight_updates, **other.weight_updates}  # their ranks differ
-        return WorkerReport({**other.failed, **self.failed}, received, given_up, cached, updates)
+        return WorkerReport({**other.failed, **self.failed}, received, cached, updates)

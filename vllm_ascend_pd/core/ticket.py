@@ -95,8 +95,6 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
 
     # 32 hexadecimal digits, drawn at random.
     ticket_id: str
-    # Counts the prefill engines that were asked, from 0.
-    attempt: _Count = 0
     # Tokens whose KV decode needs: all tokens of the request, or one less. These are the prompt's, unless the request
     # goes on after a preemption: then the tokens generated before it count as part of the prompt.
     num_tokens: _Count
@@ -129,11 +127,6 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
         return replica_hash_of(self.ticket_id)
 
     @property
-    def is_later(self) -> bool:
-        """Whether another prefill engine was asked before, which may still write."""
-        return self.attempt > 0
-
-    @property
     def endpoint(self) -> str:
         """Address of decode's listener."""
         return f"tcp://{authority(self.remote_host, self.remote_port)}"
@@ -144,7 +137,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
         return (self.endpoint, self.remote_engine_id)
 
     def digest(self) -> str:
-        """Returns a digest of everything that decides which bytes go where. It is the same in all attempts.
+        """Returns a digest of everything that decides which bytes go where.
 
         Without a `prompt` it equals the digest of versions that have no such field.
         """

@@ -54,11 +54,6 @@ class ArrivalQueue:
 
     # The control thread calls these.
 
-    def attempt_failed(self, ticket_id: str, attempt: int, reason: str) -> None:
-        """An attempt failed. Another one may follow, so no step is woken."""
-        with self._changed:
-            self._report.given_up[ticket_id] = (attempt, reason)
-
     def ticket_failed(self, ticket_id: str, reason: str, blocks: Collection[int]) -> None:
         """A ticket failed. Prefill ranks may still write to `blocks` until `ticket_ended`."""
         with self._changed:

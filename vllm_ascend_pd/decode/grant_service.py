@@ -22,7 +22,6 @@ from vllm_ascend_pd.core.observer import DecodeObserver
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
     ClockReading,
-    Complete,
     Granted,
     GrantRefused,
     GrantRequest,
@@ -64,14 +63,12 @@ class OpenTicket:
     ticket: DecodeTicket
     # Happens when steps that were queued before the ticket have ended: until then they may write to its blocks.
     vacated: Event
-    # Version of this engine's weights that the KV must fit. None until the attempt's first grant.
+    # Version of this engine's weights that the KV must fit. None until the first grant.
     weights_version: int | None = None
     # The connection that each writer last used.
     connections: dict[WriterId, ClientConnection] = field(default_factory=dict)
     # When each writer was last told to stop, in seconds of `time.monotonic`.
     revoked_at: dict[WriterId, float] = field(default_factory=dict)
-    # The last attempt whose failure was reported.
-    given_up: int = -1
     # Whether the ticket's failure was reported.
     failure_reported: bool = False
     # When to warn again that a writer does not answer.
@@ -142,7 +139,7 @@ class GrantService:
         if isinstance(message, GrantRequest):
             answer = self._grant(message, connection, now)
             if each := self._open.get(message.ticket_id):
-                self._advance(each, now)  # a request of a higher attempt ends the lower one
+                self._advance(each, now)
             return answer
         if isinstance(message, WriteReport):
             self._report(message, connection, now)
@@ -161,22 +158,12 @@ class GrantService:
             each.ticket.tick(now)
             self._advance(each, now)
 
-    def _grant(
-        self, request: GrantRequest, connection: ClientConnection, now: float
-    ) -> Granted | GrantRefused | Complete:
+    def _grant(self, request: GrantRequest, connection: ClientConnection, now: float) -> Granted | GrantRefused:
         each = self._open.get(request.ticket_id)
         if each is None:
             return self._answer_late(request)
         ticket = each.ticket
-        attempt = ticket.attempt
-        refused = ticket.admit(request, now)
-        if ticket.attempt != attempt:  # a new attempt begins
-            each.connections.clear()
-            each.revoked_at.clear()
-            each.warn_at = -math.inf
-            if not each.expect.cached_tokens:
-                each.weights_version = None
-        if refused is not None:
+        if (refused := ticket.admit(request, now)) is not None:
             return refused
         if each.expect.cached_tokens and self._weights_changed(each):
             ticket.fail("decode's weights were updated, and a part of the prompt was cached before")
@@ -190,8 +177,7 @@ class GrantService:
         ranks = len(request.sharding.shares)
         if ranks > MAX_TP or request.writer.rank >= ranks:
             return GrantRefused(f"rank {request.writer.rank} of {ranks} ranks in a pipeline stage", retry=False)
-        # Only a writer that has the ticket decides which engine writes for it.
-        if not ticket.engine_known and (request.attempt, request.digest) == (ticket.attempt, ticket.digest):
+        if not ticket.is_owned:
             replica_hash = replica_hash_of(request.ticket_id)
             try:
                 expected = self._expected_writers.of(request.sharding, replica_hash, request.draft)
@@ -208,13 +194,11 @@ class GrantService:
             each.weights_version = self._loaded.current.version
         return answer
 
-    def _answer_late(self, request: GrantRequest) -> GrantRefused | Complete:
+    def _answer_late(self, request: GrantRequest) -> GrantRefused:
         """For a ticket that is not open: it has ended, or the scheduler's step has not brought it yet."""
         ended = self._closed.get(request.ticket_id)
         if ended is None:
             return GrantRefused("the ticket is not known here", retry=True)
-        if ended.state is TicketState.RECEIVED and ended.digest == request.digest:
-            return Complete()
         return GrantRefused(f"the ticket is closed: {ended.reason or ended.state.value}", retry=False)
 
     def _refuse_weights(self, request: GrantRequest) -> GrantRefused | None:
@@ -259,15 +243,6 @@ class GrantService:
         if ticket.state is TicketState.OPEN:
             return
         ticket_id, request_id = ticket.ticket_id, each.expect.request_id
-        if ticket.state is TicketState.FENCING and each.given_up < ticket.attempt:
-            each.given_up = ticket.attempt
-            logger.warning(
-                "request %s: attempt %d failed: %s: it waits for another prefill engine",
-                request_id,
-                ticket.attempt,
-                ticket.reason,
-            )
-            self._arrivals.attempt_failed(ticket_id, ticket.attempt, ticket.reason)
         if ticket.state is TicketState.FAILED and not each.failure_reported:
             each.failure_reported = True
             logger.warning(
@@ -297,7 +272,7 @@ class GrantService:
             if now - each.revoked_at.get(writer, -math.inf) >= _REVOKE_EVERY_S:
                 each.revoked_at[writer] = now
                 connection = each.connections[writer]
-                revoke = Revoke(ticket.ticket_id, ticket.attempt, writer, ticket.reason, ticket.digest)
+                revoke = Revoke(ticket.ticket_id, writer, ticket.reason, ticket.digest)
                 connection.send(revoke, functools.partial(self._connection_closed, each, writer, connection))
         if overdue and now >= each.warn_at:
             if each.warn_at > -math.inf:

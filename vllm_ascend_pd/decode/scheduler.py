@@ -54,8 +54,6 @@ class _IncomingTransfer:
     # Why the transfer failed, in words and as a kind. None: it has not failed.
     failure: str | None = None
     cause: ReceiveFailure | None = None
-    # The last attempt that ranks gave up, and why. Another attempt may follow.
-    given_up: tuple[int, str] | None = None
     # Bytes received, and how many of them before prefill ended. Summed over ranks.
     received: tuple[int, int] = (0, 0)
     # How long the prompt was to wait in prefill's queue, in seconds, as the proxy said.
@@ -236,9 +234,7 @@ class DecodeScheduler:
             if outcome.ok:
                 self._step.prefilled.append(outcome.key)
             elif transfer := self._by_ticket.get(outcome.key):
-                # A rank's own reason says more than the proxy's.
-                reason = outcome.reason if transfer.given_up is None else transfer.given_up[1]
-                self._fail(transfer, reason, ReceiveFailure.PREFILL)
+                self._fail(transfer, outcome.reason, ReceiveFailure.PREFILL)
 
     @owned
     def update(self, report: WorkerReport | None, finished_recving: set[str]) -> None:
@@ -255,17 +251,9 @@ class DecodeScheduler:
                 self._transfer_ended(transfer)
 
     def _take_failures(self, report: WorkerReport) -> None:
-        for ticket_id, (attempt, reason) in report.given_up.items():
-            transfer = self._by_ticket.get(ticket_id)
-            if transfer is not None and (transfer.given_up is None or transfer.given_up[0] < attempt):
-                transfer.given_up = (attempt, reason)
-                self._observer.attempt_given_up()
-                if ticket_id not in report.failed and not self._report(transfer, attempt, reason, final=False):
-                    self._fail(transfer, reason, ReceiveFailure.TRANSFER)
         for ticket_id, reason in report.failed.items():
             if transfer := self._by_ticket.get(ticket_id):
-                attempt = transfer.given_up[0] if transfer.given_up else transfer.ticket.attempt
-                self._report(transfer, attempt, reason, final=True)
+                self._report(transfer, reason)
                 # If one rank has failed, the others need not wait any longer.
                 self._fail(transfer, reason, ReceiveFailure.TRANSFER)
 
@@ -362,15 +350,12 @@ class DecodeScheduler:
         self._without_ticket.add(request.request_id)
         self._routes.no_ticket(params, self._issuer.name(request), reason)
 
-    def _report(self, transfer: _IncomingTransfer, attempt: int, reason: str, final: bool) -> bool:
-        """Passes on what a rank noticed. Returns whether another attempt at the ticket may follow.
-
-        The proxy asks another prefill engine, or tells the client why there is no answer.
-        """
+    def _report(self, transfer: _IncomingTransfer, reason: str) -> None:
+        """Passes on what a rank noticed. The proxy makes a new request, or tells the client why there is no answer."""
         if transfer.route is None or transfer.failure is not None:
-            return True
+            return
         ticket, reason = transfer.ticket, reason[:MAX_REASON_CHARS]
-        return transfer.route.report(TransferFailure(ticket.request_id, ticket.ticket_id, attempt, reason, final))
+        transfer.route.report(TransferFailure(ticket.request_id, ticket.ticket_id, 0, reason, final=True))
 
     def _fail(self, transfer: _IncomingTransfer, reason: str, cause: ReceiveFailure) -> None:
         """Gives the transfer up, unless it has ended or failed already: the next step cancels it on all ranks."""

@@ -119,4 +119,4 @@ class TicketIssuer:
             for group, ids in zip(self.groups, blocks, strict=True)
         ]
         lost = [block for ids in written for block in ids if block != NULL_BLOCK]
-        return Expect(request_id, ticket.ticket_id, ticket.attempt, ticket.digest(), lost, cached)
+        return Expect(request_id, ticket.ticket_id, ticket.digest(), lost, cached)

@@ -31,8 +31,8 @@ class TicketRoute(Protocol):
     def ended(self, ticket: Ticket, failure: str | None) -> None:
         """The transfer has ended, before or after the outcome. `failure`: why it failed; None: the KV is there."""
 
-    def report(self, failure: TransferFailure) -> bool:
-        """A rank noticed a failure. Returns whether another attempt at the ticket may follow."""
+    def report(self, failure: TransferFailure) -> None:
+        """A rank noticed that the transfer has failed."""
 
 
 class TicketRoutes:
@@ -88,9 +88,8 @@ class _OverMetaserver:
         if failure is not None:
             self._client.cancel(ticket.ticket_id)
 
-    def report(self, failure: TransferFailure) -> bool:
+    def report(self, failure: TransferFailure) -> None:
         self._client.report_failure(self._url, failure)
-        return True
 
 
 class _ToPrefill:
@@ -108,5 +107,5 @@ class _ToPrefill:
         if failure is not None:
             self._client.release(self._prompt, ticket, failure)
 
-    def report(self, failure: TransferFailure) -> bool:
-        return False
+    def report(self, failure: TransferFailure) -> None:
+        """`ended` tells the engine."""

@@ -100,7 +100,6 @@ class DecodeWorker:
     def _open(self, expect: Expect, vacated: Event, step: DecodeStep, now: float) -> OpenTicket:
         ticket = DecodeTicket(
             expect.ticket_id,
-            expect.attempt,
             expect.digest,
             now + self._config.queue_timeout_s,
             self._config.transfer_timeout_s,

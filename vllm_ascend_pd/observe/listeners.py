@@ -123,9 +123,6 @@ class DecodeSchedulerStats(DecodeSchedulerObserver):
     def post_retried(self) -> None:
         self._stats.add(stats.TICKET_POST_RETRIES)
 
-    def attempt_given_up(self) -> None:
-        self._stats.add(stats.ATTEMPTS_GIVEN_UP)
-
     def transfer_failed(self, cause: ReceiveFailure) -> None:
         self._stats.add(stats.RECEIVE_FAILURES, reason=cause.value)
 

@@ -141,9 +141,6 @@ TICKET_TO_READY_SECONDS = Histogram(
     _REQUEST_SECONDS,
 )
 TICKET_POST_RETRIES = Counter("ticket_post_retries", "Tickets that were posted to the metaserver again.")
-ATTEMPTS_GIVEN_UP = Counter(
-    "attempts_given_up", "Attempts at a ticket that failed; another prefill engine may have served it."
-)
 RECEIVE_FAILURES = Counter(
     "receive_failures",
     "Requests whose KV was not received.",
@@ -191,7 +188,6 @@ PREFILL_METRICS: tuple[Metric, ...] = (
 DECODE_METRICS: tuple[Metric, ...] = (
     TICKET_TO_READY_SECONDS,
     TICKET_POST_RETRIES,
-    ATTEMPTS_GIVEN_UP,
     RECEIVE_FAILURES,
     PROMPTS,
     PROMPT_TOKENS,

@@ -67,7 +67,7 @@ class ControlPlane:
             observer,
         )
 
-        def make_sender(name: str, is_later: bool) -> Sender:
+        def make_sender(name: str) -> Sender:
             return Sender(
                 name,
                 engine,
@@ -78,8 +78,6 @@ class ControlPlane:
                 observer,
                 queue_size=config.push_queue_size,
                 ready_timeout_s=config.collective_timeout_s + config.write_timeout_s,
-                # Later attempts at tickets of one engine that died get their grants one after the other.
-                grant_wait_s=config.grant_timeout_s if is_later else config.control_timeout_s,
             )
 
         signed = config.ticket_secret_file is not None

@@ -13,14 +13,13 @@ _FORGET_AFTER_S = 600.0
 
 @dataclass
 class Peer:
-    """One decode engine. The control thread owns all of it except `senders`, `users` and `used_at`."""
+    """One decode engine. The control thread owns all of it except `sender`, `users` and `used_at`."""
 
     # The address of its listener, which describes it.
     endpoint: str
     engine_id: str
-    # By `Ticket.is_later`: what writes to it. A later attempt may have to wait until no writer of the one before can
-    # write any more. All that is queued behind it waits, too.
-    senders: dict[bool, Sender] = field(default_factory=dict)
+    # What writes to it. None until its first ticket.
+    sender: Sender | None = None
     # How its ranks' caches lie. None until it has described itself.
     layout: DecodeLayout | None = None
     # Transfers that wait for its description.
@@ -33,7 +32,7 @@ class Peer:
     gone: str | None = None
     # Addresses that were connected to for it.
     endpoints: set[str] = field(default_factory=set)
-    # Tickets of it that were acquired and not yet released. The model's thread writes `senders`, this and the next, the
+    # Tickets of it that were acquired and not yet released. The model's thread writes `sender`, this and the next, the
     # control thread reads them, both under the lock of `Peers`.
     users: int = 0
     # When a ticket of it was released last.

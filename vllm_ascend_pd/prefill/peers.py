@@ -45,12 +45,12 @@ class Peers:
         client: SideChannelClient,
         transfers: TransferControl,
         engine: TransferEngine,
-        make_sender: Callable[[str, bool], Sender],
+        make_sender: Callable[[str], Sender],
         fit: FitCheck,
         hosts: HostList,
         control_timeout_s: float,
     ) -> None:
-        """`make_sender(name, is_later)` starts a sender of first or of later attempts.
+        """`make_sender(name)` starts a sender.
 
         hosts: which hosts decode engines may be at.
         """
@@ -61,7 +61,7 @@ class Peers:
         self._fit = fit
         self._hosts = hosts
         self._timeout_s = control_timeout_s
-        # Guards the map below, which both threads change, and `senders`, `users` and `used_at` of the peers in it.
+        # Guards the map below, which both threads change, and `sender`, `users` and `used_at` of the peers in it.
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], Peer] = {}
         # The control thread owns the rest.
@@ -81,11 +81,10 @@ class Peers:
             if peer is None:
                 peer = Peer(ticket.endpoint, ticket.remote_engine_id, endpoints={ticket.endpoint})
                 self._peers[ticket.issuer] = peer
-            if ticket.is_later not in peer.senders:
-                name = f"pd-sender-{ticket.remote_host}:{ticket.remote_port}{'-later' if ticket.is_later else ''}"
-                peer.senders[ticket.is_later] = self._make_sender(name, ticket.is_later)
+            if peer.sender is None:
+                peer.sender = self._make_sender(f"pd-sender-{ticket.remote_host}:{ticket.remote_port}")
             peer.users += 1
-            return peer.senders[ticket.is_later]
+            return peer.sender
 
     def release(self, ticket: Ticket) -> None:
         """Gives the sender back that was acquired for `ticket`: it gets no more tasks for it."""
@@ -205,9 +204,9 @@ class Peers:
             self._client.rest(endpoint)
         self._retired = [sender for sender in self._retired if not sender.ended]
         for peer in forgotten:
-            for sender in peer.senders.values():
-                sender.retire()
-                self._retired.append(sender)
+            if peer.sender is not None:
+                peer.sender.retire()
+                self._retired.append(peer.sender)
             for endpoint in peer.endpoints - in_use:
                 self._client.forget(endpoint)
                 del self._describing[endpoint]
@@ -217,5 +216,5 @@ class Peers:
     def close(self, timeout_s: float) -> None:
         """Stops the senders. The control thread must have ended."""
         with ExitStack() as closing:
-            for sender in [*self._retired, *(sender for peer in self._all() for sender in peer.senders.values())]:
+            for sender in [*self._retired, *(peer.sender for peer in self._all() if peer.sender is not None)]:
                 closing.callback(sender.close, timeout_s)

@@ -44,15 +44,13 @@ class StepPlan:
 
 
 class TicketShape(NamedTuple):
-    """A decode engine as its tickets describe it, and which of its senders writes.
+    """A decode engine as its tickets describe it.
 
     Plans use this instead of the engine's description, because all ranks must make the same plan (R5), and a rank may
     not have the description yet.
     """
 
     issuer: tuple[str, str]
-    # Whether the tickets are for later attempts, which have a sender of their own.
-    is_later: bool
     sharding: Sharding
     block_sizes: tuple[int, ...]
     draft: str
@@ -60,7 +58,7 @@ class TicketShape(NamedTuple):
     @classmethod
     def of(cls, ticket: Ticket) -> "TicketShape":
         block_sizes = tuple(ticket.remote_block_size)
-        return cls(ticket.issuer, ticket.is_later, ticket.sharding, block_sizes, ticket.remote_draft)
+        return cls(ticket.issuer, ticket.sharding, block_sizes, ticket.remote_draft)
 
 
 class Planner:

@@ -2,7 +2,7 @@
 """A thread that writes to one decode engine. It runs tasks in the order in which they were put.
 
 The model's thread puts layers. Any thread puts the end of transfers. The sender's own thread runs the tasks, and owns
-the executor and the grant wait limit.
+the executor.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.executor import LayerExecutor
-from vllm_ascend_pd.prefill.grant_wait import GrantWaitLimit
 from vllm_ascend_pd.prefill.layer_push import LayerPush
 from vllm_ascend_pd.prefill.staging import LOOK_S, StagingRing
 from vllm_ascend_pd.prefill.step_transfer import StepTransfer
@@ -35,7 +34,7 @@ class Sender:
     """Writes to one decode engine.
 
     Tasks end in the order in which they were put. So when the end of a transfer is handled, all its writes are over.
-    The model's thread owns the methods that register transfers and queue layers.
+    The model's thread owns the method that queues layers.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class Sender:
         *,
         queue_size: int,
         ready_timeout_s: float,
-        grant_wait_s: float,
     ) -> None:
         """Starts the thread.
 
@@ -58,16 +56,12 @@ class Sender:
         loaded: the model's weights.
         queue_size: how many layers may wait.
         ready_timeout_s: how long a layer's bytes may take until they can be read.
-        grant_wait_s: how long a transfer without a grant may keep others waiting.
         """
         self._executor = LayerExecutor(engine, ring, running_time, observer, ready_timeout_s)
         self._ring = ring
         self._observer = observer
         self._control = control
         self._loaded = loaded
-        self.grant_wait = GrantWaitLimit(grant_wait_s, self._others_wait)
-        # The transfers that it writes, by number. The model's thread changes it, the sender's thread copies it.
-        self._transfers: dict[int, Transfer] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # A token for each further layer that may wait. The number of transfers bounds the other tasks. Not a semaphore:
         # its methods are Python, and each layer would run them on the model's thread.
@@ -84,16 +78,6 @@ class Sender:
         self._thread.start()
 
     # On the model's thread.
-
-    @owned
-    def add(self, transfer: Transfer) -> None:
-        """Registers a transfer whose tasks will be put here."""
-        self._transfers[transfer.number] = transfer
-
-    @owned
-    def remove(self, transfer: Transfer) -> None:
-        """Removes a transfer for which no more tasks are put."""
-        del self._transfers[transfer.number]
 
     @owned
     def put_layer(self, push: LayerPush, timeout_s: float) -> None:
@@ -214,7 +198,3 @@ class Sender:
 
     def _slots_rest(self) -> bool:
         return self._ring is not None and self._ring.rests()
-
-    def _others_wait(self) -> bool:
-        """Whether a transfer has all its grants and KV to be written."""
-        return any(other.planned and other.may_be_written for other in list(self._transfers.values()))

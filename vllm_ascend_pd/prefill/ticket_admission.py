@@ -65,7 +65,7 @@ class TicketAdmission:
 
     @owned
     def admit(self, ticket: Ticket) -> None:
-        """Admits a ticket, once per attempt. `ended` must follow. Raises TicketError if the ticket is not served."""
+        """Admits a ticket, once. `ended` must follow. Raises TicketError if the ticket is not served."""
         if (reason := self._hosts.refusal(ticket.remote_host)) is not None:
             raise TicketError(f"the ticket's {reason}")
         if self._secret is None:
@@ -104,7 +104,7 @@ class TicketAdmission:
             )
         self._forget_expired(now)
         seen = self._seen.setdefault(ticket.expires_at // _FORGET_S, set())
-        key = hashlib.blake2b(f"{ticket.attempt} {ticket.ticket_id}".encode(), digest_size=16).digest()
+        key = hashlib.blake2b(ticket.ticket_id.encode(), digest_size=16).digest()
         if key in seen:
             raise TicketError("the ticket was used before: a replay")
         if self._remembered >= self._capacity:

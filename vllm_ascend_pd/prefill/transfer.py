@@ -42,7 +42,7 @@ class Withdrawals:
 
 
 class Transfer:
-    """One attempt at a ticket on one prefill rank."""
+    """What becomes of one ticket on one prefill rank."""
 
     def __init__(
         self,
@@ -68,13 +68,9 @@ class Transfer:
         self.weights = weights
         # Shared by all transfers of this rank: see `LeaseCheck`.
         self.withdrawals = withdrawals
-        # When other transfers of the same sender stop waiting for this one's grants.
-        self._grant_wait_ends = state.grant_deadline
 
         # The model's thread owns it.
 
-        # Whether some of it was planned to be written. The sender reads it.
-        self.planned = False
         # The end of the prompt's last layer. The sender reads it, after it was told that the transfer ends.
         self.computed: Event | None = None
         # Whether vLLM is done with the request.
@@ -136,11 +132,6 @@ class Transfer:
         """Whether a decode rank has not granted or refused yet."""
         return self._failure is None and self._view.waits_for_grant
 
-    @property
-    def may_be_written(self) -> bool:
-        """Whether all decode ranks have granted, and not everything is written."""
-        return self._failure is None and self._view.may_be_written
-
     def writable_until(self, key: RankKey) -> float:
         """As `TicketView.writable_until`."""
         return -math.inf if self._failure is not None else self._view.writable_until(key)
@@ -164,22 +155,15 @@ class Transfer:
 
         It also fails if a lease has run out while its renewal is in flight.
         """
-        limit, waited = self.sender.grant_wait, False
         with self._changed:
             while self._failure is None:
                 now = time.monotonic()
                 if (overdue := self._view.overdue(key, now)) is not None:
                     self._fail(*overdue)
                 elif (answer := question(self._view, now)) is not None:
-                    if waited and answer:
-                        limit.rewarded()
                     return answer
-                elif limit.is_over(self._grant_wait_ends, now):
-                    self._fail("no grant came, and other requests' KV waited behind this request", PushFailure.NO_GRANT)
                 else:
-                    waited = True
-                    ask_at = min(limit.next_look(self._grant_wait_ends, now), self._view.grant_deadline)
-                    self._changed.wait(max(0.0, ask_at - now))
+                    self._changed.wait(max(0.0, self._view.grant_deadline - now))
             return False
 
     def wrote(self, key: RankKey, num_bytes: int, early: int) -> None:
@@ -199,14 +183,12 @@ class Transfer:
         if threads.CHECKED:
             threads.check_owner(self.state, "Transfer.changing")
         self.take_failure()
-        before = self.state.withdrawals
         yield self.state
         with self._changed:
             self._view = self.state.view()
             if self.state.failure is not None and self._failure is None:
                 assert self.state.cause is not None
                 self._failure = self.state.failure, self.state.cause
-            if self.state.withdrawals != before:
                 self.withdrawals.count += 1
             self._changed.notify_all()
 
@@ -220,7 +202,6 @@ class Transfer:
         total, early = self.written.get(key, (0, 0))
         return WriteReport(
             self.ticket.ticket_id,
-            self.ticket.attempt,
             writer,
             reason,
             num_bytes=total,

@@ -138,9 +138,7 @@ class TransferControl:
         self._disclaimed.add(number)
         self._client.request(
             endpoint,
-            WriteReport(
-                revoke.ticket_id, revoke.attempt, revoke.writer, "the transfer has ended", digest=revoke.digest
-            ),
+            WriteReport(revoke.ticket_id, revoke.writer, "the transfer has ended", digest=revoke.digest),
             self._timeout_s,
             lambda answer: self._disclaimed.discard(number),
         )
@@ -181,7 +179,6 @@ class TransferControl:
         ticket = transfer.ticket
         request = GrantRequest(
             ticket.ticket_id,
-            ticket.attempt,
             transfer.digest,
             self._writer(transfer.number),
             self._rank_info.sharding,

@@ -63,13 +63,12 @@ class Transfers:
                 request_id,
                 ticket,
                 self._control.acquire(ticket),
-                PrefillTicket(now + self._config.grant_timeout_s, patience_ends=now + self._config.transfer_timeout_s),
+                PrefillTicket(now + self._config.grant_timeout_s),
                 self._withdrawals,
                 cached_tokens.get(request_id, 0),
                 self._loaded.current,
             )
             self._by_request[request_id] = transfer
-            transfer.sender.add(transfer)
             self._senders[transfer.sender] += 1
             opened.append(transfer)
         if opened:
@@ -138,7 +137,6 @@ class Transfers:
             transfer = self._by_request.pop(request_id, None)
             if transfer is None:
                 continue
-            transfer.sender.remove(transfer)
             self._senders[transfer.sender] -= 1
             if not self._senders[transfer.sender]:
                 del self._senders[transfer.sender]

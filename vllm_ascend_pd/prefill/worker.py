@@ -103,8 +103,6 @@ class PrefillWorker:
         for request_id, aborted in step.finished.items():
             self._transfers.release(request_id, aborted)
         self._transfers.free(step.unsent)
-        for send in step.sends:
-            self._transfers[send.request_id].planned = True
         self._plan = self._planner.plan(step.sends, self._transfers)
         self._forward_ended = False
         self._written = None

@@ -19,7 +19,7 @@ from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
 pytestmark = pytest.mark.npu
 
 OUR_FIELDS = {
-    *("ticket_id", "attempt", "num_tokens", "remote_interleave_size", "remote_draft"),
+    *("ticket_id", "num_tokens", "remote_interleave_size", "remote_draft"),
     *("prompt", "replaces", "expires_at", "signature"),
 }
 
@@ -76,7 +76,7 @@ def test_their_ticket_means_what_ours_does(posted: dict[str, Any]) -> None:
 
     assert posted["url"] == "http://192.0.2.2:9000/v1/metaserver", "the ticket goes elsewhere than the request says"
     body = json.loads(json.dumps(posted["json"]))
-    ticket = parse_ticket({**body, "ticket_id": 32 * "0", "attempt": 0, "num_tokens": 300}, 300, 1)
+    ticket = parse_ticket({**body, "ticket_id": 32 * "0", "num_tokens": 300}, 300, 1)
     assert ticket.request_id == external_request_id(REQUEST_ID), "another id for the proxy"
     assert (ticket.do_remote_prefill, ticket.do_remote_decode) == (False, True)
     assert (ticket.remote_block_ids, ticket.remote_block_size) == ([[5, 6, 7]], [BLOCK])
