@@ -106,11 +106,10 @@ def test_a_host_that_is_not_allowed_is_not_connected_to(scheduler: DecodeSchedul
     assert scheduler._routes._prefill._loop is None, "not even the thread has started"
 
 
-def test_a_failure_that_a_rank_notices_is_final(scheduler: DecodeScheduler, prefill: TicketTaker) -> None:
-    """Nobody asks another prefill engine, unlike our proxy."""
+def test_a_failure_that_a_rank_notices_releases_the_prompt(scheduler: DecodeScheduler, prefill: TicketTaker) -> None:
     request = routed(prefill)
     [expect] = issue(scheduler, request).expects
-    scheduler.update(WorkerReport(given_up={expect.ticket_id: (0, "a lease ran out")}), set())
+    scheduler.update(WorkerReport({expect.ticket_id: "a lease ran out"}), set())
     assert scheduler.build_step({"other": 1}).cancelled == {expect.ticket_id: "a lease ran out"}
     eventually(lambda: prefill.of(ReleasePrompt))
     assert prefill.of(ReleasePrompt)[0].reason == "a lease ran out"

@@ -16,6 +16,7 @@ from vllm_ascend_pd.core.hosts import AnyHost, decode_hosts
 from vllm_ascend_pd.core.layout import CacheTensor, RankCaches
 from vllm_ascend_pd.core.protocol import (
     MAX_REASON_CHARS,
+    PROTOCOL_VERSION,
     EngineDescription,
     GrantRefused,
     Problem,
@@ -163,7 +164,7 @@ HOSTILE_TEXT = "\x1b[31mred\nfake log line\x00\u202e" + "x" * 100_000
 )
 def test_reasons_are_one_short_line_whoever_wrote_them(message):
     raw = msgspec.to_builtins(message) | {"reason": HOSTILE_TEXT}
-    _, received = decode(msgspec.msgpack.encode((1, 0, raw)))
+    _, received = decode(msgspec.msgpack.encode((PROTOCOL_VERSION, 0, raw)))
     for reason in (message.reason, received.reason):
         assert reason.isprintable()
         assert reason.startswith("[31mred fake log line x")
@@ -181,7 +182,7 @@ def test_writers_have_names_and_numbers(changes):
     )
     report = msgspec.to_builtins(WriteReport("0" * 32, WriterId("prefill", 0, 0), None))
     try:
-        frame = msgspec.msgpack.encode((1, 0, report | {"writer": list(values.values())}))
+        frame = msgspec.msgpack.encode((PROTOCOL_VERSION, 0, report | {"writer": list(values.values())}))
     except (OverflowError, UnicodeEncodeError):
         return
     try:
