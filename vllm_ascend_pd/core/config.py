@@ -87,7 +87,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Longest time that one batch of the transfer engine may take. At most 600. Over `ascend` a batch always has the
     time that RoCE needs to repair a link: 34 seconds, unless HCCL_RDMA_TIMEOUT says otherwise."""
     grant_timeout_s: float = 20.0
-    """How long a prefill rank asks for a grant before it gives the ticket up. Where it regroups KV, it stops sooner when
+    """How long a prefill rank asks for a grant before it gives the ticket up. Where it regroups KV, it stops sooner if
     another request needs the staging slot."""
     control_timeout_s: float = 5.0
     """Longest wait for an answer on the side channel."""
