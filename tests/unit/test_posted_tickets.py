@@ -8,13 +8,11 @@ import msgspec
 import pytest
 
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
-from vllm_ascend_pd.core.signing import Secret, resigned, signed, verify
 from vllm_ascend_pd.core.text import UNREADABLE
 from vllm_ascend_pd.core.ticket import Ticket as WholeTicket
 from vllm_ascend_pd.core.ticket import parse_ticket
-from vllm_ascend_pd.proxy.rendezvous.tickets import NotRepeatableError, read_ticket
+from vllm_ascend_pd.proxy.rendezvous.tickets import read_ticket
 
-SECRET = Secret(b"a secret of this test, long enough")
 PROMPT = 10
 WHOLE = WholeTicket(
     request_id="cmpl-1",
@@ -60,17 +58,6 @@ def test_another_connectors_ticket_is_passed_on_byte_for_byte() -> None:
 def test_malformed_token_ids_are_refused(token_ids: Any) -> None:
     with pytest.raises(UNREADABLE):
         read_ticket(posted(token_ids))
-
-
-def test_other_attempts_have_the_same_token_ids_and_are_signed_without_them() -> None:
-    taken = read_ticket(posted([5] * PROMPT, signed(WHOLE, SECRET, 2_000_000_000)))
-    again = taken.of_attempt(3, lambda fields, number: resigned(fields, SECRET, number))
-    assert again.token_ids is taken.token_ids
-    ticket = parse_ticket(json.loads(again.encoded), PROMPT, 1)
-    assert (ticket.attempt, ticket.prompt) == (3, WHOLE.prompt)
-    verify(ticket, SECRET)
-    with pytest.raises(NotRepeatableError, match="no ticket secret"):
-        taken.of_attempt(1, None)
 
 
 def test_another_attempt_of_a_long_prompt_does_not_touch_its_token_ids() -> None:

@@ -7,7 +7,6 @@ ticket's fields. Fields that prefill does not know, and fields with their defaul
 
 import hashlib
 import hmac
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -58,20 +57,6 @@ def verify(ticket: Ticket, secret: Secret) -> None:
         raise TicketError("the ticket is not signed: decode needs this cluster's ticket_secret_file")
     if not hmac.compare_digest(ticket.signature.encode(), secret.signature(_content(ticket)).encode()):
         raise TicketError("the ticket was altered, or signed with another secret")
-
-
-def resigned(params: Mapping[str, Any], secret: Secret, attempt: int) -> dict[str, Any]:
-    """Returns `params` with their ticket signed again as attempt number `attempt`. It expires at the same time.
-
-    Raises TicketError for a ticket that was not signed with `secret`.
-    """
-    try:
-        ticket = msgspec.convert(params, Ticket)
-    except msgspec.ValidationError as error:
-        raise TicketError(f"not a ticket: {error}") from None
-    verify(ticket, secret)
-    again = signed(msgspec.structs.replace(ticket, attempt=attempt), secret, ticket.expires_at)
-    return {**params, "attempt": attempt, "signature": again.signature}
 
 
 def _content(ticket: Ticket) -> bytes:

@@ -19,7 +19,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from vllm_ascend_pd import __version__
-from vllm_ascend_pd.core.signing import resigned
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.proxy.background import Background
 from vllm_ascend_pd.proxy.http.cross_origin import CrossOrigin
@@ -135,7 +134,6 @@ class ProxyApp:
         ]
 
     def _metaserver_routes(self, settings: ProxySettings) -> list[BaseRoute]:
-        secret = settings.ticket_secret()
         metaserver = Metaserver(
             self._request_table,
             self._prefill,
@@ -145,7 +143,7 @@ class ProxyApp:
             read_timeout=settings.read_timeout,
             max_ticket_bytes=settings.max_ticket_bytes,
             prefill_attempts=settings.prefill_attempts,
-            sign=None if secret is None else lambda ticket, attempt: resigned(ticket, secret, attempt),
+            sign=None,
         )
         return [*metaserver.routes()]
 
