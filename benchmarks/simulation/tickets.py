@@ -87,13 +87,12 @@ class Transfer:
     def _asked(self, due: list[int], asked_at: float) -> None:
         common, consumer = self._common, self._consumer
         now = common.clock.now
-        if not consumer.engine_known and consumer.state is TicketState.OPEN:
+        if not consumer.is_owned and consumer.state is TicketState.OPEN:
             consumer.expect(self._engine, common.sharding, common.expected(self._lane))
         answers = [
             consumer.grant(
                 GrantRequest(
                     self._id,
-                    0,
                     _DIGEST,
                     self._writer(rank),
                     common.sharding,
@@ -137,7 +136,6 @@ class Transfer:
             reports.append(
                 WriteReport(
                     self._id,
-                    0,
                     self._writer(rank),
                     state.failure,
                     round(nbytes * share),

@@ -21,7 +21,7 @@ from examples import MESSAGES, PLAIN, RANK
 from mutate import hostile_bytes, json_text, msgpack
 
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, parse_config
-from vllm_ascend_pd.core.protocol import ProtocolError, decode, encode
+from vllm_ascend_pd.core.protocol import PROTOCOL_VERSION, ProtocolError, decode, encode
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, carries_ticket, parse_ticket, wants_ticket
 from vllm_ascend_pd.core.topology import TopologyError, sharding, writers_to
 from vllm_ascend_pd.decode import metaserver_http
@@ -174,7 +174,9 @@ class Target:
 
 _NO_REQUEST = (RequestRefused, ForDecodeAlone)
 TARGETS = {
-    "messages": Target(_protocol, (ProtocolError,), tuple([1, 7, message] for message in PLAIN), msgpack),
+    "messages": Target(
+        _protocol, (ProtocolError,), tuple([PROTOCOL_VERSION, 7, message] for message in PLAIN), msgpack
+    ),
     "a rank's description": Target(
         _describe, (msgspec.MsgspecError, UnicodeDecodeError, RecursionError), (msgspec.to_builtins(RANK),), msgpack
     ),

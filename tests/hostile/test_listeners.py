@@ -23,7 +23,15 @@ from mutate import hostile_bytes, msgpack
 
 from harness import waiting
 from harness.channels import plain_sockets
-from vllm_ascend_pd.core.protocol import AskTicket, Describe, GrantRefused, Message, TicketRefused, decode
+from vllm_ascend_pd.core.protocol import (
+    PROTOCOL_VERSION,
+    AskTicket,
+    Describe,
+    GrantRefused,
+    Message,
+    TicketRefused,
+    decode,
+)
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
 
 pytestmark = pytest.mark.timeout(3600)  # the long form
@@ -225,7 +233,7 @@ def test_peers_that_never_read_their_answers(listener: Listener, kind: str) -> N
 def test_messages_that_cannot_be_read(listener: Listener, inputs: int, fuzz_seed: int) -> None:
     """The listener answers each of them, so none is lost, and counts them."""
     count = many(inputs, 2000)
-    valid = tuple([1, n, message] for n, message in enumerate(PLAIN))
+    valid = tuple([PROTOCOL_VERSION, n, message] for n, message in enumerate(PLAIN))
     batch = 1 if listener.kind == "descriptions" else 100  # descriptions' answers wait for few
     before = listener.state()
     unread = unreadable = 0

@@ -108,7 +108,7 @@ UNASKED = (
     b"",
     b"\xc1" * 100,
     encode(0, Revoke("0" * 32, NOBODY, "x" * 1000)),
-    encode(2**60, Revoke("", 0, NOBODY, "")),
+    encode(2**60, Revoke("", NOBODY, "")),
 )
 
 

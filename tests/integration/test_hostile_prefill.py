@@ -85,7 +85,7 @@ def test_reports_from_who_has_not_got_the_ticket_end_nothing(pair: Pair, strange
     for writer in (HONEST, WriterId("prefill", 0, 1), WriterId("stranger", 0, 0)):
         for reason in (None, "I say that it failed"):
             for digest in ("", "0" * 32, ticket.digest()[:-1]):
-                report = WriteReport(ticket.ticket_id, 0, writer, reason, digest=digest)
+                report = WriteReport(ticket.ticket_id, writer, reason, digest=digest)
                 assert stranger.say(report) == Acknowledged(), "an answer tells nothing"
     arrives(pair, requests, tickets)
 
@@ -93,7 +93,7 @@ def test_reports_from_who_has_not_got_the_ticket_end_nothing(pair: Pair, strange
 def test_who_has_not_got_the_ticket_does_not_decide_who_writes(pair: Pair, stranger: Stranger) -> None:
     requests, tickets, ticket = expected(pair)
     mine = WriterId("stranger", 0, 0)
-    for changes in ({"digest": "0" * 32}, {"digest": ""}, {"digest": "0" * 32, "attempt": 1}):
+    for changes in ({"digest": "0" * 32}, {"digest": ""}):
         for shape in (sharding(SIZE), sharding(1)):
             refused = stranger.say(asks(ticket, writer=mine, sharding=shape, **changes))
             assert isinstance(refused, GrantRefused)
@@ -122,7 +122,7 @@ def test_false_messages_of_a_ticket_holder(pair: Pair, stranger: Stranger, lie: 
     if isinstance(answer, Granted):
         assert lie.get("covers") == ()
     assert isinstance(stranger.say(asks(ticket, digest="0" * 32)), GrantRefused)
-    failure = WriteReport(ticket.ticket_id, 0, HONEST, "the test ends it", digest=ticket.digest())
+    failure = WriteReport(ticket.ticket_id, HONEST, "the test ends it", digest=ticket.digest())
     assert stranger.say(failure) == Acknowledged()
     if isinstance(answer, Granted):
         assert stranger.say(failure) == Acknowledged()
@@ -144,7 +144,7 @@ def test_only_who_has_the_ticket_reads_the_clock(pair: Pair, stranger: Stranger)
 
 def test_what_a_decode_rank_is_not_asked(pair: Pair, stranger: Stranger) -> None:
     requests, tickets, ticket = expected(pair)
-    for message in (Describe("decode"), Revoke(ticket.ticket_id, 0, HONEST, "mine now"), Acknowledged(), Granted(1.0)):
+    for message in (Describe("decode"), Revoke(ticket.ticket_id, HONEST, "mine now"), Acknowledged(), Granted(1.0)):
         assert isinstance(stranger.say(message), Problem)
     arrives(pair, requests, tickets)
     client = SideChannelClient()

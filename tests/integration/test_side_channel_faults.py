@@ -46,7 +46,10 @@ BODY = msgspec.msgpack.encode(Describe("x"))
         ([encode(1, Describe("x"))[:-1]], "malformed message"),
         ([b"", encode(1, Describe("x"))], "2 frames, expected 1"),
         ([b"x"] * 5, "5 frames, expected 1"),
-        ([msgspec.msgpack.encode((PROTOCOL_VERSION + 1, 5, msgspec.Raw(BODY)))], "this side speaks 1"),
+        (
+            [msgspec.msgpack.encode((PROTOCOL_VERSION + 1, 5, msgspec.Raw(BODY)))],
+            f"this side speaks {PROTOCOL_VERSION}",
+        ),
         ([msgspec.msgpack.encode((0, 5, msgspec.Raw(BODY)))], "protocol version 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -116,6 +116,7 @@ class Finished(msgspec.Struct, frozen=True):
 
     request: _Name
     transfer: _Transfer
+    attempt: _Id
     bytes: _Bytes
     bytes_before_end: _Bytes
     failure: _Name

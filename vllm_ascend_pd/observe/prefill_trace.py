@@ -133,7 +133,7 @@ class PrefillTrace(PrefillObserver):
 
     def transfer_ended(self, ticket: Ticket, num_bytes: int, early_bytes: int, cause: PushFailure | None) -> None:
         failure = "" if cause is None else cause.value
-        args = Finished(_request(ticket), _transfer(ticket), num_bytes, early_bytes, failure)
+        args = Finished(_request(ticket), _transfer(ticket), 0, num_bytes, early_bytes, failure)
         now = time.monotonic()
         self._span(FinishedEvent(name="finished", ph="i", tid=self._control_lane, args=args), now, now)
 
