@@ -3,11 +3,14 @@
 # Creates the virtual environment for everything here: vLLM's CPU backend, Mooncake, this package with its compiled
 # extension, and the development tools.
 #
-#   scripts/setup_env.sh [--with-compat] [--with-browser] [--with-prometheus] [--with-router]
+#   scripts/setup_env.sh [--install-system-packages] [--with-compat] [--with-browser] [--with-prometheus] [--with-router]
 #
+#   --install-system-packages
+#                   as root on Debian or Ubuntu: install missing packages by apt-get. Without it the script names
+#                   them and stops
 #   --with-compat   also unpack vLLM 0.23.0's Python part to $VENV/vllm-0.23 for the compatibility tests
-#   --with-browser  also install Chromium and its driver for the tests of the status page; these are skipped if
-#                   that is not possible (not root, or not Debian)
+#   --with-browser  with --install-system-packages: also install Chromium and its driver for the tests of the status
+#                   page, which are skipped without them
 #   --with-prometheus
 #                   also unpack Debian's or Ubuntu's prometheus and promtool to $VENV/prometheus for the tests of
 #                   examples/observability, without installing them; elsewhere these tests are skipped
@@ -91,8 +94,8 @@ router() {
 # Not a stage: what is installed does not depend on files here.
 browser() {
   command -v chromium >/dev/null && command -v chromedriver >/dev/null && return
-  if ! can_install; then
-    echo "setup: no Chromium, and no right to install it: the status page's tests will be skipped" >&2
+  if [[ ! $install_system_packages ]] || ! can_install; then
+    echo "setup: no Chromium, and no --install-system-packages as root: the status page's tests will be skipped" >&2
     return
   fi
   printf 'setup: Chromium for the tests of the status page ... '
@@ -129,12 +132,14 @@ can_unpack_prometheus() {
   command -v apt-get >/dev/null && command -v dpkg >/dev/null && { [[ $(id -u) -eq 0 ]] || apt-cache show prometheus; } &>/dev/null
 }
 
+install_system_packages=
 with_compat=
 with_browser=
 with_prometheus=
 with_router=
 for argument in "$@"; do
   case $argument in
+    --install-system-packages) install_system_packages=1 ;;
     --with-compat) with_compat=1 ;;
     --with-browser) with_browser=1 ;;
     --with-prometheus) with_prometheus=1 ;;

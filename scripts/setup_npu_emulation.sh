@@ -3,8 +3,11 @@
 # Creates the virtual environment that runs the production path for NPUs on a machine without NPUs: the real
 # vllm-ascend, vLLM and torch_npu, on the emulated CANN libraries of tests/cann_on_host.
 #
-#   scripts/setup_npu_emulation.sh
+#   scripts/setup_npu_emulation.sh [--install-system-packages]
 #
+#   --install-system-packages
+#                   as root on Debian or Ubuntu: install missing packages by apt-get. Without it the script names
+#                   them and stops
 #   VENV=PATH       the environment of scripts/setup_env.sh (default: .venv at the repository root); this one is
 #                   created beside it, as PATH-npu
 #   PYTHON=COMMAND  the Python to create it with: 3.11, for which torch_npu and vllm-ascend have wheels (default:
@@ -20,8 +23,10 @@ log=$VENV/setup.log
 pins=requirements/npu-emulation.txt
 source "$root/scripts/stages.sh"
 
+install_system_packages=
 case ${1:-} in
   '') ;;
+  --install-system-packages) install_system_packages=1 ;;
   -h | --help)
     usage
     exit

@@ -209,15 +209,17 @@ apt_install() { # apt_install PACKAGE...
   DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "$@"
 }
 
-# Installs what the script's `missing_packages` prints, or ends the script.
+# Ends the script if its `missing_packages` prints any. With --install-system-packages, which sets
+# `install_system_packages`, it installs them first.
 install_packages() { # install_packages WHY
   local packages
   mapfile -t packages < <(missing_packages)
   ((${#packages[@]})) || return 0
-  if ! can_install; then
+  if [[ ! ${install_system_packages:-} ]] || ! can_install; then
     die "missing on this machine: ${packages[*]}
 setup: $1.
-setup: On Debian, as root: apt-get install ${packages[*]}"
+setup: On Debian, as root: apt-get update && apt-get install --no-install-recommends ${packages[*]}
+setup: or, as root: scripts/$(basename "$0") --install-system-packages"
   fi
   apt_install "${packages[@]}"
   mapfile -t packages < <(missing_packages)

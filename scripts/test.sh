@@ -16,6 +16,7 @@
 #   -k EXPRESSION   only the tests that match, as in pytest
 #   -- ...          all further arguments go to each pytest run, for example: -- -x --durations=5
 #
+# As root on Debian or Ubuntu, it installs missing packages by apt-get (--install-system-packages of the set-up).
 # VENV and PYTHON are as in scripts/setup_env.sh. Every stage runs even if an earlier one failed. The exit code is 0 if
 # all passed, 130 after Ctrl-C.
 set -euo pipefail
@@ -195,7 +196,7 @@ tests_that_touch_vllm() {
   grep -rlE "$imports|^ *(from|import) (harness\.)?($helpers) " tests/unit tests/integration --include='test_*.py' | sort
 }
 npu_tests() {
-  scripts/setup_npu_emulation.sh || return 1
+  scripts/setup_npu_emulation.sh --install-system-packages || return 1
   until [[ -e $scratch/set_up ]]; do sleep 1; done # the other environment, which these tests use, too
   CANN_ON_HOST=1 run_pytest "$VENV-npu" tests/npu "$@"
 }
@@ -219,7 +220,7 @@ hostile_tests() {
 }
 
 cd "$root"
-setup=(--with-compat) # the NPU's tests compare with vLLM's CPU backend
+setup=(--install-system-packages --with-compat) # the NPU's tests compare with vLLM's CPU backend
 [[ $mode != all && $mode != quick ]] || setup+=(--with-browser --with-prometheus)
 [[ $mode != all && $mode != e2e && $mode != faults ]] || setup+=(--with-router)
 [[ $mode != all ]] || start_beside # with the NPU's environment

@@ -90,9 +90,11 @@ def test_the_engines_are_those_of_the_readme(cluster: Cluster) -> None:
     """What these tests show holds for the commands that the README has."""
     values = {"MODEL": str(cluster.model)}
     [prefill], [decode] = cluster.prefill, cluster.decode
-    prefill_words = documented("README.md", "vllm serve MODEL --port 8100", {**values, "8100": str(prefill.port)})
+    _, *prefill_words = documented(
+        "README.md", "ASCEND_RT_VISIBLE_DEVICES=0,1 vllm serve", {**values, "8100": str(prefill.port)}
+    )
     ports = {"8200": str(decode.port), "19000": str(decode.kv_port)}
-    decode_words = documented("README.md", "vllm serve MODEL --port 8200", {**values, **ports})
+    _, *decode_words = documented("README.md", "ASCEND_RT_VISIBLE_DEVICES=2 vllm serve", {**values, **ports})
     for words, engine in ((prefill_words, prefill), (decode_words, decode)):
         assert list(engine.process.command[1:3]) == words[1:3]
         assert is_part_of(words, engine.process.command)

@@ -240,9 +240,15 @@ TABLE = (
     Row(r"CANN_ON_HOST=1 .* benchmarks/memory\.py --npu", "tests/npu/test_transfer_benchmarks.py::test_memory"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/batches\.py", "tests/npu/test_transfer_benchmarks.py::test_batches"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/plan\.py", "tests/npu/test_plan_benchmark.py::test_checks_bars_as_json"),
-    Row(r"VLLM_MOONCAKE_BOOTSTRAP_PORT=.*", "tests/e2e/test_routers.py::test_the_engines_are_those_of_the_page"),
+    Row(
+        r"(VLLM_MOONCAKE_BOOTSTRAP_PORT=8998 ASCEND_RT_VISIBLE_DEVICES=0|ASCEND_RT_VISIBLE_DEVICES=1) vllm serve .*",
+        "tests/e2e/test_routers.py::test_the_engines_are_those_of_the_page",
+    ),
     Row(r"vllm-router .*", "tests/e2e/test_routers.py::test_tokens"),
-    Row(r"vllm serve MODEL --port .*", "tests/e2e/test_timeline.py::test_the_engines_are_those_of_the_readme"),
+    Row(
+        r"ASCEND_RT_VISIBLE_DEVICES=(0,1|2) vllm serve .*",
+        "tests/e2e/test_timeline.py::test_the_engines_are_those_of_the_readme",
+    ),
     Row(r"vllm serve MODEL \.\.\. .*", "tests/e2e/test_traces.py::test_engines_and_proxy_are_told_as_documented"),
     Row(r"scripts/run_1p1d\.sh", "tests/e2e/test_run_1p1d.py::test_what_the_readme_begins_with"),
     Row(r"scripts/soak\.sh", starts_what_is_there, "half an hour: tests/soak runs scripts/soak.py for 300 requests"),

@@ -91,7 +91,7 @@ class Page:
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
     chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or chromedriver is None:
-        how = "scripts/setup_env.sh --with-browser, as root on Debian, installs chromium and chromium-driver"
+        how = "scripts/setup_env.sh --with-browser --install-system-packages, as root on Debian, installs both"
         if os.geteuid() == 0 and shutil.which("apt-get"):
             pytest.fail(f"Chromium is missing: {how}")
         pytest.skip(f"no Chromium here, and no right to install it: {how}")

@@ -119,3 +119,57 @@ def test_one_that_waits_for_another_can_be_interrupted(start: Start, tmp_path: P
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=60)
     assert first.returncode == 130
+
+
+MACHINE = f"""\
+set -euo pipefail
+root=$1 VENV=$1/venv python=$2 pins=pins log=$1/log
+install_system_packages=$3
+source {STAGES}
+missing_packages() {{ [[ -e $root/installed ]] || echo left-pad; }}
+install_packages "the build pads"
+"""
+
+
+def install_packages(folder: Path, asked: bool) -> tuple["subprocess.CompletedProcess[str]", list[str]]:
+    """As root on Debian. Returns also the calls of apt-get, which installs what it is told to."""
+    programs = folder / "bin"
+    programs.mkdir()
+    (folder / "scripts").mkdir()
+    log = folder / "apt"
+    log.touch()
+    for name, program in (
+        ("id", "echo 0"),
+        ("apt-get", f'echo "$*" >>{log}; [[ $1 != install ]] || touch {folder}/installed'),
+    ):
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{program}\n")
+        (programs / name).chmod(0o755)
+    command = ["bash", "-c", MACHINE, "scripts/setup_env.sh", str(folder), sys.executable, "1" if asked else ""]
+    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return done, log.read_text().splitlines()
+
+
+def test_f38_root_is_told_what_is_missing_and_nothing_is_installed(tmp_path: Path) -> None:
+    done, calls = install_packages(tmp_path, asked=False)
+    assert (done.returncode, calls) == (1, [])
+    assert done.stderr.splitlines() == [
+        "setup: missing on this machine: left-pad",
+        "setup: the build pads.",
+        "setup: On Debian, as root: apt-get update && apt-get install --no-install-recommends left-pad",
+        "setup: or, as root: scripts/setup_env.sh --install-system-packages",
+    ]
+
+
+def test_f38_packages_are_installed_when_that_is_asked_for(tmp_path: Path) -> None:
+    done, calls = install_packages(tmp_path, asked=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert calls == ["update", "install --yes --no-install-recommends left-pad"]
+
+
+@pytest.mark.parametrize("name", ["setup_env", "setup_npu_emulation"])
+def test_f38_only_tests_ask_for_it(name: str) -> None:
+    callers = [path for path in STAGES.parent.glob("*.sh") if f"{name}.sh" in path.read_text()]
+    asking = [path.name for path in callers if f"{name}.sh --install" in path.read_text()]
+    assert "run_1p1d.sh" in {path.name for path in callers}
+    assert set(asking) <= {"test.sh"}
