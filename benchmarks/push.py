@@ -44,7 +44,7 @@ from helpers.push_floor import BATCH, Floors  # noqa: E402
 from helpers.push_pair import FIRST_LAYER_S, Cache, PushPair, Times  # noqa: E402
 from helpers.report import line, need_emulated_npu, quartiles  # noqa: E402
 
-from vllm_ascend_pd.transport.limits import TransferLimits  # noqa: E402
+from vllm_ascend_pd.transport.batches import TransferLimits  # noqa: E402
 
 MIB = 1 << 20
 SIZES = (MIB // 16, MIB // 8, MIB // 4, MIB // 2, MIB, 4 * MIB, 16 * MIB)

@@ -267,8 +267,7 @@ def keygen(
     version: Version = False,
 ) -> None:
     """Create a file with side-channel keys, or with a ticket secret."""
-    from vllm_ascend_pd.transport.curve import new_key_file
-    from vllm_ascend_pd.transport.secret_files import SecretFileError, new_ticket_secret, write_new
+    from vllm_ascend_pd.transport.keys import SecretFileError, new_key_file, new_ticket_secret, write_new
 
     try:
         write_new(file, new_ticket_secret() if ticket_secret else new_key_file())

@@ -26,8 +26,7 @@ class Floor:
         import torch
 
         from vllm_ascend_pd.core.plan import Descriptors
-        from vllm_ascend_pd.transport.batches import Batches
-        from vllm_ascend_pd.transport.limits import TransferLimits
+        from vllm_ascend_pd.transport.batches import Batches, TransferLimits
 
         self._case, self._layers = case, layers
         self.handed = Handed()

@@ -38,8 +38,8 @@ class Ours:
         from vllm_ascend_pd.core.topology import sharding
         from vllm_ascend_pd.observe.listeners import PrefillStats
         from vllm_ascend_pd.prefill.worker import PrefillWorker
+        from vllm_ascend_pd.transport.batches import TransferLimits
         from vllm_ascend_pd.transport.engine import TransferEngine
-        from vllm_ascend_pd.transport.limits import TransferLimits
 
         self._decode, self._case, self._layers = decode, case, list(tensors)
         self.handed = mooncake or Handed()

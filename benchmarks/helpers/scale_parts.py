@@ -150,8 +150,8 @@ class Configs:
 
     def engine(self) -> Any:
         """Mooncake's is one that does nothing, at Mooncake's interface."""
+        from vllm_ascend_pd.transport.batches import TransferLimits
         from vllm_ascend_pd.transport.engine import TransferEngine
-        from vllm_ascend_pd.transport.limits import TransferLimits
 
         with mock.patch("mooncake.engine.TransferEngine", return_value=NoTransfer()):
             return TransferEngine(HOST, "rdma", TransferLimits.over("ascend"))  # not slept on

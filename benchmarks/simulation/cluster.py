@@ -14,7 +14,7 @@ from typing import NamedTuple
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.proxy.routing.balance import STRATEGIES, EngineLoad, decode_costs, prefill_costs
 from vllm_ascend_pd.proxy.routing.prompts import PromptEstimate
-from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.batches import TransferLimits
 
 from .clock import Clock
 from .engines import DecodeEngine, DecodeSpeed, Piece, PrefillEngine, PrefillSpeed, Request

@@ -129,7 +129,7 @@ def hang_always(world: World) -> list[Answer]:
 @scenario(6, "Mooncake's queue of 128 descriptors, and a slow link", absorbed=True)
 def fill_queue(world: World) -> list[Answer]:
     """Fills Mooncake's queue, which is short in this suite. No descriptor may be refused, not in earlier faults either,
-    because that might stop Mooncake for good (`transport/peer_queue.py`).
+    because that might stop Mooncake for good (`transport/tcp.py`).
     """
     requests = world.requests()
     with world.sessions.data.broken(Fault(delay_s=0.005)):

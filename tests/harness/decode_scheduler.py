@@ -31,7 +31,7 @@ from vllm_ascend_pd.connector.metadata import ReportMetadata
 from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.core.ticket import WANTS_TOKEN_IDS
-from vllm_ascend_pd.transport.idle_wait import IdleWait
+from vllm_ascend_pd.transport.wakeup import IdleWait
 
 BLOCK = 16
 MAX_MODEL_LEN = 128

@@ -24,9 +24,8 @@ from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device.base import DeviceError, Event
 from vllm_ascend_pd.observe.listeners import PrefillStats, decode_observer, prefill_observer
 from vllm_ascend_pd.prefill.worker import PrefillWorker
-from vllm_ascend_pd.transport.batches import Batch
+from vllm_ascend_pd.transport.batches import Batch, TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.transport.writer import Flight, TransferError
 
 HOST = "127.0.0.1"

@@ -23,7 +23,7 @@ from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.step import DecodeStep, Expect, PrefillStep, Send
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.listener import DescriptionListener
-from vllm_ascend_pd.transport.curve import load_keys
+from vllm_ascend_pd.transport.keys import load_keys
 
 
 def run(pair: "Pair", requests: list[Prompt], chunk: int | None = None, hooks: Hooks = ONCE) -> dict[str, Ticket]:

@@ -21,7 +21,7 @@ from vllm_ascend_pd.decode.who_computes import EngineSteps, PromptPlacement
 from vllm_ascend_pd.observe.listeners import DecodeSchedulerStats
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
-from vllm_ascend_pd.transport.idle_wait import IdleWait
+from vllm_ascend_pd.transport.wakeup import IdleWait
 
 
 def prefill_scheduler(

@@ -16,7 +16,7 @@ from vllm_ascend_pd.core.protocol import (
     TicketRefused,
     TicketTaken,
 )
-from vllm_ascend_pd.transport.curve import Keys
+from vllm_ascend_pd.transport.keys import Keys
 from vllm_ascend_pd.transport.side_channel import ClientConnection, SideChannelServer
 
 TAKEN = TicketTaken()

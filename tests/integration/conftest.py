@@ -12,7 +12,7 @@ from harness.certificates import Authority
 from harness.channels import HOST, MakeSocket, echo, plain_sockets
 from harness.models import TINY, make_model
 from harness.processes import interrupt_on_sigterm
-from vllm_ascend_pd.transport.curve import Keys
+from vllm_ascend_pd.transport.keys import Keys
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelServer
 
 if TYPE_CHECKING:

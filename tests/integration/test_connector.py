@@ -30,7 +30,7 @@ from vllm_ascend_pd.connector.engine_setup import own_host
 from vllm_ascend_pd.connector.vllm_requests import external_request_id
 from vllm_ascend_pd.core.caches import describe
 from vllm_ascend_pd.core.config import ConfigError
-from vllm_ascend_pd.transport.idle_wait import PAUSE_S
+from vllm_ascend_pd.transport.wakeup import PAUSE_S
 
 
 @pytest.fixture(scope="module")

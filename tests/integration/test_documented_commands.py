@@ -27,8 +27,7 @@ from proxy_commands import curls, opens_the_front_door
 from harness.documented import PAGES, REPOSITORY, fences, lines, taken_by
 from harness.ports import is_free, release_port, reserve_port
 from vllm_ascend_pd.cli import app
-from vllm_ascend_pd.transport.curve import load_keys
-from vllm_ascend_pd.transport.secret_files import read_text_secret, read_ticket_secret
+from vllm_ascend_pd.transport.keys import load_keys, read_text_secret, read_ticket_secret
 
 MODELS = {"Llama-3.1-70B": "llama-3.1-70b.json", "DeepSeek-R1-W8A8": "deepseek-r1.json"}
 

@@ -20,7 +20,7 @@ import sys
 import numpy
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.writer import TransferError
-from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.batches import TransferLimits
 source, destination = numpy.arange(4096, dtype=numpy.uint8), numpy.zeros(4096, dtype=numpy.uint8)
 try:
     ours, theirs = (TransferEngine(host, "tcp", TransferLimits(timeout_s=3)) for host in sys.argv[1:3])

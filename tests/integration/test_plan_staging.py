@@ -18,8 +18,8 @@ from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape
+from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import TransferLimits
 
 LAYERS, BLOCK_SIZE, STEP_TOKENS, SLOTS = 2, 16, 100, 3
 

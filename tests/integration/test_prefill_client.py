@@ -25,7 +25,7 @@ from vllm_ascend_pd.decode import ticket_delivery
 from vllm_ascend_pd.decode.delivery_loop import DeliverySettings
 from vllm_ascend_pd.decode.pending_posts import PostOutcome
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
-from vllm_ascend_pd.transport.curve import Keys, load_keys, new_key_file
+from vllm_ascend_pd.transport.keys import Keys, load_keys, new_key_file
 
 TICKET = make_ticket(100, [3])
 SETTINGS = DeliverySettings(HostList(["127.0.0.0/8"], "is not allowed"), answer_timeout_s=5.0, retry_s=0.5)

@@ -16,8 +16,7 @@ from harness.channels import HOST, PATIENCE_S, MakeSocket, ask, assert_works, ec
 from harness.kv import Model, Side
 from harness.ranks import Pair, prompts, run
 from vllm_ascend_pd.core.protocol import Describe, GrantRefused, encode
-from vllm_ascend_pd.transport.curve import Keys, load_keys, new_key_file
-from vllm_ascend_pd.transport.secret_files import write_new
+from vllm_ascend_pd.transport.keys import Keys, load_keys, new_key_file, write_new
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError, SideChannelServer
 
 SHORT_S = 1.5

@@ -16,9 +16,8 @@ from transfer_receiver import *  # noqa: F403
 from transfer_receiver import BUFFER_BYTES, LIMITS, Receiver, Source
 
 from vllm_ascend_pd.core.plan import Descriptors
-from vllm_ascend_pd.transport.batches import Batches
+from vllm_ascend_pd.transport.batches import Batches, TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
 
 
@@ -135,7 +134,7 @@ class Watch:
             print("LOADED", os.environ.get("MC_TRANSFER_TIMEOUT"), os.environ.get("MC_TCP_STATUS_TIMEOUT_SEC"))
 sys.meta_path.insert(0, Watch())
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.batches import TransferLimits
 engine = TransferEngine("127.0.0.1", "tcp", TransferLimits(timeout_s=20))
 print("SETTLES", engine.limits.settle_s)
 engine.close()

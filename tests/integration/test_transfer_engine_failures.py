@@ -136,7 +136,7 @@ def test_short_queue_of_mooncakes_is_never_filled(receiver: Receiver) -> None:
     program = """
 import ctypes, sys, threading
 from vllm_ascend_pd.transport.engine import TransferEngine, TransferError
-from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.batches import TransferLimits
 session, address, count = sys.argv[1], int(sys.argv[2]), 400
 memory = ctypes.create_string_buffer(count)
 engine = TransferEngine("127.0.0.1", "tcp", TransferLimits(timeout_s=1))

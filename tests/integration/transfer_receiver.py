@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("mooncake.engine")
 
+from vllm_ascend_pd.transport.batches import MIB, TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import MIB, TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
 
 LIMITS = TransferLimits(timeout_s=2)
@@ -23,7 +23,7 @@ BUFFER_BYTES = 16 * MIB
 RECEIVER = """
 import ctypes, sys
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.batches import TransferLimits
 size = int(sys.argv[1])
 buffer = ctypes.create_string_buffer(size)
 engine = TransferEngine("127.0.0.1", "tcp", TransferLimits(timeout_s=2))

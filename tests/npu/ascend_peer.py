@@ -16,8 +16,8 @@ import torch
 
 import cann_on_host
 from vllm_ascend_pd.device.npu import NpuDevice
+from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
 
 SIZE = 2 << 20

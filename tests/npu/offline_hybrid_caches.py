@@ -23,8 +23,8 @@ from harness.recipes import recipes
 from offline_recipe_configs import configured
 from vllm_ascend_pd.connector.cache_specs import layer_specs
 from vllm_ascend_pd.core.caches import describe
+from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
 
 LAYERS = {"qwen3.5": 64, "qwen3.5-moe": 60}

@@ -24,7 +24,7 @@ import cann_on_host
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.writer import TransferError
-from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.batches import TransferLimits
 torch.npu.set_device(int(sys.argv[1] == "peer"))  # there are no transfers inside an NPU
 memory = NpuDevice().allocate(2 << 20).zero_()
 torch.npu.synchronize()

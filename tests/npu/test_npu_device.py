@@ -212,7 +212,7 @@ def test_an_engine_with_mooncakes_ascend_protocol() -> None:
 import os, torch
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.batches import TransferLimits
 torch.npu.set_device(0)
 device = NpuDevice()
 engine = TransferEngine("127.0.0.1", device.transfer_protocol, TransferLimits(timeout_s=20))

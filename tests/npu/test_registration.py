@@ -15,7 +15,7 @@ BEGIN = """
 import torch
 from vllm_ascend_pd.transport.engine import TransferEngine
 from vllm_ascend_pd.transport.writer import TransferError
-from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.batches import TransferLimits
 MIB = 1 << 20
 torch.npu.set_device(0)
 engine = TransferEngine("127.0.0.1", "ascend", TransferLimits())

@@ -18,7 +18,7 @@ import os, subprocess, sys, torch
 from vllm_ascend_pd.connector.shared_engine import SharedEngine
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.core.caches import LayerSpec, describe
 MIB = 1 << 20
 torch.npu.set_device(int(sys.argv[1] == "peer"))  # there are no transfers inside an NPU

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ import pytest
 
 from vllm_ascend_pd.core.transports import Connects, EngineKind, TransportInfo
 from vllm_ascend_pd.transport import ascend
-from vllm_ascend_pd.transport.environment import export_settings, limits_over_ascend
-from vllm_ascend_pd.transport.limits import SettingError, TransferLimits
+from vllm_ascend_pd.transport.batches import SettingError, TransferLimits
+from vllm_ascend_pd.transport.engine import export_settings, limits_over_ascend
 
 HCCN_CONF = """\
 address_0=192.0.2.10
@@ -212,10 +212,10 @@ def test_an_ascend_engine_imports_nothing_of_tcp() -> None:
     """Up to its start: Mooncake's own library is not needed for the writers' modules."""
     program = """
 import sys
-from vllm_ascend_pd.transport import ascend_writer, engine, environment, limits
-environment.export_settings(limits.TransferLimits(), "ascend", "127.0.0.1")
+from vllm_ascend_pd.transport import ascend_writer, batches, engine
+engine.export_settings(batches.TransferLimits(), "ascend", "127.0.0.1")
 print(sorted(name.rpartition(".")[2] for name in sys.modules if name.startswith("vllm_ascend_pd.transport.")))
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "ascend_writer" in ran.stdout
-    assert not any(name in ran.stdout for name in ("tcp_writer", "tcp_settings", "pace", "peer_queue"))
+    assert "'tcp'" not in ran.stdout

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.plan import Descriptors
-from vllm_ascend_pd.transport.batches import Batches
-from vllm_ascend_pd.transport.limits import TCP_LANES, TransferLimits
+from vllm_ascend_pd.transport.batches import TCP_LANES, Batches, TransferLimits
 
 Copy = tuple[int, int, int]  # source, destination, bytes
 

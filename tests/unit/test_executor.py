@@ -30,7 +30,7 @@ from vllm_ascend_pd.prefill.layer_push import LayerPush
 from vllm_ascend_pd.prefill.step_transfer import RequestSlice, StepTransfer, plan_transfers
 from vllm_ascend_pd.prefill.transfer import Transfer, Withdrawals
 from vllm_ascend_pd.prefill.write_plan import StepWrites
-from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.writer import TransferError
 
 KEY = (0, 0)

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from harness.clock import Clock, clock_of
-from vllm_ascend_pd.transport import idle_wait as idle
-from vllm_ascend_pd.transport.idle_wait import FIRST_S, PAUSE_S, IdleWait
-from vllm_ascend_pd.transport.wakeup import WakeupSender, WakeupSocket
+from vllm_ascend_pd.transport import wakeup as idle
+from vllm_ascend_pd.transport.wakeup import FIRST_S, PAUSE_S, IdleWait, WakeupSender, WakeupSocket
 
 LONG_S = 60.0
 

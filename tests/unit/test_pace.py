@@ -4,8 +4,8 @@
 import pytest
 
 from harness.clock import Clock, clock_of
-from vllm_ascend_pd.transport import pace
-from vllm_ascend_pd.transport.pace import EARLIEST_S, LEARNS_FROM, LONGEST_S, SHARE, SHORTEST_S, Pace
+from vllm_ascend_pd.transport import tcp as pace
+from vllm_ascend_pd.transport.tcp import EARLIEST_S, LEARNS_FROM, LONGEST_S, SHARE, SHORTEST_S, Pace
 
 BATCH = 16 << 20
 GIGABYTE_PER_S = 1e-9

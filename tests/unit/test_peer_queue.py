@@ -7,7 +7,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.transport.peer_queue import PeerQueue, most_descriptors
+from vllm_ascend_pd.transport.tcp import PeerQueue, most_descriptors
 from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT
 
 

@@ -11,9 +11,10 @@ import pytest
 import zmq
 
 from harness.engines import script
-from vllm_ascend_pd.transport.curve import load_keys, new_key_file
-from vllm_ascend_pd.transport.secret_files import (
+from vllm_ascend_pd.transport.keys import (
     SecretFileError,
+    load_keys,
+    new_key_file,
     new_ticket_secret,
     read_secret,
     read_text_secret,

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from vllm_ascend_pd.transport.slots import Slots
+from vllm_ascend_pd.transport.ascend_writer import Slots
 
 
 def proven(size: int, *sessions: str) -> Slots:

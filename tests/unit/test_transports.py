@@ -7,9 +7,9 @@ import pytest
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription, decode, encode
 from vllm_ascend_pd.core.transports import Connects, EngineKind, TransportInfo, cannot_write
-from vllm_ascend_pd.transport.environment import export_settings
-from vllm_ascend_pd.transport.hixl_engine import Offers, connects, kind
-from vllm_ascend_pd.transport.limits import SettingError, TransferLimits
+from vllm_ascend_pd.transport.ascend import Offers, connects, kind
+from vllm_ascend_pd.transport.batches import SettingError, TransferLimits
+from vllm_ascend_pd.transport.engine import export_settings
 from vllm_ascend_pd.transport.mooncake_library import remedy
 
 OLD = "mooncake-transfer-engine-npu 0.3.11.post1"

@@ -50,12 +50,10 @@ from vllm_ascend_pd.prefill.held_prompts import HOLD_TIMEOUT_S, HeldPrompts
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.prefill.ticket_listener import TicketListener
-from vllm_ascend_pd.transport.curve import Keys, load_keys
-from vllm_ascend_pd.transport.idle_wait import IdleWait
+from vllm_ascend_pd.transport.keys import Keys, SecretFileError, load_keys, read_text_secret, read_ticket_secret
 from vllm_ascend_pd.transport.own_networks import own_networks
-from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret
 from vllm_ascend_pd.transport.side_channel import SideChannelError
-from vllm_ascend_pd.transport.wakeup import WakeupSocket
+from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSocket
 
 # vLLM shows what its own loggers and their children log while an engine starts.
 logger = logging.getLogger(f"vllm.{__name__}")

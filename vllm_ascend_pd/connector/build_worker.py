@@ -28,8 +28,8 @@ from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device import make_device
 from vllm_ascend_pd.observe.listeners import PrefillStats, decode_observer, prefill_observer
 from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import TransferLimits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_ascend_pd.core.regions import Region
-from vllm_ascend_pd.transport.existing_engine import ExistingEngine
+from vllm_ascend_pd.transport.engine import ExistingEngine
 
 _MODULE = "vllm_ascend.distributed.kv_transfer.utils.mooncake_transfer_engine"
 

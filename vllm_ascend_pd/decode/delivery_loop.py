@@ -17,8 +17,8 @@ from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.bootstrap import PrefillAddresses
 from vllm_ascend_pd.decode.routed_prompt import RoutedPrompt
 from vllm_ascend_pd.decode.ticket_delivery import Delivery, DeliveryError
-from vllm_ascend_pd.transport.curve import Keys
 from vllm_ascend_pd.transport.event_loop_thread import EventLoopThread
+from vllm_ascend_pd.transport.keys import Keys
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 """Describes a decode engine's ranks to prefill ranks, on the one port that tickets name (`kv_port`)."""
 
 from vllm_ascend_pd.core.protocol import Describe, EngineDescription, Message, Problem
-from vllm_ascend_pd.transport.curve import Keys
+from vllm_ascend_pd.transport.keys import Keys
 from vllm_ascend_pd.transport.side_channel import ClientConnection, SideChannelServer
 from vllm_ascend_pd.transport.socket_limiter import default_limit
 

@@ -15,7 +15,7 @@ from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.decode.pending_posts import PendingPosts, PostOutcome
 from vllm_ascend_pd.decode.post_loop import PostLoop
 from vllm_ascend_pd.decode.waiting_posts import Post
-from vllm_ascend_pd.transport.secret_files import SecretFileError
+from vllm_ascend_pd.transport.keys import SecretFileError
 
 
 class MetaserverError(Exception):

@@ -23,7 +23,7 @@ from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings
 from vllm_ascend_pd.transport.http_session import NotSent, TimedBody, open_session, read_at_most, time_limits
-from vllm_ascend_pd.transport.secret_files import read_text_secret
+from vllm_ascend_pd.transport.keys import read_text_secret
 
 _MAX_BODY_BYTES = 64 * 1024
 _MAX_SHOWN_CHARS = 200

@@ -25,7 +25,7 @@ from vllm_ascend_pd.decode.prefill_only import why_no_ticket, why_not_again, why
 from vllm_ascend_pd.decode.ticket_issuer import TicketIssuer
 from vllm_ascend_pd.decode.ticket_routes import RouteError, TicketRoute, TicketRoutes
 from vllm_ascend_pd.decode.who_computes import PromptPlacement, prefill_wait_s
-from vllm_ascend_pd.transport.idle_wait import IdleWait
+from vllm_ascend_pd.transport.wakeup import IdleWait
 
 logger = logging.getLogger(__name__)
 

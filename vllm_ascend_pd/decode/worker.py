@@ -28,8 +28,8 @@ from vllm_ascend_pd.decode.arrivals import ArrivalQueue, Arrivals
 from vllm_ascend_pd.decode.expected_writers import ExpectedWriters
 from vllm_ascend_pd.decode.grant_service import UNKNOWN_WEIGHTS, GrantService, OpenTicket
 from vllm_ascend_pd.device.base import Device, Event
-from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.keys import load_keys
 from vllm_ascend_pd.transport.side_channel import SideChannelServer
 
 

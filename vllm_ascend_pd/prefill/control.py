@@ -26,8 +26,8 @@ from vllm_ascend_pd.prefill.staging import StagingRing
 from vllm_ascend_pd.prefill.step_transfer import StepTransfer
 from vllm_ascend_pd.prefill.transfer import Transfer
 from vllm_ascend_pd.prefill.transfer_control import TransferControl
-from vllm_ascend_pd.transport.curve import load_keys
 from vllm_ascend_pd.transport.engine import TransferEngine
+from vllm_ascend_pd.transport.keys import load_keys
 from vllm_ascend_pd.transport.own_networks import own_networks
 from vllm_ascend_pd.transport.side_channel import SideChannelClient
 from vllm_ascend_pd.transport.wakeup import WakeupSocket

@@ -30,7 +30,7 @@ from vllm_ascend_pd.prefill.held_prompts import HeldPrompts
 from vllm_ascend_pd.prefill.outgoing_transfer import OutgoingTransfer
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.prefill.window_holds import WindowHolds
-from vllm_ascend_pd.transport.idle_wait import IdleWait
+from vllm_ascend_pd.transport.wakeup import IdleWait
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

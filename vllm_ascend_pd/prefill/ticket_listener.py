@@ -25,7 +25,7 @@ from vllm_ascend_pd.core.protocol import (
 from vllm_ascend_pd.core.step import rank_address
 from vllm_ascend_pd.core.ticket import Ticket, TicketError
 from vllm_ascend_pd.prefill.held_prompts import EARLY_S, NO_PROMPT
-from vllm_ascend_pd.transport.curve import Keys
+from vllm_ascend_pd.transport.keys import Keys
 from vllm_ascend_pd.transport.side_channel import ClientConnection, SideChannelServer
 from vllm_ascend_pd.transport.socket_limiter import default_limit
 from vllm_ascend_pd.transport.wakeup import WakeupSender, new_address

@@ -20,8 +20,7 @@ from vllm_ascend_pd.prefill.decode_layout import LayerTarget, WriteShape
 from vllm_ascend_pd.prefill.lease_check import LeaseCheck
 from vllm_ascend_pd.prefill.step_transfer import StepTransfer
 from vllm_ascend_pd.prefill.transfer import Transfer
-from vllm_ascend_pd.transport.batches import Batches
-from vllm_ascend_pd.transport.limits import TransferLimits
+from vllm_ascend_pd.transport.batches import Batches, TransferLimits
 
 _COMPUTED = attrgetter("computed")
 

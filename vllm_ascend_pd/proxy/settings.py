@@ -16,7 +16,7 @@ from vllm_ascend_pd.proxy.routing.addresses import check_engine_urls, is_http
 from vllm_ascend_pd.proxy.routing.balance import DEFAULT_STRATEGY, STRATEGIES
 from vllm_ascend_pd.proxy.routing.engines_file import read_engines
 from vllm_ascend_pd.proxy.routing.registry import EngineRole
-from vllm_ascend_pd.transport.secret_files import read_text_secret, read_ticket_secret
+from vllm_ascend_pd.transport.keys import read_text_secret, read_ticket_secret
 
 MIB = 1024 * 1024
 

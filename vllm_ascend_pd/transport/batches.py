@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts descriptors into batches that Mooncake can take. Pure."""
+"""What one call into Mooncake may carry, how long it may block, and how descriptors are cut into such batches. Pure."""
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,102 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from vllm_ascend_pd.core.plan import Descriptors, Offsets, concatenate
-from vllm_ascend_pd.transport.limits import PAGE, TransferLimits
+
+KIB = 1024
+MIB = 1024 * KIB
+
+TCP_LANES = 4
+"""Mooncake's default number of TCP connections to one peer (`MC_TCP_LANES_PER_PEER`)."""
+
+PAGE = 4 * KIB
+"""Bytes are divided among connections in whole pages."""
+
+# The shortest and the longest descriptor that a write is cut to for several connections. A shorter one costs more than
+# it saves. A connection has one descriptor in flight. Up to the longest, its bytes stay in a processor's cache between
+# their two copies. With 1 MiB, writes are half as fast (docs/performance.md).
+_LEAST_PIECE = 128 * KIB
+_MOST_PIECE = 256 * KIB
+
+
+class SettingError(ValueError):
+    """The environment holds a setting that Mooncake would not take."""
+
+
+@dataclass(frozen=True)
+class TransferLimits:
+    """Limits what one call into Mooncake may carry, and how long it may block."""
+
+    # Descriptors in one batch.
+    max_descriptors: int = 2048
+    # Bytes in one batch: the most that a failed batch makes the caller send again.
+    max_bytes: int = 64 * MIB
+    # Longer descriptors are cut.
+    max_descriptor_bytes: int = 4 * MIB
+    # Connections that a write's bytes are divided among. A descriptor takes one of them. 1: no cuts for this.
+    connections: int = TCP_LANES
+    # A batch fails if its last descriptor has not started after this long, or one makes no progress for this long. So
+    # two batches of `max_bytes` must take less. Mooncake counts whole seconds, so it is rounded up.
+    timeout_s: float = 10.0
+    # Lower bound of `settle_s`, for settings in the environment that make Mooncake try for longer.
+    settle_at_least_s: float = 0.0
+    # Whether bytes of a failed write may still arrive. False over "ascend".
+    failed_may_arrive: bool = True
+
+    def __post_init__(self) -> None:
+        least = min(self.max_descriptors, self.max_bytes, self.max_descriptor_bytes, self.connections)
+        if least < 1 or self.timeout_s <= 0:
+            raise ValueError(f"transfer limits must be positive: {self}")
+
+    @classmethod
+    def over(
+        cls,
+        protocol: str,
+        max_descriptors: int | None = None,
+        max_bytes: int | None = None,
+        timeout_s: float | None = None,
+    ) -> TransferLimits:
+        """Returns limits with defaults that suit `protocol`.
+
+        Over TCP a descriptor costs about 30 us, so 2048 take 60 ms, and 64 MiB take about half a second on a slow link.
+        Over "ascend" a batch is queued on one stream, 256 descriptors at a time, and waited for once, however long it
+        is (HIXL, src/llm_datadist/adxl/comm_channel.cc).
+        """
+        suits = cls() if protocol == "tcp" else cls(max_descriptors=8192, max_bytes=1024 * MIB)
+        return cls(
+            max_descriptors or suits.max_descriptors,
+            max_bytes or suits.max_bytes,
+            timeout_s=timeout_s or suits.timeout_s,
+        )
+
+    def piece_bytes(self, num_bytes: int) -> int:
+        """Returns the longest descriptor for a write of `num_bytes`."""
+        longest = min(self.max_descriptor_bytes, self.max_bytes)
+        if self.connections == 1:
+            return longest
+        share = math.ceil(min(num_bytes, self.max_bytes) / self.connections / PAGE) * PAGE
+        return min(longest, max(share, _LEAST_PIECE), _MOST_PIECE)
+
+    @property
+    def whole_timeout_s(self) -> int:
+        """`timeout_s` in the whole seconds that Mooncake counts."""
+        return max(1, math.ceil(self.timeout_s))
+
+    @property
+    def settle_s(self) -> float:
+        """Seconds after a write has begun, or has failed, until this process no longer reads and sends it.
+
+        Over TCP, a descriptor is admitted within one timeout or never. It waits at most one more, and Mooncake's 1 s
+        pause before it reconnects, for the connection before it. It is given up one timeout and one pause later. By
+        then, bytes in socket buffers are the receiver's: a receiver that was stopped, not killed, applies up to a few
+        MiB when it runs again. Over "ascend": `ascend.settle_s`, counted from the beginning.
+        """
+        return max(3 * self.whole_timeout_s + 2, self.settle_at_least_s)
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds after a failed write until its source memory may change."""
+        return self.settle_s if self.failed_may_arrive else 0.0
+
 
 Batch: TypeAlias = tuple[Sequence[int], Sequence[int], list[int]]
 """Sources, destinations and lengths. The first two are arrays of 64-bit integers, since Mooncake's C++ reads an

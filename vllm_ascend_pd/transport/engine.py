@@ -3,29 +3,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from vllm_ascend_pd.core.hosts import authority
+from vllm_ascend_pd.core.hosts import authority, ip_version
 from vllm_ascend_pd.core.plan import Descriptors
-from vllm_ascend_pd.core.regions import Region
+from vllm_ascend_pd.core.regions import Region, covered, merge, refusal
 from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.transport import ascend, mooncake_library
-from vllm_ascend_pd.transport.ascend_writer import AscendWriter
-from vllm_ascend_pd.transport.batches import Batch, Batches
-from vllm_ascend_pd.transport.environment import export_settings, limits_over_ascend
-from vllm_ascend_pd.transport.existing_engine import ExistingEngine
-from vllm_ascend_pd.transport.hixl_engine import describe_transport
-from vllm_ascend_pd.transport.limits import SettingError, TransferLimits
+from vllm_ascend_pd.transport.ascend import describe_transport
+from vllm_ascend_pd.transport.ascend_writer import AscendWriter, Slots
+from vllm_ascend_pd.transport.batches import Batch, Batches, SettingError, TransferLimits
+from vllm_ascend_pd.transport.mooncake_library import FORCE_TCP
 from vllm_ascend_pd.transport.reach import Reach
-from vllm_ascend_pd.transport.registered_memory import RegisteredMemory, RegistrationError
-from vllm_ascend_pd.transport.slots import Slots
 from vllm_ascend_pd.transport.writer import Flight, TransferError, Writer
 
 logger = logging.getLogger(__name__)
@@ -84,8 +81,7 @@ class TransferEngine:
     def _make_writer(self, protocol: str) -> Writer:
         if protocol != "ascend":
             # Only here: the Ascend path imports nothing of TCP's queue bound and pacing.
-            from vllm_ascend_pd.transport.tcp_settings import queue_capacity
-            from vllm_ascend_pd.transport.tcp_writer import TcpWriter
+            from vllm_ascend_pd.transport.tcp import TcpWriter, queue_capacity
 
             return TcpWriter(self._engine, self._reach, self._limits, queue_capacity())
         try:
@@ -192,3 +188,165 @@ def _start(host: str, protocol: str) -> Any:
     if code != 0:
         raise RuntimeError(f"Mooncake did not start with protocol {protocol!r} (code {code})")
     return engine
+
+
+# The memory that an engine has registered with Mooncake.
+
+
+class RegistrationError(Exception):
+    """Memory could not be registered or unregistered."""
+
+
+class RegisteredMemory:
+    """Only registered memory can be written to by peers, and written from. Any thread may call it."""
+
+    def __init__(self, mooncake: Any, chip: str | None, shared: ExistingEngine | None) -> None:
+        """
+        `mooncake`: Mooncake's engine.
+        `chip`: as in `regions.refusal`. None: no limits of NPUs apply.
+        `shared`: set if other connectors of this process use `mooncake`, too.
+        """
+        self._mooncake = mooncake
+        self._chip = chip
+        self._shared = shared
+        self._lock = threading.Lock()
+        # The two below change under the lock.
+        # All registered regions, whoever registered them. Sorted and disjoint.
+        self._known: list[Region] = []
+        # Addresses of those that `close` unregisters.
+        self._own: list[int] = []
+
+    def add(self, regions: Sequence[Region], of_caches: bool) -> None:
+        """Registers all of `regions` or none. Raises RegistrationError.
+
+        `of_caches`: other connectors of this process register the same memory, the KV caches.
+        """
+        with self._lock:
+            fresh = [region for region in merge(regions) if not covered(region, self._known)]
+            for address, size in fresh:
+                if any(address < begin + length and begin < address + size for begin, length in self._known):
+                    raise RegistrationError(
+                        f"region {address:#x}+{size} overlaps a registered one: register both in one call"
+                    )
+            if not fresh:
+                return
+            together = sorted(self._known + fresh)
+            if self._chip is not None and (reason := refusal(together, self._chip)) is not None:
+                raise RegistrationError(f"memory cannot be registered: {reason}")
+            if self._shared is not None and of_caches:
+                self._register_for_all(self._shared, fresh)
+            else:
+                self._register(fresh)
+            self._known = together
+
+    def close(self) -> None:
+        """Unregisters the regions that only this engine uses. Raises RegistrationError."""
+        with self._lock:
+            own, self._own, self._known = self._own, [], []
+            mooncake, self._mooncake = self._mooncake, None
+        code = mooncake.batch_unregister_memory(own) if own else 0
+        if code != 0:
+            raise RegistrationError(f"Mooncake did not unregister its memory (code {code})")
+
+    def _register(self, regions: Sequence[Region]) -> None:
+        addresses = [address for address, _ in regions]
+        code = self._mooncake.batch_register_memory(addresses, [size for _, size in regions])
+        if code != 0:
+            self._mooncake.batch_unregister_memory(addresses)
+            raise RegistrationError(f"{_not_registered(regions)} (code {code})")
+        self._own += addresses
+
+    def _register_for_all(self, shared: ExistingEngine, regions: Sequence[Region]) -> None:
+        try:
+            shared.register_caches(regions)
+        except RuntimeError as error:
+            raise RegistrationError(f"{_not_registered(regions)}: {error}") from error
+
+
+def _not_registered(regions: Sequence[Region]) -> str:
+    return f"Mooncake did not register {len(regions)} regions of {sum(size for _, size in regions)} bytes"
+
+
+# A Mooncake engine that other connectors of this process use, too.
+
+
+class ExistingEngine(Protocol):
+    """What `TransferEngine` needs of such an engine. Any thread may call these methods, one at a time."""
+
+    def export_settings(self) -> None:
+        """Put the settings of an engine that already runs into the environment, where they are missing.
+
+        Call it before other settings are exported: they have no effect on a running engine.
+        """
+
+    def start(self, host: str) -> Any:
+        """Return the Mooncake engine, started at `host` unless it runs. Raises RuntimeError if it does not start."""
+
+    def register_caches(self, regions: Sequence[Region]) -> None:
+        """Register this process's KV caches, unless another connector has. They stay registered.
+
+        Raises RuntimeError if Mooncake refuses them.
+        """
+
+
+# Puts Mooncake's settings into the environment, from where it reads them when an engine starts.
+#
+# What the environment holds already wins, so the limits may become others than those asked for. With protocol "ascend"
+# nothing of TCP is imported.
+
+# If it is set, to whatever value, Mooncake listens and connects over IPv6; else over IPv4.
+_IPV6 = "MC_USE_IPV6"
+
+
+def export_settings(limits: TransferLimits, protocol: str, host: str) -> TransferLimits:
+    """Exports the settings for an engine at `host`, and returns the limits in effect.
+
+    For "ascend", `limits_over_ascend` completes them when the engine has started. Raises SettingError for settings in
+    the environment that cannot work.
+
+    Sources: Mooncake's `transfer_engine_py.cpp` (`MC_TRANSFER_TIMEOUT`, in seconds, never below 5) and `config.cpp`
+    (`MC_HANDSHAKE_CONNECT_TIMEOUT`, `MC_LOG_LEVEL`).
+    """
+    if protocol != "tcp" and FORCE_TCP in os.environ:
+        raise SettingError(
+            f"{FORCE_TCP} is set, which turns {protocol!r} into TCP: unset it, or set transfer_protocol to tcp"
+        )
+    timeout_s = limits.whole_timeout_s
+    settings = {
+        "MC_TRANSFER_TIMEOUT": str(max(5, timeout_s + 1)),  # a backstop: other timeouts are shorter
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": str(timeout_s),
+        "MC_LOG_LEVEL": "WARNING",
+    }
+    version = ip_version(host)
+    if version == 6:
+        settings[_IPV6] = "1"
+    elif version == 4 and _IPV6 in os.environ:
+        raise SettingError(
+            f"{_IPV6} is set, and this host's address is IPv4, where Mooncake would not be found: unset it, or set "
+            "VLLM_HOST_IP to this host's IPv6 address"
+        )
+    if protocol == "ascend":
+        _export(settings | ascend.settings(timeout_s, os.environ) | {"MC_LOG_LEVEL": ascend.LOG_LEVEL})
+        return dataclasses.replace(limits, connections=1)
+    from vllm_ascend_pd.transport import tcp
+
+    _export(settings | tcp.settings(timeout_s))
+    return tcp.limits_in_effect(limits, protocol)
+
+
+def limits_over_ascend(limits: TransferLimits, transport: TransportInfo) -> TransferLimits:
+    """Returns `limits` as the environment and the started engine make them. Raises SettingError."""
+    settle_s = ascend.settle_s(limits.whole_timeout_s, os.environ, transport)
+    if settle_s > ascend.LONGEST_S:
+        raise SettingError(
+            f"with these ASCEND_CONNECT_TIMEOUT and ASCEND_TRANSFER_TIMEOUT a batch may take {settle_s:.0f} s, and "
+            f"decode waits for {ascend.LONGEST_S:.0f} s: lower them"
+        )
+    if ascend.pool_size(os.environ) < 1:
+        raise SettingError(f"{ascend.POOL_SIZE}={os.environ[ascend.POOL_SIZE]!r}: Mooncake would write nothing")
+    return dataclasses.replace(limits, settle_at_least_s=settle_s, failed_may_arrive=False)
+
+
+def _export(settings: dict[str, str]) -> None:
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)

@@ -23,7 +23,7 @@ from vllm_ascend_pd.core.protocol import (
     decode,
     encode,
 )
-from vllm_ascend_pd.transport.curve import Guard, Keys
+from vllm_ascend_pd.transport.keys import Guard, Keys
 from vllm_ascend_pd.transport.loop import Loop
 from vllm_ascend_pd.transport.socket_limiter import SocketLimiter, default_limit
 

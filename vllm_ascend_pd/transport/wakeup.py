@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a scheduler and its ranks wake each other: by an empty datagram.
+"""How long a step that computes nothing waits, and how a scheduler and its ranks wake each other: by an empty datagram.
 
 Ranks wake decode's scheduler, which sleeps between two steps. Prefill's scheduler wakes its ranks, which wait in a step
 that computes nothing.
@@ -11,6 +11,7 @@ namespaces cannot send it. One too many wakes it early: any process on the host 
 import contextlib
 import secrets
 import socket
+import time
 
 # How many datagrams `clear` drops at most. The kernel keeps fewer (net.unix.max_dgram_qlen).
 _MAX_PENDING_WAKEUPS = 1024
@@ -73,3 +74,66 @@ class WakeupSender:
 
 def _datagrams() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+
+FIRST_S = 0.02
+"""Seconds of the first wait. Short compared with the time to compute a prompt, which is what the step waits for."""
+
+PAUSE_S = 0.011
+"""Seconds of a pause. A little more than processes should poll each other for if they share a core: 10 ms, in tests."""
+
+
+class IdleWait:
+    """Decides how long each step waits. Used by the scheduler's thread alone."""
+
+    def __init__(self, longest_s: float, in_flight: int, wakeup: WakeupSocket | None = None) -> None:
+        """Creates it; no step is in flight yet.
+
+        longest_s: the longest wait, in seconds. 0 if other engines wait for every step of this one (data-parallel MoE).
+        in_flight: how many steps vLLM has in flight at most. While one of them computes, no step behind it waits: that
+            would delay the next token.
+        wakeup: wakes the scheduler if ranks have processes of their own. None: it never pauses. `close` closes it.
+        """
+        self._longest_s = longest_s
+        self._in_flight = in_flight
+        self._wakeup = wakeup
+        # Steps since one computed something.
+        self._empty = in_flight - 1
+        # When something last happened, in monotonic seconds.
+        self._since = time.monotonic()
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the last step waits."""
+        return self._longest_s > 0 and self._empty >= self._in_flight and self._empty % self._in_flight == 0
+
+    @property
+    def wakeup_address(self) -> str:
+        """The address where ranks report that a transfer has ended while no step waits for it. "": none."""
+        return "" if self._wakeup is None else self._wakeup.address
+
+    def pause(self) -> None:
+        """Sleeps if the last step waited in the ranks, until one of them wakes the scheduler.
+
+        Call it before a step that computes nothing and has no news for the ranks.
+        """
+        if self._wakeup is not None and self._waits:
+            self._wakeup.wait(min(PAUSE_S, self._longest_s))
+
+    def next(self, computes: bool, news: bool) -> float:
+        """Returns how many seconds the next step waits.
+
+        `computes`: whether it computes anything. `news`: whether it brings anything new to the ranks.
+        """
+        if self._wakeup is not None:
+            self._wakeup.clear()  # this step collects what the ranks have woken it for
+        now = time.monotonic()
+        if computes or news:
+            self._since = now
+        self._empty = 0 if computes else self._empty + 1
+        return min(self._longest_s, max(FIRST_S, now - self._since)) if self._waits else 0.0
+
+    def close(self) -> None:
+        """Closes the wakeup socket."""
+        if self._wakeup is not None:
+            self._wakeup.close()

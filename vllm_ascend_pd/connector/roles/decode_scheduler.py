@@ -20,7 +20,7 @@ from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.worker import decode_description
 from vllm_ascend_pd.observe.listeners import DecodeSchedulerStats
 from vllm_ascend_pd.observe.stats import Data
-from vllm_ascend_pd.transport.curve import load_keys
+from vllm_ascend_pd.transport.keys import load_keys
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata

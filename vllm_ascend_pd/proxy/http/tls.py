@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.transport.secret_files import read_text_secret
+from vllm_ascend_pd.transport.keys import read_text_secret
 
 
 class Tls(msgspec.Struct, frozen=True):

@@ -15,9 +15,8 @@ from vllm_ascend_pd.core.hosts import decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.decode.metaserver_allowlist import Allowlist
 from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
-from vllm_ascend_pd.transport.curve import load_keys
+from vllm_ascend_pd.transport.keys import SecretFileError, load_keys, read_text_secret, read_ticket_secret
 from vllm_ascend_pd.transport.own_networks import own_networks
-from vllm_ascend_pd.transport.secret_files import SecretFileError, read_text_secret, read_ticket_secret
 
 DEFAULT_KV_PORT = 14579
 """vLLM's (`vllm/config/kv_transfer.py`)."""

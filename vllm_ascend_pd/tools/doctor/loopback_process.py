@@ -16,8 +16,8 @@ from abc import ABC, abstractmethod
 import msgspec
 
 from vllm_ascend_pd.tools.doctor import child
+from vllm_ascend_pd.transport.batches import TransferLimits
 from vllm_ascend_pd.transport.engine import TransferEngine
-from vllm_ascend_pd.transport.limits import TransferLimits
 
 GUARD_BYTES = 4096
 """Bytes registered after the written ones, which must stay unchanged."""

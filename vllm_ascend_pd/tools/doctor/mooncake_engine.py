@@ -16,7 +16,7 @@ import msgspec
 from vllm_ascend_pd.core.transports import EngineKind, TransportInfo
 from vllm_ascend_pd.tools.doctor.driver import Driver, version_key
 from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok
-from vllm_ascend_pd.transport import ascend, hixl_engine, mooncake_library
+from vllm_ascend_pd.transport import ascend, mooncake_library
 
 CHECK = "mooncake.engine"
 DRIVER, TOOLKIT = "25.5.0", "9.1.0"
@@ -48,7 +48,7 @@ def installed() -> Installed:
         tcp = False
     else:
         tcp = True
-    return Installed(hixl_engine.describe_transport("ascend") if has_ascend else None, tcp)
+    return Installed(ascend.describe_transport("ascend") if has_ascend else None, tcp)
 
 
 def read(detail: str | None) -> Installed | None:
