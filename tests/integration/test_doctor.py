@@ -166,6 +166,9 @@ def test_a_pair() -> None:
         )
         wrong = {check for check, level in levels(report).items() if level is Level.ERROR}
         assert wrong == {"proxy.0.role", "prefill.0.role", "decode.0.role"}
+        done = run("--proxy", proxy, "--prefill", prefill.replace("127.0.0.1", "LOCALHOST"), "--decode", decode)
+        assert done.returncode == 0, done.stdout
+        assert "does not use" not in done.stdout
         cluster.decode.healthy = False
         time.sleep(1.1)  # the proxy does not ask engines more often than once a second
         report = msgspec.json.decode(run(*urls, "--json").stdout, type=DoctorReport)
@@ -202,7 +205,7 @@ def test_engines_that_do_not_answer_as_engines() -> None:
         frozen.frozen = False
     assert done.returncode == 1
     assert f"prefill {prefill} did not answer within 5 s" in done.stdout
-    assert f"prefill {gone} cannot be connected to" in done.stdout
+    assert f"prefill {gone} cannot be connected to: Connection refused" in done.stdout
     assert "asking proxy and engines ..." in done.stderr
     assert "Traceback" not in done.stderr
 

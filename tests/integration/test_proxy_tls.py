@@ -7,12 +7,14 @@ from __future__ import annotations
 import socket
 import ssl
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 from engine_standin import DecodeEngine, PrefillEngine, Servers, make_ticket
 from proxy_cluster import COMPLETION, eventually, running_proxy
 
@@ -53,6 +55,58 @@ def proxy_with(*options: str, scheme: str = "https") -> Iterator[Proxy]:
         with running_proxy(*urls, *options) as (_, port):
             proxy.url = f"{scheme}://127.0.0.1:{port}"
             yield proxy
+
+
+@contextmanager
+def engine_behind_tls(certificate: Certificate) -> Iterator[str]:
+    """The URL of a decode engine, as https:// has it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        DecodeEngine().app, log_config=None, ssl_certfile=str(certificate.cert), ssl_keyfile=str(certificate.key)
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield f"https://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10)
+        listener.close()
+
+
+def withheld(engine: str, monkeypatch: pytest.MonkeyPatch, trusted: Path | None = None) -> str:
+    """Why a proxy process gives an engine nothing, by its `/health`. `trusted`: the only authority that it knows."""
+    if trusted is not None:
+        monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+    with running_proxy("http://127.0.0.1:9", engine, "--check-interval", "0.1") as (_, port):
+
+        def said() -> dict[str, str]:
+            health = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).json()
+            return {**health["withheld"]["decode"], **({engine: ""} if health["decode"][engine] == "ok" else {})}
+
+        eventually(said)
+        return said()[engine]
+
+
+def test_an_engine_behind_an_authority_of_ones_own(
+    ours: Authority, others: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_behind_tls(ours.issue("engine", "IP:127.0.0.1")) as engine:
+        unknown = withheld(engine, monkeypatch, others.cert)
+        assert unknown.endswith("no TLS connection: its certificate is of an unknown authority (SSL_CERT_FILE)")
+        assert withheld(engine, monkeypatch, ours.cert) == ""
+        assert withheld(engine.replace("https", "http"), monkeypatch).endswith(": does it want https://?")
+
+
+@pytest.mark.parametrize(
+    ("host", "days", "reason"), [("DNS:other", 2, "is for another host"), ("IP:127.0.0.1", -1, "has expired")]
+)
+def test_an_engine_with_a_wrong_certificate(
+    host: str, days: int, reason: str, ours: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_behind_tls(ours.issue("wrong-engine", host, days)) as engine:
+        assert withheld(engine, monkeypatch, ours.cert).endswith(f"no TLS connection: its certificate {reason}")
 
 
 def posted(

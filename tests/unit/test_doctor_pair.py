@@ -17,7 +17,7 @@ from vllm_ascend_pd.proxy.operate import metrics as proxy_metrics
 from vllm_ascend_pd.tools.doctor import clock
 from vllm_ascend_pd.tools.doctor.clock import OffsetRange
 from vllm_ascend_pd.tools.doctor.finding import Level
-from vllm_ascend_pd.tools.doctor.http_get import HttpAnswer, root_url
+from vllm_ascend_pd.tools.doctor.http_get import HttpAnswer, root_url, server_of
 from vllm_ascend_pd.tools.doctor.pair import CheckedServer, judge
 from vllm_ascend_pd.tools.doctor.roles import PROXY_PREFIX
 
@@ -65,6 +65,23 @@ def test_clocks_are_judged_by_what_is_certain(apart: OffsetRange | None, level: 
 @pytest.mark.parametrize("date", ["", "tomorrow", "Sat, 99 Nov 2026 00:00:00 GMT"])
 def test_no_date(date: str) -> None:
     assert clock.offset(date, NOW, NOW) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("http://LOCALHOST:8100", "http://127.0.0.1:8100", True),
+        ("http://localhost:8100", "http://[::1]:8100/", True),
+        ("http://Node-1", "http://node-1:80", True),
+        ("http://[fd00::01]:1", "http://[FD00::1]:1", True),
+        ("http://localhost:8100", "http://localhost:8101", False),
+        ("http://localhost:80", "https://localhost:80", False),
+        ("http://127.0.0.1:8100", "http://10.0.0.1:8100", False),
+        ("http://[", "http://]", False),
+    ],
+)
+def test_which_urls_are_of_one_server(one: str, other: str, same: bool) -> None:
+    assert (server_of(one) == server_of(other)) is same
 
 
 @pytest.mark.parametrize(

@@ -108,5 +108,13 @@ def test_f26_a_metaserver_url_that_decode_refuses_is_refused(url: str) -> None:
     assert Allowlist(["http://p/"], "p").refusal(url) not in (None, "matches no entry of the metaserver allow-list")
 
 
+def test_an_engine_is_the_same_however_its_host_is_spelled() -> None:
+    twice = ("http://LOCALHOST:1", "HTTP://localhost:1/")
+    with pytest.raises(ValueError, match="the same prefill engine is given twice"):
+        ProxySettings(prefill=twice, decode=ENGINES[3:], metaserver_url="http://p")
+    with pytest.raises(ValueError, match="as a prefill and as a decode engine"):
+        ProxySettings(prefill=twice[:1], decode=twice[1:], metaserver_url="http://p")
+
+
 def metaserver_url(given: str) -> str:
     return ProxySettings(prefill=ENGINES[1:2], decode=ENGINES[3:], metaserver_url=given).metaserver_url

@@ -211,13 +211,21 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"`{name}`: {error}") from None
 
 
+_ALIKE = 0.65
+"""How alike two names are, by difflib's measure, if one may be a misspelling of the other."""
+_BEGINNING_CHARS = 3
+"""Characters of a beginning of a name that say which is meant."""
+
+
 def parse_config(extra: dict[str, Any]) -> ConnectorConfig:
-    """Raises ConfigError, which names the key and, if it is unknown, the nearest known one."""
+    """Raises ConfigError, which names the key and, if it is unknown, a known one that is spelled much like it."""
     known = ConnectorConfig.__struct_fields__
     for key in extra:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise ConfigError(f"kv_connector_extra_config: unknown key `{key}`; did you mean `{near[0]}`?")
+            begun = [name for name in known if len(key) >= _BEGINNING_CHARS and name.startswith(key)]
+            near = difflib.get_close_matches(key, begun or known, n=1, cutoff=0.0 if begun else _ALIKE)
+            meant = f"did you mean `{near[0]}`?" if near else "docs/configuration.md lists all"
+            raise ConfigError(f"kv_connector_extra_config: unknown key `{key}`; {meant}")
     try:
         return msgspec.convert(extra, ConnectorConfig)
     except msgspec.ValidationError as error:

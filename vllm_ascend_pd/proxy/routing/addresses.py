@@ -15,8 +15,8 @@ _LABEL = re.compile("[A-Za-z0-9_-]{1,63}")
 
 
 def check_engine_url(role: str, url: str, schemes: Sequence[str] = ("http", "https", DNS_SCHEME)) -> str:
-    """Returns the URL without a trailing slash, so that a path can be appended. Raises ValueError with a message for
-    the operator."""
+    """Returns the URL without a trailing slash, so that a path can be appended, and in lower case, so that a host has
+    one spelling. Raises ValueError with a message for the operator."""
     if not url.isprintable() or not _has_host(url, schemes):
         raise ValueError(f"{role} engine {url!r} is not a URL such as {_EXAMPLE}")
     parts = urlsplit(url)
@@ -24,7 +24,7 @@ def check_engine_url(role: str, url: str, schemes: Sequence[str] = ("http", "htt
         raise ValueError(f"{role} engine {url!r}: give only scheme, host and port, without a path or user")
     if parts.scheme == DNS_SCHEME and parts.port is None:
         raise ValueError(f"{role} engine {url!r}: give the port")
-    return url.rstrip("/")
+    return url.rstrip("/").lower()
 
 
 def check_engine_urls(role: str, urls: Sequence[str]) -> tuple[str, ...]:

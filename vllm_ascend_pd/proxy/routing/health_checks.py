@@ -6,11 +6,12 @@ from __future__ import annotations
 import logging
 import random
 import time
+from http import HTTPStatus
 
 import anyio
 from anyio.abc import TaskGroup
 
-from vllm_ascend_pd.proxy.http.engine_client import EngineClient, HttpError
+from vllm_ascend_pd.proxy.http.engine_client import ConnectionLost, EngineClient, HttpError
 from vllm_ascend_pd.proxy.http.streams import TooLarge, read_all
 from vllm_ascend_pd.proxy.routing.load import LoadSnapshot, parse_metrics
 from vllm_ascend_pd.proxy.routing.registry import MAX_ENGINES, EngineRegistry, RegisteredEngine
@@ -82,9 +83,14 @@ class HealthChecks:
         try:
             with anyio.fail_after(self._timeout):
                 async with self._client.get(f"{url}/health") as answer:
-                    return None if answer.is_success else f"HTTP {answer.status}"
+                    if answer.is_success:
+                        return None
+                    reason = f"HTTP {answer.status}"
+                    wants_tls = answer.status == HTTPStatus.BAD_REQUEST
         except (HttpError, TimeoutError) as error:
-            return _why(error)
+            reason, wants_tls = _why(error), isinstance(error, ConnectionLost)
+        # Servers behind TLS answer plain HTTP like this.
+        return f"{reason}: does it want https://?" if wants_tls and url.startswith("http://") else reason
 
     async def _load(self, engines: EngineRegistry, engine: RegisteredEngine) -> str | None:
         """Reads and notes the engine's load. Returns None, or why it is unknown."""

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import ssl
 import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -12,6 +15,7 @@ import anyio
 import yarl
 from aiohttp.http_exceptions import HttpProcessingError
 
+from vllm_ascend_pd.core.hosts import is_loopback, normal_host
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.transport.http_session import time_limits
 
@@ -33,6 +37,16 @@ class HttpAnswer:
     problem: str = ""
 
 
+def server_of(url: str) -> tuple[str, str, int | None]:
+    """Returns scheme, host and port, in which two URLs of one server are alike however they are written."""
+    try:
+        parts = yarl.URL(url)
+        host = normal_host(parts.raw_host or "")
+    except ValueError:  # servers say what they like
+        return "", url, None
+    return parts.scheme, "localhost" if is_loopback(host) else host, parts.port
+
+
 def root_url(text: str) -> str:
     """Returns `text` without a slash at its end. Raises ValueError if it is not the root URL of an HTTP server."""
     try:
@@ -46,6 +60,13 @@ def root_url(text: str) -> str:
     if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username or parts.password:
         raise ValueError("give only scheme, host and port of a URL, without a path or user")
     return text.rstrip("/")
+
+
+def _reason(failure: OSError) -> str:
+    """Without the words that aiohttp and asyncio add, such as `ssl:default` for http:// URLs."""
+    if isinstance(failure, (ssl.SSLError, socket.gaierror)) or not failure.errno:
+        return failure.strerror or str(failure) or type(failure).__name__
+    return os.strerror(failure.errno)
 
 
 async def get(session: aiohttp.ClientSession, url: str, max_bytes: int = MAX_BODY_BYTES) -> HttpAnswer:
@@ -67,7 +88,7 @@ async def get(session: aiohttp.ClientSession, url: str, max_bytes: int = MAX_BOD
     except TimeoutError:
         problem = f"did not answer within {TIMEOUT_S:g} s"
     except aiohttp.ClientConnectorError as failure:
-        problem = f"cannot be connected to: {one_line(str(failure), _CHARS) or type(failure).__name__}"
+        problem = f"cannot be connected to: {one_line(_reason(failure.os_error), _CHARS)}"
     except (aiohttp.ClientError, HttpProcessingError, OSError) as failure:
         problem = f"broke off: {one_line(str(failure), _CHARS) or type(failure).__name__}"
     return HttpAnswer(0, b"", None, sent, time.time(), problem)

@@ -15,7 +15,7 @@ import msgspec
 from vllm_ascend_pd.core.text import UNREADABLE, one_line
 from vllm_ascend_pd.tools.doctor import clock, roles, transports
 from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
-from vllm_ascend_pd.tools.doctor.http_get import MAX_BODY_BYTES, HttpAnswer, get
+from vllm_ascend_pd.tools.doctor.http_get import MAX_BODY_BYTES, HttpAnswer, get, server_of
 from vllm_ascend_pd.tools.doctor.roles import ServerKind
 from vllm_ascend_pd.tools.doctor.stacks import VLLM
 from vllm_ascend_pd.tools.doctor.versions import release
@@ -114,7 +114,7 @@ def judge(servers: Sequence[CheckedServer]) -> list[Finding]:
         findings.append(_health(server))
         if server.answers["/health"].status == 0:
             continue
-        findings.append(_role(server, used.get(server.url, set())))
+        findings.append(_role(server, used.get(server_of(server.url), set())))
         findings += [] if server.role == "proxy" else [_version(server)]
         findings.append(_models_of(server))
         what = f"clock of {server.named} against this host's"
@@ -147,16 +147,16 @@ def _kinds(server: CheckedServer) -> frozenset[ServerKind]:
     return found | {ServerKind.PROXY} if _decoded(server, "/health", _ProxyHealth) is not None else found
 
 
-def _used(servers: Sequence[CheckedServer]) -> dict[str, set[ServerKind]]:
-    """Returns the roles in which the proxies use an engine, by its URL."""
-    used: dict[str, set[ServerKind]] = {}
+def _used(servers: Sequence[CheckedServer]) -> dict[tuple[str, str, int | None], set[ServerKind]]:
+    """Returns the roles in which the proxies use an engine, by `server_of` its URL."""
+    used: dict[tuple[str, str, int | None], set[ServerKind]] = {}
     for server in servers:
         health = _decoded(server, "/health", _ProxyHealth)
         for kind, urls in (
             () if health is None else ((ServerKind.PREFILL, health.prefill), (ServerKind.DECODE, health.decode))
         ):
             for url in urls:
-                used.setdefault(url, set()).add(kind)
+                used.setdefault(server_of(url), set()).add(kind)
     return used
 
 
@@ -199,16 +199,17 @@ def _proxied(proxy: CheckedServer, engines: Sequence[CheckedServer]) -> list[Fin
     if health is None:
         return [note(check, f"{proxy.named} does not list its engines ({_why(proxy, '/health', 'is not as its')})")]
     findings = []
-    everything = {**health.prefill, **health.decode}
+    everything = {server_of(url) for url in (*health.prefill, *health.decode)}
     for role, states in (("prefill", health.prefill), ("decode", health.decode)):
         for url, state in states.items():
             if state != "ok":
                 found = f"{proxy.named} finds {role} {one_line(url, _CHARS)}: {one_line(state, _CHARS)}"
                 findings.append(error(check, found, "check that engine, and the network from the proxy's host to it"))
+        used = {server_of(url) for url in states}
         for engine in engines:
-            if engine.role != role or engine.url in states:
+            if engine.role != role or server_of(engine.url) in used:
                 continue
-            if engine.url not in everything:
+            if server_of(engine.url) not in everything:
                 listed = one_line(", ".join(states) or "none", _CHARS)
                 found = f"{proxy.named} does not use {engine.named}, but {listed}"
                 action = "start the proxy with its URL, or ignore this if it has another address there"
