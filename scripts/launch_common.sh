@@ -174,11 +174,18 @@ show() { # show COMMAND...
   for name in "${secret_names[@]}"; do
     printf '# %s: from %s\n' "$name" "$env_file"
   done
-  printf 'exec'
-  for word in "$@"; do printf ' %s' "$(quoted "$word")"; done
+  ((${#ray_wait[@]} == 0)) || show_words "${ray_wait[@]}"
+  show_words exec "$@"
+}
+
+show_words() { # show_words WORD...
+  local word
+  printf '%s' "$1"
+  for word in "${@:2}"; do printf ' %s' "$(quoted "$word")"; done
   printf '\n'
 }
 
+ray_wait=() # waits until this host is in a Ray cluster
 run() { # run COMMAND...
   if [[ $dry_run ]]; then
     show "$@"
@@ -186,6 +193,7 @@ run() { # run COMMAND...
   fi
   command -v "$1" >/dev/null || fail "$1 not found: $what_to_set"
   load_cann
+  ((${#ray_wait[@]} == 0)) || "${ray_wait[@]}" || fail "no Ray cluster has started on this host"
   exec "$@"
 }
 
@@ -237,7 +245,7 @@ engine_help() {
 
 # Parses the options, then starts the engine or prints the command.
 launch_engine() { # launch_engine ROLE DEFAULT_PORT HCCL_BUFFER_MB ARGUMENT...
-  local role=$1 port=$2 hccl_buffer_mb=$3 help='' ray_node='' value options=() rest=() words=() output program
+  local role=$1 port=$2 hccl_buffer_mb=$3 help='' ray_node='' value options=() rest=() words=() output program ray
   local device='' address='' interface='' devices='' env_file='' beside='' executor=mp
   shift 3
   while (($#)); do
@@ -308,7 +316,12 @@ launch_engine() { # launch_engine ROLE DEFAULT_PORT HCCL_BUFFER_MB ARGUMENT...
   if [[ $env_file ]]; then
     read_env_file "$env_file"
   fi
-  if [[ $ray_node ]]; then program=${RAY:-$(sibling ray)}; else program=${VLLM:-$(sibling vllm)}; fi
+  ray=${RAY:-$(sibling ray)} program=${VLLM:-$(sibling vllm)}
+  if [[ $ray_node ]]; then
+    program=$ray
+  elif [[ $executor == ray ]]; then # its Ray cluster may just be starting
+    ray_wait=(timeout --foreground 600 bash -c "until \"\$0\" status &>/dev/null; do sleep 1; done" "$ray")
+  fi
   run "$program" "${words[@]:1}"
 }
 

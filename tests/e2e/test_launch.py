@@ -36,18 +36,11 @@ class Launched:
     launcher: ManagedProcess
     url: str
     model: Path
-    state: Path
-
-    @property
-    def folder(self) -> Path:
-        return self.state / "single-node-cpu"
+    secrets: tuple[Path, ...]
 
     def processes(self) -> list[psutil.Process]:
-        """Both engines', the proxy's, and all that these have started."""
-        about = [path.read_text() for path in self.folder.glob("*.json")]
-        started = [psutil.Process(int(pid)) for text in about for pid in re.findall(r'"pid": (\d+)', text)]
-        assert len(started) == 3
-        return [*started, *(child for process in started for child in process.children(recursive=True))]
+        """Both engines, the proxy, and all that these have started."""
+        return psutil.Process(self.launcher.pid).children(recursive=True)
 
 
 @pytest.fixture
@@ -55,11 +48,12 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
     cluster_pool.stop()
     ports = reserve_ports(4)
     hosts = yaml.safe_load((REPOSITORY / EXAMPLE).read_text())
-    hosts |= {"model": str(make_model(TINY, models)), "state": str(tmp_path / "state"), "stop_seconds": 15}
+    hosts |= {"model": str(make_model(TINY, models))}
     hosts["prefill"][0] |= {"tp": 1, "port": ports[0]}
     hosts["decode"][0] |= {"port": ports[1], "kv_port": ports[2]}
     hosts["proxy"]["port"] = ports[3]
-    hosts |= make_secrets(tmp_path)
+    secret_files = make_secrets(tmp_path)
+    hosts |= secret_files
     file = tmp_path / "hosts.yaml"
     file.write_text(yaml.safe_dump(hosts))
     environment = os.environ | {
@@ -74,15 +68,16 @@ def launched(cluster_pool: ClusterPool, models: Path, tmp_path: Path) -> Iterato
     launcher = ManagedProcess("launcher", command, environment, tmp_path / "launcher.log")
     try:
         deadline = time.monotonic() + 480
-        while "serving at" not in launcher.tail():
+        while "serving at" not in launcher.log.read_text():
             assert launcher.exit_code is None, launcher.tail()
             assert time.monotonic() < deadline, launcher.tail()
             time.sleep(0.2)
-        launched = Launched(launcher, f"http://127.0.0.1:{ports[3]}", Path(hosts["model"]), tmp_path / "state")
+        files = tuple(map(Path, secret_files.values()))
+        launched = Launched(launcher, f"http://127.0.0.1:{ports[3]}", Path(hosts["model"]), files)
         launcher.note_shared_memory(process.pid for process in launched.processes())  # none of its own session
         yield launched
     finally:
-        launcher.stop(grace=60)  # it stops the engines; without it, their agents do
+        launcher.stop(grace=60)  # it stops the engines; without it, their terminals hang up
         for port in ports:
             release_port(port)
 
@@ -105,7 +100,7 @@ def reference(reference_pool: ReferencePool, single_engine: EngineConfig) -> Ref
 @pytest.mark.long
 def test_the_example_for_the_cpu_serves_and_stops(launched: Launched, reference: Reference) -> None:
     prompt = random_prompt(300, "launched")
-    with Client(launched.url, model=str(launched.model)) as client:
+    with Client(launched.url, str(launched.model), headers={"X-Who-Computes": "prefill"}) as client:
         completion = client.complete(prompt)
     assert completion.token_ids == reference.complete(prompt)
     assert completion.kv_transfer_params is not None
@@ -113,6 +108,8 @@ def test_the_example_for_the_cpu_serves_and_stops(launched: Launched, reference:
 
     processes = launched.processes()
     assert len(processes) > 3  # engine cores are processes of their own
+    alive = (process for process in processes if process.status() != psutil.STATUS_ZOMBIE)
+    commands = " ".join(word for process in alive for word in process.cmdline())
 
     os.kill(launched.launcher.pid, signal.SIGINT)
     _, alive = psutil.wait_procs(processes, timeout=60)
@@ -122,8 +119,8 @@ def test_the_example_for_the_cpu_serves_and_stops(launched: Launched, reference:
         time.sleep(0.1)
     assert launched.launcher.exit_code == 130
     assert launched.launcher.tail(1) == "all stopped"
-    # No secret in what anybody can read: logs and, by that, the configuration that vLLM prints.
-    logs = "".join(path.read_text() for path in launched.folder.glob("*.log"))
-    for name in ("side-channel.json", "tickets.secret", "metaserver.token"):
-        content = (launched.state.parent / name).read_text()
-        assert not [word for word in re.findall(r"[^\s\"{}:,]{20,}", content) if word in logs]
+    # No secret in what anybody can read: command lines and logs, with the configuration that vLLM prints.
+    for file in launched.secrets:
+        words = re.findall(r"[^\s\"{}:,]{20,}", file.read_text())
+        assert words
+        assert not [word for word in words if word in commands + launched.launcher.log.read_text()]

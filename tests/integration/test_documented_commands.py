@@ -257,10 +257,6 @@ TABLE = (
     Row(r"pip install .*", could_be_installed, "would change the environment that tests run in"),
     Row(r"scripts/launch_cluster\.sh \S+ --dry-run", is_understood),
     Row(r"scripts/launch_cluster\.sh \S+", is_understood, NPUS),
-    Row(
-        r"scripts/launch_cluster\.sh \S+ --(detach|stop)",
-        "tests/integration/test_launch_cluster.py::test_detach_and_stop",  # with stand-ins for ssh and engines
-    ),
     Row(r"PYTHONPATH=tests .*", makes_the_model),
     Row(r"VENV=.*", "tests/e2e/test_launch.py::test_the_example_for_the_cpu_serves_and_stops"),
     Row(r"scripts/launch_prefill\.sh .*", is_understood, "starts Ray or an engine on NPUs"),

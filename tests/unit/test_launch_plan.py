@@ -6,17 +6,14 @@ import json
 import shlex
 import subprocess
 from functools import partial
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
-from vllm_ascend_pd.tools.launch import cluster
+from vllm_ascend_pd.tools.launch.cluster import dry_run
 from vllm_ascend_pd.tools.launch.hosts import HostsError, HostsFile, Invalid
-from vllm_ascend_pd.tools.launch.plan import LaunchedProcess, LaunchPlan, make_plan, reach
-from vllm_ascend_pd.tools.launch.session import StopOutcome
+from vllm_ascend_pd.tools.launch.plan import LaunchedProcess, LaunchPlan, make_plan
 from vllm_ascend_pd.tools.launch.shape import ParallelSizes, ShapeError
 
 PYTHON, REPOSITORY = "/opt/python", "/opt/pd"
@@ -57,10 +54,7 @@ def options(process: LaunchedProcess) -> dict[str, str]:
 
 def test_two_nodes() -> None:
     made = plan(TWO_NODES)
-    assert [[process.name for process in stage] for stage in made.stages] == [
-        ["prefill-0", "decode-0-node-0", "decode-0-node-1"],
-        ["proxy"],
-    ]
+    assert [process.name for process in made.processes] == ["prefill-0", "decode-0-node-0", "decode-0-node-1", "proxy"]
     prefill, first, second, proxy = made.processes
     assert options(prefill)["--devices"] == "0,1,2,3,4,5,6,7"
     assert options(prefill)["--decode-host"] == "10.0.0.2"  # the last of two; each is named
@@ -69,26 +63,33 @@ def test_two_nodes() -> None:
     assert [options(node)["--node-rank"] for node in (first, second)] == ["0", "1"]
     assert {options(node)["--head-address"] for node in (first, second)} == {"10.0.0.1"}
     assert {options(node)["--metaserver"] for node in (first, second)} == {"http://10.0.0.1:8000"}
-    assert [process.ready for process in made.processes] == [
-        "http://10.0.0.1:8100/health",
-        "http://10.0.0.1:8200/health",
-        None,
-        "http://10.0.0.1:8000/health",
-    ]
     assert [process.ssh for process in made.processes] == ["10.0.0.1", "10.0.0.1", "user@b", "10.0.0.1"]
     assert options(proxy)["--decode"] == "http://10.0.0.1:8200"
     assert made.endpoint == "http://10.0.0.1:8000"
 
 
-def test_ray_runs_on_all_nodes_before_vllm_on_the_first() -> None:
+def test_ray_runs_on_all_nodes_and_vllm_on_the_first() -> None:
     made = plan(TWO_NODES.replace("    dp: 4\n", "    dp: 4\n    executor: ray\n"))
-    ray, engines, _ = made.stages
-    assert [(process.name, process.ready) for process in ray] == [
-        ("decode-0-ray-0", "tcp://10.0.0.1:13345"),
-        ("decode-0-ray-1", None),
+    commands = {process.name: process.command for process in made.processes}
+    assert list(commands) == ["prefill-0", "decode-0-ray-0", "decode-0", "decode-0-ray-1", "proxy"]
+    assert [name for name, command in commands.items() if command[-1] == "--ray-node"] == [
+        "decode-0-ray-0",
+        "decode-0-ray-1",
     ]
-    assert all(process.command[-1] == "--ray-node" for process in ray)
-    assert [process.name for process in engines] == ["prefill-0", "decode-0"]
+
+
+def test_a_dry_run_shows_where_and_what() -> None:
+    made = plan(TWO_NODES)
+    lines = dry_run(made).splitlines()
+    assert lines[:-2:2] == [
+        "# prefill-0 on a (ssh 10.0.0.1)",
+        "# decode-0-node-0 on a (ssh 10.0.0.1)",
+        "# decode-0-node-1 on b (ssh user@b)",
+        "# proxy on a (ssh 10.0.0.1)",
+    ]
+    assert [tuple(shlex.split(line)) for line in lines[1:-2:2]] == [process.command for process in made.processes]
+    assert lines[-2].startswith("# over ssh by: ssh -tt ")
+    assert "# prefill-0 on a (here)" in dry_run(plan(TWO_NODES.replace("interface: eth0", "local: true")))
 
 
 @pytest.mark.parametrize(
@@ -96,18 +97,22 @@ def test_ray_runs_on_all_nodes_before_vllm_on_the_first() -> None:
     [
         ("tp: 8", "tpp: 8", "hosts.yaml:8: prefill[0].tpp: unknown key"),
         ("tp: 8", "tp: eight", "hosts.yaml:8: prefill[0].tp: expected `int`, got `str`"),
-        ("tp: 8", "tp: 0", "hosts.yaml:8: prefill[0].tp: must be from 1 to 4096"),
+        ("tp: 8", "tp: 0", "hosts.yaml:8: prefill[0].tp: expected `int` >= 1"),
         ("tp: 8", "tp: 17", "hosts.yaml:7: prefill[0].devices: prefill-0 needs 17 NPUs on host a, 16 of 16 are left"),
         ("tp: 8", "tp: 12", "hosts.yaml:10: decode[0].devices: decode-0 needs 8 NPUs on host a, 4 of 16 are left"),
         ("tp: 8", "devices: [16]", "hosts.yaml:8: prefill[0].devices: an A3 server has NPUs 0 to 15, not 16"),
         ("tp: 8", "tp: 8\n    tp: 4", "hosts.yaml:9: prefill[0].tp: is listed twice"),
-        ("tp: 8", "kv_port: 1", "hosts.yaml:8: prefill[0].kv_port: is only for decode"),
+        ("tp: 8", "kv_port: 1", "hosts.yaml:8: prefill[0].kv_port: --kv-port: only for decode"),
+        ("tp: 8", "port: 65536", "hosts.yaml:8: prefill[0].port: expected `int` <= 65535"),
+        ("tp: 8", "devices: [0, 0]", "prefill[0].devices: prefill-0 needs 1 NPUs on host a, 2 are listed"),
+        ("tp: 8", "tp: 2\n    devices: [0, 0]", "prefill[0].devices: NPU 0 of host a is already used by prefill-0"),
+        ("tp: 8", "load_failure_policy: fail", "prefill[0].load_failure_policy: --load-failure-policy: only for"),
         ("tp: 8", "port: 8000", "hosts.yaml:8: prefill[0].port: port 8000 of host a is already used by the proxy"),
         ("tp: 8", "head_port: 9", "hosts.yaml:8: prefill[0].head_port: is only for engines on several hosts"),
         ("dp: 4", "dp: 3", "hosts.yaml:10: decode[0].hosts: a node has 6 devices, a data-parallel replica 4"),
         ("tp: 4\n    dp: 4", "tp: 7", "decode[0].hosts: tensor x pipeline x data parallel is 7 x 1 x 1 = 7"),
         ("tp: 4\n    dp: 4", "tp: 16\n    dp: 1\n    pp: 3", "decode-0 needs 24 NPUs on host a, 8 of 16 are left"),
-        ("dp: 4", "dp: 4\n    kv_port: 21598", "hosts.yaml:13: decode[0].kv_port: 21598: Mooncake listens on"),
+        ("dp: 4", "dp: 4\n    kv_port: 21598", ":13: decode[0].kv_port: --kv-port 21598: Mooncake listens on"),
         ("dp: 4", "dp: 4\n    kv_port: 8099", "hosts.yaml:13: decode[0].kv_port: port 8100 of host a is already"),
         ("[a, b]", "[a, c]", "hosts.yaml:10: decode[0].hosts[1]: no host 'c' in `hosts`"),
         ("[a, b]", "[a, a]", "hosts.yaml:10: decode[0].hosts: lists a host twice"),
@@ -116,11 +121,14 @@ def test_ray_runs_on_all_nodes_before_vllm_on_the_first() -> None:
         ("10.0.0.2", "10.0.0.1", "hosts.yaml:5: hosts.b.address: 10.0.0.1 is already the address of a: list"),
         ("10.0.0.1", "127.0.0.1", ":4: hosts.a.address: 127.0.0.1 is a loopback address: other hosts cannot reach a"),
         ("10.0.0.2", "'::1'", "hosts.yaml:5: hosts.b.address: ::1 is a loopback address: other hosts cannot reach b"),
-        ("user@b", "-oProxyCommand=x", "hosts.yaml:5: hosts.b.ssh: '-oProxyCommand=x'"),
+        ("user@b", "-oProxyCommand=x", "hosts.yaml:5: hosts.b.ssh: '-oProxyCommand=x' is not"),
         ("ssh: user@b", "ssh: b, local: true", "hosts.yaml:5: hosts.b.ssh: contradicts `local: true`"),
         ("device: a3", "device: a4", "hosts.yaml:2: device: invalid enum value 'a4'"),
-        ("device: a3", "start_seconds: 0\ndevice: a3", "hosts.yaml:1: the file: `start_seconds` must be"),
-        ("device: a3", "state: state\ndevice: a3", "hosts.yaml:2: state: 'state' is another folder from everywhere"),
+        ("device: a3", "name: x\ndevice: a3", "hosts.yaml:2: name: was removed: clusters need no name"),
+        ("device: a3", "state: /x\ndevice: a3", "hosts.yaml:2: state: was removed: logs go to the launcher's"),
+        ("device: a3", "start_seconds: 9\ndevice: a3", "hosts.yaml:2: start_seconds: was removed: the launcher waits"),
+        ("device: a3", "stop_seconds: 9\ndevice: a3", "hosts.yaml:2: stop_seconds: was removed: the launcher"),
+        ("tp: 8", "name: x", "hosts.yaml:8: prefill[0].name: unknown key"),
         ("proxy:\n  host: a\n", "", "hosts.yaml:1: proxy: is missing"),
         ("prefill:", "prefill: [", "not YAML"),
         ("tp: 8", "env: {HF_TOKEN: abc}", "hosts.yaml:8: prefill[0].env.HF_TOKEN: looks like a secret"),
@@ -197,30 +205,17 @@ def test_every_word_of_the_file_reaches_the_other_side_as_one_word(model: str, a
     )
     made = plan(text)
     prefill = made.processes[0]
-    sent = reach(prefill, list(prefill.command))
-    assert sent[: sent.index("--") + 2][-2:] == ["--", "10.0.0.1"]
-    [line] = sent[sent.index("--") + 2 :]
+    *ssh, host, line = prefill.local_command
+    assert (ssh[0], ssh[-1], host) == ("ssh", "--", "10.0.0.1")
     assert shlex.split(line) == list(prefill.command)
     assert options(prefill)["--model"] == model
     assert f"VALUE={value}" in prefill.command
     assert list(prefill.command[prefill.command.index("--") + 1 :]) == args
 
 
-@pytest.mark.parametrize(
-    ("found", "said"), [("proxy", "all stopped"), ("", "no process of test is recorded in /state, ")]
-)
-def test_what_stop_says_without_a_record(
-    found: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(cluster, "stop_anew", lambda _, process: StopOutcome(None, found=process.name == found))
-    made = plan(f"name: test\nstate: {tmp_path}/state\n{TWO_NODES}")
-    assert cluster.stop(made, Console(width=200)) is cluster.End.OK
-    assert said in capsys.readouterr().out.replace(str(tmp_path), "")
-
-
 def test_a_shell_on_the_other_side_sees_the_same_words() -> None:
     hostile = ["$(touch x)", "`id`", "a;b", "it's", 'a"b', "*", "~", "!x", "\\", "a b", "", "|", "-", "--", "é"]
-    made = plan(TWO_NODES)
-    line = reach(made.processes[0], ["printf", "%s\\0", *hostile])[-1]
+    process = LaunchedProcess("p", "a", "a", ("printf", "%s\\0", *hostile))
+    line = process.local_command[-1]
     output = subprocess.run(["/bin/sh", "-c", line], capture_output=True, check=True, timeout=10).stdout
     assert output.decode().split("\0")[:-1] == hostile

@@ -97,8 +97,9 @@ def test_all_scripts_pass_shellcheck() -> None:
         ("decode", (*A2, "--tp=4", "--dp=2", "--metaserver", "http://10.0.0.9:8000", "--served-model-name", "m n")),
         ("decode", (*CPU, "--load-failure-policy=recompute", "--extra=lease_s=30")),
         ("prefill", (*A2, "--tp=16", "--nodes=2", "--executor=ray", "--head-address=10.0.0.1", "--ray-node")),
+        ("decode", (*A2, "--tp=16", "--nodes=2", "--executor=ray", "--head-address=10.0.0.1")),
     ],
-    ids=["prefill-a3", "decode-a2", "decode-cpu", "ray"],
+    ids=["prefill-a3", "decode-a2", "decode-cpu", "ray-node", "ray"],
 )  # fmt: skip
 def test_a_dry_run_is_what_is_run(role: str, options: tuple[str, ...], environment: dict[str, str]) -> None:
     environment["HCCL_BUFFSIZE"] = "77"  # ours wins
@@ -173,6 +174,16 @@ def test_one_replica_on_several_nodes(environment: dict[str, str]) -> None:
         "--master-port 13345 --headless"
     )
     assert arguments[2 : arguments.index("--kv-transfer-config")] == expected.split()
+
+
+def test_vllm_waits_for_its_ray_cluster(environment: dict[str, str], tmp_path: Path) -> None:
+    ray = Path(environment["RAY"]).with_name("ray")
+    ray.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\n[ "$(wc -l <{tmp_path}/asked)" -gt 2 ]\n')
+    ray.chmod(0o755)
+    nodes = ("--nodes=2", "--executor=ray", "--tp=16", "--head-address=10.0.0.1")
+    arguments, _ = told("decode", *A2, *nodes, env=environment | {"RAY": str(ray)})
+    assert arguments[0] == "serve"
+    assert (tmp_path / "asked").read_text().splitlines() == ["status"] * 3
 
 
 @pytest.mark.parametrize("script", ["launch_prefill", "launch_decode", "launch_proxy", "launch_cluster"])

@@ -1,229 +1,210 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts, watches and stops the processes of a cluster on their hosts. scripts/launch_cluster.sh runs this."""
+"""Runs the processes of a cluster in its foreground, until one ends or Ctrl-C. scripts/launch_cluster.sh runs this.
+
+Each process has a terminal of its own: a local pseudo terminal, and behind `ssh -tt` another one on its host. Ctrl-C is
+the same key there. A terminal hangs up when the launcher or the connection ends, however that happens, and the hangup
+ends the processes that it controls.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import enum
-import queue
+import os
+import re
+import selectors
 import shlex
 import signal
+import subprocess
 import sys
+import termios
+import threading
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
-import msgspec
+import httpx
 import typer
-from rich.console import Console
 
 from vllm_ascend_pd.tools.command_line import run_app
 from vllm_ascend_pd.tools.launch.hosts import HostsError, HostsFile, Invalid
-from vllm_ascend_pd.tools.launch.plan import LaunchedProcess, LaunchPlan, make_plan
-from vllm_ascend_pd.tools.launch.session import AgentEvent, Session, stop_anew
+from vllm_ascend_pd.tools.launch.plan import SSH, LaunchedProcess, LaunchPlan, make_plan
 
-WATCH_SECONDS = 1.0
-_FAILURES = ("ended", "failed", "lost", "stopped", "not stopped")
-
-
-class LaunchError(RuntimeError):
-    """Ends the program with this message after everything was stopped."""
+STOP_SECONDS = 30.0
+"""Time for processes to end after Ctrl-C. Engines finish no requests, but release NPUs and shared memory."""
+KILL_SECONDS = 5.0
+POLL_SECONDS = 0.2
+HEALTH_SECONDS = 2.0
+_LAST_LINES = 20
+_LINE_BYTES = 64 << 10
+_CTRL_C = b"\x03"
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0a-\x1f\x7f-\x9f]")
+"""Colours and other codes that would change the operator's terminal."""
 
 
 class End(enum.IntEnum):
     """Exit codes."""
 
-    OK = 0
     FAILED = 1
     USAGE = 2
     INTERRUPTED = 130
 
 
-class Launcher:
-    """The started processes of a plan, and their events."""
+class RunningProcess:
+    """A process on its terminal."""
 
-    def __init__(self, plan: LaunchPlan, console: Console) -> None:
-        self._plan = plan
-        self._console = console
-        self._sessions: list[Session] = []
-        self._events: queue.SimpleQueue[AgentEvent] = queue.SimpleQueue()
-
-    def start(self) -> None:
-        """Starts all processes and returns when all are ready. Raises LaunchError."""
-        begun = time.monotonic()
-        deadline = begun + self._plan.start_seconds
-        for stage in self._plan.stages:
-            waiting = {process.name for process in stage}
-            for process in stage:
-                self._sessions.append(self._session(process))
-            while waiting:
-                event = self._next(deadline - time.monotonic())
-                if event is None:
-                    raise LaunchError(
-                        f"not healthy after {self._plan.start_seconds:g} s: {', '.join(sorted(waiting))}; "
-                        f"logs: {self._plan.folder} on each host"
-                    )
-                if event.kind == "ready":
-                    waiting.discard(event.process.name)
-                    self._say(
-                        f"{event.process.name} on {event.process.host} ready after {time.monotonic() - begun:.0f} s"
-                    )
-
-    def watch(self) -> NoReturn:
-        """Watches the processes until one ends, then raises LaunchError."""
-        while True:
-            self._next(WATCH_SECONDS)
-
-    def detach(self) -> None:
-        """Leaves all processes running. Raises LaunchError if a process may have been stopped."""
-        with ThreadPoolExecutor(len(self._sessions)) as pool:
-            heard = list(pool.map(Session.detach, self._sessions))
-        lost = [session.process for session, it in zip(self._sessions, heard, strict=True) if not it]
-        if lost:
-            raise LaunchError("lost while detaching: " + ", ".join(f"{one.name} on {one.host}" for one in lost))
-
-    def stop(self) -> list[str]:
-        """Stops all started processes in parallel. Returns those that could not be stopped, with the reason."""
-        if not self._sessions:
-            return []
-        with ThreadPoolExecutor(len(self._sessions)) as pool:
-            reasons = list(pool.map(Session.stop, self._sessions))
-        return _named(zip((session.process for session in self._sessions), reasons, strict=True))
-
-    def _session(self, process: LaunchedProcess) -> Session:
+    def __init__(self, process: LaunchedProcess, width: int) -> None:
+        """Starts it. `width`: of the names in front of lines."""
+        self.process = process
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._prefix = f"{process.name:<{width}} | "
+        self._rest = b""
+        self.terminal, slave = os.openpty()
+        os.set_blocking(self.terminal, False)
+        mode = termios.tcgetattr(slave)
+        mode[3] &= ~termios.ECHO  # prints no `^C`; ssh passes it on
+        termios.tcsetattr(slave, termios.TCSANOW, mode)
         try:
-            return Session(self._plan, process, self._events)
-        except OSError as error:
-            raise LaunchError(f"{process.name}: {error}") from None
+            # `setsid --ctty` gives the process a session with that terminal, then becomes the process.
+            command = ("setsid", "--ctty", *process.local_command)
+            self._child = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave)
+        finally:
+            os.close(slave)
 
-    def _next(self, seconds: float) -> AgentEvent | None:
-        """Returns the next event, or None after `seconds`. Raises LaunchError if the event is a failure."""
+    def has_ended(self) -> bool:
+        # Its number stays taken until `kill` reaps it, so that the number's process group is surely this one.
+        return os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def print_lines(self) -> bool:
+        """Prints the lines that are there. Returns whether more can come."""
         try:
-            event = self._events.get(timeout=max(0.0, seconds))
-        except queue.Empty:
+            data = os.read(self.terminal, _LINE_BYTES)
+        except OSError:  # nobody has the other side open any more
+            data = b""
+        *lines, self._rest = re.split(rb"[\r\n]+", self._rest + data)  # progress bars end lines with \r
+        if not data or len(self._rest) > _LINE_BYTES:
+            lines.append(self._rest)
+            self._rest = b""
+        for line in lines:
+            if text := _CONTROL.sub("", line.decode(errors="replace")).rstrip():
+                self.last_lines.append(text)
+                sys.stdout.buffer.write(f"{self._prefix}{text}\n".encode())
+        sys.stdout.flush()
+        return bool(data)
+
+    def print_rest(self) -> None:
+        while self.print_lines():
+            pass
+
+    def press_ctrl_c(self) -> None:
+        with contextlib.suppress(OSError):  # it has closed its terminal: only `kill` ends it
+            os.write(self.terminal, _CTRL_C)
+
+    def kill(self) -> int | None:
+        """Hangs up, kills what is left here, and returns the exit code. None: it has not ended."""
+        os.close(self.terminal)
+        try:
+            os.killpg(self._child.pid, signal.SIGKILL)
+        except ProcessLookupError:  # `setsid` has not made the group yet
+            self._child.kill()
+        try:
+            return self._child.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
             return None
-        if event.kind in _FAILURES:
-            detail = event.detail or event.kind
-            what = detail if event.kind == "ended" else f"could not be started or watched: {detail}"
-            raise LaunchError(f"{event.process.name} on {event.process.host} {what}")
-        return event
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class ClusterRecord:
-    """The record of the running plan. `--stop` uses it, because hosts.yaml may have changed since.
-
-    It is found by the cluster's `name` and `state`.
-    """
+class Launcher:
+    """The processes of a plan."""
 
     def __init__(self, plan: LaunchPlan) -> None:
-        self.path = Path(plan.folder).expanduser() / "cluster.json"
+        self._plan = plan
+        self._width = max(len(process.name) for process in plan.processes)
+        self._over = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._running: list[RunningProcess] = []
 
-    def write(self, plan: LaunchPlan) -> None:
-        """Raises LaunchError if there is a record already: that cluster runs, or was never stopped."""
+    def run(self) -> End:
+        """Starts all processes at once. Returns after one has ended, or after Ctrl-C, with all others stopped."""
+        ended = None
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self.path.open("xb") as file:
-                file.write(msgspec.json.encode(plan))
-        except FileExistsError:
-            raise LaunchError(f"this cluster was started and not stopped ({self.path}): run --stop first") from None
-        except OSError as error:
-            raise LaunchError(f"{self.path} cannot be written: {error}") from None
+            ended = self._watch()
+            _say(f"error: {ended.process.name} on {ended.process.host} has ended; stopping all others")
+        except KeyboardInterrupt:
+            _say("interrupted; stopping all")
+        finally:
+            try:
+                self._press_ctrl_c()
+            finally:
+                codes = {one.process.name: one.kill() for one in self._running}
+        if ended is not None:
+            last = "\n".join(ended.last_lines)
+            _say(f"error: {ended.process.name} ended with code {codes[ended.process.name]}; its last lines:\n{last}")
+        if left := [name for name, code in codes.items() if code is None]:
+            _say(f"error: these may still run: {', '.join(left)}")
+            return End.FAILED
+        _say("all stopped")
+        return End.INTERRUPTED if ended is None else End.FAILED
 
-    def read(self) -> LaunchPlan | None:
-        """Raises LaunchError."""
+    def _watch(self) -> RunningProcess:
+        """Starts all processes. Returns the first that ends."""
+        for process in self._plan.processes:
+            self._running.append(RunningProcess(process, self._width))
+            self._selector.register(self._running[-1].terminal, selectors.EVENT_READ, self._running[-1])
+        threading.Thread(target=_announce, args=(self._plan.endpoint, self._over), daemon=True).start()
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=LaunchPlan)
-        except FileNotFoundError:
-            return None
-        except (OSError, msgspec.MsgspecError) as error:
-            raise LaunchError(f"{self.path} cannot be read: {error}") from None
+            while True:
+                self._print_lines()
+                for one in self._running:
+                    if one.has_ended():
+                        one.print_rest()
+                        return one
+        finally:
+            self._over.set()
 
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
+    def _press_ctrl_c(self) -> None:
+        """Presses Ctrl-C on each terminal, and returns when all have ended, after a while, or after a second Ctrl-C."""
+        deadline = time.monotonic() + STOP_SECONDS
+        try:
+            for one in self._running:
+                one.press_ctrl_c()
+            while not all(one.has_ended() for one in self._running) and time.monotonic() < deadline:
+                self._print_lines()
+            for one in self._running:
+                if one.has_ended():
+                    one.print_rest()
+        except KeyboardInterrupt:
+            _say("killing all")
 
-
-def launch(plan: LaunchPlan, detach: bool, console: Console) -> End:
-    """Starts a cluster and runs until a process ends or Ctrl-C is pressed. With `detach`, returns when all are ready.
-
-    Raises LaunchError if nothing was started.
-    """
-    record, launcher = ClusterRecord(plan), Launcher(plan, console)
-    record.write(plan)
-    end, reason = End.OK, ""
-    try:
-        launcher.start()
-        _say(console, f"serving at {plan.endpoint}")
-        if detach:
-            launcher.detach()
-            return End.OK
-        _say(console, "Ctrl-C stops it")
-        launcher.watch()
-    except KeyboardInterrupt:
-        end, reason = End.INTERRUPTED, "interrupted"
-    except LaunchError as error:
-        end, reason = End.FAILED, f"error: {error}"
-    _say(console, f"{reason}\nstopping all others" if end is End.FAILED else f"{reason}; stopping all")
-    left = launcher.stop()
-    if left:
-        return _left(console, left, record)
-    record.remove()
-    _say(console, "all stopped")
-    return end
+    def _print_lines(self) -> None:
+        for key, _ in self._selector.select(POLL_SECONDS):
+            if not key.data.print_lines():
+                self._selector.unregister(key.fileobj)
 
 
-def stop(plan: LaunchPlan, console: Console) -> End:
-    """Stops all processes that the record or the current hosts.yaml names."""
-    record = ClusterRecord(plan)
-    recorded = record.read()
-    work = [(plan, process) for process in plan.processes]
-    if recorded is not None:
-        known = {(process.name, process.ssh) for process in plan.processes}
-        work += [(recorded, p) for p in recorded.processes if (p.name, p.ssh) not in known]
-    with ThreadPoolExecutor(len(work)) as pool:
-        outcomes = list(pool.map(lambda item: stop_anew(*item), work))
-    left = _named((process, outcome.reason) for (_, process), outcome in zip(work, outcomes, strict=True))
-    if left:
-        return _left(console, left, record)
-    record.remove()
-    if recorded is None and not any(outcome.found for outcome in outcomes):
-        folder, _, name = plan.folder.rpartition("/")
-        _say(console, f"no process of {name} is recorded in {folder}, here or on the hosts")
-    else:
-        _say(console, "all stopped")
-    return End.OK
+def _announce(endpoint: str, over: threading.Event) -> None:
+    """Says when the proxy serves, which it does once an engine of each role is healthy."""
+    while not over.wait(POLL_SECONDS):
+        try:
+            answer = httpx.get(f"{endpoint}/health", timeout=HEALTH_SECONDS, trust_env=False)
+        except httpx.HTTPError:
+            continue
+        if answer.status_code == httpx.codes.OK:
+            _say(f"serving at {endpoint}; Ctrl-C stops it")
+            return
 
 
 def dry_run(plan: LaunchPlan) -> str:
-    """Returns the commands as a shell script, with the host of each process. It has no secrets."""
+    """Returns the command of each host, and above it where it runs. It has no secrets."""
     lines = []
-    for number, stage in enumerate(plan.stages, 1):
-        lines.append(f"# stage {number} of {len(plan.stages)}")
-        for process in stage:
-            where = "here" if process.ssh is None else f"ssh {process.ssh}"
-            ready = f"until {process.ready} answers" if process.ready else "ready at once"
-            lines += [f"# {process.name} on {process.host} ({where}), {ready}", shlex.join(process.command)]
-    lines.append(f"# then serving at {plan.endpoint}; logs in {plan.folder} on each host")
-    lines.append(f"# each is started and watched by {shlex.join(plan.agent)} on its host")
-    return "\n".join(lines)
+    for process in plan.processes:
+        where = "here" if process.ssh is None else f"ssh {process.ssh}"
+        lines += [f"# {process.name} on {process.host} ({where})", shlex.join(process.command)]
+    return "\n".join([*lines, f"# over ssh by: {shlex.join(SSH)} HOST COMMAND", f"# then serving at {plan.endpoint}"])
 
 
-def _named(reasons: Iterable[tuple[LaunchedProcess, str | None]]) -> list[str]:
-    return [f"{process.name} on {process.host}: {reason}" for process, reason in reasons if reason is not None]
-
-
-def _left(console: Console, left: Sequence[str], record: ClusterRecord) -> End:
-    _say(console, "error: these may still run:\n" + "\n".join(left))
-    gone = f"; if a host is gone for good, remove {record.path}" if record.path.exists() else ""
-    _say(console, f"try again with --stop{gone}")
-    return End.FAILED
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -233,16 +214,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 def main(
     hosts: Annotated[Path, typer.Argument()],
     dry_run_only: Annotated[bool, typer.Option("--dry-run")] = False,
-    stop_only: Annotated[bool, typer.Option("--stop")] = False,
-    detach: Annotated[bool, typer.Option("--detach")] = False,
     *,
     repository: Annotated[Path, typer.Option(help="The repository of the script that runs this.")],
 ) -> None:
     """scripts/launch_cluster.sh documents the options."""
-    console = Console(stderr=True)
-    if sum((dry_run_only, stop_only, detach)) > 1:
-        _say(console, "launch_cluster: use only one of --dry-run, --stop and --detach")
-        raise typer.Exit(End.USAGE)
     try:
         file = HostsFile.read(hosts)
         try:
@@ -250,21 +225,16 @@ def main(
         except Invalid as error:
             raise file.located(error) from None
     except HostsError as error:
-        _say(console, f"launch_cluster: {error}")
+        _say(f"launch_cluster: {error}")
         raise typer.Exit(End.USAGE) from None
     if dry_run_only:
         print(dry_run(plan))
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    try:
-        end = stop(plan, console) if stop_only else launch(plan, detach, console)
-    except LaunchError as error:
-        _say(console, f"error: {error}")
-        end = End.FAILED
-    except KeyboardInterrupt:
-        # A second Ctrl-C while stopping. Agents that lose their launcher stop their processes by themselves.
-        end = End.INTERRUPTED
-    raise typer.Exit(end)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell has its background jobs ignore SIGINT
+        signal.signal(number, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup. Processes must not inherit it.
+        signal.signal(signal.SIGHUP, lambda *_: None)
+    raise typer.Exit(Launcher(plan).run())
 
 
 if __name__ == "__main__":

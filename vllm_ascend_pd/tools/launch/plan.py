@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 
 from vllm_ascend_pd.core.hosts import authority
 from vllm_ascend_pd.tools.launch.arguments import refused_argument
-from vllm_ascend_pd.tools.launch.engine import DEFAULT_KV_PORT, DEVICES_PER_NODE, MOONCAKE_PORTS
-from vllm_ascend_pd.tools.launch.hosts import Cluster, EngineEntry, Host, Invalid, KeyPath
+from vllm_ascend_pd.tools.launch.engine import DEFAULT_KV_PORT, DEVICES_PER_NODE, DeviceType, check_kv_port
+from vllm_ascend_pd.tools.launch.hosts import Cluster, EngineEntry, Invalid, KeyPath
 from vllm_ascend_pd.tools.launch.shape import Executor, ParallelSizes, ShapeError
 from vllm_ascend_pd.tools.launch.transfer import ConnectorOptions, ConnectorOptionsError, EngineSide
 
-DEFAULT_PORTS = {"prefill": 8100, "decode": 8200}
+DEFAULT_PORTS = {EngineSide.PREFILL: 8100, EngineSide.DECODE: 8200}
 HEAD_PORT = 13345
 """Port at which an engine's nodes connect. It is below the kernel's ephemeral ports."""
+SSH_OPTIONS = ("BatchMode=yes", "LogLevel=ERROR", "ConnectTimeout=15", "ServerAliveInterval=15")
+SSH = ("ssh", "-tt", "-e", "none", *(f"-o{option}" for option in SSH_OPTIONS), "--")
+"""`-tt`: a terminal on the host, which hangs up with the connection. `-e none`: ssh passes every byte on."""
 
 
 @dataclass(frozen=True)
@@ -30,61 +33,20 @@ class LaunchedProcess:
     """The destination for ssh. None: this machine."""
     command: tuple[str, ...]
     """Runs on the host."""
-    ready: str | None
-    """URL that answers once the process serves. None: the process is ready at once."""
+
+    @property
+    def local_command(self) -> tuple[str, ...]:
+        """The local command that runs `command` on the host. A shell there splits its last word again."""
+        return self.command if self.ssh is None else (*SSH, self.ssh, shlex.join(self.command))
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """All processes of a cluster, in the order of their start."""
+    """All processes of a cluster, which start at the same time."""
 
-    stages: tuple[tuple[LaunchedProcess, ...], ...]
-    """Stages start one after another. The processes of a stage start together."""
+    processes: tuple[LaunchedProcess, ...]
     endpoint: str
     """The proxy's URL."""
-    agent: tuple[str, ...]
-    """The command that runs vllm_ascend_pd/tools/launch/node.py on each host."""
-    folder: str
-    """Holds logs and process ids on each host. May begin with `~`."""
-    start_seconds: float
-    """Timeout until all processes are ready."""
-    stop_seconds: float
-    """Time between SIGTERM and SIGKILL."""
-
-    @property
-    def processes(self) -> tuple[LaunchedProcess, ...]:
-        return tuple(process for stage in self.stages for process in stage)
-
-    def run(self, process: LaunchedProcess) -> list[str]:
-        """Returns the command of the agent that starts and watches `process`."""
-        ready = [] if process.ready is None else ["--ready", process.ready]
-        return [*self._agent("run", process), *ready, "--", *process.command]
-
-    def stop(self, process: LaunchedProcess) -> list[str]:
-        """Returns the command that stops `process`, whichever agent has started it."""
-        return self._agent("stop", process)
-
-    def _agent(self, verb: str, process: LaunchedProcess) -> list[str]:
-        place = ["--folder", self.folder, "--name", process.name, "--grace", f"{self.stop_seconds:g}"]
-        return [*self.agent, verb, *place]
-
-
-def reach(process: LaunchedProcess, command: list[str]) -> list[str]:
-    """Returns the local command that runs `command` on the host of `process`.
-
-    ssh passes its arguments to a shell on the host, so each word is quoted for a shell.
-    """
-    if process.ssh is None:
-        return command
-    options = ["BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=4"]
-    return [
-        "ssh",
-        "-T",
-        *(word for option in options for word in ("-o", option)),
-        "--",
-        process.ssh,
-        shlex.join(command),
-    ]
 
 
 def make_plan(cluster: Cluster, python: str, repository: str) -> LaunchPlan:
@@ -97,45 +59,29 @@ class _Planner:
     cluster: Cluster
     python: str
     repository: str
+    processes: list[LaunchedProcess] = field(default_factory=list)
     ports: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     """By host and port: the process that uses it."""
     devices: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    """By host and NPU: the engine that uses it."""
 
     def plan(self) -> LaunchPlan:
         cluster = self.cluster
-        proxy_host = cluster.hosts[cluster.proxy.host]
-        self.proxy_url = _url(proxy_host.address, cluster.proxy.port)
+        self.proxy_url = self._url(cluster.proxy.host, cluster.proxy.port)
         hosts = {cluster.hosts[name].address: None for decode in cluster.decode for name in decode.hosts}
         self.decode_hosts = tuple(hosts)
         self._take(cluster.proxy.host, cluster.proxy.port, "the proxy", ("proxy", "port"))
-        ray: list[LaunchedProcess] = []
-        engines: list[LaunchedProcess] = []
-        urls: dict[str, list[str]] = {"prefill": [], "decode": []}
-        for role in ("prefill", "decode"):
+        urls: list[tuple[str, object]] = []
+        for role in EngineSide:
             for i, engine in enumerate(getattr(cluster, role)):
-                urls[role].append(_url(cluster.hosts[engine.hosts[0]].address, self._port(role, engine)))
-                nodes, processes = self._engine(role, i, engine)
-                ray += nodes
-                engines += processes
-        stages = [stage for stage in (ray, engines, [self._proxy(proxy_host, urls)]) if stage]
-        return LaunchPlan(
-            stages=tuple(map(tuple, stages)),
-            endpoint=self.proxy_url,
-            agent=(self.python, "-m", "vllm_ascend_pd.tools.launch.node"),
-            folder=f"{cluster.state.rstrip('/')}/{cluster.name}",
-            start_seconds=cluster.start_seconds,
-            stop_seconds=cluster.stop_seconds,
-        )
+                self._engine(role, (role.value, i), engine)
+                urls.append((f"--{role}", self._url(engine.hosts[0], engine.port or DEFAULT_PORTS[role])))
+        self._add_proxy(urls)
+        return LaunchPlan(tuple(self.processes), self.proxy_url)
 
-    def _port(self, role: str, engine: EngineEntry) -> int:
-        return engine.port or DEFAULT_PORTS[role]
-
-    def _engine(
-        self, role: str, index: int, engine: EngineEntry
-    ) -> tuple[list[LaunchedProcess], list[LaunchedProcess]]:
-        """Returns the Ray nodes that the engine needs, and vLLM's processes."""
-        path: KeyPath = (role, index)
-        name = f"{role}-{index}"
+    def _engine(self, role: EngineSide, path: KeyPath, engine: EngineEntry) -> None:
+        """Checks one engine and adds its processes."""
+        name = f"{role}-{path[1]}"
         ray = engine.executor is Executor.RAY
         if ray and self.cluster.device == "cpu":
             raise Invalid((*path, "executor"), "vLLM's CPU backend does not run on Ray")
@@ -143,42 +89,66 @@ class _Planner:
             shape = ParallelSizes(engine.tp, engine.pp, engine.dp, len(engine.hosts), engine.executor)
         except ShapeError as error:
             raise Invalid((*path, "hosts"), str(error)) from None
-        self._check_arguments(path, engine, role)
-        self._check_extra(path, engine, EngineSide(role))
-        port, head_port = self._port(role, engine), engine.head_port or HEAD_PORT
-        head = self.cluster.hosts[engine.hosts[0]]
+        port, head_port = engine.port or DEFAULT_PORTS[role], engine.head_port or HEAD_PORT
+        self._check(role, path, engine, shape, port)
         self._take(engine.hosts[0], port, name, (*path, "port"))
-        if shape.nodes > 1 or ray:
+        spread = ray or shape.nodes > 1
+        if spread:
             self._take(engine.hosts[0], head_port, name, (*path, "head_port"))
         elif engine.head_port is not None:
             raise Invalid((*path, "head_port"), "is only for engines on several hosts")
         devices = [self._devices(name, host, shape, (*path, "devices"), engine) for host in engine.hosts]
-        if role == "decode":
-            for rank, host in enumerate(engine.hosts):
-                self._take_kv_ports(host, engine, shape.listeners(rank), name, path)
-        starts, processes = [], []
-        for rank, host_name in enumerate(engine.hosts):
-            suffix = f"-node-{rank}" if shape.nodes > 1 else ""
-            options = self._options(role, engine, host_name, devices[rank])
-            if shape.nodes > 1 or ray:
-                options += ["--nodes", str(shape.nodes), "--node-rank", str(rank)]
-                options += ["--head-address", head.address, "--head-port", str(head_port)]
+        for rank, host in enumerate(engine.hosts):
+            options = self._options(role, engine, host, devices[rank])
+            if spread:
+                options += [("--nodes", shape.nodes), ("--node-rank", rank), ("--head-port", head_port)]
+                options += [("--head-address", self.cluster.hosts[engine.hosts[0]].address)]
+            if role is EngineSide.DECODE:
+                for index in shape.listeners(rank):
+                    self._take(host, (engine.kv_port or DEFAULT_KV_PORT) + index, name, (*path, "kv_port"))
+            words = (f"launch_{role}.sh", *_words(options))
             if ray:
-                ready = f"tcp://{authority(head.address, head_port)}" if rank == 0 else None
-                command = self._command(role, engine, [*options, "--ray-node"])
-                starts.append(self._process(f"{name}-ray-{rank}", host_name, command, ready))
-                if rank:
-                    continue
-                suffix = ""
-            serve = [*options, "--port", str(port), "--", *engine.args]
-            health = f"{_url(head.address, port)}/health" if rank == 0 else None
-            processes.append(self._process(f"{name}{suffix}", host_name, self._command(role, engine, serve), health))
-        return starts, processes
+                self._add(f"{name}-ray-{rank}", host, *words, "--ray-node", env=engine.env)
+            if rank == 0 or not ray:
+                suffix = f"-node-{rank}" if shape.nodes > 1 and not ray else ""
+                self._add(f"{name}{suffix}", host, *words, "--port", str(port), "--", *engine.args, env=engine.env)
 
-    def _options(self, role: str, engine: EngineEntry, host_name: str, devices: str | None) -> list[str]:
-        """Returns the options of the launch script on one host."""
+    def _check(self, role: EngineSide, path: KeyPath, engine: EngineEntry, shape: ParallelSizes, port: int) -> None:
+        """Raises Invalid for what the launch script would refuse on its host."""
+        for i, argument in enumerate(engine.args):
+            if argument.startswith("--ssl"):
+                raise Invalid((*path, "args", i), "the proxy uses plain http to engines")
+            if (reason := refused_argument(argument)) is not None:
+                raise Invalid((*path, "args", i), reason)
+        cluster, decode = self.cluster, role is EngineSide.DECODE
+        options = ConnectorOptions(
+            role,
+            kv_port=engine.kv_port,
+            load_failure_policy=engine.load_failure_policy,
+            metaservers=(self.proxy_url,) if decode else (),
+            decode_hosts=() if decode else self.decode_hosts,
+            metaserver_token_file=cluster.metaserver_token if decode else None,
+            side_channel_key_file=cluster.side_channel_keys,
+            ticket_secret_file=cluster.ticket_secret,
+            extra=engine.extra,
+        )
+        try:
+            options.config()
+        except ConnectorOptionsError as error:
+            raise Invalid((*path, error.key), str(error)) from None
+        if not decode:
+            return
+        try:
+            check_kv_port(DeviceType(cluster.device), engine.kv_port or DEFAULT_KV_PORT, shape, port)
+        except ConnectorOptionsError as error:
+            raise Invalid((*path, "kv_port"), str(error)) from None
+
+    def _options(
+        self, role: EngineSide, engine: EngineEntry, host_name: str, devices: str | None
+    ) -> list[tuple[str, object]]:
+        """Returns the options of the launch script on one host. None means that the option is not given."""
         cluster, host = self.cluster, self.cluster.hosts[host_name]
-        given: list[tuple[str, object]] = [
+        options: list[tuple[str, object]] = [
             ("--model", cluster.model),
             ("--served-model-name", cluster.served_model_name),
             ("--device", cluster.device),
@@ -195,83 +165,43 @@ class _Planner:
             ("--beside", engine.beside),
             ("--env-file", engine.env_file),
         ]
-        given += [("--extra", f"{name}={json.dumps(value)}") for name, value in engine.extra.items()]
-        if role == "decode":
-            given += [
-                ("--kv-port", engine.kv_port or DEFAULT_KV_PORT),
-                ("--load-failure-policy", engine.load_failure_policy),
-                ("--metaserver", self.proxy_url),
-                ("--metaserver-token", cluster.metaserver_token),
-            ]
-        else:
-            given += [("--decode-host", address) for address in self.decode_hosts]
-        return [word for option, value in given if value is not None for word in (option, str(value))]
+        options += [("--extra", f"{name}={json.dumps(value)}") for name, value in engine.extra.items()]
+        if role is EngineSide.PREFILL:
+            return options + [("--decode-host", address) for address in self.decode_hosts]
+        return [
+            *options,
+            ("--kv-port", engine.kv_port or DEFAULT_KV_PORT),
+            ("--load-failure-policy", engine.load_failure_policy),
+            ("--metaserver", self.proxy_url),
+            ("--metaserver-token", cluster.metaserver_token),
+        ]
 
-    def _command(self, role: str, engine: EngineEntry, words: list[str]) -> tuple[str, ...]:
-        variables = [f"{name}={value}" for name, value in engine.env.items()]
-        return ("env", f"PYTHON={self.python}", *variables, f"{self.repository}/scripts/launch_{role}.sh", *words)
-
-    def _proxy(self, host: Host, urls: dict[str, list[str]]) -> LaunchedProcess:
+    def _add_proxy(self, urls: list[tuple[str, object]]) -> None:
         cluster, proxy = self.cluster, self.cluster.proxy
-        words = ["env", f"PYTHON={self.python}", f"{self.repository}/scripts/launch_proxy.sh"]
-        words += ["--address", host.address, "--port", str(proxy.port)]
-        for option, value in (
+        options = [
+            ("--address", cluster.hosts[proxy.host].address),
+            ("--port", proxy.port),
             ("--listen", proxy.listen),
             ("--ticket-secret", cluster.ticket_secret),
             ("--metaserver-token", cluster.metaserver_token),
-        ):
-            words += [] if value is None else [option, value]
-        for role in ("prefill", "decode"):
-            words += [word for url in urls[role] for word in (f"--{role}", url)]
-        command = (*words, "--", *proxy.args)
-        return self._process("proxy", proxy.host, command, f"{self.proxy_url}/health")
+            *urls,
+        ]
+        self._add("proxy", proxy.host, "launch_proxy.sh", *_words(options), "--", *proxy.args, env={})
 
-    def _process(self, name: str, host_name: str, command: tuple[str, ...], ready: str | None) -> LaunchedProcess:
+    def _add(self, name: str, host_name: str, script: str, *words: str, env: dict[str, str]) -> None:
         host = self.cluster.hosts[host_name]
-        return LaunchedProcess(name, host_name, None if host.local else host.ssh or host.address, command, ready)
+        variables = (f"{name}={value}" for name, value in env.items())
+        command = ("env", f"PYTHON={self.python}", *variables, f"{self.repository}/scripts/{script}", *words)
+        ssh = None if host.local else host.ssh or host.address
+        self.processes.append(LaunchedProcess(name, host_name, ssh, command))
 
-    def _check_arguments(self, path: KeyPath, engine: EngineEntry, role: str) -> None:
-        for i, argument in enumerate(engine.args):
-            if argument.startswith("--ssl"):
-                raise Invalid((*path, "args", i), "the proxy and the health checks use plain http to engines")
-            if (reason := refused_argument(argument)) is not None:
-                raise Invalid((*path, "args", i), reason)
-        for name in ("kv_port", "load_failure_policy"):
-            if role == "prefill" and getattr(engine, name) is not None:
-                raise Invalid((*path, name), "is only for decode")
-
-    def _check_extra(self, path: KeyPath, engine: EngineEntry, role: EngineSide) -> None:
-        cluster, of_decode = self.cluster, role is EngineSide.DECODE
-        transfer = ConnectorOptions(
-            role,
-            metaservers=(self.proxy_url,) if of_decode else (),
-            decode_hosts=() if of_decode else self.decode_hosts,
-            metaserver_token_file=cluster.metaserver_token if of_decode else None,
-            side_channel_key_file=cluster.side_channel_keys,
-            ticket_secret_file=cluster.ticket_secret,
-            extra=engine.extra,
-        )
-        try:
-            transfer.config()
-        except ConnectorOptionsError as error:
-            raise Invalid((*path, "extra"), str(error)) from None
+    def _url(self, host: str, port: int) -> str:
+        return f"http://{authority(self.cluster.hosts[host].address, port)}"
 
     def _take(self, host: str, port: int, owner: str, path: KeyPath) -> None:
         if (other := self.ports[host].get(port)) is not None:
             raise Invalid(path, f"port {port} of host {host} is already used by {other}")
         self.ports[host][port] = owner
-
-    def _take_kv_ports(self, host: str, engine: EngineEntry, listeners: range, name: str, path: KeyPath) -> None:
-        path = (*path, "kv_port")
-        first = engine.kv_port or DEFAULT_KV_PORT
-        mooncake = MOONCAKE_PORTS[self.cluster.device]
-        for index in listeners:
-            port = first + index
-            if port > 65535:
-                raise Invalid(path, f"too few ports below 65536 for {engine.dp} data-parallel replicas")
-            if port in mooncake:
-                raise Invalid(path, f"{port}: Mooncake listens on ports {mooncake.start} to {mooncake.stop - 1}")
-            self._take(host, port, name, path)
 
     def _devices(self, name: str, host: str, shape: ParallelSizes, path: KeyPath, engine: EngineEntry) -> str | None:
         """Returns an engine's NPUs on one host, as a list for the launch script."""
@@ -288,7 +218,7 @@ class _Planner:
             have = f"{len(chosen)} are listed" if engine.devices is not None else f"{len(chosen)} of {most} are left"
             raise Invalid(path, f"{name} needs {needed} NPUs on host {host}, {have}")
         for device in chosen:
-            if device >= most:
+            if not 0 <= device < most:
                 raise Invalid(path, f"an {self.cluster.device.upper()} server has NPUs 0 to {most - 1}, not {device}")
             if device in taken:
                 raise Invalid(path, f"NPU {device} of host {host} is already used by {taken[device]}")
@@ -296,5 +226,5 @@ class _Planner:
         return ",".join(map(str, chosen))
 
 
-def _url(address: str, port: int) -> str:
-    return f"http://{authority(address, port)}"
+def _words(options: list[tuple[str, object]]) -> list[str]:
+    return [word for option, value in options if value is not None for word in (option, str(value))]

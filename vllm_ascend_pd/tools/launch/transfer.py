@@ -21,6 +21,11 @@ class EngineSide(enum.StrEnum):
 class ConnectorOptionsError(ValueError):
     """Options that contradict each other. The message is for the operator."""
 
+    def __init__(self, message: str, key: str = "extra") -> None:
+        super().__init__(message)
+        self.key = key
+        """The key of an engine in hosts.yaml that sets the option."""
+
 
 _KV_ROLES = {EngineSide.PREFILL: "kv_producer", EngineSide.DECODE: "kv_consumer"}
 
@@ -101,7 +106,7 @@ class ConnectorOptions:
             reason = "only for prefill; decode connects to no decode engine"
         for option, value in given.items():
             if value:
-                raise ConnectorOptionsError(f"{option}: {reason}")
+                raise ConnectorOptionsError(f"{option}: {reason}", option.removeprefix("--").replace("-", "_"))
 
 
 def parse_extra(entries: list[str]) -> dict[str, Any]:
