@@ -246,7 +246,7 @@ class Demo:
                 ]
             console.print(table(rows))
             time.sleep(0.5)  # the engines write their traces a little later
-            show_timeline(self.traces, None, None, None, console, warm_ups=1)
+            show_timeline(self.traces, None, console, warm_ups=1)
             if keep:
                 console.print(f"serving at {cluster.url}, logs in {self.folder}; Ctrl-C ends it.")
                 console.print(f"In a browser, {cluster.url}/ shows what it does. Try:")

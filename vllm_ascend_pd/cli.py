@@ -15,7 +15,7 @@ from vllm_ascend_pd.tools.command_line import USAGE_ERROR, Version, run_app
 from vllm_ascend_pd.tools.doctor.cli import doctor
 from vllm_ascend_pd.tools.migrate.cli import migrate
 from vllm_ascend_pd.tools.plan.cli import plan
-from vllm_ascend_pd.tools.timeline.cli import timeline
+from vllm_ascend_pd.tools.timeline.command import timeline
 
 app = typer.Typer(
     help="Prefill/decode disaggregation for vLLM on Ascend NPUs.",

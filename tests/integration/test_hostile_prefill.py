@@ -12,14 +12,12 @@ from harness.kv import Model, Side
 from harness.ranks import Pair, Prompt, prefill, prompts
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
-    ClockReading,
     Describe,
     Granted,
     GrantRefused,
     GrantRequest,
     Message,
     Problem,
-    ReadClock,
     Revoke,
     WriteReport,
     WriterId,
@@ -130,16 +128,6 @@ def test_false_messages_of_a_ticket_holder(pair: Pair, stranger: Stranger, lie: 
     assert (received, set(failed)) == (set(), {"request-0"})
     again, tickets, _ = expected(pair)
     arrives(pair, again, tickets)
-
-
-def test_only_who_has_the_ticket_reads_the_clock(pair: Pair, stranger: Stranger) -> None:
-    requests, tickets, ticket = expected(pair)
-    for ticket_id, digest in ((ticket.ticket_id, "0" * 32), (ticket.ticket_id, ""), ("0" * 32, ticket.digest())):
-        assert isinstance(stranger.say(ReadClock(ticket_id, digest)), Problem)
-    reading = stranger.say(ReadClock(ticket.ticket_id, ticket.digest()))
-    assert isinstance(reading, ClockReading)
-    assert 0 < reading.received_s <= reading.sent_s
-    arrives(pair, requests, tickets)
 
 
 def test_what_a_decode_rank_is_not_asked(pair: Pair, stranger: Stranger) -> None:

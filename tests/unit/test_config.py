@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kv_connector_extra_config`: what is understood, and what an error says."""
 
+import re
+
 import msgspec
 import pytest
 
-from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, PeerParallel, TlsConfig, parse_config
+from vllm_ascend_pd.core.config import REMOVED, ConfigError, ConnectorConfig, PeerParallel, TlsConfig, parse_config
 
 MAY_BE_ZERO = ("metaserver_retries", "decode_prompt_tokens", "decode_prompt_share", "max_decode_prompt_tokens")
 TIMES_AND_SIZES = [
@@ -85,6 +87,13 @@ def test_long_steps_have_fewer_staging_slots_unless_it_is_said_how_many():
 def test_an_unknown_key_is_named_with_the_nearest_known_one(key, near):
     with pytest.raises(ConfigError, match=f"unknown key `{key}`; did you mean `{near}`?"):
         parse_config({"lease_s": 5.0, key: 1})
+
+
+def test_a_removed_key_is_refused_with_what_holds_instead():
+    assert not {*REMOVED} & {*ConnectorConfig.__struct_fields__}
+    for key, instead in REMOVED.items():
+        with pytest.raises(ConfigError, match=f"no key `{key}` any more: {re.escape(instead)}"):
+            parse_config({key: 1})
 
 
 @pytest.mark.parametrize("key", ["", "x", "完全不同", "use_ascend_direct", "lookup_rpc_port", "kv_buffer_size"])

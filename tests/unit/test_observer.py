@@ -13,21 +13,18 @@ class Noted(PrefillObserver):
         self._notes.append(f"{self._name} {seconds}")
 
 
-class Clocked(Noted):
-    wants_clock = True
-
+class Closing(Noted):
     def close(self, timeout_s: float) -> None:
         self._notes.append(f"{self._name} closed")
 
 
 def test_all_listeners_are_told_in_their_order() -> None:
     notes: list[str] = []
-    observer = tell_all(PrefillObserver, Noted(notes, "a"), None, Clocked(notes, "b"))
+    observer = tell_all(PrefillObserver, Noted(notes, "a"), None, Closing(notes, "b"))
     observer.regroup_waited(1.5)
     observer.close(1.0)
     observer.write_retried()
     assert notes == ["a 1.5", "b 1.5", "b closed"]
-    assert observer.wants_clock
 
 
 def test_a_single_listeners_methods_are_called_directly() -> None:
@@ -35,5 +32,3 @@ def test_a_single_listeners_methods_are_called_directly() -> None:
     observer = tell_all(PrefillObserver, listener)
     assert observer.regroup_waited == listener.regroup_waited
     assert "write_retried" not in vars(observer)
-    assert not observer.wants_clock
-    assert not tell_all(PrefillObserver).wants_clock

@@ -18,6 +18,11 @@ class ConfigError(ValueError):
     """A `kv_transfer_config` this connector cannot work with."""
 
 
+REMOVED = {
+    "trace_max_bytes": "a trace file ends at 64 MiB",
+}
+"""Keys of earlier versions, each with what holds instead."""
+
 _MAY_BE_ZERO = ("metaserver_retries", "decode_prompt_tokens", "decode_prompt_share", "max_decode_prompt_tokens")
 
 
@@ -168,10 +173,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_config: TlsConfig | None = None
     """TLS to a metaserver behind `https://`, with vllm-ascend's names."""
     trace_dir: str | None = None
-    """Folder for trace files, one per process, for `vllm-ascend-pd timeline`. Created if it is missing. The files name
-    requests and contain no prompts. None: no traces."""
-    trace_max_bytes: int = 64 << 20
-    """Longest trace file. A file that reaches it ends and says so. At least 65,536."""
+    """Folder for trace files, one per process, for `vllm-ascend-pd timeline` and Perfetto. Created if it is missing.
+    The files name requests and contain no prompts. None: no traces."""
 
     def slots(self, step_tokens: int) -> int:
         """Staging slots where steps have at most so many tokens: how many layers the sending may be behind."""
@@ -202,8 +205,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"`bootstrap_port` must be at most 65535, not {self.bootstrap_port}")
         if self.write_timeout_s > 600.0:
             raise ValueError(f"`write_timeout_s` must be at most 600 seconds, not {self.write_timeout_s}")
-        if self.trace_max_bytes < 65536:
-            raise ValueError(f"`trace_max_bytes` must be at least 65536, not {self.trace_max_bytes}")
         for name in ("decode_allowlist", "prefill_allowlist"):
             try:
                 HostList(getattr(self, name), "")
@@ -218,9 +219,12 @@ _BEGINNING_CHARS = 3
 
 
 def parse_config(extra: dict[str, Any]) -> ConnectorConfig:
-    """Raises ConfigError, which names the key and, if it is unknown, a known one that is spelled much like it."""
+    """Raises ConfigError, which names the key. If it is unknown, it also says what replaces it, or names a known one
+    that is spelled much like it."""
     known = ConnectorConfig.__struct_fields__
     for key in extra:
+        if key in REMOVED:
+            raise ConfigError(f"kv_connector_extra_config: there is no key `{key}` any more: {REMOVED[key]}")
         if key not in known:
             begun = [name for name in known if len(key) >= _BEGINNING_CHARS and name.startswith(key)]
             near = difflib.get_close_matches(key, begun or known, n=1, cutoff=0.0 if begun else _ALIKE)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.core.failure import PushFailure, ReceiveFailure
     from vllm_ascend_pd.core.plan import Offsets
     from vllm_ascend_pd.core.prefill_ticket import RankKey
-    from vllm_ascend_pd.core.protocol import ClockReading, RankDescription, WriterId
+    from vllm_ascend_pd.core.protocol import RankDescription, WriterId
     from vllm_ascend_pd.core.ticket import Ticket
     from vllm_ascend_pd.device.base import Event
 
@@ -43,9 +43,6 @@ class PrefillStatus:
 
 class PrefillObserver:
     """Observes a prefill rank."""
-
-    wants_clock: bool = False
-    """Whether `clock_read` is wanted. Reading a decode rank's clock costs a message."""
 
     # The model's thread.
 
@@ -91,9 +88,6 @@ class PrefillObserver:
 
     def grant_answered(self, ticket: Ticket, key: RankKey, asked_at: float, renewal: bool, answer: str) -> None:
         """Decode rank `key` has answered a request for a grant. `answer` is the type of its message."""
-
-    def clock_read(self, asked_at: float, reading: ClockReading) -> None:
-        """A decode rank has just told its time."""
 
     def transfer_reported(self, ticket: Ticket) -> None:
         """All decode ranks have learned how the transfer ended, or cannot be reached."""

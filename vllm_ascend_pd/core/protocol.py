@@ -6,7 +6,6 @@ P is a prefill rank, D a decode engine:
     P -> D's listener, in its engine core    Describe      -> EngineDescription
     P -> a rank of D                         GrantRequest  -> Granted | GrantRefused
     P -> a rank of D                         WriteReport   -> Acknowledged
-    P -> a rank of D, if P traces            ReadClock     -> ClockReading
     a rank of D -> P, without a request      Revoke
 
 Where a router asks prefill first, D's scheduler sends its ticket straight to the listener in P's engine core:
@@ -40,7 +39,8 @@ Raise it if a peer of the version before would misread a message: a required fie
 changes. Do not raise it for an optional field, which older peers ignore. Nor for a new request that may be answered
 with `Problem`, as long as the sender gets along without an answer.
 
-Version 2: a ticket has one prefill engine. Messages carry no attempt number, and `Complete` is gone.
+Version 2: a ticket has one prefill engine. Messages carry no attempt number. `Complete` and the messages
+about clocks are gone.
 """
 
 METASERVER_PATH = "/v1/metaserver"
@@ -69,7 +69,6 @@ _Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 41)]
 _Covers = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(max_length=1 << 17)]
 _TransferId = Annotated[str, msgspec.Meta(max_length=MAX_TRANSFER_ID_CHARS)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-_ClockSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e10)]
 
 
 class ProtocolError(ValueError):
@@ -221,26 +220,6 @@ class Revoke(msgspec.Struct, frozen=True, tag=True):
         _shorten_reason(self)
 
 
-class ReadClock(msgspec.Struct, frozen=True, tag=True):
-    """Asks a decode rank for its clock. Only a prefill rank that traces (`trace_dir`) sends it."""
-
-    # A ticket that is open at the decode rank.
-    ticket_id: _Id
-    # Digest of the ticket, which shows that the sender has it.
-    digest: _Id
-
-
-class ClockReading(msgspec.Struct, frozen=True, tag=True):
-    """Answers `ReadClock`."""
-
-    # Name of the decode rank's monotonic clock (`core/host_clock.py`).
-    clock: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-    # When the rank took the request, in seconds of that clock.
-    received_s: _ClockSeconds
-    # When the rank answered it, in seconds of that clock.
-    sent_s: _ClockSeconds
-
-
 class OfferTicket(msgspec.Struct, frozen=True, tag=True):
     """Decode's ticket for a prompt that prefill computes without one. Sending it again changes nothing."""
 
@@ -322,8 +301,6 @@ Message = (
     | WriteReport
     | Acknowledged
     | Revoke
-    | ReadClock
-    | ClockReading
     | OfferTicket
     | AskTicket
     | TicketTaken

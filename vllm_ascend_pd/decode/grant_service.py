@@ -17,17 +17,14 @@ import msgspec
 
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import MAX_TOMBSTONES, DecodeTicket, TicketState
-from vllm_ascend_pd.core.host_clock import HOST_CLOCK
 from vllm_ascend_pd.core.observer import DecodeObserver
 from vllm_ascend_pd.core.protocol import (
     Acknowledged,
-    ClockReading,
     Granted,
     GrantRefused,
     GrantRequest,
     Message,
     Problem,
-    ReadClock,
     Revoke,
     WriteReport,
     WriterId,
@@ -144,11 +141,6 @@ class GrantService:
         if isinstance(message, WriteReport):
             self._report(message, connection, now)
             return Acknowledged()
-        if isinstance(message, ReadClock):
-            each = self._open.get(message.ticket_id)
-            if each is None or message.digest != each.ticket.digest:
-                return Problem("the ticket is not open here")
-            return ClockReading(HOST_CLOCK, now, time.monotonic())
         return Problem(f"a decode rank does not serve {type(message).__name__}")
 
     @owned

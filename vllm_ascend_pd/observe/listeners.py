@@ -23,8 +23,7 @@ from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.observe import stats
-from vllm_ascend_pd.observe.decode_trace import rank_trace, scheduler_trace
-from vllm_ascend_pd.observe.prefill_trace import prefill_trace
+from vllm_ascend_pd.observe.traces import decode_scheduler_trace, decode_trace, prefill_trace
 
 _Observer = TypeVar("_Observer")
 
@@ -133,19 +132,19 @@ class DecodeSchedulerStats(DecodeSchedulerObserver):
 
 def prefill_observer(config: ConnectorConfig, rank_info: RankInfo, measured: PrefillStats) -> PrefillObserver:
     """Returns metrics, and traces if they are on. Raises TraceError if a trace cannot be written."""
-    return tell_all(PrefillObserver, measured, prefill_trace(config, rank_info))
+    return tell_all(PrefillObserver, measured, prefill_trace(config.trace_dir, rank_info))
 
 
 def decode_observer(config: ConnectorConfig, rank_info: RankInfo) -> DecodeObserver:
     """Returns traces, if they are on. Raises TraceError if they cannot be written."""
-    return tell_all(DecodeObserver, rank_trace(config, rank_info))
+    return tell_all(DecodeObserver, decode_trace(config.trace_dir, rank_info))
 
 
 def decode_scheduler_observer(
     config: ConnectorConfig, engine_id: str, *others: DecodeSchedulerObserver
 ) -> DecodeSchedulerObserver:
     """Returns `others`, and traces if they are on. Raises TraceError if they cannot be written."""
-    return tell_all(DecodeSchedulerObserver, *others, scheduler_trace(config, engine_id))
+    return tell_all(DecodeSchedulerObserver, *others, decode_scheduler_trace(config.trace_dir, engine_id))
 
 
 def tell_all(interface: type[_Observer], *listeners: _Observer | None) -> _Observer:
@@ -160,9 +159,7 @@ def tell_all(interface: type[_Observer], *listeners: _Observer | None) -> _Obser
             continue
         default = getattr(interface, name)
         heard = [getattr(each, name) for each in listeners if each is not None and _overrides(each, name, default)]
-        if not callable(default):
-            setattr(observer, name, any(heard))
-        elif len(heard) == 1:
+        if len(heard) == 1:
             setattr(observer, name, heard[0])
         elif heard:
             setattr(observer, name, _one_after_the_other(heard))

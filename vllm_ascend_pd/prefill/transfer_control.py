@@ -15,12 +15,9 @@ from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, Phase, RankKey
 from vllm_ascend_pd.core.protocol import (
-    ClockReading,
-    Granted,
     GrantRefused,
     GrantRequest,
     Message,
-    ReadClock,
     Revoke,
     WriteReport,
     WriterId,
@@ -194,8 +191,6 @@ class TransferControl:
         self, transfer: Transfer, key: RankKey, asked_at: float, renewal: bool, answer: Message | SideChannelError
     ) -> None:
         self._observer.grant_answered(transfer.ticket, key, asked_at, renewal, type(answer).__name__)
-        if self._observer.wants_clock and isinstance(answer, Granted):
-            self._read_clock(transfer, key)
         with transfer.changing() as state:
             refused = state.answered(key, asked_at, answer)
         if refused:
@@ -204,18 +199,6 @@ class TransferControl:
             self._client.tick_within(GRANT_RETRY_S)
         if transfer.is_finishing:  # this answer may be all that it waited for
             self._follow(transfer)
-
-    def _read_clock(self, transfer: Transfer, key: RankKey) -> None:
-        """Asks a decode rank for its clock. Engines of older versions answer with a `Problem`."""
-        rank = (transfer.state.destinations or {})[key].rank
-        asked_at = time.monotonic()
-
-        def on_answer(answer: Message | SideChannelError) -> None:
-            if isinstance(answer, ClockReading):
-                self._observer.clock_read(asked_at, answer)
-
-        question = ReadClock(transfer.ticket.ticket_id, transfer.digest)
-        self._client.request(rank.control, question, self._timeout_s, on_answer)
 
     # The end.
 

@@ -1,105 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a folder of traces into a table, a picture and a page, for `vllm-ascend-pd timeline`."""
+"""The command `vllm-ascend-pd timeline`: merges trace files, prints where requests' time went, and draws a request."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
-from rich.console import Console
-from rich.markup import escape
+import typer
 
-from vllm_ascend_pd.observe.trace_file import TraceError
-from vllm_ascend_pd.tools.timeline.merge import chrome_trace, merge
-from vllm_ascend_pd.tools.timeline.page import page
-from vllm_ascend_pd.tools.timeline.picture import Picture, paint
-from vllm_ascend_pd.tools.timeline.placements import placements
-from vllm_ascend_pd.tools.timeline.png import draw_png
-from vllm_ascend_pd.tools.timeline.read import read_folder
-from vllm_ascend_pd.tools.timeline.summary import Request, chosen, summarize
-from vllm_ascend_pd.tools.timeline.table import MAX_ROWS, table
+from vllm_ascend_pd.tools.command_line import Version
 
-_NO_MATPLOTLIB = "the picture needs matplotlib: pip install matplotlib"
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from vllm_ascend_pd.tools.timeline.read import Recording
+    from vllm_ascend_pd.tools.timeline.summary import Request
+
+_MAX_ROWS = 50
 
 
-def show_timeline(
-    folder: Path, wanted: str | None, png: Path | None, html: Path | None, console: Console, warm_ups: int = 0
+def timeline(
+    folder: Annotated[Path, typer.Argument(help="The `trace_dir` of all engines, with their trace files.")],
+    request: Annotated[
+        str | None,
+        typer.Option(help="The id of the only request to show, or how it begins.", show_default="all"),
+    ] = None,
+    version: Version = False,
 ) -> None:
-    """Prints where the requests' time went, and writes `trace.json`, a page and a picture.
+    """Show where requests spend their time, from the traces of prefill and decode engines.
 
-    wanted: the id of the only request to show.
-    png, html: paths of picture and page. By default they are timeline.png and timeline.html in the folder, with the id
-      of a wanted request in their names.
+    Prints a table. Writes FOLDER/timeline.png, a picture of the request with the most bytes, and FOLDER/trace.json for
+    https://ui.perfetto.dev or chrome://tracing. The clocks of all hosts must agree (NTP or PTP).
+    """
+    # Imported here so that other commands start faster.
+    from rich.console import Console
+
+    from vllm_ascend_pd.observe.trace_file import TraceError
+
+    try:
+        show_timeline(folder, request, Console())
+    except TraceError as error:
+        print(f"vllm-ascend-pd: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        print(f"vllm-ascend-pd: {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def show_timeline(folder: Path, wanted: str | None, console: Console, warm_ups: int = 0) -> None:
+    """Prints where the requests' time went, and writes `trace.json` and `timeline.png` into the folder.
+
+    wanted: the id of the only request to show, or how it begins.
     warm_ups: number of first requests to omit.
 
-    Raises TraceError.
+    Raises TraceError, and OSError if a file cannot be written.
     """
+    from rich.markup import escape
+
+    from vllm_ascend_pd.observe.trace_file import TraceError
+    from vllm_ascend_pd.tools.timeline.picture import draw
+    from vllm_ascend_pd.tools.timeline.read import read_folder
+    from vllm_ascend_pd.tools.timeline.summary import placements, summarize
+
     recordings, problems = read_folder(folder)
+    everyone = summarize(recordings)
+    requests = [one for one in everyone[warm_ups:] if wanted is None or one.is_named(wanted)]
+    if any(one.queue is not None and one.queue < 0 for one in requests):
+        problems.append("prefill began before decode asked: hosts' clocks differ, and so times across hosts are wrong")
     for problem in problems:
         console.print(f"[yellow]note:[/] {escape(problem)}", soft_wrap=True)
-    timeline = merge(recordings)
-    for placed in placements(timeline):
-        console.print(str(placed), highlight=False)
-    everyone = summarize(timeline)
-    requests = chosen(everyone[warm_ups:], wanted)
+    for line in placements(recordings):
+        console.print(escape(line), highlight=False)
     if not everyone:
         raise TraceError(f"the traces in {folder} have no transfer: send a prompt that prefill computes")
     if not requests:
         known = ", ".join(one.name for one in everyone[:5])
         raise TraceError(f"no request {wanted} in {folder}; requests: {len(everyone)}, such as {known}")
-    console.print(table(requests, console.width))
-    if len(requests) > MAX_ROWS:
-        console.print(f"and {len(requests) - MAX_ROWS} more requests; --request ID shows one")
+    console.print(_table(requests))
+    if len(requests) > _MAX_ROWS:
+        console.print(f"and {len(requests) - _MAX_ROWS} more requests; --request ID shows one")
     if warm_ups:
         console.print(f"left out: the first {warm_ups} requests, which warm up the engines")
-    console.print(f"{len(recordings)} processes; {timeline.clock_note}", highlight=False)
-    looked_at = max(requests, key=lambda one: one.bytes)
-    picture = paint(timeline, everyone, looked_at)
-    note = timeline.clock_note
-    text = page(picture, requests[:MAX_ROWS], note)
-    merged = msgspec.json.encode(chrome_trace(timeline))
-    stem = "timeline" if wanted is None else f"timeline-{_in_file_names(looked_at)}"
-    written = [_write(folder / "trace.json", merged), _write(html or folder / f"{stem}.html", text.encode())]
-    if (drawn := _draw(picture, note, png, folder / f"{stem}.png", console)) is not None:
-        written.append(drawn)
-    if len(requests) > 1:
-        console.print(f"the picture shows request {escape(looked_at.name)}, which has the most bytes", soft_wrap=True)
-    for path in written:
-        console.print(f"wrote {escape(str(path))}", soft_wrap=True, highlight=False)
-
-
-def _in_file_names(request: Request) -> str:
-    """Returns the request's id if a file name may have it, else its transfer's fingerprint, made safe."""
-    usable = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,99}", request.name)
-    return request.name if usable else re.sub(r"[^A-Za-z0-9]", "_", request.transfer)
-
-
-def _draw(picture: Picture, note: str, png: Path | None, default: Path, console: Console) -> Path | None:
-    """Returns the PNG's path, or None without matplotlib, which is only required if `png` is given."""
-    path = png or default
+    _write_merged(recordings, folder / "trace.json")
+    console.print(f"wrote {escape(str(folder / 'trace.json'))}", soft_wrap=True, highlight=False)
+    drawn = max(requests, key=lambda one: one.bytes)
     try:
-        draw_png(picture, note, path)
+        draw(recordings, drawn, folder / "timeline.png")
     except ImportError:
-        if png is not None:
-            raise TraceError(_NO_MATPLOTLIB) from None
-        console.print(escape(_NO_MATPLOTLIB), soft_wrap=True)
-        return None
-    except OSError as error:
-        raise TraceError(f"{path} cannot be written: {error.strerror}") from None
-    return path
+        console.print(escape("the picture needs matplotlib: pip install matplotlib"), soft_wrap=True)
+        return
+    said = f"wrote {folder / 'timeline.png'}, a picture of request {drawn.name}"
+    console.print(escape(said), soft_wrap=True, highlight=False)
 
 
-def _write(path: Path, content: bytes) -> Path:
-    """Writes the file atomically. Replaces a symbolic link instead of following it."""
+def _table(requests: Sequence[Request]) -> Table:
+    """Returns a table of the first requests."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
+    result = Table(title="where the time went (ms)", box=SIMPLE, padding=0)
+    result.add_column("request", overflow="fold")  # the only column that may be narrower than its content
+    for heading in requests[0].figures():
+        result.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    for one in requests[:_MAX_ROWS]:
+        failures = "".join(f"\n{failure}" for failure in sorted(one.failures))
+        result.add_row(Text(one.name).append(failures, "red"), *one.figures().values())
+    return result
+
+
+def _write_merged(recordings: Sequence[Recording], path: Path) -> None:
+    """Writes all events to one file, atomically. Processes are renumbered, since hosts may use the same numbers."""
+    import msgspec
+
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_bytes(content)
+        with open(part, "xb") as file:
+            separator = b"[\n"
+            for pid, recording in enumerate(recordings, 1):
+                for event in recording.events:
+                    file.write(separator + msgspec.json.encode(msgspec.structs.replace(event, pid=pid)))
+                    separator = b",\n"
+            file.write(b"\n]\n")
         part.replace(path)
-    except OSError as error:
+    finally:
         with contextlib.suppress(OSError):
             part.unlink()
-        raise TraceError(f"{path} cannot be written: {error.strerror}") from None
-    return path

@@ -1,52 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes where a request's time went, from the events of all processes."""
+"""Where the time of requests went, from the events of all processes."""
 
-import dataclasses
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from vllm_ascend_pd.observe import events
-from vllm_ascend_pd.observe.events import (
-    FinishedEvent,
-    GrantEvent,
-    MarkEvent,
-    PushEvent,
-    RegroupEvent,
-    StepEvent,
-    short_name,
-)
-from vllm_ascend_pd.tools.timeline.merge import Timeline
-
-ELLIPSIS = "\u2026"
-"""Replaces the omitted part of an id."""
+from vllm_ascend_pd.core.text import one_line
+from vllm_ascend_pd.tools.timeline.read import Recording, TraceEvent
 
 _MAX_NAMES = 16
+_MAX_PLACES = 32
 
 Span = tuple[float, float]
 
 
-@dataclasses.dataclass
+@dataclass
 class Request:
-    """One transfer. Times are in microseconds, None without an event.
+    """One transfer. Times are microseconds of unix time; None if no event says them."""
 
-    `names` are the request's ids on prefill and decode, the proxy's id first.
-    """
-
+    # The fingerprint of its ticket's id.
     transfer: str
-    names: list[str] = dataclasses.field(default_factory=list)
+    # The request's ids on prefill and decode.
+    names: list[str] = field(default_factory=list)
+    # Tokens of the prompt, up to the last one whose KV prefill has computed for decode.
     prompt_tokens: int | None = None
-    """Tokens of the prompt, up to the last one whose KV prefill has begun to compute for decode."""
+    # When decode issued the ticket.
     issued: float | None = None
+    # When the last prefill rank got its first grant.
     granted: float | None = None
-    """Time at which the last rank got its first grant."""
-    computed: list[Span] = dataclasses.field(default_factory=list)
-    """Steps of all ranks that completed its KV."""
-    regrouped: list[Span] = dataclasses.field(default_factory=list)
-    pushed: list[Span] = dataclasses.field(default_factory=list)
+    # Steps of all ranks that completed its KV.
+    computed: list[Span] = field(default_factory=list)
+    # Writes of all ranks.
+    written: list[Span] = field(default_factory=list)
     bytes: int = 0
-    bytes_before_end: int = 0
+    # The part of `bytes` that was written before the prompt's last layer was computed.
+    early_bytes: int = 0
+    # When decode could run the request.
     ready: float | None = None
-    failures: list[str] = dataclasses.field(default_factory=list)
+    failures: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -61,138 +52,117 @@ class Request:
         return max((end for _, end in self.computed), default=None)
 
     @property
-    def push_end(self) -> float | None:
-        return max((end for _, end in self.pushed), default=None)
-
-    @property
-    def begin(self) -> float | None:
-        return min(_known(self.issued, self.compute_begin), default=None)
-
-    @property
-    def end(self) -> float | None:
-        return max(_known(self.ready, self.push_end, self.compute_end), default=None)
-
-    # Values of the table, in microseconds.
+    def write_end(self) -> float | None:
+        return max((end for _, end in self.written), default=None)
 
     @property
     def queue(self) -> float | None:
-        """Time from the ticket until the first layer begins, in the proxy and in prefill's queue."""
         return _between(self.issued, self.compute_begin)
 
     @property
-    def to_grant(self) -> float | None:
-        return _between(self.issued, self.granted)
+    def window(self) -> Span:
+        """Returns when its first event begins and its last one ends."""
+        known = [self.issued, self.compute_begin, self.compute_end, self.write_end, self.ready]
+        times = [time for time in known if time is not None]
+        return min(times, default=0.0), max(times, default=0.0)
 
-    @property
-    def compute(self) -> float | None:
-        return _between(self.compute_begin, self.compute_end)
+    def is_named(self, name: str) -> bool:
+        """Returns whether one of its ids, or its fingerprint, begins so."""
+        return any(known.startswith(name) for known in (*self.names, self.transfer))
 
-    @property
-    def push(self) -> float | None:
-        """Time in which at least one rank pushed."""
-        return covered(self.pushed) if self.pushed else None
-
-    @property
-    def push_after(self) -> float | None:
-        """Time from the end of the forward pass until all was pushed."""
-        after = _between(self.compute_end, self.push_end)
-        return None if after is None else max(0.0, after)
-
-    @property
-    def early_share(self) -> float | None:
-        """Share of the bytes that had arrived when the forward pass ended."""
-        return self.bytes_before_end / self.bytes if self.bytes else None
-
-    @property
-    def to_ready(self) -> float | None:
-        return _between(self.issued, self.ready)
+    def figures(self) -> dict[str, str]:
+        """Returns the figures of the table by heading, as docs/timeline.md explains them. Times are milliseconds."""
+        after = _between(self.compute_end, self.write_end)
+        return {
+            "prompt tokens": "-" if self.prompt_tokens is None else str(self.prompt_tokens),
+            "queue": _ms(self.queue),
+            "to grant": _ms(_between(self.issued, self.granted)),
+            "compute": _ms(_between(self.compute_begin, self.compute_end)),
+            "push": _ms(covered(self.written) if self.written else None),
+            "push after": _ms(None if after is None else max(0.0, after)),
+            "early bytes": f"{self.early_bytes / self.bytes:.0%}" if self.bytes else "-",
+            "to ready": _ms(_between(self.issued, self.ready)),
+        }
 
 
-def summarize(timeline: Timeline) -> list[Request]:
-    """Returns all transfers in the traces, in the order of their first event."""
+def summarize(recordings: Sequence[Recording]) -> list[Request]:
+    """Returns all transfers, in the order of their first event."""
     found: dict[str, Request] = {}
 
-    def request(transfer: str, name: str | None = None, first: bool = False) -> Request:
+    def request(transfer: str, name: str = "") -> Request:
         one = found.setdefault(transfer, Request(transfer))
-        name = None if name is None else short_name(name)  # again, because files are untrusted
-        if name is not None and name not in one.names and len(one.names) < _MAX_NAMES:
-            one.names.insert(0 if first else len(one.names), name)
+        name = one_line(name, 300)
+        if name and name not in one.names and len(one.names) < _MAX_NAMES:
+            one.names.append(name)
         return one
 
-    grants: dict[str, dict[tuple[int, str], float]] = {}
-    for index, recording in enumerate(timeline.recordings):
-        on_scheduler = recording.process.part == "decode scheduler"
+    for recording in recordings:
+        first_grants: dict[tuple[str, str], float] = {}
+        step: TraceEvent | None = None
         for event in recording.events:
-            match event:
-                case StepEvent(args=step):
-                    for part in step.parts:
-                        one = request(part.transfer, part.request, first=True)
-                        one.computed.append((event.ts, event.end))
+            args = event.args
+            match event.cat, event.ph:
+                case "step", "B":
+                    step = event
+                case "step", "E" if step is not None:
+                    for part in step.args.parts:
+                        one = request(part.transfer, part.request)
+                        one.computed.append((step.ts, event.ts))
                         one.prompt_tokens = max(part.stop, one.prompt_tokens or 0)
-                case RegroupEvent(args=regrouping):
-                    for transfer in regrouping.transfers:
-                        request(transfer).regrouped.append((event.ts, event.end))
-                case PushEvent(args=push):
-                    for transfer in push.bytes:
-                        request(transfer).pushed.append((event.ts, event.end))
-                case GrantEvent(args=grant) if grant.answer == "Granted":
-                    request(grant.transfer, grant.request, first=True)
-                    grants.setdefault(grant.transfer, {}).setdefault((index, grant.to), event.end)
-                case FinishedEvent(args=done):
-                    one = request(done.transfer, done.request, first=True)
-                    one.bytes += done.bytes
-                    one.bytes_before_end += done.bytes_before_end
-                    if done.failure:
-                        one.failures.append(short_name(done.failure))
-                case MarkEvent(args=mark, name=what) if mark.transfer:
-                    one = request(mark.transfer, mark.request, first=on_scheduler)
-                    if what == events.ISSUED:
-                        one.issued = event.ts
-                    elif what == events.READY:
-                        one.ready = event.ts
-                    elif what == events.FAILED and on_scheduler:
-                        one.failures.append("decode gave it up")
-    for transfer, first in grants.items():
-        found[transfer].granted = max(first.values())
-    return sorted(found.values(), key=lambda one: (one.begin is None, one.begin or 0.0))
+                    step = None
+                case "write", "X":
+                    for transfer in args.written:
+                        request(transfer).written.append((event.ts, event.end))
+                case "grant", "e" if args.answer == "Granted":
+                    first_grants.setdefault((args.transfer, args.to), event.ts)
+                case "report", "b":
+                    one = request(args.transfer, args.request)
+                    one.bytes += args.bytes
+                    one.early_bytes += args.early_bytes
+                    if args.failure:
+                        one.failures.add(one_line(args.failure, 300))
+                case "receive", "b":
+                    request(args.transfer, args.request)
+                case "request", "b":
+                    request(args.transfer, args.request).issued = event.ts
+                case "request", "e" if args.failure:
+                    request(args.transfer, args.request).failures.add(one_line(f"decode: {args.failure}", 300))
+                case "request", "e":
+                    request(args.transfer, args.request).ready = event.ts
+        for (transfer, _), at in first_grants.items():
+            one = request(transfer)
+            one.granted = max(at, one.granted or 0.0)
+    return sorted(found.values(), key=lambda one: one.window)
 
 
-def chosen(requests: Sequence[Request], wanted: str | None) -> list[Request]:
-    """Returns the requests with the id or fingerprint `wanted`, or all if it is None.
-
-    An id may be shortened as in the table.
-    """
-    if wanted is None:
-        return list(requests)
-    exact = [one for one in requests if wanted in (one.transfer, *one.names)]
-    if exact or ELLIPSIS not in wanted:
-        return exact
-    shortened = re.compile(".*".join(map(re.escape, wanted.split(ELLIPSIS))), re.DOTALL)
-    return [one for one in requests if any(map(shortened.fullmatch, one.names))]
+def placements(recordings: Sequence[Recording]) -> list[str]:
+    """Returns lines that say who computed how many prompts, and why, as decode's schedulers decided."""
+    prompts: Counter[tuple[str, str]] = Counter()
+    tokens: Counter[tuple[str, str]] = Counter()
+    for recording in recordings:
+        for event in recording.events:
+            if event.cat == "placed":
+                place = one_line(event.args.by, 40), one_line(event.args.reason, 40)
+                prompts[place] += 1
+                tokens[place] += event.args.tokens
+    return [
+        f"{by} computed {count} prompt{'s' if count > 1 else ''} ({reason}, {tokens[by, reason]} tokens)"
+        for (by, reason), count in prompts.most_common(_MAX_PLACES)
+    ]
 
 
 def covered(spans: Iterable[Span]) -> float:
-    """Returns the time covered by at least one span."""
-    return sum(end - begin for begin, end in union(spans))
-
-
-def union(spans: Iterable[Span]) -> Iterator[Span]:
-    """Yields spans that cover the same time without overlap."""
-    current: Span | None = None
+    """Returns the time that at least one span covers."""
+    total, until = 0.0, 0.0
     for begin, end in sorted(spans):
-        if current is None or begin > current[1]:
-            if current is not None:
-                yield current
-            current = (begin, end)
-        else:
-            current = (current[0], max(current[1], end))
-    if current is not None:
-        yield current
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 def _between(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else end - begin
 
 
-def _known(*times: float | None) -> list[float]:
-    return [time for time in times if time is not None]
+def _ms(micros: float | None) -> str:
+    return "-" if micros is None else f"{micros / 1000:.1f}"
