@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs the benchmarks one after the other, all but two: `simulate.py --validate` and `ttft.py --npu`, which take minutes
-# and tens of minutes.
+# Runs the benchmarks one after the other, all but `ttft.py --npu`, which takes tens of
+# minutes.
 #
 #   benchmarks/run_all.sh [--quick] [--check]
 #
@@ -96,7 +96,6 @@ run "$VENV" overlap "${short[@]}" "${check[@]}"
 run "$VENV" memory "${check[@]}"
 in_short --requests 1 8 64 --engines 1 16 --rounds 2
 run "$VENV" scale "${short[@]}" "${check[@]}"
-run "$VENV" simulate
 in_short --requests 100 --seconds 4 --streams 500
 run "$VENV" proxy_overhead "${short[@]}" "${check[@]}"
 in_short --quick --pairs 1/1 --sides ours bare --rounds 3 --requests 16

@@ -32,38 +32,3 @@ def test_scale() -> None:
     assert all(each["times"] > 0 for each in growths)
     assert known["measure"] == "known engine"
     assert min(known["bytes"].values()) > 0
-
-
-def test_simulate() -> None:
-    """The documented clusters, with less traffic. Requests get through all of it, in its order."""
-    commands = [
-        documented("docs/simulator.md", "python benchmarks/simulate.py --loads"),
-        documented("docs/simulator.md", "python benchmarks/simulate.py --clusters"),
-        documented("docs/simulator.md", "python benchmarks/simulate.py --model"),
-    ]
-    for (_, program, *options), seconds in zip(commands, ("60", "30", "0.2"), strict=True):
-        found = results(program, *options, "--seconds", seconds)
-        assert found
-        for each in found:
-            assert (each["measure"], each["failed"]) == ("simulation", 0)
-            assert each["requests"] > 0
-            assert 0 < each["after_prefill"]["p50"] < each["ttft"]["p50"] <= each["ttft"]["p90"] <= each["ttft"]["p99"]
-            assert 0 < each["early"] < 1
-            for use in ("prefill_busy", "decode_busy", "p_link", "d_link"):
-                assert 0 < each[use] <= 1
-            assert each["advice"]["full_first"] in ("prefill", "decode")
-
-
-@pytest.mark.long
-def test_simulate_validation() -> None:
-    """Real workers have moved all requests' KV; how near the simulator is depends on who else uses the machine."""
-    _, program, *options = documented("docs/simulator.md", "python benchmarks/simulate.py --validate")
-    *alone, one, two, three, four = results(program, *options, "--requests", "10", "--rounds", "1")
-    assert [each["measure"] for each in alone] == ["alone", "alone"]
-    assert all(each["bytes_per_s"] > 0 for each in alone)
-    for each in (one, two, three, four):
-        assert (each["measure"], each["requests"]) == ("validation", 10)
-        for side in ("measured", "simulated"):
-            assert 0 < each[side]["p50"] <= each[side]["p90"] <= each[side]["p99"]
-        assert set(each["off"]) == {"p50", "p90", "p99", "after_prefill"}
-        assert each["holds"] == all(abs(off) <= 0.2 for off in each["off"].values())

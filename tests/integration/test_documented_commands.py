@@ -232,8 +232,6 @@ TABLE = (
     Row(r"python benchmarks/push\.py", "tests/integration/test_transfer_benchmarks.py::test_push"),
     Row(r"python benchmarks/overlap\.py", "tests/integration/test_transfer_benchmarks.py::test_overlap"),
     Row(r"python benchmarks/memory\.py", "tests/integration/test_transfer_benchmarks.py::test_memory"),
-    Row(r"python benchmarks/simulate\.py --validate", f"{OF_CLUSTERS}::test_simulate_validation"),
-    Row(r"python benchmarks/simulate\.py --(lo|cl|mo).*", f"{OF_CLUSTERS}::test_simulate"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/push\.py --npu", "tests/npu/test_transfer_benchmarks.py::test_push"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/overlap\.py --npu", "tests/npu/test_transfer_benchmarks.py::test_overlap"),
     Row(r"CANN_ON_HOST=1 .* benchmarks/memory\.py --npu", "tests/npu/test_transfer_benchmarks.py::test_memory"),

@@ -11,6 +11,10 @@ from planned import DEEPSEEK, LLAMA, QWEN, plan_for
 
 from vllm_ascend_pd.tools.plan.figures import PlanFigures
 
+TRAFFIC = """
+--link-gbit 100 --compute-ms-per-1000-tokens 90
+--prompt-tokens 4096 --output-tokens 500 --decode-step-ms 20 --decode-requests 32 --decode-kv-gib 20
+""".split()  # noqa: SIM905  one option after the other
 PROGRAM = """
 import sys
 from vllm_ascend_pd.cli import main
@@ -66,6 +70,14 @@ def test_links_that_do_not_keep_up_are_said_so():
     assert "the links DO NOT keep up" in done.stdout
 
 
+def test_engines_per_engine():
+    done = run(LLAMA, *TRAFFIC)
+    assert done.returncode == 0
+    for shown in ("4096 + 500 tokens", "prefill engines per decode engine", "limited by              │ KV cache"):
+        assert shown in done.stdout
+    assert "prefill engines per decode engine" not in run(LLAMA, "--link-gbit", 100).stdout
+
+
 @pytest.mark.parametrize(
     ("config", "options", "prefill", "decode"),
     [
@@ -82,7 +94,7 @@ def test_json_is_the_plan(config, options, prefill, decode):
 
 def test_json_schema():
     """The names that scripts rely on."""
-    done = run(LLAMA, "--prefill-tp", 8, "--decode-tp", 4, "--json", "--link-gbit", 100)
+    done = run(LLAMA, "--prefill-tp", 8, "--decode-tp", 4, "--json", *TRAFFIC)
     plan = msgspec.json.decode(done.stdout)
     names = {name: " ".join(value) if isinstance(value, dict) else type(value) for name, value in plan.items()}
     assert names == {
@@ -100,6 +112,10 @@ def test_json_schema():
         "staging": "step_tokens slots slot_bytes total_bytes groups communicator_bytes",
         "prompt": "tokens units flows nbytes busiest_sender busiest_reader descriptors descriptors_contiguous",
         "timing": "link_gbit transfer_ms layer_ms prefill_link_ms decode_link_ms compute_ms after_prefill_ms",
+        "rates": (
+            "prompt_tokens output_tokens prefill_compute prefill_link decode_steps decode_kv decode_link "
+            "prefill_per_decode"
+        ),
         "notes": list,
     }
     assert plan["senders"][1] == {
@@ -148,6 +164,12 @@ def test_options_that_change_figures():
         ("--prefill-tp 0", 2, "--prefill-tp"),
         ("--layout sideways", 2, "--layout"),
         ("--compute-ms-per-1000-tokens 5", 2, "--compute-ms-per-1000-tokens needs --link-gbit"),
+        ("--prompt-tokens 5", 2, "need each other and --compute-ms-per-1000-tokens"),
+        (
+            " ".join(TRAFFIC).replace("gib 20", "gib 1"),
+            1,
+            "a request of 4608 tokens does not fit into 1 GiB of KV cache",
+        ),
         ("--prefill-cp 2", 2, "--prefill-cp"),
     ],
 )

@@ -18,6 +18,7 @@ from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine, rank_caches,
 from vllm_ascend_pd.tools.plan.exchange import make_plan
 from vllm_ascend_pd.tools.plan.figures import Piece
 from vllm_ascend_pd.tools.plan.model import Cached, CacheDtype, ModelShape, PlanError, read_model
+from vllm_ascend_pd.tools.plan.rates import Traffic, make_rates
 from vllm_ascend_pd.tools.plan.timing import make_timing
 
 # 1000 tokens travel as 8 blocks of 128.
@@ -150,6 +151,40 @@ def test_times_of_pipeline_stages():
     # The last stage begins to send when 41 of 80 layers are computed, decode to receive after the first.
     assert timing.after_prefill_ms == pytest.approx(41 + sent - 80)
     assert make_timing(plan, 1, None).after_prefill_ms is None
+
+
+def test_rates_of_deepseek_r1():
+    """The published figures of docs/plan.md, worked out by hand."""
+    plan = plan_for(DEEPSEEK, (16, 1, 1), (4, 1, 4))
+    timing = make_timing(plan, 200, 18.7)
+    rates = make_rates(plan, timing, Traffic(4096, 1500, step_ms=19.3, requests=48, kv_gib=14))
+    assert rates.prefill_compute == pytest.approx(1 / (4.096 * 0.0187))
+    # A prefill rank sends the latent to 4 decode ranks, and each of 16 prefill ranks serves one request of 16.
+    sent = SENT_TOKENS * 70_272 * 4.096 / 25e9
+    assert rates.prefill_link == pytest.approx(16 / (4 * sent))
+    assert rates.decode_link == pytest.approx(4 / sent)
+    assert rates.decode_steps == pytest.approx(4 * 48 / (1500 * 0.0193))
+    # Every decode rank holds the latent: 38 requests of 44 blocks fit. Each is there for its prefill, too.
+    assert 14 * 2**30 // (44 * 128 * 70_272) == 37
+    assert rates.decode_kv == pytest.approx(4 * 37 / (1500 * 0.0193 + 4.096 * 0.0187))
+    assert rates.prefill_per_decode == pytest.approx(rates.decode_kv / rates.prefill_compute)
+
+
+@pytest.mark.parametrize(
+    ("link_gbit", "step_ms", "requests", "limits"),
+    [
+        (200, 19.3, 48, ("prefill_compute", "decode_kv")),
+        (200, 19.3, 4, ("prefill_compute", "decode_steps")),
+        (0.1, 19.3, 48, ("prefill_link", "decode_link")),
+    ],
+)
+def test_the_slowest_part_of_each_side_decides_the_ratio(link_gbit, step_ms, requests, limits):
+    plan = plan_for(DEEPSEEK, (16, 1, 1), (4, 1, 4))
+    rates = make_rates(plan, make_timing(plan, link_gbit, 18.7), Traffic(4096, 1500, step_ms, requests, 14))
+    prefill, decode = (getattr(rates, name) for name in limits)
+    assert prefill == min(rates.prefill_compute, rates.prefill_link)
+    assert decode == min(rates.decode_steps, rates.decode_kv, rates.decode_link)
+    assert rates.prefill_per_decode == pytest.approx(decode / prefill)
 
 
 # --- any shape -----------------------------------------------------------------------------------------------

@@ -55,15 +55,37 @@ def plan(
             help="Milliseconds that prefill needs for 1000 tokens. Compares transfer and compute. Needs --link-gbit.",
         ),
     ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a usual prompt. With the four options below, adds engines per engine."),
+    ] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a usual answer.")] = None,
+    decode_step_ms: Annotated[
+        float | None, typer.Option(min=0.001, help="Milliseconds of a decode step with --decode-requests.")
+    ] = None,
+    decode_requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests that a data-parallel rank decodes at once at most.")
+    ] = None,
+    decode_kv_gib: Annotated[float | None, typer.Option(min=0.001, help="GiB of KV cache on each decode rank.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     version: Version = False,
 ) -> None:
     """Print what a prefill and a decode engine transfer. Starts no engine."""
     if compute_ms_per_1000_tokens is not None and link_gbit is None:
         raise USAGE_ERROR("--compute-ms-per-1000-tokens needs --link-gbit")
+    given = (prompt_tokens, output_tokens, decode_step_ms, decode_requests, decode_kv_gib)
+    if any(value is not None for value in given) and None in (*given, compute_ms_per_1000_tokens):
+        raise USAGE_ERROR(
+            "--prompt-tokens, --output-tokens, --decode-step-ms, --decode-requests and --decode-kv-gib "
+            "need each other and --compute-ms-per-1000-tokens"
+        )
     # Imported here so that other commands start faster.
     from vllm_ascend_pd.tools.plan.command import EngineSizes, plan_text
+    from vllm_ascend_pd.tools.plan.rates import Traffic
 
+    traffic = None
+    if prompt_tokens and output_tokens and decode_step_ms and decode_requests and decode_kv_gib:
+        traffic = Traffic(prompt_tokens, output_tokens, decode_step_ms, decode_requests, decode_kv_gib)
     try:
         text = plan_text(
             model,
@@ -74,6 +96,7 @@ def plan(
             step_tokens=max_num_batched_tokens,
             link_gbit=link_gbit,
             compute_ms=compute_ms_per_1000_tokens,
+            traffic=traffic,
             as_json=json,
         )
     except OSError as error:

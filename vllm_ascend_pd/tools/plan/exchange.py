@@ -94,6 +94,7 @@ def make_plan(
         staging=staging,
         prompt=_prompt(tokens, unit, flows),
         timing=None,
+        rates=None,
         notes=(*model.notes, *_notes(layout, prefill, decode, routes)),
     )
 

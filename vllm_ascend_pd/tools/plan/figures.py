@@ -143,6 +143,22 @@ class Timing(msgspec.Struct, frozen=True):
     after_prefill_ms: float | None
 
 
+class RateFigures(msgspec.Struct, frozen=True):
+    """Requests per second that each part of one prefill engine and of one decode engine can serve at most.
+
+    An engine here has all its data-parallel ranks.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    prefill_compute: float
+    prefill_link: float
+    decode_steps: float
+    decode_kv: float  # by the KV cache's capacity
+    decode_link: float
+    prefill_per_decode: float  # prefill engines that keep one decode engine busy
+
+
 class PlanFigures(msgspec.Struct, frozen=True):
     """The whole result."""
 
@@ -158,4 +174,5 @@ class PlanFigures(msgspec.Struct, frozen=True):
     staging: Staging
     prompt: PromptFigures
     timing: Timing | None
+    rates: RateFigures | None
     notes: tuple[str, ...]  # what the figures leave out

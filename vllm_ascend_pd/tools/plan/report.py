@@ -7,7 +7,14 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_ascend_pd.core.communicator import BUFFER_MB
-from vllm_ascend_pd.tools.plan.figures import EngineFigures, ModelFigures, Piece, PlanFigures, SenderFigures
+from vllm_ascend_pd.tools.plan.figures import (
+    EngineFigures,
+    ModelFigures,
+    Piece,
+    PlanFigures,
+    RateFigures,
+    SenderFigures,
+)
 
 _WIDTH = 120
 
@@ -22,6 +29,8 @@ def render(plan: PlanFigures) -> str:
         if plan.prefill.pp > 1 or plan.decode.pp > 1:
             console.print(_stages(plan))
         console.print(_prompt(plan))
+        if plan.rates is not None:
+            console.print(_rates(plan.rates))
         for note in plan.notes:
             console.print(f"- {note}")
     return capture.get()
@@ -160,6 +169,26 @@ def _prompt(plan: PlanFigures) -> Table:
             verdict = "the links keep up" if link <= timing.compute_ms else "the links DO NOT keep up"
             busy += f": {verdict} ({link / timing.compute_ms:.0%} busy)"
         table.add_row("a rank's link per prompt, over many prompts", busy)
+    return table
+
+
+def _rates(rates: RateFigures) -> Table:
+    table = Table(title="requests/s of one engine", show_header=False)
+    table.add_row("request", f"{rates.prompt_tokens} + {rates.output_tokens} tokens")
+    parts = {
+        "prefill: computing": rates.prefill_compute,
+        "prefill: link": rates.prefill_link,
+        "decode: steps": rates.decode_steps,
+        "decode: KV cache": rates.decode_kv,
+        "decode: link": rates.decode_link,
+    }
+    for part, rate in parts.items():
+        table.add_row(part, f"{rate:.2f}")
+    table.add_section()
+    table.add_row("prefill engines per decode engine", f"{rates.prefill_per_decode:.2f}")
+    for side in ("prefill", "decode"):
+        limit = min((part for part in parts if part.startswith(side)), key=lambda part: parts[part])
+        table.add_row(f"{side} is limited by", limit.removeprefix(f"{side}: "))
     return table
 
 
