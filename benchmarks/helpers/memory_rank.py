@@ -4,7 +4,7 @@
 from unittest.mock import patch
 
 from harness.rank_programs import PrefillRank
-from vllm_ascend_pd.core.regions import merge
+from vllm_ascend_pd.core.caches import merge
 
 
 class CountingRank(PrefillRank):

@@ -34,8 +34,7 @@ class Ours:
         from vllm_ascend_pd.connector.shared_engine import SharedEngine
         from vllm_ascend_pd.core.caches import LayerSpec, describe
         from vllm_ascend_pd.core.config import parse_config
-        from vllm_ascend_pd.core.rank_info import RankInfo
-        from vllm_ascend_pd.core.topology import sharding
+        from vllm_ascend_pd.core.topology import RankInfo, sharding
         from vllm_ascend_pd.observe.listeners import PrefillStats
         from vllm_ascend_pd.prefill.worker import PrefillWorker
         from vllm_ascend_pd.transport.batches import TransferLimits

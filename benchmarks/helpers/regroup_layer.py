@@ -78,10 +78,9 @@ def our_side(
 
     from vllm_ascend_pd.core.caches import LayerSpec, describe
     from vllm_ascend_pd.core.observer import PrefillObserver
-    from vllm_ascend_pd.core.plan import make_route
-    from vllm_ascend_pd.core.running_time import RunningTime
+    from vllm_ascend_pd.core.plan import Units, make_route
+    from vllm_ascend_pd.core.prefill_ticket import RunningTime
     from vllm_ascend_pd.core.topology import sharding
-    from vllm_ascend_pd.core.units import Units
     from vllm_ascend_pd.prefill.exchange_group import ExchangeGroup
     from vllm_ascend_pd.prefill.regroup import Regrouper
     from vllm_ascend_pd.prefill.staging import StagingRing

@@ -143,8 +143,7 @@ class Configs:
 
     def rank_info(self, engine_id: str) -> Any:
         from vllm_ascend_pd.connector.model_summary import model_summary
-        from vllm_ascend_pd.core.rank_info import RankInfo
-        from vllm_ascend_pd.core.topology import sharding
+        from vllm_ascend_pd.core.topology import RankInfo, sharding
 
         return RankInfo(engine_id, model_summary(self._config), HOST, 0, sharding(1), 0, 1, (0,))
 

@@ -24,8 +24,7 @@ from harness.scheduling import Scheduled, make_output
 from vllm_ascend_pd.connector.cache_specs import cache_groups, caches_of_layers, layer_specs
 from vllm_ascend_pd.connector.prompts import Prompts
 from vllm_ascend_pd.connector.vllm_requests import VllmRequests
-from vllm_ascend_pd.core.caches import LayerSpec
-from vllm_ascend_pd.core.groups import TokenGroup
+from vllm_ascend_pd.core.caches import LayerSpec, TokenGroup
 from vllm_ascend_pd.core.layout import Order
 from vllm_ascend_pd.core.step import DecodeStep, PrefillStep
 from vllm_ascend_pd.core.ticket import Ticket

@@ -16,9 +16,8 @@ from harness.kv import Model, Prompt, Side, by_token, layer_name, make_caches, t
 from vllm_ascend_pd.core.caches import LayerSpec, describe
 from vllm_ascend_pd.core.config import parse_config
 from vllm_ascend_pd.core.layout import Order
-from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.step import Send
-from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device.base import DeviceError, Event

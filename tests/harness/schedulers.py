@@ -8,8 +8,8 @@ from vllm_ascend_pd.connector.prompts import Prompts
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.connector.vllm_requests import VllmRequests
 from vllm_ascend_pd.connector.vllm_versions import NAMES_ALL_PREEMPTED
+from vllm_ascend_pd.core.caches import CacheGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.groups import CacheGroup
 from vllm_ascend_pd.core.hosts import AnyHost
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, PrefillSchedulerObserver
 from vllm_ascend_pd.decode.delivery_loop import DeliverySettings

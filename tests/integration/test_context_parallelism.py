@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from harness.ports import reserve_port
 from harness.rank_hosts import Rank
 from vllm_ascend_pd.connector import cache_specs, parallel_ranks, vllm_versions
-from vllm_ascend_pd.core.groups import TokenGroup
+from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.layout import LayoutError
 from vllm_ascend_pd.core.topology import Sharding, sharding
 

@@ -13,10 +13,8 @@ from harness.waiting import wait_until
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.observer import PrefillObserver
-from vllm_ascend_pd.core.prefill_ticket import PrefillTicket
-from vllm_ascend_pd.core.rank_info import RankInfo
-from vllm_ascend_pd.core.running_time import RunningTime
-from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.core.prefill_ticket import PrefillTicket, RunningTime
+from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.prefill.control import ControlPlane

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from vllm_ascend_pd.core.caches import LayerSpec, describe
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.rank_info import RankInfo
-from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.tools.plan.engine import Layout, PlannedEngine

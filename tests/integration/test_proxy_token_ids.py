@@ -16,8 +16,7 @@ from starlette.responses import Response
 from test_proxy_routes import BODIES, TOOLS
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.core.signing import Secret, signed
-from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
+from vllm_ascend_pd.core.ticket import Secret, Ticket, parse_ticket, signed
 
 IDS = [5, 99_999, 0, 7]
 ONE_TOKEN = {"max_tokens": 1, "min_tokens": 1, "n": 1, "stream": False}

@@ -13,7 +13,7 @@ import pytest
 from harness.schedulers import decode_scheduler
 from harness.scheduling import make_request
 from harness.waiting import wait_until
-from vllm_ascend_pd.core.groups import TokenGroup
+from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.metaserver import FAILURE_SUFFIX
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
 from vllm_ascend_pd.core.step import DecodeStep

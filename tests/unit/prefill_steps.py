@@ -9,7 +9,7 @@ import pytest
 
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
-from vllm_ascend_pd.core.groups import TokenGroup
+from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.ticket import Ticket
 
 BLOCK = 4

@@ -17,13 +17,13 @@ from vllm_ascend_pd.core.plan import (
     Offsets,
     Regroup,
     Route,
+    Units,
     concatenate,
     descriptors,
     make_route,
     staged_units,
 )
 from vllm_ascend_pd.core.topology import Sharding
-from vllm_ascend_pd.core.units import Units
 
 Bytes = np.ndarray  # uint8
 Name = tuple[str, int]  # (layer, part)

@@ -7,11 +7,10 @@ from vllm.v1.request import Request
 
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
-from vllm_ascend_pd.core.groups import TokenGroup
+from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.hosts import AnyHost, HostList, decode_hosts
-from vllm_ascend_pd.core.signing import CLOCK_SKEW_S, Secret, signed
 from vllm_ascend_pd.core.step import WorkerReport
-from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S, Secret, Ticket, signed
 from vllm_ascend_pd.prefill import ticket_admission as admission_module
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 

@@ -11,7 +11,7 @@ import torch
 
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.plan import Regroup
-from vllm_ascend_pd.core.running_time import RunningTime
+from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.device import ops
 from vllm_ascend_pd.prefill.layer_push import StagedLayer
 from vllm_ascend_pd.prefill.regroup import Regrouper

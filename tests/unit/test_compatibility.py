@@ -10,9 +10,8 @@ from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.config import ConnectorConfig, parse_config
 from vllm_ascend_pd.core.layout import BlockKind, CacheTensor, Geometry, Order, RankCaches
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
-from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.fit import FitCheck

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.compatibility import mismatch
-from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, LayoutError, Order, RankCaches, TokenShare, block_geometry
-from vllm_ascend_pd.core.plan import descriptors, make_route
+from vllm_ascend_pd.core.plan import Units, descriptors, make_route
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.ticket import TicketError, parse_ticket
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.core.units import Units
 
 WIDTH = 3  # bytes of an entry
 

@@ -12,11 +12,10 @@ from decode_requests import BLOCK, BLOCKS, ENGINE, PROMPT, SETTINGS, eventually,
 from harness.schedulers import decode_scheduler
 from harness.scheduling import FOR_A_PULLING_CONNECTOR, make_request, remembered
 from harness.waiting import wait_until
-from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
+from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.prompt_digest import PromptDigest, digest_of_tokens
-from vllm_ascend_pd.core.signing import Secret, verify
 from vllm_ascend_pd.core.step import WorkerReport
-from vllm_ascend_pd.core.ticket import Ticket, parse_ticket
+from vllm_ascend_pd.core.ticket import Secret, Ticket, parse_ticket, verify
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.ticket_issuer import Signer
 from vllm_ascend_pd.observe import stats

@@ -12,7 +12,7 @@ from decode_requests import BLOCK, BLOCKS, ENGINE, PROMPT, SETTINGS, eventually,
 from harness.schedulers import decode_scheduler
 from harness.scheduling import make_request, remembered
 from harness.ticket_takers import REFUSED, TAKEN, UNKNOWN, TicketTaker
-from vllm_ascend_pd.core.groups import TokenGroup
+from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.hosts import prefill_hosts
 from vllm_ascend_pd.core.prompt_digest import digest_of_tokens
 from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt

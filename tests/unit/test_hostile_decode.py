@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from test_compatibility import LAYERS, MODEL, caches, engine, found
 from test_protocol import NAMES, RANKS, SETTINGS, SIZES, tuples
 
-from vllm_ascend_pd.core.compatibility import different_settings, mismatch
-from vllm_ascend_pd.core.description import unsound
+from vllm_ascend_pd.core.compatibility import different_settings, mismatch, unsound
 from vllm_ascend_pd.core.hosts import AnyHost, decode_hosts
 from vllm_ascend_pd.core.layout import CacheTensor, RankCaches
 from vllm_ascend_pd.core.protocol import (

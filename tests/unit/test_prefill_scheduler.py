@@ -12,7 +12,7 @@ from prefill_steps import BLOCK, PROMPT, goes_on, starts, ticket, ticketed
 
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request, remembered
-from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
+from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.step import Send
 
 

@@ -8,7 +8,7 @@ from vllm.v1.request import RequestStatus
 
 from harness.schedulers import prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
-from vllm_ascend_pd.core.groups import TokenGroup
+from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.step import Send
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.groups import TokenGroup
 from vllm_ascend_pd.core.placement import Decision, Reason
 from vllm_ascend_pd.decode.who_computes import EngineSteps, PromptPlacement, prefill_wait_s
 

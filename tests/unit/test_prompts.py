@@ -22,7 +22,7 @@ from harness.scheduling import Scheduled, make_output
 from vllm_ascend_pd.connector import prompts
 from vllm_ascend_pd.connector.model_summary import media_hashing as hashing_of
 from vllm_ascend_pd.connector.prompts import Prompts, text_alone
-from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
+from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.decode.ticket_issuer import EngineInfo
 

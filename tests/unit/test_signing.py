@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
-from vllm_ascend_pd.core.signing import MIN_SECRET_BYTES, Secret, signed, verify
-from vllm_ascend_pd.core.ticket import Ticket, TicketError
+from vllm_ascend_pd.core.ticket import MIN_SECRET_BYTES, Secret, Ticket, TicketError, signed, verify
 
 CONTENT = b"not to be shown, " * 3
 SECRET = Secret(CONTENT)

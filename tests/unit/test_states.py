@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ascend_pd.core.caches import LayerSpec, RegisteredCaches, StateSpec, describe
-from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
-from vllm_ascend_pd.core.layout import BlockKind, LayoutError, Order
-from vllm_ascend_pd.core.plan import Regroup, descriptors, make_route
-from vllm_ascend_pd.core.states import LayerState, Section, StatePartition, partition_states
+from vllm_ascend_pd.core.caches import LayerSpec, RegisteredCaches, StateGroup, StateSpec, TokenGroup, describe
+from vllm_ascend_pd.core.layout import (
+    BlockKind,
+    LayerState,
+    LayoutError,
+    Order,
+    Section,
+    StatePartition,
+    partition_states,
+)
+from vllm_ascend_pd.core.plan import Regroup, Units, descriptors, make_route
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.core.units import Units
 
 ROWS = 3  # of a convolution with 4 taps
 HEADS, HEAD_WIDTH, STATE_WIDTH = 8, 4, 5

@@ -20,8 +20,7 @@ from vllm_ascend_pd.core.protocol import (
     TicketRefused,
     TicketTaken,
 )
-from vllm_ascend_pd.core.signing import Secret, signed
-from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.ticket import Secret, Ticket, signed
 from vllm_ascend_pd.prefill import ticket_listener
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.prefill.ticket_listener import TicketListener

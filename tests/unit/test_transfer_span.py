@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from harness.schedulers import decode_scheduler, prefill_scheduler
 from harness.scheduling import Scheduled, make_output, make_request
 from vllm_ascend_pd.connector.spans import PushSpans, ReceiveSpans, TransferSpan
-from vllm_ascend_pd.core.groups import TokenGroup
+from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient

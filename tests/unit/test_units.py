@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.core.layout import Geometry, Order, TokenShare
-from vllm_ascend_pd.core.units import Units
+from vllm_ascend_pd.core.plan import Units
 
 STRIDED = Geometry(
     group=0,

@@ -10,7 +10,7 @@ from vllm.v1.request import Request, RequestStatus
 from harness.real_scheduler import *  # noqa: F403
 from harness.real_scheduler import BLOCK, RealScheduler, Role
 from harness.schedulers import blocks_of
-from vllm_ascend_pd.core.groups import StateGroup, TokenGroup
+from vllm_ascend_pd.core.caches import StateGroup, TokenGroup
 from vllm_ascend_pd.core.step import WorkerReport
 from vllm_ascend_pd.decode.who_computes import is_cached
 

@@ -27,11 +27,11 @@ from vllm_ascend_pd.connector.roles.prefill_scheduler import PrefillSchedulerRol
 from vllm_ascend_pd.connector.spans import PushSpans, ReceiveSpans
 from vllm_ascend_pd.connector.vllm_blocks import VllmBlocks
 from vllm_ascend_pd.connector.vllm_requests import VllmRequests
+from vllm_ascend_pd.core.caches import CacheGroup, left_to_decode
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig, TlsConfig
-from vllm_ascend_pd.core.groups import CacheGroup, left_to_decode
 from vllm_ascend_pd.core.hosts import authority, decode_hosts, prefill_hosts
 from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
-from vllm_ascend_pd.core.signing import Secret
+from vllm_ascend_pd.core.ticket import Secret
 from vllm_ascend_pd.decode.delivery_loop import DeliverySettings
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.metaserver_settings import MetaserverSettings

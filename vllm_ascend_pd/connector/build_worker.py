@@ -22,7 +22,7 @@ from vllm_ascend_pd.connector.unsupported import unsupported_weights
 from vllm_ascend_pd.connector.vllm_versions import ASKS_SCHEDULER_FOR_STATS, HAS_TRANSFER_RESULTS
 from vllm_ascend_pd.core.caches import KVCache, RegisteredCaches, describe
 from vllm_ascend_pd.core.config import ConfigError, ConnectorConfig
-from vllm_ascend_pd.core.rank_info import RankInfo
+from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device import make_device

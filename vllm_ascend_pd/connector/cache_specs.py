@@ -11,10 +11,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_ascend_pd.connector.cache_kinds import block_tokens, check_kinds, tokens_per_entry
 from vllm_ascend_pd.connector.model_summary import draft_summary
 from vllm_ascend_pd.connector.vllm_versions import HAS_TRANSFER_RESULTS
-from vllm_ascend_pd.core.caches import LayerSpec, StateSpec
-from vllm_ascend_pd.core.groups import CacheGroup, StateGroup, TokenGroup
-from vllm_ascend_pd.core.layout import ALL_TOKENS, LayoutError, TokenShare
-from vllm_ascend_pd.core.states import LayerState, StatePartition, partition_states
+from vllm_ascend_pd.core.caches import CacheGroup, LayerSpec, StateGroup, StateSpec, TokenGroup
+from vllm_ascend_pd.core.layout import ALL_TOKENS, LayerState, LayoutError, StatePartition, TokenShare, partition_states
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_ascend_pd.core.regions import Region
+from vllm_ascend_pd.core.caches import Region
 from vllm_ascend_pd.transport.engine import ExistingEngine
 
 _MODULE = "vllm_ascend.distributed.kv_transfer.utils.mooncake_transfer_engine"

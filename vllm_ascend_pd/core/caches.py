@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes the KV cache tensors that vLLM registers, and their memory."""
 
+from __future__ import annotations
+
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -12,16 +15,178 @@ from vllm_ascend_pd.core.layout import (
     ALL_TOKENS,
     CacheTensor,
     Geometry,
+    LayerState,
     LayoutError,
     RankCaches,
     TokenShare,
     block_geometry,
+    state_geometries,
 )
-from vllm_ascend_pd.core.regions import Region, aligned, merge
-from vllm_ascend_pd.core.states import LayerState, state_geometries
+
+Region: TypeAlias = tuple[int, int]
+"""Address and bytes."""
+
+ALIGNMENT = 2 << 20
+"""A region of device memory begins at a multiple of this many bytes."""
+
+MAX_REGIONS = 256
+"""Regions that one process may register."""
+
+MAX_DEVICE_BYTES = 50 << 30
+"""Bytes of device memory that one process may register on Atlas A2 and A3."""
+
+_A2_AND_A3 = ("Ascend910B", "Ascend910_93")
+
+
+def merge(regions: Iterable[Region], gap: int = -1) -> list[Region]:
+    """Returns sorted, disjoint regions that cover `regions`.
+
+    Regions that overlap become one. So do regions with at most `gap` bytes between them: 0 merges adjacent regions.
+    Raises ValueError for a region without bytes.
+    """
+    merged: list[Region] = []
+    for address, size in sorted(regions):
+        if size <= 0:
+            raise ValueError(f"region at {address:#x} has {size} bytes")
+        if merged and address <= sum(merged[-1]) + gap:
+            begin, length = merged[-1]
+            merged[-1] = (begin, max(length, address + size - begin))
+        else:
+            merged.append((address, size))
+    return merged
+
+
+def aligned(region: Region, storage: int) -> Region:
+    """Returns the region from the multiple of `ALIGNMENT` before it on, unless that is before its storage begins.
+
+    In models that also have states, vllm-ascend puts K behind the convolutions' states, even for a layer that shares
+    its tensor with none, such as an MTP layer: K then begins anywhere in a tensor that itself begins at a multiple
+    (model_runner_v1.py, `_reshape_kv_cache_tensors`).
+    """
+    address, size = region
+    before = address % ALIGNMENT
+    return region if address - before < storage else (address - before, size + before)
+
+
+def covered(region: Region, known: Iterable[Region]) -> bool:
+    """Returns whether one of `known` contains the region."""
+    address, size = region
+    return any(begin <= address and address + size <= begin + length for begin, length in known)
+
+
+def refusal(regions: Sequence[Region], chip: str) -> str | None:
+    """Returns why a process cannot register `regions`, which are all that it registers; None if it can.
+
+    `chip`: the chip's name as ACL returns it, such as "Ascend910B1".
+    """
+    for address, size in regions:
+        if address % ALIGNMENT:
+            return (
+                f"the region {address:#x}+{size} does not begin at a multiple of 2 MiB, which HCCS needs: allocate KV "
+                "caches as vllm-ascend does with a kv_transfer_config"
+            )
+    if len(regions) > MAX_REGIONS:
+        return (
+            f"{len(regions)} regions of memory, and HCCL takes {MAX_REGIONS} for each process: spread the model's "
+            "layers over more ranks (--pipeline-parallel-size), or use a model with fewer KV cache tensors"
+        )
+    total = sum(size for _, size in regions)
+    if chip.startswith(_A2_AND_A3) and total > MAX_DEVICE_BYTES:
+        return (
+            f"{total >> 20} MiB of device memory, and HIXL takes {MAX_DEVICE_BYTES >> 20} MiB a process on {chip}: "
+            "make the KV cache smaller (--gpu-memory-utilization or --kv-cache-memory-bytes)"
+        )
+    return None
+
+
+# Cache groups: which of a request's blocks hold which of its tokens.
+
+
+@dataclass(frozen=True)
+class TokenGroup:
+    """A group of attention caches: its blocks hold the KV of tokens."""
+
+    # Tokens that a block stands for on one rank.
+    block_size: int
+    # How many ranks of context parallelism share a request's tokens.
+    ranks: int = 1
+    # Whether vLLM reuses blocks of tokens that the next token does not see.
+    windowed: bool = False
+    # How many tokens a token sees, itself included. 0: all, unless `chunk` says otherwise.
+    window: int = 0
+    # A token sees those of its own chunk of so many tokens. 0: there are no chunks.
+    chunk: int = 0
+    # Tokens that one entry of a block is computed from: the fewest of the group's layers.
+    tokens_per_entry: int = 1
+    # Whether blocks hold states and not tokens.
+    holds_state = False
+
+    @property
+    def span(self) -> int:
+        """How many of a request's tokens a block id stands for, on all ranks together."""
+        return self.block_size * self.ranks
+
+    @property
+    def ticket_block_size(self) -> int:
+        """The block size that tickets name for this group."""
+        return self.block_size
+
+    def seen_from(self, token: int) -> int:
+        """Returns the first token that token number `token` sees."""
+        first = [max(0, token + 1 - self.window)] if self.window else []
+        if self.chunk:
+            first.append(token - token % self.chunk)
+        return min(first, default=0)
+
+    def holding(self, blocks: Sequence[int], start: int, stop: int, last: bool) -> list[int]:
+        """Returns those of a request's `blocks` that hold tokens `[start, stop)`. `last`: the prompt ends there.
+
+        Tokens after the last complete entry are in no block: vllm-ascend allocates none for them, vLLM may.
+        """
+        stop -= stop % self.tokens_per_entry
+        return list(blocks[start // self.span : math.ceil(stop / self.span)])
+
+    def ticket_blocks(self, blocks: Sequence[int], num_tokens: int) -> list[int]:
+        """Returns those of a request's `blocks` that its ticket names. `num_tokens`: of the prompt."""
+        return self.holding(blocks, 0, num_tokens, last=True)
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """A group of state caches: a block holds the state after the last computed one of its tokens.
+
+    Only the state after the prompt's last token is sent. Tickets treat it as a block of one token.
+    """
+
+    # Tokens per block.
+    block_size: int
+    holds_state = True
+    windowed = False
+    ticket_block_size = 1
+
+    def holding(self, blocks: Sequence[int], start: int, stop: int, last: bool) -> list[int]:
+        """As in `TokenGroup`. Without `last` there is none."""
+        return [blocks[(stop - 1) // self.block_size]] if last else []
+
+    def ticket_blocks(self, blocks: Sequence[int], num_tokens: int) -> list[int]:
+        return self.holding(blocks, 0, num_tokens, last=True)
+
+
+CacheGroup: TypeAlias = TokenGroup | StateGroup
+
+
+def left_to_decode(groups: Iterable[CacheGroup]) -> int:
+    """Returns how many of a prompt's last tokens prefill does not deliver: 0 or 1.
+
+    Decode computes the last token anyway, and KV may be written twice. Two kinds of caches must not have that token
+    yet: a state, which has seen all tokens before it; and a window, since vLLM keeps the blocks that the next token
+    after the received ones sees, and that token must be the last one.
+    """
+    return int(any(group.holds_state or group.windowed for group in groups))
+
 
 # Two regions of a storage with at most so many bytes between them are registered as one, as in vllm-ascend: the number
-# of regions is limited (`core/regions.py`).
+# of regions is limited (`core/caches.py`).
 _SMALL_GAP = 4096
 
 KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]

@@ -8,6 +8,8 @@ heads share the tokens, so only those with equal heads and tokens are replicas.
 
 import functools
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -141,3 +143,45 @@ def regroup_groups(prefill: Sharding, total: int) -> list[tuple[int, ...]]:
                 held = [prefill.holders(owner * heads, total, share) for owner in range(first, first + ratio)]
                 groups += [tuple(ranks[copy] for ranks in held) for copy in range(copies)]
     return groups
+
+
+# Facts about one rank that do not change while it runs.
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """One rank of one engine."""
+
+    engine_id: str
+    # A summary of the model's shape, which both sides compare.
+    model: str
+    # The address for peers.
+    host: str
+    # The place in the pipeline stage, as `sharding` counts.
+    rank: int
+    # How the ranks of the stage share KV.
+    sharding: Sharding
+    # The pipeline stage.
+    pp_rank: int
+    # Pipeline-parallel size.
+    pp: int
+    # Ranks of this stage in torch's default world, in order.
+    stage_ranks: tuple[int, ...]
+    # The engine's draft model, on whichever rank (`Geometry.draft`).
+    draft: str = ""
+    # Settings that both sides compare, as in `EngineDescription`.
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel size."""
+        return self.sharding.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def share(self) -> TokenShare:
+        """The tokens whose KV is on this rank."""
+        return self.sharding.share(self.rank)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts who computes prompts, once vLLM has allocated what was decided."""
 
-from vllm_ascend_pd.core.engine_view import EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver
 from vllm_ascend_pd.core.placement import Decision, Reason
+from vllm_ascend_pd.core.step import EngineRequests, ScheduledRequest
 from vllm_ascend_pd.decode.who_computes import PromptPlacement
 
 _COUNTED_AGAIN = (Reason.PREEMPTED, Reason.KV_LOST)

@@ -6,8 +6,8 @@ That ticket is for the prompt and all tokens generated since, so prefill must be
 asked for in this way ends with an error. It is never computed on decode.
 """
 
-from vllm_ascend_pd.core.engine_view import EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.failure import ReceiveFailure
+from vllm_ascend_pd.core.step import EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.ticket import wants_ticket, wants_token_ids
 
 MAX_LOST = 3

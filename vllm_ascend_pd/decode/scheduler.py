@@ -11,13 +11,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.failure import ReceiveFailure
 from vllm_ascend_pd.core.metaserver import MAX_REASON_CHARS, TransferFailure
 from vllm_ascend_pd.core.observer import DecodeSchedulerObserver, ReceiveEnding
 from vllm_ascend_pd.core.placement import Reason
 from vllm_ascend_pd.core.protocol import RankDescription
-from vllm_ascend_pd.core.step import DecodeStep, WorkerReport
+from vllm_ascend_pd.core.step import DecodeStep, EngineBlocks, EngineRequests, ScheduledRequest, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket, is_pulled, names_prefill, wants_ticket, wants_token_ids
 from vllm_ascend_pd.decode.counted_prompts import CountedPrompts

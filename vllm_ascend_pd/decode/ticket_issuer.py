@@ -7,13 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_ascend_pd.core.engine_view import EngineRequests, ScheduledRequest
-from vllm_ascend_pd.core.groups import CacheGroup, left_to_decode
+from vllm_ascend_pd.core.caches import CacheGroup, left_to_decode
 from vllm_ascend_pd.core.plan import NULL_BLOCK
 from vllm_ascend_pd.core.prompt_digest import PromptDigest
-from vllm_ascend_pd.core.signing import Secret, signed
-from vllm_ascend_pd.core.step import Expect
-from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.step import EngineRequests, Expect, ScheduledRequest
+from vllm_ascend_pd.core.ticket import Secret, Ticket, signed
 
 
 @dataclass(frozen=True)

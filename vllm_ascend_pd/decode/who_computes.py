@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
-from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
-from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.placement import Decision, Reason
+from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import BY_DECODE, BY_PREFILL, PREFILL_AVAILABLE, PREFILL_WAIT_S, WHO_COMPUTES
 from vllm_ascend_pd.decode.prompt_cost import FIRST_TOKENS, CostLine, RecentLargest, StepTimes, TimeBudget

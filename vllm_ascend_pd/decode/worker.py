@@ -20,9 +20,9 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.decode_ticket import DecodeTicket
 from vllm_ascend_pd.core.observer import DecodeObserver
 from vllm_ascend_pd.core.protocol import RankDescription
-from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.step import DecodeStep, Expect, WorkerReport
 from vllm_ascend_pd.core.threads import owned
+from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
 from vllm_ascend_pd.decode.arrivals import ArrivalQueue, Arrivals
 from vllm_ascend_pd.decode.expected_writers import ExpectedWriters

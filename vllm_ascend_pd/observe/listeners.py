@@ -19,8 +19,8 @@ from vllm_ascend_pd.core.observer import (
 from vllm_ascend_pd.core.plan import Offsets
 from vllm_ascend_pd.core.prefill_ticket import RankKey
 from vllm_ascend_pd.core.protocol import RankDescription
-from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.transports import TransportInfo
 from vllm_ascend_pd.observe import stats
 from vllm_ascend_pd.observe.traces import decode_scheduler_trace, decode_trace, prefill_trace

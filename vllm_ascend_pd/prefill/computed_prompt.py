@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_ascend_pd.core.engine_view import ScheduledRequest
+from vllm_ascend_pd.core.step import ScheduledRequest
 
 
 @dataclass

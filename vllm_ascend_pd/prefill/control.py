@@ -12,10 +12,10 @@ from functools import partial
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import decode_hosts
 from vllm_ascend_pd.core.observer import PrefillObserver
+from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.protocol import Message, Revoke
-from vllm_ascend_pd.core.rank_info import RankInfo
-from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights
 from vllm_ascend_pd.prefill.fit import FitCheck
 from vllm_ascend_pd.prefill.outcomes import Outcomes

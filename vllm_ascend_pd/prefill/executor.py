@@ -14,7 +14,7 @@ from functools import partial
 
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.observer import PrefillObserver
-from vllm_ascend_pd.core.running_time import RunningTime
+from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.device.base import DeviceError
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout, LayerTarget

@@ -7,7 +7,7 @@ from vllm_ascend_pd.core.compatibility import different_settings, mismatch
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.protocol import EngineDescription
-from vllm_ascend_pd.core.rank_info import RankInfo
+from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.transports import TransportInfo, cannot_write
 
 logger = logging.getLogger(__name__)

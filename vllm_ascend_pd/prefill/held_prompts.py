@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from vllm_ascend_pd.core.engine_view import EngineRequests
 from vllm_ascend_pd.core.protocol import OfferTicket, ReleasePrompt
+from vllm_ascend_pd.core.step import EngineRequests
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import TICKET_HOST, TICKET_PORT, TRANSFER_ID, TicketError
 from vllm_ascend_pd.prefill.computed_prompt import ComputedPrompt

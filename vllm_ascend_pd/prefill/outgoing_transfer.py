@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
+from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.prefill.computed_prompt import ComputedPrompt
 

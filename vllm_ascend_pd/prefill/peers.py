@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from vllm_ascend_pd.core.description import unsound
+from vllm_ascend_pd.core.compatibility import unsound
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.protocol import Describe, EngineDescription, Message, Problem

@@ -18,8 +18,8 @@ from vllm_ascend_pd.core.caches import RegisteredCaches
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.observer import PrefillObserver
 from vllm_ascend_pd.core.plan import Regroup, regroupable, slot_bytes
-from vllm_ascend_pd.core.rank_info import RankInfo
-from vllm_ascend_pd.core.running_time import RunningTime
+from vllm_ascend_pd.core.prefill_ticket import RunningTime
+from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.device import ops, ops_fallback
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.prefill.exchange_group import ExchangeGroup

@@ -10,9 +10,8 @@ import logging
 from vllm_ascend_pd.core.layout import RankCaches
 from vllm_ascend_pd.core.plan import Route, make_route, why_slow
 from vllm_ascend_pd.core.prefill_ticket import Destination, RankKey
-from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.ticket import Ticket
-from vllm_ascend_pd.core.topology import Sharding
+from vllm_ascend_pd.core.topology import RankInfo, Sharding
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,9 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.core.engine_view import EngineBlocks, EngineRequests, ScheduledRequest
-from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
+from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.observer import PrefillSchedulerObserver
-from vllm_ascend_pd.core.step import PrefillStep, Send, WorkerReport
+from vllm_ascend_pd.core.step import EngineBlocks, EngineRequests, PrefillStep, ScheduledRequest, Send, WorkerReport
 from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import (
     MAX_TRANSFER_ID_CHARS,

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from vllm_ascend_pd.core.running_time import RunningTime
+from vllm_ascend_pd.core.prefill_ticket import RunningTime
 
 H = TypeVar("H")
 

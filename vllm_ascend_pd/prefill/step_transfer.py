@@ -14,9 +14,8 @@ import torch
 
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.layout import BlockKind, Geometry
-from vllm_ascend_pd.core.plan import NULL_BLOCK, Offsets, Regroup, Route
+from vllm_ascend_pd.core.plan import NULL_BLOCK, Offsets, Regroup, Route, Units
 from vllm_ascend_pd.core.step import Send
-from vllm_ascend_pd.core.units import Units
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.prefill.transfer import Transfer
 

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from vllm_ascend_pd.core.hosts import HostList
-from vllm_ascend_pd.core.signing import CLOCK_SKEW_S, Secret, verify
 from vllm_ascend_pd.core.threads import owned
-from vllm_ascend_pd.core.ticket import Ticket, TicketError
+from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S, Secret, Ticket, TicketError, verify
 
 MAX_REMEMBERED = 1 << 20
 """How many tickets that have not expired are remembered: about 90 MB.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.observer import PrefillObserver
-from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, Phase, RankKey
+from vllm_ascend_pd.core.prefill_ticket import GRANT_RETRY_S, Destination, Phase, RankKey, RunningTime
 from vllm_ascend_pd.core.protocol import (
     GrantRefused,
     GrantRequest,
@@ -22,9 +22,8 @@ from vllm_ascend_pd.core.protocol import (
     WriteReport,
     WriterId,
 )
-from vllm_ascend_pd.core.rank_info import RankInfo
-from vllm_ascend_pd.core.running_time import RunningTime
 from vllm_ascend_pd.core.threads import owned
+from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.prefill.decode_layout import DecodeLayout
 from vllm_ascend_pd.prefill.outcomes import Outcome, Outcomes
 from vllm_ascend_pd.prefill.routes import Routes

@@ -10,9 +10,9 @@ The scheduler's thread owns this.
 import math
 from collections.abc import Sequence
 
-from vllm_ascend_pd.core.engine_view import EngineBlocks
-from vllm_ascend_pd.core.groups import CacheGroup, TokenGroup
+from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
 from vllm_ascend_pd.core.plan import NULL_BLOCK
+from vllm_ascend_pd.core.step import EngineBlocks
 from vllm_ascend_pd.core.ticket import Ticket, TicketError
 from vllm_ascend_pd.prefill.computed_prompt import ComputedPrompt
 

@@ -9,10 +9,10 @@ from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.failure import PushFailure
 from vllm_ascend_pd.core.observer import PrefillObserver, PrefillStatus, StepPart
 from vllm_ascend_pd.core.plan import Regroup
-from vllm_ascend_pd.core.rank_info import RankInfo
-from vllm_ascend_pd.core.running_time import RunningTime
+from vllm_ascend_pd.core.prefill_ticket import RunningTime
 from vllm_ascend_pd.core.step import PrefillStep, WorkerReport, rank_address
 from vllm_ascend_pd.core.threads import owned
+from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.core.weights import LoadedWeights, WeightUpdates
 from vllm_ascend_pd.device.base import Device, DeviceError, Event
 from vllm_ascend_pd.prefill.control import ControlPlane

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from vllm_ascend_pd.core.protocol import METASERVER_PATH
-from vllm_ascend_pd.core.signing import Secret
+from vllm_ascend_pd.core.ticket import Secret
 from vllm_ascend_pd.proxy.http.tls import Tls
 from vllm_ascend_pd.proxy.operate.start_tracing import check_tracing
 from vllm_ascend_pd.proxy.routing.addresses import check_engine_urls, is_http

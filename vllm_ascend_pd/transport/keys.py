@@ -13,7 +13,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from vllm_ascend_pd.core.signing import Secret
+from vllm_ascend_pd.core.ticket import Secret
 
 _MAX_BYTES = 64 << 10
 

@@ -9,8 +9,8 @@ import torch
 from vllm_ascend.worker.block_table import BlockTable
 
 from vllm_ascend_pd.core.layout import Geometry, Order
+from vllm_ascend_pd.core.plan import Units
 from vllm_ascend_pd.core.topology import sharding
-from vllm_ascend_pd.core.units import Units
 
 pytestmark = pytest.mark.npu
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from email.utils import parsedate_to_datetime
 from typing import NamedTuple
 
-from vllm_ascend_pd.core.signing import CLOCK_SKEW_S
+from vllm_ascend_pd.core.ticket import CLOCK_SKEW_S
 from vllm_ascend_pd.tools.doctor.finding import Finding, error, note, ok, warning
 
 _DATE_S = 1.0

@@ -9,10 +9,9 @@ from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.communicator import communicator_bytes
 from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.layout import Geometry, RankCaches
-from vllm_ascend_pd.core.plan import Regroup, Route, Target, descriptors, make_route, slot_bytes, staged_units
+from vllm_ascend_pd.core.plan import Regroup, Route, Target, Units, descriptors, make_route, slot_bytes, staged_units
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.topology import Sharding
-from vllm_ascend_pd.core.units import Units
 from vllm_ascend_pd.tools.plan.compressed import whole
 from vllm_ascend_pd.tools.plan.engine import (
     Layout,
