@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.timelines import is_chrome_trace
-from vllm_ascend_pd.core.rank_info import RankInfo
-from vllm_ascend_pd.core.topology import sharding
+from vllm_ascend_pd.core.topology import RankInfo, sharding
 from vllm_ascend_pd.device.cpu import CpuEvent
 from vllm_ascend_pd.observe.trace_file import Traced, TraceError, TraceFile, moment
 from vllm_ascend_pd.observe.traces import decode_scheduler_trace, decode_trace, prefill_trace

@@ -17,9 +17,9 @@ from vllm_ascend_pd.core.observer import (
 from vllm_ascend_pd.core.plan import Offsets
 from vllm_ascend_pd.core.prefill_ticket import RankKey
 from vllm_ascend_pd.core.protocol import WriterId
-from vllm_ascend_pd.core.rank_info import RankInfo
 from vllm_ascend_pd.core.text import one_line
 from vllm_ascend_pd.core.ticket import Ticket
+from vllm_ascend_pd.core.topology import RankInfo
 from vllm_ascend_pd.device.base import Event
 from vllm_ascend_pd.observe.trace_file import Moment, Traced, TraceFile, moment
 
